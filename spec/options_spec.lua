@@ -197,8 +197,48 @@ local CALLS = {
   end },
 }
 
+-- Those of ps.bmt.
+local bmt = require "ps.bmt"
+local function in_run(fn)
+  return function(o)
+    bmt.init_distributed { quiet = true }
+    local ok, problem = pcall(fn, o)
+    bmt.close()
+    if not ok then error(problem, 0) end
+  end
+end
+for _, call in ipairs {
+  { "bmt.init_distributed", "pipe_sise", "pipe_size", function(o) bmt.init_distributed(o) end },
+  { "bmt.DistributedParameter", "init_metod", "init_method", in_run(function(o) bmt.DistributedParameter(x, o) end) },
+  { "bmt.CheckpointBlock", "use_checkpont", "use_checkpoint", in_run(function(o) bmt.Block(model(), o) end) },
+  { "bmt.TransformerBlockList", "num_hiden", "num_hidden", in_run(function(o)
+    bmt.TransformerBlockList({ model() }, o)
+  end), source = '"bmt." .. self.class_name' },
+  { "a call of bmt.TransformerBlockList", "return_hidden_state", "return_hidden_states", in_run(function(o)
+    bmt.TransformerBlockList { model() }(x, o)
+  end), source = '"a call of bmt." .. self.class_name' },
+  { "bmt.optim.AdamOptimizer", "hold_step", "hold_steps", in_run(function(o) bmt.optim.AdamOptimizer({ x }, o) end),
+    source = '"bmt.optim." .. name' },
+  { "bmt.optim.AdamOffloadOptimizer", "weight_decy", "weight_decay", in_run(function(o)
+    bmt.optim.AdamOffloadOptimizer({ x }, o)
+  end), source = '"bmt.optim." .. name' },
+  { "a group of bmt.optim", "parms", "params", in_run(function(o) bmt.optim.AdamOptimizer { o } end) },
+  { "bmt.optim.OptimManager", "los_scale", "loss_scale", in_run(function(o) bmt.optim.OptimManager(o) end) },
+  { "OptimManager:clip_grad_norm", "norm_typ", "norm_type", in_run(function(o)
+    bmt.optim.OptimManager():clip_grad_norm({}, 1, o)
+  end) },
+  { "bmt.lr_scheduler.Noam", "warmup_itr", "warmup_iter", function(o)
+    bmt.lr_scheduler.Noam({ param_groups = {} }, o)
+  end, source = '"bmt.lr_scheduler." .. name' },
+  { "bmt.loss.FusedCrossEntropy", "ignore_indx", "ignore_index", function(o) bmt.loss.FusedCrossEntropy(o) end },
+  { "bmt.load", "strct", "strict", in_run(function(o) bmt.load(model(), "none.pt", o) end) },
+} do
+  CALLS[#CALLS + 1] = call
+end
+
 -- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
 local INNER = {
+  ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
   ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full", ["lua/ps/data.lua"] = "shards_of range_of small",

@@ -155,6 +155,19 @@ local function put_ops()
   put ""
 end
 
+local function put_bmt()
+  local bmt = require "ps.bmt"
+  section("ps.bmt", "BMTrain's way of writing a script: `docs/bmtrain.md`.")
+  put_functions("bmt.", bmt)
+  for _, name in ipairs(sorted(bmt, function(_, value) return is_class(value) end)) do
+    put_class("bmt.", name, bmt[name])
+  end
+  for _, name in ipairs { "inspect", "lr_scheduler", "optim" } do put_functions("bmt." .. name .. ".", bmt[name]) end
+  put_functions("manager:", bmt.optim.Manager, true)
+  put_functions("scheduler:", bmt.lr_scheduler.Scheduler, true)
+  put_class("bmt.loss.", "FusedCrossEntropy", bmt.loss.FusedCrossEntropy)
+end
+
 local function write()
   put "# The Lua API"
   put ""
@@ -223,6 +236,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put_functions("model:", Engine, true, Engine.PUBLIC)
   put_functions("optimizer:", require("ps.engine.optimizer").methods, true, { "step", "zero_grad", "set_lr",
     "state_dict", "load_state_dict" })
+  put_bmt()
   put_ops()
   return table.concat(out, "\n"):gsub("\n\n\n+", "\n\n"):gsub("%s+$", "\n")
 end

@@ -49,7 +49,11 @@ function Bin:append(name, data, nbytes) check(C.ps_ptw_write(self.writer, self.s
 function Bin:commit() check(C.ps_ptw_commit(self.writer)) end
 function Bin:close() C.ps_ptw_free(ffi.gc(self.writer, nil)) end
 
-local function bin_file(path, entries)
+--- Begins a file of PyTorch's, a dict of tensors by name, for save.write.
+---@param path string
+---@param entries table[]
+---@return table writer
+function parallel.bin_file(path, entries)
   local out = ffi.new("ps_ptw *[1]")
   check(C.ps_ptw_new(path, out))
   local self = setmetatable({ writer = ffi.gc(out[0], C.ps_ptw_free), storage = {} }, Bin)
@@ -88,7 +92,8 @@ local function write_part(model, temp)
   if not cuts and mesh.rank "tp" > 0 then return end                   -- the same as on rank 0 along tp
   local peers = (cuts or model.is_engine and model.ranks) and mesh.group "dp" or nil
   local pp = model.is_engine and model.stages and mesh.rank "pp" or 0
-  save.write(temp .. "/" .. name_of(cuts and mesh.rank "tp" or 0, pp), save.entries(model), bin_file, peers)
+  save.write(temp .. "/" .. name_of(cuts and mesh.rank "tp" or 0, pp), save.entries(model), parallel.bin_file,
+    peers)
 end
 
 local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
@@ -130,7 +135,7 @@ function parallel.save(model, path, config_of, whole, source)
     agree.run(group, function() return save.entries(model) end)       -- what fails, fails on all ranks
     local all = save.whole(model)
     if whole then
-      save.write(temp .. "/pytorch_model.bin", all, bin_file, group)
+      save.write(temp .. "/pytorch_model.bin", all, parallel.bin_file, group)
     else
       agree.run(group, function() write_part(model, temp) end)
     end

@@ -284,15 +284,19 @@ local function remove_older(path, names)
   end
 end
 
-local function safetensors_file(path, entries) return safetensors.writer(path, entries, { format = "pt" }) end
+--- Begins a safetensors file, for save.write.
+---@param path string
+---@param entries table[]
+---@return table writer
+function save.safetensors_file(path, entries) return safetensors.writer(path, entries, { format = "pt" }) end
 
 local function write_all(path, files, group)
   local rank = group and group:rank() or 0
-  if #files == 1 then return save.write(path .. "/model.safetensors", files[1], safetensors_file, group) end
+  if #files == 1 then return save.write(path .. "/model.safetensors", files[1], save.safetensors_file, group) end
   local names = {}
   for i, list in ipairs(files) do
     names[i] = ("model-%05d-of-%05d.safetensors"):format(i, #files)
-    save.write(path .. "/" .. names[i], list, safetensors_file, group)
+    save.write(path .. "/" .. names[i], list, save.safetensors_file, group)
   end
   agree.run(group, function()
     if rank > 0 then return end

@@ -1,0 +1,126 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- require "ps.bmt": BMTrain's way of writing a training script (docs/bmtrain.md), over the engine of ps.initialize.
+--
+--   local bmt = require "ps.bmt"
+--   bmt.init_distributed { seed = 0 }
+--   local model = MyModel()                                  -- a class that derives from bmt.DistributedModule
+--   local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { weight_decay = 1e-2 })
+--   local manager = bmt.optim.OptimManager { loss_scale = 2 ^ 20 }
+--   manager:add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, { start_lr = 1e-3, warmup_iter = 40,
+--     end_iter = 1000 }))
+--   for x, y in loader:epoch() do
+--     manager:zero_grad()
+--     manager:backward(loss_func(model(x), y))
+--     manager:clip_grad_norm(optimizer.param_groups, 1.0)
+--     manager:step()
+--   end
+--
+-- Python's keyword arguments are one table, the last argument. What BMTrain has and ps.bmt does not is an error that
+-- says what there is instead.
+local ps = require "ps"
+local caller = require "ps.caller"
+local dist = require "ps.dist"
+local inspect = require "ps.inspect"
+local mesh = require "ps.mesh"
+local modules = require "ps.bmt.modules"
+local session = require "ps.bmt.session"
+local store = require "ps.bmt.store"
+local error = caller.error
+
+local bmt = { config = session.facts, optim = require "ps.bmt.optim", lr_scheduler = require "ps.bmt.lr_scheduler",
+  loss = require "ps.bmt.loss", nn = {}, inspect = {}, save = store.save, load = store.load,
+  init_distributed = session.begin, close = session.close }
+for name, value in pairs(modules) do bmt[name] = value end
+bmt.Block = bmt.CheckpointBlock
+
+--- This process's number among all ranks.
+---@return integer
+function bmt.rank() return dist.rank() end
+
+--- The number of ranks.
+---@return integer
+function bmt.world_size() return dist.world_size() end
+
+--- Returns when all ranks have called it.
+function bmt.synchronize()
+  session.need "bmt.synchronize"
+  dist.synchronize()
+end
+
+--- The mean of a loss over all ranks, without a gradient (BMTrain's name says sum, and means this).
+---@param loss ps.Tensor
+---@return ps.Tensor
+function bmt.sum_loss(loss)
+  session.need "bmt.sum_loss"
+  if not ps.is_tensor(loss) then error("bmt.sum_loss takes a tensor, not a " .. type(loss)) end
+  return ps.no_grad(function()
+    local copy, group = loss:detach():to("fp32"):clone(), mesh.group "world"
+    if group then group:all_reduce(copy) end
+    return copy / dist.world_size()
+  end)
+end
+
+--- All ranks' tensors [n, ...] one after the other, [ranks n, ...], without a gradient.
+---@param result ps.Tensor
+---@return ps.Tensor
+function bmt.gather_result(result)
+  session.need "bmt.gather_result"
+  if not ps.is_tensor(result) then error("bmt.gather_result takes a tensor, not a " .. type(result)) end
+  return ps.no_grad(function()
+    local group, own = mesh.group "world", result:detach():contiguous()
+    if not group then return own:clone() end
+    local shape = own:shape()
+    shape[1] = shape[1] * group:size()
+    return group:all_gather(ps.empty(shape, { dtype = own:dtype(), device = own:device() }), own)
+  end)
+end
+
+--- Prints on one rank, as print does.
+---@param ... any values; then perhaps { rank = n } (default 0)
+function bmt.print_rank(...)
+  local given, rank = { n = select("#", ...), ... }, 0
+  local last = given[given.n]
+  if type(last) == "table" and getmetatable(last) == nil and type(last.rank) == "number" then
+    rank, given.n = last.rank, given.n - 1
+  end
+  if dist.rank() ~= rank then return end
+  print(unpack(given, 1, given.n))
+  io.stdout:flush()
+end
+
+-- -- inspect ----------------------------------------------------------------------------------------------------------
+bmt.inspect.inspect_tensor, bmt.inspect.record_tensor = inspect.inspect_tensor, inspect.record_tensor
+bmt.inspect.format_summary = inspect.format_summary
+
+--- ps.inspect.inspect_model; of the model that trains, whatever the ranks share out of it. All ranks call it.
+---@param model ps.nn.Module
+---@param pattern? string default all names
+---@param prefix? string
+---@return ps.inspect.Row[]
+function bmt.inspect.inspect_model(model, pattern, prefix)
+  return inspect.inspect_model(session.target(model), pattern, prefix)
+end
+
+-- -- what there is not ------------------------------------------------------------------------------------------------
+local CUT = "layers that are cut among processes are not here"
+local ABSENT = {
+  BMTrainModelWrapper = "write the model's class with bmt.DistributedModule, or train it by ps.initialize",
+  PipelineTransformerBlockList = "a model of ps.bmt is not cut into stages; ps.initialize does that "
+    .. "(docs/pipeline.md)",
+  wait_loader = "moves of parameters are planned; nothing has to be waited for",
+  nccl = "ps.dist and its groups send tensors", distributed = "ps.dist and its groups send tensors",
+  benchmark = "bench/ has measurements", debug = "bmt.inspect.record_tensor keeps tensors",
+  see_memory = "ps.memory() tells and prints it", print_block = "print", print_dict = "print",
+  utils = "ps.progress shows averages",
+}
+local ABSENT_NN = { ColumnParallelLinear = CUT, RowParallelLinear = CUT, VPEmbedding = CUT, ParallelCrossEntropy = CUT,
+  OpParallelLinear = CUT, Linear = "ps.nn.Linear" }
+
+local function refusing(what, absent)
+  return { __index = function(_, name)
+    if absent[name] then error(("%s.%s: not in ps.bmt: %s"):format(what, name, absent[name])) end
+  end }
+end
+setmetatable(bmt.nn, refusing("bmt.nn", ABSENT_NN))
+
+return setmetatable(bmt, refusing("bmt", ABSENT))

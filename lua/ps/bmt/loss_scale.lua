@@ -1,0 +1,70 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The loss scale of BMTrain's OptimManager (1.0.1), for the optimizer of an engine, in the place of ps.loss_scaler. An
+-- overflow divides it, unless it is at its least; enough good steps multiply it, unless it is at its greatest.
+local caller = require "ps.caller"
+local hooks = require "ps.hooks"
+
+local loss_scale = {}
+
+---@class ps.bmt.LossScale
+---@field scale number
+---@field factor number above 1
+---@field every integer good steps from one change to a raise
+---@field least number
+---@field most number
+---@field good integer steps since the last change
+local LossScale = {}
+LossScale.__index = LossScale
+
+local POSITIVE = { "loss_scale", "loss_scale_factor", "loss_scale_steps", "min_loss_scale", "max_loss_scale" }
+
+---@param given {loss_scale: number, loss_scale_factor?: number, loss_scale_steps?: integer, min_loss_scale?: number,
+---  max_loss_scale?: number}
+---@return ps.bmt.LossScale
+function loss_scale.new(given)
+  for _, key in ipairs(POSITIVE) do
+    local value = given[key]
+    if value and not (value > 0 and (value < math.huge or key == "max_loss_scale")) then
+      caller.error(("bmt.optim.OptimManager: %s is %s; it takes a number above 0"):format(key, tostring(value)))
+    end
+  end
+  local factor = given.loss_scale_factor or 2
+  return setmetatable({ scale = given.loss_scale, factor = factor > 1 and factor or 1 / factor,
+    every = given.loss_scale_steps or 1024, least = given.min_loss_scale or 1,
+    most = given.max_loss_scale or math.huge, good = 0 }, LossScale)
+end
+
+--- The loss times the scale.
+---@param loss ps.Tensor
+---@return ps.Tensor
+function LossScale:scale_loss(loss)
+  hooks.tell "scaled"
+  return loss * self.scale
+end
+
+--- Once a step, with whether its gradients overflowed.
+---@param overflowed boolean
+function LossScale:update(overflowed)
+  local to = self.scale
+  if not overflowed then
+    self.good = self.good + 1
+    if self.good >= self.every and self.scale < self.most then to = self.scale * self.factor end
+  elseif self.scale > self.least then
+    to = self.scale / self.factor
+  end
+  if to ~= self.scale then self.scale, self.good = to, 0 end
+end
+
+--- What a resumed run needs, as text that keeps every bit.
+---@return table<string, string>
+function LossScale:state_dict() return { scale = ("%.17g"):format(self.scale), good = ("%d"):format(self.good) } end
+
+--- Goes on from what state_dict gave.
+---@param state table<string, string|number>
+function LossScale:load_state_dict(state)
+  local scale, good = tonumber(state.scale), tonumber(state.good)
+  if not (scale and good) then caller.error "the saved loss scale has no scale or no good steps" end
+  self.scale, self.good = scale, good
+end
+
+return loss_scale

@@ -1,0 +1,323 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- BMTrain's optimizers and OptimManager, which drive the step of an engine: zero_grad, backward, clip_grad_norm, step.
+-- An optimizer here has groups and settings; the engine that the model gets has the state and makes the updates.
+local ps = require "ps"
+local caller = require "ps.caller"
+local check = require "ps.config.check"
+local core = require "ps.nn.module"
+local dist = require "ps.dist"
+local loss_scale = require "ps.bmt.loss_scale"
+local mesh = require "ps.mesh"
+local session = require "ps.bmt.session"
+local step = require "ps.engine.step"
+local types = require "ps.config.types"
+local error = caller.error
+
+local optim = {}
+
+-- -- optimizers -------------------------------------------------------------------------------------------------------
+---@class ps.bmt.Optimizer
+---@field name string
+---@field param_groups table[] each with params, lr, betas, eps, weight_decay, which may be changed between steps
+---@field hold_steps integer
+---@field offload boolean the state and its updates are the host's
+local Optimizer = {}
+Optimizer.__index = Optimizer
+
+local SETTINGS = { lr = "number", betas = "table", eps = "number", weight_decay = "number", hold_steps = "whole" }
+local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0 }
+local GROUP = { params = "any", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
+
+local function tensors_of(value, call)
+  if core.is_module(value) then return value:parameters() end
+  if ps.is_tensor(value) then return { value } end
+  if type(value) ~= "table" then error(("%s: parameters are a list, not a %s"):format(call, type(value))) end
+  for i, param in ipairs(value) do
+    if not ps.is_tensor(param) then error(("%s: parameter %d is a %s"):format(call, i, type(param))) end
+  end
+  return value
+end
+
+-- Groups of parameters, from a list of them, a module, or a list of groups.
+local function groups_of(params, defaults, call)
+  local given = { { params = params } }
+  if type(params) == "table" and not core.is_module(params) and type(params[1]) == "table" then given = params end
+  local list = {}
+  for number, one in ipairs(given) do
+    local group = { params = tensors_of(caller.options(one, "a group of bmt.optim", GROUP).params, call) }
+    for key, default in pairs(DEFAULTS) do
+      local value = one[key]
+      if value == nil then value = defaults[key] end
+      if value == nil then value = default end
+      group[key] = value
+    end
+    group.betas = { group.betas[1], group.betas[2] }
+    local problem = check.out_of_range(group, types.OPTIMIZER)
+    if problem then error(("%s, group %d: %s"):format(call, number, problem)) end
+    list[number] = group
+  end
+  return list
+end
+
+local function new(name, params, options, keys, offload)
+  local call = "bmt.optim." .. name
+  options = caller.options(options, "bmt.optim." .. name, keys)
+  session.need(call)
+  return setmetatable({ name = name, param_groups = groups_of(params, options, call), offload = offload,
+    hold_steps = options.hold_steps and caller.whole(options.hold_steps, call .. ": hold_steps", 0) or 0 }, Optimizer)
+end
+
+--- Adam. Weight decay is added to the gradient where parameters are fp32, and decoupled (AdamW) where they are of a
+--- half type, as it is there.
+---@param params ps.Tensor[]|table[]|ps.nn.Module parameters, or groups { params =, lr =, ... }
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} default
+---  1e-3, { 0.9, 0.999 }, 1e-8, 0; hold_steps: the rate is 0 in so many first steps (one fewer of half types)
+---@return ps.bmt.Optimizer
+function optim.AdamOptimizer(params, options) return new("AdamOptimizer", params, options, SETTINGS, false) end
+
+local OFFLOAD = { record_delta = "boolean" }
+for key, kind in pairs(SETTINGS) do OFFLOAD[key] = kind end
+
+--- The same, with state and updates on the host where a device computes.
+---@param params ps.Tensor[]|table[]|ps.nn.Module
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer}
+---@return ps.bmt.Optimizer
+function optim.AdamOffloadOptimizer(params, options)
+  if type(options) == "table" and options.record_delta then
+    error("bmt.optim.AdamOffloadOptimizer: record_delta: updates are not recorded; bmt.inspect.inspect_model has "
+      .. "statistics of parameters")
+  end
+  return new("AdamOffloadOptimizer", params, options, OFFLOAD, true)
+end
+
+local function of_manager(self, method)
+  error(("%s:%s: an OptimManager does it for its optimizers: manager:add_optimizer(optimizer), manager:%s()"):format(
+    self.name, method, method))
+end
+
+--- An error: OptimManager:step makes the updates.
+function Optimizer:step() of_manager(self, "step") end
+--- An error: OptimManager:zero_grad drops gradients.
+function Optimizer:zero_grad() of_manager(self, "zero_grad") end
+--- An error: OptimManager:state_dict has the state.
+function Optimizer:state_dict() of_manager(self, "state_dict") end
+--- An error: OptimManager:load_state_dict takes the state.
+function Optimizer:load_state_dict() of_manager(self, "load_state_dict") end
+
+-- -- OptimManager -----------------------------------------------------------------------------------------------------
+---@class ps.bmt.OptimManager
+---@field loss_scale number 1 where losses are not scaled
+---@field optimizers ps.bmt.Optimizer[]
+---@field lr_schedulers (ps.bmt.Scheduler|false)[]
+---@field scaler ps.bmt.LossScale|false
+---@field engine ps.Engine|false once the model has begun to train
+---@field waiting table|false the state that the engine's optimizer will get
+local OptimManager = {}
+optim.Manager = OptimManager
+local MANAGER = { loss_scale = "number", loss_scale_factor = "number", loss_scale_steps = "whole",
+  min_loss_scale = "number", max_loss_scale = "number", grad_scale = "number" }
+
+local Manager = { __index = function(self, key)
+  if key == "loss_scale" then
+    local scaler = rawget(self, "scaler")
+    return scaler and scaler.scale or 1
+  end
+  return OptimManager[key]
+end }
+
+--- What trains a model: it has the optimizers and their schedules, scales losses, and makes the steps. The loss scale
+--- is divided by loss_scale_factor at an overflow, which skips the step, and multiplied by it after loss_scale_steps
+--- good steps.
+---@param options? {loss_scale?: number, loss_scale_factor?: number, loss_scale_steps?: integer,
+---  min_loss_scale?: number, max_loss_scale?: number, grad_scale?: number} loss_scale: the first one; absent: losses
+---  are not scaled, and
+---  gradients that are not finite are an error; the others default to 2, 1024, 1, no bound, and the number of ranks
+---  that have other rows each, by which the sum of their gradients is divided
+---@return ps.bmt.OptimManager
+function optim.OptimManager(options)
+  local call = "bmt.optim.OptimManager"
+  options = caller.options(options, "bmt.optim.OptimManager", MANAGER)
+  session.need(call)
+  if options.grad_scale and not (options.grad_scale > 0 and options.grad_scale < math.huge) then
+    error(("%s: grad_scale is %s; it takes a number above 0"):format(call, tostring(options.grad_scale)))
+  end
+  return setmetatable({ optimizers = {}, lr_schedulers = {}, engine = false, waiting = false,
+    grad_scale = options.grad_scale or false, scaler = options.loss_scale and loss_scale.new(options) or false },
+    Manager)
+end
+
+-- The groups of all optimizers of a manager, in order.
+local function groups_in(manager)
+  local all = {}
+  for _, optimizer in ipairs(manager.optimizers) do
+    for _, group in ipairs(optimizer.param_groups) do all[#all + 1] = group end
+  end
+  return all
+end
+
+-- Called when the engine has the model and the manager's groups.
+local function taken(self, engine)
+  local opt, cfg = engine.optimizer, engine.cfg
+  self.engine = engine
+  opt.scaler, opt.checks_overflow = self.scaler or nil, self.scaler ~= false
+  opt.max_norm = math.huge                     -- each step measures the norm, which clip_grad_norm may ask for
+  for _, optimizer in ipairs(self.optimizers) do
+    if optimizer.offload then cfg.zero_optimization.offload_optimizer = { device = "cpu", ratio = 1 } end
+  end
+  if self.waiting then opt:load_state_dict(self.waiting) end
+  self.waiting = false
+end
+
+--- Adds an optimizer. All optimizers of a model come before it begins to train.
+---@param optimizer ps.bmt.Optimizer
+---@param lr_scheduler? ps.bmt.Scheduler whose step comes behind each update
+function OptimManager:add_optimizer(optimizer, lr_scheduler)
+  local call = "OptimManager:add_optimizer"
+  if getmetatable(optimizer) ~= Optimizer then
+    error(call .. " takes AdamOptimizer or AdamOffloadOptimizer of bmt.optim, not a " .. type(optimizer))
+  end
+  if lr_scheduler ~= nil and not (type(lr_scheduler) == "table" and type(lr_scheduler.step) == "function") then
+    error(call .. ": the schedule is a " .. type(lr_scheduler) .. "; it takes one of bmt.lr_scheduler")
+  end
+  local run = session.need(call)
+  if run.module then error(call .. ": the model has begun to train; optimizers are added before its first call") end
+  if run.manager and run.manager ~= self then error(call .. ": another OptimManager has optimizers of this run") end
+  run.manager, run.groups, run.taken = self, function() return groups_in(self) end,
+    function(engine) taken(self, engine) end
+  table.insert(self.optimizers, optimizer)
+  table.insert(self.lr_schedulers, lr_scheduler or false)
+end
+
+local function begun(self, call)
+  if not self.engine then
+    error(("OptimManager:%s: no model trains yet: add an optimizer with the model's parameters, and call the model, "
+      .. "whose class derives from bmt.DistributedModule, in training mode"):format(call))
+  end
+  return self.engine
+end
+
+--- Drops the gradients.
+function OptimManager:zero_grad()
+  if self.engine then self.engine.optimizer:zero_grad() end
+end
+
+--- Refused: backward scales the loss.
+function OptimManager:scale_loss() -- luacheck: ignore 212
+  error "OptimManager:scale_loss: manager:backward(loss) scales the loss itself"
+end
+
+--- Backward from a loss. Gradients of ranks are added up and divided by grad_scale; those of several backwards of a
+--- step (gradient_accumulation_steps of init_distributed's config) are added up.
+---@param loss ps.Tensor of one element
+function OptimManager:backward(loss)
+  local engine = begun(self, "backward")
+  local factor, ranks = engine.accumulate, mesh.size "dp"
+  if self.grad_scale then factor = factor * ranks / self.grad_scale end
+  if factor ~= 1 and ps.is_tensor(loss) then loss = loss * factor end
+  engine:backward(loss, { weight = 1 })
+end
+
+-- Whether groups are all of the manager's, in any order.
+local function all_groups(self, groups)
+  local left, n = {}, 0
+  for _, group in ipairs(groups_in(self)) do left[group], n = true, n + 1 end
+  for _, group in ipairs(groups) do
+    if not left[group] then return false end
+    left[group], n = nil, n - 1
+  end
+  return n == 0
+end
+
+local CLIP = { norm_type = "any", eps = "number" }
+
+--- The norm of the gradients of all optimizers; the step that follows multiplies them by max_norm / (norm + eps) where
+--- that is below 1. Once a step, behind the last backward.
+---@param param_groups table[] optimizer.param_groups; of several optimizers, all groups in one list
+---@param max_norm number
+---@param options? {norm_type?: number, eps?: number} default 2, the only one, and 1e-6; eps counts beside the norm with
+---  the loss scale in it
+---@return number norm without the loss scale; not finite where gradients overflowed
+function OptimManager:clip_grad_norm(param_groups, max_norm, options)
+  local call = "OptimManager:clip_grad_norm"
+  options = caller.options(options, "OptimManager:clip_grad_norm", CLIP)
+  if (options.norm_type or 2) ~= 2 then
+    error(("%s: norm_type is %s; norms are of type 2"):format(call, tostring(options.norm_type)))
+  end
+  caller.typed(max_norm, "number", call .. ": max_norm")
+  if max_norm < 0 or max_norm ~= max_norm then
+    error(("%s: max_norm is %s; it takes a number from 0 on"):format(call, max_norm))
+  end
+  local engine = begun(self, "clip_grad_norm")
+  if type(param_groups) ~= "table" or not all_groups(self, param_groups) then
+    error(call .. ": the norm is of all parameters that train: give the param_groups of all optimizers, in one list")
+  end
+  return step.clip(engine, max_norm, (options.eps or 1e-6) / self.loss_scale)
+end
+
+-- Runs fn with the rate 0 in the groups whose optimizers hold still yet.
+local function holding(self, fn)
+  local was, done = {}, self.engine.optimizer.steps
+  local late = self.engine.precision == "fp32" and 0 or 1
+  for _, optimizer in ipairs(self.optimizers) do
+    if done + late < optimizer.hold_steps then
+      for _, group in ipairs(optimizer.param_groups) do was[group], group.lr = group.lr, 0 end
+    end
+  end
+  local ok, result = pcall(fn)
+  for group, lr in pairs(was) do group.lr = lr end
+  if not ok then error(result, 0) end
+  return result
+end
+
+--- One update, and a step of the schedules. Where the scaled gradients overflowed, the loss scale falls instead, and
+--- rank 0 prints it.
+function OptimManager:step()
+  local engine = begun(self, "step")
+  if engine:accumulating() then
+    error(("OptimManager:step: %d of the %d backwards of a step (gradient_accumulation_steps) have been made"):format(
+      engine.micro, engine.accumulate))
+  end
+  local scale = self.loss_scale
+  local info = holding(self, function() return engine.optimizer:step() end)
+  engine.optimizer.max_norm, engine.optimizer.clip_eps = math.huge, nil
+  if info.skipped then
+    dist.print_rank(("Gradient overflow, change scale from %f to %f"):format(scale, self.loss_scale))
+    return
+  end
+  for _, scheduler in ipairs(self.lr_schedulers) do if scheduler then scheduler:step() end end
+end
+
+--- The state: optimizers (one state of all groups, as optimizer:state_dict() of an engine has it; each rank its own
+--- part), lr_schedulers, loss_scale and loss_scale_enabled. Its tensors are lent: save them before the next step.
+---@return table
+function OptimManager:state_dict()
+  local engine, schedules = begun(self, "state_dict"), {}
+  for i, scheduler in ipairs(self.lr_schedulers) do schedules[i] = scheduler and scheduler:state_dict() or false end
+  return { optimizers = { engine.optimizer:state_dict() }, lr_schedulers = schedules, loss_scale = self.loss_scale,
+    loss_scale_enabled = self.scaler ~= false, loss_scale_good = self.scaler and self.scaler.good or 0 }
+end
+
+--- Takes over what state_dict gave. Before the model's first call the state waits for it.
+---@param state table
+function OptimManager:load_state_dict(state)
+  local call = "OptimManager:load_state_dict"
+  caller.typed(state, "table", call .. ": the state")
+  if type(state.optimizers) ~= "table" or type(state.lr_schedulers) ~= "table" then
+    error(call .. ": this is no state of an OptimManager: it has no optimizers or lr_schedulers")
+  end
+  if #state.lr_schedulers ~= #self.lr_schedulers then
+    error(("%s: the state has %d schedules, this manager %d"):format(call, #state.lr_schedulers, #self.lr_schedulers))
+  end
+  if (state.loss_scale_enabled == true) ~= (self.scaler ~= false) then
+    error(("%s: losses were %s in the state's run, and are %s here"):format(call,
+      state.loss_scale_enabled and "scaled" or "not scaled", self.scaler and "scaled" or "not scaled"))
+  end
+  if self.engine then self.engine.optimizer:load_state_dict(state.optimizers[1])
+  else self.waiting = state.optimizers[1] end
+  for i, scheduler in ipairs(self.lr_schedulers) do
+    if scheduler and state.lr_schedulers[i] then scheduler:load_state_dict(state.lr_schedulers[i]) end
+  end
+  if self.scaler then self.scaler.scale, self.scaler.good = state.loss_scale, state.loss_scale_good or 0 end
+end
+
+return optim

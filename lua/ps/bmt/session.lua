@@ -1,0 +1,257 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A run of ps.bmt, from init_distributed to close. BMTrain's scripts make their model without telling anybody, so the
+-- engine is opened in two steps: the first distributed parameter, whose type decides the precision, opens its chunks,
+-- and parameters are staged as they are made; the first call of the model for training gives it the model and the
+-- optimizers of the OptimManager. From there on a call of the model is a forward of the engine's step.
+local ps = require "ps"
+local adopt = require "ps.engine.adopt"
+local build = require "ps.engine.layout.build"
+local caller = require "ps.caller"
+local core = require "ps.nn.module"
+local dist = require "ps.dist"
+local engines = require "ps.engine"
+local hooks = require "ps.hooks"
+local mesh = require "ps.mesh"
+local source = require "ps.config.source"
+local error = caller.error
+
+local session = {}
+
+---@class ps.bmt.Session
+---@field group ps.Group all ranks
+---@field config table of the engine
+---@field quiet boolean?
+---@field engine ps.Engine|false
+---@field module ps.nn.Module|false the model that the engine has
+---@field dtype string|false of all parameters
+---@field inside boolean a call of the model is under way
+---@field manager ps.bmt.OptimManager|false the one that has optimizers
+---@field groups fun(): table[] of all its optimizers
+---@field taken fun(engine: ps.Engine) called when the engine has the model and these groups
+---@field off fun()|false ends the staging of parameters
+---@field device string|false the default device before the engine was opened
+local Session = {}
+Session.__index = Session
+
+local current                                      -- the run, or nil
+
+--- What BMTrain's scripts read as bmt.config. Sizes and numbers of ranks; empty before init_distributed.
+---@type table<string, any>
+session.facts = { initialized = false, rank = 0, local_rank = 0, world_size = 1 }
+
+-- Keys of a configuration that ps.bmt's own calls decide.
+local DECIDED = { fp16 = "the parameters' type", bf16 = "the parameters' type", optimizer = "bmt.optim",
+  scheduler = "bmt.lr_scheduler", gradient_clipping = "OptimManager:clip_grad_norm",
+  overlap_optimizer = "OptimManager, whose steps update behind backward" }
+
+local OPTIONS = { init_method = "string", seed = "number", zero_level = "whole", pipe_size = "whole", tp_size = "whole",
+  num_micro_batches = "whole", config = "table|string", backend = "string", rendezvous = "string", rank = "number",
+  world_size = "number", local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean" }
+
+local JOINING = { "backend", "rank", "world_size", "local_rank", "timeout", "heartbeat", "quiet", "rendezvous" }
+
+local function configuration(given, level)
+  local cfg = {}
+  for key, value in pairs(given and (source.read(given)) or {}) do
+    if DECIDED[key] then
+      error(("bmt.init_distributed: config has %s, which %s decides"):format(key, DECIDED[key]))
+    end
+    cfg[key] = value
+  end
+  local zero = {}
+  for key, value in pairs(cfg.zero_optimization or {}) do zero[key] = value end
+  if level and (level < 0 or level > 3) then
+    error(("bmt.init_distributed: zero_level is %d; it takes 0 to 3"):format(level))
+  end
+  if level and zero.stage and zero.stage ~= level then
+    error(("bmt.init_distributed: zero_level is %d and config's zero_optimization.stage %s; they mean the same, keep "
+      .. "one"):format(level, tostring(zero.stage)))
+  end
+  zero.stage = zero.stage or level or 3
+  cfg.zero_optimization, cfg.overlap_optimizer = zero, false
+  return cfg
+end
+
+local function set_facts(pipe_size, tp_size)
+  local e, facts = mesh.env(), session.facts
+  for key in pairs(facts) do facts[key] = nil end
+  facts.initialized, facts.rank, facts.local_rank = true, e.rank, e.local_rank
+  facts.world_size, facts.local_size = e.world_size, e.local_world_size
+  facts.pipe_size, facts.pipe_enabled, facts.tp_size = pipe_size, pipe_size > 1, tp_size
+  facts.tp_rank = e.rank % tp_size
+  facts.zero_size, facts.tp_zero_size = e.world_size / pipe_size, e.world_size / (pipe_size * tp_size)
+  facts.zero_rank = e.rank % facts.zero_size
+  facts.tp_zero_rank = math.floor(facts.zero_rank / tp_size)
+end
+
+--- Joins the other ranks and begins a run, which bmt.close() ends.
+---@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?: boolean,
+---  backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?: integer,
+---  rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed default 0;
+---  zero_level (default 3): the stage of ZeRO, 0 to 3; config: keys of ps.initialize's configuration (memory, device,
+---  gradient_accumulation_steps, ...); num_micro_batches counts in a pipeline alone; the rest as ps.init_distributed
+---  has it
+function session.begin(options)
+  options = caller.options(options, "bmt.init_distributed", OPTIONS)
+  if current then error "bmt.init_distributed was called before; bmt.close() ends that run" end
+  if options.init_method and options.init_method ~= "env://" and options.rendezvous then
+    error "bmt.init_distributed: init_method and rendezvous mean the same, keep one"
+  end
+  local pipe_size, tp_size = math.max(1, options.pipe_size or 1), math.max(1, options.tp_size or 1)
+  local cfg, joining = configuration(options.config, options.zero_level), {}
+  for _, key in ipairs(JOINING) do joining[key] = options[key] end
+  if options.init_method and options.init_method ~= "env://" then joining.rendezvous = options.init_method end
+  joining.seed = options.seed or 0
+  if pipe_size > 1 then
+    error("bmt.init_distributed: pipe_size = " .. pipe_size .. ": a model of ps.bmt is not cut into stages; "
+      .. "ps.initialize does that (docs/pipeline.md)")
+  end
+  if tp_size > 1 then
+    error("bmt.init_distributed: tp_size = " .. tp_size .. ": ps.bmt has no layers that are cut among processes")
+  end
+  local group = dist.init_distributed(joining)
+  current = setmetatable({ group = group, config = cfg, quiet = options.quiet, engine = false, module = false,
+    dtype = false, inside = false, manager = false, off = false, device = false }, Session)
+  set_facts(pipe_size, tp_size)
+end
+
+--- The run; an error where there is none.
+---@param call string what the script calls
+---@return ps.bmt.Session
+function session.need(call)
+  return current or error(call .. ": bmt.init_distributed comes before it")
+end
+
+--- The run, or nil.
+---@return ps.bmt.Session?
+function session.get() return current end
+
+--- Ends the run: parameters and optimizers go with it. Another init_distributed may follow.
+function session.close()
+  if not current then return end
+  local self = current
+  current = nil
+  for key in pairs(session.facts) do session.facts[key] = nil end
+  session.facts.initialized, session.facts.rank, session.facts.local_rank = false, 0, 0
+  session.facts.world_size = 1
+  self:stop_staging()
+  if self.engine then self.engine:close() end
+  self.group:close()
+end
+
+-- -- parameters -------------------------------------------------------------------------------------------------------
+function Session:stop_staging()
+  if not self.off then return end
+  self.off()
+  self.off = false
+  ps.set_default_device(self.device)
+end
+
+-- Opens the engine's chunks for parameters of a type.
+function Session:open(dtype)
+  local cfg = { optimizer = { type = dtype == "fp32" and "Adam" or "AdamW", params = { weight_decay = 0 } } }
+  for key, value in pairs(self.config) do cfg[key] = value end
+  if dtype ~= "fp32" then cfg[dtype] = { enabled = true } end
+  self.engine = engines.open { config = cfg, quiet = self.quiet }
+  if self.engine.cfg.memory.kind == "plain" then
+    error "bmt.init_distributed: memory = \"plain\" has no chunks for distributed parameters; leave it out"
+  end
+  self.dtype = dtype
+  self.device = ps.set_default_device(self.engine.device_name)
+  self.off = hooks.on("parameter", function(tensor) self:stage(tensor) end)
+end
+
+local TRAINED = { fp32 = true, bf16 = true, fp16 = true }
+
+--- Opens the engine where it is closed yet, for a parameter of this type.
+---@param dtype string
+---@param call string
+function Session:ready(dtype, call)
+  if self.module then error(call .. ": the model has begun to train, and takes no more parameters") end
+  if not TRAINED[dtype] then error(("%s takes fp32, bf16 or fp16, not %s"):format(call, dtype)) end
+  if not self.engine then self:open(dtype) end
+end
+
+--- Takes a parameter into the engine's chunks. All ranks get the values of rank 0.
+---@param tensor ps.Tensor
+function Session:stage(tensor)
+  if tensor:dtype() ~= self.dtype then
+    error(("a parameter is %s, and the first one was %s: the parameters of a model of ps.bmt have one type"):format(
+      tensor:dtype(), self.dtype))
+  end
+  if ps.C.ps_engine_holds(ps.ctx, tensor) ~= 0 then return end
+  local ranks = self.engine.ranks
+  if ranks and ranks.dp:size() > 1 and tensor:numel() > 0 then ranks.dp:broadcast(tensor, 0) end
+  build.stage(tensor, ranks and ranks.shards)
+end
+
+--- Takes all parameters of a module that are not there yet.
+---@param module ps.nn.Module
+---@param call string
+function Session:stage_all(module, call)
+  for _, param in ipairs(module:parameters()) do
+    self:ready(param:dtype(), call)
+    self:stage(param)
+  end
+end
+
+-- -- the model -------------------------------------------------------------------------------------------------------
+-- Gives the engine its model, and the manager's optimizers.
+function Session:take(module)
+  local groups, engine = self.groups(), self.engine
+  self:stop_staging()
+  if engine.closed then error "the engine was closed by an error; bmt.close() and bmt.init_distributed begin anew" end
+  for _, param in ipairs(module:parameters()) do self:stage(param) end
+  engine:take { module = module, param_groups = adopt.groups({ groups = groups }, module) }
+  for number, group in ipairs(engine.optimizer.groups) do
+    for key, value in pairs(group) do if groups[number][key] == nil then groups[number][key] = value end end
+    engine.optimizer.groups[number] = groups[number]
+  end
+  self.module = module
+  self.taken(engine)
+end
+
+--- Gives the engine the model now, where the optimizers have all parameters of it that train: values that are loaded
+--- then go to the fp32 masters, too.
+---@param module ps.nn.Module
+function session.settle(module)
+  local self, there = current, {}
+  if not (self and self.engine and self.manager) or self.module or not core.is_module(module) then return end
+  for _, group in ipairs(self.groups()) do
+    for _, param in ipairs(group.params) do there[core.address(param)] = true end
+  end
+  for _, param in ipairs(module:parameters()) do
+    if param:needs_grad() and not there[core.address(param)] then return end
+  end
+  self:take(module)
+end
+
+local function leave(self, ok, ...)
+  self.inside = false
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- A call of a DistributedModule from outside of all modules: that of the trained model is the engine's forward.
+---@param module ps.nn.Module
+---@param run fun(module: ps.nn.Module, ...): any the call itself
+---@return any ...
+function session.call(module, run, ...)
+  local self = current
+  if not self or self.inside or not self.engine then return run(module, ...) end
+  if not self.module and self.manager and module.training and ps.grad_enabled() then self:take(module) end
+  if self.module ~= module then return run(module, ...) end
+  self.inside = true
+  return leave(self, pcall(self.engine, ...))
+end
+
+--- The engine where a module is its model, else the module.
+---@param module any
+---@return any
+function session.target(module)
+  if current and current.module and current.module == module then return current.engine end
+  if not core.is_module(module) then error("this is a " .. type(module) .. ", no model") end
+  return module
+end
+
+return session

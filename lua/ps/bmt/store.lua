@@ -1,0 +1,79 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- bmt.save and bmt.load: one file with the state dict of the whole model, whatever ranks share out of it.
+local ps = require "ps"
+local agree = require "ps.dist.agree"
+local caller = require "ps.caller"
+local mesh = require "ps.mesh"
+local parallel = require "ps.pretrained.parallel"
+local save = require "ps.pretrained.save"
+local session = require "ps.bmt.session"
+local error = caller.error
+
+local store = {}
+
+local BIN = parallel.bin_file
+local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save.safetensors_file }
+
+-- The state of a model whose engine has not got it yet: rank 0 has all of it in memory, others nothing. Reading a
+-- parameter gathers it, so that all ranks read all of them.
+local function gathered(model, rank)
+  local state, names, all = {}, {}, model:state_dict()
+  for name in pairs(all) do names[#names + 1] = name end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    ps.scope(ps.no_grad, function()
+      local copy = all[name]:detach():clone():to "cpu"
+      if rank == 0 then state[name] = copy:keep() end
+    end)
+  end
+  return state
+end
+
+--- Writes the model's values to one file, a dict of tensors by name: .pt, .pth, .bin or .ckpt as PyTorch reads it, or
+--- .safetensors. Of a model that trains these are the fp32 values (masters), which rank 0 writes alone, a piece at a
+--- time. All ranks call it, between two steps; an error of one is an error of all.
+---@param model ps.nn.Module
+---@param file_name string
+function store.save(model, file_name)
+  caller.typed(file_name, "string", "bmt.save: the file")
+  local target, group = session.target(model), mesh.group "world"
+  local rank = group and group:rank() or 0
+  local writer = WRITERS[(file_name:match "%.(%w+)$" or ""):lower()]
+  if not writer then
+    error(("bmt.save: %s: the name ends in .pt, .pth, .bin, .ckpt or .safetensors, which is the format"):format(
+      file_name))
+  end
+  agree.same(group, "bmt.save", { { "file", file_name } })
+  if not target.is_engine then
+    local state = agree.run(group, function() return gathered(model, rank) end)
+    agree.run(group, function() if rank == 0 then ps.save(state, file_name) end end)
+    return
+  end
+  if target.micro > 0 then
+    error "bmt.save writes the state between steps: call it behind OptimManager:step(), or zero_grad()"
+  end
+  agree.run(group, function() return save.entries(target) end)       -- what fails, fails on all ranks
+  save.write(file_name, save.whole(target), writer, group)
+end
+
+local LOAD = { strict = "boolean" }
+
+--- Copies the values of a file that bmt.save or torch.save wrote into the model, a tensor at a time. All ranks call it,
+--- and read the file. A step under way is given up. Parameters of half types have masters, which keep fp32 values of
+--- the file, once an OptimManager has the model's optimizers; before that they are rounded.
+---@param model ps.nn.Module
+---@param file_name string
+---@param options? {strict?: boolean} strict (default true): missing and unexpected names are errors
+---@return {missing: string[], unexpected: string[]}
+function store.load(model, file_name, options)
+  options = caller.options(options, "bmt.load", LOAD)
+  caller.typed(file_name, "string", "bmt.load: the file")
+  session.settle(model)
+  local target, group = session.target(model), mesh.group "world"
+  return agree.run(group, function()
+    local file = ps.load(file_name, { lazy = true })
+    return target:load_state_dict(file, { strict = options.strict })
+  end)
+end
+
+return store
