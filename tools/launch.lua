@@ -6,6 +6,7 @@
 -- that of the first failure (128 + n for signal n).
 -- docs/distributed.md is the guide; --help shows the options.
 local paths = require "ps.paths"
+local nodes = require "ps.launch.nodes"
 local options = require "ps.launch.options"
 local port = require "ps.launch.port"
 local ranks = require "ps.launch.supervisor"
@@ -172,6 +173,10 @@ local function main()
     return 0
   end
   local script = o.no_python and o.script or find_script(o.script)
+  if not o.node_rank then
+    o.node_rank = nodes.number(o)
+    say("node %d of %d", o.node_rank, o.nnodes)
+  end
   ranks.take_signals()
   warden.start()
   local nproc = o.nproc

@@ -10,7 +10,8 @@ local launch_options = {}
 ---@field nproc integer
 ---@field min_nproc integer          as many at least, when there is one rank fewer after each failure; else nproc
 ---@field nnodes integer
----@field node_rank integer
+---@field node_rank integer?         nil: node 0 gives it (ps.launch.nodes)
+---@field join_timeout number        seconds for that
 ---@field master_addr string
 ---@field master_port integer?       nil: a free one, chosen for each attempt
 ---@field max_restarts integer
@@ -31,7 +32,8 @@ Starts a script several times, as ranks of one run. Names may have dashes or und
                        else cpu); also --num-gpus. Default 1. MIN:MAX, on one node: MAX at first, and one fewer
                        each time that --max-restarts starts them again, but not below MIN
   --nnodes N           nodes; the launcher runs on each with the same options but --node-rank. Default 1
-  --node-rank N        which node this is, from 0; needed where there are several
+  --node-rank N        which node this is, from 0. Where there are several it is needed, but with --rdzv-backend c10d:
+                       the node that has --rdzv-endpoint's address is 0, the others are numbered as they come
   --master-addr HOST   node 0's host; needed where there are several nodes. Default 127.0.0.1
   --master-port PORT   where rank 0 listens. Default: a free port on one node, 29500 on several
   --rdzv-endpoint HOST[:PORT], --rdzv-backend static|c10d, --rdzv-id NAME
@@ -67,7 +69,7 @@ local ONE_NODE = "it starts ranks on this machine only: run it on each node, wit
 local REFUSED = {
   ["m"] = "there are no modules to run by name: give the script's file",
   ["module"] = "there are no modules to run by name: give the script's file",
-  ["rdzv-conf"] = "set the node's number by --node-rank",
+  ["rdzv-conf"] = "set the node's number by --node-rank, or give --rdzv-backend c10d without it",
   ["redirects"] = "all output is shown, and also written with --log-dir DIR",
   ["tee"] = "all output is shown, and also written with --log-dir DIR",
   ["local-ranks-filter"] = "all ranks are shown",
@@ -78,6 +80,7 @@ local REFUSED = {
 }
 
 local MOST_RANKS = 4096
+local JOIN_TIMEOUT = 600               -- seconds, as torchrun's
 
 local function fail(text, ...) error(text:format(...), 0) end
 
@@ -237,16 +240,16 @@ function launch_options.read(words, getenv)
   end
   if nnodes > 1 then
     if not addr then fail("--nnodes is '%d', but --master-addr is missing; expected node 0's host", nnodes) end
-    if not values["node-rank"] then
-      fail("--nnodes is '%d', but --node-rank is missing; expected which node this is, from 0 to %d", nnodes,
-        nnodes - 1)
+    if not values["node-rank"] and values["rdzv-backend"] ~= "c10d" then
+      fail("--nnodes is '%d', but --node-rank is missing; expected which node this is, from 0 to %d, or --rdzv-backend "
+        .. "c10d, by which nodes get numbers", nnodes, nnodes - 1)
     end
     if port == 0 then
       fail("--master-port is '0'; expected a port that all nodes know, since --nnodes is '%d'", nnodes)
     end
   end
-  local node_rank = values["node-rank"] or 0
-  if node_rank >= nnodes then
+  local node_rank = values["node-rank"] or nnodes == 1 and 0 or nil
+  if node_rank and node_rank >= nnodes then
     wrong("--node-rank", ("%d"):format(node_rank), ("less than --nnodes, which is %d"):format(nnodes))
   end
   local script = words[first]
@@ -256,7 +259,7 @@ function launch_options.read(words, getenv)
   for i = first + 1, #words do args[#args + 1] = words[i] end
   if port == 0 then port = nil end
   local nproc, min_nproc = rank_counts(values, nnodes)
-  return { nproc = nproc, min_nproc = min_nproc, nnodes = nnodes, node_rank = node_rank,
+  return { nproc = nproc, min_nproc = min_nproc, nnodes = nnodes, node_rank = node_rank, join_timeout = JOIN_TIMEOUT,
     master_addr = addr or "127.0.0.1", master_port = port or (nnodes > 1 and 29500 or nil),
     max_restarts = values["max-restarts"] or 0, grace = values.grace or 30, log_dir = values["log-dir"],
     run_id = values["rdzv-id"] or "none", prefix = not values["no-prefix"],

@@ -1,0 +1,112 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Nodes that get their numbers from each other (tools/launch.lua --rdzv-backend c10d without --node-rank): launchers
+-- side by side on this machine, one of which has the address.
+local check = require "spec.check_lib"
+local lib = require "spec.ranks_lib"
+local paths = require "ps.paths"
+local port = require "ps.launch.port"
+local socket = require "posix.sys.socket"
+local time = require "posix.time"
+local unistd = require "posix.unistd"
+
+local folder = lib.folder()
+teardown(function() lib.remove(folder) end)
+
+local SHOW = "print(('rank %s of %s on node %s'):format(os.getenv 'RANK', os.getenv 'WORLD_SIZE', "
+  .. "os.getenv 'GROUP_RANK'))"
+local MEET = [[
+  local bmt = require "ps.bmt"
+  bmt.init_distributed { quiet = true, timeout = 30 }
+  bmt.synchronize()
+  print(("met %d of %d"):format(bmt.rank(), bmt.world_size()))
+  bmt.close()
+]]
+
+-- torchrun's line of BMTrain's guide, on a node; gives the pipe of what it says. PS_RENDEZVOUS tells ranks that the
+-- nodes are one machine after all.
+local function start(at, options, script)
+  local name = folder .. "/train.lua"
+  check.write(name, script)
+  return assert(io.popen(("NNODES=%d GPU_PER_NODE=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d OMP_NUM_THREADS=1 "
+    .. "PS_RENDEZVOUS=tcp://127.0.0.1:%d; export OMP_NUM_THREADS PS_RENDEZVOUS; timeout 60 '%s' '%s/tools/launch.lua' "
+    .. "--nnodes=${NNODES} --nproc_per_node=${GPU_PER_NODE} --rdzv_id=%s --rdzv_backend=c10d "
+    .. "--rdzv_endpoint=${MASTER_ADDR}:${MASTER_PORT} %s 2>&1; echo \"|$?\""):format(options.nnodes, options.nproc or 1,
+    at, at, paths.exe, paths.root, options.id or "1", name)))
+end
+
+local function finish(pipe)
+  local text, code = pipe:read("*a"):match "^(.*)|(%d+)\n$"
+  pipe:close()
+  return text, tonumber(code)
+end
+
+local function count(text, pattern) return select(2, text:gsub(pattern, "")) end
+
+-- A connection to node 0, once it listens.
+local function connected(at)
+  for _ = 1, 500 do
+    local fd = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
+    if socket.connect(fd, { family = socket.AF_INET, addr = "127.0.0.1", port = at }) then return fd end
+    unistd.close(fd)
+    time.nanosleep { tv_sec = 0, tv_nsec = 1e7 }
+  end
+  error "nobody listens"
+end
+
+describe("nodes without numbers", function()
+  it("get them from the one that has the address, whoever else comes and goes meanwhile", function()
+    local at = assert(port.free())
+    local first = start(at, { nnodes = 3, nproc = 2 }, SHOW)
+    local silent, stranger, gone = connected(at), connected(at), connected(at)
+    socket.send(stranger, "GET / HTTP/1.0\r\n\r\n")
+    socket.send(gone, "psluajit-node 1 3 2 1\n")
+    assert.equal("no this is no launcher of psluajit\n", socket.recv(stranger, 100))
+    unistd.close(gone)
+    local other = start(at, { nnodes = 3, nproc = 2, id = "another" }, SHOW)
+    local text, code = finish(other)
+    assert.equal(1, code)
+    assert.truthy(text:find("refuses this one: --rdzv-id is 'another', and '1' on node 0", 1, true), text)
+    text, code = finish(start(at, { nnodes = 3, nproc = 1 }, SHOW))
+    assert.equal(1, code)
+    assert.truthy(text:find("--nproc-per-node is '1', and '2' on node 0", 1, true), text)
+    local pipes = { start(at, { nnodes = 3, nproc = 2 }, SHOW), start(at, { nnodes = 3, nproc = 2 }, SHOW), first }
+    local all = ""
+    for _, pipe in ipairs(pipes) do
+      text, code = finish(pipe)
+      assert.equal(0, code, text)
+      all = all .. text
+    end
+    unistd.close(silent)
+    unistd.close(stranger)
+    for node = 0, 2 do
+      assert.equal(1, count(all, ("launch: node %d of 3\n"):format(node)), all)
+      for i = 0, 1 do assert.equal(1, count(all, ("rank %d of 6 on node %d\n"):format(2 * node + i, node)), all) end
+    end
+  end)
+
+  it("meet at the port by which they got their numbers", function()
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
+    local at = assert(port.free())
+    local pipes, all = {}, ""
+    for i = 1, 2 do pipes[i] = start(at, { nnodes = 2 }, MEET) end
+    for i = 1, 2 do
+      local text, code = finish(pipes[i])
+      assert.equal(0, code, text)
+      all = all .. text
+    end
+    for rank = 0, 1 do assert.equal(1, count(all, ("met %d of 2\n"):format(rank)), all) end
+  end)
+
+  it("are told when not all of them come", function()
+    local nodes = require "ps.launch.nodes"
+    local at = assert(port.free())
+    local o = { master_addr = "127.0.0.1", master_port = at, nnodes = 2, nproc = 1, run_id = "1", join_timeout = 0.5 }
+    check.fails(function() nodes.number(o) end, "--nnodes is '2', and 1 of the nodes came in 0.5 s")
+    o.master_addr = "127.0.0.1.example.invalid"
+    check.fails(function() nodes.number(o) end, "--rdzv-endpoint", "has no address")
+    local fd, number = port.bound()                                -- taken, and nobody answers there
+    o.master_addr, o.master_port = "127.0.0.1", number
+    check.fails(function() nodes.number(o) end, "no number for this node", "nobody listens")
+    unistd.close(fd)
+  end)
+end)
