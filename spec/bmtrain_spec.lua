@@ -476,6 +476,48 @@ describe("inspecting", function()
   end)
 end)
 
+describe("helpers", function()
+  it("print, and average as BMTrain's do", function()
+    local recorder = bmt.utils.AverageRecorder()
+    assert.equal(0, recorder.value)
+    for _, v in ipairs { 1, 2, 4 } do recorder:record(v) end
+    near((0.1 * 0.81 + 0.2 * 0.9 + 0.4) / (1 - 0.729), recorder.value, 1e-14)
+    fails(function() bmt.utils.AverageRecorder(1) end, "alpha is 1")
+    local said, print_was = {}, print
+    _G.print = function(...) said[#said + 1] = table.concat({ ... }, " ") end
+    finally(function() _G.print = print_was end)
+    bmt.print_dict("Sizes", { rank = 0, world_size = 4 })
+    bmt.see_memory("before")
+    bmt.print_rank("a", 1, { rank = 0 })
+    bmt.print_rank("b", { rank = 1 })
+    _G.print = print_was
+    assert.same({ ("="):rep(26) .. " Sizes " .. ("="):rep(27), "rank :       0\nworld_size : 4" }, { said[1], said[2] })
+    assert.truthy(said[3]:find("^before\n.*cpu"), said[3])
+    assert.same({ "a 1" }, { said[4], said[5] })
+  end)
+end)
+
+describe("on a device", function()
+  it("AdamOffloadOptimizer keeps state and updates on the host, where AdamOptimizer uses the room there is", function()
+    local counts = {}
+    for _, name in ipairs { "AdamOptimizer", "AdamOffloadOptimizer" } do
+      bmt.close()
+      bmt.init_distributed { quiet = true, config = { plan_print = false, device = "sim",
+        memory = { device = "4MiB" } } }
+      local Net = nn.class("Net", bmt.DistributedModule)
+      function Net:init() self.fc = bmt.CheckpointBlock(nn.Linear(64, 64)) end
+      function Net:forward(x) return self.fc(x) end
+      local model, manager = Net(), bmt.optim.OptimManager()
+      manager:add_optimizer(bmt.optim[name](model:parameters()))
+      manager:backward(model(ps.ones { 2, 64 }):sum())
+      manager:step()
+      assert.equal("sim", model.fc.weight:device())
+      counts[name] = ps.engine().model.adam_split.count
+    end
+    assert.same({ AdamOptimizer = 1, AdamOffloadOptimizer = 0 }, counts)
+  end)
+end)
+
 describe("what is refused", function()
   it("says what there is instead", function()
     for _, name in ipairs { "BMTrainModelWrapper", "PipelineTransformerBlockList", "wait_loader", "benchmark" } do

@@ -25,12 +25,15 @@ local mesh = require "ps.mesh"
 local modules = require "ps.bmt.modules"
 local session = require "ps.bmt.session"
 local store = require "ps.bmt.store"
+local utils = require "ps.bmt.utils"
 local error = caller.error
 
 local bmt = { config = session.facts, optim = require "ps.bmt.optim", lr_scheduler = require "ps.bmt.lr_scheduler",
   loss = require "ps.bmt.loss", nn = {}, inspect = {}, save = store.save, load = store.load,
   init_distributed = session.begin, close = session.close }
 for name, value in pairs(modules) do bmt[name] = value end
+bmt.utils, bmt.print_block, bmt.print_dict = utils, utils.print_block, utils.print_dict
+bmt.see_memory = utils.see_memory
 bmt.Block = bmt.CheckpointBlock
 
 --- This process's number among all ranks.
@@ -110,8 +113,6 @@ local ABSENT = {
   wait_loader = "moves of parameters are planned; nothing has to be waited for",
   nccl = "ps.dist and its groups send tensors", distributed = "ps.dist and its groups send tensors",
   benchmark = "bench/ has measurements", debug = "bmt.inspect.record_tensor keeps tensors",
-  see_memory = "ps.memory() tells and prints it", print_block = "print", print_dict = "print",
-  utils = "ps.progress shows averages",
 }
 local ABSENT_NN = { ColumnParallelLinear = CUT, RowParallelLinear = CUT, VPEmbedding = CUT, ParallelCrossEntropy = CUT,
   OpParallelLinear = CUT, Linear = "ps.nn.Linear" }

@@ -185,14 +185,14 @@ function Session:stage(tensor)
   build.stage(tensor, ranks and ranks.shards)
 end
 
---- Takes all parameters of a module that are not there yet.
+--- Takes all parameters of a module that are not there yet. Those that were made before the engine was opened may lie
+--- on another device than its own.
 ---@param module ps.nn.Module
 ---@param call string
 function Session:stage_all(module, call)
-  for _, param in ipairs(module:parameters()) do
-    self:ready(param:dtype(), call)
-    self:stage(param)
-  end
+  for _, param in ipairs(module:parameters()) do self:ready(param:dtype(), call) end
+  if self.engine then module:to { device = self.engine.device_name } end
+  for _, param in ipairs(module:parameters()) do self:stage(param) end
 end
 
 -- -- the model -------------------------------------------------------------------------------------------------------

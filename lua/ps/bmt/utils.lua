@@ -1,0 +1,80 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- BMTrain's small helpers of training scripts: what they print, and running averages.
+local ps = require "ps"
+local caller = require "ps.caller"
+local dist = require "ps.dist"
+
+local utils = {}
+
+local WIDTH = 60                                 -- columns of a block
+
+--- Prints a title between lines of "=", 60 columns wide, and a text below it.
+---@param title string
+---@param content? string
+function utils.print_block(title, content)
+  caller.typed(title, "string", "bmt.print_block: the title")
+  local room = math.max(0, WIDTH - #title - 2)
+  local left = math.floor(room / 2)
+  print(("="):rep(left) .. " " .. title .. " " .. ("="):rep(room - left))
+  if content ~= nil then print(content) end
+  io.stdout:flush()
+end
+
+--- Prints a table's values by name, in the order of names, below a title.
+---@param title string
+---@param content table<string, any>
+function utils.print_dict(title, content)
+  caller.typed(content, "table", "bmt.print_dict: its table")
+  local names, widest, lines = {}, 0, {}
+  for name in pairs(content) do
+    names[#names + 1] = tostring(name)
+    widest = math.max(widest, #tostring(name))
+  end
+  table.sort(names)
+  for i, name in ipairs(names) do
+    lines[i] = ("%s :%s%s"):format(name, (" "):rep(widest - #name + 1), tostring(content[name]))
+  end
+  utils.print_block(title, table.concat(lines, "\n"))
+end
+
+--- Prints a message and the memory in use (ps.memory) on rank 0, and begins to look for a new peak.
+---@param message string
+function utils.see_memory(message)
+  if dist.rank() == 0 then
+    print(tostring(message) .. "\n" .. tostring(ps.memory()))
+    io.stdout:flush()
+  end
+  ps.reset_peak_memory()
+end
+
+---@class ps.bmt.AverageRecorder
+---@field value number the average; start_value before the first record
+---@field alpha number
+local AverageRecorder = {}
+local Recorder = { __index = function(self, key)
+  if key ~= "value" then return AverageRecorder[key] end
+  local sum, steps = rawget(self, "sum"), rawget(self, "steps")
+  return steps == 0 and sum or sum / (1 - self.alpha ^ steps)
+end }
+
+--- Adds a value: the sum becomes alpha sum + (1 - alpha) v, and the average is the sum / (1 - alpha^records).
+---@param v number
+function AverageRecorder:record(v)
+  self.sum = self.sum * self.alpha + v * (1 - self.alpha)
+  self.steps = self.steps + 1
+end
+
+--- A running average, which forgets by a factor a record: recorder:record(v), recorder.value.
+---@param alpha? number the factor, default 0.9
+---@param start_value? number default 0
+---@return ps.bmt.AverageRecorder
+function utils.AverageRecorder(alpha, start_value)
+  alpha = alpha or 0.9
+  if not (type(alpha) == "number" and alpha >= 0 and alpha < 1) then
+    caller.error(("bmt.utils.AverageRecorder: alpha is %s; it takes a number from 0 to below 1"):format(
+      tostring(alpha)))
+  end
+  return setmetatable({ alpha = alpha, sum = start_value or 0, steps = 0 }, Recorder)
+end
+
+return utils
