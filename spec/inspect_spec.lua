@@ -202,6 +202,33 @@ describe("ps.inspect.inspect_tensor", function()
     end
   end)
 
+  it("has what a recomputed block gives to the next one, or to its caller", function()
+    local Block = nn.class("Block")
+    function Block:init() self.fc = nn.Linear(6, 6) end
+    function Block:forward(x) return self.fc(inspect.record_tensor(x, "into")) * 0.5 end
+    local Net = nn.class("Net")
+    function Net:init() self.blocks = nn.ModuleList { Block(), Block(), Block() } end
+    function Net:forward(x)
+      for _, block in self.blocks:each() do x = block(x) end
+      return inspect.record_tensor(x, "out"):sum()
+    end
+    local seen = {}
+    for i, recompute in ipairs { false, true } do
+      ps.manual_seed(4)
+      local net = Net()
+      net:recompute_blocks(recompute)
+      seen[i] = inspect.inspect_tensor(function() net(ps.randn { 3, 6 }):backward() end):get_summary()
+    end
+    assert.equal(4, #seen[1])
+    assert.equal(1, seen[1][4].grad_mean)
+    for i, row in ipairs(seen[1]) do
+      local other = seen[2][i]
+      assert.same({ row.name, row.mean, row.grad_mean, row.grad_std }, { other.name, other.mean, other.grad_mean,
+        other.grad_std })
+      assert.equal(i > 1, row.grad_mean ~= nil)
+    end
+  end)
+
   it("changes no bit of the training, and ends its scope by an error, too", function()
     local function grads(fn)
       local net = net_of(false)

@@ -1003,7 +1003,7 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
     if (n != node->n_out)
         return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
-    int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
+    int enabled = ps_set_grad_enabled(ctx, 0), rc = node->holder ? give_holder(ctx, node) : 0;
     for (int i = 0; rc == 0 && i < n; i++) {
         ps_tensor *grad = node->dout[i];
         if (!grad || !ps_tape_wants(out[i])) continue;
@@ -1090,7 +1090,7 @@ ps_tensor *ps_tensor_get_grad(ps_tensor *t) { return t->grad_; }
 
 int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
 {
-    if (!t->node || t->node->op < 0)
+    if (!t->node || (t->node->op < 0 && t->node->op != SEGMENT))
         return ps_fail(PS_EINVAL, "no op computed this tensor with gradients on: there is no gradient to keep");
     if (holder->node || holder->dtype_ != t->dtype_ || !ps_same_shape(t, holder) || holder->device_ != t->device_)
         return ps_fail(PS_EINVAL, "the holder of a gradient must be a tensor without history, of the same shape, type "
