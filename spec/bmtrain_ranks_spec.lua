@@ -106,6 +106,20 @@ describe("ps.bmt on several ranks", function()
     end)
   end
 
+  it("runs examples/bmtrain.lua", function()
+    local pipe = assert(io.popen(("cd '%s' && OMP_NUM_THREADS=1 timeout 100 '%s' '%s/tools/launch.lua' "
+      .. "--nproc-per-node 2 --no-prefix '%s/examples/bmtrain.lua' --iters 30 --dtype bf16 --save gpt.safetensors 2>&1")
+      :format(folder, paths.exe, paths.root, paths.root)))
+    local text = pipe:read "*a"
+    pipe:close()
+    local losses = {}
+    for loss in text:gmatch "| loss: ([%d.]+)" do losses[#losses + 1] = tonumber(loss) end
+    assert(#losses == 3 and losses[3] < losses[1] - 0.5, text)
+    local n = 0
+    for _ in pairs(ps.load(folder .. "/gpt.safetensors")) do n = n + 1 end
+    assert.equal(2 + 2 + 4 * 12, n)
+  end)
+
   it("starts by both lines of BMTrain's guide", function()
     local script = folder .. "/train.lua"
     check.write(script, [[

@@ -1,0 +1,98 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A script in BMTrain's words (docs/bmtrain.md): a GPT of blocks on drawn tokens, which each rank has others of.
+--
+--   psluajit bmtrain.lua
+--   psluajit tools/launch.lua --nproc-per-node 2 examples/bmtrain.lua --zero-level 3 --save gpt.pt
+local ps = require "ps"
+local bmt = require "ps.bmt"
+local argparse = require "argparse"
+local whole = require("ps.command_line").whole
+local nn, F = ps.nn, ps.F
+
+local parser = argparse("bmtrain.lua", "Trains a small GPT, written in BMTrain's words, on drawn tokens.")
+whole(parser:option("--iters", "Iterations.", "100"), 1)
+whole(parser:option("--zero-level", "What ranks share out: ZeRO's stage.", "3"), 0, 3)
+parser:option("--dtype", "Type of the parameters: fp32, bf16 or fp16.", "fp32"):choices { "fp32", "bf16", "fp16" }
+parser:option("--save", "Writes the weights to this file (.pt or .safetensors).")
+local args = parser:parse()
+
+bmt.init_distributed { seed = 0, zero_level = args.zero_level }
+
+local Encoder = nn.class("Encoder", bmt.DistributedModule)
+function Encoder:init(width, heads, inner, dtype)
+  self.heads = heads
+  self.ln_attn, self.ln_ff = nn.LayerNorm(width, { dtype = dtype }), nn.LayerNorm(width, { dtype = dtype })
+  self.qkv, self.out = nn.Linear(width, 3 * width, { dtype = dtype }), nn.Linear(width, width, { dtype = dtype })
+  self.up, self.down = nn.Linear(width, inner, { dtype = dtype }), nn.Linear(inner, width, { dtype = dtype })
+end
+function Encoder:forward(hidden, mask)
+  bmt.inspect.record_tensor(hidden, "hidden")
+  hidden = hidden + self.out(F.attention_packed(self.qkv(self.ln_attn(hidden)), self.heads,
+    { causal = true, mask = mask }))
+  return hidden + self.down(F.gelu(self.up(self.ln_ff(hidden))))
+end
+
+local GPT = nn.class("GPT", bmt.DistributedModule)
+function GPT:init(o)
+  local normal = bmt.ParameterInitializer(nn.init.normal_, 0, 0.02)
+  self.word_emb = bmt.DistributedParameter(ps.empty({ o.vocabulary, o.width }, { dtype = o.dtype }),
+    { init_method = normal })
+  self.pos_emb = bmt.DistributedParameter(ps.empty({ o.positions, o.width }, { dtype = o.dtype }),
+    { init_method = normal })
+  local blocks = {}
+  for i = 1, o.layers do blocks[i] = bmt.CheckpointBlock(Encoder(o.width, o.heads, 4 * o.width, o.dtype)) end
+  self.transformers = bmt.TransformerBlockList(blocks)
+  self.layernorm = nn.LayerNorm(o.width, { dtype = o.dtype })
+end
+function GPT:forward(input, pos, mask)
+  local hidden = F.embedding(input, self.word_emb) + F.embedding(pos, self.pos_emb)
+  hidden = self.layernorm(self.transformers(hidden, mask))
+  return bmt.inspect.record_tensor(F.linear(hidden, self.word_emb), "logits")
+end
+
+local VOCABULARY, BATCH, LENGTH = 512, 4, 32
+local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, positions = LENGTH, dtype = args.dtype }
+bmt.init_parameters(model)
+bmt.synchronize()
+
+-- Tokens of this rank: those behind a sample's length are no targets.
+ps.manual_seed(1234 + bmt.rank())
+local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
+local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()
+local length = ps.randint(LENGTH / 2, LENGTH + 1, { BATCH, 1 }, { dtype = "int32" })
+local input, mask = sent:narrow(1, 0, LENGTH):contiguous(), pos:lt(length)
+local targets = ps.where(mask, sent:narrow(1, 1, LENGTH), -100)
+
+local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100 }
+local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { weight_decay = 1e-2 })
+local lr_scheduler = bmt.lr_scheduler.Noam(optimizer, { start_lr = 1e-2, warmup_iter = 40, end_iter = 1000 })
+local optim_manager = bmt.optim.OptimManager { loss_scale = args.dtype == "fp16" and 2 ^ 16 or nil }
+optim_manager:add_optimizer(optimizer, lr_scheduler)
+
+local avg_time, avg_loss = bmt.utils.AverageRecorder(), bmt.utils.AverageRecorder()
+for iteration = 1, args.iters do
+  local began, global_loss = ps.now(), nil
+  local inspector = bmt.inspect.inspect_tensor(function()
+    local logits = model(input, pos, mask)
+    local loss = loss_func(logits:reshape(BATCH * LENGTH, VOCABULARY), targets:reshape(BATCH * LENGTH))
+    global_loss = bmt.sum_loss(loss):item()
+    optim_manager:zero_grad()
+    optim_manager:backward(loss)
+  end)
+  if iteration % 100 == 0 then
+    local summary, parameters = inspector:get_summary(), bmt.inspect.inspect_model(model, "*")
+    bmt.print_rank(bmt.inspect.format_summary(summary))
+    bmt.print_rank(bmt.inspect.format_summary(parameters))
+  end
+  local grad_norm = optim_manager:clip_grad_norm(optimizer.param_groups, 1)
+  optim_manager:step()
+  avg_time:record(ps.now() - began)
+  avg_loss:record(global_loss)
+  if iteration % 10 == 0 or iteration == args.iters then
+    bmt.print_rank(("| Iter: %6d | loss: %.4f average_loss: %.4f | norm: %.4f | lr: %.4e scale: %10.4f | time: %.4f |")
+      :format(iteration, global_loss, avg_loss.value, grad_norm, lr_scheduler.current_lr, optim_manager.loss_scale,
+      avg_time.value))
+  end
+end
+if args.save then bmt.save(model, args.save) end
+bmt.close()
