@@ -162,7 +162,9 @@ local function put_bmt()
   for _, name in ipairs(sorted(bmt, function(_, value) return is_class(value) end)) do
     put_class("bmt.", name, bmt[name])
   end
-  for _, name in ipairs { "inspect", "lr_scheduler", "optim", "utils" } do put_functions("bmt." .. name .. ".", bmt[name]) end
+  for _, name in ipairs { "inspect", "lr_scheduler", "optim", "utils" } do
+    put_functions("bmt." .. name .. ".", bmt[name])
+  end
   put_functions("manager:", bmt.optim.Manager, true)
   put_functions("scheduler:", bmt.lr_scheduler.Scheduler, true)
   put_class("bmt.loss.", "FusedCrossEntropy", bmt.loss.FusedCrossEntropy)
