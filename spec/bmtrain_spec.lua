@@ -304,6 +304,14 @@ describe("blocks", function()
     fails(function() list(x, y, { return_hidden_states = true, batch = 1 }) end, "batch")
   end)
 
+  it("are those of PipelineTransformerBlockList, where there is one stage", function()
+    local list = bmt.PipelineTransformerBlockList { nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh()) }
+    local x = ps.tensor { 1, 10 }
+    local y, hidden = list(x, { return_hidden_states = true, batch_related = { 1 } })
+    assert.same({ x:tanh():tanh():tolist(), { { 1, 10 }, x:tanh():tolist() } }, { y:tolist(), hidden:tolist() })
+    assert.same(y:tolist(), list(x, { batch_related = {} }):tolist())
+  end)
+
   it("compute their activations again where they are to, with the same gradients", function()
     local runs, values = 0, {}
     local Counted = nn.class("Counted", bmt.DistributedModule)
@@ -443,10 +451,30 @@ describe("files", function()
     end)
   end
 
+  it("are those of ps.checkpoints, too, by model and optimizer of ps.engine()", function()
+    local model, manager = begin("bf16", 1)
+    go_on(model, manager, 1, 2)
+    local path = os.tmpname()
+    os.remove(path)
+    finally(function() os.execute(("rm -r '%s'"):format(path)) end)
+    local function parts() return { model = ps.engine().model, optimizer = ps.engine().optimizer, step = 2 } end
+    ps.checkpoints.save(path, parts())
+    go_on(model, manager, 3, 4)
+    local want = model.head:tolist()
+    local other, its = begin("bf16", 2)
+    go_on(other, its, 1, 2)
+    ps.checkpoints.load(path, parts())
+    go_on(other, its, 3, 4)
+    assert.same(want, other.head:tolist())
+    fails(function() manager:state_dict(true) end, "gather_opt", "ps.checkpoints")
+  end)
+
   it("are refused that do not fit, or have no format", function()
     local model = begin "fp32"
     fails(function() bmt.save(model, "model") end, ".safetensors")
     fails(function() bmt.save({}, "model.pt") end, "no model")
+    fails(function() bmt.save(model, "model.pt", { non_blocking = true }) end, "non_blocking", "async = true")
+    fails(function() bmt.sum_loss(ps.ones {}, "tp") end, "comm")
     local path = os.tmpname() .. ".pt"
     finally(function() os.remove(path) end)
     ps.save({ head = ps.ones { 4 } }, path)
@@ -520,7 +548,7 @@ end)
 
 describe("what is refused", function()
   it("says what there is instead", function()
-    for _, name in ipairs { "BMTrainModelWrapper", "PipelineTransformerBlockList", "wait_loader", "benchmark" } do
+    for _, name in ipairs { "BMTrainModelWrapper", "wait_loader", "benchmark", "distributed" } do
       fails(function() return bmt[name] end, "bmt." .. name, "not in ps.bmt")
     end
     for _, name in ipairs { "ColumnParallelLinear", "RowParallelLinear", "VPEmbedding", "ParallelCrossEntropy" } do

@@ -231,6 +231,7 @@ for _, call in ipairs {
     bmt.lr_scheduler.Noam({ param_groups = {} }, o)
   end, source = '"bmt.lr_scheduler." .. name' },
   { "bmt.loss.FusedCrossEntropy", "ignore_indx", "ignore_index", function(o) bmt.loss.FusedCrossEntropy(o) end },
+  { "bmt.save", "non_bloking", "non_blocking", in_run(function(o) bmt.save(model(), "none.pt", o) end) },
   { "bmt.load", "strct", "strict", in_run(function(o) bmt.load(model(), "none.pt", o) end) },
 } do
   CALLS[#CALLS + 1] = call

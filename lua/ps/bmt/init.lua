@@ -52,9 +52,11 @@ end
 
 --- The mean of a loss over all ranks, without a gradient (BMTrain's name says sum, and means this).
 ---@param loss ps.Tensor
+---@param comm? any refused: the mean is over all ranks
 ---@return ps.Tensor
-function bmt.sum_loss(loss)
+function bmt.sum_loss(loss, comm)
   session.need "bmt.sum_loss"
+  if comm ~= nil then error "bmt.sum_loss: comm: the mean is over all ranks; groups of ps.mesh have all_reduce" end
   if not ps.is_tensor(loss) then error("bmt.sum_loss takes a tensor, not a " .. type(loss)) end
   return ps.no_grad(function()
     local copy, group = loss:detach():to("fp32"):clone(), mesh.group "world"
@@ -108,8 +110,6 @@ end
 local CUT = "layers that are cut among processes are not here"
 local ABSENT = {
   BMTrainModelWrapper = "write the model's class with bmt.DistributedModule, or train it by ps.initialize",
-  PipelineTransformerBlockList = "a model of ps.bmt is not cut into stages; ps.initialize does that "
-    .. "(docs/pipeline.md)",
   wait_loader = "moves of parameters are planned; nothing has to be waited for",
   nccl = "ps.dist and its groups send tensors", distributed = "ps.dist and its groups send tensors",
   benchmark = "bench/ has measurements", debug = "bmt.inspect.record_tensor keeps tensors",

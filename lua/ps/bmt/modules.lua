@@ -134,6 +134,10 @@ modules.TransformerBlockList = TransformerBlockList
 
 local LIST = { num_hidden = "whole" }
 
+---@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
+local PipelineTransformerBlockList = core.class("PipelineTransformerBlockList", TransformerBlockList)
+modules.PipelineTransformerBlockList = PipelineTransformerBlockList
+
 --- A list of blocks that is called as a whole; items count from 0. Other modules become blocks.
 ---@param list ps.nn.Module[]
 ---@param options? {num_hidden?: integer} how many of the first arguments go from block to block, default 1
@@ -149,7 +153,9 @@ end
 -- Whether a call's last argument is its options, and no table for the blocks.
 local function are_options(value)
   if type(value) ~= "table" or getmetatable(value) ~= nil then return false end
-  for key in pairs(value) do if type(key) == "string" and key:match "^return_hidden" then return true end end
+  for key in pairs(value) do
+    if type(key) == "string" and (key:match "^return_hidden" or key == "batch_related") then return true end
+  end
   return false
 end
 
@@ -160,7 +166,7 @@ local function arguments(...)
   return args, options
 end
 
-local CALL = { return_hidden_states = "boolean" }
+local CALL = { return_hidden_states = "boolean", batch_related = "table" }
 
 local function append(list, from, first)
   for i = first, from.n do
@@ -175,7 +181,8 @@ local function pack(...) return { n = select("#", ...), ... } end
 --- Applies the blocks one after the other. The first num_hidden arguments are what a block gives the next one; all
 --- blocks get the others as they are, of whatever type.
 ---@param ... any the arguments of a block; then perhaps { return_hidden_states = true }: what went into each block is
----  given, too, one tensor [blocks, ...] for each of the num_hidden, behind the last block's results
+---  given, too, one tensor [blocks, ...] for each of the num_hidden, behind the last block's results. (batch_related
+---  says how a pipeline cuts arguments, and means nothing where there is one stage.)
 ---@return ps.Tensor ... what the last block gave
 function TransformerBlockList:forward(...)
   local args, options = arguments(...)
@@ -193,5 +200,11 @@ function TransformerBlockList:forward(...)
   for k = 1, n do outs[outs.n + k] = ps.stack(seen[k], 0) end
   return unpack(outs, 1, outs.n + n)
 end
+
+--- The list of a model that may be cut into stages. A run of ps.bmt has one stage (pipe_size above 1 is refused), in
+--- which the list is a TransformerBlockList.
+---@param list ps.nn.Module[]
+---@param options? {num_hidden?: integer}
+function PipelineTransformerBlockList:init(list, options) TransformerBlockList.init(self, list, options) end
 
 return modules

@@ -289,8 +289,13 @@ end
 
 --- The state: optimizers (one state of all groups, as optimizer:state_dict() of an engine has it; each rank its own
 --- part), lr_schedulers, loss_scale and loss_scale_enabled. Its tensors are lent: save them before the next step.
+---@param gather_opt? boolean true is refused
 ---@return table
-function OptimManager:state_dict()
+function OptimManager:state_dict(gather_opt)
+  if gather_opt then
+    error("OptimManager:state_dict: gather_opt: a state is that of a rank; ps.checkpoints writes one of all ranks, "
+      .. "with model and optimizer of ps.engine()")
+  end
   local engine, schedules = begun(self, "state_dict"), {}
   for i, scheduler in ipairs(self.lr_schedulers) do schedules[i] = scheduler and scheduler:state_dict() or false end
   return { optimizers = { engine.optimizer:state_dict() }, lr_schedulers = schedules, loss_scale = self.loss_scale,

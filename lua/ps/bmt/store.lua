@@ -12,6 +12,7 @@ local error = caller.error
 local store = {}
 
 local BIN = parallel.bin_file
+local SAVE = { non_blocking = "boolean" }
 local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save.safetensors_file }
 
 -- The state of a model whose engine has not got it yet: rank 0 has all of it in memory, others nothing. Reading a
@@ -34,8 +35,13 @@ end
 --- time. All ranks call it, between two steps; an error of one is an error of all.
 ---@param model ps.nn.Module
 ---@param file_name string
-function store.save(model, file_name)
+---@param options? {non_blocking?: boolean} non_blocking = true is refused
+function store.save(model, file_name, options)
+  options = caller.options(options, "bmt.save", SAVE)
   caller.typed(file_name, "string", "bmt.save: the file")
+  if options.non_blocking then
+    error "bmt.save: non_blocking: the file is there when bmt.save returns; ps.checkpoints.save has async = true"
+  end
   local target, group = session.target(model), mesh.group "world"
   local rank = group and group:rank() or 0
   local writer = WRITERS[(file_name:match "%.(%w+)$" or ""):lower()]
