@@ -200,6 +200,30 @@ describe("training", function()
     assert.equal(2, rates.num_iter)
     assert.equal(2 ^ 15, manager.loss_scale)
     assert.same({ 0, -3 }, model.w:tolist())                     -- two steps of 0.5
+    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- and by clip_grad_norm, which sees it first
+    manager:backward(model(x))
+    assert.equal(math.huge, manager:clip_grad_norm(optimizer.param_groups, 1))
+    manager:step()
+    assert.equal("Gradient overflow, change scale from 32768.000000 to 8192.000000", said[2])
+    manager:backward(model(x))
+    near(3 * math.sqrt(2), manager:clip_grad_norm(optimizer.param_groups, 1), 1e-6)
+    manager:step()
+    assert.equal(2, #said)
+  end)
+
+  it("without a loss scale refuses gradients that are not finite, and goes on", function()
+    local model = Fit()
+    local manager, optimizer = trains(model, { lr = 0.5 })
+    for _, clips in ipairs { false, true } do
+      manager:backward((model(ps.ones { 1, 3 }) * (clips and math.huge or 0 / 0)):sum())
+      fails(function()
+        if clips then manager:clip_grad_norm(optimizer.param_groups, 1) end
+        manager:step()
+      end, "the gradient norm is")
+    end
+    manager:backward(model(ps.ones { 1, 3 }):sum())
+    manager:step()
+    near(0.125 - 0.5, model.v[0]:item(), 1e-6)
   end)
 
   it("of several optimizers has their settings and schedules", function()
@@ -436,8 +460,10 @@ describe("files", function()
         os.remove(weights .. ".end.pt")
         for _, late in ipairs { false, true } do               -- loaded before the model's first call, or behind it
           local other, its = begin(dtype, 2)
-          if late then go_on(other, its, 1, 1) end
+          if late then go_on(other, its, 1, 1) else other:eval() end
           bmt.load(other, weights)
+          assert.equal(late, other.training)
+          other:train()
           its:load_state_dict(ps.load(state))
           go_on(other, its, 4, 6)
           bmt.save(other, weights .. ".end.pt")
@@ -582,6 +608,7 @@ describe("what is refused", function()
     fails(function() bmt.init_distributed { zero_level = 4 } end, "zero_level is 4")
     fails(function() bmt.init_distributed { loss_scale_factor = 2 } end, "loss_scale_factor")
     fails(function() bmt.init_distributed { config = { bf16 = { enabled = true } } } end, "bf16", "parameters' type")
+    fails(function() bmt.init_distributed { config = { memory = "plain" } } end, "plain")
     fails(function() bmt.init_distributed { zero_level = 2, config = { zero_optimization = { stage = 1 } } } end,
       "keep one")
     bmt.init_distributed { pipe_size = -1, num_micro_batches = 4, quiet = true, init_method = "env://" }

@@ -112,6 +112,7 @@ function Optimizer:load_state_dict() of_manager(self, "load_state_dict") end
 ---@field scaler ps.bmt.LossScale|false
 ---@field engine ps.Engine|false once the model has begun to train
 ---@field waiting table|false the state that the engine's optimizer will get
+---@field scale_before number the loss scale of the last backward; clip_grad_norm may have lowered it since
 local OptimManager = {}
 optim.Manager = OptimManager
 local MANAGER = { loss_scale = "number", loss_scale_factor = "number", loss_scale_steps = "whole",
@@ -141,7 +142,7 @@ function optim.OptimManager(options)
   if options.grad_scale and not (options.grad_scale > 0 and options.grad_scale < math.huge) then
     error(("%s: grad_scale is %s; it takes a number above 0"):format(call, tostring(options.grad_scale)))
   end
-  return setmetatable({ optimizers = {}, lr_schedulers = {}, engine = false, waiting = false,
+  return setmetatable({ optimizers = {}, lr_schedulers = {}, engine = false, waiting = false, scale_before = 1,
     grad_scale = options.grad_scale or false, scaler = options.loss_scale and loss_scale.new(options) or false },
     Manager)
 end
@@ -214,6 +215,7 @@ function OptimManager:backward(loss)
   local factor, ranks = engine.accumulate, mesh.size "dp"
   if self.grad_scale then factor = factor * ranks / self.grad_scale end
   if factor ~= 1 and ps.is_tensor(loss) then loss = loss * factor end
+  self.scale_before = self.loss_scale
   engine:backward(loss, { weight = 1 })
 end
 
@@ -277,11 +279,11 @@ function OptimManager:step()
     error(("OptimManager:step: %d of the %d backwards of a step (gradient_accumulation_steps) have been made"):format(
       engine.micro, engine.accumulate))
   end
-  local scale = self.loss_scale
   local info = holding(self, function() return engine.optimizer:step() end)
   engine.optimizer.max_norm, engine.optimizer.clip_eps = math.huge, nil
   if info.skipped then
-    dist.print_rank(("Gradient overflow, change scale from %f to %f"):format(scale, self.loss_scale))
+    dist.print_rank(("Gradient overflow, change scale from %f to %f"):format(self.scale_before,
+      self.loss_scale))
     return
   end
   for _, scheduler in ipairs(self.lr_schedulers) do if scheduler then scheduler:step() end end

@@ -58,6 +58,9 @@ local function configuration(given, level)
     end
     cfg[key] = value
   end
+  if cfg.memory == "plain" then
+    error "bmt.init_distributed: config has memory = \"plain\", which has no chunks for parameters; leave it out"
+  end
   local zero = {}
   for key, value in pairs(cfg.zero_optimization or {}) do zero[key] = value end
   if level and (level < 0 or level > 3) then
@@ -153,9 +156,6 @@ function Session:open(dtype)
   for key, value in pairs(self.config) do cfg[key] = value end
   if dtype ~= "fp32" then cfg[dtype] = { enabled = true } end
   self.engine = engines.open { config = cfg, quiet = self.quiet }
-  if self.engine.cfg.memory.kind == "plain" then
-    error "bmt.init_distributed: memory = \"plain\" has no chunks for distributed parameters; leave it out"
-  end
   self.dtype = dtype
   self.device = ps.set_default_device(self.engine.device_name)
   self.off = hooks.on("parameter", function(tensor) self:stage(tensor) end)
@@ -223,7 +223,9 @@ function session.settle(module)
   for _, param in ipairs(module:parameters()) do
     if param:needs_grad() and not there[core.address(param)] then return end
   end
+  local training = module.training
   self:take(module)
+  if not training then module:eval() end
 end
 
 local function leave(self, ok, ...)
