@@ -165,6 +165,20 @@ describe("a pipeline", function()
     for rank = 0, 1 do assert.truthy(tonumber(all[rank].text:match "after ([%d.]+) s") < 5, all[rank].text) end
   end)
 
+  it("refuses ranks of which one gathers and another one does not", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+      for _, mode in ipairs { "train", "eval" } do
+        model[mode](model)
+        fails(function()
+          for out in model:micro_batches(x, y, { gather = rank == 0 }) do
+            if mode == "train" then out.loss:backward() end
+          end
+        end, "of 3 micro-batches with gather = true", "all ranks of a pipeline run the same script")
+      end
+    ]])
+  end)
+
   it("refuses ranks whose schedules, cuts or models differ, by what differs", function()
     lib.check(folder, 2, BEGIN .. [[
       local me = rank == 1

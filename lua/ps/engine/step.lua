@@ -524,6 +524,11 @@ local function check_pipe_free(engine)
     .. "left early: each goes on to its end before the next")
 end
 
+-- What a loop over a pipeline is, in the words of an error. Ranks that gather wait for those that do not.
+local function said(what, loop)
+  return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
+end
+
 --- Enters a pipeline with the micro-batches of a loop.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
@@ -534,7 +539,7 @@ function step.enter_pipe(engine, loop)
   if s.cleared then step.take_back(engine) end
   s.cleared = false
   pipe:load(all_of(engine, loop))
-  pipe:compare_begin(("a step of %d micro-batches"):format(loop.count))
+  pipe:compare_begin(said("a step", loop))
   hooks.tell "begins"
   trained.check(engine)
   engine.begin_step(engine, pipe.micros[0].args)
@@ -568,7 +573,7 @@ function step.pipe_look(engine, loop)
   if loop.at == 0 then
     check_pipe_free(engine)
     pipe:load(all_of(engine, loop))
-    pipe:compare_begin(("an evaluation of %d micro-batches"):format(loop.count), true)
+    pipe:compare_begin(said("an evaluation", loop), true)
     pipe:begin(true)
   end
   local out = ps.no_grad(function()
