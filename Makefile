@@ -85,7 +85,7 @@ asan:
 
 tsan:
 	@cmake --preset tsan && cmake --build --preset tsan && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 \
-	  OMP_NUM_THREADS=1 tools/test.sh build-tsan
+	  TSAN_OPTIONS="suppressions=$(CURDIR)/spec/tsan.supp" OMP_NUM_THREADS=1 tools/test.sh build-tsan
 
 fuzz:
 	@cmake --preset fuzz && cmake --build --preset fuzz
