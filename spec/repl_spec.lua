@@ -55,6 +55,69 @@ describe("psluajit -i of a script that fails", function()
   end)
 end)
 
+describe("an error inside a module's call", function()
+  local script
+  local function write(text)
+    script = os.tmpname()
+    local f = assert(io.open(script, "wb"))
+    f:write(text)
+    f:close()
+    return script
+  end
+  after_each(function() os.remove(script) end)
+  local function run(command, typed)
+    local p = assert(io.popen(("echo '%s' | env -u LUA_INIT '%s' %s 2>&1"):format(typed or "", paths.exe, command)))
+    local out = p:read "*a"
+    p:close()
+    return out
+  end
+
+  local NET = [[
+local ps = require "ps"
+local Net = ps.nn.class("Net")
+function Net:init() self.inner = ps.nn.Linear(2, 2) end
+function Net:forward(x, i)
+  local deep = i * 2
+  local function fail() %s end
+  if i == 3 then fail() end
+  return self.inner(x)
+end
+local net = Net()
+local function train(i)
+  local shown = i + 100
+  local y = ps.no_grad(net, ps.ones { 1, 2 }, i)
+  return y, shown
+end
+]]
+
+  it("ends with the frames of where it was raised, at its line", function()
+    for _, raises in ipairs { 'error "trouble"', "x:matmul(ps.ones { 3, 3 })", "local none = nil; none.field = 1" } do
+      local out = run(write(NET:format(raises) .. "train(1)\ntrain(3)\n"))
+      assert.matches("psluajit: [^\n]+\nstack traceback:\n", out)
+      assert.matches("lua_%w+:6: in function 'fail'\n\t%S*lua_%w+:7: in function <%S*lua_%w+:4>\n", out)
+      assert.matches("lua_%w+:13: in function 'train'\n\t%S*lua_%w+:17: in main chunk\n", out)
+      assert.is_nil(out:find("scope.lua", 1, true), out)
+    end
+    local out = run(("-e \"os.execute = nil\" '%s'"):format(write(NET:format 'error { code = 7 }' .. "train(3)\n")))
+    assert.matches("(error object is not a string)", out, 1, true)
+  end)
+
+  it("opens the prompt with the variables from there", function()
+    local path = write(NET:format 'error "trouble"' .. "pcall(train, 3)\ntrain(3)\n")
+    local out = run(("-i '%s'"):format(path), "deep, shown, i")
+    assert.matches("> 6\n103\n3\n", out, 1, true)
+  end)
+
+  it("is not taken for an earlier one with the same text", function()
+    local path = write(NET:format 'error("trouble", 0)'
+      .. "pcall(train, 3)\nlocal function other()\n  local mine = 1\n  error('trouble', 0)\nend\nother()\n")
+    local out = run(("-i '%s'"):format(path), "mine, deep")
+    assert.matches("lua_%w+:19: in function 'other'\n\t%S*lua_%w+:21: in main chunk", out)
+    assert.is_nil(out:find("in function 'fail'", 1, true), out)
+    assert.matches("> 1\nnil\n", out, 1, true)
+  end)
+end)
+
 describe("the prompt", function()
   it("prints what expressions give, and nothing for statements", function()
     assert.equal("> 2\n> \"a\"\n> > 3\n> 1\nnil\n> x\n> \n", (prompt "1+1\n'a'\ny = 3\n=y\n1, nil\nprint 'x'\n"))

@@ -106,14 +106,15 @@ static void by_caller(lua_State *L, const char *function)
 
 static bool keeps_locals;        /* a script runs, and a prompt opens at its error */
 
-/* Notes the script's variables while its frames are there (lua/ps/locals.lua). */
+/* Notes the script's variables while its frames are there (lua/ps/locals.lua). The error is at 1, and stays. */
 static void keep_locals(lua_State *L)
 {
     lua_getglobal(L, "require");
     lua_pushliteral(L, "ps.locals");
     if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
-        lua_getfield(L, -1, "keep");
-        lua_pcall(L, 0, 0, 0);
+        lua_getfield(L, -1, "keep_at_error");
+        lua_pushvalue(L, 1);
+        lua_pcall(L, 1, 0, 0);
     }
     lua_settop(L, 1);
 }
@@ -221,7 +222,7 @@ static int load_paths(lua_State *L)
     lua_pushboolean(L, p->installed), lua_setfield(L, -2, "installed");
     lua_pushliteral(L, PS_VERSION), lua_setfield(L, -2, "version");
     lua_pushboolean(L, p->pauses), lua_setfield(L, -2, "pauses");
-    lua_pushboolean(L, p->pauses && p->interactive), lua_setfield(L, -2, "interprets");
+    lua_pushboolean(L, p->interactive && p->script < p->argc), lua_setfield(L, -2, "interprets");
     return 1;
 }
 

@@ -47,10 +47,15 @@ caller.position, caller.is_own = position, is_own
 ---@return string
 function caller.where() return (position():gsub(": $", "")) end
 
+-- The last error that psluajit caught on its way to the script: its value, its text, the traceback of where it was
+-- raised; passing: it has been raised again since.
+local noted
+
 --- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
 ---@param message any
 ---@param level? integer only 0 counts
 function caller.error(message, level)
+  if noted then noted.passing = level == 0 and rawequal(message, noted.value) end
   if level ~= 0 and type(message) == "string" then message = position() .. message end
   error(message, 0)
 end
@@ -74,6 +79,36 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
+-- Whether the function at a level (of who asks) raises an error again that psluajit had caught.
+local function raised_again(message, level)
+  if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
+  local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
+  return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
+end
+
+--- Notes an error where it is caught first, for the traceback that a script's failure ends with: the frames of what
+--- raised it are there. To be called by the handler of an xpcall. Gives the error with the script's place in front.
+---@param e any
+---@param told? fun() is called when the error is noted
+---@return any
+function caller.note(e, told)
+  if raised_again(e, 3) then return e end
+  e = caller.at(e)
+  local frames = debug.traceback("", 3):match "\nstack traceback:(.*)$"
+  noted = { value = e, text = select(2, pcall(tostring, e)), frames = frames, passing = false }
+  if told then told() end
+  return e
+end
+
+--- Whether an error that ends the script was caught by psluajit on its way. To be called by a function that the
+--- program's handler calls.
+---@param e any
+---@return boolean
+function caller.was_noted(e)
+  local again = raised_again(e, 4)                         -- no tail call: levels are counted
+  return again
+end
+
 --- A message with a traceback, without the frames of psluajit's own functions and of the C functions that they call: a
 --- script's mistake is in the script. With PS_TRACEBACK=all the traceback stays whole.
 ---@param text string
@@ -81,7 +116,10 @@ end
 function caller.trace(text)
   local title = "\nstack traceback:"
   local before, frames = text:match("^(.*)" .. title .. "(.*)$")
-  if not before or os.getenv "PS_TRACEBACK" == "all" then return text end
+  if not before then return text end
+  local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
+  if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
+  if os.getenv "PS_TRACEBACK" == "all" then return before .. title .. frames end
   local kept, in_c = {}, {}                                -- in_c: C functions that wait to see who called them
   for frame in frames:gmatch("[^\n]+") do
     local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")

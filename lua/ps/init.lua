@@ -283,6 +283,7 @@ for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", 
 end
 
 if require("ps.paths").pauses then require "ps.pause" end
+if require("ps.paths").interprets then scope.caught = require("ps.locals").note end
 require("ps.hooks").on("short", function() return require("ps.holders").refused() end)
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",

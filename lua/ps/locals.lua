@@ -14,6 +14,7 @@ local locals = {}
 
 ---@type table<string, ps.Variable>
 local kept = {}
+local noted                                              -- the same where psluajit caught an error first
 
 -- The variables of the function at a level, with those that it has from functions around it. Of two locals of one name
 -- the inner one counts.
@@ -34,21 +35,35 @@ local function variables(level, info)
   return found
 end
 
---- Notes the variables of all functions of the script that are running. A name that several have is the innermost's.
----@param each? fun(func: function) is told of these functions
-function locals.keep(each)
-  kept = {}
-  local level = 2
+-- The variables of all functions of the script that are running. A name that several have is the innermost's. Levels
+-- are those of who calls.
+local function all_variables(each)
+  local found, level = {}, 3
   while true do
     local info = debug.getinfo(level, "Suf")
-    if not info then return end
+    if not info then return found end
     if info.what ~= "C" and not caller.is_own(info.source) then
-      for name, variable in pairs(variables(level, info)) do kept[name] = kept[name] or variable end
+      for name, variable in pairs(variables(level, info)) do
+        variable.level = level - 1
+        found[name] = found[name] or variable
+      end
       if each then each(info.func) end
     end
     level = level + 1
   end
 end
+
+--- Notes the variables of all functions of the script that are running.
+---@param each? fun(func: function) is told of these functions
+function locals.keep(each) kept = all_variables(each) end
+
+--- Notes them where psluajit catches an error of the script.
+function locals.note() noted = all_variables() end
+
+--- Notes them at the error that ends the script, or takes those from where it was caught first. For the program's
+--- handler.
+---@param e any the error
+function locals.keep_at_error(e) kept = caller.was_noted(e) and noted or all_variables() end
 
 --- Gives the script the values that statements gave to its variables since keep(). To be called at the same depth of
 --- calls as keep() was.

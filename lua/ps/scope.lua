@@ -101,6 +101,7 @@ function M.tensors(...)
   return pointers, n
 end
 
+--- Begins a scope, for code that cannot be a function of ps.scope. ps.scope_end ends it.
 ---@return integer id
 function M.begin()
   forget_reaped()
@@ -126,12 +127,11 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- For xpcall: gives an error of C, a table, its traceback.
+--- For xpcall: notes the frames of an error, and gives one of C, a table, its traceback. M.caught: called when an error
+--- is noted.
 local function trace(e)
-  if type(e) == "table" then
-    if getmetatable(e) == F.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
-    return e
-  end
+  if getmetatable(e) == F.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
+  e = caller.note(e, M.caught)
   return e
 end
 M.trace = trace
