@@ -33,6 +33,11 @@ describe("help", function()
     has(help.text(load "return 1"), "function(...)")
   end)
 
+  it("has a text for every function of ps", function()
+    for line in help.text(ps):gmatch "[^\n]+" do assert.truthy(line:find "^  [%w_]+ +%S", line) end
+    has(help.text(ps), "world_size", "randn              Normally distributed", "ones               All elements 1.")
+  end)
+
   it("names the nearest where nothing is called so", function()
     fails(function() help.text "gelo" end, "did you mean 'gelu'?")
   end)

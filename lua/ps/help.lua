@@ -66,6 +66,13 @@ local function about_of(fn)
   return ok and about or { text = "", params = {}, returns = {} }
 end
 
+-- What is said of an entry of all_functions.
+local function text_of(entry)
+  local text = about_of(entry.fn).text
+  if text == "" then text = annotations.TEXTS[entry.call] or op_text(entry.name) end
+  return text
+end
+
 local function put_function(lines, entry)
   local about, names = about_of(entry.fn), annotations.parameter_names(entry.fn)
   if entry.method then
@@ -79,7 +86,7 @@ local function put_function(lines, entry)
   for i, entry_ in ipairs(about.returns) do returns[i] = entry_.type end
   wrap(lines, ("%s(%s)%s"):format(entry.call, table.concat(names, ", "),
     #returns > 0 and " -> " .. table.concat(returns, ", ") or ""), "")
-  local text = about.text ~= "" and about.text or annotations.TEXTS[entry.call] or op_text(entry.name)
+  local text = text_of(entry)
   wrap(lines, text ~= "" and text or "(It has no description.)", "  ")
   for _, param in ipairs(about.params) do
     if param.name ~= "self" and param.type ~= "" then
@@ -113,9 +120,14 @@ end
 
 -- A table of functions: each with its first sentence.
 local function put_table(lines, t)
+  local entries = {}                                  -- a function of ps may stand for one of another table
+  for _, entry in ipairs(all_functions()) do
+    for _, fn in pairs { entry.fn, entry.given, entry.also } do
+      if not entries[fn] or entry.name == entry.call:match "%.([%w_]+)$" then entries[fn] = entry end
+    end
+  end
   for _, name in ipairs(sorted_functions(t)) do
-    local text = about_of(t[name]).text
-    if text == "" then text = op_text(name) end
+    local text = text_of(entries[t[name]] or { fn = t[name], name = name, call = name })
     local first = text:match "^(.-%.)%s" or text
     local line = ("  %-18s %s"):format(name, first)
     lines[#lines + 1] = #line > WIDTH and line:sub(1, WIDTH - 3) .. "..." or line
