@@ -255,6 +255,13 @@ describe("a report", function()
   end
   local function near(expected, found) assert.truthy(math.abs(expected - found) < 1e-9, expected .. " " .. found) end
 
+  it("says so where nothing was recorded", function()
+    local p = assert(io.popen(("'%s' -e 'require(\"ps\").profiler.report()' 2>&1"):format(require("ps.paths").exe)))
+    local out = p:read "*a"
+    p:close()
+    assert.matches("^nothing was recorded: ps.profiler.start%(%) comes first[^\n]*\n$", out)
+  end)
+
   it("sums ops and modules a step, beside a limit and another profile", function()
     local path, other = written(profile(1)), written(profile(0.5))
     local limits = { flops = 4e9, bytes = 4e9 }

@@ -180,6 +180,9 @@ local function summary(self)
 end
 
 local function show(self)
+  if self.events == 0 then
+    return "nothing was recorded: ps.profiler.start() comes first, then what is to be measured"
+  end
   local columns = { { title = self.by, left = true }, { title = "calls" }, { title = "ms" }, { title = "share" },
     { title = "forward" }, { title = "backward" }, { title = "GFLOP/s" }, { title = "GB/s" } }
   if self.limits then columns[#columns + 1] = { title = "of limit" } end

@@ -82,11 +82,12 @@ function profiler.report(options)
   local profile = options.file and report.read(options.file) or json.decode(require "ps.profile_save"())
   local against = options.against and report.read(options.against)
   local lacking
-  if limits == nil or limits == true then
+  if (limits == nil or limits == true) and profile.psluajit.events ~= 0 then
     local ok, found = pcall(require "ps.profile_limits", options.device or E.device_name[0])
     if not ok and (limits or not tostring(found):find("wanted", 1, true)) then error(found, 0) end
     limits, lacking = ok and found, not ok and tostring(found):match "^[^(;\n]*"
   end
+  if limits == true then limits = nil end
   local function above_0(x) return type(x) == "number" and x > 0 end
   if limits and not (type(limits) == "table" and above_0(limits.flops) and above_0(limits.bytes)) then
     error("ps.profiler.report: limits has flops and bytes, both a second and above 0")
