@@ -305,13 +305,19 @@ end
 -- -- tables ---------------------------------------------------------------------------------------------------------
 case { "embedding", { F { 6, 4 }, I({ 5 }, 0, 6) }, { F { 6, 4 }, I({ 2, 3 }, 0, 6) }, { F { 3, 33 }, I({}, 0, 3) },
        { F { 3, 4 }, I({ 9 }, 0, 3), attrs = args(2), grads = false },
-       { F { 130, 65 }, I({ 33 }, 0, 130), grads = false }, exact = true, ints = true }
+       { F { 130, 65 }, I({ 33 }, 0, 130), grads = false },
+       { F { 3, 4 }, I({ 12 }, 0, 9), attrs = args(-1, 3, 9) },                                 -- rows 3 to 5 of 9
+       { F { 4, 65 }, I({ 40 }, 0, 7), attrs = args(6, 4, 7), grads = false }, exact = true, ints = true }
 do
   local codes = { fp32 = 0, bf16 = 1, fp16 = 2, fp64 = 3 }
-  local function a(rows, padding) return function(dtype) return args(rows, 0, codes[dtype], padding) end end
+  local function a(rows, padding, first, total)
+    return function(dtype) return args(rows, 0, codes[dtype], padding, first, total) end
+  end
   case { "embedding_backward", { I({ 5 }, 0, 6), F { 5, 4 }, attrs = a(6) },
          { I({ 2, 33 }, 0, 3), F { 2, 33, 65 }, attrs = a(7) }, { I({ 130 }, 0, 1), F { 130, 7 }, attrs = a(2) },
-         { I({ 130 }, 0, 5), F { 130, 7 }, attrs = a(5, 3) } }
+         { I({ 130 }, 0, 5), F { 130, 7 }, attrs = a(5, 3) },
+         { I({ 130 }, 0, 9), F { 130, 7 }, attrs = a(3, 4, 3, 9) },
+         { I({ 300 }, 0, 5), F { 300, 8 }, attrs = a(3, -1, 3, 5) } }
 end
 case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
        { F { 3, 65, 2 }, I({ 3, 7, 2 }, 0, 65), attrs = args(-2), grads = false }, exact = true, ints = true }
@@ -360,6 +366,8 @@ end
 
 -- -- attention and dropout ------------------------------------------------------------------------------------------
 unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4), { tol = { fp32 = 2e-7 } })
+unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4, 37, 10), { tol = { fp32 = 2e-7 } })   -- a part, in mid-sample
+unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4, 8, 12), { tol = { fp32 = 2e-7 } })
 do
   --- scale, causal, p, seed, step, sample, op, window
   local plain, causal, drop = args(0.4, 0), args(0.4, 1), args(0.3, 1, 0.25, 9, 3, 5, 2)
@@ -455,6 +463,7 @@ do
   add(2, 2, 70, 130, 8, F({ 2, 1, 70, 130 }, -1, 1), drop, false)
   add(2, { 2, 1 }, 33, 33, 8, F({ 1, 2, 1, 33 }, -1, 1), windowed(5), false)
   add(2, 2, 70, 70, 16, B { 2, 1, 70, 70 }, plain, false)
+  add(2, { 2, 1 }, 33, 40, 8, true, args(0.3, 1, 0.25, 9, 3, 5, 2, 0, 6), false)    -- heads 6 and 7 of more
   add(1, 2, 5, 6, 4, B { 1, 2, 1, 6 }, causal, false)
   local tol = { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
   forward.tol = tol
@@ -465,7 +474,8 @@ do
   local function add_packed(B_, T, C, heads, mask, a, grads)
     local qkv, m = { B_, T, 3 * C }, mask and B { B_, T } or NONE
     a = args(heads, a[2], a[1], unpack(a, 3, a.n))
-    local plain_a = args(a[3] == 0 and 1 / math.sqrt(C / heads) or a[3], a[2], a[4] or 0, a[5], a[6], a[7], a[8])
+    local plain_a = args(a[3] == 0 and 1 / math.sqrt(C / heads) or a[3], a[2], a[4] or 0, a[5], a[6], a[7], a[8], 0,
+      a[9])
     local function split(x)
       x = x:reshape(B_, T, 3, heads, C / heads):permute(2, 0, 3, 1, 4)
       return x[0]:contiguous(), x[1]:contiguous(), x[2]:contiguous()
@@ -492,6 +502,7 @@ do
   add_packed(1, 33, 64, 1, true, plain)
   add_packed(2, 65, 128, 2, false, args(0, 1))
   add_packed(1, 130, 66, 2, true, drop)
+  add_packed(1, 40, 16, 2, false, args(0.3, 1, 0.25, 9, 3, 5, 2, 3))
   packed.tol = tol
   case(packed)
   case(packed_backward)
@@ -599,7 +610,8 @@ case { "to_device", { F { 5, 7 }, attrs = args(1) }, { F {}, attrs = args(1) }, 
 do
   local group = require("ps").dist.self()
   local alone = args(require("ps").C.ps_group_number(group.c), 1, 0, 0)
-  for _, name in ipairs { "all_reduce", "all_gather", "reduce_scatter", "broadcast" } do
+  for _, name in ipairs { "all_reduce", "all_gather", "reduce_scatter", "broadcast", "copy_to_tp", "reduce_from_tp",
+                          "scatter_to_tp", "gather_from_tp", "all_gather_again", "counted_once" } do
     case { name, { F { 5, 7 }, attrs = alone }, { F { 33 }, attrs = alone }, { F { 0, 3 }, attrs = alone },
            exact = true, alive = group }
   end

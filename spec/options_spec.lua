@@ -40,6 +40,7 @@ local CALLS = {
     F.lm_loss(x, ps.ones { 4, 3 }, ps.tensor({ 1, 1 }, "int64"), o)
   end },
   { "F.attention", "casual", "causal", function(o) F.attention(heads, heads, heads, o) end },
+  { "F.dropout", "fist", "first", function(o) F.dropout(heads, 0.5, true, o) end },
   { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },
   { "model:micro_batches", "gathr", "gather", function(o)
     local m = engine()

@@ -21,6 +21,12 @@ all_reduce | distributed.all_reduce | - | group:sum(x), whose gradient is summed
 all_gather | distributed.all_gather_into_tensor | - | group:gathered(x); has a gradient
 reduce_scatter | distributed.reduce_scatter_tensor | - | group:scattered(x); has a gradient
 broadcast | distributed.broadcast | - | group:copied(x); group:broadcast in place
+copy_to_tp | - | - | group:copy_to(x); the gradients of the ..._tp rows are those of one loss that all ranks have alike
+reduce_from_tp | - | - | group:reduce_from(x)
+scatter_to_tp | - | - | group:scatter_to(x), along any dimension
+gather_from_tp | - | - | group:gather_from(x), along any dimension
+all_gather_again | - | - | group:gathered_again(x)
+counted_once | - | - | group:counted_once(x)
 copy_ | Tensor.copy_ | t:copy_ | an overlap of both is read first
 fill_ | Tensor.fill_ | t:fill_, t:zero_ | a number that an integer type cannot hold is refused
 arange_ | arange | ps.arange | int64 of whole numbers, else fp32

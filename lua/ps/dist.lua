@@ -186,6 +186,11 @@ function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered",
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
+--- As `gathered`. Of a result of 1 MiB and more backward keeps x alone, and gathers again what it needs.
+---@param x ps.Tensor
+---@return ps.Tensor
+function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
+
 --- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients
 --- at the root, zeros elsewhere.
 ---@param x ps.Tensor
@@ -194,6 +199,74 @@ function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scatt
 function Group:copied(x, root)
   local number, size, rank = attributes(self, "copied", x)
   return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
+end
+
+-- -- for layers of which each rank has a part -----------------------------------------------------------------------
+-- One loss, which all ranks compute alike: outside of such a layer every tensor and its gradient is the same on all.
+
+--- x itself, where products with a part of the outputs on each rank begin. Gradient: the sum of all ranks', since each
+--- has that of its part.
+---@param x ps.Tensor the same on all ranks
+---@return ps.Tensor
+function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
+
+--- The sum of all ranks' tensors, behind products with a part of the inputs on each rank. Gradient: as given.
+---@param x ps.Tensor
+---@return ps.Tensor the same on all ranks
+function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
+
+--- x itself. Gradient: as given on rank 0, zeros elsewhere: the sum over the ranks of what all computed alike.
+---@param x ps.Tensor the same on all ranks
+---@return ps.Tensor
+function Group:counted_once(x) return ops.counted_once(x, attributes(self, "counted_once", x)) end
+
+local function dimension(x, dim, call)
+  local n = x:dim()
+  if dim == nil then dim = -1 end
+  if type(dim) ~= "number" or dim % 1 ~= 0 or dim < -n or dim >= n then
+    error(("group:%s: dim is %s; x has %d dimensions"):format(call, tostring(dim), n))
+  end
+  return dim < 0 and dim + n or dim
+end
+
+-- The dimensions of n from 0 on, with `from` at place `to`.
+local function moved(n, from, to)
+  local axes = {}
+  for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end
+  table.insert(axes, to + 1, from)
+  return axes
+end
+
+--- This rank's part of x along a dimension, which it cuts into as many equal parts as there are ranks. Gradient: all
+--- ranks' parts, one after the other.
+---@param x ps.Tensor the same on all ranks
+---@param dim? integer default -1, the last
+---@return ps.Tensor a view of x
+function Group:scatter_to(x, dim)
+  local number, size, rank = attributes(self, "scatter_to", x)
+  dim = dimension(x, dim, "scatter_to")
+  if dim == 0 then return ops.scatter_to_tp(x, number, size, rank) end
+  local shape = x:shape()
+  if shape[dim + 1] % size ~= 0 then
+    error(("group:scatter_to: dimension %d of x, %d, cannot be cut into %d equal parts"):format(dim, shape[dim + 1],
+      size))
+  end
+  shape[dim + 1] = shape[dim + 1] / size
+  table.insert(shape, dim + 1, size)
+  return ops.scatter_to_tp(x:reshape(shape):permute(moved(#shape, dim, 0)), number, size, rank):squeeze(0)
+end
+
+--- The ranks' tensors one after the other along a dimension. Gradient: this rank's part.
+---@param x ps.Tensor
+---@param dim? integer default -1, the last
+---@return ps.Tensor the same on all ranks
+function Group:gather_from(x, dim)
+  local number, size, rank = attributes(self, "gather_from", x)
+  dim = dimension(x, dim, "gather_from")
+  if dim == 0 then return ops.gather_from_tp(x, number, size, rank) end
+  local shape, all = x:shape(), ops.gather_from_tp(x:unsqueeze(0), number, size, rank)
+  shape[dim + 1] = shape[dim + 1] * size
+  return all:permute(moved(#shape + 1, 0, dim)):reshape(shape)
 end
 
 --- Closes the group and the groups that were cut from it, which cannot be used any more. Closing twice does nothing.

@@ -60,14 +60,21 @@ local function next_op()
   return op
 end
 
---- Sets elements to 0 with probability p and scales the others by 1 / (1 - p).
+local DROPOUT = { first = "whole", per_sample = "whole" }
+
+--- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). A mask is that of the whole batch,
+--- whoever has which rows: where x is a part, `part` says which.
 ---@param x ps.Tensor
 ---@param p number in [0, 1)
 ---@param training? boolean default true; false gives x back
+---@param part? {first: integer, per_sample: integer} first: the number of x's first element in the micro-batch's whole
+---  tensor, row-major; per_sample: elements that the whole has for each sample
 ---@return ps.Tensor of x's shape
-function F.dropout(x, p, training)
+function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
-  return ops.dropout(x, p, rng.seed, rng.step, rng.sample, next_op())
+  if part == nil then return ops.dropout(x, p, rng.seed, rng.step, rng.sample, next_op()) end
+  caller.options(part, "F.dropout", DROPOUT)
+  return ops.dropout(x, p, rng.seed, rng.step, rng.sample, next_op(), part.first, part.per_sample)
 end
 
 local GELU = { none = 0, tanh = 1 }
@@ -172,38 +179,42 @@ end
 ---@return ps.Tensor [B, H, T, D]
 function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
 
-local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number" }
-local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole" }
+local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", first_head = "whole" }
+local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
+  first_head = "whole" }
 
 --- softmax(scale q k^T + mask) v. A query that sees no key gives 0. With fewer heads of keys than of queries, G that
 --- divide H, each is shared by H / G neighbours (grouped-query attention, Ainslie et al. 2023).
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
----@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number} mask bool
----  [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's type: floats are added to scores,
----  and those of -1e30 and less hide; a mask has no gradient. causal: query i sees keys up to i + S - T, with window
----  only the last `window` of them; scale default 1 / sqrt(D); dropout of the weights, default 0
+---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
+---  first_head?: integer} mask bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
+---  type: floats are added to scores, and those of -1e30 and less hide; a mask has no gradient. causal: query i sees
+---  keys up to i + S - T, with window only the last `window` of them; scale default 1 / sqrt(D); dropout of the
+---  weights, default 0; first_head: the number of q's first head where ranks share out the heads, default 0, so that
+---  masks are those of one rank
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
   if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
   local p = options.dropout or 0
   return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
-                       rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0)
+                       rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0,
+                       options.first_head or 0)
 end
 
 --- Self-attention over queries, keys and values side by side.
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer divides C; D = C / heads
----@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number} mask bool [B, T], the
----  rest as in F.attention
+---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask
+---  bool [B, T], the rest as in F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)
   local p = options.dropout or 0
   return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
-                              rng.step, rng.sample, p > 0 and next_op() or 0)
+                              rng.step, rng.sample, p > 0 and next_op() or 0, options.first_head or 0)
 end
 
 for _, name in ipairs { "mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",

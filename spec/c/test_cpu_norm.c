@@ -261,7 +261,8 @@ static void test_dropout(void)
                 int64_t rows = size[s][0], C = size[s][1];
                 ps_view x = random_view(dtype, rows, C, 1.0f, 0.0f), y = make(dtype, rows, C);
                 struct ps_attrs_dropout a = { .p = p * 0.25, .seed = 0x123456789abcdefu, .step = 77, .sample = 1000,
-                                              .op = 5 };
+                                              .op = 5, .per_sample = C };
+                if (p == 3) a.first = 5 * C + C / 3, a.per_sample = 2 * C + 1;   /* a part of something larger */
                 struct runs t = { .op = PS_OP_dropout, .n_in = 1, .n_out = 1, .in = &x, .out = &y, .attrs = &a };
                 writes(&t, &y);
                 COMPARE(&t, p % 2 == 0 && p < 4);    /* 0 and 1/2: powers of two, no rounding; 1: the sign of zeros */
@@ -381,7 +382,8 @@ static void test_embedding(int dtype, int dw_dtype, int64_t rows, int64_t C, int
     ps_view w = random_view(dtype, rows, C, 1.0f, 0.0f), index = indices(n % 2 ? PS_I32 : PS_I64, n, rows);
     ps_view y = make(dtype, n, C), dy = random_view(dtype, n, C, 1.0f, 0.0f);
     ps_view in[] = { w, index }, bin[] = { index, dy };
-    struct runs t = { .op = PS_OP_embedding, .n_in = 2, .n_out = 1, .in = in, .out = &y, .attrs = "" };
+    struct runs t = { .op = PS_OP_embedding, .n_in = 2, .n_out = 1, .in = in, .out = &y,
+                      .attrs = &(struct ps_attrs_embedding){ .padding_idx = -1 } };
     writes(&t, &y);
     COMPARE(&t, 1);
     for (int k = 0; k < 4; k++) {

@@ -624,7 +624,7 @@ static void test_dropout(void)
 {
     static float x[MANY], y[MANY], z[MANY];
     for (int i = 0; i < MANY; i++) x[i] = 1;
-    ps_attrs_dropout a = { .p = 0.25, .seed = 11, .step = 3, .sample = 6, .op = 2 };
+    ps_attrs_dropout a = { .p = 0.25, .seed = 11, .step = 3, .sample = 6, .op = 2, .per_sample = MANY / 4 };
     ps_view xv = F32(x, 4, MANY / 4), yv = F32(y, 4, MANY / 4);
     CHECK(run(PS_OP_dropout, &a, IN(xv), OUT(yv)) == 0);
     int dropped = 0, others = 0;
@@ -638,6 +638,9 @@ static void test_dropout(void)
     ps_view half = F32(x, 2, MANY / 4);
     CHECK(run(PS_OP_dropout, &a, IN(half), OUT(F32(z, 2, MANY / 4))) == 0);
     CHECK(memcmp(z, y + MANY / 2, MANY / 2 * sizeof *z) == 0);
+    a.sample = 6, a.first = MANY / 4 + 30;                        /* part of sample 1 and of sample 2, as flat rows */
+    CHECK(run(PS_OP_dropout, &a, IN(F32(x, 1, MANY / 4)), OUT(F32(z, 1, MANY / 4))) == 0);
+    CHECK(memcmp(z, y + a.first, MANY / 4 * sizeof *z) == 0);
     ps_philox r = ps_philox4x32(11, 7ull << 32 | 1, 3ull << 32 | 2);   /* sample 1, element 6 */
     CHECK((ps_unit_f32(r.v[2]) < 0.25f) == (y[MANY / 4 + 6] == 0));
 }
@@ -748,7 +751,7 @@ static void test_table_is_full(void)
 {
     int missing = 0;
     for (int op = 0; op < PS_OP_COUNT; op++) missing += !ref->kernel[op];
-    CHECK(missing == 9);                    /* the views: reshape, permute, slice, expand; to_device; four of ranks */
+    CHECK(missing == 15);                   /* the views: reshape, permute, slice, expand; to_device; ten of ranks */
     CHECK(!ref->kernel[PS_OP_reshape] && !ref->kernel[PS_OP_permute]);
     CHECK(!ref->kernel[PS_OP_slice] && !ref->kernel[PS_OP_expand] && !ref->kernel[PS_OP_to_device]);
     CHECK(!ref->kernel[PS_OP_all_reduce] && !ref->kernel[PS_OP_all_gather]);

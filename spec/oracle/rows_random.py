@@ -72,19 +72,22 @@ def randint(d):
 def dropout(d):
     dtype, p = d.dtype(), d.choice(0.1, 0.3, 0.5, 0.9)
     seed, step, sample, op = d.int(0, 2 ** 50), d.int(0, 1000), d.int(0, 1000), d.int(0, 50)
+    first, per_sample = (d.int(0, 100), d.int(1, 60)) if d.chance(0.4) else (0, 0)      # a part of a larger tensor
     x = d.input(d.shape(1, 3), dtype, True)
 
     def run(x, m):
-        n = x[0][0].numel() if x[0].shape[0] else 0
+        numel = x[0].numel()
+        n = per_sample or (x[0][0].numel() if x[0].shape[0] else 0) or 1
         words = []
-        for s in range(x[0].shape[0]):
+        for s in range(-(-(first + numel) // n)):
             groups = np.arange(-(-n // 4), dtype=STREAM)
             low = groups | STREAM((sample + s) & 0xFFFFFFFF) << STREAM(32)
             words.append(philox.draw(seed, low, (step << 32) | op).reshape(-1)[:n])
-        u = torch.from_numpy(philox.unit(np.concatenate(words) if words else np.zeros(0, STREAM))).reshape(x[0].shape)
+        whole = np.concatenate(words) if words else np.zeros(0, STREAM)
+        u = torch.from_numpy(philox.unit(whole[first:first + numel])).reshape(x[0].shape)
         return torch.where(u < float(np.float32(p)), torch.zeros((), dtype=x[0].dtype), x[0] / (1 - p))
-    return Case("ps.ops.dropout(x[1], %s, %d, %d, %d, %d)" % (lua(p), seed, step, sample, op), run, [x],
-                device=d.choice("cpu", "ref"))
+    return Case("ps.ops.dropout(x[1], %s, %d, %d, %d, %d, %d, %d)" % (lua(p), seed, step, sample, op, first, per_sample),
+                run, [x], device=d.choice("cpu", "ref"))
 
 
 def arange_in_place(d):
@@ -212,9 +215,13 @@ def sgd(d):
     return Case(text, run, inputs)
 
 
+ALONE = ("all_reduce all_gather reduce_scatter broadcast copy_to_tp reduce_from_tp scatter_to_tp gather_from_tp "
+         "all_gather_again counted_once")
+
+
 def alone(d):
     """The ops of several ranks in the group of this process: what they are given, and so is the gradient."""
-    name = d.choice("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    name = d.choice(*ALONE.split())
     text = ("local group = require('ps').dist.self() "
             "return ps.ops.%s(x[1], ps.C.ps_group_number(group.c), 1, 0, 0)" % name)
     return Case(text, lambda x, m: x[0].clone(), [d.input(d.shape(1, 3), d.dtype(), True)], exact={"out0"})
@@ -225,5 +232,5 @@ ROWS = [
     Row("dropout", dropout, "dropout", 2), Row("arange_", arange_in_place, "arange_"), Row("arange", arange),
     Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
     Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),
-    Row("a group of one", alone, "all_reduce all_gather reduce_scatter broadcast"),
+    Row("a group of one", alone, ALONE),
 ]

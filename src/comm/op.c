@@ -24,11 +24,15 @@ static int carry_out(ps_group *g, int op, place at, int root, const ps_view *in,
     int dtype = in->dtype, rc = group_after_now(g, at);
     int64_t nbytes = in->numel * ps_dtype_bytes(dtype);
     char *x = in->data, *y = out->data;
-    if (rc == 0 && (op == PS_OP_all_reduce || op == PS_OP_broadcast)) rc = group_copy(g, at, y, x, nbytes);
+    bool in_place = op == PS_OP_all_reduce || op == PS_OP_reduce_from_tp || op == PS_OP_broadcast;
+    if (rc == 0 && in_place) rc = group_copy(g, at, y, x, nbytes);
     switch (op) {
-    case PS_OP_all_reduce: return group_all_reduce(g, at, dtype, y, nbytes, rc);
+    case PS_OP_all_reduce:
+    case PS_OP_reduce_from_tp: return group_all_reduce(g, at, dtype, y, nbytes, rc);
     case PS_OP_reduce_scatter: return group_reduce_scatter(g, at, dtype, x, nbytes, y, rc);
-    case PS_OP_all_gather: return group_all_gather(g, at, dtype, x, nbytes, y, rc);
+    case PS_OP_all_gather:
+    case PS_OP_all_gather_again:
+    case PS_OP_gather_from_tp: return group_all_gather(g, at, dtype, x, nbytes, y, rc);
     case PS_OP_broadcast: return group_broadcast(g, at, dtype, y, nbytes, root, rc);
     default: return ps_fail(PS_EUNSUP, "no such op of several ranks");
     }

@@ -13,8 +13,9 @@ int grad_attention(ps_grad *g);
 int grad_attention_packed(ps_grad *g);
 int grad_rope(ps_grad *g);
 
-static int check_p(const ps_infer *f, double p)
+static int check_dropout(const ps_infer *f, double p, int32_t first_head)
 {
+    if (first_head < 0) return ps_rule_fail(f, "first_head is %d", first_head);
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
@@ -37,7 +38,7 @@ static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_ten
                         (long long)q->shape_[2], (long long)keys);
 }
 
-static int check_qkv(const ps_infer *f, const ps_tensor *const *in, double p, int32_t causal, int32_t window)
+static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t causal, int32_t window)
 {
     const ps_tensor *q = in[0], *k = in[1], *v = in[2];
     if (q->ndim != 4 || k->ndim != 4 || !ps_same_shape(k, v) || q->dtype_ != k->dtype_ || q->dtype_ != v->dtype_ ||
@@ -48,8 +49,7 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, double p, in
                             (long long)q->shape_[1]);
     if (window < 0 || (window > 0 && !causal))
         return ps_rule_fail(f, "a window is of causal attention, and 1 key or more (it is %d)", window);
-    PS_TRY(check_any_mask(f, in[3], q, k->shape_[2]));
-    return check_p(f, p);
+    return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
 /* Like t [B, H, T, D]; bytes as [B, T, H, D] where those of t lie so. */
@@ -68,7 +68,8 @@ int infer_attention(ps_infer *f)
 {
     const ps_tensor *q = f->in[0];
     const ps_attrs_attention *at = f->attrs;
-    PS_TRY(check_qkv(f, f->in, at->p, at->causal, at->window));
+    PS_TRY(check_qkv(f, f->in, at->causal, at->window));
+    PS_TRY(check_dropout(f, at->p, at->first_head));
     int64_t heads = q->shape_[1], rows = q->shape_[2], width = q->shape_[3];
     ps_meta *y = &f->out[0];
     *y = ps_meta_like(q);
@@ -86,7 +87,8 @@ int infer_attention_backward(ps_infer *f)
 {
     const ps_tensor *q = f->in[1];
     const ps_attrs_attention_backward *at = f->attrs;
-    PS_TRY(check_qkv(f, f->in + 1, at->p, at->causal, at->window));
+    PS_TRY(check_qkv(f, f->in + 1, at->causal, at->window));
+    PS_TRY(check_dropout(f, at->p, at->first_head));
     PS_TRY(ps_rule_like(f, f->in[0], "dy", q->dtype_, 4, q->shape_));
     PS_TRY(ps_rule_like(f, f->in[5], "y", q->dtype_, 4, q->shape_));
     PS_TRY(ps_rule_like(f, f->in[6], "lse", q->dtype_ == PS_F64 ? PS_F64 : PS_F32, 3, q->shape_));
@@ -106,20 +108,20 @@ int grad_attention(ps_grad *g)
     return 0;
 }
 
-static int check_packed(const ps_infer *f, const ps_tensor *qkv, const ps_tensor *mask, int32_t heads, double p)
+static int check_packed(const ps_infer *f, const ps_tensor *qkv, const ps_tensor *mask, int32_t heads)
 {
     if (qkv->ndim != 3 || !ps_dtype_is_float(qkv->dtype_)) return ps_rule_fail(f, "qkv must be float [B, T, 3C]");
     if (heads < 1 || qkv->shape_[2] % (3 * (int64_t)heads))
         return ps_rule_fail(f, "%d heads do not divide C = %g", heads, (double)qkv->shape_[2] / 3);
-    PS_TRY(check_mask(f, mask, qkv->shape_[0], qkv->shape_[1]));
-    return check_p(f, p);
+    return check_mask(f, mask, qkv->shape_[0], qkv->shape_[1]);
 }
 
 int infer_attention_packed(ps_infer *f)
 {
     const ps_attrs_attention_packed *at = f->attrs;
     const ps_tensor *qkv = f->in[0];
-    PS_TRY(check_packed(f, qkv, f->in[1], at->heads, at->p));
+    PS_TRY(check_packed(f, qkv, f->in[1], at->heads));
+    PS_TRY(check_dropout(f, at->p, at->first_head));
     f->out[0] = ps_meta_like(qkv);
     f->out[0].shape[2] /= 3;
     f->out[1] = (ps_meta){ .dtype = qkv->dtype_ == PS_F64 ? PS_F64 : PS_F32, .ndim = 3,
@@ -131,7 +133,8 @@ int infer_attention_packed_backward(ps_infer *f)
 {
     const ps_attrs_attention_packed_backward *at = f->attrs;
     const ps_tensor *qkv = f->in[1];
-    PS_TRY(check_packed(f, qkv, f->in[2], at->heads, at->p));
+    PS_TRY(check_packed(f, qkv, f->in[2], at->heads));
+    PS_TRY(check_dropout(f, at->p, at->first_head));
     int64_t y[] = { qkv->shape_[0], qkv->shape_[1], qkv->shape_[2] / 3 };
     int64_t lse[] = { qkv->shape_[0], at->heads, qkv->shape_[1] };
     PS_TRY(ps_rule_like(f, f->in[0], "dy", qkv->dtype_, 3, y));

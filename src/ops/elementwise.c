@@ -16,6 +16,7 @@ int infer_binary_float(ps_infer *f);
 int infer_compare(ps_infer *f);
 int infer_where(ps_infer *f);
 int infer_unary(ps_infer *f);
+int infer_dropout(ps_infer *f);
 int infer_unary_any(ps_infer *f);
 int infer_unary_backward(ps_infer *f);
 int infer_predicate(ps_infer *f);
@@ -56,14 +57,24 @@ int infer_unary(ps_infer *f)
 {
     f->out[0] = ps_meta_like(f->in[0]);
     if (!ps_dtype_is_float(f->in[0]->dtype_)) f->out[0].dtype = PS_F32;
-    if (f->op == PS_OP_dropout) {
-        double p = ((const ps_attrs_dropout *)f->attrs)->p;
-        if (!(p >= 0 && p < 1)) return ps_rule_fail(f, "p = %g is not in [0, 1)", p);
-        if (!ps_dtype_is_float(f->in[0]->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
-    }
     if ((f->op == PS_OP_softmax || f->op == PS_OP_log_softmax) &&
         (f->in[0]->ndim == 0 || !ps_dtype_is_float(f->in[0]->dtype_)))
         return ps_rule_fail(f, "a float tensor with a last dimension is needed");
+    return 0;
+}
+
+/* Every number that dropout is given is that of an element, in a whole that is as large as numbers go at most. */
+int infer_dropout(ps_infer *f)
+{
+    ps_attrs_dropout *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    int64_t end;
+    f->out[0] = ps_meta_like(x);
+    if (!(at->p >= 0 && at->p < 1)) return ps_rule_fail(f, "p = %g is not in [0, 1)", at->p);
+    if (!ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
+    if (at->first < 0 || at->per_sample < 0 || __builtin_add_overflow(at->first, x->numel_, &end))
+        return ps_rule_fail(f, "first = %lld, per_sample = %lld", (long long)at->first, (long long)at->per_sample);
+    if (at->per_sample == 0) at->per_sample = x->ndim > 0 && x->numel_ > 0 ? x->numel_ / x->shape_[0] : 1;
     return 0;
 }
 

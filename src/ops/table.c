@@ -17,16 +17,25 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
     return index->dtype_ == PS_I32 || index->dtype_ == PS_I64 ? 0 : ps_rule_fail(f, "indices must be int32 or int64");
 }
 
+/* w has `rows` rows of a table of `total` (0: all of it) from `first` on; those behind its end are padding. */
+static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
+{
+    if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
+    return ps_rule_fail(f, "rows from %lld on of a table of %lld", (long long)first, (long long)total);
+}
+
 int infer_embedding(ps_infer *f)
 {
     const ps_tensor *w = f->in[0], *index = f->in[1];
     PS_TRY(check_index(f, index));
     if (w->ndim != 2) return ps_rule_fail(f, "w must be [V, C]");
     if (index->ndim + 1 > PS_MAX_DIMS) return ps_rule_fail(f, "too many dimensions");
-    int64_t padding = ((const ps_attrs_embedding *)f->attrs)->padding_idx;
-    if (padding < -1 || padding >= w->shape_[0])
-        return ps_rule_fail(f, "padding_idx %lld is no row of w [%lld, %lld]", (long long)padding,
-                            (long long)w->shape_[0], (long long)w->shape_[1]);
+    const ps_attrs_embedding *at = f->attrs;
+    PS_TRY(check_part(f, at->first, at->total, w->shape_[0]));
+    int64_t rows = at->total > 0 ? at->total : w->shape_[0];
+    if (at->padding_idx < -1 || at->padding_idx >= rows)
+        return ps_rule_fail(f, "padding_idx %lld is no row of w [%lld, %lld]", (long long)at->padding_idx,
+                            (long long)rows, (long long)w->shape_[1]);
     f->out[0] = ps_meta_like(index);
     f->out[0].dtype = w->dtype_;
     f->out[0].shape[f->out[0].ndim++] = w->shape_[1];
@@ -43,6 +52,7 @@ int infer_embedding_backward(ps_infer *f)
         return ps_rule_fail(f, "dy must be float [..., C] over the indices");
     if (at->rows < 0 || at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT || !ps_dtype_is_float(at->dtype))
         return ps_rule_fail(f, "rows = %lld, dtype = %d", (long long)at->rows, at->dtype);
+    PS_TRY(check_part(f, at->first, at->total, at->rows));
     if (!f->given) at->accumulate = 0;
     f->out[0] = (ps_meta){ .dtype = at->dtype, .ndim = 2, .shape = { at->rows, dy->shape_[dy->ndim - 1] } };
     return 0;
@@ -52,7 +62,8 @@ int grad_embedding(ps_grad *g)
 {
     const ps_meta *w = ps_grad_in_meta(g, 0);
     const ps_attrs_embedding *at = g->attrs;
-    ps_attrs_embedding_backward attrs = { .rows = w->shape[0], .dtype = w->dtype, .padding_idx = at->padding_idx };
+    ps_attrs_embedding_backward attrs = { .rows = w->shape[0], .dtype = w->dtype, .padding_idx = at->padding_idx,
+                                          .first = at->first, .total = at->total };
     ps_tensor *index, *all[PS_MAX_OUT] = { NULL };
     PS_TRY(ps_grad_in(g, 1, &index));
     PS_TRY(ps_grad_dest(g, 0, &all[0], &attrs.accumulate));

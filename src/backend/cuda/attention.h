@@ -32,6 +32,7 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
+    int32_t first_head;                              /* of this rank, where ranks share out the heads */
 };
 
 /* Whether all is plain causal or full attention, or by a mask of 2 dimensions, which is what tensor cores take. */
@@ -67,7 +68,7 @@ DEV draws no_draws(void)
 }
 DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, int64_t j)
 {
-    uint64_t e = (uint64_t)((h * t.T + i) * t.S + j);
+    uint64_t e = (uint64_t)(((t.first_head + h) * t.T + i) * t.S + j);
     if (e / 4 != d->block) {
         d->block = e / 4;
         d->r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | e / 4, t.step << 32 | t.op);

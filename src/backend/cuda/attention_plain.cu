@@ -268,7 +268,7 @@ template <class At> static void set_attributes(attention *t, const At *a)
     t->p = (float)a->p;
     t->keep_d = a->p > 0 ? 1 / (1 - a->p) : 1;
     t->keep = (float)t->keep_d;
-    t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op;
+    t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op, t->first_head = a->first_head;
 }
 
 static void set_mask(attention *t, const ps_view *mask)

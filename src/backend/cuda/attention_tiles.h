@@ -133,7 +133,7 @@ template <int DP, int RT> struct kept_if<true, DP, RT> { typedef rows_kept<DP, R
  * lanes that hold them make as many calls as there are fragments' elements in a lane, and share the words out. */
 DEV void draw(const attention &t, uint32_t *w, int64_t b, int64_t h, int i, int j)
 {
-    uint64_t block = (uint64_t)((h * t.T + i) * t.S + j) / 4;
+    uint64_t block = (uint64_t)(((t.first_head + h) * t.T + i) * t.S + j) / 4;
     ps_philox r = ps_philox4x32(t.seed, (t.sample + (uint64_t)b) << 32 | block, t.step << 32 | t.op);
     for (int k = 0; k < 4; k++) w[k] = r.v[k];
 }

@@ -63,17 +63,21 @@ static int randint_(ps_call *call)
     return 0;
 }
 
-/* x, y [samples, n]: a thread takes the four elements of one counter; at once, where that is `whole`. */
+/* The four elements of each counter, counted over all samples: those of element g of the whole. */
+static __host__ __device__ inline int64_t four_of(int64_t g, int64_t n) { return g / n * ((n + 3) / 4) + g % n / 4; }
+
+/* x, y: elements first .. last of samples of n. A thread takes the four elements of one counter; at once, where that is
+ * `whole`. */
 template <class T>
-static __global__ void dropout_kernel(T *y, const T *x, int64_t samples, int64_t n, ps_attrs_dropout a, double keep,
-                                      bool whole)
+static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t last, int64_t n, ps_attrs_dropout a,
+                                      double keep, bool whole)
 {
     typedef typename type_info<T>::acc A;
-    int64_t fours = (n + 3) / 4;
+    int64_t fours = (n + 3) / 4, begin = four_of(first, n), end = four_of(last - 1, n) + 1;
     float p = (float)a.p;
     A scale = (A)keep;
-    for (int64_t i = FIRST_ELEMENT; i < samples * fours; i += ALL_THREADS) {
-        int64_t s = i / fours, e = i - s * fours, at = s * n + e * 4;
+    for (int64_t i = begin + FIRST_ELEMENT; i < end; i += ALL_THREADS) {
+        int64_t s = i / fours, e = i - s * fours, g = s * n + e * 4, at = g - first;
         ps_philox r = ps_philox4x32(a.seed, (a.sample + (uint64_t)s) << 32 | (uint64_t)e, a.step << 32 | a.op);
         struct alignas(sizeof(T) == 8 ? 16 : 4 * sizeof(T)) line { T v[4]; };
         if (whole) {
@@ -85,17 +89,18 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t samples, int64_t
         }
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            if (e * 4 + k < n) y[at + k] = ps_unit_f32(r.v[k]) < p ? down<T>((A)0) : down<T>(up(x[at + k]) * scale);
+            if (e * 4 + k < n && g + k >= first && g + k < last)
+                y[at + k] = ps_unit_f32(r.v[k]) < p ? down<T>((A)0) : down<T>(up(x[at + k]) * scale);
     }
 }
 
 template <class T> static int run_dropout(const ps_view *x, const ps_view *y, const ps_attrs_dropout *a)
 {
-    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, n = x->numel / samples;
-    bool whole = n % 4 == 0 && aligned16(x->data) && aligned16(y->data);
+    int64_t n = a->per_sample, last = a->first + x->numel;
+    bool whole = n % 4 == 0 && a->first % 4 == 0 && x->numel % 4 == 0 && aligned16(x->data) && aligned16(y->data);
     auto kernel = dropout_kernel<T>;
-    PS_LAUNCH(kernel, blocks_for(samples * ps_cu_div_up(n, 4)), THREADS, 0, ps_cu->compute, (T *)y->data,
-              (const T *)x->data, samples, n, *a, 1 / (1 - a->p), whole);
+    PS_LAUNCH(kernel, blocks_for(four_of(last - 1, n) - four_of(a->first, n) + 1), THREADS, 0, ps_cu->compute,
+              (T *)y->data, (const T *)x->data, a->first, last, n, *a, 1 / (1 - a->p), whole);
     return 0;
 }
 

@@ -5,51 +5,74 @@
 #include "backend/cuda/device.h"
 
 /* -- embedding ----------------------------------------------------------------------------------------------------- */
+/* Indices of a table of `total` rows, of which those from `first` on are here. */
+struct indices {
+    const void *p;
+    int dtype;
+    int64_t first, total;
+    __device__ int64_t operator[](int64_t i) const { return load_i(p, dtype, i) - first; }
+};
+static indices indices_of(const ps_view *index, int64_t first, int64_t total)
+{
+    indices x = { index->data, index->dtype, first, total };
+    return x;
+}
+/* Whether row k, counted from the first that is here, is none of the table. */
+DEV bool is_none(const indices &x, int64_t k) { return k < -x.first || k >= x.total - x.first; }
+
 /* Rows of nbytes as units of U; a block for each position. */
+template <class U> DEV void clear_unit(U *y) { *y = 0; }
+DEV void clear_unit(uint4 *y) { *y = make_uint4(0, 0, 0, 0); }
 template <class U>
-static __global__ void embedding_kernel(trap_to t, U *y, const U *w, const void *index, int dtype, int64_t n, int64_t V,
-                                        int64_t units)
+static __global__ void embedding_kernel(trap_to t, U *y, const U *w, indices index, int64_t n, int64_t V, int64_t units)
 {
     for (int64_t r = blockIdx.x; r < n; r += gridDim.x) {
-        int64_t k = load_i(index, dtype, r);
-        if (k < 0 || k >= V) {
-            if (threadIdx.x == 0) trap(t, TRAP_INDEX, PS_OP_embedding, k, r, V, 0);
+        int64_t k = index[r];
+        if (is_none(index, k)) {
+            if (threadIdx.x == 0) trap(t, TRAP_INDEX, PS_OP_embedding, k + index.first, r, index.total, 0);
             continue;
         }
-        for (int64_t i = threadIdx.x; i < units; i += blockDim.x) y[r * units + i] = w[k * units + i];
+        bool own = k >= 0 && k < V;
+        for (int64_t i = threadIdx.x; i < units; i += blockDim.x) {
+            if (own) y[r * units + i] = w[k * units + i];
+            else clear_unit(&y[r * units + i]);
+        }
     }
 }
 
-template <class U> static int run_embedding(const ps_view *w, const ps_view *index, const ps_view *y, int64_t units)
+template <class U>
+static int run_embedding(const ps_view *w, const ps_view *index, const ps_view *y, int64_t units,
+                         const ps_attrs_embedding *a)
 {
+    indices x = indices_of(index, a->first, a->total > 0 ? a->total : w->shape[0]);
     int64_t n = index->numel, most = (int64_t)1 << 30;
     auto kernel = embedding_kernel<U>;
     PS_LAUNCH(kernel, (unsigned)(n < most ? n : most), 128, 0, ps_cu->compute, traps(), (U *)y->data,
-              (const U *)w->data, index->data, index->dtype, n, w->shape[0], units);
+              (const U *)w->data, x, n, w->shape[0], units);
     return 0;
 }
 
 static int embedding(ps_call *call)
 {
+    const ps_attrs_embedding *a = (const ps_attrs_embedding *)call->attrs;
     const ps_view *w = &call->in[0], *index = &call->in[1], *y = &call->out[0];
     int64_t nbytes = w->shape[1] * ps_dtype_bytes(w->dtype);
     if (y->numel == 0) return 0;
     if (nbytes % 16 == 0 && aligned16(w->data) && aligned16(y->data))
-        return run_embedding<uint4>(w, index, y, nbytes / 16);
+        return run_embedding<uint4>(w, index, y, nbytes / 16, a);
     int64_t even = nbytes | (int64_t)(uintptr_t)w->data | (int64_t)(uintptr_t)y->data;
-    if (even % 4 == 0) return run_embedding<uint32_t>(w, index, y, nbytes / 4);
-    if (even % 2 == 0) return run_embedding<uint16_t>(w, index, y, nbytes / 2);
-    return run_embedding<uint8_t>(w, index, y, nbytes);
+    if (even % 4 == 0) return run_embedding<uint32_t>(w, index, y, nbytes / 4, a);
+    if (even % 2 == 0) return run_embedding<uint16_t>(w, index, y, nbytes / 2, a);
+    return run_embedding<uint8_t>(w, index, y, nbytes, a);
 }
 
 /* -- its gradient: positions are sorted by index, then each row of dw is one sum in the order of positions --------- */
-static __global__ void histogram_kernel(trap_to t, int *count, const void *index, int dtype, int64_t n, int64_t V,
-                                        int64_t padding)
+static __global__ void histogram_kernel(trap_to t, int *count, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
-        int64_t k = load_i(index, dtype, i);
-        if (k < 0 || k >= V) trap(t, TRAP_INDEX, PS_OP_embedding_backward, k, i, V, 0);
-        else if (k != padding) atomicAdd(&count[k], 1);
+        int64_t k = index[i];
+        if (is_none(index, k)) trap(t, TRAP_INDEX, PS_OP_embedding_backward, k + index.first, i, index.total, 0);
+        else if (k >= 0 && k < V && k != padding) atomicAdd(&count[k], 1);
     }
 }
 
@@ -92,18 +115,17 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
 }
 
 /* Positions into their row's range, in any order: sort_kernel orders them. */
-static __global__ void place_kernel(int *mixed, int *cursor, const void *index, int dtype, int64_t n, int64_t V,
-                                    int64_t padding)
+static __global__ void place_kernel(int *mixed, int *cursor, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
-        int64_t k = load_i(index, dtype, i);
+        int64_t k = index[i];
         if (k >= 0 && k < V && k != padding) mixed[atomicAdd(&cursor[k], 1)] = (int)i;
     }
 }
 
 /* Positions of row v in order, by looking at all: each thread looks at some that lie together. */
 enum { SORT_THREADS = 128, LOOKS = 8, FEW = 512 };
-DEV void find_positions(int *out, const void *index, int dtype, int64_t n, int64_t v)
+DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
 {
     __shared__ int found[SORT_THREADS / 32];
     int lane_id = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -112,7 +134,7 @@ DEV void find_positions(int *out, const void *index, int dtype, int64_t n, int64
         unsigned here = 0;                           /* a bit for each of this thread's positions */
 #pragma unroll
         for (int k = 0; k < LOOKS; k++)
-            if (own + k < n && load_i(index, dtype, own + k) == v) here |= 1u << k;
+            if (own + k < n && index[own + k] == v) here |= 1u << k;
         int count = 0, before = 0, all = 0;
 #pragma unroll
         for (int k = 0; k < LOOKS; k++) count += here >> k & 1;
@@ -138,11 +160,11 @@ DEV void find_positions(int *out, const void *index, int dtype, int64_t n, int64
 
 /* A block for each row. Of few positions each one's place is the number of smaller ones. */
 KERNEL_UP_TO(SORT_THREADS)
-sort_kernel(int *sorted, const int *mixed, const int *begin, const void *index, int dtype, int64_t N, int64_t V)
+sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int64_t N, int64_t V)
 {
     for (int64_t v = blockIdx.x; v < V; v += gridDim.x) {
         int first = begin[v], n = begin[v + 1] - first;
-        if (n > FEW) find_positions(sorted + first, index, dtype, N, v);
+        if (n > FEW) find_positions(sorted + first, index, N, v);
         for (int i = threadIdx.x; i < n && n <= FEW; i += SORT_THREADS) {
             int own = mixed[first + i], place = 0;
             for (int j = 0; j < n; j++) place += mixed[first + j] < own;
@@ -294,15 +316,15 @@ static int embedding_backward(ps_call *call)
     if (!room) return PS_ENOMEM;
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
     int *hot = sorted + n, *hot_count = count + V;
+    indices x = indices_of(index, a->first, a->total > 0 ? a->total : V);
+    int64_t padding = a->padding_idx - a->first;     /* negative where it is not here */
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
-    PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, index->data, index->dtype, n,
-              V, a->padding_idx);
+    PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, x, n, V, padding);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
-    PS_LAUNCH(place_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, mixed, cursor, index->data, index->dtype, n, V,
-              a->padding_idx);
+    PS_LAUNCH(place_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, mixed, cursor, x, n, V, padding);
     int64_t most = (int64_t)1 << 30;
     PS_LAUNCH(sort_kernel, (unsigned)(V < most ? V : most), SORT_THREADS, 0, ps_cu->compute, sorted, (const int *)mixed,
-              (const int *)begin, (const void *)index->data, index->dtype, n, V);
+              (const int *)begin, x, n, V);
     sums_of s = { dw->data, dw->dtype, dy->data, sorted, begin, hot, hot_count, V, C, a->accumulate != 0 };
     return BY_FLOAT(dy->dtype, run_sums_of, s, n);
 }

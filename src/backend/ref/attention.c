@@ -12,11 +12,12 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
+    int64_t first_head;                /* of this rank, where ranks share out the heads */
 };
 
 #define ATTENTION_SET(t, a)                                                                           \
     ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
-     (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op)
+     (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op, (t)->first_head = (a)->first_head)
 
 static void set_sizes(struct attention *t)
 {
@@ -73,7 +74,7 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
 static double kept(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (t->p <= 0) return 1;
-    uint64_t e = (uint64_t)((h * t->T + i) * t->S + j);
+    uint64_t e = (uint64_t)(((t->first_head + h) * t->T + i) * t->S + j);
     return ref_dropped(t->seed, t->step, t->op, t->sample + (uint64_t)b, e, t->p) ? 0 : 1 / (1 - t->p);
 }
 

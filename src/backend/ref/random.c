@@ -52,9 +52,9 @@ int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;
     const ps_view *x = &call->in[0], *y = &call->out[0];
-    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, n = samples > 0 ? x->numel / samples : 0;
     for (int64_t i = 0; i < x->numel; i++) {
-        bool dropped = ref_dropped(a->seed, a->step, a->op, a->sample + (uint64_t)(i / n), (uint64_t)(i % n), a->p);
+        int64_t g = a->first + i, s = g / a->per_sample, e = g % a->per_sample;
+        bool dropped = ref_dropped(a->seed, a->step, a->op, a->sample + (uint64_t)s, (uint64_t)e, a->p);
         ref_store(y, i, dropped ? 0 : ref_load(x, i) / (1 - a->p));
     }
     return 0;

@@ -16,11 +16,11 @@
 #include "base/half.h"
 #include "base/philox.h"
 
-/* REF_KERNELS(X) in two steps: REF_IS_VIEW(flags) is 1 for rows with the flag VIEW, MOVE or RANKS (they have no
- * kernel), else 0. */
-#define REF_FLAG_VIEW ~, 1
-#define REF_FLAG_MOVE ~, 1
-#define REF_FLAG_RANKS ~, 1
+/* REF_KERNELS(X) in two steps: REF_IS_VIEW(flags) is 1 for rows whose first flag is VIEW, MOVE or RANKS (they have
+ * no kernel), else 0. */
+#define REF_FLAG_VIEW ~, 1, ~
+#define REF_FLAG_MOVE ~, 1, ~
+#define REF_FLAG_RANKS ~, 1, ~
 #define REF_SECOND(a, b, ...) b
 #define REF_SECOND_OF(...) REF_SECOND(__VA_ARGS__, 0, 0)
 #define REF_IS_VIEW(flags) REF_SECOND_OF(REF_FLAG_##flags)

@@ -13,13 +13,25 @@ static int check_index(const ps_view *index, int64_t n)
     return 0;
 }
 
+/* The row of w [V, C] for an index: those of a table from `first` on. -1: another part of the table has it. */
+static int64_t own_row(const ps_view *index, int64_t i, int64_t first, int64_t V)
+{
+    int64_t k = ref_load_int(index, i) - first;
+    return k >= 0 && k < V ? k : -1;
+}
+
 int ref_embedding(ps_call *call)
 {
+    const ps_attrs_embedding *a = call->attrs;
     const ps_view *w = &call->in[0], *index = &call->in[1], *y = &call->out[0];
-    int64_t C = w->shape[1], nbytes = C * ps_dtype_bytes(w->dtype);
-    PS_TRY(check_index(index, w->shape[0]));
-    for (int64_t r = 0; r < index->numel; r++)
-        memcpy((char *)y->data + r * nbytes, (const char *)w->data + ref_load_int(index, r) * nbytes, (size_t)nbytes);
+    int64_t V = w->shape[0], C = w->shape[1], nbytes = C * ps_dtype_bytes(w->dtype);
+    PS_TRY(check_index(index, a->total > 0 ? a->total : V));
+    for (int64_t r = 0; r < index->numel; r++) {
+        int64_t k = own_row(index, r, a->first, V);
+        char *to = (char *)y->data + r * nbytes;
+        if (k < 0) memset(to, 0, (size_t)nbytes);
+        else memcpy(to, (const char *)w->data + k * nbytes, (size_t)nbytes);
+    }
     return 0;
 }
 
@@ -31,20 +43,26 @@ int ref_embedding_backward(ps_call *call)
     const ps_view *index = &call->in[0], *dy = &call->in[1], *dw = &call->out[0];
     int64_t V = a->rows, n = index->numel, C = ref_last(dy);
     double *sum;
-    PS_TRY(check_index(index, V));
+    PS_TRY(check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
     int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* of row v's positions in `order` */
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
     memset(begin, 0, (size_t)(V + 1) * sizeof *begin);
-    for (int64_t r = 0; r < n; r++) begin[ref_load_int(index, r) + 1]++;
+    for (int64_t r = 0; r < n; r++) {
+        int64_t v = own_row(index, r, a->first, V);
+        if (v >= 0) begin[v + 1]++;
+    }
     for (int64_t v = 0; v < V; v++) begin[v + 1] += begin[v];
-    for (int64_t r = 0; r < n; r++) order[begin[ref_load_int(index, r)]++] = r;
+    for (int64_t r = 0; r < n; r++) {
+        int64_t v = own_row(index, r, a->first, V);
+        if (v >= 0) order[begin[v]++] = r;
+    }
     /* Now begin[v] is the end of row v's positions. */
     for (int64_t v = 0, k = 0; v < V; v++) {
         memset(sum, 0, (size_t)C * sizeof *sum);
         for (; k < begin[v]; k++)
-            for (int64_t c = 0; v != a->padding_idx && c < C; c++) sum[c] += ref_load(dy, order[k] * C + c);
+            for (int64_t c = 0; v + a->first != a->padding_idx && c < C; c++) sum[c] += ref_load(dy, order[k] * C + c);
         for (int64_t c = 0; c < C; c++)
             ref_store(dw, v * C + c, a->accumulate ? ref_load(dw, v * C + c) + sum[c] : sum[c]);
     }

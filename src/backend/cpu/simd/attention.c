@@ -31,6 +31,7 @@ typedef struct attn {
     int32_t limit;                                  /* of 24 random bits: below, the weight is dropped */
     float keep_scale;                               /* 1 / (1 - p) */
     uint64_t seed, sample, counter_hi;
+    int64_t first_head;                             /* of this rank, where ranks share out the heads */
 } attn;
 
 /* Rows that will be loaded soon. */
@@ -244,7 +245,7 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
 static void draw_keep(const attn *a, const block *k, work *w)
 {
     for (int i = 0; i < k->nq; i++) {
-        uint64_t row = (uint64_t)(k->h * a->T + k->i0 + i);
+        uint64_t row = (uint64_t)((a->first_head + k->h) * a->T + k->i0 + i);
         uint64_t bits = keep_bits(a->seed, (a->sample + (uint64_t)k->b) << 32, a->counter_hi,
                                   row * (uint64_t)a->S + (uint64_t)k->j0, a->limit);
         w->keep[i] = (uint32_t)bits;
@@ -557,9 +558,11 @@ static int run(attn *a, ps_call *call, bool backward)
 }
 
 /* The fields that the four attribute structs share. */
-static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op)
+static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t step, uint64_t sample, uint32_t op,
+                     int first_head)
 {
-    attn a = { .scale = (float)scale, .causal = causal != 0, .drop = p > 0, .seed = seed, .sample = sample };
+    attn a = { .scale = (float)scale, .causal = causal != 0, .drop = p > 0, .seed = seed, .sample = sample,
+               .first_head = first_head };
     a.scale2 = (float)(scale * LOG2E);
     a.counter_hi = step << 32 | op;
     a.limit = (int32_t)ceil((p < 1 ? p : 1.0) * 0x1p24);
@@ -571,7 +574,7 @@ static attn attn_new(double scale, int causal, double p, uint64_t seed, uint64_t
 static int attention(ps_call *call)
 {
     const ps_attrs_attention *at = call->attrs;
-    attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op, at->first_head);
     a.q = call->in[0], a.k = call->in[1], a.v = call->in[2], a.mask = call->in[3];
     a.y = call->out[0], a.lse = call->out[1], a.window = at->window;
     return run(&a, call, false);
@@ -579,7 +582,7 @@ static int attention(ps_call *call)
 static int attention_backward(ps_call *call)
 {
     const ps_attrs_attention_backward *at = call->attrs;
-    attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    attn a = attn_new(at->scale, at->causal, at->p, at->seed, at->step, at->sample, at->op, at->first_head);
     a.dy = call->in[0], a.q = call->in[1], a.k = call->in[2], a.v = call->in[3], a.mask = call->in[4];
     a.y = call->in[5], a.lse = call->in[6], a.window = at->window;
     a.dq = call->out[0], a.dk = call->out[1], a.dv = call->out[2];
@@ -607,7 +610,7 @@ static int attention_packed(ps_call *call)
     const ps_attrs_attention_packed *at = call->attrs;
     const ps_view *qkv = &call->in[0];
     double scale = packed_scale(at->scale, qkv, at->heads);
-    attn a = attn_new(scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    attn a = attn_new(scale, at->causal, at->p, at->seed, at->step, at->sample, at->op, at->first_head);
     a.q = head_view(qkv, 0, 3, at->heads), a.k = head_view(qkv, 1, 3, at->heads), a.v = head_view(qkv, 2, 3, at->heads);
     a.mask = call->in[1];
     a.y = head_view(&call->out[0], 0, 1, at->heads), a.lse = call->out[1];
@@ -618,7 +621,7 @@ static int attention_packed_backward(ps_call *call)
     const ps_attrs_attention_packed_backward *at = call->attrs;
     const ps_view *qkv = &call->in[1], *dqkv = &call->out[0];
     double scale = packed_scale(at->scale, qkv, at->heads);
-    attn a = attn_new(scale, at->causal, at->p, at->seed, at->step, at->sample, at->op);
+    attn a = attn_new(scale, at->causal, at->p, at->seed, at->step, at->sample, at->op, at->first_head);
     a.dy = head_view(&call->in[0], 0, 1, at->heads), a.y = head_view(&call->in[3], 0, 1, at->heads);
     a.q = head_view(qkv, 0, 3, at->heads), a.k = head_view(qkv, 1, 3, at->heads), a.v = head_view(qkv, 2, 3, at->heads);
     a.mask = call->in[2], a.lse = call->in[4];

@@ -48,7 +48,7 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* The random words of elements e .. e + 63 of a sample, e a multiple of 64, in element order. Lane 4 l + k works on
+/* The random words of elements e .. e + 63 of a sample, e a multiple of 4, in element order. Lane 4 l + k works on
  * counter 4 k + l, so that transposing groups of four lanes leaves the words in order. */
 SIMD void philox64(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
@@ -66,31 +66,40 @@ SIMD void philox64(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, ui
     transpose_groups(w);
 }
 struct dropout {
-    const void *x;                    /* [samples, E] */
+    const void *x;
     void *y;
-    int64_t E;
     const struct ps_attrs_dropout *attrs;
     int32_t threshold;                /* a word's upper 24 bits drop below this: bits * 2^-24 < (float)p, exactly */
     float scale;
 };
-SIMD void dropout_span(const struct dropout *d, int64_t sample, int64_t first, int64_t last, int dtype)
+/* y[i + from .. i + to) from x, by words of their own lanes from .. to; fewer than VL. */
+SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int to, int dtype)
 {
-    const void *x = ps_at(d->x, sample * d->E, dtype);
-    void *y = ps_at(d->y, sample * d->E, dtype);
+    for (int lane = from; lane < to; lane++) {
+        vf x = vf_get_n(d->x, i + lane, dtype, 1, 0.0f) * vf_set(d->scale);
+        if ((int32_t)(word[lane] >> 8) < d->threshold) x = vf_zero();
+        vf_put_n(d->y, i + lane, dtype, 1, x);
+    }
+}
+/* Elements [begin, end) of a sample; x and y have element e at `at` + e. */
+SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, int64_t end, int64_t at, int dtype)
+{
     vf scale = vf_set(d->scale);
     vi threshold = vi_set(d->threshold);
-    for (int64_t e = first; e < last; e += 4 * VL) {
+    for (int64_t e = begin / 4 * 4; e < end; e += 4 * VL) {
         vu w[4];
-        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + (uint64_t)sample), (uint32_t)d->attrs->step,
-                 d->attrs->op, (uint32_t)(e / 4), w);
+        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + sample), (uint32_t)d->attrs->step, d->attrs->op,
+                 (uint32_t)(e / 4), w);
         for (int k = 0; k < 4; k++) {
-            int64_t i = e + k * VL;
+            int64_t v = e + k * VL, i = at + v;
             vi drop = (vi)(w[k] >> 8) < threshold;
-            if (i + VL <= last)
-                vf_put(y, i, dtype, (vf)(~drop & (vi)(vf_get(x, i, dtype) * scale)));
-            else if (i < last)
-                vf_put_n(y, i, dtype, (int)(last - i),
-                         (vf)(~drop & (vi)(vf_get_n(x, i, dtype, (int)(last - i), 0.0f) * scale)));
+            if (v < begin)
+                drop_some(d, i, w[k], (int)(begin - v), (int)(end - v < VL ? end - v : VL), dtype);
+            else if (v + VL <= end)
+                vf_put(d->y, i, dtype, (vf)(~drop & (vi)(vf_get(d->x, i, dtype) * scale)));
+            else if (v < end)
+                vf_put_n(d->y, i, dtype, (int)(end - v),
+                         (vf)(~drop & (vi)(vf_get_n(d->x, i, dtype, (int)(end - v), 0.0f) * scale)));
         }
     }
 }
@@ -101,15 +110,18 @@ static int dropout(ps_call *call)
     ps_view *y = &call->out[0];
     if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
     if (x->numel == 0) return 0;
-    int64_t samples = x->ndim > 0 ? x->shape[0] : 1, E = x->numel / samples;
-    int64_t chunks = (E + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
-    struct dropout d = { .x = x->data, .y = y->data, .E = E, .attrs = a,
+    int64_t n = a->per_sample, last = a->first + x->numel, chunks = (n + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
+    int64_t from = a->first / n, samples = (last - 1) / n - from + 1;        /* those that x has elements of */
+    struct dropout d = { .x = x->data, .y = y->data, .attrs = a,
                          .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
                          .scale = (float)(1.0 / (1.0 - a->p)) };
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t c = 0; c < samples * chunks; c++) {
-        int64_t first = c % chunks * DROPOUT_BLOCK, last = first + DROPOUT_BLOCK < E ? first + DROPOUT_BLOCK : E;
-        PS_BY_VEC(x->dtype, dropout_span, &d, c / chunks, first, last);
+        int64_t s = from + c / chunks, begin = c % chunks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
+        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* the sample's part in x */
+        if (begin < least) begin = least;
+        if (end > most) end = most;
+        if (begin < end) PS_BY_VEC(x->dtype, dropout_span, &d, (uint64_t)s, begin, end, -least);
     }
     return 0;
 }

@@ -29,6 +29,8 @@ static int check_indices(const ps_view *index, int64_t n)
     }
     return 0;
 }
+/* Whether w [V, C] has a row, counted from the first of its table that it has. */
+static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
 static int embedding(ps_call *call)
@@ -37,11 +39,17 @@ static int embedding(ps_call *call)
     ps_view *y = &call->out[0];
     if (!index_usable(index) || !view_flat(w) || !view_flat(y) || w->dtype != y->dtype || w->ndim != 2)
         return PS_EUNSUP;
+    const struct ps_attrs_embedding *a = call->attrs;
+    int64_t V = w->shape[0];
     size_t row = (size_t)(w->shape[1] * ps_dtype_bytes(w->dtype));
-    PS_TRY(check_indices(index, w->shape[0]));
+    PS_TRY(check_indices(index, a->total > 0 ? a->total : V));
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
-    for (int64_t i = 0; i < index->numel; i++)
-        memcpy((char *)y->data + (size_t)i * row, (const char *)w->data + (size_t)ps_index_at(index, i) * row, row);
+    for (int64_t i = 0; i < index->numel; i++) {
+        int64_t v = ps_index_at(index, i) - a->first;
+        char *to = (char *)y->data + (size_t)i * row;
+        if (is_own(v, V)) memcpy(to, (const char *)w->data + (size_t)v * row, row);
+        else memset(to, 0, row);
+    }
     return 0;
 }
 
@@ -119,14 +127,16 @@ static int embedding_backward(ps_call *call)
         !view_flat(dw) || dw->ndim != 2)
         return PS_EUNSUP;
     int64_t rows = dw->shape[0];
-    if (!call->dry) PS_TRY(check_indices(index, rows));
+    if (!call->dry) PS_TRY(check_indices(index, a->total > 0 ? a->total : rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
     int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* of each distinct row's entries */
     if (!list || !start) return PS_ENOMEM;
     if (call->dry) return 0;
     int64_t used = 0;
-    for (int64_t i = 0; i < n; i++)
-        if (ps_index_at(index, i) != a->padding_idx) list[used++] = (entry){ ps_index_at(index, i), i };
+    for (int64_t i = 0; i < n; i++) {
+        int64_t v = ps_index_at(index, i);
+        if (v != a->padding_idx && is_own(v - a->first, rows)) list[used++] = (entry){ v - a->first, i };
+    }
     struct table_grad g = { .sorted = sort_entries(list, list + n, used, rows), .dy = dy->data, .dw = dw->data, .C = C,
                             .dw_dtype = dw->dtype, .accumulate = a->accumulate };
     int64_t distinct = 0;
