@@ -73,6 +73,10 @@ local CALLS = {
     nn.MultiheadSelfAttention(4, 2)(ps.randn { 1, 2, 4 }, o)
   end },
   { "nn.MLP", "droput", "dropout", function(o) nn.MLP(4, 8, o) end },
+  { "nn.ColumnParallelLinear", "gather_inputs", "gather_input", function(o) nn.ColumnParallelLinear(4, 8, o) end },
+  { "nn.RowParallelLinear", "splitinput", "split_input", function(o) nn.RowParallelLinear(4, 8, o) end },
+  { "nn.VocabParallelEmbedding", "paddin_idx", "padding_idx", function(o) nn.VocabParallelEmbedding(4, 8, o) end },
+  { "nn.ParallelLMHead", "tie", "tied", function(o) nn.ParallelLMHead(4, 8, o) end },
   { "AdamW", "learning_rate", false, function(o) optim.AdamW(model(), o) end, source = "call" },
   { "Adam", "beta", "betas", function(o) optim.Adam(model(), o) end, source = "call" },
   { "SGD", "momentun", "momentum", function(o) optim.SGD(model(), o) end, source = "call" },

@@ -8,7 +8,8 @@ local nn = {
   Module = core.Module, class = core.class, Parameter = core.Parameter, is_module = core.is_module,
   init = require "ps.nn.weights", fold = require("ps.nn.parts").fold,
 }
-for _, family in ipairs { "linear", "embedding", "norm", "activation", "container", "transformer" } do
+for _, family in ipairs { "linear", "embedding", "norm", "activation", "container", "transformer",
+                        "parallel" } do
   for name, class in pairs(require("ps.nn." .. family)) do nn[name] = class end
 end
 

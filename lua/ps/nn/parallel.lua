@@ -1,0 +1,353 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Layers of which each rank of a group has a part (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
+-- VocabParallelEmbedding, ParallelLMHead (Shoeybi et al. 2019, "Megatron-LM"); and Region, by which the layers of a
+-- model know whether ranks share out the rows between them (sequence parallelism, Korthikanti et al. 2022, "Reducing
+-- Activation Recomputation in Large Transformer Models").
+--
+-- A column layer has a part of a product's outputs, a row layer a part of its inputs. One behind the other, as in
+-- attention and MLPs, they meet once: behind the row layer, whose products are added up over the ranks.
+--
+-- Sizes: B samples, T positions, t ranks.
+local ps = require "ps"
+local caller = require "ps.caller"
+local core = require "ps.nn.module"
+local embedding = require "ps.nn.embedding"
+local linear = require "ps.nn.linear"
+local shard = require "ps.nn.shard"
+local F = ps.functional
+local error = caller.error
+
+-- -- the region -----------------------------------------------------------------------------------------------------
+---@class ps.nn.Region what the layers of one model share
+---@field group ps.Group
+---@field size integer t
+---@field rank integer
+---@field wanted boolean sequence parallelism is wanted
+---@field keep boolean backward keeps gathered rows
+---@field on boolean each rank has its B T / t rows between layers, flat: [B T / t, C]; else all have all, [B, T, C]
+---@field B integer
+---@field T integer
+local Region = {}
+Region.__index = Region
+
+--- What the layers of a model share. Until `set`, all ranks have all rows.
+---@param group ps.Group the ranks that share the layers out
+---@param sequence? boolean whether ranks share out the rows between layers, where they can
+---@param keep? boolean rows that were gathered are kept for backward; else it gathers them again
+---@return ps.nn.Region
+function Region.new(group, sequence, keep)
+  if type(group) ~= "table" or not group.copy_to then
+    error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
+  end
+  return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
+    keep = keep or false, on = false, B = 0, T = 0 }, Region)
+end
+
+--- Says what rows the next forward has. Ranks share them out if that is wanted, and t divides their number.
+---@param B integer samples
+---@param T integer positions
+---@param cached? boolean keys of earlier positions are kept, as in decoding: then all ranks have all rows
+function Region:set(B, T, cached)
+  self.B, self.T, self.on = B, T, self.wanted and not cached and B * T % self.size == 0
+end
+
+--- For a function that backward runs again (ps.recompute): what `restore` takes.
+---@return {on: boolean, B: integer, T: integer}
+function Region:state() return { on = self.on, B = self.B, T = self.T } end
+
+---@param state {on: boolean, B: integer, T: integer}
+function Region:restore(state) self.on, self.B, self.T = state.on, state.B, state.T end
+
+--- This rank's rows of x, where the ranks begin to share them out.
+---@param x ps.Tensor [B, T, C], the same on all ranks
+---@return ps.Tensor [B T / t, C], or x
+function Region:enter(x)
+  if not self.on then return x end
+  return self.group:scatter_to(x:reshape(self.B * self.T, -1), 0)
+end
+
+--- All rows, for what all ranks compute alike.
+---@param x ps.Tensor [B T / t, C], or [B, T, C]
+---@return ps.Tensor [B, T, C]
+function Region:leave(x)
+  if not self.on then return x end
+  return self.group:gather_from(x, 0):reshape(self.B, self.T, -1)
+end
+
+--- All rows, for products with a part of the outputs on each rank. Gradient: the sum over the ranks, of which each gets
+--- its rows, or all.
+---@param x ps.Tensor [B T / t, C], or [B, T, C]
+---@return ps.Tensor [B T, C], or [B, T, C]
+function Region:gather(x)
+  if not self.on then return self.group:copy_to(x) end
+  return self.keep and self.group:gathered(x) or self.group:gathered_again(x)
+end
+
+--- The sum of all ranks' y, of which each rank gets its rows, or all.
+---@param y ps.Tensor [B, T, C], or [B T, C]
+---@return ps.Tensor [B T / t, C], or y's shape
+function Region:reduce(y)
+  if not self.on then return self.group:reduce_from(y) end
+  return self.group:scattered(y:reshape(self.B * self.T, -1))
+end
+
+--- Which part of a tensor of all rows x is, for F.dropout; nil: all of it.
+---@param x ps.Tensor [B T / t, C]
+---@return {first: integer, per_sample: integer}?
+function Region:part(x)
+  if not self.on then return nil end
+  return { first = self.rank * x:numel(), per_sample = self.T * x:size(-1) }
+end
+
+--- A parameter of all ranks, for use on rows of which all ranks have all. Gradients of such parameters are summed over
+--- the ranks where rows are shared out; this use then counts once.
+---@param t ps.Tensor
+---@return ps.Tensor
+function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
+
+-- -- what the layers share ------------------------------------------------------------------------------------------
+-- The region of a layer's options, or one of its own for a group: ranks then share no rows out by themselves.
+local function region_of(given, call)
+  local region = given.region
+  if region == nil and given.group == nil then error(call .. ": region, or group, is missing") end
+  if region ~= nil and given.group ~= nil then error(call .. ": region has a group; give one of both") end
+  if region ~= nil and getmetatable(region) ~= Region then error(call .. ": region is no nn.Region") end
+  return region or Region.new(given.group)
+end
+
+-- This rank's shard of a parameter of a whole layer becomes a parameter of `self`.
+local function take(self, whole, key, cut, call)
+  local t = whole[key]
+  if t == nil then return end
+  if not cut then
+    self:param(key, t)
+    return
+  end
+  cut.index, cut.count, cut.full_shape = self.region.rank, self.region.size, t:shape()
+  local desc = shard.new(cut, call .. ": " .. key)
+  self:param(key, shard.cut(desc, t))
+  shard.set(self[key], desc)
+end
+
+local function describe(self, ...) return ("%s, %d ranks"):format(string.format(...), self.region.size) end
+
+-- -- products -------------------------------------------------------------------------------------------------------
+local COMMON = { region = "table", group = "table", out_in = "boolean", bias = "boolean", std = "number",
+  dtype = "string", device = "string", parameters = "boolean" }
+local function with(more)
+  for name, kind in pairs(COMMON) do more[name] = kind end
+  return more
+end
+local COLUMN = with { gather_input = "boolean", gather_output = "boolean", blocks = "whole" }
+local ROW = with { split_input = "boolean", all_reduce_output = "boolean" }
+
+local function begin(self, inputs, outputs, given, call)
+  caller.whole(inputs, call .. ": the number of inputs")
+  caller.whole(outputs, call .. ": the number of outputs")
+  rawset(self, "region", region_of(given, call))
+  self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
+end
+
+-- The layer that one rank would have.
+local function whole_of(self, asked)
+  local given = { std = asked.std, dtype = asked.dtype, device = asked.device }
+  if self.out_in == 0 then
+    local whole = linear.Conv1D(self.inputs, self.outputs, given)
+    if asked.bias == false then whole.bias = nil end
+    return whole
+  end
+  given.bias = asked.bias
+  return linear.Linear(self.inputs, self.outputs, given)
+end
+
+---@class ps.nn.ColumnParallelLinear: ps.nn.Module
+---@field weight ps.Tensor [outputs / t, inputs], or [inputs, outputs / t]
+---@field bias? ps.Tensor [outputs / t]
+local Column = core.class("ColumnParallelLinear")
+Column.unscoped = true
+
+--- x weight^T + bias, of which each rank has a part of the outputs. Parameters are this rank's parts of those of
+--- nn.Linear, or of nn.Conv1D where out_in is false.
+---@param inputs integer
+---@param outputs integer t divides it, and each block of it
+---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number,
+---  dtype?: string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean,
+---  parameters?: boolean} region, or group: the ranks. blocks: the outputs are so many equal blocks, of each of which a
+---  rank has its part; default 1. gather_input: true: x is this rank's rows, which are gathered; false: x is what
+---  region:gather gave; nil: as the region says. gather_output: all ranks get all outputs. parameters: false: whoever
+---  makes the layer gives it weight and bias
+function Column:init(inputs, outputs, options)
+  local call = "nn.ColumnParallelLinear"
+  options = caller.options(options, call, COLUMN)
+  begin(self, inputs, outputs, options, call)
+  self.gather_input, self.gather_output = options.gather_input, options.gather_output or false
+  local blocks = options.blocks or 1
+  if self.gather_output and blocks > 1 then
+    error(("%s: gather_output would mix the parts of %d blocks"):format(call, blocks))
+  end
+  if options.parameters == false then return end
+  local whole = whole_of(self, options)
+  take(self, whole, "weight", { dim = self.out_in == 1 and 0 or 1, blocks = blocks }, call)
+  take(self, whole, "bias", { dim = 0, blocks = blocks }, call)
+end
+
+--- The outputs of this rank's part, for all rows.
+---@param x ps.Tensor [B T / t, inputs] in a region whose rows are shared out, else [..., inputs]
+---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
+function Column:forward(x)
+  local region, gather = self.region, self.gather_input
+  if gather == nil then x = region:gather(x)
+  elseif gather then x = region.keep and region.group:gathered(x) or region.group:gathered_again(x) end
+  local y = ps.ops.linear(x, self.weight, self.bias, nil, self.out_in)
+  if region.on then y = y:reshape(region.B, region.T, -1) end
+  return self.gather_output and region.group:gather_from(y) or y
+end
+
+function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
+
+---@class ps.nn.RowParallelLinear: ps.nn.Module
+---@field weight ps.Tensor [outputs, inputs / t], or [inputs / t, outputs]
+---@field bias? ps.Tensor [outputs]
+local Row = core.class("RowParallelLinear")
+Row.unscoped = true
+
+--- x weight^T + bias, of which each rank has a part of the inputs: the sum of the ranks' products, then bias and
+--- residual. Parameters are this rank's parts of those of nn.Linear, or of nn.Conv1D where out_in is false; all ranks
+--- have the bias. Where each rank has its rows of the result, a rank's gradient of the bias is that of its rows
+--- (shard.is_partial).
+---@param inputs integer t divides it
+---@param outputs integer
+---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number,
+---  dtype?: string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region,
+---  or group: the ranks. split_input: x has all inputs, of which this rank takes its part. all_reduce_output: true: all
+---  ranks get all rows of the result; false: each gets its rows, equal parts of the first dimension; nil: as the region
+---  says. parameters: false: whoever makes the layer gives it weight and bias
+function Row:init(inputs, outputs, options)
+  local call = "nn.RowParallelLinear"
+  options = caller.options(options, call, ROW)
+  begin(self, inputs, outputs, options, call)
+  self.split_input, self.all_reduce_output = options.split_input or false, options.all_reduce_output
+  if options.parameters == false then return end
+  local whole = whole_of(self, options)
+  take(self, whole, "weight", { dim = self.out_in == 1 and 1 or 0 }, call)
+  take(self, whole, "bias", nil, call)
+  local rows = self.all_reduce_output == false or self.all_reduce_output == nil and self.region.wanted
+  if rows and self.bias ~= nil then shard.set_partial(self.bias) end
+end
+
+--- The sum of the ranks' products, plus bias and residual.
+---@param x ps.Tensor [..., inputs / t], with split_input [..., inputs]
+---@param residual? ps.Tensor of the result's shape
+---@return ps.Tensor [B T / t, outputs] in a region whose rows are shared out, else [..., outputs]
+function Row:forward(x, residual)
+  local region, whole = self.region, self.all_reduce_output
+  if self.split_input then x = region.group:scatter_to(x) end
+  local y = ps.ops.linear(x, self.weight, nil, nil, self.out_in)
+  if whole == nil then y = region:reduce(y)
+  else y = whole and region.group:reduce_from(y) or region.group:scattered(y) end
+  if whole == nil then whole = not region.on end
+  local bias = self.bias
+  if bias ~= nil then
+    y = y + (whole and shard.is_partial(bias) and region.group:counted_once(bias) or bias)
+  end
+  return residual ~= nil and y + residual or y
+end
+
+function Row:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
+
+-- -- the vocabulary -------------------------------------------------------------------------------------------------
+-- Rows of a vocabulary of n words, padded to a multiple of t.
+local function rows_of(n, region) return { dim = 0, padded = -n % region.size } end
+
+---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
+---@field weight ps.Tensor [ceil(rows / t), width]
+local Vocabulary = core.class("VocabParallelEmbedding")
+Vocabulary.unscoped = true
+
+local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
+  device = "string", enter = "boolean", parameters = "boolean" }
+
+--- A table of vectors, of which each rank has some. Its weight is this rank's rows of nn.Embedding's; padding behind
+--- the last rows is 0.
+---@param rows integer V, the number of vectors
+---@param width integer C
+---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, padding_idx?: integer, dtype?: string,
+---  device?: string, enter?: boolean, parameters?: boolean} region, or group: the ranks. std, padding_idx: those of
+---  nn.Embedding. enter: ranks share out the rows of the result, as the region says. parameters: false: whoever makes
+---  the layer gives it the weight
+function Vocabulary:init(rows, width, options)
+  local call = "nn.VocabParallelEmbedding"
+  options = caller.options(options, call, VOCABULARY)
+  rawset(self, "region", region_of(options, call))
+  self.rows, self.width, self.padding_idx, self.enter = rows, width, options.padding_idx, options.enter or false
+  if options.parameters == false then return end
+  local whole = embedding.Embedding(rows, width, { std = options.std, padding_idx = options.padding_idx,
+    dtype = options.dtype, device = options.device })
+  take(self, whole, "weight", rows_of(rows, self.region), call)
+end
+
+--- The vectors at some indices.
+---@param index ps.Tensor integers [B, T] in a region whose rows are shared out from here on, else [...]
+---@return ps.Tensor [B T / t, width], or [..., width]
+function Vocabulary:forward(index)
+  local region, weight = self.region, self.weight
+  local y = ps.ops.embedding(weight, index, self.padding_idx, region.rank * weight:size(0), self.rows)
+  if self.enter then return region:reduce(y) end
+  return region.group:reduce_from(y)
+end
+
+function Vocabulary:extra_repr() return describe(self, "%d, %d", self.rows, self.width) end
+
+---@class ps.nn.ParallelLMHead: ps.nn.Module
+---@field weight ps.Tensor [ceil(words / t), width]
+local Head = core.class("ParallelLMHead")
+Head.unscoped = true
+
+local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
+  parameters = "boolean" }
+
+--- The head of a language model (nn.LMHead), of which each rank has the logits of some words. With `tied` the weight is
+--- that of a table of tokens, and stays the table's parameter.
+---@param width integer C
+---@param words integer V
+---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string,
+---  tied?: ps.nn.VocabParallelEmbedding, parameters?: boolean} region, or group: the ranks. std: nn.LMHead's.
+---  parameters: false: whoever makes the head gives it the weight
+function Head:init(width, words, options)
+  local call = "nn.ParallelLMHead"
+  options = caller.options(options, call, HEAD)
+  rawset(self, "region", region_of(options, call))
+  self.inputs, self.outputs = width, words
+  if options.tied then
+    rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
+    return
+  end
+  if options.parameters == false then return end
+  local whole = linear.LMHead(width, words, { std = options.std, dtype = options.dtype, device = options.device })
+  take(self, whole, "weight", rows_of(words, self.region), call)
+end
+
+-- [ceil(V / t), C]
+local function weight_of(head) return (rawget(head, "tied") or head).weight end
+
+--- The logits of all words.
+---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
+---@return ps.Tensor [B, T, V], or [..., V]
+function Head:forward(x)
+  local region = self.region
+  local y = region.group:gather_from(ps.ops.linear(region:gather(x), weight_of(self), nil, nil, 1))
+  y = y:narrow(-1, 0, self.outputs)
+  return region.on and y:reshape(region.B, region.T, -1) or y
+end
+
+--- The mean cross entropy of the logits.
+---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
+---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.cross_entropy's
+---@return ps.Tensor of 0 dimensions
+function Head:loss(x, targets, options) return F.cross_entropy(self:forward(x):contiguous(), targets, options) end
+
+function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
+
+return { Region = Region, ColumnParallelLinear = Column, RowParallelLinear = Row, VocabParallelEmbedding = Vocabulary,
+  ParallelLMHead = Head }

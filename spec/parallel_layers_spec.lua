@@ -1,0 +1,214 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Layers of which ranks have parts, made by hand: values and gradients are those of the whole layers, which every rank
+-- computes beside them; and bytes are those of the theory.
+local lib = require "spec.ranks_lib"
+
+local BEGIN = [[
+  local F, shard = ps.F, require "ps.nn.shard"
+  local function near(got, want, what, tol)
+    assert(table.concat(got:shape(), " ") == table.concat(want:shape(), " "), what .. ": shapes")
+    local scale = math.max(1, want:abs():max():item())
+    local off = got:numel() > 0 and (got:double() - want:double()):abs():max():item() / scale or 0
+    assert(off <= (tol or 1e-12), ("%s is off by %g"):format(what, off))
+  end
+  -- A parameter's gradient, whole ones summed where they are parts, against that of the whole layer.
+  local function check_grads(layer, whole, what)
+    for name, p in layer:named_parameters() do
+      local got, want, desc = p:grad(), whole[name]:grad(), shard.of(p)
+      if shard.is_partial(p) then got = group:all_reduce(got:clone()) end
+      near(got, desc and shard.cut(desc, want) or want, what .. "'s " .. name)
+    end
+  end
+  local function same_values(layer, whole, what)
+    for name, p in layer:named_parameters() do
+      local desc = shard.of(p)
+      near(p:detach(), (desc and shard.cut(desc, whole[name]:detach()) or whole[name]:detach()), what .. "." .. name, 0)
+    end
+  end
+]]
+
+local PRODUCTS = [[
+  local B, T, C, H = 2, 3 * size, 5, 4 * size
+  for _, out_in in ipairs { true, false } do
+    for _, sequence in ipairs { true, false } do
+      for _, keep in ipairs { true, false } do
+        local region = nn.Region.new(group, sequence, keep)
+        local where = { dtype = "fp64" }
+        local Plain = out_in and nn.Linear or nn.Conv1D
+        ps.manual_seed(4)
+        local up, down = Plain(C, H, where), Plain(H, C, where)
+        ps.manual_seed(4)
+        local options = { region = region, out_in = out_in, dtype = "fp64" }
+        local column, row = nn.ColumnParallelLinear(C, H, options), nn.RowParallelLinear(H, C, options)
+        same_values(column, up, "column")
+        same_values(row, down, "row")
+        assert(column:num_parameters() * size == up:num_parameters())
+        ps.no_grad(function()
+          local noise = ps.randn({ C }, where)
+          row.bias:copy_(noise)
+          down.bias:copy_(noise)
+        end)
+        local x, w = ps.randn({ B, T, C }, where), ps.randn({ B, T, C }, where)
+        -- rows that the ranks do not divide, and decoding, run without a region
+        for _, case in ipairs { { B, T }, { 1, 1 }, { B, T, true } } do
+          local b, t, cached = unpack(case)
+          local what = ("out_in %s, sequence %s, keep %s, %d x %d"):format(out_in, sequence, keep, b, t)
+          local part, weights = x:narrow(0, 0, b):narrow(1, 0, t), w:narrow(0, 0, b):narrow(1, 0, t)
+          for _, m in ipairs { up, down, column, row } do
+            for _, p in ipairs(m:parameters()) do p:set_grad(nil) end
+          end
+          region:set(b, t, cached)
+          assert(region.on == (sequence and not cached and b * t % size == 0))
+          local a = part:clone():requires_grad(true)
+          local h = region:enter(a)
+          assert(h:dim() == (region.on and 2 or 3))
+          local y = region:leave(row(F.gelu(column(h), "tanh"), h))
+          ;(weights * y):sum():backward()
+          local c = part:clone():requires_grad(true)
+          local z = down(F.gelu(up(c), "tanh"), c)
+          ;(weights * z):sum():backward()
+          near(y, z, what)
+          near(a:grad(), c:grad(), what .. ": x's gradient")
+          check_grads(column, up, what .. ", column")
+          check_grads(row, down, what .. ", row")
+        end
+      end
+    end
+  end
+]]
+
+local OPTIONS = [[
+  ps.manual_seed(4)
+  local where = { dtype = "fp64" }
+  local C, O = 2 * size, 3 * size
+  local x = ps.randn({ 2 * size, C }, where)
+  local mine = x:narrow(0, 2 * rank, 2)
+  ps.manual_seed(5)
+  local whole = nn.Linear(C, O, where)
+  local function make(class, more)
+    ps.manual_seed(5)
+    more.group, more.dtype = group, "fp64"
+    return class(C, O, more)
+  end
+  local want = whole(x)
+  local n = O / size
+  local column = make(nn.ColumnParallelLinear, {})
+  near(column(x), want:narrow(1, rank * n, n), "column")
+  near(make(nn.ColumnParallelLinear, { gather_output = true })(x), want, "gather_output")
+  near(make(nn.ColumnParallelLinear, { gather_input = true, gather_output = true })(mine), want, "gather_input")
+  near(column(x), make(nn.ColumnParallelLinear, { gather_input = false })(x), "an input that is gathered", 0)
+  near(make(nn.RowParallelLinear, { split_input = true })(x), want, "split_input")
+  near(make(nn.RowParallelLinear, {})(x:narrow(1, 2 * rank, 2)), want, "row")
+  near(make(nn.RowParallelLinear, { split_input = true, all_reduce_output = false })(x), want:narrow(0, 2 * rank, 2),
+    "own rows")
+  assert(make(nn.RowParallelLinear, { bias = false }).bias == nil)
+  assert(make(nn.ColumnParallelLinear, { bias = false, out_in = false }).bias == nil)
+  -- three blocks side by side, as queries, keys and values
+  local three = make(nn.ColumnParallelLinear, { blocks = 3 })
+  assert(three.weight[1][0]:item() == whole.weight[size + rank][0]:item())
+  -- gradients of split_input, own rows and gather_output
+  local leaf, other = x:clone():requires_grad(true), x:clone():requires_grad(true)
+  local layer = make(nn.RowParallelLinear, { split_input = true, all_reduce_output = false })
+  local w = ps.randn({ 2 * size, O }, where)
+  group:broadcast(w)
+  ;(w * group:gather_from(layer(leaf), 0)):sum():backward()
+  ;(w * whole(other)):sum():backward()
+  near(leaf:grad(), other:grad(), "split_input's gradient")
+  check_grads(layer, whole, "own rows")
+  leaf:set_grad(nil)
+  layer = make(nn.ColumnParallelLinear, { gather_output = true })
+  ;(w * layer(leaf)):sum():backward()
+  near(leaf:grad(), other:grad(), "gather_output's gradient")
+  check_grads(layer, whole, "gather_output")
+  for _, case in ipairs {
+    { "region, or group, is missing", function() nn.ColumnParallelLinear(4, 4, {}) end },
+    { "one of both", function() nn.RowParallelLinear(4, 4, { group = group, region = nn.Region.new(group) }) end },
+    { "is no nn.Region", function() nn.RowParallelLinear(4, 4, { region = {} }) end },
+    { "blocks", function()
+      nn.ColumnParallelLinear(4, 3 * size, { group = group, blocks = 3, gather_output = true })
+    end },
+    { "cannot be cut into " .. size, function() nn.ColumnParallelLinear(4, size + 1, { group = group }) end },
+    { "cannot be cut into " .. size, function() nn.RowParallelLinear(size + 1, 4, { group = group }) end },
+    { "takes a group", function() nn.Region.new(3) end },
+  } do
+    local ok, why = pcall(case[2])
+    assert(not ok and tostring(why):find(case[1]), tostring(why))
+  end
+]]
+
+local VOCABULARY = [[
+  for _, V in ipairs { 5 * size, 5 * size + 1, 2 } do
+    for _, sequence in ipairs { true, false } do
+      local region, B, T, C = nn.Region.new(group, sequence), 2, size, 3
+      local where = { dtype = "fp64", padding_idx = 1 }
+      ps.manual_seed(6)
+      local table_, head = nn.Embedding(V, C, where), nn.LMHead(C, V, { dtype = "fp64", std = 0.5 })
+      ps.manual_seed(6)
+      local cut = nn.VocabParallelEmbedding(V, C, { region = region, dtype = "fp64", padding_idx = 1, enter = true })
+      local cut_head = nn.ParallelLMHead(C, V, { region = region, dtype = "fp64", std = 0.5 })
+      same_values(cut, table_, "table")
+      same_values(cut_head, head, "head")
+      local ids, targets = ps.randint(0, V, { B, T }, { dtype = "int32" }), ps.randint(0, V, { B, T })
+      targets[{ 1, 0 }] = -100
+      region:set(B, T)
+      for _, reduction in ipairs { "mean", "sum" } do
+        for _, p in ipairs { table_.weight, head.weight, cut.weight, cut_head.weight } do p:set_grad(nil) end
+        local x = table_(ids)
+        local loss = head:loss(x, targets, { reduction = reduction })
+        loss:backward()
+        local own = cut(ids)
+        assert(own:dim() == (sequence and 2 or 3))
+        near(region:leave(own), x, "vectors", 0)
+        local cut_loss = cut_head:loss(own, targets, { reduction = reduction })
+        cut_loss:backward()
+        near(cut_loss, loss, "loss")
+        check_grads(cut, table_, "table")
+        check_grads(cut_head, head, "head")
+      end
+      near(cut_head(cut(ids)), head(table_(ids)), "logits")
+      -- one table for both
+      local tied, plain = nn.ParallelLMHead(C, V, { region = region, tied = cut }), nn.LMHead(C, V, { tied = table_ })
+      assert(#tied:parameters() == 0)
+      for _, p in ipairs { table_.weight, cut.weight } do p:set_grad(nil) end
+      tied:loss(cut(ids), targets):backward()
+      plain:loss(table_(ids), targets):backward()
+      check_grads(cut, table_, "tied table")
+      local ok, why = pcall(cut, ids + V)
+      assert(not ok and tostring(why):find(("outside [0, %d)"):format(V), 1, true), tostring(why))
+    end
+  end
+]]
+
+-- A layer of a transformer has two such pairs of products: 10 (t - 1) / t of b s h elements, or 8 where gathered rows
+-- are kept (Korthikanti et al. 2022, 4.2.2, and the gather for dw).
+local BYTES = [[
+  local B, T, C = 2, 256, 512
+  for _, keep in ipairs { false, true } do
+    local region = nn.Region.new(group, true, keep)
+    region:set(B, T)
+    local options = { region = region }
+    local column, row = nn.ColumnParallelLinear(C, C, options), nn.RowParallelLinear(C, C, options)
+    local norm = nn.LayerNorm(C)
+    local x = region:enter(ps.randn({ B, T, C })):detach():requires_grad(true)
+    local before = group:bytes_sent()
+    row(column(norm(x)), x):sum():backward()
+    local sent = (group:bytes_sent() - before) / (B * T * C * 4)
+    assert(sent == (keep and 4 or 5) * (size - 1) / size, sent)
+  end
+]]
+
+describe("layers of which ranks have parts", function()
+  local folder
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+  setup(function() folder = lib.folder() end)
+  teardown(function() lib.remove(folder) end)
+
+  it("multiply as the whole layers do", function()
+    for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PRODUCTS) end
+  end)
+  it("gather, split and reduce as they are told", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
+  it("share a vocabulary out, padded, as a table and as a head", function()
+    for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. VOCABULARY) end
+  end)
+  it("send the bytes of the theory", function() lib.check(folder, 2, BEGIN .. BYTES) end)
+end)
