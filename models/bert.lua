@@ -66,10 +66,12 @@ end
 
 -- x [B, T, C]; mask bool [B, T], or nil: false hides a position as a key.
 function SelfAttention:forward(x, mask)
-  local B, T, C, H = x:size(0), x:size(1), self.width, self.heads
-  local function split(layer) return layer(x):reshape(B, T, H, C / H):permute(0, 2, 1, 3) end     -- [B, H, T, D]
-  local y = F.attention(split(self.query), split(self.key), split(self.value),
-    { mask = mask, dropout = self.dropout:active() and self.dropout.p or 0 })
+  local C, H = self.width, self.heads
+  local q = self.query(x)
+  local B, T = q:size(0), q:size(1)
+  local function split(y) return y:reshape(B, T, H, C / H):permute(0, 2, 1, 3) end                -- [B, H, T, D]
+  local y = F.attention(split(q), split(self.key(x)), split(self.value(x)),
+    { mask = mask, dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
   return y:permute(0, 2, 1, 3):reshape(B, T, C)
 end
 
@@ -152,6 +154,18 @@ local BertModel = nn.class("BertModel", Model)
 BertModel.base, BertModel.spare = "bert", { "^pooler%." }
 BertModel.inputs = INPUTS
 BertModel.body = { embeddings = true, encoder = true, pooler = true }
+
+-- How ranks share the layers out (ps/tensor_parallel.lua).
+local LAYER = "encoder.layer.*"
+BertModel.tensor_parallel = {
+  ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = "enter",
+  ["embeddings.dropout"] = "inside", ["encoder"] = "inside",
+  [LAYER .. ".attention.self"] = { "divide", "heads", "width", gather = true },
+  [LAYER .. ".attention.self.query"] = "column", [LAYER .. ".attention.self.key"] = "column",
+  [LAYER .. ".attention.self.value"] = "column", [LAYER .. ".attention.output.dense"] = "row",
+  [LAYER .. ".intermediate.dense"] = "column", [LAYER .. ".output.dense"] = "row",
+  ["encoder.layer.-1"] = "leave",
+}
 
 ---@param config table with config.json's fields; what it leaves out is the family's
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
@@ -273,6 +287,7 @@ local function masked_lm(class, head, transform)
   -- { logits = [B, T, V] }, or with labels int [B, T], -100 ignored, { loss = }, computed without ever holding all
   -- logits.
   class.labelled = { "labels" }
+  class.tensor_parallel = { [class.prefix .. ".embeddings.word_embeddings"] = "whole" }
   function class:finish(x, batch)
     local weight, bias = vocabulary_of(self, head(self))
     x = transform(self, x)

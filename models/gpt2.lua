@@ -45,7 +45,6 @@ function Attention:init(config, where, layer)
   if not config.scale_attn_weights then scale = 1 end
   if config.scale_attn_by_inverse_layer_idx then scale = (scale or 1 / math.sqrt(C / config.n_head)) / (layer + 1) end
   self.plain = { causal = true, dropout = 0, scale = scale }
-  self.dropping = { causal = true, dropout = config.attn_pdrop, scale = scale }
 end
 
 -- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {kv [B, 2H, S, D]} filled up to position `at`.
@@ -53,9 +52,10 @@ end
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
   if cache then return self.c_proj(self:attend_cached(qkv, cache, at, mask), x) end
-  local options = self.attn_dropout:active() and self.dropping or self.plain
-  if mask ~= nil then
-    options = { causal = true, dropout = options.dropout, scale = options.scale, mask = mask }
+  local options, drops = self.plain, self.attn_dropout:active()
+  if drops or mask ~= nil then
+    options = { causal = true, dropout = drops and self.attn_dropout.p or 0, scale = options.scale, mask = mask,
+      first_head = self.first_head }
   end
   local y = F.attention_packed(qkv, self.heads, options)
   return project(self.c_proj, self.resid_dropout, y, x)
@@ -87,7 +87,7 @@ function MLP:init(config, where)
 end
 
 function MLP:forward(h, x)
-  if self.gelu == "tanh" and ps.prefers_fused(h:device()) then return self:fused(h, x) end
+  if self.gelu == "tanh" and not self.parallel and ps.prefers_fused(h:device()) then return self:fused(h, x) end
   local y = self.c_fc(h)                                                -- [B, T, 4C]
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
@@ -136,6 +136,15 @@ function GPT2Model:init(config, given)
   self.ln_f = nn.LayerNorm(full.n_embd, { eps = full.layer_norm_epsilon, dtype = where.dtype, device = where.device })
   if given and given.recompute then self:recompute_blocks() end
 end
+
+-- How ranks share the layers out (ps/tensor_parallel.lua).
+GPT2Model.tensor_parallel = {
+  ["wte"] = "vocabulary", ["drop"] = "enter",
+  ["h"] = "inside", ["h.*.attn"] = { "divide", "heads", "width" },
+  ["h.*.attn.c_attn"] = { "column", blocks = 3 }, ["h.*.attn.c_proj"] = "row",
+  ["h.*.mlp.c_fc"] = "column", ["h.*.mlp.c_proj"] = "row",
+  ["ln_f"] = "leave",
+}
 
 -- What parts read of a batch by names, checked: input_ids [B, T], mask bool [B, T] or nil, token_type_ids and
 -- position_ids.
@@ -210,6 +219,8 @@ local GPT2 = nn.class("GPT2LMHeadModel", Model)
 GPT2.base, GPT2.prefix, GPT2.body = "transformer", "transformer", BODY
 GPT2.inputs = LABELLED
 GPT2.ties = { ["lm_head.weight"] = "transformer.wte.weight" }
+GPT2.tensor_parallel = { ["transformer.ln_f"] = "inside", ["tied_head"] = { "head", optional = true },
+  ["lm_head"] = { "head", optional = true } }
 
 -- The beginning of each class with a head.
 local function begin(self, config, given)
@@ -308,8 +319,8 @@ function GPT2:positions() return self.config.n_positions end
 
 -- {kv [B, 2H, S, D]} for each layer that is on this rank: keys, then values.
 function GPT2:new_caches(B, S)
-  local c = self.config
-  return heads.caches({ "kv" }, { B, 2 * c.n_head, S, c.n_embd / c.n_head }, self.transformer.h, function(block)
+  local attn = self.transformer.h[0].attn                                -- whose heads are those of this rank
+  return heads.caches({ "kv" }, { B, 2 * attn.heads, S, attn.width / attn.heads }, self.transformer.h, function(block)
     return block.ln_1.weight
   end)
 end

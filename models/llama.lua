@@ -65,8 +65,8 @@ end
 -- (false hides a position as a key), or of 4 dimensions, which says all, or nil. cache: {k, v [B, G, S, D]} filled up
 -- to position `at`, or nil.
 function Attention:forward(h, x, seen, cache, at)
-  local B, T = h:size(0), h:size(1)
   local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
+  local B, T, mask = q:size(0), q:size(2), seen.mask
   local k = F.rope(split(self, self.k_proj(h), self.groups, self.k_norm), seen.cos, seen.sin)
   local v = split(self, self.v_proj(h), self.groups)
   if cache then
@@ -74,9 +74,10 @@ function Attention:forward(h, x, seen, cache, at)
     cache.v:narrow(2, at, T):copy_(v)
     k, v = cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T)
   end
-  local causal = seen.mask == nil or seen.mask:dim() == 2
-  local y = F.attention(q, k, v, { causal = causal, window = causal and self.window or nil, mask = seen.mask,
-    dropout = self.dropout:active() and self.dropout.p or 0 })
+  local causal = mask == nil or mask:dim() == 2
+  if self.first_head and not causal and mask:size(1) > 1 then mask = mask:narrow(1, self.first_head, self.heads) end
+  local y = F.attention(q, k, v, { causal = causal, window = causal and self.window or nil, mask = mask,
+    dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
 end
 
@@ -133,6 +134,19 @@ function Body:init(config, given)
   rawset(self, "rope", rope.new(self.family.model_type, c, head_width(c)))
   if given and given.recompute then self:recompute_blocks() end
 end
+
+-- How ranks share the layers out (ps/tensor_parallel.lua).
+local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
+Body.tensor_parallel = {
+  ["embed_tokens"] = { "vocabulary", enter = true }, ["layers"] = "inside",
+  [ATTENTION] = { "divide", "heads", "groups", gather = true },
+  [ATTENTION .. ".q_proj"] = "column", [ATTENTION .. ".k_proj"] = "column", [ATTENTION .. ".v_proj"] = "column",
+  [ATTENTION .. ".o_proj"] = "row",
+  [ATTENTION .. ".q_norm"] = { "partial", optional = true }, [ATTENTION .. ".k_norm"] = { "partial", optional = true },
+  [GATED] = { "divide", gather = true },
+  [GATED .. ".gate_proj"] = "column", [GATED .. ".up_proj"] = "column", [GATED .. ".down_proj"] = "row",
+  ["norm"] = "leave",
+}
 
 -- The mask of a batch by names: bool [B, T], or as given with 4 dimensions, of bool or floats.
 local function mask_of(who, given)
@@ -206,6 +220,8 @@ end
 local CausalLM = nn.class("LlamaCausalLM", Model)
 CausalLM.base, CausalLM.prefix, CausalLM.body, CausalLM.inputs = "model", "model", BODY, LABELLED
 CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
+CausalLM.tensor_parallel = { ["model.norm"] = "inside", ["tied_head"] = { "head", optional = true },
+  ["lm_head"] = { "head", optional = true } }
 
 -- The beginning of each class with a head.
 local function begin(self, config, given)
@@ -290,8 +306,8 @@ function CausalLM:positions() return self.config.max_position_embeddings end
 
 -- {k, v [B, G, S, D]} for each layer that is on this rank.
 function CausalLM:new_caches(B, S)
-  local c = self.config
-  return heads.caches({ "k", "v" }, { B, key_heads(c), S, head_width(c) }, self.model.layers, function(layer)
+  local attention = self.model.layers[0].self_attn                      -- whose heads are those of this rank
+  return heads.caches({ "k", "v" }, { B, attention.groups, S, attention.width }, self.model.layers, function(layer)
     return layer.input_layernorm.weight
   end)
 end

@@ -461,10 +461,12 @@ local MORE = {
   end } },
 }
 
--- Keys that say something to several processes only: tried below, and those of pipelines in spec/pipeline_spec.lua.
+-- Keys that say something to several processes only: tried below, those of pipelines in spec/pipeline_spec.lua, and
+-- those of tensor parallelism in spec/tensor_parallel_ranks_spec.lua.
 local OF_RANKS = { ["zero_optimization.stage"] = true, ["zero_optimization.reshard_after_forward"] = true,
   compare_ranks_every = true, ["pipeline.stages"] = true, ["pipeline.schedule"] = true,
-  ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true }
+  ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true, ["tensor_parallel.size"] = true,
+  ["tensor_parallel.sequence_parallel"] = true, ["tensor_parallel.tp_keep_gathered"] = true }
 
 -- -- the walk -------------------------------------------------------------------------------------------------------
 local function each_honoured(visit)

@@ -26,7 +26,7 @@ local config = {}
 ---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
 ---@field grad_accum_dtype "fp32"|"param" type gradients are added up in
 ---@field pipeline ps.config.Pipeline
----@field tensor_parallel {size: integer}
+---@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean}
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
 ---@field chunk_size? integer elements; nil: search

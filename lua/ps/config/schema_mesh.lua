@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Keys that cut a model among processes, with the other spellings that DeepSpeed, OSLO and BMTrain have for them: a
 -- part of schema.lua, in its form.
-local H, I, L, A = "honoured", "ignored", "later", "alias"
+local H, I, A = "honoured", "ignored", "alias"
 
 local STAGES = "it belongs to a model of several stages"
 local CUT = "it belongs to layers that are cut among processes"
@@ -31,7 +31,10 @@ return function(T)
       { "use_reentrant", T.boolean, true, I, "there is one way to compute activations again" },
     } },
     { "tensor_parallel", "Layers that are cut among processes.", {
-      { "size", T.integer(1), 1, L, "every process computes whole layers" },
+      { "size", T.integer(1), 1, H, "processes that have a part each of every layer (docs/tensor_parallel.md)" },
+      { "sequence_parallel", T.boolean, true, H, "between layers each process has its share of the rows alone" },
+      { "tp_keep_gathered", T.boolean, false, H, "backward keeps the rows of all processes that a layer gathered in "
+        .. "the forward; false: it gathers them again" },
       { "autotp_size", T.integer(0), nil, A, "tensor_parallel.size",
         as = function(value) return value > 0 and value end },
       { "preset_model", T.string, nil, I, OWN }, { "partition_config", T.tree, nil, I, OWN },

@@ -61,7 +61,9 @@ end
 local function index(self, key)
   local own, field = Engine[key], step.fields[key]
   if own ~= nil then return own end
-  if key == "generate" and rawget(self, "pipe") then return self.module.generate and pipe_generate.generate end
+  if key == "generate" and (rawget(self, "pipe") or rawget(self, "tensor_parallel")) then
+    return self.module.generate and pipe_generate.generate
+  end
   if field then return field(self) end
   local cached = rawget(self, "_bound")[key]
   if cached then return cached end
@@ -244,7 +246,8 @@ end
 local function open(request)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
     plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
-    no_finer = false, pipeline = false, stages = false, pipe = false, changes_seen = false, forecast = false,
+    no_finer = false, pipeline = false, stages = false, pipe = false, tensor_parallel = false,
+    changes_seen = false, forecast = false,
     own_loss = request.loss or false, param_groups = request.param_groups, quiet = request.quiet, policy = "plan",
     request_model_func = request.model_func }, Engine.instance)
   local c_step = step.new(self)

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:generate of a model that is cut into stages. All ranks call it with the same request, and get the same ids. A
--- token is a forward through the stages, each of which keeps the keys and values of its own layers; the last one's
--- logits then go to all ranks, which choose from them alike. ps/pretrained/generate.lua runs on every rank, with an
--- object in the model's place that has the module's fields and these functions.
+-- model:generate of a model that is cut into stages, or whose layers ranks share out. All these ranks call it with the
+-- same request, and get the same ids. In a pipeline a token is a forward through the stages, each of which keeps the
+-- keys and values of its own layers; the last one's logits then go to all ranks, which choose from them alike. Ranks
+-- that share layers out keep keys and values of their own heads, and the head gives all of them the logits.
+-- ps/pretrained/generate.lua runs on every rank, with an object in the model's place that has the module's fields and
+-- these functions.
 local ps = require "ps"
 local agree = require "ps.dist.agree"
 local caller = require "ps.caller"
@@ -12,7 +14,7 @@ local step = require "ps.engine.step"
 local pipe_generate = {}
 
 ---@class ps.engine.Staged in the place of a model; ps/pretrained/generate_rows.lua says what each function is
----@field where_ids string
+---@field where_ids? string
 ---@field next_logits fun(self: ps.engine.Staged, ids: ps.Tensor, at: table): ps.Tensor
 ---@field agreed fun(read: (fun(): table), told: fun(request: table): string[][]): table
 ---@field together fun(fn: fun(): boolean): boolean
@@ -29,24 +31,50 @@ local function next_logits(engine, ids, at)
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 
+-- The groups of ranks that go on together, of which each rank is in one of each. The parameters of stage 3 are gathered
+-- among ranks that have other rows: they go on together, too.
+local function groups_of(engine)
+  if engine.zero_stage == 3 then return { mesh.group "world" } end
+  local list = { mesh.group "pp" }
+  list[#list + 1] = mesh.group "tp"
+  return list
+end
+
+-- call(group, fn) with the first group; with each further one, a call that has the one before as its fn. So all ranks
+-- of all groups hear of all.
+local function among(groups, call, fn)
+  for _, group in ipairs(groups) do
+    local inner = fn
+    fn = function() return call(group, inner) end
+  end
+  return fn()
+end
+
 local function staged(engine)
-  local module = engine.module
-  -- The parameters of stage 3 are gathered among ranks that have other rows: they go on together, too.
-  local group = engine.zero_stage == 3 and mesh.group "world" or engine.pipe.group
-  local self = { where_ids = engine.device_name, training = module.training }
+  local module, groups = engine.module, groups_of(engine)
+  local self = { training = module.training }
   function self.eval() module:eval() end
   function self.train(_, mode) module:train(mode) end
-  function self.next_logits(_, ids, at) return next_logits(engine, ids, at) end
-  function self.together(fn) return agree.all(group, fn) end
+  if engine.pipe then
+    self.where_ids = engine.device_name
+    function self.next_logits(_, ids, at) return next_logits(engine, ids, at) end
+  end
+  function self.together(fn) return among(groups, agree.all, fn) end
   function self.agreed(read, told)
-    step.begin_generate(engine)
+    if engine.pipe then step.begin_generate(engine) end
     local request, list
-    agree.run(group, function()
+    among(groups, agree.run, function()
       request = read()
       list = told(request)
     end)
-    agree.same(group, "generate", list)
-    request.chosen.followed = not agree.all(group, function() return not request.chosen.followed end)
+    among(groups, function(group, inner)
+      return agree.run(group, function()
+        inner()
+        agree.same(group, "generate", list)
+      end)
+    end, function() end)
+    local quiet = among(groups, agree.all, function() return not request.chosen.followed end)
+    request.chosen.followed = not quiet
     return request
   end
   return setmetatable(self, { __index = function(_, key)
@@ -59,14 +87,14 @@ local function staged(engine)
   end })
 end
 
---- The generate of an engine with a pipeline.
+--- The generate of an engine whose model several ranks have together.
 ---@param engine ps.Engine
 ---@param ... any what the module's own takes
 ---@return integer[]|integer[][] ids
 function pipe_generate.generate(engine, ...)
   engine:check_open()
   local module = engine.module
-  if type(module.step_batch) ~= "function" then
+  if engine.pipe and type(module.step_batch) ~= "function" then
     caller.error(("generate in a pipeline: %s has no method step_batch(ids, step), which gives what its parts read "
       .. "(ps/pretrained/generate_rows.lua)"):format(module.class_name))
   end

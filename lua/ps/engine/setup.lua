@@ -15,6 +15,7 @@ local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
 local data_parallel = require "ps.engine.data_parallel"
 local stages = require "ps.engine.stages"
+local tensor_parallel = require "ps.tensor_parallel"
 local mesh = require "ps.mesh"
 local own_loss = require "ps.engine.own_loss"
 local pipe = require "ps.engine.pipe"
@@ -161,8 +162,11 @@ function setup.configure(self, request, config)
   end
   for _, text in ipairs(notes or {}) do self:note(text) end
   mesh.cut { pp = cfg.pipeline.stages, tp = cfg.tensor_parallel.size }
-  local group, stages_group = mesh.group "dp", mesh.group "pp"
+  local group, stages_group, layers_group = mesh.group "dp", mesh.group "pp", mesh.group "tp"
   self.pipeline = stages_group and pipe.request(cfg, stages_group) or false
+  self.tensor_parallel = layers_group and { group = layers_group, sequence = cfg.tensor_parallel.sequence_parallel,
+    keep_gathered = cfg.tensor_parallel.tp_keep_gathered,
+    note = function(text) if world:rank() == 0 then self:note(text) end end } or false
   self.device_name = cfg.device
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
@@ -274,9 +278,11 @@ end
 function setup.make_module(self, request)
   local shards = self.ranks and self.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
-  if request.module and self.pipeline then
-    error("ps.initialize: this model exists already, whole on each rank; a pipeline takes model_func = function() "
-      .. "return MODEL end, and each rank makes its own stages of it", 0)
+  local cut = self.tensor_parallel
+  if request.module and (self.pipeline or cut) then
+    error(("ps.initialize: this model exists already, whole on each rank; %s takes model_func = function() return "
+      .. "MODEL end, and each rank makes its own %s of it"):format(self.pipeline and "a pipeline"
+      or "tensor parallelism", self.pipeline and "stages" or "part"), 0)
   end
   if request.module then
     for _, p in ipairs(request.module:parameters()) do stage(p) end
@@ -286,9 +292,11 @@ function setup.make_module(self, request)
   if self.pipeline then
     local module
     module, self.stages = stages.make(model_func, self.pipeline, { device = self.device_name,
-      precision = self.precision, stage = stage })
+      precision = self.precision, stage = stage,
+      cut = cut and function(made) tensor_parallel.cut(made, cut) end })
     return module
   end
+  if cut then return (tensor_parallel.make(model_func, cut, { device = self.device_name, stage = stage })) end
   local was = ps.set_default_device(self.device_name)
   local off = hooks.on("parameter", stage)
   local ok, module = pcall(model_func)

@@ -398,8 +398,9 @@ end
 --- a process that makes the whole model.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
----@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor)} stage: called with each
----  parameter of this process when it has got its values
+---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor),
+---  cut?: fun(module: ps.nn.Module)} stage: called with each parameter of this process when it has got its values; cut:
+---  cuts the layers of the model without values
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)
@@ -408,6 +409,7 @@ function stages.make(model_func, pipeline, where)
     error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
       :format(module.class_name), 0)
   end
+  if where.cut then where.cut(module) end
   local how, args = pipeline.partition, example(module)
   local costs = count.parts(module, args, where.precision)
   local weighed = how == "measured" and measured(module, costs, args, where) or costs

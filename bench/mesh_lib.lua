@@ -1,0 +1,229 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Trains a small model on ranks that are cut along axes, and compares with one rank: behind bench/mesh.lua and
+-- spec/tensor_parallel_ranks_spec.lua. Each rank writes what it has (mesh_lib.rank), and a process beside them puts the
+-- ranks' tensors together and compares (mesh_lib.compare).
+--
+-- Gradients are taken from the values after one step of SGD: Adam with beta1 = 0 and an eps above all gradients updates
+-- by lr / eps times the gradient. So a gradient is whatever reaches a parameter, on every layout.
+local ps = require "ps"
+local cjson = require "cjson"
+local mesh = require "ps.mesh"
+local shard = require "ps.nn.shard"
+
+local lib = {}
+
+local SGD_EPS = 1e8                               -- the rest of Adam's divisor is nothing beside it, in fp32
+
+---@class bench.Mesh what ranks train
+---@field folder string
+---@field dp? integer
+---@field pp? integer
+---@field tp? integer
+---@field zero? integer
+---@field family? string default gpt2
+---@field options? table of the model
+---@field task? string batches are by names
+---@field preset? string|table default tiny
+---@field rows? integer of a batch, default 4
+---@field positions? integer default 16
+---@field words? integer tokens are below it; default 256
+---@field micros? integer default 1
+---@field steps? integer default 3
+---@field sgd? boolean the steps are of SGD, too
+---@field clip? number default 1
+---@field config? table of ps.initialize
+
+local hash_out = ps.ffi.new "uint64_t[1]"
+
+local function same_bits(a, b)
+  ps.check(ps.C.ps_tensor_hash(a:contiguous(), hash_out))
+  local first = hash_out[0]
+  ps.check(ps.C.ps_tensor_hash(b:contiguous(), hash_out))
+  return hash_out[0] == first
+end
+
+local function merged(a, b)
+  for key, value in pairs(b or {}) do
+    if type(value) == "table" and type(a[key]) == "table" then merged(a[key], value) else a[key] = value end
+  end
+  return a
+end
+
+local function optimizer_of(sgd, lr)
+  if not sgd then return { type = "AdamW", params = { lr = lr, eps = 1e-4 } } end
+  return { type = "AdamW", params = { lr = lr * SGD_EPS, eps = SGD_EPS, betas = { 0, 0.99 }, weight_decay = 0 } }
+end
+
+local function open(o, sgd, lr, clip)
+  ps.manual_seed(5)
+  local options = merged({ dropout = 0, task = o.task }, o.options)
+  return ps.initialize { quiet = true, model_func = function()
+    return require("models." .. (o.family or "gpt2")).new(o.preset or "tiny", options)
+  end, config = merged({ plan_print = false, gradient_accumulation_steps = o.micros or 1, gradient_clipping = clip,
+    optimizer = optimizer_of(sgd, lr), pipeline = { stages = o.pp or 1 }, tensor_parallel = { size = o.tp or 1 },
+    zero_optimization = { stage = o.zero or 0 } }, o.config) }
+end
+
+-- The mean over the ranks that have other rows.
+local function mean(value)
+  local group = mesh.group "dp"
+  if not group then return value end
+  return group:all_reduce(ps.tensor({ value }, { dtype = "fp64" })):item() / group:size()
+end
+
+-- A step on this rank's rows of a batch; gives its loss.
+local function step(o, model, optimizer, number)
+  ps.manual_seed(20 + number)
+  local rows, T, words = o.rows or 4, o.positions or 16, o.words or 256
+  local x, y = ps.randint(0, words, { rows, T }, { dtype = "int32" }), ps.randint(0, words, { rows, T },
+    { dtype = "int32" })
+  local n = rows / mesh.size "dp"
+  local first = mesh.rank "dp" * n
+  ps.rng().sample = first                          -- samples have the numbers that they have on one rank
+  local sum, count = 0, 0
+  optimizer:zero_grad()
+  x, y = x:narrow(0, first, n):contiguous(), y:narrow(0, first, n):contiguous()
+  local given = { x, y }
+  if o.task then
+    if o.task == "sequence_classification" then y = y:select(1, 0):ge(128):to "int64" end
+    given = { { input_ids = x, labels = y } }
+  end
+  for out in model:micro_batches(unpack(given)) do
+    sum, count = sum + out.loss:item(), count + 1
+    model:backward(out.loss)
+  end
+  optimizer:step()
+  return mean(sum / count)
+end
+
+-- Writes this rank's tensors, with their places in the whole ones.
+local function save(o, model, name)
+  local state, places = {}, {}
+  local of = {}
+  for key, p in model.module:named_parameters() do of[key] = shard.of(p) end
+  for key, t in pairs(model:state_dict()) do
+    state[key] = t:to { dtype = "fp32", device = "cpu" }:detach()
+    local desc = of[key]
+    if desc then places[key] = { shape = desc.full_shape, pieces = shard.pieces(desc) } end
+  end
+  local path = ("%s/%s.%d"):format(o.folder, name, ps.rank())
+  ps.save(state, path .. ".safetensors")
+  local f = assert(io.open(path .. ".json", "w"))
+  f:write(cjson.encode(places))
+  assert(f:close())
+end
+
+--- Trains on this rank. It writes to o.folder the values before the first step, those after one step of SGD, and the
+--- losses and norms of o.steps steps, all under o.name.
+---@param o bench.Mesh
+function lib.rank(o)
+  local model, optimizer = open(o, true, 100, 0)
+  save(o, model, o.name .. ".begin")
+  step(o, model, optimizer, 0)
+  save(o, model, o.name .. ".sgd")
+  model:close()
+  local losses, norms = {}, {}
+  model, optimizer = open(o, o.sgd, o.sgd and 0.1 or 1e-3, o.clip or 1)
+  for i = 1, o.steps or 3 do
+    losses[i] = step(o, model, optimizer, i)
+    norms[i] = optimizer.grad_norm or 0
+  end
+  save(o, model, o.name .. ".end")
+  local numel = 0
+  for _, row in ipairs(model.built.list) do numel = numel + row.numel end
+  model:close()
+  local f = assert(io.open(("%s/%s.%d.run"):format(o.folder, o.name, ps.rank()), "w"))
+  f:write(cjson.encode { losses = losses, norms = norms, numel = numel })
+  assert(f:close())
+end
+
+-- -- beside the ranks -------------------------------------------------------------------------------------------------
+local function read_json(path)
+  local f = assert(io.open(path))
+  local value = cjson.decode(f:read "*a")
+  f:close()
+  return value
+end
+
+--- The whole tensors that so many ranks wrote under a name. What several ranks have must have the same bits.
+---@param folder string
+---@param name string
+---@param size integer
+---@return table<string, ps.Tensor>
+function lib.whole(folder, name, size)
+  local state, filled = {}, {}
+  for rank = 0, size - 1 do
+    local path = ("%s/%s.%d"):format(folder, name, rank)
+    local places = read_json(path .. ".json")
+    for key, t in pairs(ps.load(path .. ".safetensors")) do
+      local place = places[key]
+      if not place then
+        if state[key] and not same_bits(state[key], t) then
+          error(("%s: %s has other values on rank %d"):format(name, key, rank), 0)
+        end
+        state[key] = t
+      else
+        state[key] = state[key] or ps.zeros(place.shape)
+        filled[key] = filled[key] or ps.zeros(place.shape)
+        for _, piece in ipairs(place.pieces) do
+          local from, to, counts = t, state[key], filled[key]
+          for d, n in ipairs(piece.shape) do
+            from = from:narrow(d - 1, piece.at[d], n)
+            to, counts = to:narrow(d - 1, piece.offset[d], n), counts:narrow(d - 1, piece.offset[d], n)
+          end
+          to:copy_(from)
+          counts:fill_(1)
+        end
+      end
+    end
+  end
+  for key, t in pairs(filled) do
+    if t:min():item() < 1 then error(("%s: %s is not there whole"):format(name, key), 0) end
+  end
+  return state
+end
+
+local function largest(list, wanted)
+  local worst = 0
+  for i, value in ipairs(list) do
+    local err = math.abs(value - wanted[i]) / math.abs(wanted[i])
+    worst = math.max(worst, err == err and err or math.huge)
+  end
+  return worst
+end
+
+--- Compares what ranks wrote with what one rank wrote under another name.
+---@param folder string
+---@param name string
+---@param size integer ranks
+---@param one string
+---@return {max_rel_loss_error: number, max_rel_grad_error: number, worst: string, norm_error: number,
+---  same_begin: boolean, max_rel_param_error: number, numel: number}
+function lib.compare(folder, name, size, one)
+  local run, want = read_json(("%s/%s.0.run"):format(folder, name)), read_json(("%s/%s.0.run"):format(folder, one))
+  local result = { max_rel_loss_error = largest(run.losses, want.losses), max_rel_grad_error = 0, worst = "",
+    norm_error = largest(run.norms, want.norms), same_begin = true, max_rel_param_error = 0,
+    numel = run.numel / want.numel }
+  local states = {}
+  for _, when in ipairs { "begin", "sgd", "end" } do
+    states[when] = { lib.whole(folder, name .. "." .. when, size), lib.whole(folder, one .. "." .. when, 1) }
+  end
+  for key, t in pairs(states.begin[2]) do
+    local begin, sgd, last = states.begin[1][key], states.sgd[1][key], states["end"][1][key]
+    if not begin then error(("no rank has %s"):format(key), 0) end
+    result.same_begin = result.same_begin and same_bits(begin, t)
+    local update = states.sgd[2][key]:to "fp64" - t:to "fp64"
+    local norm = update:norm():item()
+    local err = (sgd:to "fp64" - begin:to "fp64" - update):norm():item() / (norm > 0 and norm or 1)
+    -- A bias of keys has no true gradient: the softmax of attention does not see what all keys share.
+    local none = key:find "key%.bias$" or key:find "k_proj%.bias$"
+    if err ~= err then err = math.huge end
+    if not none and err > result.max_rel_grad_error then result.max_rel_grad_error, result.worst = err, key end
+    local wanted = states["end"][2][key]:to "fp64"
+    result.max_rel_param_error = math.max(result.max_rel_param_error,
+      (last:to "fp64" - wanted):norm():item() / math.max(wanted:norm():item(), 1e-3))
+  end
+  return result
+end
+
+return lib

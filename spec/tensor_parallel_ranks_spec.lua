@@ -1,0 +1,141 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Ranks that share out the layers of a model train as one rank does: losses, each tensor's gradient, norms, values and
+-- masks of dropout; beside other axes, with what saves memory, and in generation. bench/mesh.lua has more layouts.
+local cjson = require "cjson"
+local lib = require "spec.ranks_lib"
+local mesh_lib = require "bench.mesh_lib"
+
+local folder
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+
+local count = 0
+-- Runs of several ranks, each {dp =, pp =, tp =, ...} as bench/mesh_lib.lua has it, one after the other in the same
+-- processes. Gives their names.
+local function run(size, cases)
+  local script = [[
+    local cjson, mesh_lib = require "cjson", require "bench.mesh_lib"
+    for _, o in ipairs(cjson.decode(CASES)) do mesh_lib.rank(o) end
+  ]]
+  local names = {}
+  for i, case in ipairs(cases) do
+    count = count + 1
+    names[i] = "run" .. count
+    case.folder, case.name = folder, names[i]
+  end
+  script = ("local CASES = [==[%s]==]\n"):format(cjson.encode(cases)) .. script
+  if size == 1 then
+    for _, case in ipairs(cases) do mesh_lib.rank(case) end
+  else
+    lib.check(folder, size, script)
+  end
+  return names
+end
+
+local function agrees(name, size, one, what)
+  local r = mesh_lib.compare(folder, name, size, one)
+  assert.is_true(r.same_begin, what)
+  assert.truthy(r.max_rel_loss_error <= 1e-6, ("%s: loss %g"):format(what, r.max_rel_loss_error))
+  assert.truthy(r.max_rel_grad_error <= 1e-5, ("%s: gradient of %s %g"):format(what, r.worst, r.max_rel_grad_error))
+  assert.truthy(r.norm_error <= 1e-6, ("%s: norm %g"):format(what, r.norm_error))
+  assert.truthy(r.max_rel_param_error <= 1e-4, ("%s: values %g"):format(what, r.max_rel_param_error))
+  return r
+end
+
+local function copy(t, more)
+  local all = {}
+  for key, value in pairs(t) do all[key] = value end
+  for key, value in pairs(more or {}) do all[key] = value end
+  return all
+end
+
+describe("two ranks that share out layers", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("train as one rank does, with dropout, a padded vocabulary and two micro-batches", function()
+    local base = { micros = 2, steps = 2, options = { dropout = 0.2, vocab_size = 257 } }
+    local one = run(1, { copy(base) })[1]
+    local list = { copy(base, { tp = 2 }), copy(base, { tp = 2, config = { recompute = true } }),
+      copy(base, { tp = 2, config = { tensor_parallel = { sequence_parallel = false } } }),
+      copy(base, { tp = 2, config = { tensor_parallel = { tp_keep_gathered = true } } }) }
+    for i, name in ipairs(run(2, list)) do
+      local r = agrees(name, 2, one, "case " .. i)
+      assert.truthy(r.numel < 0.53, r.numel)
+    end
+  end)
+
+  it("train rows that they cannot share out, or only some of them", function()
+    local base = { steps = 2, rows = 1, positions = 15, options = { dropout = 0.1 } }
+    local one = run(1, { copy(base) })[1]
+    agrees(run(2, { copy(base, { tp = 2 }) })[1], 2, one, "15 rows")
+  end)
+
+  it("train Llama's grouped heads, norms of heads, and encoders", function()
+    local cases, ones = {}, {}
+    for i, case in ipairs { { family = "llama", options = { dropout = 0.1 } }, { family = "qwen3" },
+      { family = "bert", task = "masked_lm", options = { dropout = 0.1 } },
+      { family = "roberta", task = "sequence_classification" } } do
+      case.steps = 1
+      ones[i] = run(1, { copy(case) })[1]
+      cases[i] = copy(case, { tp = 2 })
+    end
+    for i, name in ipairs(run(2, cases)) do agrees(name, 2, ones[i], cases[i].family) end
+  end)
+
+  it("generate what one rank generates, and say when they are asked for other things", function()
+    local GENERATE = [[
+      for _, family in ipairs { "gpt2", "llama" } do
+        ps.manual_seed(3)
+        local model = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW" },
+          tensor_parallel = { size = SIZE } },
+          model_func = function() return require("models." .. family).new("tiny", { dropout = 0.1 }) end }
+        for _, how in ipairs { { temperature = 0 }, { seed = 4, top_k = 50 }, { num_beams = 3 } } do
+          print("ids: " .. table.concat(model:generate({ 5, 6, 7 }, 9, how), " "))
+        end
+        model:eval()
+        local x = ps.arange(0, 30, 1, { dtype = "int32" }):reshape(2, 15)
+        local out = ps.no_grad(function() return model { input_ids = x, labels = x } end)
+        print(("loss: %.5f"):format(out.loss:item()))
+        if SIZE > 1 then
+          local ok, problem = pcall(model.generate, model, { 5, 6 + ps.rank() }, 3, { temperature = 0 })
+          print("other: " .. tostring(not ok and problem))
+        end
+        model:close()
+      end
+    ]]
+    local function ids(text)
+      local list = {}
+      for line in text:gmatch "\n?(%l+: [^\n]*)" do
+        if not line:find "^other" then list[#list + 1] = line end
+      end
+      return list
+    end
+    local one = ids(lib.check(folder, 1, "local SIZE = 1\n" .. GENERATE)[0].text)
+    assert.equal(8, #one)
+    local all = lib.check(folder, 2, "local SIZE = 2\n" .. GENERATE)
+    for rank = 0, 1 do
+      assert.same(one, ids(all[rank].text))
+      assert.truthy(all[rank].text:find("generate: the [^\n]* on rank 1"), all[rank].text)
+    end
+  end)
+end)
+
+describe("four ranks that share out layers, stages and rows", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("train as one rank does, with ZeRO and in a pipeline", function()
+    local base = { micros = 2, steps = 2, options = { dropout = 0.1 } }
+    local one = run(1, { copy(base) })[1]
+    local list = {}
+    for _, zero in ipairs { 0, 2, 3 } do list[#list + 1] = copy(base, { dp = 2, tp = 2, zero = zero }) end
+    for i, name in ipairs(run(4, list)) do agrees(name, 4, one, "zero " .. list[i].zero) end
+    agrees(run(4, { copy(base, { pp = 2, tp = 2 }) })[1], 4, one, "a pipeline")
+  end)
+
+  it("cut a model of four heads four times", function()
+    local base = { words = 60, steps = 2,
+      preset = { vocab_size = 62, n_positions = 16, n_embd = 32, n_layer = 2, n_head = 4 } }
+    local one = run(1, { copy(base) })[1]
+    agrees(run(4, { copy(base, { tp = 4 }) })[1], 4, one, "four")
+  end)
+end)
