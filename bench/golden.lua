@@ -3,6 +3,7 @@
 --   psluajit bench/golden.lua DIR [--device D] [--dtype T] [--recompute]
 --   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua DIR       each batch split over N processes
 --     [--pipeline P [--micro-batches M] [--schedule S] [--virtual-stages V]]   of which P have a stage each
+--     [--tensor T]                                                            of which T have a part of each layer
 --     [--memory chunk --host 2MiB --disk DIR --device-memory 2MiB --chunk-size N --eviction P]
 -- Memory "chunk" trains through ps.initialize; its errors are those of "plain", to the last digit.
 -- The last line is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and apart from them
@@ -24,6 +25,7 @@ whole(parser:option("--chunk-size", "elements of a chunk (chunk; default: search
 parser:option("--eviction", table.concat(require "ps.config.policies", ", ") .. " (chunk)")
 whole(parser:option("--zero-stage", "zero_optimization.stage (several processes)"), 0)
 whole(parser:option("--pipeline", "pipeline.stages: processes that have a stage of the model each"), 1)
+whole(parser:option("--tensor", "tensor_parallel.size: processes that have a part of each layer"), 1)
 whole(parser:option("--micro-batches", "gradient_accumulation_steps", 1), 1)
 parser:option("--schedule", "pipeline.schedule")
 whole(parser:option("--virtual-stages", "pipeline.virtual_stages"), 1)
@@ -36,6 +38,9 @@ end
 if (args.pipeline or 1) > 1 and not group then
   parser:error("--pipeline is for several processes: psluajit tools/launch.lua --nproc-per-node N bench/golden.lua ...")
 end
+if (args.tensor or 1) > 1 and not group then
+  parser:error("--tensor is for several processes: psluajit tools/launch.lua --nproc-per-node N bench/golden.lua ...")
+end
 if args.micro_batches > 1 then args.memory = "chunk" end
 local note = (not group or group:rank() == 0) and print or function() end
 if args.memory == "plain" then
@@ -46,7 +51,7 @@ end
 
 local golden = require "bench.golden_lib"
 local result = golden.run(args.dir, { device = args.device, dtype = args.dtype, note = note,
-  group = group, zero_stage = args.zero_stage, micro_batches = args.micro_batches,
+  group = group, zero_stage = args.zero_stage, tensor = args.tensor, micro_batches = args.micro_batches,
   pipeline = args.pipeline and { stages = args.pipeline, schedule = args.schedule,
     virtual_stages = args.virtual_stages },
   recompute = args.recompute or nil, memory = args.memory, host = args.host, disk = args.disk,

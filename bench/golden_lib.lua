@@ -6,6 +6,7 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
+local shard = require "ps.nn.shard"
 
 local golden = {}
 
@@ -57,6 +58,29 @@ local function must_cover(tensors, wanted, group)
   if there:min():item() < 1 then error("some of the golden values were compared with nothing", 0) end
 end
 
+-- The whole of a tensor, of which each rank along tp has the shard that its parameter is. All of them call it.
+local function joined(p, t)
+  local desc, group = shard.of(p), ps.mesh.group "tp"
+  if not desc then return t end
+  local shape = t:shape()
+  table.insert(shape, 1, group:size())
+  local all = ps.empty(shape, { dtype = t:dtype() })
+  group:all_gather(all, t:to("cpu"):detach():contiguous():unsqueeze(0))
+  local parts = {}
+  for i = 1, shape[1] do parts[i] = all:select(0, i - 1) end
+  return shard.join(desc, parts)
+end
+
+-- The same of a list of tensors by the names of parameters.
+local function all_joined(module, tensors)
+  local list = {}
+  for name, p in module:named_parameters() do
+    local t = tensors[name]
+    if t ~= nil then list[name] = joined(p, t) end
+  end
+  return list
+end
+
 -- The same calls whichever memory is asked for: forward(x, y), backward(loss), step(), the parameters' gradients, and
 -- their fp32 values (masters where there are any), by name.
 local function plain_run(data, weights, options)
@@ -86,6 +110,7 @@ local function chunk_run(data, weights, options)
     device = options.device, chunk_size = options.chunk_size, eviction = options.eviction, plan_print = false,
     overlap_optimizer = false,                         -- gradients are looked at before the update
     gradient_accumulation_steps = options.micro_batches, pipeline = options.pipeline,
+    tensor_parallel = options.tensor and { size = options.tensor } or nil,
     optimizer = { type = "AdamW", params = data.settings },
     memory = { device = options.device_memory, host = options.host,
       disk = options.disk and { path = options.disk, limit = "256MiB" } or nil },
@@ -115,6 +140,9 @@ end
 -- before its norm or update. All ranks of a pipeline call it for each parameter; nil: this one does not have it.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}
+  if grad ~= nil and run.stages:copies() and shard.is_partial(p) then     -- sums along tp wait for those of tied ones
+    grad = ps.mesh.group "tp":all_reduce(grad:to("fp32"):to("cpu"):clone())
+  end
   for _, v in ipairs(users or {}) do ranks[run.stages.ranks[v + 1]] = true end
   if not users or next(ranks, next(ranks)) == nil then return grad end
   local mine = ranks[run.stages.rank] and grad ~= nil
@@ -162,6 +190,7 @@ local function train(data, run, device, result, note, group)
         if run.stages then grad = whole_gradient(run, name, p, grad) end
         if grad ~= nil then grads[name] = scaled and grad:to("fp32") * run.grad_scale() or grad end
       end
+      grads = all_joined(run.module, grads)
       must_cover(grads, data.first_step_grads, group)
       result.max_rel_grad_error, result.c_attn_bias_grad_error, worst = compare(grads, data.first_step_grads)
       note("largest gradient error in " .. worst)
@@ -192,6 +221,7 @@ end
 ---@field group? ps.Group the processes that share each batch (memory chunk)
 ---@field zero_stage? integer
 ---@field pipeline? {stages: integer, schedule?: string, virtual_stages?: integer}
+---@field tensor? integer ranks that have a part of each layer
 ---@field micro_batches? integer of a step
 ---@field note? fun(line: string)
 
@@ -216,7 +246,7 @@ function golden.run(folder, options)
   local result = { device = all.device, dtype = all.dtype, memory = all.memory, max_rel_loss_error = 0 }
   local ok, problem = pcall(function()
     train(data, run, all.device, result, all.note or function() end, all.group)
-    local masters = run.masters()
+    local masters = all_joined(run.module, run.masters())
     must_cover(masters, data.final_params, all.group)
     result.max_rel_param_error, result.c_attn_bias_param_error = compare(masters, data.final_params)
     for _, key in ipairs { "max_rel_grad_error", "c_attn_bias_grad_error", "max_rel_param_error",

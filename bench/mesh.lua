@@ -1,0 +1,263 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: a small GPT-2 on ranks that are cut
+-- along dp, pp and tp, compared with one rank (bench/mesh_lib.lua). It starts its own ranks, up to 8, and prints one
+-- JSON line:
+--   layouts              of each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
+--                        gradient at the first step, and of the gradients' norm
+--   dropout_masks_equal  what dropout and attention drop on two ranks of tp is what they drop on one rank
+--   tp2_parameter_ratio  GPT-2's parameters on one of two ranks, over all
+--   sp_activation_ratio  what a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
+--                        with tp_keep_gathered
+--   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
+--                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t
+local ps = require "ps"
+local argparse = require "argparse"
+local cjson = require "cjson"
+local lfs = require "lfs"
+local command_line = require "ps.command_line"
+local count = require "ps.engine.count"
+local mesh_lib = require "bench.mesh_lib"
+local paths = require "ps.paths"
+local tensor_parallel = require "ps.tensor_parallel"
+local F = ps.functional
+
+local parser = argparse("bench/mesh.lua", "Models on ranks that are cut along axes, compared with one rank.")
+command_line.whole(parser:option("--steps", "of each layout", "10"), 1)
+parser:option("--layouts", "dp,pp,tp[,zero[,sgd]] of each, with ; between")
+parser:flag("--figures-only", "no layouts")
+parser:option("--run", "of a rank: what to do, in JSON"):hidden(true)
+local args = parser:parse()
+
+-- dp, pp, tp, stage of ZeRO, steps of SGD
+local LAYOUTS = { { 2, 1, 1 }, { 1, 2, 1 }, { 1, 1, 2, 0, true }, { 2, 2, 1, 1 }, { 2, 1, 2, 2 }, { 1, 2, 2 },
+  { 1, 1, 4 }, { 1, 4, 1 }, { 2, 2, 2, 1, true }, { 4, 1, 2, 3 }, { 1, 2, 4, 0, true }, { 2, 1, 4, 1 }, { 1, 4, 2 },
+  { 1, 1, 8 } }
+-- 8 heads of 8 numbers; 250 tokens, which 4 and 8 ranks do not divide.
+local MODEL = { vocab_size = 250, n_positions = 32, n_embd = 64, n_layer = 4, n_head = 8 }
+
+-- -- a rank ----------------------------------------------------------------------------------------------------------
+-- A model without data, cut for this rank.
+local function deferred(preset, options, how)
+  local model = ps.deferred(require("models.gpt2").new, preset, options)
+  tensor_parallel.cut(model, { group = ps.mesh.group "tp", sequence = true, keep_gathered = how.kept or false,
+    note = function() end })
+  return model
+end
+
+local function numel_of(model) return model:num_parameters() end
+
+-- Bytes that block 0 keeps for backward.
+local function activations_of(model)
+  local x = ps.empty({ 4, 256 }, { dtype = "int32", device = "meta" })
+  return count.parts(model, { x, x, n = 2 })[2].activations
+end
+
+-- What this rank sends along tp in the first micro-batch of a step with so many layers.
+local function sent(layers, how)
+  ps.manual_seed(1)
+  local model = ps.initialize { quiet = true, model_func = function()
+    return require("models.gpt2").new({ vocab_size = 64, n_positions = how.T, n_embd = how.C, n_layer = layers,
+      n_head = 4 }, { dropout = 0 })
+  end, config = { plan_print = false, gradient_accumulation_steps = 2, optimizer = { type = "AdamW" },
+    tensor_parallel = { size = 2, tp_keep_gathered = how.kept or false } } }
+  local x, bytes = ps.zeros({ 2 * how.B, how.T }, { dtype = "int32" }), nil
+  local group = ps.mesh.group "tp"
+  for out in model:micro_batches(x, x) do
+    if not bytes then
+      local before = group:bytes_sent()
+      -- The forward has run: what it sent is what a second forward sends.
+      ps.no_grad(function() model.module:train(true)(x:narrow(0, 0, how.B), x:narrow(0, 0, how.B)) end)
+      bytes = group:bytes_sent() - before
+      before = group:bytes_sent()
+      model:backward(out.loss)
+      bytes = bytes + group:bytes_sent() - before
+    else
+      model:backward(out.loss)
+    end
+  end
+  model:close()
+  return bytes
+end
+
+local function over_theory(kept)
+  local how = { B = 8, T = 128, C = 256, kept = kept }
+  local layer = sent(3, how) - sent(2, how)
+  return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
+end
+
+-- The masks of a training forward, as lists of 0 and 1 with the place of the first number in the whole: those of
+-- dropout of flat rows, those of attention [B, H, T, T] of this rank's heads.
+local function masks(tp)
+  local list, rng = {}, ps.rng()
+  local dropout, packed = F.dropout, F.attention_packed
+  local function again(fn)                                   -- with the numbers of the call that follows
+    local op = rng.op
+    local mask = ps.no_grad(fn)
+    rng.op = op
+    return mask
+  end
+  function F.dropout(x, p, training, part)
+    local mask = again(function() return dropout(ps.ones(x:shape()), p, training, part) end)
+    list[#list + 1] = { first = part and part.first or 0, whole = not part, mask = mask:ne(0):to("int32"):reshape(-1) }
+    return dropout(x, p, training, part)
+  end
+  function F.attention_packed(qkv, heads, options)
+    local mask = again(function()
+      -- Values of one position are 1 in one column alone: outputs are the weights.
+      local B, T, D = qkv:size(0), qkv:size(1), qkv:size(2) / heads / 3
+      local eye = ps.zeros { T, D }
+      for i = 0, T - 1 do eye[{ i, i }] = 1 end
+      local v = eye:reshape(1, T, 1, D):expand(B, T, heads, D):reshape(B, T, heads * D)
+      local given = ps.cat({ ps.zeros { B, T, 2 * heads * D }, v }, 2)
+      return packed(given, heads, options):reshape(B, T, heads, D):permute(0, 2, 1, 3):contiguous()
+    end)
+    list[#list + 1] = { head = options.first_head or 0, shape = mask:shape(),
+      mask = mask:ne(0):to("int32"):reshape(-1) }
+    return packed(qkv, heads, options)
+  end
+  ps.manual_seed(1)
+  local model = ps.initialize { quiet = true, model_func = function()
+    return require("models.gpt2").new({ vocab_size = 64, n_positions = 16, n_embd = 64, n_layer = 2, n_head = 4 },
+      { dropout = 0.3 })
+  end, config = { plan_print = false, optimizer = { type = "AdamW" }, tensor_parallel = { size = tp } } }
+  local x = ps.ones({ 3, 16 }, { dtype = "int32" })
+  list = {}
+  ps.manual_seed(2)
+  ps.no_grad(function() model.module:train(true)(x, x) end)
+  F.dropout, F.attention_packed = dropout, packed
+  model:close()
+  for _, entry in ipairs(list) do entry.mask = entry.mask:tolist() end
+  return list
+end
+
+local function figures()
+  local preset = { n_layer = 2, n_positions = 1024 }
+  local function whole() return ps.deferred(require("models.gpt2").new, preset, { dropout = 0.1 }) end
+  local function cut(kept) return deferred(preset, { dropout = 0.1 }, { kept = kept }) end
+  local all = activations_of(whole())
+  return { tp2_parameter_ratio = numel_of(deferred("gpt2", {}, {})) / numel_of(ps.deferred(
+      require("models.gpt2").new, "gpt2")),
+    sp_activation_ratio = activations_of(cut(false)) / all, sp_activation_ratio_kept = activations_of(cut(true)) / all,
+    bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true) } }
+end
+
+local function rank_main(o)
+  if (tonumber(os.getenv "WORLD_SIZE") or 1) > 1 then ps.init_distributed { quiet = true } end
+  if o.what == "layout" then return mesh_lib.rank(o) end
+  local result
+  if o.what == "masks" then result = masks(o.tp) else
+    ps.mesh { tp = 2 }
+    result = figures()
+  end
+  local f = assert(io.open(("%s/%s.%d"):format(o.folder, o.what .. (o.tp or ""), ps.rank()), "w"))
+  f:write(cjson.encode(result))
+  assert(f:close())
+end
+
+if args.run then
+  local f = assert(io.open(args.run))
+  local o = cjson.decode(f:read "*a")
+  f:close()
+  return rank_main(o)
+end
+
+-- -- the process that starts them -------------------------------------------------------------------------------------
+local folder = os.tmpname()
+os.remove(folder)
+assert(lfs.mkdir(folder))
+
+local function run(size, o)
+  o.folder = folder
+  local path = folder .. "/run.json"
+  local f = assert(io.open(path, "w"))
+  f:write(cjson.encode(o))
+  assert(f:close())
+  local launch = size > 1 and ("'%s/tools/launch.lua' --nproc-per-node %d"):format(paths.root, size) or ""
+  local command = ("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive '%s' %s '%s/bench/mesh.lua' --run '%s' 1>&2"):format(
+    paths.exe, launch, paths.root, path)
+  if os.execute(command) ~= 0 then
+    io.stderr:write("bench/mesh.lua: the ranks failed; their output says why\n")
+    os.execute(("rm -rf '%s'"):format(folder))
+    os.exit(1)
+  end
+end
+
+local function read(name)
+  local f = assert(io.open(folder .. "/" .. name))
+  local value = cjson.decode(f:read "*a")
+  f:close()
+  return value
+end
+
+local function layout_rows()
+  local ones, rows = {}, {}
+  local function settings(name, sgd, more)
+    local o = { what = "layout", name = name, preset = MODEL, rows = 16, positions = 32, words = 250,
+      steps = tonumber(args.steps), sgd = sgd, options = { dropout = 0.1 } }
+    for key, value in pairs(more or {}) do o[key] = value end
+    return o
+  end
+  local list = LAYOUTS
+  if args.layouts then
+    list = {}
+    for text in args.layouts:gmatch "[^;]+" do
+      local numbers = {}
+      for n in text:gmatch "%d+" do numbers[#numbers + 1] = tonumber(n) end
+      numbers[5] = text:find "sgd" ~= nil
+      list[#list + 1] = numbers
+    end
+  end
+  for i, layout in ipairs(list) do
+    local dp, pp, tp, zero, sgd = layout[1], layout[2], layout[3], layout[4] or 0, layout[5] or false
+    local one = sgd and "one.sgd" or "one"
+    if not ones[one] then
+      run(1, settings(one, sgd))
+      ones[one] = true
+    end
+    local name = "layout" .. i
+    run(dp * pp * tp, settings(name, sgd, { dp = dp, pp = pp, tp = tp, zero = zero, micros = pp > 1 and 4 or 1 }))
+    local r = mesh_lib.compare(folder, name, dp * pp * tp, one)
+    rows[i] = { dp = dp, pp = pp, tp = tp, zero = zero, sgd = sgd, max_rel_loss_error = r.max_rel_loss_error,
+      max_rel_grad_error = r.max_rel_grad_error, norm_error = r.norm_error }
+    io.stderr:write(cjson.encode(rows[i]), "\n")
+  end
+  return rows
+end
+
+-- Whether two ranks dropped what one rank drops.
+local function masks_equal()
+  run(1, { what = "masks", tp = 1 })
+  run(2, { what = "masks", tp = 2 })
+  local one, dropped = read "masks1.0", 0
+  for rank = 0, 1 do
+    local mine = read("masks2." .. rank)
+    if #mine ~= #one then return false end
+    for i, entry in ipairs(mine) do
+      local place                                                    -- of element k, from 0, in the whole
+      if entry.head then
+        local B, H, T, S = unpack(entry.shape)
+        local all = one[i].shape[2]
+        assert(all == 2 * H and B * H * T * S == #entry.mask)
+        function place(k)
+          local b, rest = math.floor(k / (H * T * S)), k % (H * T * S)
+          return (b * all + entry.head) * T * S + rest
+        end
+      else
+        function place(k) return k + entry.first end
+      end
+      for k, value in ipairs(entry.mask) do
+        if one[i].mask[place(k - 1) + 1] ~= value then return false end
+        dropped = dropped + 1 - value
+      end
+    end
+  end
+  return dropped > 0
+end
+
+local result = {}
+run(2, { what = "figures" })
+for key, value in pairs(read "figures.0") do result[key] = value end
+result.dropout_masks_equal = masks_equal()
+if not args.figures_only then result.layouts = layout_rows() end
+os.execute(("rm -rf '%s'"):format(folder))
+print(cjson.encode(result))
