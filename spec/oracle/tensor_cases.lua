@@ -1,0 +1,65 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- For tensor_oracle.py: the networks of its cases on two ranks, which write losses and whole gradients.
+local ps = require "ps"
+local cjson = require "cjson"
+local shard = require "ps.nn.shard"
+local nn, F = ps.nn, ps.F
+
+local f = assert(io.open(arg[1]))
+local cases = cjson.decode(f:read "*a")
+f:close()
+local group = ps.init_distributed { quiet = true }
+
+-- Gives a layer this rank's part of the weights that a file has under a name.
+local function fill(layer, state, name)
+  for key, p in layer:named_parameters() do
+    local desc, whole = shard.of(p), state[name .. "." .. key]
+    ps.no_grad(function() p:copy_(desc and shard.cut(desc, whole) or whole) end)
+  end
+  return layer
+end
+
+-- The whole gradient of a parameter, on all ranks.
+local function gradient(p)
+  local desc, grad = shard.of(p), p:grad()
+  if shard.is_partial(p) then return group:all_reduce(grad:clone()) end
+  if not desc then return grad end
+  local shape = grad:shape()
+  table.insert(shape, 1, group:size())
+  local all, parts = ps.empty(shape), {}
+  group:all_gather(all, grad:detach():contiguous():unsqueeze(0))
+  for i = 1, shape[1] do parts[i] = all:select(0, i - 1) end
+  return shard.join(desc, parts)
+end
+
+local function run(case)
+  local state = ps.load(case.data)
+  local region = nn.Region.new(group, true, case.keep)
+  local o = { region = region }
+  local net = { embed = nn.VocabParallelEmbedding(case.V, case.C, { region = region, enter = true }),
+    norm = nn.LayerNorm(case.C), up = nn.ColumnParallelLinear(case.C, case.H, o),
+    down = nn.RowParallelLinear(case.H, case.C, o), last = nn.LayerNorm(case.C),
+    head = nn.ParallelLMHead(case.C, case.V, o) }
+  for name, layer in pairs(net) do fill(layer, state, name) end
+  for _, norm in ipairs { net.norm, net.last } do
+    for _, p in ipairs(norm:parameters()) do shard.set_partial(p) end      -- it sees this rank's rows
+  end
+  region:set(case.B, case.T)
+  local x = net.embed(state.ids)
+  x = net.down(F.gelu(net.up(net.norm(x)), "tanh"), x)
+  local loss = net.head:loss(net.last(x), state.targets)
+  loss:backward()
+  local out = { loss = loss:detach():reshape(1) }
+  for name, layer in pairs(net) do
+    local list = {}
+    for key, p in layer:named_parameters() do list[#list + 1] = { name .. "." .. key, p } end
+    for _, at in ipairs(list) do out[at[1]] = at[2] end
+  end
+  local names = {}
+  for name in pairs(out) do if name ~= "loss" then names[#names + 1] = name end end
+  table.sort(names)                                                        -- collectives in one order on all ranks
+  for _, name in ipairs(names) do out[name] = gradient(out[name]) end
+  if group:rank() == 0 then ps.save(out, case.out .. "/ours.safetensors") end
+end
+
+for _, case in ipairs(cases) do run(case) end

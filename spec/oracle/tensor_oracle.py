@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Layers that two ranks share out, with sequence parallelism, against PyTorch's parallelize_module on two processes (gloo).
+
+A case is a small network: a table of tokens, a norm, columns, GELU, rows, a residual, a norm and a head, with drawn sizes and
+weights. Losses and every parameter's gradient, put together from both ranks, are those of PyTorch's ranks, and PyTorch's those
+of the same network in one process in fp64, so that a mistake of both would show.
+"""
+import json
+import os
+
+import torch
+import torch.multiprocessing as spawned
+from safetensors.torch import load_file, save_file
+
+import runs
+
+RANKS = 2
+NEAR = 1e-5                                        # relative to a tensor's norm, in fp32
+
+
+class Net(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = torch.nn.Embedding(c["V"], c["C"])
+        self.norm = torch.nn.LayerNorm(c["C"])
+        self.up = torch.nn.Linear(c["C"], c["H"])
+        self.down = torch.nn.Linear(c["H"], c["C"])
+        self.last = torch.nn.LayerNorm(c["C"])
+        self.head = torch.nn.Linear(c["C"], c["V"], bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x)), approximate="tanh"))
+        return self.head(self.last(x))
+
+
+def loss_of(net, data):
+    logits = net(data["ids"].long())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), data["targets"].long().flatten())
+
+
+def on_rank(rank, job):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+    torch.set_num_threads(1)
+    with open(job, encoding="ascii") as f:
+        cases = json.load(f)
+    torch.distributed.init_process_group("gloo", init_method="file://%s.meet" % job, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for case in cases:
+        data = load_file(case["data"])
+        net = Net(case)
+        net.load_state_dict({name: t for name, t in data.items() if name not in ("ids", "targets")})
+        net = parallelize_module(net, mesh, {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1)),
+            "last": SequenceParallel(), "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())})
+        loss = loss_of(net, data)
+        loss.backward()
+        out = {name: p.grad.full_tensor().contiguous() for name, p in net.named_parameters()}
+        out["loss"] = loss.detach().reshape(1)
+        if rank == 0:
+            save_file(out, os.path.join(case["out"], "torch.safetensors"))
+    torch.distributed.destroy_process_group()
+
+
+def draw(rng, _):
+    return {"B": rng.randint(1, 3), "T": 2 * rng.randint(1, 6), "C": 4 * rng.randint(1, 6), "H": 2 * rng.randint(2, 20),
+            "V": 2 * rng.randint(3, 40), "masked": rng.random() < 0.5, "keep": rng.random() < 0.3}
+
+
+def write_data(case):
+    torch.manual_seed(case["seed"])
+    data = {name: t.detach().clone() for name, t in Net(case).state_dict().items()}
+    for name in data:
+        if "norm" in name or "last" in name:
+            data[name] += 0.3 * torch.randn_like(data[name])
+    data["ids"] = torch.randint(case["V"], (case["B"], case["T"]), dtype=torch.int32)
+    data["targets"] = torch.randint(case["V"], (case["B"], case["T"]), dtype=torch.int32)
+    if case["masked"]:
+        data["targets"][:, : case["T"] // 2] = -100
+    save_file(data, case["data"])
+
+
+def in_one_process(case):
+    data = load_file(case["data"])
+    net = Net(case).double()
+    net.load_state_dict({name: t.double() for name, t in data.items() if name not in ("ids", "targets")})
+    loss = loss_of(net, data)
+    loss.backward()
+    return {name: p.grad for name, p in net.named_parameters()} | {"loss": loss.detach().reshape(1)}
+
+
+def judge(case):
+    path = os.path.join(case["out"], "ours.safetensors")
+    if not os.path.exists(path):
+        return ["the ranks did not come to it"]
+    ours, theirs, exact = load_file(path), load_file(os.path.join(case["out"], "torch.safetensors")), in_one_process(case)
+    off = ["there is %s" % sorted(ours)] if sorted(ours) != sorted(exact) else []
+    for name, wanted in exact.items():
+        scale = max(float(wanted.norm()), 1e-6)
+        for who, got in (("ours", ours.get(name)), ("PyTorch's", theirs[name])):
+            if got is not None and not runs.distance(got, wanted) <= NEAR * scale:
+                off.append("%s: %s is off by %g of %g" % (name, who, runs.distance(got, wanted), scale))
+    return off
+
+
+def main():
+    run = runs.Run("tensor", cases=6)
+    cases = list(run.cases(draw))
+    for case in cases:
+        write_data(case)
+    job = os.path.join(run.folder, "job.json")
+    with open(job, "w", encoding="ascii") as f:
+        json.dump(cases, f)
+    spawned.spawn(on_rank, args=(job,), nprocs=RANKS)
+    run.ranks("tensor_cases.lua", RANKS, job)
+    for case in cases:
+        run.judged_case(case, judge(case))
+    run.end()
+
+
+if __name__ == "__main__":
+    main()
