@@ -256,8 +256,13 @@ describe("training", function()
 
   it("goes on behind a step that was abandoned, and behind evaluations", function()
     local model = Fit()
-    local manager = trains(model, { lr = 0.5 })
+    local manager, optimizer = trains(model, { lr = 0.5 })
+    assert.equal("AdamOptimizer\n  group 1: 2 parameters, lr 0.5, betas 0.9 0.999, eps 1e-08, weight_decay 0",
+      tostring(optimizer))
+    assert.equal("OptimManager of 1 optimizers, loss scale 1", tostring(manager))
     manager:backward(model(ps.ones { 1, 3 }):sum())
+    fails(function() model(ps.ones { 1, 3 }) end, "called again before OptimManager:step()", "1 of 1 backwards",
+      "gradient_accumulation_steps")
     manager:zero_grad()
     model(ps.ones { 1, 3 })
     assert.equal(1.375, ps.no_grad(model, ps.ones { 1, 3 }):item())

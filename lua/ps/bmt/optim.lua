@@ -24,6 +24,15 @@ local optim = {}
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
+function Optimizer:__tostring()
+  local lines = {}
+  for i, group in ipairs(self.param_groups) do
+    lines[i] = ("  group %d: %d parameters, lr %g, betas %g %g, eps %g, weight_decay %g"):format(i, #group.params,
+      group.lr, group.betas[1], group.betas[2], group.eps, group.weight_decay)
+  end
+  return self.name .. "\n" .. table.concat(lines, "\n")
+end
+
 local SETTINGS = { lr = "number", betas = "table", eps = "number", weight_decay = "number", hold_steps = "whole" }
 local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0 }
 local GROUP = { params = "any", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
@@ -124,6 +133,8 @@ local Manager = { __index = function(self, key)
     return scaler and scaler.scale or 1
   end
   return OptimManager[key]
+end, __tostring = function(self)
+  return ("OptimManager of %d optimizers, loss scale %g"):format(#self.optimizers, self.loss_scale)
 end }
 
 --- What trains a model: it has the optimizers and their schedules, scales losses, and makes the steps. The loss scale

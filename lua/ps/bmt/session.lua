@@ -243,6 +243,12 @@ function session.call(module, run, ...)
   if not self or self.inside or not self.engine then return run(module, ...) end
   if not self.module and self.manager and module.training and ps.grad_enabled() then self:take(module) end
   if self.module ~= module then return run(module, ...) end
+  local engine = self.engine
+  if module.training and ps.grad_enabled() and engine.micro > 0 and engine:at_boundary() then
+    error(("the model is called again before OptimManager:step(), behind %d of %d backwards of the step; "
+      .. "gradient_accumulation_steps in bmt.init_distributed's config says how many a step has"):format(engine.micro,
+      engine.accumulate))
+  end
   self.inside = true
   return leave(self, pcall(self.engine, ...))
 end
