@@ -229,6 +229,30 @@ describe("ps.inspect.inspect_tensor", function()
     end
   end)
 
+  it("has one tensor under several names, and for several inspectors, each with its gradient", function()
+    for _, recompute in ipairs { false, true } do
+      local Twice = nn.class("Twice")
+      function Twice:init() self.fc = nn.Linear(3, 3) end
+      function Twice:forward(x)
+        local y = inspect.record_tensor(self.fc(x), "one")
+        return inspect.record_tensor(y, "other") * 2
+      end
+      local net, inner = nn.ModuleList { Twice() }, nil
+      net:recompute_blocks(recompute)
+      local outer = inspect.inspect_tensor(function()
+        inner = inspect.inspect_tensor(function()
+          local y = net[0](ps.ones { 2, 3 })
+          inspect.record_tensor(inspect.record_tensor(y, "result"), "again"):sum():backward()
+        end)
+      end)
+      for _, inspector in ipairs { inner, outer } do
+        local seen = {}
+        for i, row in ipairs(inspector:get_summary()) do seen[i] = ("%s %g"):format(row.name, row.grad_mean or -1) end
+        assert.same({ "one 2", "other 2", "result 1", "again 1" }, seen)
+      end
+    end
+  end)
+
   it("changes no bit of the training, and ends its scope by an error, too", function()
     local function grads(fn)
       local net = net_of(false)

@@ -238,8 +238,8 @@ end
 
 -- -- records ----------------------------------------------------------------------------------------------------------
 ---@class ps.inspect.Inspector
----@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor}[] in the order of
----  the calls
+---@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor,
+---  holder?: ps.Tensor}[] in the order of the calls; holder: another record's tensor, which gets the gradient
 local Inspector = {}
 Inspector.__index = Inspector
 
@@ -247,6 +247,21 @@ local open = {}                                    -- inspectors whose scope has
 
 -- What record_tensor made in the first run of a recompute segment, which a second run of it computes again.
 local made_in = setmetatable({}, { __mode = "k" })
+
+-- By a tensor that was recorded: the record's tensor that gets its gradient. An op's output has one such.
+local keeps = setmetatable({}, { __mode = "k" })
+
+-- Has a record get the gradient of x. Gives an error's code, or 0.
+local function keep(x, record)
+  local other = keeps[x]
+  if other ~= nil then
+    record.holder = other
+    return 0
+  end
+  local rc = C.ps_tensor_keep_grad(x, record.tensor)
+  if rc == 0 then keeps[x] = record.tensor end
+  return rc
+end
 
 -- Attaches the second run's tensor to the record of the first.
 local function again(x)
@@ -258,7 +273,7 @@ local function again(x)
   run.at = (run.at or 0) + 1
   local records = list[run.at] or {}
   for _, record in ipairs(records) do
-    if scope.grad_enabled() then C.ps_tensor_keep_grad(x, record.tensor) end
+    if scope.grad_enabled() then keep(x, record) end
   end
   return records
 end
@@ -271,7 +286,7 @@ local function note(inspector, x, name, group)
   end
   local record = { name = name, group = group, index = index, tensor = tensor }
   if x.node == nil then record.leaf = x:needs_grad() and x or nil
-  else ps.check(C.ps_tensor_keep_grad(x, tensor)) end
+  else ps.check(keep(x, record)) end
   table.insert(inspector.records, record)
   return record
 end
@@ -326,7 +341,7 @@ function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
 
-local function grad_of(record) return (record.leaf or record.tensor):grad() end
+local function grad_of(record) return (record.leaf or record.holder or record.tensor):grad() end
 
 --- Statistics of the records: a row for each, in the order of the calls. Ranks that recorded the same name, group and
 --- index have theirs put together, as if it were one tensor; all ranks call this. Gradients are those that backward
