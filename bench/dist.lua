@@ -1,14 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/dist.lua [collectives | watch | checkpoint | zero | merge] [--ranks N] [--mib N] [--rounds N]
---   [--folder PATH]
+-- psluajit bench/dist.lua [collectives | latency | watch | checkpoint | zero | merge] [--ranks N] [--mib N]
+--   [--rounds N] [--folder PATH]
 -- Starts processes on this machine and prints one JSON line; without a section all of them in turn, and the figures
 -- that matter of each (some minutes, 6 GB of memory, 8 GB of --folder's disk). `collectives`: seconds of an all-
 -- gather and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
--- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `watch`: seconds from the moment that
--- a rank (3 at least; the last one, or rank 0) is stopped or killed to that at which the last of the others, all in
--- an all-reduce, has its error, with the default heartbeat; and whether all name the right one. `checkpoint`: how
--- long training stands still for a save, and the rate of writing (dist_checkpoint.lua). `zero`: what sharding saves
--- and costs, with options of its own (dist_zero.lua). `merge`: memory of merging shards (dist_merge.lua).
+-- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `latency`: seconds of an all-reduce of
+-- 4 KiB, call by call in turn with Gloo's own, 1000 times --rounds; medians and 99th percentiles of the engine over
+-- Gloo's. `watch`: seconds from the moment that a rank (3 at least; the last one, or rank 0) is stopped or killed to
+-- that at which the last of the others, all in an all-reduce, has its error, with the default heartbeat; and whether
+-- all name the right one. `checkpoint`: how long training stands still for a save, and the rate of writing
+-- (dist_checkpoint.lua). `zero`: what sharding saves and costs, with options of its own (dist_zero.lua). `merge`:
+-- memory of merging shards (dist_merge.lua).
 local ps = require "ps"
 local paths = require "ps.paths"
 
@@ -20,6 +22,7 @@ end
 -- All sections, each by its own process: the figures of interest under the names they have there.
 local FIGURES = {
   { "collectives --rounds 31", "all_gather_over_gloo", "all_reduce_over_gloo" },
+  { "latency", "small_all_reduce_over_gloo", "small_all_reduce_p99_over_gloo" },
   { "watch", "sigkill_last_rank_s", "sigkill_rank_0_s", "sigstop_last_rank_s", "sigstop_rank_0_s", "all_name_it" },
   { "checkpoint", "stall_percent", "write_over_disk" },
   { "zero --model gpt2-medium --ranks 4", "sent_over_theory", "state_share", "peak_share" },
@@ -65,7 +68,7 @@ do
     end
   end
 end
-local sections = { collectives = true, watch = true, checkpoint = true }
+local sections = { collectives = true, latency = true, watch = true, checkpoint = true }
 if not sections[section] then
   io.stderr:write(("bench/dist.lua: no section '%s'; see the head of the file\n"):format(section))
   os.exit(1)
@@ -158,6 +161,28 @@ if section == "watch" then
   end
   local ok, err = pcall(group.all_reduce, group, t)
   write(options.meeting .. "." .. options.rank, ("%.6f %s"):format(ps.now(), ok and "no error" or tostring(err.rank)))
+  group:close()
+  return
+end
+
+if section == "latency" then
+  local C, sum, raw_in, raw_sum, ours, gloo = ps.C, ps.zeros { 1024 }, ps.zeros { 1024 }, ps.zeros { 1024 }, {}, {}
+  for i = -100, 1000 * options.rounds do           -- the first are not counted
+    local began = ps.now()
+    ps.check(C.ps_group_all_reduce(group.c, sum, C.PS_REDUCE_SUM))
+    local middle = ps.now()
+    ps.check(C.ps_group_raw(group.c, 1, raw_sum, raw_in))
+    if i > 0 then ours[i], gloo[i] = middle - began, ps.now() - middle end
+  end
+  table.sort(ours)
+  table.sort(gloo)
+  local function at(list, share) return list[math.ceil(#list * share)] end
+  if options.rank == 0 then
+    print(("{\"bench\": \"dist\", \"section\": \"latency\", \"ranks\": %d, \"bytes\": 4096, \"all_reduce_us\": %.1f, "
+      .. "\"gloo_all_reduce_us\": %.1f, \"small_all_reduce_over_gloo\": %.3f, \"small_all_reduce_p99_over_gloo\": "
+      .. "%.3f}"):format(options.ranks, at(ours, 0.5) * 1e6, at(gloo, 0.5) * 1e6, at(ours, 0.5) / at(gloo, 0.5),
+      at(ours, 0.99) / at(gloo, 0.99)))
+  end
   group:close()
   return
 end

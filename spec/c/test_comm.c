@@ -679,6 +679,37 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+/* Bytes that move beside the headers: the sums of larger calls, bit for bit. Where calls differ, all hear of it, no
+ * message is left over, and the group goes on. */
+static int small_calls(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    enum { FULL = GROUP_SMALL_NBYTES / 4, LARGE = FULL + 1 };
+    ps_tensor *large = numbers(ctx, PS_F32, LARGE, 1.0 / (3 + m->rank), 0.1), *few = numbers(ctx, PS_F32, 5, 1, 0),
+              *all = numbers(ctx, PS_F32, 5 * SIZE, 0, 0), *one = numbers(ctx, PS_F32, FULL, 1.0 / (3 + m->rank), 0.1);
+    float a[LARGE], b[FULL];
+    expect(m, ps_group_all_reduce(g, large, PS_REDUCE_SUM) == 0, "a large one");
+    expect(m, ps_group_all_reduce(g, one, PS_REDUCE_SUM) == 0, "a small one");
+    ps_tensor_read(large, a, sizeof a);
+    ps_tensor_read(one, b, sizeof b);
+    expect(m, !memcmp(a, b, sizeof b), "the same bits");
+    for (int odd = 0; odd < SIZE; odd++)
+        for (int how = 0; how < 5; how++) {
+            int rc = m->rank != odd ? ps_group_all_reduce(g, few, PS_REDUCE_SUM)
+                     : how == 0 ? ps_group_barrier(g) : how == 1 ? ps_group_all_reduce(g, one, PS_REDUCE_SUM)
+                     : how == 2 ? ps_group_all_reduce(g, large, PS_REDUCE_SUM)
+                     : how == 3 ? ps_group_broadcast(g, few, 0) : ps_group_all_reduce(g, few, PS_REDUCE_MAX);
+            expect(m, rc == PS_EINVAL && strstr(ps_error_message(), "the ranks disagree"), "calls differ");
+            expect(m, ps_group_all_gather(g, all, few) == 0, "goes on");
+        }
+    expect(m, ps_group_all_reduce(g, few, PS_REDUCE_SUM) == 0 && at(few, 4) == SIZE, "sums go on");
+    int64_t sent = ps_group_bytes_sent(g);
+    expect(m, ps_group_all_gather(g, all, few) == 0 && ps_group_bytes_sent(g) - sent == 20 * (SIZE - 1), "bytes");
+    for (int i = 0; i < 5 * SIZE; i++) expect(m, at(all, i) == SIZE, "gathered");
+    ps_tensor *tensors[] = { large, few, all, one };
+    for (int i = 0; i < 4; i++) ps_tensor_release(tensors[i]);
+    return 0;
+}
+
 struct lone { char path[32], rendezvous[64], why[400]; int rc; double seconds; pthread_t thread; };
 static void *lone_rank(void *arg)
 {
@@ -1053,6 +1084,7 @@ int main(void)
     with_group(sums);
     with_group(pieces);
     with_group(one_fails);
+    with_group(small_calls);
     with_group(jobs);
     with_group(jobs_fail);
     with_group(reductions);

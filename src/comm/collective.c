@@ -64,7 +64,8 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
 
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc)
 {
-    header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc, .place = at };
+    header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc, .place = at,
+                    .small = (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes) };
     char why[900], call[GROUP_CALL_NBYTES];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
     group_drain(g);
@@ -116,7 +117,14 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
     int64_t part = (nbytes / width + size - 1) / size * width, piece = 0;
     group_drain(g);                        /* jobs use the same memory for addends */
     if (rc == 0) rc = group_prepare_sum(g, at, reduce, dtype, part, &piece);
+    bool small = group_is_small(g, at, nbytes);
+    if (small && rc == 0) memcpy(group_small(g, g->comm->rank), bytes, (size_t)nbytes);
     PS_TRY(group_agree_bytes(g, OP_ALL_REDUCE, at, dtype, nbytes, reduce, rc));
+    if (small) {
+        group_sum_small(g, reduce, dtype, nbytes, bytes);
+        g->bytes_sent += nbytes * (size - 1);
+        return moved(g, OP_ALL_REDUCE, 0);
+    }
     if (g->comm->pretends && reduce == PS_REDUCE_SUM) sum_of_equals(dtype, bytes, nbytes, size);
     if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_ALL_REDUCE, 0);
     group_cut(g, bytes, nbytes, part, g->parts);
@@ -143,8 +151,18 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
 
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc)
 {
+    bool small = group_is_small(g, at, nbytes);
+    if (small && rc == 0) {
+        group_drain(g);                    /* jobs use the same memory */
+        memcpy(group_small(g, g->comm->rank), in, (size_t)nbytes);
+    }
     PS_TRY(group_agree_bytes(g, OP_ALL_GATHER, at, dtype, nbytes, 0, rc));
     if (nbytes == 0) return 0;
+    for (int r = 0; small && r < g->comm->size; r++) memcpy(out + r * nbytes, group_small(g, r), (size_t)nbytes);
+    if (small) {
+        g->bytes_sent += nbytes * (g->comm->size - 1);
+        return moved(g, OP_ALL_GATHER, 0);
+    }
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) return moved(g, OP_ALL_GATHER, 0);

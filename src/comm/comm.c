@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Groups of ranks and the steps of their collectives (ps.h, group.h). Every call has three parts: it prepares all that
  * may fail on this rank alone (checks, pins, memory), then the ranks compare their calls, then bytes move. A rank that
- * failed in the first part says so in the second, so that no other rank waits for it. Sums of host memory are taken
- * here, in fp32 (fp64 of fp64, integers as they are) and in the order of ranks, so that they do not depend on the
- * library or the place of an element. */
+ * failed in the first part says so in the second, so that no other rank waits for it. A few bytes (GROUP_SMALL_NBYTES)
+ * move beside the headers, so that the call is one exchange; nobody uses them before the calls are compared. Sums of
+ * host memory are taken here, in fp32 (fp64 of fp64, integers as they are) and in the order of ranks, so that they do
+ * not depend on the library or the place of an element. */
 #include "comm/group.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -19,7 +20,7 @@ static const char *const op_names[OP_COUNT] = {
     "send", "recv", "gather of chunks", "reduction of chunks", "all-reduction of chunks"
 };
 
-enum { SUM_BLOCK = 1024 };
+enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
 /* Bytes of the memory for addends. A device's pieces are larger, since the host waits for each sum of a piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
@@ -34,6 +35,12 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 }
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
+
+/* Every rank sends its bytes to every other one, which is soon more than in parts where there are many ranks. */
+static bool has_small(const ps_comm *comm)
+{
+    return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS && !comm->pretends;
+}
 
 int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
 {
@@ -50,8 +57,10 @@ int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
         g->recv = ps_alloc0(sizeof *g->recv * n);
         g->parts = ps_alloc0(sizeof *g->parts * n);
         g->addends = ps_alloc0(sizeof *g->addends * n);
+        if (has_small(comm)) g->small = ps_alloc0(n * GROUP_SMALL_NBYTES);
     }
-    if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends) {
+    if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends &&
+        (g->small || !has_small(comm))) {
         group_enroll(ctx, g);
         *out = g;
         return 0;
@@ -115,6 +124,7 @@ void ps_group_close(ps_group *g)
     ps_free(g->recv);
     ps_free(g->parts);
     ps_free(g->addends);
+    ps_free(g->small);
     ps_free(g);
 }
 
@@ -182,6 +192,35 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
+bool group_is_small(const ps_group *g, place at, int64_t nbytes)
+{
+    return g->small && at == ON_HOST && nbytes > 0 && nbytes <= GROUP_SMALL_NBYTES;
+}
+
+/* Begins to exchange small bytes with all ranks, or with those alone whose headers say that they do. */
+static int small_begin(ps_group *g, bool all)
+{
+    int rank = g->comm->rank;
+    group_clear_parts(g);
+    for (int r = 0; r < g->comm->size; r++) {
+        if (r == rank || !(all || g->heard[r].small)) continue;
+        g->send[r] = (ps_comm_part){ group_small(g, rank), GROUP_SMALL_NBYTES };
+        g->recv[r] = (ps_comm_part){ group_small(g, r), GROUP_SMALL_NBYTES };
+    }
+    return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
+}
+
+/* Ends it. A rank whose call has no small bytes still takes those of ranks that sent theirs, and sends as many: calls
+ * that differ end nothing, so that no message may be left over. */
+static int small_end(ps_group *g, const header *mine)
+{
+    bool any = mine->small;
+    for (int r = 0; r < g->comm->size; r++) any = any || g->heard[r].small;
+    if (!any) return 0;
+    if (!mine->small) PS_TRY(small_begin(g, false));
+    return g->comm->table->finish(g->comm, PS_COMM_DATA);
+}
+
 static int agree(ps_group *g, header *mine)
 {
     char call[GROUP_CALL_NBYTES];
@@ -191,7 +230,9 @@ static int agree(ps_group *g, header *mine)
         g->recv[r] = (ps_comm_part){ &g->heard[r], sizeof *mine };
     }
     g->heard[comm->rank] = *mine;
-    int rc = exchange_headers(g);
+    int rc = comm->table->begin(comm, PS_COMM_HEADER, g->send, g->recv);
+    if (rc == 0 && mine->small) rc = small_begin(g, true);
+    if (rc == 0) rc = comm->table->finish(comm, PS_COMM_HEADER);
     if (rc < 0) {
         ps_error_prefix("%s, call %llu of rank %d: ", group_call_name(g, mine->op, call),
                         (unsigned long long)mine->seq, group_world(g, comm->rank));
@@ -203,6 +244,12 @@ static int agree(ps_group *g, header *mine)
             comm->table->hang_up(comm);    /* others are in another exchange: messages would not match from now on */
             return rc;
         }
+    rc = small_end(g, mine);
+    if (rc < 0) {
+        ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_call_name(g, mine->op, call),
+                        (unsigned long long)mine->seq, group_world(g, comm->rank));
+        return rc;
+    }
     for (int r = 0; r < comm->size; r++)
         if (g->heard[r].failed)
             return ps_fail_rank(g->heard[r].failed, group_world(g, r), "%s, call %llu: rank %d could not take part "
@@ -407,6 +454,12 @@ static void sum_ranks(int reduce, int dtype, int size, char *const *at, int64_t 
     int64_t blocks = (n + SUM_BLOCK - 1) / SUM_BLOCK;
     for (int64_t b = 0; b < blocks; b++)
         sum_block(dtype, size, at, b * SUM_BLOCK, n - b * SUM_BLOCK < SUM_BLOCK ? n - b * SUM_BLOCK : SUM_BLOCK, to);
+}
+
+void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out)
+{
+    for (int r = 0; r < g->comm->size; r++) g->addends[r] = group_small(g, r);
+    sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
 /* The memory has room for two pieces from every other rank: one arrives while the other is added. */

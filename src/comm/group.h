@@ -22,9 +22,13 @@ typedef struct header {
     int32_t root, failed;                  /* root: OP_CHUNK_*: the stripe; all_reduce: PS_REDUCE_*;
                                               failed: PS_E* of this rank's preparation, or 0 */
     uint64_t check;                        /* OP_CHUNK_*: a number that must be the same on all ranks; else 0 */
-    int32_t place, reserved;
+    int32_t place, small;                  /* small: 1: the call's bytes come beside its header (ps_group.small) */
 } header;
 _Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
+
+/* Bytes of a rank that come beside its header, in a message of this size whatever the call: both ends know it before
+ * they have compared their calls. */
+enum { GROUP_SMALL_NBYTES = 4096 };
 
 typedef struct ps_jobs ps_jobs;
 
@@ -49,6 +53,7 @@ struct ps_group {
     header *heard;                         /* [size] */
     ps_comm_part *send, *recv, *parts;     /* [size] */
     char **addends;                        /* [size] */
+    char *small;                           /* [size] of GROUP_SMALL_NBYTES: each rank's; NULL: the ranks are too many */
     ps_jobs *jobs;                         /* or NULL */
     ps_record_event recorded;              /* the collective under way on the caller's thread */
 };
@@ -70,6 +75,12 @@ int group_agree(ps_group *g, header *mine);
 void group_done(ps_group *g);              /* tells the watch that this rank has finished its call */
 /* The same comparison between two ranks: one sends, the other receives as much. */
 int group_agree_pair(ps_group *g, header *mine, int peer);
+/* Whether each rank's nbytes come beside the headers of a call, so that it takes one exchange. Before group_agree this
+ * rank's are put to group_small(g, its rank); afterwards those of all ranks are there. */
+bool group_is_small(const ps_group *g, place at, int64_t nbytes);
+static inline char *group_small(const ps_group *g, int r) { return g->small + (int64_t)r * GROUP_SMALL_NBYTES; }
+/* The sum (or greatest, or least) of the ranks' small bytes, in the order of ranks. */
+void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
 int group_exchange(ps_group *g, place at); /* moves the bytes of g->send and g->recv, and waits */
 /* Makes the memory for addends. part_nbytes: of the largest part. reduce: PS_REDUCE_*. *piece_nbytes: bytes of a part
