@@ -10,7 +10,7 @@ local tensor_parallel = require "ps.tensor_parallel"
 local nn, fails = ps.nn, check.fails_saying
 
 local function group_of(size, rank)
-  return { size = function() return size end, rank = function() return rank end }
+  return { size = function() return size end, rank = function() return rank end, copy_to = error }
 end
 
 -- A model cut as one of `size` ranks has it, and what was said of it.

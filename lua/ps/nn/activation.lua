@@ -62,7 +62,7 @@ function Dropout:active() return self.training and self.p > 0 end
 ---@return ps.Tensor of x's shape
 function Dropout:forward(x)
   if not self:active() then return x end
-  return F.dropout(x, self.p, true)
+  return F.dropout(x, self.p, true, self.region and self.region:part(x) or nil)
 end
 function Dropout:extra_repr() return "p=" .. self.p end
 activation.Dropout = Dropout

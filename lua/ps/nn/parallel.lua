@@ -14,7 +14,6 @@ local core = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
 local linear = require "ps.nn.linear"
 local shard = require "ps.nn.shard"
-local F = ps.functional
 local error = caller.error
 
 -- -- the region -----------------------------------------------------------------------------------------------------
@@ -107,12 +106,12 @@ function Region:once(t) return self.wanted and not self.on and self.group:counte
 
 -- -- what the layers share ------------------------------------------------------------------------------------------
 -- The region of a layer's options, or one of its own for a group: ranks then share no rows out by themselves.
-local function region_of(given, call)
-  local region = given.region
-  if region == nil and given.group == nil then error(call .. ": region, or group, is missing") end
-  if region ~= nil and given.group ~= nil then error(call .. ": region has a group; give one of both") end
+local function region_of(options, call)
+  local region = options.region
+  if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
+  if region ~= nil and options.group ~= nil then error(call .. ": region has a group; give one of both") end
   if region ~= nil and getmetatable(region) ~= Region then error(call .. ": region is no nn.Region") end
-  return region or Region.new(given.group)
+  return region or Region.new(options.group)
 end
 
 -- This rank's shard of a parameter of a whole layer becomes a parameter of `self`.
@@ -149,14 +148,14 @@ local function begin(self, inputs, outputs, given, call)
 end
 
 -- The layer that one rank would have.
-local function whole_of(self, asked)
-  local given = { std = asked.std, dtype = asked.dtype, device = asked.device }
+local function whole_of(self, of)
+  local given = { std = of.std, dtype = of.dtype, device = of.device }
   if self.out_in == 0 then
     local whole = linear.Conv1D(self.inputs, self.outputs, given)
-    if asked.bias == false then whole.bias = nil end
+    if of.bias == false then whole.bias = nil end
     return whole
   end
-  given.bias = asked.bias
+  given.bias = of.bias
   return linear.Linear(self.inputs, self.outputs, given)
 end
 
@@ -340,12 +339,67 @@ function Head:forward(x)
   return region.on and y:reshape(region.B, region.T, -1) or y
 end
 
---- The mean cross entropy of the logits.
+local PANEL = 2 ^ 22                       -- bytes of logits at a time
+local LOW = { fp16 = -6e4 }                -- of columns that are no words; another type: -1e30
+
+-- Of rows x [n, C]: the largest of this rank's logits, the sum of exp(logit - that), and the target's logit, 0 of a
+-- target that is not here: [3, n] of `dtype`.
+local function of_rows(x, w, low, own, here, dtype)
+  local logits = ps.ops.linear(x, w, low, nil, 1):to(dtype)
+  local top = logits:detach():amax(-1, true)
+  local sum = (logits - top):exp():sum(-1)
+  local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
+  return ps.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
+end
+
+-- A bias of this rank's columns, low where they are no words; nil: all are.
+local function padding_of(head, w, first)
+  local per = w:size(0)
+  local words = math.max(0, math.min(per, head.outputs - first))
+  if words == per then return nil end
+  local low = ps.zeros({ per }, { dtype = w:dtype(), device = w:device() })
+  ps.no_grad(function() low:narrow(0, words, per - words):fill_(LOW[w:dtype()] or -1e30) end)
+  return low
+end
+
+local LOSS = { ignore_index = "whole", reduction = "string" }
+
+--- The mean cross entropy of the logits. Logits are made in panels of rows, and again in backward, so that all of them
+--- never exist. The ranks exchange three numbers a row: the largest logit, the sum of exponentials and the target's
+--- logit of each (Shoeybi et al. 2019, section 3).
 ---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.cross_entropy's
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.lm_loss's
 ---@return ps.Tensor of 0 dimensions
-function Head:loss(x, targets, options) return F.cross_entropy(self:forward(x):contiguous(), targets, options) end
+function Head:loss(x, targets, options)
+  options = caller.options(options, "nn.ParallelLMHead's loss", LOSS)
+  local reduction = options.reduction or "mean"
+  if reduction ~= "mean" and reduction ~= "sum" then
+    error(("nn.ParallelLMHead's loss: reduction is '%s'; it is 'mean' or 'sum'"):format(tostring(reduction)))
+  end
+  local region, w = self.region, weight_of(self)
+  local per, N = w:size(0), targets:numel()
+  local first, dtype = region.rank * per, w:dtype() == "fp64" and "fp64" or "fp32"
+  x, targets = region:gather(x):reshape(N, -1), targets:reshape(N):to "int64"
+  local counts = targets:ne(options.ignore_index or -100)
+  local own = targets - first
+  local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts):to(dtype)
+  own, counts = own:clamp(0, per - 1), counts:to(dtype)
+  local low, rows, stats = padding_of(self, w, first), math.max(1, math.floor(PANEL / (4 * per))), {}
+  for from = 0, N - 1, rows do
+    local n = math.min(rows, N - from)
+    stats[#stats + 1] = ps.recompute(of_rows, x:narrow(0, from, n), w, low, own:narrow(0, from, n),
+      here:narrow(0, from, n), dtype)
+  end
+  local mine = #stats == 1 and stats[1] or ps.cat(stats, 1)                             -- [3, N]
+  local all = region.group:gather_from(mine:reshape(1, 3, N):contiguous(), 0)           -- [t, 3, N]
+  local top = all:select(1, 0):detach()                                                 -- [t, N]
+  local most = top:amax(0, true)
+  local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
+  local total = ((sum:log() + most:reshape(N) - all:select(1, 2):sum(0)) * counts):sum()
+  if reduction == "sum" then return total end
+  return total / counts:sum():clamp(1, N)
+end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 

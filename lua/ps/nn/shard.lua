@@ -106,6 +106,24 @@ function shard.cut(desc, whole)
   return t
 end
 
+--- The whole tensor of all ranks' shards.
+---@param desc ps.nn.Shard of any of them
+---@param shards ps.Tensor[] by rank, from 1
+---@return ps.Tensor
+function shard.join(desc, shards)
+  local whole, d = ps.empty(desc.full_shape, { dtype = shards[1]:dtype(), device = shards[1]:device() }), desc.dim
+  ps.no_grad(function()
+    for rank, part in ipairs(shards) do
+      local other = setmetatable({ index = rank - 1 }, { __index = desc })
+      for _, piece in ipairs(shard.pieces(other)) do
+        local size = piece.shape[d + 1]
+        whole:narrow(d, piece.offset[d + 1], size):copy_(part:narrow(d, piece.at[d + 1], size))
+      end
+    end
+  end)
+  return whole
+end
+
 --- Says that a parameter is a shard.
 ---@param parameter ps.Tensor of shard.shape(desc)
 ---@param desc ps.nn.Shard
