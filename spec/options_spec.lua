@@ -64,6 +64,10 @@ local CALLS = {
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
+  { "nn.ParallelLMHead's loss", "reductn", "reduction", function(o)
+    local head = nn.ParallelLMHead(2, 4, { group = ps.dist.self() })
+    head:loss(ps.randn { 1, 2 }, ps.zeros({ 1 }, { dtype = "int64" }), o)
+  end },
   { "nn.LMHead", "bias", false, function(o) nn.LMHead(2, 3, o) end },
   { "nn.Embedding", "sparse", false, function(o) nn.Embedding(2, 3, o) end },
   { "nn.LayerNorm", "elementwise_affine", false, function(o) nn.LayerNorm(3, o) end },

@@ -10,11 +10,12 @@ local function pieces(given) return shard.pieces(shard.new(given)) end
 -- The whole tensor put together from all ranks' shards, by their pieces alone, with the number of times each element
 -- was written.
 local function joined(whole, given)
-  local t, times = ps.zeros(whole:shape()), ps.zeros(whole:shape())
+  local t, times, parts, any = ps.zeros(whole:shape()), ps.zeros(whole:shape()), {}, nil
   for index = 0, given.count - 1 do
     given.index, given.full_shape = index, whole:shape()
     local desc = shard.new(given)
     local part = shard.cut(desc, whole)
+    parts[index + 1], any = part, desc
     for _, piece in ipairs(shard.pieces(desc)) do
       local from, to, counts = part, t, times
       for d, size in ipairs(piece.shape) do
@@ -25,6 +26,7 @@ local function joined(whole, given)
       counts:add_(1)
     end
   end
+  assert.same(whole:tolist(), shard.join(any, parts):tolist())
   return t, times
 end
 
