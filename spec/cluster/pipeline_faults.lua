@@ -1,0 +1,104 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Faults in each kind of action of a pipeline, on each rank, by hand: what the other ranks are told, and after how many
+-- seconds. Three ranks train under zb_h1; in their second step one of them meets its fault.
+--   psluajit spec/cluster/pipeline_faults.lua [FAULTS [ACTIONS [RANKS]]]     e.g. "kill stop" "F W" 1
+-- FAULTS: kill (SIGKILL), stop (SIGSTOP for 6 s), lua (an error in Lua), memory (every request fails), disk (every
+-- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE. PS_SLOW=SECONDS: an action takes so
+-- long, so that the beats of a real step's length tell in which action the rank was.
+-- A line for each case; its last words are those of the lowest other rank. It ends with 1 where a rank hung or named
+-- nobody.
+local lib = require "spec.ranks_lib"
+
+local SCRIPT = [[
+  local ps = require "ps"
+  local C = ps.C
+  local FAULT, ACTION, VICTIM, SLOW = %q, %q, %d, %s
+  local folder = %q
+  ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = 1,
+    rendezvous = "file://" .. folder .. "/rendezvous" }
+  local gpt2, unistd, signal = require "models.gpt2", require "posix.unistd", require "posix.signal"
+  local memory = FAULT == "disk" and { host = "4MiB", disk = { path = folder } } or nil
+  local model, optimizer = ps.initialize { quiet = true, config = { gradient_accumulation_steps = 4,
+      plan_print = false, gradient_clipping = 1, memory = memory, pipeline = { stages = 3, schedule = "zb_h1" } },
+    model_func = function() return gpt2.new("tiny", { n_layer = 3, dropout = 0 }) end }
+  local step, at, met = 0, nil, false
+  local faults = {
+    kill = function() signal.kill(unistd.getpid(), signal.SIGKILL) end,
+    stop = function()
+      local pid = unistd.getpid()
+      os.execute(("(sleep 6; kill -CONT %%d) >/dev/null 2>&1 &"):format(pid))
+      signal.kill(pid, signal.SIGSTOP)
+    end,
+    lua = function() error("no such luck", 0) end,
+    memory = function() C.ps_test_fail_alloc(0, 2 ^ 40) end,
+    disk = function() C.ps_test_fail_io(0, 2 ^ 40, 28) end          -- ENOSPC,
+  }
+  local function action(name)
+    if step ~= 2 then return end
+    if SLOW > 0 then os.execute("sleep " .. SLOW) end
+    if met or name ~= ACTION or ps.rank() ~= VICTIM then return end
+    met = true
+    faults[FAULT]()
+  end
+  local names = { [C.PS_ACT_FORWARD] = "F", [C.PS_ACT_BACKWARD] = "B", [C.PS_ACT_INPUT] = "B",
+    [C.PS_ACT_WEIGHT] = "W", [C.PS_ACT_REDUCE] = "REDUCE", [C.PS_ACT_YIELD] = "YIELD" }
+  local function before(object, method, tell)
+    local was = object[method]
+    object[method] = function(...)
+      tell()
+      return was(...)
+    end
+  end
+  local next_action = model.pipe.next
+  function model.pipe:next()
+    local kind, v, micro = next_action(self)
+    if kind and (micro > 0 or names[kind] == "REDUCE") then action(names[kind]) end
+    return kind, v, micro
+  end
+  before(model.optimizer, "norm", function() action "NORM" end)
+  before(model.optimizer, "update", function() action "UPDATE" end)
+  local ok, problem = pcall(function()
+    for s = 1, 20 do
+      step = s
+      ps.manual_seed(s)
+      local x = ps.randint(0, 250, { 8, 16 }, { dtype = "int32" })
+      optimizer:zero_grad()
+      if step == 2 then at = ps.now() end
+      for out in model:micro_batches(x, x) do model:backward(out.loss) end
+      optimizer:step()
+    end
+  end)
+  local words = ok and "nothing" or tostring(problem):gsub("\n", " ")
+  print(("told after %%.1f s: %%s"):format(ps.now() - (at or ps.now()), words))
+  if not ok and ps.rank() == VICTIM then error(problem, 0) end
+]]
+
+local faults = arg[1] or "kill stop lua memory disk"
+local actions, victims = arg[2] or "F B W REDUCE YIELD NORM UPDATE", arg[3] or "0 1 2"
+local slow = tonumber(os.getenv "PS_SLOW" or 0)
+local folder, failed = lib.folder(), false
+
+for fault in faults:gmatch "%a+" do
+  for action in actions:gmatch "%a+" do
+    for victim in victims:gmatch "%d+" do
+      local all = lib.run(folder, 3, SCRIPT:format(fault, action, victim, slow, folder),
+        fault == "disk" and "PS_STRESS=1" or nil)               -- chunks go to the disk and come back at every pin
+      local line, said = {}, nil
+      for rank = 0, 2 do
+        local seconds, words = all[rank].text:match "told after ([%d.]+) s: ([^\n]*)"
+        if rank ~= tonumber(victim) then
+          local named = words and words:find("rank " .. victim .. " (", 1, true)
+          local stage = words and words:find("stage %d of pp")
+          line[#line + 1] = not words and "silent" or ("%s s, %s%s"):format(seconds, named and "named" or "NOT NAMED",
+            stage and ", action and stage" or "")
+          failed = failed or not named
+          said = said or words or all[rank].text
+        end
+      end
+      print(("%-6s %-6s on rank %s: %s | %s: %s"):format(fault, action, victim, line[1], line[2], said:sub(1, 300)))
+      io.stdout:flush()
+    end
+  end
+end
+lib.remove(folder)
+os.exit(failed and 1 or 0)
