@@ -20,6 +20,14 @@ local BEGIN = [[
     ps.manual_seed(3)
     return ps.initialize(request)
   end
+  -- A step, whose losses it prints.
+  local function train(model, optimizer, ...)
+    for out in model:micro_batches(...) do
+      print(("loss %.17g"):format(out.loss:item()))
+      model:backward(out.loss)
+    end
+    optimizer:step()
+  end
   ps.manual_seed(8)
   local x, y = ps.randint(0, 256, { 6, 12 }, { dtype = "int32" }), ps.randint(0, 256, { 6, 12 }, { dtype = "int32" })
   local last = rank == size - 1
@@ -258,11 +266,7 @@ describe("a pipeline", function()
             if name:find "wte" or name:find "wpe" or name:find "h%.[01]%." then p:requires_grad(false) end
           end
         end
-        for out in model:micro_batches(x, y) do
-          print(("loss %.17g"):format(out.loss:item()))
-          model:backward(out.loss)
-        end
-        optimizer:step()
+        train(model, optimizer, x, y)
       end
       model:close()
     ]]
@@ -307,13 +311,7 @@ describe("a pipeline", function()
       end, config = { plan_print = false, gradient_accumulation_steps = 3, pipeline = PIPE, optimizer = {
         type = "AdamW", params = { lr = 1e-2, eps = 1e-4 } } } }
       local ids = ps.randint(0, 64, { 6, 12 }, { dtype = "int32" })
-      for _ = 1, 2 do
-        for out in model:micro_batches { input_ids = ids, labels = ids } do
-          print(("loss %.17g"):format(out.loss:item()))
-          model:backward(out.loss)
-        end
-        optimizer:step()
-      end
+      for _ = 1, 2 do train(model, optimizer, { input_ids = ids, labels = ids }) end
       model:close()
     ]]
     assert.equal(one, first)
@@ -333,13 +331,7 @@ describe("a pipeline", function()
           { match = function(name) return name:match "bias$" ~= nil end, weight_decay = 0 }, {} } })
         load(model, optimizer)
         ps.manual_seed(21)
-        for _ = 1, 2 do
-          for out in model:micro_batches(x, y) do
-            print(("loss %.17g"):format(out.loss:item()))
-            model:backward(out.loss)
-          end
-          optimizer:step()
-        end
+        for _ = 1, 2 do train(model, optimizer, x, y) end
         return model, optimizer
       end
     ]]
