@@ -81,6 +81,10 @@ local CALLS = {
   { "nn.RowParallelLinear", "splitinput", "split_input", function(o) nn.RowParallelLinear(4, 8, o) end },
   { "nn.VocabParallelEmbedding", "paddin_idx", "padding_idx", function(o) nn.VocabParallelEmbedding(4, 8, o) end },
   { "nn.ParallelLMHead", "tie", "tied", function(o) nn.ParallelLMHead(4, 8, o) end },
+  { "nn.ParallelLMHead's loss", "ignoreindex", "ignore_index", function(o)
+    nn.ParallelLMHead(4, 8, { group = ps.dist.self() }):loss(ps.ones { 2, 4 }, ps.zeros({ 2 }):long(), o)
+  end },
+  { "nn.ParallelCrossEntropy", "word", "words", function(o) nn.ParallelCrossEntropy(o) end },
   { "AdamW", "learning_rate", false, function(o) optim.AdamW(model(), o) end, source = "call" },
   { "Adam", "beta", "betas", function(o) optim.Adam(model(), o) end, source = "call" },
   { "SGD", "momentun", "momentum", function(o) optim.SGD(model(), o) end, source = "call" },

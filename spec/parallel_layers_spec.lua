@@ -7,7 +7,7 @@ local BEGIN = [[
   local F, shard = ps.F, require "ps.nn.shard"
   local function near(got, want, what, tol)
     assert(table.concat(got:shape(), " ") == table.concat(want:shape(), " "), what .. ": shapes")
-    local scale = math.max(1, want:abs():max():item())
+    local scale = want:numel() > 0 and math.max(1, want:abs():max():item()) or 1
     local off = got:numel() > 0 and (got:double() - want:double()):abs():max():item() / scale or 0
     assert(off <= (tol or 1e-12), ("%s is off by %g"):format(what, off))
   end
@@ -179,6 +179,71 @@ local VOCABULARY = [[
   end
 ]]
 
+-- The loss by its formula, in fp64: log sum exp of a row's logits, less that of its target.
+local LOSS = [[
+  for _, V in ipairs { 3 * size, 3 * size - 1, 4 } do
+    local n, v = 6, math.ceil(V / size)
+    ps.manual_seed(8)
+    local all = ps.randn({ 2, n, v * size }, { dtype = "fp64" }) * 5
+    all = all:narrow(2, 0, V)
+    local targets = ps.randint(0, V, { 2, n })
+    targets[{ 0, 2 }] = -100
+    targets[{ 1, 0 }] = V - 1
+    local own = ps.full({ 2, n, v }, 7, { dtype = "fp64" })                        -- padding counts for nothing
+    local mine = math.max(0, math.min(v, V - rank * v))
+    own:narrow(2, 0, mine):copy_(all:narrow(2, math.min(V, rank * v), mine))
+    local counts = targets:ne(-100):to("fp64")
+    local picked = all:gather(-1, targets:clamp(0, V - 1):unsqueeze(-1)):squeeze(-1)
+    local rows = (all:exp():sum(-1):log() - picked) * counts
+    local want = { none = rows, sum = rows:sum(), mean = rows:sum() / counts:sum() }
+    for _, reduction in ipairs { "none", "sum", "mean" } do
+      local layer = nn.ParallelCrossEntropy { group = group, reduction = reduction, words = V }
+      local leaf = own:clone():requires_grad(true)
+      local loss = layer(leaf, targets)
+      near(loss, want[reduction], reduction)
+      near(ps.no_grad(function() return layer(own, targets) end), want[reduction], reduction .. " without gradients")
+      loss:sum():backward()
+      local slope = (all:softmax(-1) - ps.arange(V):eq(targets:unsqueeze(-1)):to("fp64")) * counts:unsqueeze(-1)
+      if reduction == "mean" then slope = slope / counts:sum() end
+      near(leaf:grad():narrow(2, 0, mine), slope:narrow(2, math.min(V, rank * v), mine), reduction .. "'s gradient")
+      assert(mine == v or leaf:grad():narrow(2, mine, v - mine):abs():max():item() == 0)
+    end
+    local none = ps.full({ 2, n }, -100, { dtype = "int64" })
+    assert(nn.ParallelCrossEntropy { group = group, words = V }(own, none):item() == 0)
+    for _, wrong in ipairs { V, -1 } do
+      local ok, why = pcall(nn.ParallelCrossEntropy { group = group, words = V }, own, none * 0 + wrong)
+      assert(not ok and tostring(why):find(("outside [0, %d)"):format(V), 1, true), tostring(why))
+    end
+  end
+  local two = ps.zeros({ 2 }):long()
+  local ok, why = pcall(nn.ParallelCrossEntropy { group = group, words = 100 }, ps.ones { 2, 3 }, two)
+  assert(not ok and tostring(why):find "100 words")
+  -- in panels: all logits never exist, and backward keeps none
+  local N, C, V = 2100, 8, 512 * size
+  for _, dtype in ipairs { "fp32", "bf16" } do
+    ps.manual_seed(9)
+    local head = nn.ParallelLMHead(C, V, { group = group, std = 0.5, dtype = dtype })
+    ps.manual_seed(9)
+    local whole = nn.LMHead(C, V, { std = 0.5, dtype = dtype })
+    local a, targets = ps.randn({ N, C }):to(dtype):requires_grad(true), ps.randint(0, V, { N })
+    local b = a:detach():clone():requires_grad(true)
+    ps.collect()
+    local before = ps.memory("cpu").used
+    local loss = head:loss(a, targets)
+    ps.collect()
+    local kept = ps.memory("cpu").used - before
+    assert(kept < N * V / size, kept)
+    loss:backward()
+    local plain = whole:loss(b, targets)
+    plain:backward()
+    local tol = dtype == "fp32" and 1e-6 or 0.01
+    near(loss, plain, dtype .. " loss", 1e-6)
+    near(a:grad() * N, b:grad() * N, dtype .. " x's gradient", tol * 10)
+    local desc = shard.of(head.weight)
+    near(head.weight:grad() * 100, shard.cut(desc, whole.weight:grad()) * 100, dtype .. " weight's gradient", tol)
+  end
+]]
+
 -- A layer of a transformer has two such pairs of products: 10 (t - 1) / t of b s h elements, or 8 where gathered rows
 -- are kept (Korthikanti et al. 2022, 4.2.2, and the gather for dw).
 local BYTES = [[
@@ -209,6 +274,9 @@ describe("layers of which ranks have parts", function()
   it("gather, split and reduce as they are told", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
   it("share a vocabulary out, padded, as a table and as a head", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. VOCABULARY) end
+  end)
+  it("have the loss of a vocabulary that they share out", function()
+    for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. LOSS) end
   end)
   it("send the bytes of the theory", function() lib.check(folder, 2, BEGIN .. BYTES) end)
 end)

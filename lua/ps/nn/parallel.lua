@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Layers of which each rank of a group has a part (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
--- VocabParallelEmbedding, ParallelLMHead (Shoeybi et al. 2019, "Megatron-LM"); and Region, by which the layers of a
--- model know whether ranks share out the rows between them (sequence parallelism, Korthikanti et al. 2022, "Reducing
--- Activation Recomputation in Large Transformer Models").
+-- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"); and Region, by
+-- which the layers of a model know whether ranks share out the rows between them (sequence parallelism, Korthikanti et
+-- al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 --
 -- A column layer has a part of a product's outputs, a row layer a part of its inputs. One behind the other, as in
 -- attention and MLPs, they meet once: behind the row layer, whose products are added up over the ranks.
@@ -342,27 +342,57 @@ end
 local PANEL = 2 ^ 22                       -- bytes of logits at a time
 local LOW = { fp16 = -6e4 }                -- of columns that are no words; another type: -1e30
 
--- Of rows x [n, C]: the largest of this rank's logits, the sum of exp(logit - that), and the target's logit, 0 of a
--- target that is not here: [3, n] of `dtype`.
-local function of_rows(x, w, low, own, here, dtype)
-  local logits = ps.ops.linear(x, w, low, nil, 1):to(dtype)
+-- Of logits [n, v]: the largest of this rank's, the sum of exp(logit - that), and the target's logit, 0 of a target
+-- that is not here: [3, n].
+local function stats_of(logits, own, here)
   local top = logits:detach():amax(-1, true)
   local sum = (logits - top):exp():sum(-1)
   local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
   return ps.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
 end
 
--- A bias of this rank's columns, low where they are no words; nil: all are.
-local function padding_of(head, w, first)
-  local per = w:size(0)
-  local words = math.max(0, math.min(per, head.outputs - first))
+-- The same of rows x [n, C], in `dtype`.
+local function of_rows(x, w, low, own, here, dtype)
+  return stats_of(ps.ops.linear(x, w, low, nil, 1):to(dtype), own, here)
+end
+
+-- A bias of this rank's columns, low where they are none of `total` words; nil: all are.
+local function padding_of(total, first, per, where)
+  local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
-  local low = ps.zeros({ per }, { dtype = w:dtype(), device = w:device() })
-  ps.no_grad(function() low:narrow(0, words, per - words):fill_(LOW[w:dtype()] or -1e30) end)
+  local low = ps.zeros({ per }, where)
+  ps.no_grad(function() low:narrow(0, words, per - words):fill_(LOW[where.dtype] or -1e30) end)
   return low
 end
 
-local LOSS = { ignore_index = "whole", reduction = "string" }
+-- Of targets [N] among `total` words, of which this rank has `per` from `first` on: their columns here, int64, and by 1
+-- and 0 of `dtype` whether they are here, and whether they count.
+local function places_of(targets, ignore, total, first, per, dtype)
+  local counts = targets:ne(ignore)
+  -- A lookup refuses what is outside of [0, total). Its table is behind all words.
+  ps.ops.embedding(ps.zeros({ 1, 1 }, { device = targets:device() }), counts:where(targets, 0), -1, total, total)
+  local own = targets - first
+  local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts)
+  return own:clamp(0, per - 1), here:to(dtype), counts:to(dtype)
+end
+
+-- The rows' losses [N], 0 where they do not count, from this rank's stats [3, N].
+local function losses_of(group, mine, counts)
+  local N = counts:numel()
+  local all = group:gather_from(mine:reshape(1, 3, N):contiguous(), 0)                  -- [t, 3, N]
+  local top = all:select(1, 0):detach()                                                 -- [t, N]
+  local most = top:amax(0, true)
+  local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
+  return (sum:log() + most:reshape(N) - all:select(1, 2):sum(0)) * counts
+end
+
+-- The mean of none is 0.
+local function reduced(losses, counts, reduction)
+  if reduction == "sum" then return losses:sum() end
+  return losses:sum() / counts:sum():clamp(1, math.max(1, counts:numel()))
+end
+
+local LOSS, MEAN_OR_SUM = { ignore_index = "whole", reduction = "string" }, { mean = true, sum = true }
 
 --- The mean cross entropy of the logits. Logits are made in panels of rows, and again in backward, so that all of them
 --- never exist. The ranks exchange three numbers a row: the largest logit, the sum of exponentials and the target's
@@ -374,34 +404,69 @@ local LOSS = { ignore_index = "whole", reduction = "string" }
 function Head:loss(x, targets, options)
   options = caller.options(options, "nn.ParallelLMHead's loss", LOSS)
   local reduction = options.reduction or "mean"
-  if reduction ~= "mean" and reduction ~= "sum" then
-    error(("nn.ParallelLMHead's loss: reduction is '%s'; it is 'mean' or 'sum'"):format(tostring(reduction)))
-  end
+  caller.one_of(reduction, MEAN_OR_SUM, "nn.ParallelLMHead's loss: reduction")
   local region, w = self.region, weight_of(self)
   local per, N = w:size(0), targets:numel()
   local first, dtype = region.rank * per, w:dtype() == "fp64" and "fp64" or "fp32"
   x, targets = region:gather(x):reshape(N, -1), targets:reshape(N):to "int64"
-  local counts = targets:ne(options.ignore_index or -100)
-  local own = targets - first
-  local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts):to(dtype)
-  own, counts = own:clamp(0, per - 1), counts:to(dtype)
-  local low, rows, stats = padding_of(self, w, first), math.max(1, math.floor(PANEL / (4 * per))), {}
+  local own, here, counts = places_of(targets, options.ignore_index or -100, self.outputs, first, per, dtype)
+  local low = padding_of(self.outputs, first, per, { dtype = w:dtype(), device = w:device() })
+  local rows, stats = math.max(1, math.floor(PANEL / (4 * per))), {}
   for from = 0, N - 1, rows do
     local n = math.min(rows, N - from)
     stats[#stats + 1] = ps.recompute(of_rows, x:narrow(0, from, n), w, low, own:narrow(0, from, n),
       here:narrow(0, from, n), dtype)
   end
   local mine = #stats == 1 and stats[1] or ps.cat(stats, 1)                             -- [3, N]
-  local all = region.group:gather_from(mine:reshape(1, 3, N):contiguous(), 0)           -- [t, 3, N]
-  local top = all:select(1, 0):detach()                                                 -- [t, N]
-  local most = top:amax(0, true)
-  local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
-  local total = ((sum:log() + most:reshape(N) - all:select(1, 2):sum(0)) * counts):sum()
-  if reduction == "sum" then return total end
-  return total / counts:sum():clamp(1, N)
+  return reduced(losses_of(region.group, mine, counts), counts, reduction)
 end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 
+---@class ps.nn.ParallelCrossEntropy: ps.nn.Module
+local CrossEntropy = core.class("ParallelCrossEntropy")
+CrossEntropy.unscoped = true
+
+local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", ignore_index = "whole",
+  reduction = "string" }
+local REDUCTIONS = { none = true, mean = true, sum = true }
+
+--- The cross entropy of logits of which each rank has those of some words. The ranks exchange three numbers a row.
+---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer,
+---  reduction?: "mean"|"sum"|"none"} region, or group: the ranks. words: V, default t times the logits of a rank;
+---  columns behind V are padding. ignore_index, reduction: F.cross_entropy's
+function CrossEntropy:init(options)
+  local call = "nn.ParallelCrossEntropy"
+  options = caller.options(options, call, CROSS_ENTROPY)
+  rawset(self, "region", region_of(options, call))
+  self.words, self.ignore_index = options.words, options.ignore_index or -100
+  self.reduction = options.reduction or "mean"
+  caller.one_of(self.reduction, REDUCTIONS, call .. ": reduction")
+end
+
+local function of_logits(logits, low, own, here, dtype)
+  logits = logits:to(dtype)
+  return stats_of(low and logits + low or logits, own, here)
+end
+
+--- The loss, the same on all ranks. Logits get the gradient of this rank's words.
+---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
+---@param targets ps.Tensor integers [...], the same on all ranks
+---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+function CrossEntropy:forward(logits, targets)
+  local region, per, N = self.region, logits:size(-1), targets:numel()
+  local total, first = self.words or per * region.size, region.rank * per
+  if math.ceil(total / region.size) ~= per then
+    error(("nn.ParallelCrossEntropy: %d words on %d ranks are not %d logits on each"):format(total, region.size, per))
+  end
+  local dtype = logits:dtype() == "fp64" and "fp64" or "fp32"
+  local own, here, counts = places_of(targets:reshape(N):to "int64", self.ignore_index, total, first, per, dtype)
+  local low = padding_of(total, first, per, { dtype = dtype, device = logits:device() })
+  local mine = ps.recompute(of_logits, logits:reshape(N, per), low, own, here, dtype)
+  local losses = losses_of(region.group, mine, counts)
+  if self.reduction == "none" then return losses:reshape(targets:shape()) end
+  return reduced(losses, counts, self.reduction)
+end
+
 return { Region = Region, ColumnParallelLinear = Column, RowParallelLinear = Row, VocabParallelEmbedding = Vocabulary,
-  ParallelLMHead = Head }
+  ParallelLMHead = Head, ParallelCrossEntropy = CrossEntropy }
