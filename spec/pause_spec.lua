@@ -186,6 +186,11 @@ describe("Ctrl-C on a terminal", function()
     t:expect "paused at "
     t:expect "variables of the script: a, b, inner, none, ps, rate, signal, top, unistd, x\n"
     t:expect "> "
+    t:wait(0.3)                                            -- until it reads
+    t:type "unis\t"
+    t:expect "unistd"
+    t:type " ~= 1\n"
+    t:expect "true\n> "
     t:run "a, top, rate, none = 10, 50, rate * 2, 'now'"
     t:run "x = x * 3"
     t:run "fresh, counted = 7, counted + 1"

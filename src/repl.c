@@ -209,7 +209,7 @@ static int terminal_columns(void)
     return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col ? size.ws_col : 80;
 }
 
-/* complete.tab(text before the cursor, columns) -> text to insert, text to show below. */
+/* complete.tab(text before the cursor, columns, environment) -> text to insert, text to show below. */
 static unsigned char on_tab(EditLine *el, int ch)
 {
     struct repl *r;
@@ -229,7 +229,9 @@ static unsigned char on_tab(EditLine *el, int ch)
     lua_rawgeti(L, LUA_REGISTRYINDEX, r->complete);
     lua_pushlstring(L, info->buffer, (size_t)(info->cursor - info->buffer));
     lua_pushinteger(L, terminal_columns());
-    if (program_call(L, 2, 2) == 0) {
+    if (r->environment != LUA_NOREF) lua_rawgeti(L, LUA_REGISTRYINDEX, r->environment);
+    else lua_pushnil(L);
+    if (program_call(L, 3, 2) == 0) {
         const char *insert = lua_tostring(L, -2), *listing = lua_tostring(L, -1);
         if (insert && *insert) {
             el_insertstr(el, insert);

@@ -70,8 +70,9 @@ end
 --- The value of the chain of names and constant indices ("a.b[1].c") that ends `text`; nil when there is none, or when
 --- a step leads nowhere.
 ---@param text string
+---@param root table what has the first name
 ---@return any
-local function resolve(text)
+local function resolve(text, root)
   local keys = {}
   repeat
     local before, key = text:match("^(.-)([%a_][%w_]*)$")
@@ -87,7 +88,7 @@ local function resolve(text)
     text = dot and before:sub(1, -2) or before
   until name and not dot
   if text:find("[:%w]$") then return nil end
-  local value = _G
+  local value = root
   for _, key in ipairs(keys) do
     if value == nil then return nil end
     value = get(value, key)
@@ -97,19 +98,21 @@ end
 
 --- The names that complete the end of `text`, sorted, and the part of `text` they replace.
 ---@param text string what stands before the cursor
+---@param environment? table of statements; default the globals
 ---@return string[] names functions end in "("
 ---@return string prefix
-function complete.candidates(text)
+function complete.candidates(text, environment)
+  local root = environment or _G
   local path, separator, prefix = text:match("^(.*)([%.:])([%w_]*)$")
   local found
   if path and path:find("[%w_%]]$") then
-    local value = resolve(path)
+    local value = resolve(path, root)
     if value == nil then return {}, prefix end
     found = names_of(value, separator == ":")
   else
     prefix = text:match("[%a_][%w_]*$") or ""
     if text:sub(1, #text - #prefix):find("[%w%.:]$") then return {}, prefix end
-    found = names_of(_G, false)
+    found = names_of(root, false)
     for _, w in ipairs(keywords) do
       if found[w] == nil then found[w] = false end
     end
@@ -145,9 +148,10 @@ end
 --- For the line editor: what to insert at the cursor, and what to show when there is a choice.
 ---@param text string
 ---@param width integer
+---@param environment? table of statements; default the globals
 ---@return string insert, string|nil listing
-function complete.tab(text, width)
-  local names, prefix = complete.candidates(text)
+function complete.tab(text, width, environment)
+  local names, prefix = complete.candidates(text, environment)
   if #names == 0 then return "", nil end
   local common = names[1]
   for _, n in ipairs(names) do

@@ -94,11 +94,16 @@ function locals.names()
   return names
 end
 
---- A table that has the variables before what is in another one. A new name goes into that one.
+--- A table that has the variables before what is in another one. A new name goes into that one. TAB offers both.
 ---@param beneath table
 ---@return table
 function locals.over(beneath)
   return setmetatable({}, {
+    __names = function()
+      local values = {}
+      for name, variable in pairs(kept) do values[name] = variable.value end
+      return values, beneath
+    end,
     __index = function(_, name)
       local variable = kept[name]
       if variable then return variable.value end

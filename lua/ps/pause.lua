@@ -76,6 +76,12 @@ function pause.environment()
     print "(some of its functions may have been compiled: values that nothing reads any more may be old)"
   end
   return locals.over(setmetatable({}, {
+    __names = function()
+      local ps, values = require "ps", {}
+      for name, value in pairs(typed) do values[name] = value end
+      values.ps, values.help = values.ps or ps, values.help or ps.help
+      return values, _G
+    end,
     __index = function(_, name)
       local value = rawget(_G, name)
       if value == nil then value = typed[name] end
