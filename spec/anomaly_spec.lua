@@ -126,3 +126,39 @@ describe("anomaly mode", function()
     assert.same(train(), ps.detect_anomaly(train))
   end)
 end)
+
+describe("anomaly mode of several ranks", function()
+  local lib = require "spec.ranks_lib"
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+  local folder
+  setup(function() folder = lib.folder() end)
+  teardown(function() lib.remove(folder) end)
+
+  it("names op, line and module where the NaN was made, and the others hear of it", function()
+    local said = lib.run(folder, 2, lib.begin(folder) .. [[
+      local Net = nn.class("Net")
+      function Net:init() self.up = nn.Linear(4, 4) end
+      function Net:forward(x)
+        return (self.up(x) + ps.log(x)):mean()
+      end
+      local model, optimizer = ps.initialize { quiet = true, model_func = function() return Net() end,
+        config = { plan_print = false, zero_optimization = { stage = 2 }, train_batch_size = 4,
+          optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
+      ps.set_detect_anomaly(true)
+      for step = 1, 3 do
+        local x = ps.ones { 2, 4 }
+        if step == 2 and rank == 1 then x = x * -1 end
+        model:backward(model(x))
+        optimizer:step()
+        print("step " .. step .. " done")
+      end]])
+    for rank = 0, 1 do
+      assert.equal(1, said[rank].code, said[rank].text)
+      assert.truthy(said[rank].text:find("step 1 done", 1, true), said[rank].text)
+      assert.falsy(said[rank].text:find("step 2 done", 1, true), said[rank].text)
+    end
+    assert.matches("log made a NaN, called at %S*script.lua:%d+, in [^\n]*Net", said[1].text)
+    assert.falsy(said[0].text:find("made a NaN, called at", 1, true) and not said[0].text:find("rank 1", 1, true))
+    assert.truthy(said[0].text:find("rank 1", 1, true), said[0].text)
+  end)
+end)
