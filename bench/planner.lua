@@ -10,6 +10,8 @@
 --   median_time_error, worst_time_error         of the absolute values
 --   pairs_ordered      share of the pairs more than 20 % apart whose order the plan has right
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
+--   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 of these, by kinds of stage: seconds of it all,
+--                      and the most that one of its processes took
 --   published          the largest models that others published, in billions, beside ours on the same machine, and the
 --                      tier that is full first
 -- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
@@ -231,6 +233,14 @@ local function main()
   out.dry_175b_s, out.dry_175b_mib = round(C.ps_now() - began), dry.rss and round(dry.rss / 2 ^ 20)
   print(("175 B on 8 H200: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message, out.dry_175b_s,
     tostring(out.dry_175b_mib)))
+  gpt3.stages, gpt3.micros, gpt3.ranks, gpt3.stage, gpt3.device = 8, 64, 32, 1, "cuda"
+  local mesh = on_hardware("h200x8", 2e12, gpt3)
+  mesh.ranks, mesh.kinds, mesh.args = gpt3.ranks, nil, { cjson.encode(gpt3) }
+  began = C.ps_now()
+  dry = trial.run(mesh)
+  out.plan_175b_s, out.plan_175b_mib = round(C.ps_now() - began), dry.rss and round(dry.rss / 2 ^ 20)
+  print(("175 B on dp 4 x pp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message, out.plan_175b_s,
+    tostring(out.plan_175b_mib)))
   for _, row in ipairs(args.no_published and {} or PUBLISHED) do
     local got = published(row)
     table.insert(out.published, got)

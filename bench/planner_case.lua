@@ -26,20 +26,28 @@ local config = { device = device, seed = 5, plan_print = false, memory = memory,
   bf16 = case.precision == "bf16" and { enabled = true } or nil,
   fp16 = case.precision == "fp16" and { enabled = true } or nil, rates = case.rates,
   zero_optimization = case.stage and { stage = case.stage } or nil,
+  pipeline = case.stages and { stages = case.stages } or nil, gradient_accumulation_steps = case.micros,
   optimizer = { type = "AdamW", params = { lr = 1e-4 } } }
 local base = statm()
 local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
   return gpt2.new { n_layer = case.layers, n_embd = case.width, n_head = case.heads, n_positions = case.positions,
     vocab_size = case.vocab, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
 end }
-local x = ps.randint(0, case.vocab, { case.rows, case.positions }, { dtype = "int32" })
+local x = ps.randint(0, case.vocab, { case.rows * (case.micros or 1), case.positions }, { dtype = "int32" })
 local loss, times = nil, {}
 if case.record then ps.profiler.start { events = 16 } end
 for step = 1, steps do
   local began = ps.now()
   optimizer:zero_grad()
-  loss = model(x, x)
-  model:backward(loss)
+  if case.micros then
+    for out in model:micro_batches(x, x) do
+      loss = out.loss
+      model:backward(loss)
+    end
+  else
+    loss = model(x, x)
+    model:backward(loss)
+  end
   optimizer:step()
   local _ = loss:item()                                     -- waits for the device
   times[step] = ps.now() - began

@@ -103,6 +103,11 @@ describe("a plan of four stages", function()
       assert.equal(i - 1, math.floor(rank / 2))
     end
     assert.truthy(said.axes.dp > 0 and said.axes.pp > 0)
+    local text = table.concat(require("ps.planning.report").lines(said), "\n")
+    for _, line in ipairs { "in 4 stages, 1f1b, 1 virtual stage each, 8 micro%-batches; bubble", "\nbefore last +2 ",
+      "\naxis pp: a rank sends up to ", "\nseconds a step: " } do
+      assert.truthy(text:find(line), text)
+    end
   end)
 
   it("refuses what cannot be measured dry", function()

@@ -59,6 +59,18 @@ describe("ps.scope", function()
     assert.equal(before, ps.memory().used)
   end)
 
+  it("collects no garbage for tensors without data, which take no memory", function()
+    ps.collect_all()
+    collectgarbage "stop"
+    local weak, left = setmetatable({}, { __mode = "v" }), 0
+    local function plant() for i = 1, 10 do weak[i] = { i } end end
+    plant()
+    for _ = 1, 2 do ps.empty({ 2 ^ 20, 2 ^ 20 }, { device = "meta" }):keep() end
+    for i = 1, 10 do left = left + (weak[i] and 1 or 0) end
+    collectgarbage "restart"
+    assert.equal(10, left)
+  end)
+
   it("lets small tensors and kept ones live", function()
     local before, small, kept, view = used(), nil, nil, nil
     ps.scope(function()

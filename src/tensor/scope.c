@@ -39,12 +39,12 @@ void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
-    bool small = s->nbytes < PS_SCOPE_MIN_NBYTES;
+    bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data;
     ps_scope *outer = &ctx->root;
     if (ctx->suspended.on)                   /* nothing of a pause outlives it */
         for (outer = ctx->scope; outer->id != ctx->suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope, s);
-    if (small || ctx->scope == &ctx->root) ctx->unscoped_nbytes += s->nbytes + 512;   /* 512: headers, about */
+    if (takes && (small || ctx->scope == &ctx->root)) ctx->unscoped_nbytes += s->nbytes + 512;   /* 512: of headers */
 }
 
 int ps_scope_begin(ps_ctx *ctx, int64_t *id)

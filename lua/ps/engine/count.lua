@@ -146,7 +146,6 @@ end
 
 local function used()
   collectgarbage()
-  collectgarbage()
   return ps.memory("meta").used
 end
 
@@ -182,23 +181,56 @@ local function parameters_of(part, cost)
   end
 end
 
-local function run(module, args, carries)
+-- A text that parts have alike whose modules, sizes and operations are alike. They leave the same for their backward.
+local function likeness(part, cost)
+  local said = {}
+  for _, module in ipairs(part.modules) do said[#said + 1] = tostring(module) end
+  for _, key in ipairs { "forward", "input", "weight", "numel", "nbytes", "dropouts" } do
+    said[#said + 1] = ("%.17g"):format(cost[key])
+  end
+  for _, t in ipairs(cost.carry) do
+    said[#said + 1] = ("%s %s %s %s"):format(t.name, t.dtype, tostring(t.needs_grad), table.concat(t.shape, ","))
+  end
+  return table.concat(said, "\n")
+end
+
+-- One forward of all parts. Of those in `measured`, by number, garbage is collected before and behind them, to see what
+-- they leave.
+local function pass(module, args, measured)
   local list, watch, rng = module:parts(), setmetatable({}, Watch), ps.rng()
   local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
   rng.op = 0
   E.recorder = watch
   for i, part in ipairs(list) do
     local cost = { name = part.name, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0, trains = false,
-      first_dropout = tonumber(rng.op) }
+      activations = 0, first_dropout = tonumber(rng.op) }
     parameters_of(part, cost)
     watch.cost = cost
-    local before = carries and 0 or used()
+    local before = measured[i] and used()
     carry = ps.scope(part.forward, carry, batch)
-    cost.activations, cost.dropouts = carries and 0 or used() - before, tonumber(rng.op) - cost.first_dropout
+    if before then cost.activations = used() - before end
+    cost.dropouts = tonumber(rng.op) - cost.first_dropout
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
     if i == #list then cost.carry, cost.carry_nbytes = {}, 0 end
     costs[i] = cost
   end
+  return costs
+end
+
+-- Garbage of a large model takes long to collect, and most of its parts are alike: the first of each kind is measured.
+local function run(module, args, carries)
+  local list, costs = module:parts(), pass(module, args, {})
+  if carries then return costs end
+  local first, kind = {}, {}
+  for i, cost in ipairs(costs) do
+    local like = likeness(list[i], cost)
+    kind[like] = kind[like] or i
+    first[i] = kind[like]
+  end
+  local measured = {}
+  for _, i in pairs(kind) do measured[i] = true end
+  local seen = pass(module, args, measured)
+  for i, cost in ipairs(costs) do cost.activations = seen[first[i]].activations end
   return costs
 end
 

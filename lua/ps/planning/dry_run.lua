@@ -116,6 +116,24 @@ local function owned(engine)
   return list
 end
 
+-- The rank along dp, from 0, that owns most.
+local function owner(list)
+  local most = 1
+  for rank, numel in ipairs(list or {}) do if numel > list[most] then most = rank end end
+  return most - 1
+end
+
+-- Ends a run before its first step where another rank along dp owns more parameters, with the number of that rank.
+local function seek_owner(give)
+  local off
+  off = hooks.on("action", function()
+    off()
+    local engine = require("ps.engine.setup").current()
+    local other = engine and owner(owned(engine))
+    if other and other ~= engine.ranks.dp:rank() then give { fits = true, owner = other, ended = true } end
+  end)
+end
+
 -- How a model is cut, with the costs of its virtual stages for the script's micro-batches; nil: it is not.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
@@ -143,7 +161,7 @@ local function cut_of(engine)
     end
   end
   local micros = require("ps.engine.step").count(engine)
-  return { stages = pipe.size, stage = pipe.rank, schedule = cfg.schedule, virtual_stages = cfg.virtual_stages,
+  return { stages = pipe.size, stage = pipe.rank, schedule = cfg.schedule, virtual_stages = pipe.n / pipe.size,
     micro_batches = micros, vstages = vstages, sent = sent * micros }
 end
 
@@ -185,7 +203,8 @@ local function of_engine(engine, seen, when, tiers)
     rows = seen.rows, blocks = seen.blocks, owned = owned(engine), stage = engine.zero_stage,
     gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
     recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil,
-    cut = cut, axes = axes_of(engine, forecast, cut), model_parameters = cut and engine.module:num_parameters() or nil }
+    cut = cut, owner = owner(owned(engine)), axes = axes_of(engine, forecast, cut),
+    model_parameters = cut and engine.module:num_parameters() or nil }
 end
 
 -- Without an engine in chunks: what plain memory held at most.
@@ -263,6 +282,7 @@ function dry_run.perform(request, give)
   change_settings(request, seen)
   watch_joining(request)
   watch_rows(seen, request.rows)
+  if request.seeks_owner then seek_owner(give) end
   local when, note = watch_peaks()
   watch_blocks(seen, request.blocks)
   local ops = watch_ops()

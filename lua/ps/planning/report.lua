@@ -50,8 +50,8 @@ local function stages_text(list)
 end
 
 local function percent(range)
-  local low, high = 100 * range[1], 100 * (range[2] or range[1])
-  return high - low < 0.05 and ("%.1f %%"):format(low) or ("%.1f to %.1f %%"):format(low, high)
+  local low, high = ("%.1f"):format(100 * range[1]), ("%.1f"):format(100 * (range[2] or range[1]))
+  return low == high and low .. " %" or ("%s to %s %%"):format(low, high)
 end
 
 -- What each kind of stage holds.

@@ -7,6 +7,8 @@ local outside = require "ps.planning.outside"
 
 local trial = {}
 
+local AT_ONCE = 4                          -- dry runs side by side
+
 ---@class ps.planning.Request
 ---@field script string path
 ---@field args string[] of the script
@@ -22,6 +24,7 @@ local trial = {}
 ---@field disk? boolean true: there is a disk tier, with room for all
 ---@field rows? integer rows of each micro-batch, instead of the script's
 ---@field blocks? integer elements of the model's longest list of modules, instead of the script's
+---@field seeks_owner? boolean the run ends before its first step where another rank along dp owns more
 ---@field quiet? boolean notes of the engine go nowhere
 
 ---@class ps.planning.Result
@@ -40,6 +43,8 @@ local trial = {}
 ---@field rss? number bytes of the dry run's process, at most
 ---@field plain? table<string, number> without an engine: peak bytes by device
 ---@field owned? number[] by rank along dp: parameters that it owns; nil where ranks share nothing out
+---@field owner? integer the rank along dp, from 0, that owns most
+---@field ended? boolean the run ended before its first step (seeks_owner)
 ---@field cut? ps.planning.Pipeline how the model is cut into stages
 ---@field axes? {dp?: number, pp?: number} bytes that a rank sends in a step along each axis; of several ranks the most
 ---@field kinds? integer[] the ranks that were run
@@ -128,18 +133,16 @@ local function stages_of(cut)
   return list
 end
 
--- The ranks along dp that stand for all: the first, and of each number of parameters that ranks own the first one. Of a
--- pipeline's stage, the one which owns most.
+-- The ranks along dp that stand for all: the first, and of each number of parameters that ranks own the first one.
 local function owners(result)
-  local list, seen, most = {}, {}, 0
+  local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
     if not seen[numel] then
       seen[numel] = true
       list[#list + 1] = rank - 1
     end
-    if numel > (result.owned and result.owned[most + 1] or 0) then most = rank - 1 end
   end
-  return result.cut and { most } or list
+  return list
 end
 
 -- -- several ranks ----------------------------------------------------------------------------------------------------
@@ -173,31 +176,44 @@ local function joined(first, runs)
   return out
 end
 
--- Runs the ranks that stand for all, from what rank 0 gave.
-local function run_all(request, first)
-  local runs, done = {}, {}
-  local function run(rank, about)
-    local result = rank == 0 and first or done[rank] or trial.finish(trial.begin(of_rank(request, rank)))
-    done[rank] = result
-    if result.fits and about ~= false then note(runs, rank, result, about) end
-    return result
+-- Runs ranks, a few side by side. Gives their results by rank; those in `done` are not run again.
+local function run_ranks(request, ranks, done)
+  local running, first = {}, 1
+  local function finish_one()
+    done[ranks[first]] = running[first] and trial.finish(running[first]) or done[ranks[first]]
+    first = first + 1
   end
-  if not first.cut then
-    for _, rank in ipairs(owners(first)) do
-      local result = run(rank)
-      if not result.fits then return result end
-    end
-    return joined(first, runs)
+  for i, rank in ipairs(ranks) do
+    if i - first >= AT_ONCE then finish_one() end
+    running[i] = not done[rank] and trial.begin(of_rank(request, rank))
   end
-  local copies = request.ranks / first.cut.stages              -- ranks count along dp first
-  for _, about in ipairs(stages_of(first.cut)) do
-    local result = run(about.stage * copies, false)
-    if not result.fits then return result end
-    local rank = about.stage * copies + owners(result)[1]
-    result = run(rank, about)
-    if not result.fits then return result end
+  while first <= #ranks do finish_one() end
+  return done
+end
+
+-- Of ranks that were run: the result of the first that failed, else all of them as one.
+local function one_of(ranks, done, about)
+  local runs = {}
+  for i, rank in ipairs(ranks) do
+    if not done[rank].fits then return done[rank] end
+    note(runs, rank, done[rank], about and about[i])
   end
-  return joined(first, runs)
+  return joined(done[ranks[1]], runs)
+end
+
+-- The ranks of a pipeline that stand for all. Which rank owns most of a stage is known when the stage has been laid out
+-- on one; until then it is the one which owns most of the first stage.
+local function run_stages(request, first)
+  local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, { [0] = first }
+  local seeking = { seeks_owner = true }
+  for key, value in pairs(request) do seeking[key] = value end
+  for i, about in ipairs(list) do ranks[i] = about.stage * copies + first.owner end      -- ranks count along dp first
+  run_ranks(seeking, ranks, done)
+  for i, rank in ipairs(ranks) do
+    if not done[rank].fits then return done[rank] end
+    ranks[i] = list[i].stage * copies + done[rank].owner
+  end
+  return one_of(ranks, run_ranks(request, ranks, done), list)
 end
 
 --- Runs a script dry; with `ranks`, once for each rank that stands for others, of which all must fit: of each number of
@@ -206,19 +222,12 @@ end
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
 function trial.run(request)
-  if request.kinds then
-    local runs, first = {}, nil
-    for _, rank in ipairs(request.kinds) do
-      local result = trial.finish(trial.begin(of_rank(request, rank)))
-      if not result.fits then return result end
-      first = first or result
-      note(runs, rank, result)
-    end
-    return joined(first, runs)
-  end
+  if request.kinds then return one_of(request.kinds, run_ranks(request, request.kinds, {})) end
   local first = trial.finish(trial.begin(of_rank(request, 0)))
   if not request.ranks or not first.fits then return first end
-  return run_all(request, first)
+  if first.cut then return run_stages(request, first) end
+  local ranks = owners(first)
+  return one_of(ranks, run_ranks(request, ranks, { [0] = first }))
 end
 
 --- Whether a run failed for want of memory: then other budgets, rows or blocks may do.
