@@ -128,6 +128,8 @@ describe("weights of cut parameters", function()
         row.min, row.max, row.grad_std))
     end
     ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:set_grad(nil) end end)
+    local ok, why = pcall(ps.checkpoints.save, folder .. "/one.safetensors", { model = model })
+    assert(not ok and tostring(why):find("its part of this model only", 1, true), why)
     model:save_pretrained(folder .. "/pretrained")
     model:save_pretrained(folder .. "/small", { max_shard_size = 200 })
     model:save_parallelized(folder .. "/parts")
