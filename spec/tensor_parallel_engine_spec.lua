@@ -1,0 +1,147 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The engine with ranks that have parts of the same layers: gradients, the norm, and what ranks find out about each
+-- other, for a model whose parameters say by themselves how ranks share them out.
+local lib = require "spec.ranks_lib"
+
+local folder
+setup(function() folder = lib.folder() end)
+teardown(function() lib.remove(folder) end)
+
+-- The model is made as it is, in the place of one that is cut by a table. A rank's gradient is x of `whole`
+-- and `piece`, and (1 + its number along tp) times that of `part`.
+local MODEL = [[
+  local mesh, shard, nn = ps.mesh { tp = 2 }, require "ps.nn.shard", ps.nn
+  local tp, dp = mesh.rank "tp", mesh.rank "dp"
+  local Three = nn.class("Three")
+  function Three:init()
+    self.whole = nn.Parameter(ps.ones { 64 })
+    self.piece = shard.set(nn.Parameter(ps.full({ 64 }, 1 + tp)), shard.new { dim = 0, index = tp, count = 2,
+      full_shape = { 128 } })
+    self.part = shard.set_partial(nn.Parameter(ps.ones { 64 }))
+  end
+  local without = false
+  function Three:forward(x)
+    local loss = (x * self.whole + x * self.piece):sum()
+    if without then return loss end
+    return loss + (x * self.part * (1 + tp)):sum()
+  end
+  local cut, hooks = require "ps.tensor_parallel", require "ps.hooks"
+  function cut.make(model_func, _, where)
+    local off = hooks.on("parameter", where.stage)
+    local model = model_func()
+    off()
+    return model, nn.Region.new(mesh.group "tp", false, false)
+  end
+  local function start(more)
+    local config = { plan_print = false, overlap_optimizer = false, gradient_clipping = 1e9,
+      optimizer = { type = "AdamW", params = { lr = 1, eps = 1, weight_decay = 0 } } }
+    for key, value in pairs(more) do config[key] = value end
+    return ps.initialize { quiet = true, config = config, model_func = function() return Three() end }
+  end
+]]
+
+local function run(size, body) return lib.check(folder, size, MODEL .. body) end
+
+describe("an engine on ranks with parts of the same layers", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("adds addends up, and counts each parameter once, by all stages of ZeRO", function()
+    local all = run(4, [[
+      for stage = 0, 3 do
+        for _, bf16 in ipairs { false, true } do
+          local model, optimizer = start { zero_optimization = { stage = stage }, bf16 = { enabled = bf16 } }
+          model:backward(model(ps.full({ 64 }, 1 + 2 * dp)))
+          local info = optimizer:step()
+          -- Gradients are means over dp: x is 2 on average, and addends are 1 and 2 times that.
+          local want = math.sqrt(64 * 2 ^ 2 + 128 * 2 ^ 2 + 64 * 6 ^ 2)
+          assert(math.abs(info.grad_norm / want - 1) < 1e-12, info.grad_norm .. " " .. want)
+          -- The first update is by g / (|g| + eps).
+          for name, t in pairs(model:state_dict()) do
+            local value = ({ whole = 1 - 2 / 3, piece = 1 + tp - 2 / 3, part = 1 - 6 / 7 })[name]
+            assert((t - value):abs():max():item() < 1e-6, name .. " " .. t:max():item())
+          end
+          model:close()
+        end
+      end
+      print "done: "
+    ]])
+    for rank = 0, 3 do assert.truthy(all[rank].text:find("done", 1, true), all[rank].text) end
+  end)
+
+  it("begins with the values of the first of them", function()
+    local all = run(2, [[
+      local model = start {}
+      model:close()
+      function Three:init()
+        self.whole = nn.Parameter(ps.full({ 64 }, 5 + tp))
+        self.piece = shard.set(nn.Parameter(ps.full({ 64 }, 7 + tp)), shard.new { dim = 0, index = tp, count = 2,
+          full_shape = { 128 } })
+        self.part = shard.set_partial(nn.Parameter(ps.full({ 64 }, 9 + tp)))
+      end
+      local state = start {}:state_dict()
+      print(("values: %d %d %d"):format(state.whole:max():item(), state.piece:max():item(), state.part:max():item()))
+    ]])
+    assert.truthy(all[0].text:find("values: 5 7 9", 1, true), all[0].text)
+    assert.truthy(all[1].text:find("values: 5 8 9", 1, true), all[1].text)
+  end)
+
+  it("finds that a rank got another batch, in whatever micro-batch", function()
+    local all = run(4, [[
+      local model, optimizer = start { gradient_accumulation_steps = 2 }
+      local ok, problem = pcall(function()
+        for i = 0, 7 do
+          model:backward(model(ps.full({ 64 }, rank == 3 and i == 5 and 8 or dp)))
+          if i % 2 == 1 then optimizer:step() end
+          print("micro-batch " .. i)
+        end
+      end)
+      print("problem: " .. tostring(not ok and problem))
+    ]])
+    for rank = 0, 3 do
+      local text = all[rank].text
+      assert.truthy(text:find("micro-batch 5\n", 1, true) and not text:find("micro-batch 6", 1, true), text)
+      assert.truthy(text:find("rank 3 has another batch than rank 2, and both have parts of one model", 1, true), text)
+    end
+  end)
+
+  it("finds that a rank has no gradient of a parameter", function()
+    local all = run(2, [[
+      local model = start {}
+      without = rank == 1
+      local ok, problem = pcall(function() model:backward(model(ps.ones { 64 })) end)
+      print("problem: " .. tostring(not ok and problem))
+    ]])
+    for rank = 0, 1 do
+      local text = all[rank].text
+      assert.truthy(text:find("1 of the 2 tensor-parallel ranks have a gradient of parameter 2", 1, true), text)
+      assert.truthy(text:find("without a gradient on rank " .. rank .. ": " .. (rank == 1 and "part" or "none"), 1,
+        true), text)
+    end
+  end)
+
+  for _, stage in ipairs { 0, 3 } do
+    it("finds that a copy of a parameter drifted, at stage " .. stage, function()
+      local all = run(4, ([[
+        local stage = %d
+        local model, optimizer = start { compare_ranks_every = 2, zero_optimization = { stage = stage } }
+        local ok, problem = pcall(function()
+          for step = 1, 4 do
+            model:backward(model(ps.ones { 64 }))
+            optimizer:step()
+            local own = model:state_dict().whole
+            if step == 3 and tp == 1 and (dp == 1 or stage == 3) and own then
+              ps.no_grad(function() own:narrow(0, 7, 1):add_(1) end)
+            end
+            print("step " .. step)
+          end
+        end)
+        print("problem: " .. tostring(not ok and problem))
+      ]]):format(stage))
+      for rank = 0, 3 do
+        local text = all[rank].text
+        assert.truthy(text:find("step 3\n", 1, true) and not text:find("step 4\n", 1, true), text)
+        assert.truthy(text:find("drifted apart by step 4: parameter whole of rank", 1, true), text)
+      end
+    end)
+  end
+end)
