@@ -44,7 +44,12 @@ local function deferred(preset, options, how)
   return model
 end
 
-local function numel_of(model) return model:num_parameters() end
+-- Elements of the parameters that this rank has.
+local function numel_of(model)
+  local n = 0
+  for _, p in ipairs(model:parameters()) do n = n + p:numel() end
+  return n
+end
 
 -- Bytes that block 0 keeps for backward.
 local function activations_of(model)

@@ -139,7 +139,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       end
       table.sort(missing)
       missing = table.concat(missing, " ")
-      assert(missing == "expand permute reshape slice to_device", missing)
+      assert(missing == "copy_to_tp counted_once expand permute reshape scatter_to_tp slice to_device", missing)
     ]]
   end)
 

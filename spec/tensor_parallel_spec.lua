@@ -32,10 +32,13 @@ describe("a model that ranks share out", function()
       for _, task in ipairs(tasks) do
         local function fn() return require("models." .. family).new("tiny", { task = task }) end
         ps.manual_seed(3)
-        local whole, kept = fn():state_dict(), 0
+        local uncut = fn()
+        local whole, kept = uncut:state_dict(), 0
         for rank = 0, 1 do
           local model, names = cut(fn, 2, rank), 0
           ps.materialize(model)
+          assert.equal(uncut:num_parameters(), model:num_parameters())
+          assert.equal(uncut:flops_per_token(), model:flops_per_token())
           for name, t in model:named_parameters() do
             local desc, wanted = shard.of(t), whole[name]
             if desc then

@@ -277,11 +277,11 @@ function Module:parameters()
   return list
 end
 
---- The number of elements of all parameters.
+--- The number of elements of all parameters. One of which ranks have shards counts whole.
 ---@return integer
 function Module:num_parameters()
   local n = 0
-  for _, p in ipairs(self:parameters()) do n = n + p:numel() end
+  for _, p in ipairs(self:parameters()) do n = n + shard.whole_numel(p) end
   return n
 end
 

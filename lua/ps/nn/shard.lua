@@ -141,6 +141,17 @@ end
 ---@return ps.nn.Shard?
 function shard.of(parameter) return descriptions[parameter] end
 
+--- The number of elements of the whole tensor, without padding.
+---@param parameter ps.Tensor
+---@return integer
+function shard.whole_numel(parameter)
+  local desc = descriptions[parameter]
+  if not desc then return parameter:numel() end
+  local n = 1
+  for _, size in ipairs(desc.full_shape) do n = n * size end
+  return n
+end
+
 --- Says that a parameter, which all ranks have whole, computes with other values on each rank. A rank's gradient is
 --- then a part of the sum over the ranks that is the gradient.
 ---@param parameter ps.Tensor
