@@ -236,6 +236,20 @@ for _, call in ipairs {
     bmt.optim.AdamOffloadOptimizer({ x }, o)
   end), source = '"bmt.optim." .. name' },
   { "a group of bmt.optim", "parms", "params", in_run(function(o) bmt.optim.AdamOptimizer { o } end) },
+  { "bmt.nn.OpParallelLinear", "gather_imput", "gather_input", in_run(function(o)
+    bmt.nn.OpParallelLinear(x, x, nil, o)
+  end) },
+  { "bmt.nn.Linear", "bais", "bias", in_run(function(o) bmt.nn.Linear(2, 2, o) end) },
+  { "bmt.nn.ColumnParallelLinear", "gather_ouput", "gather_output", in_run(function(o)
+    bmt.nn.ColumnParallelLinear(2, 2, o)
+  end) },
+  { "bmt.nn.RowParallelLinear", "split_imput", "split_input", in_run(function(o)
+    bmt.nn.RowParallelLinear(2, 2, o)
+  end) },
+  { "bmt.nn.VPEmbedding", "init_sdt", "init_std", in_run(function(o) bmt.nn.VPEmbedding(2, 2, o) end) },
+  { "bmt.nn.ParallelCrossEntropy", "ignore_indx", "ignore_index", in_run(function(o)
+    bmt.nn.ParallelCrossEntropy(o)
+  end) },
   { "bmt.optim.OptimManager", "los_scale", "loss_scale", in_run(function(o) bmt.optim.OptimManager(o) end) },
   { "OptimManager:clip_grad_norm", "norm_typ", "norm_type", in_run(function(o)
     bmt.optim.OptimManager():clip_grad_norm({}, 1, o)

@@ -29,7 +29,7 @@ local utils = require "ps.bmt.utils"
 local error = caller.error
 
 local bmt = { config = session.facts, optim = require "ps.bmt.optim", lr_scheduler = require "ps.bmt.lr_scheduler",
-  loss = require "ps.bmt.loss", nn = {}, inspect = {}, save = store.save, load = store.load,
+  loss = require "ps.bmt.loss", nn = require "ps.bmt.parallel", inspect = {}, save = store.save, load = store.load,
   init_distributed = session.begin, close = session.close }
 for name, value in pairs(modules) do bmt[name] = value end
 bmt.utils, bmt.print_block, bmt.print_dict = utils, utils.print_block, utils.print_dict
@@ -107,21 +107,16 @@ function bmt.inspect.inspect_model(model, pattern, prefix)
 end
 
 -- -- what there is not ------------------------------------------------------------------------------------------------
-local CUT = "layers that are cut among processes are not here"
 local ABSENT = {
   BMTrainModelWrapper = "write the model's class with bmt.DistributedModule, or train it by ps.initialize",
   wait_loader = "moves of parameters are planned; nothing has to be waited for",
   nccl = "ps.dist and its groups send tensors", distributed = "ps.dist and its groups send tensors",
   benchmark = "bench/ has measurements", debug = "bmt.inspect.record_tensor keeps tensors",
 }
-local ABSENT_NN = { ColumnParallelLinear = CUT, RowParallelLinear = CUT, VPEmbedding = CUT, ParallelCrossEntropy = CUT,
-  OpParallelLinear = CUT, Linear = "ps.nn.Linear" }
-
 local function refusing(what, absent)
   return { __index = function(_, name)
     if absent[name] then error(("%s.%s: not in ps.bmt: %s"):format(what, name, absent[name])) end
   end }
 end
-setmetatable(bmt.nn, refusing("bmt.nn", ABSENT_NN))
 
 return setmetatable(bmt, refusing("bmt", ABSENT))

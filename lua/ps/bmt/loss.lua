@@ -3,6 +3,9 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local mesh = require "ps.mesh"
+local nn = require "ps.nn"
+local session = require "ps.bmt.session"
 local error = caller.error
 
 local loss = {}
@@ -16,20 +19,32 @@ local OPTIONS = { weight = "tensor", ignore_index = "whole", reduction = "string
 
 --- The cross entropy of logits [N, C] against classes [N], in fp32 (F.cross_entropy). The mean of no targets is 0.
 ---@param options? {weight?: ps.Tensor, ignore_index?: integer, reduction?: "mean"|"sum"|"none",
----  label_smoothing?: number, parallel?: boolean} ignore_index default -100, reduction "mean"
+---  label_smoothing?: number, parallel?: boolean} ignore_index default -100, reduction "mean"; parallel: each rank
+---  along tp has the logits of its part of the classes, and the loss is that of all (nn.ParallelCrossEntropy)
 function FusedCrossEntropy:init(options)
   options = caller.options(options, "bmt.loss.FusedCrossEntropy", OPTIONS)
   if options.parallel then
-    error "bmt.loss.FusedCrossEntropy: parallel = true: ps.bmt has no vocabulary that is cut among processes"
+    if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+      error "bmt.loss.FusedCrossEntropy: parallel = true: classes that are cut have no weight and no label_smoothing"
+    end
+    session.need "bmt.loss.FusedCrossEntropy with parallel = true"
+  end
+  local group = options.parallel and mesh.group "tp"
+  if group then
+    self.parallel = nn.ParallelCrossEntropy { group = group, ignore_index = options.ignore_index,
+      reduction = options.reduction }
   end
   self.how = { weight = options.weight, ignore_index = options.ignore_index, reduction = options.reduction,
     label_smoothing = options.label_smoothing }
 end
 
 --- The loss.
----@param input ps.Tensor [N, C]
----@param target ps.Tensor integers [N]
+---@param input ps.Tensor [N, C]; with parallel [N, C / tp]
+---@param target ps.Tensor integers [N]; with parallel the same on all ranks along tp
 ---@return ps.Tensor fp32 of 0 dimensions; [N] with reduction "none"
-function FusedCrossEntropy:forward(input, target) return ps.F.cross_entropy(input, target, self.how) end
+function FusedCrossEntropy:forward(input, target)
+  if self.parallel then return self.parallel(input, target) end
+  return ps.F.cross_entropy(input, target, self.how)
+end
 
 return loss

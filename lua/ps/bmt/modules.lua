@@ -3,6 +3,8 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local shard = require "ps.nn.shard"
+local mesh = require "ps.mesh"
 local session = require "ps.bmt.session"
 local container = require "ps.nn.container"
 local error = caller.error
@@ -25,28 +27,47 @@ local told = setmetatable({}, { __mode = "k" })
 local PARAMETER = { requires_grad = "boolean", init_method = "callable", group = "string", tp_mode = "boolean",
   tp_split_dim = "whole" }
 
+-- This rank's shard of a parameter that ranks along tp share out, from its own part; nil: it is whole on all of them.
+local function shard_of(part, dim, call)
+  local group, full = mesh.group "tp", part:shape()
+  if dim == -1 or not group then return nil end
+  if dim < 0 or dim >= #full then
+    error(("%s: tp_split_dim is %d; it takes 0 to %d, or -1: all ranks have the whole"):format(call, dim, #full - 1))
+  end
+  full[dim + 1] = full[dim + 1] * group:size()
+  return shard.new({ dim = dim, index = group:rank(), count = group:size(), full_shape = full }, call)
+end
+
 --- A parameter whose bytes the ranks share out, of the values that rank 0 has. Ops on it gather it, wherever they are.
+--- Under tp, data is this rank's part where tp_split_dim is not -1, and rank 0 is that of the ranks with the same part.
 ---@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one type
----@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string} requires_grad default
----  true; init_method fills a tensor of the parameter's shape in bmt.init_parameters; group: see
----  bmt.grouped_parameters
+---@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string, tp_mode?: boolean,
+---  tp_split_dim?: integer} requires_grad default true; init_method fills a tensor of the (whole) parameter's shape in
+---  bmt.init_parameters; group: see bmt.grouped_parameters. tp_mode: the parameter is that of a layer which ranks along
+---  tp share out; tp_split_dim: the dimension of which each has a part, default -1: each has the whole, and computes
+---  the same gradient. Without tp_mode gradients of ranks along tp are parts of a sum, where they share out the rows
 ---@return ps.Tensor
 function modules.DistributedParameter(data, options)
   local call = "bmt.DistributedParameter"
   options = caller.options(options, "bmt.DistributedParameter", PARAMETER)
   if not ps.is_tensor(data) then error(call .. " takes a tensor, not a " .. type(data)) end
-  if options.tp_mode or options.tp_split_dim then
-    error(call .. ": tp_mode and tp_split_dim: ps.bmt has no parameters that are cut among processes")
+  local dim = options.tp_split_dim or -1
+  if dim ~= -1 and not options.tp_mode then error(call .. ": tp_split_dim needs tp_mode = true") end
+  if options.tp_mode and options.group then
+    error(call .. ": group and tp_mode: a parameter with tp_mode is in the group \"tp\"")
   end
   local run = session.need(call)
   run:ready(data:dtype(), call)
+  local desc = options.tp_mode and shard_of(data, dim, call) or nil
   local own = ps.no_grad(function()
     local there = data:detach():to(run.engine.device_name)
     return (there.storage == data.storage and there:clone() or there:contiguous())
   end)
+  if desc then shard.set(own, desc) end
+  if options.tp_mode then run.alike[own] = true end
   local param = core.Parameter(own)                            -- which stages it
   if options.requires_grad == false then param:requires_grad(false) end
-  told[param] = { init_method = options.init_method, group = options.group }
+  told[param] = { init_method = options.init_method, group = options.tp_mode and "tp" or options.group }
   return param
 end
 
@@ -69,9 +90,11 @@ function modules.init_parameters(model)
     local about = told[param]
     if about and about.init_method then
       ps.scope(ps.no_grad, function()
-        local whole = ps.empty(param:shape(), { dtype = param:dtype(), device = param:device() })
+        local desc = shard.of(param)
+        local whole = ps.empty(desc and desc.full_shape or param:shape(),
+          { dtype = param:dtype(), device = param:device() })
         about.init_method(whole)
-        param:copy_(whole)
+        param:copy_(desc and shard.cut(desc, whole) or whole)
       end)
     end
   end

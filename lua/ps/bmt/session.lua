@@ -12,6 +12,7 @@ local dist = require "ps.dist"
 local engines = require "ps.engine"
 local hooks = require "ps.hooks"
 local mesh = require "ps.mesh"
+local shard = require "ps.nn.shard"
 local source = require "ps.config.source"
 local error = caller.error
 
@@ -29,6 +30,9 @@ local session = {}
 ---@field groups fun(): table[] of all its optimizers
 ---@field taken fun(engine: ps.Engine) called when the engine has the model and these groups
 ---@field off fun()|false ends the staging of parameters
+---@field sequence boolean ranks along tp share out the rows between layers
+---@field keep_gathered boolean backward keeps the rows that such ranks gathered
+---@field alike table<ps.Tensor, boolean> parameters of which ranks along tp have shards, or the same gradient
 ---@field device string|false the default device before the engine was opened
 local Session = {}
 Session.__index = Session
@@ -50,7 +54,7 @@ local OPTIONS = { init_method = "string", seed = "number", zero_level = "whole",
 
 local JOINING = { "backend", "rank", "world_size", "local_rank", "timeout", "heartbeat", "quiet", "rendezvous" }
 
-local function configuration(given, level)
+local function configuration(given, level, tp_size)
   local cfg = {}
   for key, value in pairs(given and (source.read(given)) or {}) do
     if DECIDED[key] then
@@ -71,6 +75,14 @@ local function configuration(given, level)
       .. "one"):format(level, tostring(zero.stage)))
   end
   zero.stage = zero.stage or level or 3
+  local layers = {}
+  for key, value in pairs(cfg.tensor_parallel or {}) do layers[key] = value end
+  if tp_size and layers.size and layers.size ~= tp_size then
+    error(("bmt.init_distributed: tp_size is %d and config's tensor_parallel.size %s; they mean the same, keep "
+      .. "one"):format(tp_size, tostring(layers.size)))
+  end
+  layers.size = layers.size or tp_size or 1
+  cfg.tensor_parallel = layers
   cfg.zero_optimization, cfg.overlap_optimizer = zero, false
   return cfg
 end
@@ -91,17 +103,19 @@ end
 ---@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?: boolean,
 ---  backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?: integer,
 ---  rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed default 0;
----  zero_level (default 3): the stage of ZeRO, 0 to 3; config: keys of ps.initialize's configuration (memory, device,
----  gradient_accumulation_steps, ...); num_micro_batches counts in a pipeline alone; the rest as ps.init_distributed
----  has it
+---  zero_level (default 3): the stage of ZeRO, 0 to 3; tp_size: ranks that share out layers (bmt.nn); config: keys of
+---  ps.initialize's configuration (memory, device, gradient_accumulation_steps, ...); num_micro_batches counts in a
+---  pipeline alone; the rest as ps.init_distributed has it
 function session.begin(options)
   options = caller.options(options, "bmt.init_distributed", OPTIONS)
   if current then error "bmt.init_distributed was called before; bmt.close() ends that run" end
   if options.init_method and options.init_method ~= "env://" and options.rendezvous then
     error "bmt.init_distributed: init_method and rendezvous mean the same, keep one"
   end
-  local pipe_size, tp_size = math.max(1, options.pipe_size or 1), math.max(1, options.tp_size or 1)
-  local cfg, joining = configuration(options.config, options.zero_level), {}
+  local pipe_size = math.max(1, options.pipe_size or 1)
+  local cfg, joining = configuration(options.config, options.zero_level, options.tp_size and math.max(1,
+    options.tp_size)), {}
+  local tp_size = cfg.tensor_parallel.size
   for _, key in ipairs(JOINING) do joining[key] = options[key] end
   if options.init_method and options.init_method ~= "env://" then joining.rendezvous = options.init_method end
   joining.seed = options.seed or 0
@@ -109,11 +123,17 @@ function session.begin(options)
     error("bmt.init_distributed: pipe_size = " .. pipe_size .. ": a model of ps.bmt is not cut into stages; "
       .. "ps.initialize does that (docs/pipeline.md)")
   end
-  if tp_size > 1 then
-    error("bmt.init_distributed: tp_size = " .. tp_size .. ": ps.bmt has no layers that are cut among processes")
-  end
   local group = dist.init_distributed(joining)
+  if group:size() % tp_size ~= 0 then
+    local world = group:size()
+    group:close()
+    error(("bmt.init_distributed: tp_size = %d does not divide the number of processes, %d; start as many with "
+      .. "tools/launch.lua --nproc-per-node"):format(tp_size, world))
+  end
+  mesh.cut { tp = tp_size }
   current = setmetatable({ group = group, config = cfg, quiet = options.quiet, engine = false, module = false,
+    sequence = tp_size > 1 and cfg.tensor_parallel.sequence_parallel ~= false,
+    keep_gathered = cfg.tensor_parallel.tp_keep_gathered or false, alike = setmetatable({}, { __mode = "k" }),
     dtype = false, inside = false, manager = false, off = false, device = false }, Session)
   set_facts(pipe_size, tp_size)
 end
@@ -172,15 +192,18 @@ function Session:ready(dtype, call)
   if not self.engine then self:open(dtype) end
 end
 
---- Takes a parameter into the engine's chunks. All ranks get the values of rank 0.
+--- Takes a parameter into the engine's chunks. All ranks get the values of rank 0, of a shard those of the first rank
+--- that has it.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
   if tensor:dtype() ~= self.dtype then
     error(("a parameter is %s, and the first one was %s: the parameters of a model of ps.bmt have one type"):format(
       tensor:dtype(), self.dtype))
   end
+  if self.sequence and not self.alike[tensor] then shard.set_partial(tensor) end
   if ps.C.ps_engine_holds(ps.ctx, tensor) ~= 0 then return end
   local ranks = self.engine.ranks
+  if ranks and ranks.tp and not shard.of(tensor) and tensor:numel() > 0 then ranks.tp:broadcast(tensor, 0) end
   if ranks and ranks.dp:size() > 1 and tensor:numel() > 0 then ranks.dp:broadcast(tensor, 0) end
   build.stage(tensor, ranks and ranks.shards)
 end
@@ -202,7 +225,7 @@ function Session:take(module)
   self:stop_staging()
   if engine.closed then error "the engine was closed by an error; bmt.close() and bmt.init_distributed begin anew" end
   for _, param in ipairs(module:parameters()) do self:stage(param) end
-  engine:take { module = module, param_groups = adopt.groups({ groups = groups }, module) }
+  engine:take { module = module, is_cut = true, param_groups = adopt.groups({ groups = groups }, module) }
   for number, group in ipairs(engine.optimizer.groups) do
     for key, value in pairs(group) do if groups[number][key] == nil then groups[number][key] = value end end
     engine.optimizer.groups[number] = groups[number]

@@ -6,6 +6,7 @@ local caller = require "ps.caller"
 local mesh = require "ps.mesh"
 local parallel = require "ps.pretrained.parallel"
 local save = require "ps.pretrained.save"
+local shard = require "ps.nn.shard"
 local session = require "ps.bmt.session"
 local error = caller.error
 
@@ -15,6 +16,15 @@ local BIN = parallel.bin_file
 local SAVE = { non_blocking = "boolean" }
 local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save.safetensors_file }
 
+-- The whole tensor of which ranks along tp have shards.
+local function joined(own, desc)
+  local group, shards = mesh.group "tp", {}
+  local all = ps.empty({ group:size(), own:numel() }, { dtype = own:dtype() })
+  group:all_gather(all, own:contiguous():reshape(1, own:numel()))
+  for i = 1, group:size() do shards[i] = all:select(0, i - 1):reshape(own:shape()) end
+  return shard.join(desc, shards)
+end
+
 -- The state of a model whose engine has not got it yet: rank 0 has all of it in memory, others nothing. Reading a
 -- parameter gathers it, so that all ranks read all of them.
 local function gathered(model, rank)
@@ -23,7 +33,8 @@ local function gathered(model, rank)
   table.sort(names)
   for _, name in ipairs(names) do
     ps.scope(ps.no_grad, function()
-      local copy = all[name]:detach():clone():to "cpu"
+      local desc, copy = shard.of(all[name]), all[name]:detach():clone():to "cpu"
+      if desc then copy = joined(copy, desc) end
       if rank == 0 then state[name] = copy:keep() end
     end)
   end

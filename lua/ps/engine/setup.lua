@@ -279,7 +279,7 @@ function setup.make_module(self, request)
   local shards = self.ranks and self.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
   local cut = self.tensor_parallel
-  if request.module and (self.pipeline or cut) then
+  if request.module and (self.pipeline or cut and not request.is_cut) then
     error(("ps.initialize: this model exists already, whole on each rank; %s takes model_func = function() return "
       .. "MODEL end, and each rank makes its own %s of it"):format(self.pipeline and "a pipeline"
       or "tensor parallelism", self.pipeline and "stages" or "part"), 0)

@@ -1,0 +1,251 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- BMTrain's layers (bmt.nn), of which each rank along tp has a part: columns or rows of a product, words of a table.
+-- Where ranks share out the rows between layers (the default, tensor_parallel.sequence_parallel), rows are the first
+-- dimension: a layer gathers them in front of its product and scatters the sums behind it. Otherwise all ranks have all
+-- rows. Without tp_size all of it is one rank's.
+--
+-- Sizes: n rows, t ranks along tp.
+local ps = require "ps"
+local caller = require "ps.caller"
+local core = require "ps.nn.module"
+local init = require "ps.nn.weights"
+local mesh = require "ps.mesh"
+local modules = require "ps.bmt.modules"
+local loss = require "ps.bmt.loss"
+local session = require "ps.bmt.session"
+local shard = require "ps.nn.shard"
+local error = caller.error
+
+local parallel = {}
+
+-- A t-th of a size that the ranks share out.
+local function part_of(size, what, call)
+  caller.whole(size, call .. ": " .. what, 1)
+  local t = mesh.size "tp"
+  if size % t ~= 0 then error(("%s: %s is %d, and tp_size = %d does not divide it"):format(call, what, size, t)) end
+  return size / t
+end
+
+local function one_chunk(n, key, call)
+  if (n or 1) ~= 1 then
+    error(("%s: %s = %d: products and exchanges do not run at the same time; leave it out, or give 1"):format(call, key,
+      n))
+  end
+end
+
+-- All ranks' rows, x [n / t, ...] -> [n, ...]. Gradient: this rank's rows of the sum.
+local function gathered(group, x)
+  return session.need "bmt.nn".keep_gathered and group:gathered(x) or group:gathered_again(x)
+end
+
+-- -- products -------------------------------------------------------------------------------------------------------
+local PRODUCT = { gather_input = "boolean", gather_output = "boolean", split_input = "boolean",
+  reduce_output_type = "string", async_chunks = "whole" }
+local REDUCES = { all_reduce = true, reduce_scatter = true }
+
+--- x weight^T + bias of which each rank has a part: of the outputs, or, with reduce_output_type, of the inputs.
+---@param input ps.Tensor [n, inputs], or [n / t, inputs] with gather_input; its first dimension are the rows
+---@param weight ps.Tensor this rank's part: [outputs / t, inputs], or [outputs, inputs / t]
+---@param bias? ps.Tensor [outputs / t]
+---@param options? {gather_input?: boolean, gather_output?: boolean, split_input?: boolean,
+---  reduce_output_type?: "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: input is a rank's rows;
+---  else it is all rows, the same on all ranks, and its gradient is the sum over them. gather_output: the result has
+---  all outputs. split_input: input has all columns, of which this rank's are taken; else, of a weight with a part of
+---  the inputs, it has this rank's. reduce_output_type: the results are summed over the ranks, of which each gets all
+---  rows, or its own. async_chunks: 1
+---@return ps.Tensor
+function parallel.OpParallelLinear(input, weight, bias, options)
+  local call = "bmt.nn.OpParallelLinear"
+  options = caller.options(options, "bmt.nn.OpParallelLinear", PRODUCT)
+  session.need(call)
+  one_chunk(options.async_chunks, "async_chunks", call)
+  local reduce, group, x = options.reduce_output_type, mesh.group "tp", input
+  if reduce then
+    caller.one_of(reduce, REDUCES, call .. ": reduce_output_type")
+    if bias ~= nil then error(call .. ": with reduce_output_type the bias would count once for each rank") end
+    if options.gather_output then error(call .. ": reduce_output_type and gather_output are of different layers") end
+  elseif options.split_input then error(call .. ": split_input needs reduce_output_type") end
+  if not group then return ps.ops.linear(x, weight, bias, nil, 1) end
+  if reduce then
+    if options.gather_input then x = group:gather_from(x, 0) end
+    if options.split_input then x = group:scatter_to(x) end
+    local y = ps.ops.linear(x, weight, nil, nil, 1)
+    return reduce == "all_reduce" and group:reduce_from(y) or group:scattered(y)
+  end
+  if options.gather_input then x = gathered(group, x) else x = group:copy_to(x) end
+  local y = ps.ops.linear(x, weight, bias, nil, 1)
+  return options.gather_output and group:gather_from(y) or y
+end
+
+-- Makes weight [outputs, inputs] of this rank's sizes and, unless it is not wanted, a bias.
+local function fill(self, outputs, inputs, given, weight, bias)
+  weight.init_method, bias.init_method = init.xavier_normal_, init.zeros_
+  local dtype = given.dtype or "fp32"
+  self.weight = modules.DistributedParameter(ps.zeros({ outputs, inputs }, { dtype = dtype }), weight)
+  if given.bias ~= false then
+    self.bias = modules.DistributedParameter(ps.zeros({ outputs }, { dtype = dtype }), bias)
+  end
+end
+
+local function describe(self) return ("%d, %d, bias=%s"):format(self.inputs, self.outputs, self.bias ~= nil) end
+
+local LINEAR = { bias = "boolean", dtype = "string" }
+
+---@class ps.bmt.Linear: ps.bmt.DistributedModule
+---@field weight ps.Tensor [outputs, inputs]
+---@field bias? ps.Tensor [outputs]
+local Linear = core.class("Linear", modules.DistributedModule)
+parallel.Linear = Linear
+
+--- x weight^T + bias, whole on all ranks. bmt.init_parameters fills the weight by xavier_normal_ and the bias with 0.
+---@param inputs integer
+---@param outputs integer
+---@param options? {bias?: boolean, dtype?: string} default true, "fp32"
+function Linear:init(inputs, outputs, options)
+  options = caller.options(options, "bmt.nn.Linear", LINEAR)
+  self.inputs, self.outputs = inputs, outputs
+  fill(self, outputs, inputs, options, {}, {})
+end
+
+---@param input ps.Tensor [..., inputs]
+---@return ps.Tensor [..., outputs]
+function Linear:forward(input) return ps.ops.linear(input, self.weight, self.bias, nil, 1) end
+
+Linear.extra_repr = describe
+
+local COLUMN = { bias = "boolean", dtype = "string", gather_output = "boolean", gather_input = "boolean",
+  async_gather_chunks = "whole" }
+
+---@class ps.bmt.ColumnParallelLinear: ps.bmt.DistributedModule
+---@field weight ps.Tensor [outputs / t, inputs]
+---@field bias? ps.Tensor [outputs / t]
+local Column = core.class("ColumnParallelLinear", modules.DistributedModule)
+parallel.ColumnParallelLinear = Column
+
+--- x weight^T + bias, of which each rank has a part of the outputs. bmt.init_parameters fills it as Linear.
+---@param inputs integer
+---@param outputs integer t divides it
+---@param options? {bias?: boolean, dtype?: string, gather_output?: boolean, gather_input?: boolean,
+---  async_gather_chunks?: integer} gather_output: the result has all outputs, default false; gather_input: the input is
+---  this rank's rows, default true where ranks share out the rows; else it is all rows, the same on all ranks.
+---  async_gather_chunks: 1, no other
+function Column:init(inputs, outputs, options)
+  local call = "bmt.nn.ColumnParallelLinear"
+  options = caller.options(options, "bmt.nn.ColumnParallelLinear", COLUMN)
+  one_chunk(options.async_gather_chunks, "async_gather_chunks", call)
+  local own, gather = part_of(outputs, "the number of outputs", call), options.gather_input
+  if gather == nil then gather = session.need(call).sequence end
+  self.inputs, self.outputs = inputs, outputs
+  self.how = { gather_input = gather, gather_output = options.gather_output or false }
+  fill(self, own, inputs, options, { tp_mode = true, tp_split_dim = 0 }, { tp_mode = true, tp_split_dim = 0 })
+end
+
+---@param input ps.Tensor [n / t, ..., inputs], without gather_input [n, ..., inputs]
+---@return ps.Tensor [n, ..., outputs / t], with gather_output [n, ..., outputs]
+function Column:forward(input) return parallel.OpParallelLinear(input, self.weight, self.bias, self.how) end
+
+Column.extra_repr = describe
+
+local ROW = { bias = "boolean", dtype = "string", split_input = "boolean", all_reduce_output = "boolean",
+  async_chunks = "whole" }
+
+---@class ps.bmt.RowParallelLinear: ps.bmt.DistributedModule
+---@field weight ps.Tensor [outputs, inputs / t]
+---@field bias? ps.Tensor [outputs]
+local Row = core.class("RowParallelLinear", modules.DistributedModule)
+parallel.RowParallelLinear = Row
+
+--- x weight^T + bias, of which each rank has a part of the inputs. All have the bias. bmt.init_parameters fills it as
+--- Linear.
+---@param inputs integer t divides it
+---@param outputs integer
+---@param options? {bias?: boolean, dtype?: string, split_input?: boolean, all_reduce_output?: boolean,
+---  async_chunks?: integer} split_input: the input is this rank's rows with all inputs, which are gathered and split;
+---  default false: it is all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result;
+---  default false where ranks share out the rows: each gets its own. async_chunks: 1, no other
+function Row:init(inputs, outputs, options)
+  local call = "bmt.nn.RowParallelLinear"
+  options = caller.options(options, "bmt.nn.RowParallelLinear", ROW)
+  one_chunk(options.async_chunks, "async_chunks", call)
+  local own, whole = part_of(inputs, "the number of inputs", call), options.all_reduce_output
+  local split = options.split_input
+  if whole == nil then whole = not session.need(call).sequence end
+  self.inputs, self.outputs = inputs, outputs
+  self.how = { gather_input = split, split_input = split, reduce_output_type = whole and "all_reduce"
+    or "reduce_scatter" }
+  fill(self, outputs, own, options, { tp_mode = true, tp_split_dim = 1 }, { tp_mode = true })
+  if self.bias ~= nil and not whole and mesh.group "tp" then shard.set_partial(self.bias) end
+end
+
+---@param input ps.Tensor [n, ..., inputs / t], with split_input [n / t, ..., inputs]
+---@return ps.Tensor [n / t, ..., outputs], with all_reduce_output [n, ..., outputs]
+function Row:forward(input)
+  local y, bias = parallel.OpParallelLinear(input, self.weight, nil, self.how), self.bias
+  return bias ~= nil and y + bias or y
+end
+
+Row.extra_repr = describe
+
+-- -- the vocabulary -------------------------------------------------------------------------------------------------
+local VOCABULARY = { dtype = "string", init_mean = "number", init_std = "number" }
+
+---@class ps.bmt.VPEmbedding: ps.bmt.DistributedModule
+---@field weight ps.Tensor [words / t, width]
+local Vocabulary = core.class("VPEmbedding", modules.DistributedModule)
+parallel.VPEmbedding = Vocabulary
+
+--- A table of vectors, of which each rank has some. bmt.init_parameters fills it from a normal distribution.
+---@param words integer t divides it
+---@param width integer
+---@param options? {dtype?: string, init_mean?: number, init_std?: number} default "fp16", 0, 1
+function Vocabulary:init(words, width, options)
+  local call = "bmt.nn.VPEmbedding"
+  options = caller.options(options, "bmt.nn.VPEmbedding", VOCABULARY)
+  local own = part_of(words, "the number of words", call)
+  self.words, self.width, self.sequence = words, width, session.need(call).sequence
+  self.weight = modules.DistributedParameter(ps.zeros({ own, width }, { dtype = options.dtype or "fp16" }), {
+    init_method = modules.ParameterInitializer(init.normal_, options.init_mean or 0, options.init_std or 1),
+    tp_mode = true, tp_split_dim = 0 })
+end
+
+-- The vectors of indices. Where ranks share out the rows, each has its own indices, and so many on all ranks.
+local function look_up(self, group, index)
+  local weight = self.weight
+  local function own(x) return ps.ops.embedding(weight, x, nil, group:rank() * weight:size(0), self.words) end
+  if not self.sequence then return group:reduce_from(own(index)) end
+  local shape = index:shape()
+  shape[1] = shape[1] * group:size()
+  local all = group:all_gather(ps.empty(shape, { dtype = index:dtype(), device = index:device() }), index:contiguous())
+  return group:scattered(own(all))
+end
+
+--- The vectors of indices; or, with projection, logits of this rank's words.
+---@param x ps.Tensor integers [...], of this rank's rows where ranks share them out; with projection [n, width] or
+---  [B, T, width], where ranks share them out [n / t, width] or [B, T / t, width]
+---@param projection? boolean default false
+---@return ps.Tensor [..., width]; with projection [n, words / t] or [B, T, words / t]
+function Vocabulary:forward(x, projection)
+  local group = mesh.group "tp"
+  if not projection then
+    if group then return look_up(self, group, x) end
+    return ps.F.embedding(x, self.weight)
+  end
+  if group and not self.sequence then x = group:copy_to(x)
+  elseif group and x:dim() == 3 then x = gathered(group, x:transpose(0, 1):contiguous()):transpose(0, 1):contiguous()
+  elseif group then x = gathered(group, x) end
+  return ps.ops.linear(x, self.weight, nil, nil, 1)
+end
+
+function Vocabulary:extra_repr() return ("%d, %d"):format(self.words, self.width) end
+
+local CROSS_ENTROPY = { ignore_index = "whole", reduction = "string" }
+
+--- bmt.loss.FusedCrossEntropy with parallel = true: of logits of which each rank has those of its words.
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none"} default -100, "mean"
+---@return ps.bmt.FusedCrossEntropy
+function parallel.ParallelCrossEntropy(options)
+  options = caller.options(options, "bmt.nn.ParallelCrossEntropy", CROSS_ENTROPY)
+  return loss.FusedCrossEntropy { ignore_index = options.ignore_index, reduction = options.reduction, parallel = true }
+end
+
+return parallel

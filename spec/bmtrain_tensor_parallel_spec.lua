@@ -1,0 +1,185 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- BMTrain's tensor parallelism: the GPT of its example and layers with all options, against one rank.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local lib = require "spec.ranks_lib"
+
+local folder = lib.folder()
+teardown(function() lib.remove(folder) end)
+
+local BEGIN = ([[
+  local ps = require "ps"
+  local bmt = require "ps.bmt"
+  local nn, F, folder = ps.nn, ps.F, %q
+  local function begin(config, tp_size, level)
+    config.plan_print = false
+    bmt.init_distributed { seed = 7, zero_level = level, quiet = true, config = config, tp_size = tp_size,
+      rendezvous = "file://" .. folder .. "/rendezvous" }
+  end
+]]):format(folder)
+
+-- The model of BMTrain's example (attention, feed-forward, GPT), with the lines that tp_size > 1 takes there.
+local GPT = [[
+  local config = bmt.config
+  begin(CONFIG, TP_SIZE, LEVEL)
+  local Linear, ColumnParallelLinear, RowParallelLinear = bmt.nn.Linear, bmt.nn.ColumnParallelLinear,
+    bmt.nn.RowParallelLinear
+  local WIDTH, HEADS, WORDS, T = 8, 4, 12, 6
+
+  local Attention = nn.class("Attention", bmt.DistributedModule)
+  function Attention:init(width)
+    if config.tp_size > 1 then
+      self.project_q = ColumnParallelLinear(width, width, { gather_input = false })
+      self.project_k = ColumnParallelLinear(width, width, { gather_input = false })
+      self.project_v = ColumnParallelLinear(width, width, { gather_input = false })
+      self.project_out = RowParallelLinear(width, width)
+    else
+      for _, name in ipairs { "project_q", "project_k", "project_v", "project_out" } do
+        self[name] = Linear(width, width)
+      end
+    end
+  end
+  function Attention:forward(x)
+    local batch_size, q, k, v = x:size(0), nil, nil, nil
+    if config.tp_size > 1 then
+      local packed = bmt.nn.OpParallelLinear(x,
+        ps.cat({ self.project_q.weight, self.project_k.weight, self.project_v.weight }, 0),
+        ps.cat({ self.project_q.bias, self.project_k.bias, self.project_v.bias }, 0), { gather_input = true })
+      packed = packed:reshape(batch_size, -1, packed:size(-1))
+      q, k, v = packed:chunk(3, -1)
+    else
+      q, k, v = self.project_q(x), self.project_k(x), self.project_v(x)
+    end
+    local dim = WIDTH / HEADS
+    local function heads(t) return t:reshape(batch_size, T, -1, dim):permute(0, 2, 1, 3):contiguous() end
+    local out = F.attention(heads(q), heads(k), heads(v), { causal = true })
+    out = out:permute(0, 2, 1, 3):reshape(batch_size, T, -1)
+    if config.tp_size > 1 then out = out:reshape(out:size(0) * config.tp_size, -1, out:size(-1)) end
+    return self.project_out(out)
+  end
+
+  local Feedforward = nn.class("Feedforward", bmt.DistributedModule)
+  function Feedforward:init(width)
+    if config.tp_size > 1 then
+      self.w_in = ColumnParallelLinear(width, 4 * width)
+      self.w_out = RowParallelLinear(4 * width, width)
+    else
+      self.w_in = Linear(width, 4 * width)
+      self.w_out = Linear(4 * width, width)
+    end
+  end
+  function Feedforward:forward(x) return self.w_out(F.gelu(self.w_in(x))) end
+
+  local Encoder = nn.class("Encoder", bmt.DistributedModule)
+  function Encoder:init(width)
+    self.ln_attn, self.attn = nn.LayerNorm(width), Attention(width)
+    self.ln_ff, self.ff = nn.LayerNorm(width), Feedforward(width)
+  end
+  function Encoder:forward(x)
+    x = x + self.attn(self.ln_attn(x)):reshape(x:shape())
+    return x + self.ff(self.ln_ff(x)):reshape(x:shape())
+  end
+
+  local Net = nn.class("Net", bmt.DistributedModule)
+  function Net:init()
+    self.word_emb = bmt.nn.VPEmbedding(WORDS, WIDTH, { dtype = "fp32", init_std = 0.5 })
+    self.pos_emb = nn.Embedding(T, WIDTH)
+    self.transformers = bmt.TransformerBlockList { bmt.CheckpointBlock(Encoder(WIDTH)), Encoder(WIDTH) }
+    self.layernorm = nn.LayerNorm(WIDTH)
+  end
+  function Net:forward(input, pos)
+    if config.tp_size > 1 then
+      input = select(config.tp_rank + 1, input:chunk(config.tp_size, 1))
+      pos = select(config.tp_rank + 1, pos:chunk(config.tp_size, 1))
+    end
+    local out = self.pos_emb(pos) + self.word_emb(input)
+    out = self.layernorm(self.transformers(out))
+    return self.word_emb(out, true)
+  end
+
+  local model = Net()
+  if bmt.world_size() == 1 then
+    bmt.init_parameters(model)
+    bmt.save(model, folder .. "/filled.pt")
+    local state = ps.load(folder .. "/filled.pt")          -- biases are 0 there, and will not be
+    for _, t in pairs(state) do ps.no_grad(function() t:add_(ps.randn(t:shape()) * 0.1) end) end
+    ps.save(state, folder .. "/begin.pt")
+  else
+    bmt.init_parameters(model)
+    bmt.save(model, folder .. "/again.pt")
+  end
+  bmt.load(model, folder .. "/begin.pt")
+  local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100, parallel = true }
+  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })   -- nearly the gradient
+  local manager = bmt.optim.OptimManager()
+  manager:add_optimizer(optimizer)
+  ps.manual_seed(9)
+  for step = 1, 2 do
+    local ids = ps.randint(0, WORDS, { SAMPLES, T + 1 }, { dtype = "int32" })
+    local dp = config.tp_zero_size
+    local own = SAMPLES / dp
+    ids = ids:narrow(0, config.tp_zero_rank * own, own)
+    local pos = ps.arange(0, T):to("int32"):reshape(1, T):expand(own, T):contiguous()
+    local logits = model(ids:narrow(1, 0, T):contiguous(), pos)
+    local loss = loss_func(logits:reshape(own * T, -1), ids:narrow(1, 1, T):contiguous():reshape(own * T))
+    local mean = bmt.sum_loss(loss):item()
+    manager:zero_grad()
+    manager:backward(loss)
+    local norm = manager:clip_grad_norm(optimizer.param_groups, 1e9)
+    manager:step()
+    bmt.print_rank(("step %.17g %.17g"):format(mean, norm))
+    if step == 1 then bmt.save(model, folder .. "/first.pt") end
+  end
+  bmt.save(model, folder .. "/end.pt")
+  bmt.load(model, folder .. "/end.pt")
+  bmt.close()
+  print "done"
+]]
+
+local function run(size, script, names)
+  local all = lib.run(folder, size, BEGIN .. script:gsub("%u[%u_]+", names))
+  for rank = 0, size - 1 do
+    assert(all[rank].code == 0 and all[rank].text:find "done\n$", ("rank %d: %s"):format(rank, all[rank].text))
+  end
+  local numbers = {}
+  for mean, norm in all[0].text:gmatch "step (%S+) (%S+)" do
+    numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(mean), tonumber(norm)
+  end
+  return numbers
+end
+
+local function near(got, want, tol, what)
+  local scale = math.max(1e-2, want:abs():amax():item())
+  assert(table.concat(got:shape(), " ") == table.concat(want:shape(), " "), what .. ": shapes")
+  local off = (got - want):abs():amax():item() / scale
+  assert(off <= tol, ("%s is off by %g"):format(what, off))
+end
+
+-- Losses, norms, gradients and values of the same samples on one rank and on several.
+local function compare(size, level, config, samples)
+  local function names(tp) return { TP_SIZE = tp, LEVEL = level, CONFIG = config, SAMPLES = samples } end
+  local want = run(1, GPT, names(1))
+  local begin, first, last, filled = ps.load(folder .. "/begin.pt"), ps.load(folder .. "/first.pt"),
+    ps.load(folder .. "/end.pt"), ps.load(folder .. "/filled.pt")
+  local numbers = run(size, GPT, names(2))
+  assert(#want == 4 and #numbers == 4)
+  for i, number in ipairs(want) do
+    assert(math.abs(numbers[i] / number - 1) < 1e-5, ("number %d: %.9g, of one %.9g"):format(i, numbers[i], number))
+  end
+  local got, ended, again = ps.load(folder .. "/first.pt"), ps.load(folder .. "/end.pt"),
+    ps.load(folder .. "/again.pt")
+  for name, t in pairs(begin) do
+    near(t - got[name], t - first[name], 1e-4, name .. "'s gradient")
+    near(ended[name], last[name], 1e-5, name)
+    assert(check.bytes(again[name]) == check.bytes(filled[name]), name .. ": other bits than one rank's")
+  end
+end
+
+describe("BMTrain's tensor parallelism", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("trains its example's GPT as one rank does", function() compare(2, 3, "{}", 1) end)
+  it("beside data parallelism, with gathered rows kept", function()
+    compare(4, 3, "{ tensor_parallel = { tp_keep_gathered = true } }", 2)
+  end)
+end)
