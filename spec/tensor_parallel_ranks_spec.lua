@@ -132,6 +132,38 @@ describe("four ranks that share out layers, stages and rows", function()
     agrees(run(4, { copy(base, { pp = 2, tp = 2 }) })[1], 4, one, "a pipeline")
   end)
 
+  -- Ranks would share out the rows of these prompts in training, not where keys and values are kept.
+  it("generate in a pipeline what one rank generates", function()
+    local GENERATE = [[
+      ps.manual_seed(3)
+      local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false,
+        optimizer = { type = "AdamW" }, tensor_parallel = { size = SIZE }, pipeline = { stages = SIZE } },
+        model_func = function() return require("models.gpt2").new("tiny", { dropout = 0.1 }) end }
+      local x = ps.arange(0, 16, 1, { dtype = "int32" }):reshape(1, 16)
+      for out in model:micro_batches(x, x) do
+        print(("loss: %.4f"):format(out.loss:item()))
+        model:backward(out.loss)
+      end
+      optimizer:step()
+      for _, how in ipairs { { temperature = 0 }, { seed = 4, top_k = 50 }, { num_beams = 2 } } do
+        print("ids: " .. table.concat(model:generate({ 5, 6, 7, 8 }, 5, how), " "))
+      end
+      for _, ids in ipairs(model:generate({ { 5, 6, 7, 8 }, { 9, 1 } }, 5, { temperature = 0 })) do
+        print("ids: " .. table.concat(ids, " "))
+      end
+      model:close()
+    ]]
+    local function said(text)
+      local list = {}
+      for line in text:gmatch "%l+: [^\n]*" do list[#list + 1] = line end
+      return list
+    end
+    local one = said(lib.check(folder, 1, "local SIZE = 1\n" .. GENERATE)[0].text)
+    assert.equal(6, #one)
+    local all = lib.check(folder, 4, "local SIZE = 2\n" .. GENERATE)
+    for rank = 0, 3 do assert.same(one, said(all[rank].text)) end
+  end)
+
   it("cut a model of four heads four times", function()
     local base = { words = 60, steps = 0,
       preset = { vocab_size = 62, n_positions = 16, n_embd = 32, n_layer = 2, n_head = 4 } }

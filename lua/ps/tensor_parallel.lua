@@ -271,7 +271,7 @@ local function tell_rows(model, region)
       for key, value in pairs(part) do copy[key] = value end
       function copy.forward(carry, batch)
         local ids = batch.input_ids
-        region:set(ids:size(0), ids:size(1), batch.caches ~= nil)
+        region:set(ids:size(0), ids:size(1), batch.caches ~= nil or batch.cached)
         return part.forward(carry, batch)
       end
       list[i] = copy

@@ -197,9 +197,10 @@ end
 
 -- One forward of all parts. Of those in `measured`, by number, garbage is collected before and behind them, to see what
 -- they leave.
-local function pass(module, args, measured)
+local function pass(module, args, measured, cached)
   local list, watch, rng = module:parts(), setmetatable({}, Watch), ps.rng()
   local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
+  if cached then batch.cached = true end
   rng.op = 0
   E.recorder = watch
   for i, part in ipairs(list) do
@@ -219,8 +220,8 @@ local function pass(module, args, measured)
 end
 
 -- Garbage of a large model takes long to collect, and most of its parts are alike: the first of each kind is measured.
-local function run(module, args, carries)
-  local list, costs = module:parts(), pass(module, args, {})
+local function run(module, args, carries, cached)
+  local list, costs = module:parts(), pass(module, args, {}, cached)
   if carries then return costs end
   local first, kind = {}, {}
   for i, cost in ipairs(costs) do
@@ -241,10 +242,12 @@ end
 ---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
 ---@param carries? boolean what goes from part to part is wanted, not `activations`, for which garbage is collected
 ---  before and behind each part
+---@param cached? boolean a step of generate is meant, in which keys and values of earlier positions are kept: the batch
+---  has cached = true. Needs `carries`
 ---@return ps.engine.PartCost[]
-function count.parts(module, args, precision, carries)
+function count.parts(module, args, precision, carries, cached)
   local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), E.recorder
-  local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args, carries)
+  local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args, carries, cached)
   E.recorder = was
   restore()
   put_back()

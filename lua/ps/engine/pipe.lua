@@ -147,12 +147,15 @@ local function row_of(self, micros, forward_only)
   return found
 end
 
+-- Whether it is a step of generate with keys and values of earlier positions.
+local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
+
 -- The costs of the model's parts, and the tensors that go from one to the next, for micro-batches like this one.
-local function counted(self, args, key)
-  local costs = self.counts[key]
+local function counted(self, micro)
+  local costs = self.counts[micro.key]
   if not costs then
-    costs = count.parts(self.engine.module, args, self.engine.precision, true)
-    self.counts[key] = costs
+    costs = count.parts(self.engine.module, micro.args, self.engine.precision, true, cached(micro))
+    self.counts[micro.key] = costs
   end
   return costs
 end
@@ -160,7 +163,7 @@ end
 -- Tells C the tensors that go between virtual stages in a micro-batch.
 local function expect(self, row, micro)
   if row.keys[micro.number] == micro.key then return end
-  local costs = counted(self, micro.args, micro.key)
+  local costs = counted(self, micro)
   for v = 0, self.n - 2 do
     local part = costs[self.stages.first[v + 2] - 1]
     if #part.carry > ROOM then
@@ -192,7 +195,9 @@ function Pipe:load(micros)
   local trains = {}                                          -- decides which gradients go back between stages
   for _, p in ipairs(self.engine.module:parameters()) do trains[#trains + 1] = p:needs_grad() and "1" or "0" end
   local frozen = table.concat(trains)
-  for i = 0, micros.n - 1 do micros[i].key = frozen .. batch.signature(micros[i].args) end
+  for i = 0, micros.n - 1 do
+    micros[i].key = (cached(micros[i]) and "cached " or "") .. frozen .. batch.signature(micros[i].args)
+  end
 end
 
 --- A hash of the micro-batches: all stages of one copy of the model must have the same.
