@@ -130,8 +130,127 @@ local GPT = [[
     bmt.print_rank(("step %.17g %.17g"):format(mean, norm))
     if step == 1 then bmt.save(model, folder .. "/first.pt") end
   end
+  local row = bmt.inspect.inspect_model(model, "word_emb.weight")[1]
+  bmt.print_rank(("row %d %.9g %.9g"):format(row.shape[1], row.mean, row.std))
   bmt.save(model, folder .. "/end.pt")
   bmt.load(model, folder .. "/end.pt")
+  bmt.close()
+  print "done"
+]]
+
+-- Layers by themselves: values and gradients of all options, against a product with the whole weight.
+local LAYERS = [[
+  begin(CONFIG, 2, 0)
+  local SEQUENCE = WANTED
+  local shard, group = require "ps.nn.shard", ps.mesh.group "tp"
+  local rank, t = bmt.config.tp_rank, bmt.config.tp_size
+  local function near(got, want, what)
+    assert(table.concat(got:shape(), " ") == table.concat(want:shape(), " "), what .. ": shapes")
+    local off = (got - want):abs():amax():item() / math.max(1, want:abs():amax():item())
+    assert(off <= 1e-5, ("%s is off by %g"):format(what, off))
+  end
+  local function part(x, dim)
+    local own = x:size(dim) / t
+    return x:narrow(dim, rank * own, own):contiguous()
+  end
+  local function leaf(x) return x:detach():clone():requires_grad(true) end
+
+  -- The gradients of a layer's parameters against those of the whole ones.
+  local function check_grads(layer, whole, what)
+    for name, p in layer:named_parameters() do
+      local got, desc, want = p:grad():clone(), shard.of(p), whole[name]:grad()
+      if shard.is_partial(p) then got = group:all_reduce(got) end
+      near(got, desc and shard.cut(desc, want) or want, what .. ": gradient of " .. name)
+      p:set_grad(nil)
+    end
+  end
+
+  local function whole_of(layer, file)
+    bmt.init_parameters(layer)
+    if layer.bias ~= nil then
+      local desc, values = shard.of(layer.bias), ps.randn({ 6 })
+      ps.no_grad(function() layer.bias:copy_(desc and shard.cut(desc, values) or values) end)
+    end
+    bmt.save(layer, folder .. file)
+    local whole = {}
+    for name, value in pairs(ps.load(folder .. file)) do whole[name] = leaf(value) end
+    bmt.synchronize()
+    return whole
+  end
+
+  local both = { false, true }
+  for _, bias in ipairs(both) do for _, gather_input in ipairs(both) do for _, gather_output in ipairs(both) do
+    local what = ("column, bias %s, gather_input %s, gather_output %s"):format(bias, gather_input, gather_output)
+    local layer = bmt.nn.ColumnParallelLinear(4, 6, { bias = bias, gather_input = gather_input,
+      gather_output = gather_output })
+    assert(layer.weight:size(0) == 3 and (layer.bias ~= nil) == bias)
+    local whole, all, w = whole_of(layer, "/column.pt"), leaf(ps.randn { 8, 3, 4 }), ps.randn { 8, 3, 6 }
+    local x = leaf(gather_input and part(all, 0) or all)
+    local y, want = layer(x), F.linear(all, whole.weight, whole.bias)
+    near(y, gather_output and want or part(want, -1), what)
+    ;(y * (gather_output and w or part(w, -1))):sum():backward()
+    ;(want * w):sum():backward()
+    near(x:grad(), gather_input and part(all:grad(), 0) or all:grad(), what .. ": gradient of x")
+    check_grads(layer, whole, what)
+  end end end
+  for _, bias in ipairs(both) do for _, split_input in ipairs(both) do for _, all_reduce_output in ipairs(both) do
+    local what = ("row, bias %s, split_input %s, all_reduce_output %s"):format(bias, split_input, all_reduce_output)
+    local layer = bmt.nn.RowParallelLinear(4, 6, { bias = bias, split_input = split_input,
+      all_reduce_output = all_reduce_output })
+    assert(layer.weight:size(1) == 2 and (layer.bias ~= nil) == bias)
+    local whole, all, w = whole_of(layer, "/row.pt"), leaf(ps.randn { 8, 3, 4 }), ps.randn { 8, 3, 6 }
+    local x = leaf(split_input and part(all, 0) or part(all, -1))
+    local y, want = layer(x), F.linear(all, whole.weight, whole.bias)
+    near(y, all_reduce_output and want or part(want, 0), what)
+    ;(y * (all_reduce_output and w or part(w, 0))):sum():backward()
+    ;(want * w):sum():backward()
+    near(x:grad(), part(all:grad(), split_input and 0 or -1), what .. ": gradient of x")
+    check_grads(layer, whole, what)
+  end end end
+
+  -- The table: indices and rows of [n] and [B, T], and logits of them with their loss.
+  local function rows(x) return SEQUENCE and part(x, x:dim() - (x:is_float() and 2 or 1)) or x end
+  for _, shape in ipairs { { 4 }, { 3, 4 } } do
+    local what = #shape .. " dimensions"
+    local layer = bmt.nn.VPEmbedding(10, 6, { dtype = "fp32" })
+    local whole, ids = whole_of(layer, "/table.pt"), ps.randint(0, 10, shape, { dtype = "int32" })
+    local w = ps.randn(#shape == 1 and { 4, 6 } or { 3, 4, 6 })
+    local y, want = layer(rows(ids)), F.embedding(ids, whole.weight)
+    near(y, rows(want), what)
+    ;(y * rows(w)):sum():backward()
+    ;(want * w):sum():backward()
+    check_grads(layer, whole, what)
+    whole.weight:set_grad(nil)
+    local all = leaf(w)
+    local x = leaf(rows(w))
+    local targets = ids:clone()
+    targets:reshape(-1):narrow(0, 1, 1):fill_(-100)
+    for _, reduction in ipairs { "mean", "sum", "none" } do
+      local logits, full = layer(x, true), F.linear(all, whole.weight)
+      near(logits, part(full, -1), what .. ": logits")
+      local n = targets:numel()
+      local got = bmt.nn.ParallelCrossEntropy { reduction = reduction } (logits:reshape(n, -1), targets:reshape(n))
+      local loss = F.cross_entropy(full:reshape(n, -1), targets:reshape(n), { reduction = reduction })
+      near(got, loss, what .. ": loss, " .. reduction)
+      got:sum():backward()
+      loss:sum():backward()
+      near(x:grad(), rows(all:grad()), what .. ": gradient of rows, " .. reduction)
+      check_grads(layer, whole, what .. ", " .. reduction)
+      for _, one in ipairs { x, all, whole.weight } do one:set_grad(nil) end
+    end
+  end
+
+  -- What ranks sum, and what the defaults are.
+  local norm, alike = nn.LayerNorm(4), bmt.DistributedParameter(ps.ones { 4 }, { tp_mode = true })
+  assert(shard.is_partial(norm.weight) == SEQUENCE and not shard.is_partial(alike))
+  local row, column = bmt.nn.RowParallelLinear(4, 6), bmt.nn.ColumnParallelLinear(4, 6)
+  assert(shard.is_partial(row.bias) == SEQUENCE and row.how.reduce_output_type == (SEQUENCE and "reduce_scatter"
+    or "all_reduce") and column.how.gather_input == SEQUENCE)
+  for _, case in ipairs { { "ColumnParallelLinear", 4, 5 }, { "RowParallelLinear", 5, 4 }, { "VPEmbedding", 5, 4 } } do
+    local name, inputs, outputs = unpack(case)
+    local ok, problem = pcall(function() return bmt.nn[name](inputs, outputs) end)
+    assert(not ok and tostring(problem):find("5, and tp_size = 2 does not divide it", 1, true), tostring(problem))
+  end
   bmt.close()
   print "done"
 ]]
@@ -144,6 +263,10 @@ local function run(size, script, names)
   local numbers = {}
   for mean, norm in all[0].text:gmatch "step (%S+) (%S+)" do
     numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(mean), tonumber(norm)
+  end
+  for words, mean, std in all[0].text:gmatch "row (%S+) (%S+) (%S+)" do           -- the whole table's
+    numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(words), tonumber(mean) + 1
+    numbers[#numbers + 1] = tonumber(std)
   end
   return numbers
 end
@@ -162,7 +285,7 @@ local function compare(size, level, config, samples)
   local begin, first, last, filled = ps.load(folder .. "/begin.pt"), ps.load(folder .. "/first.pt"),
     ps.load(folder .. "/end.pt"), ps.load(folder .. "/filled.pt")
   local numbers = run(size, GPT, names(2))
-  assert(#want == 4 and #numbers == 4)
+  assert(#want == 7 and #numbers == 7)
   for i, number in ipairs(want) do
     assert(math.abs(numbers[i] / number - 1) < 1e-5, ("number %d: %.9g, of one %.9g"):format(i, numbers[i], number))
   end
@@ -174,6 +297,17 @@ local function compare(size, level, config, samples)
     assert(check.bytes(again[name]) == check.bytes(filled[name]), name .. ": other bits than one rank's")
   end
 end
+
+describe("layers of bmt.nn", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("are whole ones, with all options, where ranks share out the rows", function()
+    run(2, LAYERS, { CONFIG = "{}", WANTED = "true" })
+  end)
+  it("where all ranks have all rows", function()
+    run(2, LAYERS, { CONFIG = "{ tensor_parallel = { sequence_parallel = false } }", WANTED = "false" })
+  end)
+end)
 
 describe("BMTrain's tensor parallelism", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
