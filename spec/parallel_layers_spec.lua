@@ -42,7 +42,7 @@ local PRODUCTS = [[
         local column, row = nn.ColumnParallelLinear(C, H, options), nn.RowParallelLinear(H, C, options)
         same_values(column, up, "column")
         same_values(row, down, "row")
-        assert(column:num_parameters() * size == up:num_parameters())
+        assert(column.weight:numel() * size == up.weight:numel() and column:num_parameters() == up:num_parameters())
         ps.no_grad(function()
           local noise = ps.randn({ C }, where)
           row.bias:copy_(noise)

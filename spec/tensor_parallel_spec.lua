@@ -106,6 +106,25 @@ describe("a model that ranks share out", function()
   end)
 end)
 
+describe("a region whose rows are shared out", function()
+  it("gathers a rank's rows, and takes all rows as they are", function()
+    local calls = {}
+    local group = group_of(2, 0)
+    for _, name in ipairs { "copy_to", "gathered_again" } do
+      group[name] = function(_, x)
+        calls[#calls + 1] = name
+        return x
+      end
+    end
+    local region = nn.Region.new(group, true)
+    region:set(2, 4)
+    region:gather(ps.zeros { 4, 3 })
+    region:gather(ps.zeros { 2, 4, 3 })                       -- behind leave
+    region:gather(ps.zeros { 8, 3 })
+    assert.same({ "gathered_again", "copy_to", "copy_to" }, calls)
+  end)
+end)
+
 describe("a model that cannot be shared out", function()
   it("is an error with the numbers", function()
     fails({ "tensor_parallel.size = 4: transformer.h.0.attn has heads = 2" },

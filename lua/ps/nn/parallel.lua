@@ -74,11 +74,11 @@ function Region:leave(x)
 end
 
 --- All rows, for products with a part of the outputs on each rank. Gradient: the sum over the ranks, of which each gets
---- its rows, or all.
----@param x ps.Tensor [B T / t, C], or [B, T, C]
----@return ps.Tensor [B T, C], or [B, T, C]
+--- its rows, or all. Behind `leave` all ranks have all rows already.
+---@param x ps.Tensor [B T / t, C], or of all rows: [B, T, C], [B T, C]
+---@return ps.Tensor [B T, C], or all rows in x's shape
 function Region:gather(x)
-  if not self.on then return self.group:copy_to(x) end
+  if not self.on or x:numel() == self.B * self.T * x:size(-1) then return self.group:copy_to(x) end
   return self.keep and self.group:gathered(x) or self.group:gathered_again(x)
 end
 
