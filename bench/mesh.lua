@@ -10,6 +10,8 @@
 --                        with tp_keep_gathered
 --   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
 --                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t
+--   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
+--                        of bench/dist.lua latency
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -259,9 +261,21 @@ local function masks_equal()
   return dropped > 0
 end
 
+-- Seconds of small all-reduces over Gloo's own.
+local function latencies()
+  local pipe = assert(io.popen(("OMP_NUM_THREADS=1 '%s' '%s/bench/dist.lua' latency"):format(paths.exe, paths.root)))
+  local last
+  for line in pipe:lines() do last = line end
+  pipe:close()
+  local figures = cjson.decode(last or "{}")
+  return { small_all_reduce_over_gloo = figures.small_all_reduce_over_gloo,
+    small_all_reduce_p99_over_gloo = figures.small_all_reduce_p99_over_gloo }
+end
+
 local result = {}
 run(2, { what = "figures" })
 for key, value in pairs(read "figures.0") do result[key] = value end
+for key, value in pairs(latencies()) do result[key] = value end
 result.dropout_masks_equal = masks_equal()
 if not args.figures_only then result.layouts = layout_rows() end
 os.execute(("rm -rf '%s'"):format(folder))
