@@ -267,9 +267,9 @@ local function latencies()
   local last
   for line in pipe:lines() do last = line end
   pipe:close()
-  local figures = cjson.decode(last or "{}")
-  return { small_all_reduce_over_gloo = figures.small_all_reduce_over_gloo,
-    small_all_reduce_p99_over_gloo = figures.small_all_reduce_p99_over_gloo }
+  local found = cjson.decode(last or "{}")
+  return { small_all_reduce_over_gloo = found.small_all_reduce_over_gloo,
+    small_all_reduce_p99_over_gloo = found.small_all_reduce_p99_over_gloo }
 end
 
 local result = {}

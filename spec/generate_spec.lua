@@ -54,6 +54,17 @@ describe("tokens of a known chain", function()
       min_new_tokens = 4 }))
   end)
 
+  it("follow a prompt of more ids than a call takes arguments", function()
+    local model, prompt = Chain({ { 0, 1 }, { 1, 0 } }), {}
+    function model:positions() return 20000 end -- luacheck: no self
+    for i = 1, 9000 do prompt[i] = i % 2 end
+    for _, options in ipairs { { temperature = 0 }, { num_beams = 2 } } do
+      local ids = generate(model, prompt, 2, options)
+      assert.equal(9002, #ids)
+      assert.same({ 0, 1, 0 }, { ids[9000], ids[9001], ids[9002] })
+    end
+  end)
+
   it("repeat less: seen ones have a logit above 0 divided, one below multiplied", function()
     local model = Chain { { -1, 2, 1.5, -1.1 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 } }
     assert.same({ 1, 0, 1 }, generate(model, { 1, 0 }, 1, { temperature = 0, repetition_penalty = 1.3 }))

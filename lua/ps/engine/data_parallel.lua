@@ -172,7 +172,9 @@ end
 local function least_of(group, value)
   local all = ps.empty({ group:size() }, { dtype = "int64" })
   group:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
-  return math.min(unpack(all:tolist()))
+  local least = value
+  for _, other in ipairs(all:tolist()) do least = math.min(least, other) end
+  return least
 end
 
 --- The least of a number over the ranks that train the same layers, since their plans and layouts must be alike.

@@ -3,6 +3,7 @@
 -- step is the one that `profile_step` others came before.
 local ps = require "ps"
 local json = require("cjson").new()
+local copied = require "ps.copied"
 local report = require "ps.profile_report"
 local C = ps.C
 
@@ -55,7 +56,7 @@ end
 
 -- The names of the `n` rows with the most of something, each with how much.
 local function most(rows, key, n, factor, unit)
-  local sorted, names = { unpack(rows) }, {}
+  local sorted, names = copied(rows), {}
   table.sort(sorted, function(a, b)
     if a[key] ~= b[key] then return a[key] > b[key] end
     return a.name < b.name

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local array = require "ps.array"
 local caller = require "ps.caller"
+local copied = require "ps.copied"
 local state = require "ps.engine.state"
 local step = require "ps.engine.step"
 local groups = require "ps.optim_groups"
@@ -174,7 +175,7 @@ function optimizer.new(engine, built, cfg)
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
   for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
   -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.
-  local all = { unpack(built.list) }
+  local all = copied(built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
   for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
   table.sort(all, function(a, b)

@@ -3,6 +3,7 @@
 -- module built in staging chunks, and where Adam runs.
 local ps = require "ps"
 local caller = require "ps.caller"
+local copied = require "ps.copied"
 local hooks = require "ps.hooks"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
@@ -32,12 +33,6 @@ local open                  -- the engine that has the context's chunks, until i
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
   client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table" }
-
-local function copied(t)
-  local all = {}
-  for key, value in pairs(t) do all[key] = value end
-  return all
-end
 
 local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
 

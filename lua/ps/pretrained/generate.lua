@@ -5,6 +5,7 @@ local ps = require "ps"
 local beams = require "ps.pretrained.generate_beams"
 local caller = require "ps.caller"
 local choose = require "ps.pretrained.generate_choose"
+local copied = require "ps.copied"
 local rows_of = require "ps.pretrained.generate_rows"
 local settings = require "ps.pretrained.generate_settings"
 local text = require "ps.pretrained.generate_text"
@@ -54,7 +55,7 @@ local function run(model, prompts, n, chosen)
   if chosen.num_beams > 1 then return beams.run(rows, prompts, n, chosen) end
   local results, ended, streams, left = {}, {}, {}, rows.count
   for r = 1, rows.count do
-    results[r] = { unpack(prompts[math.floor((r - 1) / copies) + 1]) }
+    results[r] = copied(prompts[math.floor((r - 1) / copies) + 1])
     if chosen.on_text then streams[r] = text.stream(chosen.tokenizer) end
   end
   for i = 1, n do

@@ -5,6 +5,7 @@
 -- Sizes: B prompts, K beams, V words.
 local ps = require "ps"
 local choose = require "ps.pretrained.generate_choose"
+local copied = require "ps.copied"
 
 local beams = {}
 
@@ -26,7 +27,7 @@ local function tail_of(beam, prompt, n)
 end
 
 local function ids_of(beam, prompt)
-  local back, ids = {}, { unpack(prompt) }
+  local back, ids = {}, copied(prompt)
   while beam.parent do back[#back + 1], beam = beam.token, beam.parent end
   for i = #back, 1, -1 do ids[#ids + 1] = back[i] end
   return ids

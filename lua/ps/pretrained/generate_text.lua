@@ -1,5 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Text of tokens that come one by one: the pieces that are whole characters, and whether a stop string has come.
+local copied = require "ps.copied"
+
 local text = {}
 
 local BROKEN = "\239\191\189"                              -- U+FFFD: of a character whose last bytes are still to come
@@ -19,7 +21,7 @@ function text.stream(tokenizer)
 end
 
 local function joined(a, b)
-  local all = { unpack(a) }
+  local all = copied(a)
   for _, id in ipairs(b) do all[#all + 1] = id end
   return all
 end

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local array = require "ps.array"
 local caller = require "ps.caller"
+local copied = require "ps.copied"
 local ffi = require "ffi"
 local nearest = require "ps.nearest"
 local json = require "cjson"
@@ -69,12 +70,6 @@ local META = { __newindex = set }
 function META.__index(self, key)
   if PLAIN[key] then return rawget(self, "plain")[key] end
   return get(self, key)
-end
-
-local function copied(t)
-  local copy = {}
-  for key, value in pairs(t) do copy[key] = value end
-  return copy
 end
 
 --- See tokenizer.from_pretrained.
