@@ -419,11 +419,12 @@ static void test_file(void)
 
 /* -- all at once --------------------------------------------------------------------------------------------------- */
 
-struct guest { int port, rank; _Atomic int rc; ps_store *store; };
+struct guest { int port, rank; _Atomic int rc; _Atomic bool came; ps_store *store; };
 static void *meet(void *arg)
 {
     struct guest *g = arg;
     int rc = come(g->port, g->rank, 3, 5, &g->store);
+    g->came = true;
     g->rc = rc < 0 ? rc : ps_store_meet(g->store, 5);
     return NULL;
 }
@@ -487,7 +488,7 @@ static void test_meet_fails(void)
     FAILS(ps_store_meet(other, 0.05), PS_ETIME, "rank 1, 2 of 3 did not come");
     ps_store_close(other, true);
     pthread_create(&thread, NULL, meet, &g);
-    usleep(50000);
+    while (!g.came) usleep(1000);
     FAILS(come(g.port, 1, 3, 5, &other), PS_EINVAL, "two processes");
     double start = ps_now();
     pthread_join(thread, NULL);
