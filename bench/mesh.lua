@@ -11,7 +11,9 @@
 --   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
 --                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
---                        of bench/dist.lua latency
+--                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
+--                        in turn with them: the medians, and what 99 of 100 take at most;
+--                        small_all_reduce_planned: the share of ours that went as planned
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -148,11 +150,55 @@ local function figures()
     bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true) } }
 end
 
+-- A step whose forward makes small all-reduces, with Gloo's own between them.
+local function latency()
+  local group, world, ours, gloo, forwards, planned = nil, nil, {}, {}, 0, 0
+  local raw_in, raw_sum = ps.zeros { 1024 }, ps.zeros { 1024 }
+  local function exchange()
+    for i = -3, 4000 do                            -- the first are not counted
+      local x = ps.zeros { 1024 }
+      local began = ps.now()
+      group:reduce_from(x)
+      local middle = ps.now()
+      if forwards > 1 then ps.check(ps.C.ps_group_raw(world.c, 1, raw_sum, raw_in)) end
+      if i > 0 then ours[i], gloo[i] = middle - began, ps.now() - middle end
+    end
+  end
+  local model, optimizer = ps.initialize { quiet = true, model_func = function()
+    local model = require("models.gpt2").new({ vocab_size = 64, n_positions = 16, n_embd = 64, n_layer = 1,
+      n_head = 4 }, { dropout = 0 })
+    local forward = model.forward
+    rawset(model, "forward", function(...)
+      forwards = forwards + 1                      -- the first is the dry run's
+      local before = tonumber(ps.C.ps_group_planned(group.c))
+      ps.no_grad(exchange)
+      planned = tonumber(ps.C.ps_group_planned(group.c)) - before
+      return forward(...)
+    end)
+    return model
+  end, config = { plan_print = false, optimizer = { type = "AdamW" }, tensor_parallel = { size = 2 } } }
+  group, world = ps.mesh.group "tp", ps.mesh.group "world"
+  local x = ps.zeros({ 2, 16 }, { dtype = "int32" })
+  model:backward(model(x, x))
+  optimizer:step()
+  model:close()
+  table.sort(ours)
+  table.sort(gloo)
+  local function ratio(share)
+    local at = math.ceil(#ours * share)
+    return ours[at] / gloo[at]
+  end
+  return { small_all_reduce_over_gloo = ratio(0.5), small_all_reduce_p99_over_gloo = ratio(0.99),
+    small_all_reduce_planned = planned / (#ours + 4) }
+end
+
 local function rank_main(o)
   if (tonumber(os.getenv "WORLD_SIZE") or 1) > 1 then ps.init_distributed { quiet = true } end
   if o.what == "layout" then return mesh_lib.rank(o) end
   local result
-  if o.what == "masks" then result = masks(o.tp) else
+  if o.what == "masks" then result = masks(o.tp)
+  elseif o.what == "latency" then result = latency()
+  else
     ps.mesh { tp = 2 }
     result = figures()
   end
@@ -261,21 +307,11 @@ local function masks_equal()
   return dropped > 0
 end
 
--- Seconds of small all-reduces over Gloo's own.
-local function latencies()
-  local pipe = assert(io.popen(("OMP_NUM_THREADS=1 '%s' '%s/bench/dist.lua' latency"):format(paths.exe, paths.root)))
-  local last
-  for line in pipe:lines() do last = line end
-  pipe:close()
-  local found = cjson.decode(last or "{}")
-  return { small_all_reduce_over_gloo = found.small_all_reduce_over_gloo,
-    small_all_reduce_p99_over_gloo = found.small_all_reduce_p99_over_gloo }
-end
-
 local result = {}
 run(2, { what = "figures" })
 for key, value in pairs(read "figures.0") do result[key] = value end
-for key, value in pairs(latencies()) do result[key] = value end
+run(2, { what = "latency" })
+for key, value in pairs(read "latency.0") do result[key] = value end
 result.dropout_masks_equal = masks_equal()
 if not args.figures_only then result.layouts = layout_rows() end
 os.execute(("rm -rf '%s'"):format(folder))

@@ -19,8 +19,9 @@ local MODEL = [[
       full_shape = { 128 } })
     self.part = shard.set_partial(nn.Parameter(ps.ones { 64 }))
   end
-  local without = false
+  local without, exchange = false, function(x) return x end
   function Three:forward(x)
+    x = exchange(x)
     local loss = (x * self.whole + x * self.piece):sum()
     if without then return loss end
     return loss + (x * self.part * (1 + tp)):sum()
@@ -116,6 +117,74 @@ describe("an engine on ranks with parts of the same layers", function()
       assert.truthy(text:find("1 of the 2 tensor-parallel ranks have a gradient of parameter 2", 1, true), text)
       assert.truthy(text:find("without a gradient on rank " .. rank .. ": " .. (rank == 1 and "part" or "none"), 1,
         true), text)
+    end
+  end)
+
+  it("makes the calls of a step as its dry run foresaw them, and others beside them", function()
+    local all = run(4, [[
+      local group, calls, own = mesh.group "tp", 0, false
+      function exchange(x)
+        x = group:reduce_from(x)
+        if own then calls = calls + group:all_reduce(ps.ones { 1 }):item() end
+        return group:reduce_from(group:gathered(x):narrow(0, 0, 64))
+      end
+      local function train(micros)
+        local model, optimizer = start { gradient_accumulation_steps = micros }
+        for step = 1, 2 do
+          local before = tonumber(ps.C.ps_group_planned(group.c))
+          for i = 1, micros do model:backward(model(ps.full({ 64 }, 1 + dp))) end
+          own = step == 1                           -- the second step has no dry run, and calls of its own
+          optimizer:step()
+          -- Three of each forward; addends and squares.
+          assert(tonumber(ps.C.ps_group_planned(group.c)) - before == 3 * micros + 2, "calls by plan")
+        end
+        local values = model:state_dict().whole:tolist()
+        own = false
+        model:close()
+        return values
+      end
+      local plain = train(2)
+      assert(calls == 4, calls)
+      print("value " .. plain[1])
+    ]])
+    for rank = 1, 3 do assert.equals(all[0].text:match "value %S+", all[rank].text:match "value %S+") end
+  end)
+
+  it("names ranks that foresee other calls, before the step's first forward", function()
+    local all = run(4, [[
+      local group = mesh.group "tp"
+      function exchange(x)
+        x = group:reduce_from(x)
+        return rank == 3 and group:reduce_from(x * 0.5) or group:gathered(x):narrow(0, 0, 64)
+      end
+      local model = start {}
+      local ok, problem = pcall(function() return model(ps.ones { 64 }) end)
+      print("problem: " .. tostring(not ok and problem))
+    ]])
+    for rank = 0, 3 do
+      assert.truthy(all[rank].text:find("the ranks of tp plan other calls: the first that differs is number 2 of the "
+        .. "step: rank 2 plans all_gather (call 1, fp32, 256 bytes), rank 3 all_reduce (call 1, fp32, 256 bytes)", 1,
+        true), all[rank].text)
+    end
+  end)
+
+  it("names ranks that leave what they foresaw", function()
+    local all = run(2, [[
+      local group, real = mesh.group "tp", false
+      function exchange(x)
+        if real and rank == 1 then return group:gathered(x):narrow(0, 0, 64) end
+        return group:reduce_from(x)
+      end
+      local model, optimizer = start {}
+      model:backward(model(ps.ones { 64 }))
+      optimizer:step()
+      real = true
+      local ok, problem = pcall(function() return model(ps.ones { 64 }) end)
+      print("problem: " .. tostring(not ok and problem))
+    ]])
+    for rank = 0, 1 do
+      assert.truthy(all[rank].text:find("the ranks of tp disagree: rank 0 is in all_reduce", 1, true), all[rank].text)
+      assert.truthy(all[rank].text:find("rank 1 in all_gather", 1, true), all[rank].text)
     end
   end)
 

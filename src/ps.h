@@ -754,6 +754,9 @@ int ps_engine_stages(ps_ctx *ctx, ps_group *stages, ps_group *copies, int32_t n_
  * with the same owners, and call this before ps_engine_params. The engine holds the group open. PS_ESTATE: there are
  * parameters, or it was called before. PS_ENOMEM. */
 int ps_engine_tensor_parallel(ps_ctx *ctx, ps_group *tp);
+/* Takes the collectives of `group` that the dry run of a trace noted as the plan of the step that begins. *hash: 0: it
+ * noted none, there is no such trace, or no memory for a plan. PS_ESTATE: no engine is open. */
+int ps_engine_plan_calls(ps_ctx *ctx, int32_t trace, ps_group *group, uint64_t *hash);
 /* The stripe of a unit, and the parts of its values and gradients; grad_part -1: gradients lie in the place of the
  * values. PS_ERANGE: no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
@@ -966,6 +969,14 @@ int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
+/* Agreement by plan, of what ps_engine_plan_calls took. All ranks begin together, with `agreed` 1 where all have
+ * the same hash, not 0. Ranks then compare no more than the number of a planned call; other calls are compared as
+ * ever. */
+int32_t ps_group_plan_calls(const ps_group *group);
+/* Call i, from 0, "all_reduce (call 3, fp32, 64 bytes)". PS_ERANGE: there is none. */
+int ps_group_plan_call(const ps_group *group, int32_t i, char *text, int64_t room);
+void ps_group_plan_begin(ps_group *group, int agreed);
+int64_t ps_group_planned(const ps_group *group);            /* calls that all ranks made as planned, ever */
 /* A group of some of `parent`'s ranks, over the same connections and under the same watch: a rank that fails in one of
  * them fails in all. All ranks of the parent call it at the same time, each with the group that it is itself in, as any
  * collective. ranks: [n], numbers in the parent, in the order that they have in the new group. axis: what errors call

@@ -54,15 +54,20 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- This rank and those that differ from it along one axis alone, in order.
-local function line(axis, all)
-  local stride, list = 1, {}
+-- The first of the ranks that differ from a rank along one axis alone, and the distance from one to the next.
+local function first_of_line(axis, all, rank)
+  local stride = 1
   for _, cut in ipairs(CUTS) do
     if cut == axis then break end
     stride = stride * all[cut]
   end
-  local mine = joined:rank()
-  local first = mine - math.floor(mine / stride) % all[axis] * stride
+  return rank - math.floor(rank / stride) % all[axis] * stride, stride
+end
+
+-- This rank and those that differ from it along one axis alone, in order.
+local function line(axis, all)
+  local first, stride = first_of_line(axis, all, joined:rank())
+  local list = {}
   for i = 0, all[axis] - 1 do list[#list + 1] = first + i * stride end
   return list
 end
@@ -142,6 +147,15 @@ function mesh.rank(axis)
     rest = math.floor(rest / sizes[cut])
   end
   return rest
+end
+
+--- The first of the ranks that are together with a rank along an axis: its own number where it is alone.
+---@param axis "dp"|"pp"|"tp"
+---@param rank integer among all ranks
+---@return integer
+function mesh.line_of(axis, rank)
+  if mesh.size(axis) == 1 then return rank end
+  return sizes and (first_of_line(axis, sizes, rank)) or 0
 end
 
 --- The ranks that are together with this one along an axis; nil: this process is the only one.

@@ -711,6 +711,102 @@ static int small_calls(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+enum { FEW = 5, MANY = 3000 };
+/* The calls of calls_as_planned. */
+static void plan(ps_group *g)
+{
+    ps_rank_call list[] = {
+        { .op = OP_ALL_REDUCE, .dtype = PS_F32, .nbytes = FEW * 4 },
+        { .op = OP_ALL_GATHER, .dtype = PS_F32, .nbytes = FEW * 4 },
+        { .op = OP_ALL_REDUCE, .dtype = PS_F32, .nbytes = MANY * 4 },
+        { .op = OP_BROADCAST, .dtype = PS_F32, .nbytes = FEW * 4, .root = 1 },
+        { .op = OP_REDUCE_SCATTER, .dtype = PS_F32, .nbytes = FEW * SIZE * 4 },
+    };
+    ps_rank_calls calls = { list, 5, 5 };
+    for (int i = 0; i < 5; i++) list[i].group = ps_group_number(g);
+    group_plan_prepare(g, &calls);
+    ps_group_plan_begin(g, 1);
+}
+
+struct tensors { ps_tensor *few, *all, *many; };
+static struct tensors tensors_new(struct member *m, ps_ctx *ctx)
+{
+    return (struct tensors){ numbers(ctx, PS_F32, FEW, m->rank + 1, 0), numbers(ctx, PS_F32, FEW * SIZE, 1, 0),
+                             numbers(ctx, PS_F32, MANY, 1.0 / (3 + m->rank), 0.1) };
+}
+static void tensors_free(struct tensors t)
+{
+    ps_tensor_release(t.few);
+    ps_tensor_release(t.all);
+    ps_tensor_release(t.many);
+}
+
+/* Planned calls, and others between them, have the bits of calls without a plan, and send as many bytes. */
+static int calls_as_planned(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    float few[2][FEW], many[2][MANY];
+    int64_t sent[2];
+    for (int planned = 0; planned < 2; planned++) {
+        struct tensors t = tensors_new(m, ctx);
+        sent[planned] = ps_group_bytes_sent(g);
+        if (planned) plan(g);
+        if (planned) expect(m, ps_group_barrier(g) == 0, "a call that is not in the plan");
+        expect(m, ps_group_all_reduce(g, t.few, PS_REDUCE_SUM) == 0 && at(t.few, 4) == 6, "all_reduce");
+        expect(m, ps_group_all_gather(g, t.all, t.few) == 0 && at(t.all, FEW * SIZE - 1) == 6, "all_gather");
+        expect(m, ps_group_all_reduce(g, t.many, PS_REDUCE_SUM) == 0, "a large all_reduce");
+        expect(m, ps_group_all_reduce(g, t.few, PS_REDUCE_MAX) == 0, "a small call that is not in the plan");
+        expect(m, ps_group_broadcast(g, t.few, 1) == 0, "broadcast");
+        expect(m, ps_group_reduce_scatter(g, t.few, t.all) == 0 && at(t.few, 0) == 18, "reduce_scatter");
+        expect(m, ps_group_all_gather(g, t.all, t.few) == 0, "behind the plan");
+        ps_tensor_read(t.few, few[planned], sizeof few[0]);
+        ps_tensor_read(t.many, many[planned], sizeof many[0]);
+        sent[planned] = ps_group_bytes_sent(g) - sent[planned];
+        tensors_free(t);
+    }
+    expect(m, !memcmp(few[0], few[1], sizeof few[0]) && !memcmp(many[0], many[1], sizeof many[0]), "bits");
+    expect(m, sent[0] == sent[1], "bytes");
+    expect(m, ps_group_planned(g) == 5, "went as planned");
+    return 0;
+}
+
+/* One rank makes another call, or fails: all hear of it, and the plan goes on behind the call. */
+static int one_leaves_the_plan(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    struct tensors t = tensors_new(m, ctx);
+    for (int how = 0; how < 4; how++) {
+        bool odd = m->rank == 1;
+        plan(g);
+        int64_t planned = ps_group_planned(g);
+        int rc = !odd || how == 3 ? 0 : how == 0 ? ps_group_barrier(g)
+                 : how == 1 ? ps_group_all_reduce(g, t.many, PS_REDUCE_SUM)
+                 : ps_group_all_reduce(g, t.few, PS_REDUCE_MAX);
+        if (!odd) rc = ps_group_all_reduce(g, t.few, PS_REDUCE_SUM);
+        if (odd && how == 3) rc = group_all_reduce(g, ON_HOST, PS_F32, NULL, FEW * 4, ps_fail(PS_ENOMEM, "full"));
+        const char *word = how < 3 ? "the ranks disagree: rank 0 is in all_reduce (call "
+                           : odd ? "full" : "rank 1 could not take part (ENOMEM)";
+        expect(m, rc == (how < 3 ? PS_EINVAL : PS_ENOMEM) && strstr(ps_error_message(), word), "one leaves the plan");
+        expect(m, ps_group_all_gather(g, t.all, t.few) == 0, "goes on");
+        expect(m, ps_group_planned(g) - planned == (how < 3 ? 1 : 2), "the next call is the next of the plan");
+    }
+    tensors_free(t);
+    return 0;
+}
+
+/* Messages of two ranks do not mix with a call of all: the group ends, and no rank waits. */
+static int pair_in_a_plan(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    struct tensors t = tensors_new(m, ctx);
+    plan(g);
+    if (m->rank == 0) expect(m, ps_group_send(g, t.few, 1) == 0, "send");
+    if (m->rank == 1) expect(m, ps_group_recv(g, t.few, 0) == 0 && at(t.few, 0) == 1, "recv");
+    expect(m, ps_group_all_gather(g, t.all, t.few) == 0, "the ranks go on");
+    double began = ps_now();
+    int rc = m->rank == 2 ? ps_group_send(g, t.few, 0) : ps_group_all_reduce(g, t.few, PS_REDUCE_SUM);
+    expect(m, rc < 0 && ps_now() - began < 5, "a send within a call of all");
+    tensors_free(t);
+    return 0;
+}
+
 struct lone { char path[32], rendezvous[64], why[400]; int rc; double seconds; pthread_t thread; };
 static void *lone_rank(void *arg)
 {
@@ -1086,6 +1182,9 @@ int main(void)
     with_group(pieces);
     with_group(one_fails);
     with_group(small_calls);
+    with_group(calls_as_planned);
+    with_group(one_leaves_the_plan);
+    with_group(pair_in_a_plan);
     with_group(jobs);
     with_group(jobs_fail);
     with_group(reductions);

@@ -54,6 +54,14 @@ static bool dry(const ps_tensor *t)
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
+/* What a call does in a dry run: it is noted. */
+static int noted(ps_group *g, int op, const ps_tensor *t, int root)
+{
+    if (!t->ctx->step->dry) return 0;
+    return group_note(g, op, t->ctx->devices[t->device_]->is_host ? ON_HOST : ON_DEVICE, t->dtype_,
+                      ps_tensor_nbytes(t), root);
+}
+
 /* The place of a tensor's device, which is connected here if it is not. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
@@ -65,7 +73,7 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc)
 {
     header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc, .place = at,
-                    .small = (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes) };
+                    .small = group_goes_small(g, op, at, nbytes) };
     char why[900], call[GROUP_CALL_NBYTES];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
     group_drain(g);
@@ -194,7 +202,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
 
 int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc)
 {
-    if (dry(t)) return rc;
+    if (dry(t)) return rc < 0 ? rc : noted(g, OP_ALL_REDUCE, t, reduce);
     use u = { .t = t };
     place at;
     PS_TRY(place_of(g, t, &at));
@@ -223,7 +231,7 @@ static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor
 
 int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
-    if (dry(in) || (dry(out) && out->ctx->step->dry)) return 0;
+    if (dry(in) || (dry(out) && out->ctx->step->dry)) return noted(g, OP_REDUCE_SCATTER, in, 0);
     use from = { .t = in }, to;
     place at;
     PS_TRY(place_of(g, in, &at));
@@ -240,7 +248,7 @@ int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 
 int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
-    if (dry(in) || (dry(out) && out->ctx->step->dry)) return 0;
+    if (dry(in) || (dry(out) && out->ctx->step->dry)) return noted(g, OP_ALL_GATHER, in, 0);
     use from = { .t = in }, to;
     place at;
     PS_TRY(place_of(g, in, &at));
@@ -255,7 +263,7 @@ int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
 
 int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 {
-    if (dry(t)) return 0;
+    if (dry(t)) return noted(g, OP_BROADCAST, t, root);
     use u;
     place at;
     PS_TRY(place_of(g, t, &at));

@@ -57,10 +57,11 @@ int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
         g->recv = ps_alloc0(sizeof *g->recv * n);
         g->parts = ps_alloc0(sizeof *g->parts * n);
         g->addends = ps_alloc0(sizeof *g->addends * n);
-        if (has_small(comm)) g->small = ps_alloc0(n * GROUP_SMALL_NBYTES);
+        g->has_small = has_small(comm);
+        g->said_nbytes = (int64_t)sizeof(header) + (g->has_small ? GROUP_SMALL_NBYTES : 0);
+        g->said = ps_alloc0(n * (size_t)g->said_nbytes);
     }
-    if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends &&
-        (g->small || !has_small(comm))) {
+    if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends && g->said) {
         group_enroll(ctx, g);
         *out = g;
         return 0;
@@ -124,7 +125,8 @@ void ps_group_close(ps_group *g)
     ps_free(g->recv);
     ps_free(g->parts);
     ps_free(g->addends);
-    ps_free(g->small);
+    ps_free(g->said);
+    group_plan_free(g);
     ps_free(g);
 }
 
@@ -146,7 +148,7 @@ int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
 
 /* -- agreeing ------------------------------------------------------------------------------------------------------ */
 
-static void describe(const header *h, char *text, size_t room)
+void group_describe(const header *h, char *text, size_t room)
 {
     bool known = h->op >= 0 && h->op < OP_COUNT;
     int n = snprintf(text, room, "%s (call %llu", known ? op_names[h->op] : "an unknown call",
@@ -176,8 +178,8 @@ static int differ(const ps_group *g, int r_a, const header *a, int r_b, const he
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
     const char *axis = g->comm->axis;
     char one[160], other[160];
-    describe(a, one, sizeof one);
-    describe(b, other, sizeof other);
+    group_describe(a, one, sizeof one);
+    group_describe(b, other, sizeof other);
     int rc = ps_fail(PS_EINVAL, "the ranks%s%s disagree: rank %d is in %s, rank %d in %s: %s; all must make the same "
                      "calls with the same shapes in the same order", axis[0] ? " of " : "", axis, rank_a, one, rank_b,
                      other, what);
@@ -194,7 +196,12 @@ static int exchange_headers(ps_group *g)
 
 bool group_is_small(const ps_group *g, place at, int64_t nbytes)
 {
-    return g->small && at == ON_HOST && nbytes > 0 && nbytes <= GROUP_SMALL_NBYTES;
+    return g->has_small && at == ON_HOST && nbytes > 0 && nbytes <= GROUP_SMALL_NBYTES;
+}
+
+bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes)
+{
+    return (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes);
 }
 
 /* Begins to exchange small bytes with all ranks, or with those alone whose headers say that they do. */
@@ -221,10 +228,66 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-static int agree(ps_group *g, header *mine)
+/* A failure of the library in the second part of a call. */
+static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];
+    ps_error_prefix("%s, call %llu of rank %d%s: ", group_call_name(g, mine->op, call), (unsigned long long)mine->seq,
+                    group_world(g, g->comm->rank), where);
+    return rc;
+}
+
+/* Whether any rank is in a call of two ranks, or has made another number of calls. Messages would not match from now
+ * on, so the connections are closed. */
+static int check_together(ps_group *g, const header *mine)
+{
+    for (int r = 0; r < g->comm->size; r++) {
+        if (g->heard[r].op != OP_SEND && g->heard[r].op != OP_RECV && g->heard[r].seq == mine->seq) continue;
+        int rc = differ(g, g->comm->rank, mine, r, &g->heard[r], "the group is closed");
+        g->comm->table->hang_up(g->comm);
+        return rc;
+    }
+    return 0;
+}
+
+static int check_failures(const ps_group *g, const header *mine)
+{
+    char call[GROUP_CALL_NBYTES];
+    for (int r = 0; r < g->comm->size; r++)
+        if (g->heard[r].failed)
+            return ps_fail_rank(g->heard[r].failed, group_world(g, r), "%s, call %llu: rank %d could not take part "
+                                "(%s); its own message says why", group_call_name(g, mine->op, call),
+                                (unsigned long long)mine->seq, group_world(g, r), ps_error_name(g->heard[r].failed));
+    return 0;
+}
+
+static int check_same(const ps_group *g)
+{
+    for (int r = 1; r < g->comm->size; r++) {
+        const char *what = difference(&g->heard[0], &g->heard[r]);
+        if (what) return differ(g, 0, &g->heard[0], r, &g->heard[r], what);
+    }
+    return 0;
+}
+
+/* The second part of a call while a plan is open. *over: some rank's call is the planned one. */
+static int agree_planned(ps_group *g, const header *mine, bool *over)
+{
+    int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
+    *over = rc < 0 || planned > 0;
+    if (rc < 0) return not_agreed(g, mine, "", rc);
+    if (!*over) return 0;
+    PS_TRY(check_together(g, mine));
+    PS_TRY(check_failures(g, mine));
+    return planned == g->comm->size ? 0 : check_same(g);
+}
+
+static int agree(ps_group *g, header *mine)
+{
     ps_comm *comm = g->comm;
+    bool over = false;
+    if (group_plan_is_open(g)) PS_TRY(agree_planned(g, mine, &over));
+    if (over) return 0;
     for (int r = 0; r < comm->size; r++) {
         g->send[r] = (ps_comm_part){ mine, sizeof *mine };
         g->recv[r] = (ps_comm_part){ &g->heard[r], sizeof *mine };
@@ -233,33 +296,12 @@ static int agree(ps_group *g, header *mine)
     int rc = comm->table->begin(comm, PS_COMM_HEADER, g->send, g->recv);
     if (rc == 0 && mine->small) rc = small_begin(g, true);
     if (rc == 0) rc = comm->table->finish(comm, PS_COMM_HEADER);
-    if (rc < 0) {
-        ps_error_prefix("%s, call %llu of rank %d: ", group_call_name(g, mine->op, call),
-                        (unsigned long long)mine->seq, group_world(g, comm->rank));
-        return rc;
-    }
-    for (int r = 0; r < comm->size; r++)
-        if (g->heard[r].op == OP_SEND || g->heard[r].op == OP_RECV || g->heard[r].seq != mine->seq) {
-            rc = differ(g, comm->rank, mine, r, &g->heard[r], "the group is closed");
-            comm->table->hang_up(comm);    /* others are in another exchange: messages would not match from now on */
-            return rc;
-        }
+    if (rc < 0) return not_agreed(g, mine, "", rc);
+    PS_TRY(check_together(g, mine));
     rc = small_end(g, mine);
-    if (rc < 0) {
-        ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_call_name(g, mine->op, call),
-                        (unsigned long long)mine->seq, group_world(g, comm->rank));
-        return rc;
-    }
-    for (int r = 0; r < comm->size; r++)
-        if (g->heard[r].failed)
-            return ps_fail_rank(g->heard[r].failed, group_world(g, r), "%s, call %llu: rank %d could not take part "
-                                "(%s); its own message says why", group_call_name(g, mine->op, call),
-                                (unsigned long long)mine->seq, group_world(g, r), ps_error_name(g->heard[r].failed));
-    for (int r = 1; r < comm->size; r++) {
-        const char *what = difference(&g->heard[0], &g->heard[r]);
-        if (what) return differ(g, 0, &g->heard[0], r, &g->heard[r], what);
-    }
-    return 0;
+    if (rc < 0) return not_agreed(g, mine, ", moving its bytes", rc);
+    PS_TRY(check_failures(g, mine));
+    return check_same(g);
 }
 
 int group_agree(ps_group *g, header *mine)
@@ -277,10 +319,11 @@ static int agree_pair(ps_group *g, header *mine, int peer)
     char call[GROUP_CALL_NBYTES];
     ps_comm *comm = g->comm;
     header *theirs = &g->heard[peer];
+    int planned = 0, rc = group_plan_is_open(g) ? group_plan_exchange(g, mine, peer, &planned) : 0;
     group_clear_parts(g);
     g->send[peer] = (ps_comm_part){ mine, sizeof *mine };
     g->recv[peer] = (ps_comm_part){ theirs, sizeof *mine };
-    int rc = exchange_headers(g);
+    if (rc == 0 && planned == 0) rc = exchange_headers(g);
     if (rc < 0) {
         ps_error_prefix("%s, rank %d with rank %d: ", group_call_name(g, mine->op, call), group_world(g, comm->rank),
                         group_world(g, peer));

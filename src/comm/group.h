@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Shared by the files of groups: comm.c (agreeing, moving and adding bytes), collective.c (collectives on tensors),
- * job.c (collectives that run beside the computation, for zero/shard.c). One thread at a time uses a group: the group's
- * own thread while there are jobs, the caller's once no job is left. */
+ * job.c (collectives that run beside the computation, for zero/shard.c), plan.c (calls that a dry run foresaw). One
+ * thread at a time uses a group: the group's own thread while there are jobs, the caller's once no job is left. */
 #ifndef PS_COMM_GROUP_H
 #define PS_COMM_GROUP_H
 #include <stdbool.h>
+#include "base/rank_call.h"
 #include "comm/comm.h"
 #include "ps.h"
 
@@ -22,7 +23,9 @@ typedef struct header {
     int32_t root, failed;                  /* root: OP_CHUNK_*: the stripe; all_reduce: PS_REDUCE_*;
                                               failed: PS_E* of this rank's preparation, or 0 */
     uint64_t check;                        /* OP_CHUNK_*: a number that must be the same on all ranks; else 0 */
-    int32_t place, small;                  /* small: 1: the call's bytes come beside its header (ps_group.small) */
+    int32_t place;
+    int16_t small, planned;                /* small: 1: the call's bytes come beside its header (group_small).
+                                              planned: 1: it is the next call of the plan (plan.c) */
 } header;
 _Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
 
@@ -31,6 +34,13 @@ _Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
 enum { GROUP_SMALL_NBYTES = 4096 };
 
 typedef struct ps_jobs ps_jobs;
+
+/* The calls that a step is planned to make. */
+typedef struct group_plan {
+    ps_rank_calls now, next;               /* next: of the step that begins */
+    int32_t at;                            /* place in `now` of the next call */
+    int64_t kept;                          /* calls that all ranks made as planned, ever */
+} group_plan;
 
 /* How the bytes of a place get to other ranks. */
 typedef struct transport {
@@ -53,7 +63,10 @@ struct ps_group {
     header *heard;                         /* [size] */
     ps_comm_part *send, *recv, *parts;     /* [size] */
     char **addends;                        /* [size] */
-    char *small;                           /* [size] of GROUP_SMALL_NBYTES: each rank's; NULL: the ranks are too many */
+    char *said;                            /* [size] of said_nbytes: each rank's header and small bytes, side by side */
+    int64_t said_nbytes;
+    bool has_small;                        /* there is room for small bytes: the ranks are not too many */
+    group_plan plan;
     ps_jobs *jobs;                         /* or NULL */
     ps_record_event recorded;              /* the collective under way on the caller's thread */
 };
@@ -78,7 +91,14 @@ int group_agree_pair(ps_group *g, header *mine, int peer);
 /* Whether each rank's nbytes come beside the headers of a call, so that it takes one exchange. Before group_agree this
  * rank's are put to group_small(g, its rank); afterwards those of all ranks are there. */
 bool group_is_small(const ps_group *g, place at, int64_t nbytes);
-static inline char *group_small(const ps_group *g, int r) { return g->small + (int64_t)r * GROUP_SMALL_NBYTES; }
+bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes);    /* the same of a call of OP_* */
+static inline header *group_said(const ps_group *g, int r)
+{
+    return (header *)(void *)(g->said + (int64_t)r * g->said_nbytes);
+}
+static inline char *group_small(const ps_group *g, int r) { return (char *)(group_said(g, r) + 1); }
+/* "all_reduce (call 3, fp32, 64 bytes)" */
+void group_describe(const header *h, char *text, size_t room);
 /* The sum (or greatest, or least) of the ranks' small bytes, in the order of ranks. */
 void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
@@ -106,6 +126,19 @@ void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_c
 /* -- op.c: ops find a group by its number, from group_enroll to group_leave */
 void group_enroll(ps_ctx *ctx, ps_group *g);
 void group_leave(ps_group *g);
+/* Notes a call in the dry run under way, as its header will be. PS_ENOMEM */
+int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
+
+/* -- plan.c */
+/* Takes those of the calls (NULL: none) that are the group's as the plan of the step that begins; none where there is
+ * no memory for them. */
+void group_plan_prepare(ps_group *g, const ps_rank_calls *calls);
+uint64_t group_plan_hash(const ps_group *g);           /* of what was prepared; 0: no calls */
+bool group_plan_is_open(const ps_group *g);            /* the plan has a next call */
+/* Where the plan is open: tells all ranks (peer >= 0: that one) this rank's call, and hears theirs, to g->heard.
+ * *planned: how many of these ranks, this one too, make the planned call. It is over if any does. */
+int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
+void group_plan_free(ps_group *g);
 
 /* -- collective.c */
 /* Compares a collective on bytes with the other ranks' calls. rc: the result of this rank's preparation. The other

@@ -3,6 +3,7 @@
  * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). */
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "comm/group.h"
 #include "tensor/tensor.h"
 
@@ -38,12 +39,39 @@ static int carry_out(ps_group *g, int op, place at, int root, const ps_view *in,
     }
 }
 
+int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
+{
+    if (!g->ctx || g->comm->size == 1 || g->comm->pretends) return 0;
+    ps_rank_calls *c = &g->ctx->calls;
+    PS_TRY(ps_grow(c->list, c->capacity, c->n + 1));
+    c->list[c->n++] = (ps_rank_call){ .group = g->number, .op = op, .dtype = dtype, .root = root, .place = at,
+                                      .nbytes = nbytes };
+    return 0;
+}
+
+/* Notes the call that carry_out makes outside of a dry run. */
+static int note(ps_group *g, int op, place at, int root, const ps_view *in)
+{
+    static const struct { int op, call; } calls[] = {
+        { PS_OP_all_reduce, OP_ALL_REDUCE }, { PS_OP_reduce_from_tp, OP_ALL_REDUCE },
+        { PS_OP_reduce_scatter, OP_REDUCE_SCATTER }, { PS_OP_all_gather, OP_ALL_GATHER },
+        { PS_OP_all_gather_again, OP_ALL_GATHER }, { PS_OP_gather_from_tp, OP_ALL_GATHER },
+        { PS_OP_broadcast, OP_BROADCAST } };
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+        if (calls[i].op == op)
+            return group_note(g, calls[i].call, at, in->dtype, in->numel * ps_dtype_bytes(in->dtype),
+                              op == PS_OP_broadcast ? root : 0);
+    return 0;
+}
+
 static int group_op(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out)
 {
     const ps_attrs_all_reduce *attributes = attrs;
     ps_group *g = NULL;
     place at;
     PS_TRY(find_group(ctx, attrs, &g));
+    if (ctx->step->dry)
+        return note(g, op, ctx->devices[device]->is_host ? ON_HOST : ON_DEVICE, attributes->root, in);
     PS_TRY(group_place(g, ctx, device, &at));
     group_drain(g);
     int rc = carry_out(g, op, at, attributes->root, in, out);

@@ -53,6 +53,7 @@ typedef struct partial_rec {
 typedef struct trace_rec {
     ps_trace trace;
     ps_gathers gathers;
+    ps_rank_calls calls;          /* collectives of the dry run that it was made by */
     int32_t id;                   /* kept where a step that went otherwise replaces the trace; new in a reused record */
     int64_t used_at;              /* clock of the last use: the record used longest ago is reused; 0: never used */
 } trace_rec;

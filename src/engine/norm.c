@@ -38,7 +38,8 @@ static int share_squares(ps_engine *e)
 /* The sums of squares of whole parameters: a piece's are this rank's until all pieces of it are added up. */
 static int add_pieces(ps_engine *e)
 {
-    if (!e->tp || e->step->dry) return 0;
+    if (!e->tp) return 0;
+    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);        /* is noted */
     for (int32_t i = 0; i < e->n_params; i++)
         e->squares[i] = e->params[i].tp == PS_TP_SPLIT || e->tp->rank == 0 ? e->params[i].square : 0;
     PS_TRY(e->tp->table->sum(e->tp, e->squares, e->n_params));

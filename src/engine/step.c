@@ -173,6 +173,7 @@ static int dry_begin(ps_step *s)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
     if (e->zero) e->zero->table->forget(e->zero);
     PS_TRY(ps_dry_begin(ctx));
+    ctx->calls.n = 0;
     s->dry = ctx->dry_mem;
     for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
     return 0;

@@ -16,10 +16,10 @@ static bool same_trace(const ps_trace *a, const ps_trace *b)
            (a->n_uses == 0 || !memcmp(a->uses, b->uses, sizeof *a->uses * (size_t)a->n_uses));
 }
 
-static trace_rec *find_trace(ps_engine *e, int32_t id)
+static trace_rec *find_trace(const ps_engine *e, int32_t id)
 {
     for (int32_t i = 0; i < PS_ENGINE_TRACES; i++)
-        if (e->traces[i].used_at > 0 && e->traces[i].id == id) return &e->traces[i];
+        if (e->traces[i].used_at > 0 && e->traces[i].id == id) return (trace_rec *)(uintptr_t)&e->traces[i];
     return NULL;
 }
 
@@ -30,6 +30,14 @@ static int get_trace(ps_engine *e, int32_t id, trace_rec **out)
 }
 
 static int keep_gathers(ps_gathers *to, const ps_gathers *from)
+{
+    PS_TRY(ps_grow(to->list, to->capacity, from->n));
+    if (from->n > 0) memcpy(to->list, from->list, sizeof *to->list * (size_t)from->n);
+    to->n = from->n;
+    return 0;
+}
+
+static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
 {
     PS_TRY(ps_grow(to->list, to->capacity, from->n));
     if (from->n > 0) memcpy(to->list, from->list, sizeof *to->list * (size_t)from->n);
@@ -57,6 +65,7 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
     memcpy(to->other_peak, trace->other_peak, sizeof to->other_peak);
     memcpy(to->other_base, trace->other_base, sizeof to->other_base);
     r->used_at = ++e->clock;
+    if (!in) r->calls.n = 0;
     if (!in) r->id = e->next_id++;
     *out = r->id;
     return 0;
@@ -136,7 +145,14 @@ static int keep_dry(ps_engine *e, int32_t *id)
     e->step_trace = PS_TRACE_UNKNOWN;
     if (!id) return 0;
     dry_peaks(e, &trace);
-    return keep_trace(e, &trace, gathers, NULL, id);
+    PS_TRY(keep_trace(e, &trace, gathers, NULL, id));
+    return keep_calls(&find_trace(e, *id)->calls, &e->ctx->calls);
+}
+
+const ps_rank_calls *engine_calls(const ps_engine *e, int32_t trace)
+{
+    const trace_rec *r = find_trace(e, trace);
+    return r ? &r->calls : NULL;
 }
 
 int trace_end(ps_engine *e, int32_t *id)
@@ -164,6 +180,7 @@ void trace_free(ps_engine *e)
         ps_free(e->traces[i].trace.uses);
         ps_free(e->traces[i].trace.spare);
         ps_free(e->traces[i].gathers.list);
+        ps_free(e->traces[i].calls.list);
     }
 }
 

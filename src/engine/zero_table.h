@@ -61,7 +61,7 @@ typedef struct ps_stages_table {
 } ps_stages_table;
 struct ps_stages { const ps_stages_table *table; };
 
-/* The ranks that have a part each of the same layers. */
+/* The ranks that have a part each of the same layers. A dry run's calls are noted and change nothing. */
 typedef struct ps_tp ps_tp;
 typedef struct ps_tp_table {
     void (*close)(ps_tp *t);
@@ -83,6 +83,8 @@ typedef struct engine_base {
     int device, host;
 } engine_base;
 int engine_base_get(ps_ctx *ctx, engine_base *out);         /* PS_ESTATE when no engine is open */
+/* The collectives of the dry run that made a trace; NULL: there is no such trace. */
+const ps_rank_calls *engine_calls(const ps_engine *e, int32_t trace);
 /* The engine calls z from now on, and closes it. */
 void engine_zero_set(ps_engine *e, ps_zero *z);
 /* PS_ESTATE: it has stages, or parameters, already. */

@@ -316,6 +316,13 @@ static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
     return a->ctx->of_ranks(a->ctx, a->op, a->device, a->attrs.bytes, in, out);
 }
 
+/* The work of an op in a dry run. */
+static int dry_call(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+{
+    if (a->row->flags & PS_OPF_RANKS) PS_TRY(of_ranks(a, in, out));
+    return dry_scratch(a, be, in, out);
+}
+
 static void record_op(const apply *a, int64_t began)
 {
     ps_record_event e = { .kind = PS_REC_OP, .name = (uint16_t)a->op, .begin_ns = began, .from = (uint8_t)a->device,
@@ -399,7 +406,7 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0) rc = a->ctx->step->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
+    if (rc == 0) rc = a->ctx->step->dry ? dry_call(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;

@@ -58,6 +58,7 @@ void ps_ctx_release(ps_ctx *ctx)
     if (--ctx->refs > 0) return;
     ps_free(ctx->reaped.ids);
     ps_free(ctx->reads.list);
+    ps_free(ctx->calls.list);
     ps_free(ctx);
 }
 

@@ -3,6 +3,7 @@
  * manager, the scope stack and the tape's walk. It is freed when it is closed and no tensor header or node is left. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
+#include "base/rank_call.h"
 #include "base/step.h"
 #include "offload/offload.h"
 #include "mem/mem.h"
@@ -70,7 +71,8 @@ struct ps_ctx {
     ps_mem *real_mem;             /* during a dry run: `mem` as it was before; else NULL */
     const ps_step *step;          /* the engine's, or the idle one */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
-    /* Carries out an op of several ranks; NULL while there was no group. */
+    ps_rank_calls calls;          /* of the dry run under way, or of the last one */
+    /* Carries out an op of several ranks, or notes it in a dry run; NULL while there was no group. */
     int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
     struct {
         bool on;                  /* the script is paused (ps_suspend); the rest is what ps_resume puts back */

@@ -12,8 +12,9 @@ local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local replicas = require "ps.engine.replicas"
 local shard = require "ps.nn.shard"
+local step = require "ps.engine.step"
 local zero = require "ps.engine.zero"
-local C = ps.C
+local ffi, C = ps.ffi, ps.C
 
 local data_parallel = {}
 
@@ -121,6 +122,62 @@ local function batch_number(self)
   return pipe and pipe:fingerprint() or talk.text_hash(text)
 end
 
+-- -- agreement by plan -----------------------------------------------------------------------------------------------
+local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step a dry run foresees
+local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
+
+-- A number for the collectives that the dry run of this step noted along an axis; 0: none are known.
+local function calls_number(self, axis)
+  local group = self[axis]
+  if not group or group:size() == 1 then return 0 end
+  ps.check(C.ps_engine_plan_calls(ps.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, group.c, hash_out))
+  return talk.hash_number(hash_out[0])
+end
+
+-- The calls that this rank plans along an axis, one a line.
+local function calls_text(group)
+  local lines = {}
+  for i = 0, C.ps_group_plan_calls(group.c) - 1 do
+    ps.check(C.ps_group_plan_call(group.c, i, text_out, 200))
+    lines[i + 1] = ffi.string(text_out)
+  end
+  return table.concat(lines, "\n")
+end
+
+-- The error of ranks that plan different calls. All ranks call it, and find the same first difference.
+local function plans_differ(self, axis, first, other)
+  local group = self[axis]
+  local said = talk.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
+  local a, b = said[first]:gmatch "[^\n]+", said[other]:gmatch "[^\n]+"
+  local one, two, n = a(), b(), 1
+  while one == two and one ~= nil do one, two, n = a(), b(), n + 1 end
+  error(("the ranks of %s plan other calls: the first that differs is number %d of the step: rank %d plans %s, rank %d "
+    .. "%s; such ranks run the same script and the same model"):format(axis, n, first - 1, one or "no further call",
+    other - 1, two or "no further call"), 0)
+end
+
+-- Begins the plans that all ranks of a group have alike. column: of the first axis's number in what all ranks sent.
+local function begin_plans(self, rows, column)
+  for i, axis in ipairs(PLANNED) do
+    local k, first_of, agreed = column + i - 1, {}, {}
+    for rank, row in ipairs(rows) do
+      local line = mesh.line_of(axis, rank - 1)
+      first_of[line] = first_of[line] or rank
+      if agreed[line] == nil then agreed[line] = true end
+      if row[k] == 0 then agreed[line] = false end
+    end
+    for rank, row in ipairs(rows) do
+      local line = mesh.line_of(axis, rank - 1)
+      local first = first_of[line]
+      if agreed[line] and row[k] ~= rows[first][k] then plans_differ(self, axis, first, rank) end
+    end
+    local group = self[axis]
+    if group and group:size() > 1 then
+      C.ps_group_plan_begin(group.c, agreed[mesh.line_of(axis, self.world:rank())] and 1 or 0)
+    end
+  end
+end
+
 --- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
 --- cause. But where all ranks that failed have a share(problem), the least of these and of the others' limits is
 --- returned, and the caller gives the step up. Gathers run ahead of their uses only where all ranks expect the same.
@@ -133,6 +190,7 @@ function Ranks:begin_step(fn, share, limit)
   local part = not ok and share(problem) or nil
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
     part or ok and limit() or 1, 0, 0, 0 }
+  for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
   local cut = self.engine.pipe or self.tp
@@ -153,6 +211,7 @@ function Ranks:begin_step(fn, share, limit)
     if cut then compare_parts(list) end
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
+    begin_plans(self, list, 8)
     return
   end
   local said = talk.texts(self.world, ok and "" or tostring(problem))

@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Collective calls that a dry run would have made. comm/op.c notes them in the context, the engine keeps them with the
+ * trace of the step, and comm/plan.c expects them of the step that goes like that trace. */
+#ifndef PS_BASE_RANK_CALL_H
+#define PS_BASE_RANK_CALL_H
+#include <stdint.h>
+
+typedef struct ps_rank_call {
+    int32_t group;                         /* number in the context */
+    int32_t op, dtype, root, place;        /* as in the header of a call (comm/group.h) */
+    int32_t unused;                        /* 0: calls are compared byte by byte */
+    int64_t nbytes;
+} ps_rank_call;
+_Static_assert(sizeof(ps_rank_call) == 32, "no holes");
+
+typedef struct ps_rank_calls { ps_rank_call *list; int32_t n, capacity; } ps_rank_calls;
+#endif
