@@ -9,6 +9,8 @@ local lfs = require "lfs"
 local check = require "spec.check_lib"
 local C, ctx = ps.C, ps.ctx
 
+jit.off()                                                  -- traces hold what they were specialised to
+
 local MODES = { { "one failure", 1 }, { "two failures in a row", 2 }, { "nothing but failures", 2 ^ 50 } }
 
 --- Runs fn while `count` requests fail from number `nth` on: ok, error, and whether any failed.
@@ -27,11 +29,9 @@ local function assert_no_memory(problem, nth)
   assert.truthy(#problem.msg > 0 and problem.where:match("^src/[%w_/]+%.c:%d+$"))
 end
 
--- Traces hold what they were specialised to; an abandoned recompute segment is forgotten when the next scope begins,
--- the one before it after another collection. A collection is most of a round's time: the rest are for what is not back
--- at the number that is expected.
+-- An abandoned recompute segment is forgotten when the next scope begins, the one before it after another collection. A
+-- collection is most of a round's time: the rest are for what is not back at the number that is expected.
 local function memory_used(expected)
-  jit.flush()
   for _ = 1, 3 do
     collectgarbage()
     if ps.memory().used == expected then return expected end
@@ -40,6 +40,9 @@ local function memory_used(expected)
   collectgarbage()
   return ps.memory().used
 end
+
+-- Rounds after which the memory is counted.
+local COUNTED = 8
 
 --- Walks over all requests that `case.work(state)` makes. case: setup() -> state, work(state), check(state, ok, nth),
 --- which is called with failures off, and verify() after what was made is gone.
@@ -54,6 +57,8 @@ local function walk(count, case)
       assert(ok, tostring(problem))
       case.check(state, true, nth)
       assert.truthy(nth > 0)
+      state = nil                                          -- luacheck: ignore 311
+      assert.equal(before, memory_used(before))
       return failed, survived
     end
     if ok then
@@ -66,8 +71,12 @@ local function walk(count, case)
     assert.truthy(C.ps_scope_depth(ctx) <= depth + 1)      -- the step scope
     case.check(state, ok, nth)
     state, problem = nil, nil                              -- luacheck: ignore 311
-    local after = memory_used(before)
-    if after ~= before then error(("request %d: %d bytes leaked"):format(nth, after - before)) end
+    if nth % COUNTED == 0 then
+      local after = memory_used(before)
+      if after ~= before then
+        error(("requests %d to %d: %d bytes leaked"):format(math.max(0, nth - COUNTED + 1), nth, after - before))
+      end
+    end
   end
   error("it never succeeded")
 end

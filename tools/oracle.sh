@@ -8,7 +8,7 @@
 # The environment is $XDG_CACHE_HOME/psluajit/oracle-HASH (~/.cache without XDG_CACHE_HOME), HASH that of the versions:
 # 4 GB, kept between runs, shared by all checkouts. PS_TORCH_PYTHON=PATH takes that python instead. ORACLE_SEED=n draws
 # other cases (the default comes from the commit), ORACLE_CASES=n sets how many each part draws, ORACLE_PARTS="a b"
-# which parts run.
+# which parts run, ORACLE_JOBS=n how many at a time (2).
 # Exit codes: 1 a comparison is off; 3 the environment cannot be made (no network, no python3-venv).
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -77,8 +77,24 @@ seed_of_tree() {
   echo $((16#${name:0:7}))
 }
 
+# One part, whose lines stay together; the last one is "oracle: PART ended well" or "oracle: PART failed".
+run_part() {
+  local build=$1 seed=$2 part=$3 said status=0
+  said=$(mktemp) || exit 1
+  timeout "${ORACLE_LIMIT_S:-1800}" "$PS_TORCH_PYTHON" "$root/spec/oracle/${part}_oracle.py" \
+    --psluajit "$build/psluajit" --seed "$seed" ${ORACLE_CASES:+--cases "$ORACLE_CASES"} >"$said" 2>&1 || status=1
+  if ! grep -qE "^oracle $part: [0-9]+ cases, [0-9]+ off" "$said"; then
+    echo "oracle $part did not run to its end" >>"$said"
+    status=1
+  fi
+  if [ $status = 0 ]; then echo "oracle: $part ended well"; else echo "oracle: $part failed"; fi >>"$said"
+  flock "$root/tools/oracle.sh" cat "$said"
+  rm "$said"
+}
+
+# Two parts at a time: each waits most of its time for one thread of Python.
 run_parts() {
-  local build=${1:-build} python seed parts part passed=0 failed=0 cases=0 line
+  local build=${1:-build} python seed parts cases passed failed
   python=$(find_python) || exit $?
   seed=${ORACLE_SEED:-$(seed_of_tree)}
   log=$(mktemp) || exit 1                     # not local: the trap reads it
@@ -86,15 +102,10 @@ run_parts() {
   export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python
   parts=${ORACLE_PARTS:-$(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||')}
   echo "oracle: seed $seed"
-  for part in $parts; do
-    timeout "${ORACLE_LIMIT_S:-1800}" "$python" "$root/spec/oracle/${part}_oracle.py" --psluajit "$build/psluajit" \
-      --seed "$seed" ${ORACLE_CASES:+--cases "$ORACLE_CASES"} 2>&1 | tee "$log"
-    if [ "${PIPESTATUS[0]}" = 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
-    line=$(grep -E "^oracle $part: [0-9]+ cases, [0-9]+ off" "$log" | tail -n 1)
-    [ -n "$line" ] || echo "oracle $part did not run to its end"
-    line=${line#*: }
-    cases=$((cases + ${line%% *}))
-  done
+  printf '%s\n' $parts | xargs -P "${ORACLE_JOBS:-2}" -n 1 "$root/tools/oracle.sh" part "$build" "$seed" | tee "$log"
+  cases=$(awk '/^oracle [a-z0-9_]+: [0-9]+ cases, [0-9]+ off/ { n += $3 } END { print n + 0 }' "$log")
+  passed=$(grep -cE '^oracle: [a-z0-9_]+ ended well$' "$log")
+  failed=$(($(printf '%s\n' $parts | wc -l) - passed))
   echo "oracle: $cases cases"
   echo "$passed passed, $failed failed"
   [ "$failed" -eq 0 ]
@@ -103,6 +114,7 @@ run_parts() {
 case ${1:-} in
   python) find_python ;;
   run) shift; run_parts "$@" ;;
+  part) shift; run_part "$@" ;;               # of run_parts
   clean)
     kept=$(find_python) || exit $?
     for home in "$cache"/oracle-*; do

@@ -8,25 +8,41 @@
 # PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. With CI=true a test
 # that is skipped has failed.
 #   tools/test.sh [BUILD] [SPEC ...]
+#   tools/test.sh --one TEST        one C test: a line that says how it ended, and what it said where it failed
+root=${0%/*}/..
+log=$(mktemp) || exit 1
+list=$(mktemp) || exit 1
+trap 'rm -f "$log" "$list"' EXIT
+if [ "${1:-}" = --one ]; then
+  if timeout 600 "$2" >"$log" 2>&1; then
+    echo "ok   $(basename "$2"): $(tail -n 1 "$log")"
+  else
+    printf 'FAIL %s\n%s\n' "$(basename "$2")" "$(tail -n 30 "$log")"
+  fi
+  exit
+fi
 build=${1:-build}
 [ $# -gt 0 ] && shift
-log=$(mktemp) || exit 1
-trap 'rm -f "$log"' EXIT
 # Waiting threads sleep: a test run shares its cores with others, and spinning would steal them.
 export OMP_WAIT_POLICY=passive
 # Tests that name no device mean the cpu; spec/cuda_spec.lua looks for a GPU by itself when it is asked to.
 export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
 
-if [ $# -eq 0 ]; then
+# The C tests that spec/c/alone.txt names are run one by one, the others two at a time.
+named_alone() { grep -qx "$(basename "$1")" "$root/spec/c/alone.txt"; }
+run_tests() {
   for t in "$build"/test_*; do
     [ -x "$t" ] && [ -f "$t" ] || continue
-    if timeout 600 "$t" >"$log" 2>&1; then
-      passed=$((passed + 1)); echo "ok   $(basename "$t"): $(tail -n 1 "$log")"
-    else
-      failed=$((failed + 1)); echo "FAIL $(basename "$t")"; tail -n 30 "$log"
-    fi
-  done
+    if named_alone "$t"; then [ "$1" = alone ] || continue; else [ "$1" = others ] || continue; fi
+    echo "$t"
+  done | tee "$list" | xargs -d '\n' -r -n 1 -P "$2" "$0" --one | tee "$log"
+  ran=$(grep -c '^ok   test_' "$log"); all=$(wc -l <"$list")
+  passed=$((passed + ran)); failed=$((failed + all - ran))
+}
+if [ $# -eq 0 ]; then
+  run_tests alone 1
+  run_tests others "${PS_TEST_JOBS:-2}"
 fi
 
 run_specs() {
@@ -40,7 +56,7 @@ run_specs() {
   fi
 }
 run_oracle() {
-  "${0%/*}/oracle.sh" run "$build" 2>&1 | tee "$log"
+  "$root/tools/oracle.sh" run "$build" 2>&1 | tee "$log"
   line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -n 1)
   if [ -n "$line" ]; then
     set -- $(echo "$line" | tr -cd '0-9 ')
@@ -79,7 +95,7 @@ if [ $# -eq 0 ]; then
   case $PS_TEST_ISA in
     none) ;;
     all) run_on_lower_sets ;;
-    *) run_on_lower_sets $(grep -v '^#' "${0%/*}/../spec/computing.txt") ;;
+    *) run_on_lower_sets $(grep -v '^#' "$root/spec/computing.txt") ;;
   esac
 fi
 if [ "$skipped" -gt 0 ]; then
