@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Who wants to hear of what happens elsewhere: the one way in which a file below (ps.ffi, ps.scope, ps.nn) reaches one
 -- above it that it does not know. A listener stays until it is taken off.
+local copied = require "ps.copied"
+
 local hooks = {}
 
 -- What happens, and what listeners are called with; `ask` takes the first answer that is not nil or false.
@@ -32,7 +34,7 @@ for event in pairs(EVENTS) do listeners[event] = {} end
 ---@param fn function
 ---@return fun() off ends it; calling it twice is harmless
 function hooks.on(event, fn)
-  local list = { unpack(listeners[event]) }
+  local list = copied(listeners[event])
   local own = function(...) return fn(...) end      -- the same fn may listen twice
   list[#list + 1] = own
   listeners[event] = list
