@@ -22,6 +22,8 @@ void ps_test_slow_io(double seconds);
  * renaming) fail with error `code` (an errno). nth -1 switches off. left: before the first failure; negative after. */
 void ps_test_fail_file(int64_t nth, int64_t count, int code);
 int64_t ps_test_fail_file_left(void);
+/* The next action of this kind and micro-batch of a step waits `seconds` once it has begun, and raises the signal. */
+void ps_test_signal(int kind, int micro, double seconds, int signal);
 /* The clock of recorded events is wrong by this much from now on, as that of another machine may be. */
 void ps_test_record_skew(int64_t ns);
 

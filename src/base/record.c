@@ -2,6 +2,7 @@
  * The ring of events. A writer takes a number, fills the place of that number and writes the number behind it, so that
  * a reader knows a place that is being overwritten. */
 #include "base/record.h"
+#include <signal.h>
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -22,12 +23,15 @@ typedef struct ring {
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
-static bool wanted, dry, paused;               /* started and not stopped; a dry run is under way; a script is paused */
+static bool wanted, paused;                    /* started and not stopped; a script is paused */
 static int counting;                           /* who count FLOPs */
-static int32_t steps;
+static _Atomic int32_t steps;
 static _Atomic int64_t skew_ns;                /* that a test planted */
-static struct { int64_t began; bool open, planned; } step;
-static struct { int64_t began; ps_action is; } action;
+/* Of the thread that runs a step: threads of one process may be ranks. */
+static _Thread_local bool dry;                 /* a dry run is under way */
+static _Thread_local struct { int64_t began; bool open, planned; } step;
+static _Thread_local struct { int64_t began; ps_action is; } action;
+static struct { int kind, micro, signal; double seconds; } planted;     /* ps_test_signal */
 
 /* Modules under way, outermost first; deeper ones are counted without a place. */
 enum { DEEPEST = 128 };
@@ -167,6 +171,20 @@ void ps_record_step_end(void)
     atomic_store_explicit(&ps_record_at.step, 0, memory_order_relaxed);
 }
 
+void ps_test_signal(int kind, int micro, double seconds, int number)
+{
+    planted.kind = kind, planted.micro = micro, planted.seconds = seconds, planted.signal = number;
+}
+
+static void strike(void)
+{
+    struct timespec t = { .tv_sec = (time_t)planted.seconds };
+    t.tv_nsec = (long)((planted.seconds - (double)t.tv_sec) * 1e9);
+    planted.kind = PS_ACT_NONE;
+    nanosleep(&t, NULL);
+    raise(planted.signal);
+}
+
 void ps_record_action(ps_action a)
 {
     if (a.kind == PS_ACT_NONE && action.is.kind != PS_ACT_NONE)
@@ -175,6 +193,7 @@ void ps_record_action(ps_action a)
     action.is = a;
     action.began = a.kind != PS_ACT_NONE ? ps_record_begin() : 0;
     atomic_store_explicit(&ps_record_at.action, (uint8_t)a.kind, memory_order_relaxed);
+    if (planted.kind != PS_ACT_NONE && planted.kind == a.kind && planted.micro == a.micro) strike();
 }
 
 /* -- modules ------------------------------------------------------------------------------------------------------- */

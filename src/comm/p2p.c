@@ -90,7 +90,8 @@ enum { TEXT = 200, ACTION = 40 };
 static void action_text(int kind, int vstage, int micro, char text[ACTION])
 {
     char name = kind > ' ' && kind < 127 ? (char)kind : '?';
-    if (micro < 0) snprintf(text, ACTION, "%c, stage %d", name, vstage);
+    if (kind == 'Y') snprintf(text, ACTION, "the loop's turn of micro-batch %d", micro);
+    else if (micro < 0) snprintf(text, ACTION, "%c, stage %d", name, vstage);
     else snprintf(text, ACTION, "%c of micro-batch %d, stage %d", name, micro, vstage);
 }
 
@@ -549,6 +550,7 @@ int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
 {
     ps_p2p *p = q->p2p;
     enter(q);
+    if (!p->comm->pretends && !ps_p2p_test(q)) ps_watch_tell(p->comm->watch, p->comm->place);
     int rc = p->comm->pretends ? 0 : wait_for(q, ps_now() + p->comm->timeout_s);
     if (rc < 0) {
         rc = blame(p, q->peer, rc);
@@ -600,9 +602,11 @@ void ps_p2p_at(ps_p2p *p, const ps_p2p_tag *tag)
 {
     char text[ACTION];
     leave(p);
-    if (!tag) return;
-    action_text(tag->kind, tag->vstage, tag->micro, text);
-    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, -1);
+    if (tag) {
+        action_text(tag->kind, tag->vstage, tag->micro, text);
+        ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, -1);
+    }
+    ps_watch_tell(p->comm->watch, p->comm->place);
 }
 
 void ps_p2p_abort(ps_p2p *p, const char *text)

@@ -73,7 +73,8 @@ int ps_p2p_test(ps_p2p_request *request);
 int ps_p2p_wait(ps_p2p_request *request, ps_p2p_note *note);
 
 /* Notes, for verdicts, the action that this rank runs now ("F of micro-batch 3, stage 1"), until the next call that
- * waits. NULL: this rank is in no action. */
+ * waits. Kind 'Y' is a turn of the script's loop, of no stage. NULL: this rank is in no action. Other ranks hear of it
+ * at once (ps_watch_tell), as of a message that does not come at once. */
 void ps_p2p_at(ps_p2p *p2p, const ps_p2p_tag *tag);
 /* This rank's step failed: the calls of all other ranks fail with this text. Returns at once, and leaves this thread's
  * error as it is. */

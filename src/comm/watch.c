@@ -30,6 +30,7 @@ static const double LINGER_S = 1;          /* a process that ends waits so long 
 static const double AGAIN_S = 0.05;        /* between tries to connect */
 static const double SLACK_S = 3;           /* a verdict comes so long at most after the silence that it is about */
 static const double STRANGER_S = 10;       /* a connection has so long to say which rank it is */
+static const double TELL_S = 1e-4;         /* times the number of ranks: between two places that are told at once */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
@@ -265,6 +266,8 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     if (m->kind == WATCH_BEAT && m->places <= 1) p->fresh = true;
     if (m->kind == WATCH_BEAT) {
         if (w->pending.on) judge(w);
+    } else if (m->kind == WATCH_PLACE) {
+        return m->places == 1;
     } else if (m->kind == WATCH_BYE) {
         bye(w, p, m->code, m->peer, text);
     } else if (m->kind == WATCH_POKE && w->rank != 0) {
@@ -390,6 +393,25 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
+/* Tells the place that a caller wants told at once, unless one was told a moment ago. Returns when that will have been
+ * long enough ago; 0: there is nothing to tell. */
+static double tell(ps_watch *w, double now)
+{
+    double due = w->told_at + TELL_S * w->size;
+    watch_message m = { .kind = WATCH_PLACE, .places = 1 };
+    pthread_mutex_lock(&w->lock);
+    int place = w->moved;
+    bool known = place >= 0 && w->places.known[place];            /* else its group was closed */
+    if (known) m.at = w->places.at[place];
+    if (now >= due) w->moved = -1;
+    pthread_mutex_unlock(&w->lock);
+    if (!known) return 0;
+    if (now < due) return due;
+    for (int r = 0; r < w->size; r++) if (!is_behind(w->peers[r])) post(w, w->peers[r], m, NULL);
+    w->told_at = now;
+    return 0;
+}
+
 /* Carries out what callers of this process asked for. True: the watch is to leave. */
 static bool mailbox(ps_watch *w)
 {
@@ -468,6 +490,8 @@ static void *run(void *arg)
         if (w->pending.on) judge(w);
         double most = w->pending.on && !atomic_load(&w->over) ? 0.1 : w->beat_s, until = w->beat_at;
         if (until > now + most) until = now + most;
+        double due = tell(w, now);
+        if (due > 0 && due < until) until = due;
         events(w, until <= now ? 0 : (int)((until - now) * 1e3) + 1);
         double late = ps_now() - until;
         if (late > w->beat_s) forgive(w, late);
@@ -615,7 +639,7 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     w->arg = o->arg;
     w->pid = getpid();
     w->launcher = launcher_pipe();
-    w->blamed = -1;
+    w->blamed = w->moved = -1;
     w->places.known[0] = true;
     w->places.at[0].peer = -1;
     w->epoll = w->listener = w->wake[0] = w->wake[1] = -1;
@@ -715,6 +739,16 @@ void ps_watch_leave(ps_watch *w, int place)
     at->inside = 0;
     at->turn = ++w->turn;
     pthread_mutex_unlock(&w->lock);
+}
+
+void ps_watch_tell(ps_watch *w, int place)
+{
+    if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    bool awake = w->moved >= 0;
+    w->moved = place;
+    pthread_mutex_unlock(&w->lock);
+    if (!awake) wake(w);
 }
 
 bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }

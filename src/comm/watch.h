@@ -44,6 +44,10 @@ void ps_watch_part(ps_watch *w, int place);            /* the group is closed he
 #define PS_WATCH_NO_CALL UINT64_MAX
 void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer);
 void ps_watch_leave(ps_watch *w, int place);
+/* Others hear of this place at once, and not with the next beat: for calls that the others' verdict should name if this
+ * rank dies in one. It costs the caller a system call at most. Changes within size x 0.1 ms of each other are told
+ * together, by the last of them, so that rank 0 gets 10,000 such messages a second at most. */
+void ps_watch_tell(ps_watch *w, int place);
 
 bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* the verdict, as this thread's error; 0: there is none */

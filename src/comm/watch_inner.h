@@ -41,8 +41,9 @@ typedef struct watch_message {
 _Static_assert(sizeof(watch_message) == 32 + 144 + 8, "what goes over the wire has no holes");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
+/* PLACE: one place of the sender, between two beats, which tell all of them. */
 enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH_FAIL, WATCH_VERDICT, WATCH_BYE,
-       WATCH_KINDS };
+       WATCH_PLACE, WATCH_KINDS };
 
 /* A connection, and the state of the rank behind it. */
 typedef struct watch_peer {
@@ -87,6 +88,7 @@ struct ps_watch {
     watch_peer *strangers;
     watch_complaint pending;               /* rank 0: the one that it has to judge; else: the one it told rank 0 */
     double beat_at;                        /* ps_now() of the next beat */
+    double told_at;                        /* ps_now() of the last PLACE */
     bool leaving;                          /* this rank said BYE: a connection that ends is no death any more */
 
     /* Shared. */
@@ -94,6 +96,7 @@ struct ps_watch {
     pthread_mutex_t lock;                  /* of the fields that follow, but for `next` */
     pthread_cond_t news;
     watch_places places;
+    int moved;                             /* the place that is to be told at once, or -1 */
     uint64_t turn;
     watch_complaint asks;                  /* of this process; `on` until the thread takes it */
     bool unanswered;                       /* no verdict will come for the last complaint */
