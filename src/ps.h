@@ -487,8 +487,8 @@ typedef struct ps_step_state {
   int32_t open;                /* 1: a step has begun and not ended */
   int32_t micro, n_micro;      /* actions BACKWARD and WEIGHT that are done, and all of the table */
   int32_t updating;            /* 1: an action began that updates parameters: the step cannot be given up any more */
-  int32_t crowded;             /* 1: when the last backward began little of the first tier was free, so that Lua's
-                                * garbage should go before the walk */
+  int32_t crowded;             /* 1: when the last backward became due, or began, little of the first tier was free, so
+                                * that Lua's garbage should go before the walk */
   int32_t pad;
   double weight;               /* sum of the weights of the micro-batches that were backward */
 } ps_step_state;
@@ -1012,11 +1012,12 @@ int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer call
 int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
 
 /* -- pipelines: the executor performs one rank's row of a lowered table (src/pipe/exec.c) -------------------------
- * It sends, receives and keeps what goes between virtual stages, and
- * hands out what is left to do:
+ * It sends, receives and keeps what goes between virtual stages, computes weight gradients that were put off, and has
+ * gradients reduced. What needs the model's code or the script it hands out:
  *     ps_pipe_expect for each virtual stage and micro-batch, where they are not as before
- *     ps_pipe_begin
+ *     ps_step_begin, unless there is no step; ps_pipe_begin
  *     ps_pipe_next -> an event; its work; ps_pipe_done      until the event is the end (PS_ACT_NONE)
+ * The work of a FORWARD, BACKWARD or INPUT begins with ps_step_next and ends with ps_step_done, in a step that has one.
  * An error ends the step: ps_pipe_abort tells the other ranks, whose calls fail with the text. Transfers go on beside
  * the work: a message leaves when its action is done, and what the next action needs is on its way meanwhile. */
 typedef struct ps_pipe ps_pipe;
@@ -1027,11 +1028,15 @@ typedef struct ps_pipe_tensor {
   int64_t shape[8];
 } ps_pipe_tensor;
 typedef struct ps_pipe_event {
-  int32_t kind;                /* FORWARD, BACKWARD, INPUT, WEIGHT, REDUCE, YIELD; NONE: the row is done */
+  int32_t kind;                /* FORWARD, BACKWARD, INPUT, YIELD; without a step WEIGHT and REDUCE, too. NONE: the row
+                                * is done */
   int32_t vstage, local;       /* of the model, and among those of this rank */
   int32_t micro;
-  int32_t n, pad;
+  int32_t n, n_before;
   ps_tensor *const *in;        /* [n] of a FORWARD: what the virtual stage before gave; lent until ps_pipe_done */
+  const ps_action *before;     /* [n_before] the row's actions between the event before and this one, which the executor
+                                * performed; lent as long as the table */
+  double seconds;              /* that weight gradients and reductions among them took */
   double loss;                 /* of a YIELD */
 } ps_pipe_event;
 /* Opens the executor of this rank, whose number in the group is that of its row. All ranks of the group call it, with
@@ -1047,11 +1052,18 @@ int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tenso
 int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *link);
 /* Of the last step by the virtual clock; spans: lent, one for each action of the row. PS_ESTATE: there is no clock. */
 int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_span **spans);
-/* Begins a step. dry: no message goes and none is waited for; tensors have no contents, losses are 0. PS_ESTATE: one is
- * under way. */
-int ps_pipe_begin(ps_pipe *x, int dry);
+/* Begins a step. step: the one under way, whose table has the row's forwards, backwards and reductions in their order,
+ * with virtual stages by their numbers on this rank; lent until the end. NULL: there is none, as of a table of forwards
+ * alone; weight gradients and reductions are events then. dry: no message goes and none is waited for; tensors have no
+ * contents, losses are 0. PS_ESTATE: one is under way. */
+int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry);
+/* Settings for the last WEIGHT of each virtual stage (ps_step_next), copied, before the first of these. Without this
+ * call they are as NULL. PS_ESTATE: no step is under way. PS_ENOMEM. */
+int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);
 /* The event that is due. It may wait for messages: PS_EINVAL: another one came than the table says. PS_ETIME, PS_EIO:
- * as of groups; the message names rank and action. PS_ESTATE: no step is under way, or the event before is not done. */
+ * as of groups; the message names rank and action. PS_ESTATE: no step is under way, the event before is not done, or
+ * the step's table is not that of the row. Else errors of weight gradients (ps_backward_weights) and of
+ * ps_step_done, which leave the step's action under way. */
 int ps_pipe_next(ps_pipe *x, ps_pipe_event *out);
 /* Walks backward (ps_backward_begin_n) from what the virtual stage of a BACKWARD or INPUT gave, with the gradients that
  * came back. root: of the last virtual stage, what the script made of the loss, with its gradient or NULL; NULL: the

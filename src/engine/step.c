@@ -388,6 +388,7 @@ int ps_step_done(ps_step *s)
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);
+    if (walks(&s->is.due) || adds(&s->is.due)) s->is.crowded = crowded(s);
     return 0;
 }
 

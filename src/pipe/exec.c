@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The executor: performs one rank's row of a table. It owns the tensors that go between virtual stages. Each (virtual
  * stage, micro-batch) has a slot for them, from its forward to its backward. Tensors in slots are held, so that no
- * scope of the script drops their bytes. */
+ * scope of the script drops their bytes. Forwards, backwards and yields are events that the caller works on; transfers,
+ * weight gradients and reductions it performs by itself, as actions of the step that the row is of. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -53,8 +54,13 @@ struct ps_pipe {
                                      * before `first_posted` are over */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry;
+    ps_step *step;                  /* that the row's actions are of; NULL: all of them are the caller's */
+    ps_action_how last;             /* settings of the last WEIGHT of each virtual stage */
+    ps_adam_group *groups;          /* [last.n_groups] or NULL */
+    int32_t groups_capacity;
     bool acts;                      /* an event was handed out and is not done */
     bool broken;                    /* the step failed */
+    double seconds;                 /* of weight gradients and reductions since the last event */
     int32_t cursor;                 /* place of the action that is due, or under way */
     int32_t ahead;                  /* receives before this place are posted */
     bool has_clock;                 /* the virtual clock is on */
@@ -158,6 +164,7 @@ void ps_pipe_close(ps_pipe *x)
     ps_free(x->posted);
     ps_free(x->costs);
     ps_free(x->spans);
+    ps_free(x->groups);
     ps_pipe_table_free((ps_pipe_table *)(uintptr_t)x->t);
     ps_ctx_release(x->ctx);
     ps_free(x);
@@ -473,12 +480,16 @@ static int take_loss(ps_pipe *x, int32_t micro)
 }
 
 /* -- events -------------------------------------------------------------------------------------------------------- */
-int ps_pipe_begin(ps_pipe *x, int dry)
+static const ps_action_how plain_how = { .scale = 1 };
+
+int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry)
 {
     if (x->ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
     x->open = true;
     x->dry = dry;
+    x->step = step;
+    x->last = plain_how;
     x->acts = x->broken = false;
     x->cursor = x->ahead = 0;
     x->clock = 0;
@@ -487,6 +498,18 @@ int ps_pipe_begin(ps_pipe *x, int dry)
     int rc = post_losses(x);
     x->broken = rc < 0;
     return rc;
+}
+
+int ps_pipe_settings(ps_pipe *x, const ps_action_how *how)
+{
+    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
+    if (how->groups) {
+        PS_TRY(ps_grow(x->groups, x->groups_capacity, how->n_groups));
+        memcpy(x->groups, how->groups, (size_t)how->n_groups * sizeof *x->groups);
+    }
+    x->last = *how;
+    if (how->groups) x->last.groups = x->groups;
+    return 0;
 }
 
 /* Turns the tensors that came into a boundary, from which the tape records. Nothing is done where no gradient of them
@@ -509,14 +532,21 @@ static int bound(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
+/* This rank comes to an action. */
+static void tell(ps_pipe *x, const ps_action *a)
 {
     pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
+    if (!x->dry) x->wire->table->at(x->wire, &tag);
+}
+
+static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
+{
     ps_pipe_event e = { .kind = a->kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
     if (a->kind == PS_ACT_YIELD) {
         PS_TRY(take_loss(x, a->micro));
         e.loss = x->losses[a->micro];
-    } else if (!x->dry) x->wire->table->at(x->wire, &tag);
+    }
+    tell(x, a);
     if (a->kind == PS_ACT_FORWARD) {
         slot *s = slot_of(x, a->vstage, a->micro);
         PS_TRY(bound(x, a));
@@ -534,22 +564,70 @@ static int finish(ps_pipe *x, ps_pipe_event *out)
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
     if (!x->dry) x->wire->table->at(x->wire, NULL);
     x->open = false;
+    x->step = NULL;
     *out = (ps_pipe_event){ .kind = PS_ACT_NONE };
     return 0;
 }
 
+/* The action under way is over. */
+static void go_past(ps_pipe *x, const ps_action *a)
+{
+    double begin = x->clock;
+    if (x->has_clock) x->clock += pipe_cost_of(x->costs, a);
+    x->spans[x->cursor] = (ps_pipe_span){ begin, x->clock };
+    x->cursor++;
+}
+
+static int check_due(const ps_pipe *x, const ps_action *a)
+{
+    const ps_action *now = &ps_step_look(x->step)->due;
+    if (now->kind == a->kind && now->vstage == x->t->local_of[a->vstage] && now->micro == a->micro) return 0;
+    return ps_fail(PS_ESTATE, "the pipeline's row has %s of virtual stage %d, micro-batch %d, and its step expects "
+                   "another action", pipe_kind_text(a->kind), a->vstage, a->micro);
+}
+
+/* Performs weight gradients, or a reduction. An error leaves the step's action under way, as one of ps_step_done. */
+static int perform(ps_pipe *x, const ps_action *a)
+{
+    bool last = a->kind == PS_ACT_WEIGHT && a->micro == x->t->spec.micro_batches - 1;
+    tell(x, a);
+    if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
+    PS_TRY(check_due(x, a));
+    double began = ps_now();
+    PS_TRY(ps_step_next(x->step, a->kind, last ? &x->last : &plain_how));
+    if (a->kind == PS_ACT_WEIGHT) PS_TRY(ps_backward_weights(x->ctx));
+    PS_TRY(ps_step_done(x->step));
+    x->seconds += ps_now() - began;
+    return 0;
+}
+
+/* Whether the caller works on it. */
+static bool is_event(const ps_pipe *x, const ps_action *a)
+{
+    switch (a->kind) {
+    case PS_ACT_SEND_F: case PS_ACT_RECV_F: case PS_ACT_SEND_B: case PS_ACT_RECV_B: return false;
+    case PS_ACT_WEIGHT: case PS_ACT_REDUCE: return !x->step;
+    default: return true;
+    }
+}
+
 static int go_on(ps_pipe *x, ps_pipe_event *out)
 {
-    for (; x->cursor < row_of(x)->n; x->cursor++) {
+    while (x->cursor < row_of(x)->n) {
         const ps_action *a = due(x);
         x->spans[x->cursor] = (ps_pipe_span){ x->clock, x->clock };
-        if (is_receive(a)) PS_TRY(receive(x, a));
-        else if (a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_SEND_B) PS_TRY(send(x, a));
-        else {
+        if (is_event(x, a)) {
             PS_TRY(begin_event(x, a, out));
             x->acts = true;
             return 0;
         }
+        if (a->kind == PS_ACT_WEIGHT || a->kind == PS_ACT_REDUCE) {
+            PS_TRY(perform(x, a));
+            go_past(x, a);
+            continue;
+        }
+        PS_TRY(is_receive(a) ? receive(x, a) : send(x, a));
+        x->cursor++;
     }
     return finish(x, out);
 }
@@ -559,9 +637,15 @@ int ps_pipe_next(ps_pipe *x, ps_pipe_event *out)
     if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
     if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
     if (x->acts) return ps_fail(PS_ESTATE, "the pipeline's action under way is not done");
+    int32_t from = x->cursor;
+    x->seconds = 0;
     int rc = go_on(x, out);
     x->broken = rc < 0;
-    return rc;
+    if (rc < 0) return rc;
+    out->before = &row_of(x)->actions[from];
+    out->n_before = x->cursor - from;
+    out->seconds = x->seconds;
+    return 0;
 }
 
 int ps_pipe_walk(ps_pipe *x, ps_tensor *root, ps_tensor *gradient, int64_t *segment)
@@ -666,15 +750,12 @@ static int back_done(ps_pipe *x, const ps_action *a)
 static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
 {
     const ps_action *a = due(x);
-    double begin = x->clock;
     if (a->kind != PS_ACT_FORWARD && n != 0)
         return ps_fail(PS_EINVAL, "only a forward gives tensors; %d came with another action", n);
     if (a->kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
     if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) PS_TRY(back_done(x, a));
-    if (x->has_clock) x->clock += pipe_cost_of(x->costs, a);
-    x->spans[x->cursor] = (ps_pipe_span){ begin, x->clock };
     x->acts = false;
-    x->cursor++;
+    go_past(x, a);
     return 0;
 }
 
@@ -704,4 +785,5 @@ void ps_pipe_abort(ps_pipe *x, const char *why)
     }
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
     x->open = false;
+    x->step = NULL;
 }

@@ -13,6 +13,7 @@ local ps = require "ps"
 local batch = require "ps.batch"
 local caller = require "ps.caller"
 local types = require "ps.config.types"
+local pipe_step = require "ps.engine.pipe_step"
 local step = require "ps.engine.step"
 
 local micro = {}
@@ -111,8 +112,10 @@ function Loop:next()
   local engine = self.engine
   if self.at == 0 and self.trains then step.enter_loop(engine, self) end
   if not self.trains and self.at == self.count or self.trains and not step.loop_goes_on(engine, self) then
-    local drained, problem = pcall(step.drain, engine, self)
-    if not drained then return failed(self, problem) end
+    if engine.pipe then
+      local drained, problem = pcall(pipe_step.drain, engine, self)
+      if not drained then return failed(self, problem) end
+    end
     if self.trains then step.leave_loop(engine) else self:left() end
     return nil
   end
@@ -124,8 +127,8 @@ end
 
 function Loop:forward()
   if self.engine.pipe then
-    if self.trains then return step.pipe_turn(self.engine, self) end
-    return step.pipe_look(self.engine, self)
+    if self.trains then return pipe_step.turn(self.engine, self) end
+    return pipe_step.look(self.engine, self)
   end
   local given = self.take(self.at + 1)
   self.given = given

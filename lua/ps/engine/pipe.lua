@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A step of a model that is cut into stages, on one rank: the forwards and backwards of its virtual stages, in the
--- order of the rank's row of the schedule's table. C performs the row and all transfers (src/pipe/exec.c); this file
--- runs the model's code. engine/step.lua performs the actions, and engine/micro.lua has the script's loop.
+-- order of the rank's row of the schedule's table. C performs the row (src/pipe/exec.c): transfers, weight gradients
+-- that were put off, reductions. This file runs the model's code in between. engine/step.lua performs forwards and
+-- backwards as actions of the step, and engine/pipe_step.lua goes on at the pace of the script's loop.
 local ps = require "ps"
 local hooks = require "ps.hooks"
 local agree = require "ps.dist.agree"
@@ -44,6 +45,7 @@ Pipe.__index = Pipe
 ---@field table ps.pipe.Table lowered
 ---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
 ---@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
+---@field puts_off boolean it has weight gradients apart from backwards
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
@@ -130,7 +132,8 @@ local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
   if found then return found end
-  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {} }
+  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {},
+    puts_off = false }
   if micros < self.size and not forward_only then
     ps.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
     self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
@@ -140,6 +143,7 @@ local function row_of(self, micros, forward_only)
   for _, action in ipairs(found.table:row(self.rank)) do
     local kind, _, index = IN_STEP[action.kind], found.table:place(action.vstage)
     if kind then found.actions[#found.actions + 1] = { kind, index, action.micro } end
+    found.puts_off = found.puts_off or kind == C.PS_ACT_WEIGHT
   end
   ps.check(C.ps_pipe_open(ps.ctx, found.table.c, self.group.c, pipe_out))
   found.c = ffi.gc(pipe_out[0], C.ps_pipe_close)
@@ -231,14 +235,22 @@ function Pipe:compare_begin(what, rows)
 end
 
 --- Begins to perform the row of a step, dry or real, or of an evaluation.
----@param forward_only boolean
+---@param step ffi.cdata*|nil the ps_step under way; nil: forwards alone
 ---@param dry? boolean
-function Pipe:begin(forward_only, dry)
-  local row = row_of(self, self.count, forward_only)
+function Pipe:begin(step, dry)
+  local row = row_of(self, self.count, step == nil)
   for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
-  ps.check(C.ps_pipe_begin(row.c, dry and 1 or 0))
+  ps.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0))
   self.row = row
 end
+
+--- Whether the row has weight gradients apart from backwards, for whose last ones settle() gives settings.
+---@return boolean
+function Pipe:puts_off() return self.row.puts_off end
+
+--- Gives C the settings of the last weight gradients of each virtual stage, before it comes to the first of them.
+---@param how ffi.cdata* ps_action_how
+function Pipe:settle(how) ps.check(C.ps_pipe_settings(self.row.c, how)) end
 
 --- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
 function Pipe:drop_dry()
@@ -253,7 +265,7 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
---- The next action for Lua to perform, or a yield; nil: the row is over.
+--- The next forward or backward, or a yield; nil: the row is over. C performs what comes before it.
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -266,8 +278,35 @@ function Pipe:next()
   self.row = false
 end
 
+--- Tells listeners of the step's actions that C performed before the event under way. Their virtual stages are counted
+--- through the model.
+---@return number seconds that they took
+function Pipe:tell_before()
+  local event = self.event
+  for i = 0, hooks.heard "action" and event.n_before - 1 or -1 do
+    local action = event.before[i]
+    if action.kind == C.PS_ACT_WEIGHT or action.kind == C.PS_ACT_REDUCE then
+      hooks.tell("action", action, true)
+      hooks.tell("action", action, false)
+    end
+  end
+  return event.seconds
+end
+
 --- Tells C that the action is over, and the tensors that it gave.
 function Pipe:done() ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried)) end
+
+--- Performs a row of forwards up to its next yield.
+---@return integer? micro that of the yield, from 0; nil: the row is over
+function Pipe:look()
+  while true do
+    local kind, v, micro = self:next()
+    if kind == nil then return nil end
+    if kind == C.PS_ACT_FORWARD then self:forward(v, micro) end
+    self:done()
+    if kind == C.PS_ACT_YIELD then return micro end
+  end
+end
 
 -- -- the model's code -------------------------------------------------------------------------------------------------
 -- The carry that comes into a virtual stage, by name.

@@ -72,6 +72,14 @@ function Report:timed(part, fn, ...)
   return add(self, part, C.ps_now(), fn(...))
 end
 
+--- Counts seconds that C took.
+---@param part "forward"|"backward"|"step"
+---@param seconds number
+function Report:took(part, seconds)
+  if not self.seconds then restart(self) end
+  self.seconds[part] = self.seconds[part] + seconds
+end
+
 -- Whether step `number` gets a line.
 local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
 

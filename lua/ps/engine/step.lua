@@ -17,15 +17,13 @@ local ffi, C = ps.ffi, ps.C
 
 local step = {}
 
-local YIELD = C.PS_ACT_YIELD
-local FORWARD, BACKWARD, INPUT, WEIGHT = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_INPUT, C.PS_ACT_WEIGHT
+local FORWARD, BACKWARD, INPUT = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_INPUT
 local REDUCE, NORM, UPDATE = C.PS_ACT_REDUCE, C.PS_ACT_NORM, C.PS_ACT_UPDATE
 -- The part of a report's line that counts an action's seconds.
-local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [INPUT] = "backward", [WEIGHT] = "backward",
-  [REDUCE] = "backward", [NORM] = "step",
-  [UPDATE] = "step" }
+local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [INPUT] = "backward", [REDUCE] = "backward",
+  [NORM] = "step", [UPDATE] = "step" }
 
-local WALKS = { [BACKWARD] = true, [INPUT] = true, [WEIGHT] = true }     -- they cannot call Lua's collector
+local WALKS = { [BACKWARD] = true, [INPUT] = true }                      -- they cannot call Lua's collector
 -- What is added to a norm before max_norm is divided by it: that of torch.nn.utils.clip_grad_norm_.
 local CLIP_EPS = 1e-6
 
@@ -36,6 +34,7 @@ local action_array = array "ps_action"
 ---@field c ffi.cdata* the ps_step
 ---@field is ffi.cdata* C's own fields (ps_step_state): open, micro, n_micro, now, due, updating
 ---@field backward_how ffi.cdata* settings of the last backward
+---@field overlaps boolean a backward of the step updates parameters
 ---@field update_how ffi.cdata*
 ---@field config ffi.cdata* ps_step_config, with the table of actions of the last step
 ---@field actions ffi.cdata* that table
@@ -67,7 +66,7 @@ local states = setmetatable({}, { __mode = "k" })
 
 -- Forgets all that belongs to one step.
 local function forget(s)
-  s.key, s.measures, s.cleared, s.scale, s.settings = false, false, false, nil, nil
+  s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
   s.total, s.unit = 0, false
 end
 
@@ -122,7 +121,7 @@ function step.is_open(engine) return states[engine].is.open == 1 end
 function step.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
 
 -- Whether backward has updated parameters, or may have.
-local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.backward_how.overlap == 1 end
+local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
 -- The actions of a step: for each micro-batch a forward, a backward and, with several ranks, a reduction; in a pipeline
@@ -281,13 +280,13 @@ local work = {
   end,
 }
 
--- The same of a model that is cut into stages. v: virtual stage; micro: micro-batch; both from 0.
+-- The same of a model that is cut into stages, of what C does not perform by itself. v: virtual stage; micro:
+-- micro-batch; both from 0.
 local pipe_work = {
   [FORWARD] = function(engine, v, micro) return engine.run(engine.pipe.forward, engine.pipe, v, micro) end,
   [BACKWARD] = function(engine, v, micro) return engine.pipe:backward(v, micro) end,
   [INPUT] = function(engine, v, micro) return engine.pipe:backward(v, micro) end,
-  [WEIGHT] = function() return ps.check(C.ps_backward_weights(ps.ctx)) end,
-  [REDUCE] = work[REDUCE], [NORM] = work[NORM], [UPDATE] = work[UPDATE],
+  [NORM] = work[NORM], [UPDATE] = work[UPDATE],
 }
 
 local function failed(engine, s, problem)
@@ -305,7 +304,8 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
--- Performs one action. Every action of every step comes through here.
+-- Performs one action. Every action of every step comes through here, but for those that C performs on its way through
+-- a pipeline's row (next_event).
 local function perform(engine, kind, how, ...)
   local s = states[engine]
   ps.check(C.ps_step_next(s.c, kind, how))
@@ -330,7 +330,7 @@ local function how_backward(engine, s, weight, last, dry)
   how.weight, how.overlap, how.scale = weight, updates and 1 or 0, 1
   how.slot = (last and engine.slots and (not updates or engine.device ~= engine.host or engine.ranks ~= nil)) and 1 or 0
   if updates then
-    s.settings = opt:checked_settings()
+    s.overlaps, s.settings = true, opt:checked_settings()
     opt:settings_into(how)
     if not dry then how.scale = opt:grad_scale() end
   end
@@ -375,8 +375,10 @@ local function named(s, at, out, ...)
   return out, ...
 end
 
--- Ends the step by a script's mistake in a loop over micro-batches. The ranks of other stages hear of it.
-local function give_loop_up(engine, text)
+--- Ends the step by a script's mistake in a loop over micro-batches. The ranks of other stages hear of it.
+---@param engine ps.Engine
+---@param text string
+function step.give_loop_up(engine, text)
   if engine.pipe then engine.pipe:abandon(text) end
   step.give_up(engine)
   caller.error(text)
@@ -388,8 +390,8 @@ end
 function step.check_no_loop(engine, what)
   local loop = states[engine].loop
   if not loop then return end
-  give_loop_up(engine, ("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop was "
-    .. "left early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"):format(
+  step.give_loop_up(engine, ("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop "
+    .. "was left early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"):format(
     what, loop.at, loop.count))
 end
 
@@ -460,8 +462,8 @@ function step.loop_goes_on(engine, loop)
   local s = states[engine]
   if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
   if backwards(engine, s) < loop.at then
-    give_loop_up(engine, ("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn of the "
-      .. "loop; the step was given up"):format(loop.at, loop.count))
+    step.give_loop_up(engine, ("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn "
+      .. "of the loop; the step was given up"):format(loop.at, loop.count))
   end
   return loop.at < loop.count
 end
@@ -479,160 +481,87 @@ function step.turn(engine, loop, given)
   return (named(s, loop.at, batch.output(train_forward(engine, s, given, args))))
 end
 
--- -- loops over a pipeline --------------------------------------------------------------------------------------------
--- Settings of an action of a pipeline's row (ps_action_how), or nil.
+-- -- the row of a pipeline (engine/pipe_step.lua has the loop) --------------------------------------------------------
+-- Settings of a forward or backward of a pipeline's row.
 local function how_in_row(engine, s, kind, v, micro, dry)
   local pipe = engine.pipe
   if kind == FORWARD then return pipe:how_forward(v, micro) end
-  if kind ~= BACKWARD and kind ~= INPUT and kind ~= WEIGHT then return nil end
-  local last = kind ~= INPUT and micro + 1 == pipe.count
-  return how_backward(engine, s, kind ~= WEIGHT and not dry and pipe.micros[micro].weight or 0, last, dry)
+  local last = kind == BACKWARD and micro + 1 == pipe.count
+  return how_backward(engine, s, not dry and pipe.micros[micro].weight or 0, last, dry)
 end
 
--- Performs actions of the row up to the next yield, and returns the yield's micro-batch, from 0; nil: all are done.
-local function advance(engine, s)
-  local pipe = engine.pipe
-  while true do
-    local kind, v, micro = pipe:next()
-    if kind == nil then return nil end
-    if kind == YIELD then
-      pipe:done()
-      return micro
-    end
-    timed(engine, kind, how_in_row(engine, s, kind, v, micro, false), v, micro)
-    pipe:done()
-  end
+-- The next event of the row (Pipe:next). On the way to it C performs weight gradients and reductions.
+local function next_event(engine, s)
+  local pipe, report = engine.pipe, engine.report
+  if s.is.due.kind == C.PS_ACT_WEIGHT and s.is.crowded == 1 then collectgarbage() end     -- as before a walk
+  local ok, kind, v, micro = pcall(pipe.next, pipe)
+  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then failed(engine, s, kind) end            -- in one of them
+  if not ok then error(kind, 0) end
+  local seconds = pipe:tell_before()
+  if report and seconds > 0 then report:took(PART[REDUCE], seconds) end
+  return kind, v, micro
 end
 
--- All micro-batches of a loop, which a pipeline needs before its first turn.
-local function all_of(engine, loop)
-  local micros = { n = loop.count }
-  for i = 1, loop.count do
-    local given, rng = loop.take(i), ps.rng()
-    given = hooks.ask("batch", engine, given) or given
-    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end     -- past the loader's next turn
-    micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
-      sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
-  end
-  return micros
+-- Gives C the settings of the row's last weight gradients.
+local function settle(engine, dry)
+  if not engine.pipe:puts_off() then return end
+  engine.pipe:settle(how_backward(engine, states[engine], 0, true, dry))
 end
 
--- Refuses a second loop: a pipeline goes through one at a time.
-local function check_pipe_free(engine)
-  if not engine.pipe.row then return end
-  give_loop_up(engine, "a loop over micro-batches came within another one of this pipeline, or behind one that was "
-    .. "left early: each goes on to its end before the next")
-end
-
--- What a loop over a pipeline is, in the words of an error. Ranks that gather wait for those that do not.
-local function said(what, loop)
-  return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
-end
-
---- Enters a pipeline with the micro-batches of a loop.
----@param engine ps.Engine
----@param loop ps.engine.Loop
-function step.enter_pipe(engine, loop)
+-- Performs the row up to the next yield; before: called with the kind of each forward and backward that is due. Returns
+-- the yield's micro-batch, from 0; nil: the row is over.
+local function advance(engine, dry, before)
   local s, pipe = states[engine], engine.pipe
-  check_pipe_free(engine)
+  local act = dry and perform or timed
+  while true do
+    local kind, v, micro = next_event(engine, s)
+    if kind == nil then return nil end
+    if kind ~= C.PS_ACT_YIELD then
+      if before then before(kind) end
+      act(engine, kind, how_in_row(engine, s, kind, v, micro, dry), v, micro)
+    end
+    pipe:done()
+    if kind == C.PS_ACT_YIELD then return micro end
+  end
+end
+
+--- Begins the row of a step whose micro-batches the pipeline has.
+---@param engine ps.Engine
+function step.begin_row(engine)
+  hooks.tell "begins"
+  trained.check(engine)
+  engine.begin_step(engine, engine.pipe.micros[0].args)
+  engine.pipe:begin(states[engine].c)
+end
+
+--- Refuses a step of a torn model, and takes back one that zero_grad cleared.
+---@param engine ps.Engine
+function step.check_row(engine)
+  local s = states[engine]
   step.check_whole(engine)
   if s.cleared then step.take_back(engine) end
   s.cleared = false
-  pipe:load(all_of(engine, loop))
-  pipe:compare_begin(said("a step", loop))
-  hooks.tell "begins"
-  trained.check(engine)
-  engine.begin_step(engine, pipe.micros[0].args)
-  pipe:begin(false)
 end
 
---- The next micro-batch of a loop over a pipeline: forwards and backwards go on until its loss is there.
+--- Performs the row up to its next yield.
 ---@param engine ps.Engine
----@param loop ps.engine.Loop
+---@return integer? micro that of the yield, from 0; nil: the row is over
+function step.advance_row(engine)
+  if engine.pipe.marked == engine.pipe.count then settle(engine, false) end
+  return advance(engine, false)
+end
+
+--- Notes a turn of a loop over a pipeline.
+---@param engine ps.Engine
+---@param at integer the number of its micro-batch, from 1
+---@param targets ps.Targets|false
+---@param out table what the script gets
 ---@return table out
-function step.pipe_turn(engine, loop)
+function step.turned(engine, at, targets, out)
   local s = states[engine]
-  if loop.at == 0 then step.enter_pipe(engine, loop) end
-  local number = advance(engine, s)
-  loop.at = loop.at + 1
-  assert(number == loop.at - 1, "yields come in order")
-  s.targets = engine.pipe.micros[number].targets
-  local out = engine.pipe:output(number, loop.gather)
-  loop.given = engine.pipe.micros[number].given
-  local loss = batch.loss(out)
-  s.targets_of[loss] = s.targets
-  return (named(s, loop.at, out))
-end
-
---- The next micro-batch of a loop over a pipeline that has forwards alone.
----@param engine ps.Engine
----@param loop ps.engine.Loop
----@return table? out nil behind the last
-function step.pipe_look(engine, loop)
-  local pipe = engine.pipe
-  if loop.at == 0 then
-    check_pipe_free(engine)
-    pipe:load(all_of(engine, loop))
-    pipe:compare_begin(said("an evaluation", loop), true)
-    pipe:begin(true)
-  end
-  local out = ps.no_grad(function()
-    while true do
-      local kind, v, micro = pipe:next()
-      if kind == FORWARD then pipe:forward(v, micro) end
-      if kind ~= nil then pipe:done() end
-      if kind == nil then return nil end
-      if kind == YIELD then
-        loop.given = pipe.micros[micro].given
-        return pipe:output(micro, loop.gather)
-      end
-    end
-  end)
-  if out then loop.at = loop.at + 1 end
-  return out
-end
-
---- A forward through all stages for generate: the last part's output, on the rank of the last stage; else nil. All
---- ranks call it.
----@param engine ps.Engine
----@param ids ps.Tensor int [R, n], on the device
----@param given table what the parts read, ids among it
----@return table<string, ps.Tensor>?
-function step.pipe_once(engine, ids, given)
-  local pipe, rng, args = engine.pipe, ps.rng(), { n = 1, ids }
-  pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),
-    op = tonumber(rng.op), targets = false, batch = given } }
-  local micros = pipe.micros
-  local ok, problem = pcall(function()
-    pipe:begin(true)
-    local kind, v, micro = pipe:next()
-    while kind ~= nil do
-      if kind == FORWARD then pipe:forward(v, micro) end
-      pipe:done()
-      kind, v, micro = pipe:next()
-    end
-  end)
-  pipe.micros = false                                        -- it holds the caches
-  if ok then return micros[0].out end
-  pipe:abandon(problem)
-  error(problem, 0)
-end
-
---- Refuses generate within a loop over micro-batches, and tells the ranks apart that begin something else.
----@param engine ps.Engine
-function step.begin_generate(engine)
-  check_pipe_free(engine)
-  engine.pipe:compare_begin "generate"
-end
-
---- Performs the actions that are left of the row behind the last turn.
----@param engine ps.Engine
----@param loop ps.engine.Loop
-function step.drain(engine, loop)
-  if not engine.pipe then return end
-  local rest
-  if loop.trains then rest = advance(engine, states[engine]) else rest = step.pipe_look(engine, loop) end
-  assert(rest == nil, "no yield is left")
+  s.targets = targets
+  s.targets_of[batch.loss(out)] = targets
+  return (named(s, at, out))
 end
 
 --- A forward without gradients, and without a step.
@@ -930,19 +859,15 @@ local dry = {
 
 -- Performs the row of a pipeline in a dry run, in which its transfers do nothing.
 local function through_row(engine)
-  local s, pipe, forwards = states[engine], engine.pipe, 0
-  pipe:begin(false, true)
-  repeat
-    local kind, v, micro = pipe:next()
-    if kind == FORWARD then
-      forwards = forwards + 1
-      collect_some(forwards)
-    end
-    if kind ~= nil and kind ~= YIELD then
-      perform(engine, kind, how_in_row(engine, s, kind, v, micro, true), v, micro)
-    end
-    if kind ~= nil then pipe:done() end
-  until kind == nil
+  local forwards = 0
+  local function before(kind)
+    if kind ~= FORWARD then return end
+    forwards = forwards + 1
+    collect_some(forwards)
+  end
+  engine.pipe:begin(states[engine].c, true)
+  settle(engine, true)
+  repeat until advance(engine, true, before) == nil
 end
 
 local function through_table(engine, args)
