@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A rank that ends or is stopped in the middle of a pipeline's step: all others fail in time, and their errors name the
--- rank and the axis.
+-- rank, the axis and the action that it was in.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -8,10 +8,10 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Three stages; `victim` does something behind its forward of micro-batch 2 in step 2.
+-- Three stages; `victim` does something in the turn of micro-batch 1 (from 0) in step 2.
 local SCRIPT = [[
   local ps = require "ps"
-  local group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = 1,
+  local group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = HEARTBEAT,
     rendezvous = "file://FOLDER/rendezvous" }
   local gpt2, unistd, signal = require "models.gpt2", require "posix.unistd", require "posix.signal"
   local model, optimizer = ps.initialize { quiet = true, config = { gradient_accumulation_steps = 4,
@@ -43,9 +43,9 @@ local SCRIPT = [[
 ]]
 
 -- What the others say of rank `victim`; the whole takes less than 10 s.
-local function others(victim, schedule, how, words)
+local function others(victim, schedule, heartbeat, how, words)
   local script = SCRIPT:gsub("FOLDER", folder):gsub("SCHEDULE", schedule):gsub("VICTIM", tostring(victim))
-    :gsub("HOW", function() return how end)
+    :gsub("HEARTBEAT", tostring(heartbeat)):gsub("HOW", function() return how end)
   local all = lib.run(folder, 3, script)
   for rank = 0, 2 do
     if rank ~= victim then
@@ -61,18 +61,20 @@ end
 describe("a stage of a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("that is killed is named by all", function()
-    others(1, "1f1b", "signal.kill(pid, signal.SIGKILL)", { "rank 1 %(", "died: its process ended without a word",
-      "rank [02], %a+ %u of micro%-batch %d, stage %d of pp with rank %d: " })
+  -- Beats are a second apart, and the weight gradients' action ends the process 0.1 s after it began.
+  it("that is killed is named by all, with the action that it was in", function()
+    others(1, "zb_h1", 10, "ps.C.ps_test_signal(ps.C.PS_ACT_WEIGHT, 2, 0.1, signal.SIGKILL)", { "rank 1 %(",
+      "died: its process ended without a word",
+      "it was last known in W of micro%-batch 2, stage 1 of pp" })
   end)
 
   it("that is stopped is named by all", function()
-    others(2, "zb_h1", 'os.execute(("(sleep 4; kill -CONT %d) >/dev/null 2>&1 &"):format(pid)) signal.kill(pid, '
-      .. "signal.SIGSTOP)", { "rank 2 %(", "is silent for",
-      "of pp with rank %d: " })
+    others(2, "1f1b", 1, 'os.execute(("(sleep 4; kill -CONT %d) >/dev/null 2>&1 &"):format(pid)) signal.kill(pid, '
+      .. "signal.SIGSTOP)", { "rank 2 %(", "is silent for", "of pp with rank %d: ",
+      "it was last known in the loop's turn of micro%-batch 1 of pp" })
   end)
 
   it("whose script fails is named by all, with its words", function()
-    others(1, "1f1b", 'print "fails" error "no such luck"', { "rank 1 %(", "no such luck" })
+    others(1, "1f1b", 1, 'print "fails" error "no such luck"', { "rank 1 %(", "no such luck" })
   end)
 end)

@@ -3,8 +3,8 @@
 -- seconds. Three ranks train under zb_h1; in their second step one of them meets its fault.
 --   psluajit spec/cluster/pipeline_faults.lua [FAULTS [ACTIONS [RANKS]]]     e.g. "kill stop" "F W" 1
 -- FAULTS: kill (SIGKILL), stop (SIGSTOP for 6 s), lua (an error in Lua), memory (every request fails), disk (every
--- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE. PS_SLOW=SECONDS: an action takes so
--- long, so that the beats of a real step's length tell in which action the rank was.
+-- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE; W and REDUCE run in C alone, where an
+-- error in Lua cannot come up. PS_SLOW=SECONDS: an action takes so long.
 -- A line for each case; its last words are those of the lowest other rank. It ends with 1 where a rank hung or named
 -- nobody.
 local lib = require "spec.ranks_lib"
@@ -40,8 +40,35 @@ local SCRIPT = [[
     met = true
     faults[FAULT]()
   end
+  -- C performs W and REDUCE on its way to an event: signals come in the middle of them; memory and disk fail from the
+  -- event before on.
+  local IN_C = { W = C.PS_ACT_WEIGHT, REDUCE = C.PS_ACT_REDUCE }
+  local SIGNALS = { kill = signal.SIGKILL, stop = signal.SIGSTOP }
+  local row, events = model.pipe:actions(4), 0
+  local function follows()                                        -- whether it comes before the next event
+    local n = 0
+    for _, a in ipairs(row) do
+      if a[1] ~= IN_C.W and a[1] ~= IN_C.REDUCE then n = n + 1 end
+      if n > events then return false end
+      if n == events and a[1] == IN_C[ACTION] and (ACTION == "REDUCE" or a[3] > 0) then return true end
+    end
+    return false
+  end
+  local function plant()
+    if step ~= 2 or met or not IN_C[ACTION] or ps.rank() ~= VICTIM then return end
+    if SIGNALS[FAULT] then
+      met = true
+      if FAULT == "stop" then
+        os.execute(("(sleep 7; kill -CONT %%d) >/dev/null 2>&1 &"):format(unistd.getpid()))
+      end
+      C.ps_test_signal(IN_C[ACTION], ACTION == "W" and 1 or 0, SLOW, SIGNALS[FAULT])
+    elseif FAULT ~= "lua" and follows() then
+      met = true
+      faults[FAULT]()
+    end
+  end
   local names = { [C.PS_ACT_FORWARD] = "F", [C.PS_ACT_BACKWARD] = "B", [C.PS_ACT_INPUT] = "B",
-    [C.PS_ACT_WEIGHT] = "W", [C.PS_ACT_REDUCE] = "REDUCE", [C.PS_ACT_YIELD] = "YIELD" }
+    [C.PS_ACT_YIELD] = "YIELD" }
   local function before(object, method, tell)
     local was = object[method]
     object[method] = function(...)
@@ -51,8 +78,10 @@ local SCRIPT = [[
   end
   local next_action = model.pipe.next
   function model.pipe:next()
+    plant()
     local kind, v, micro = next_action(self)
-    if kind and (micro > 0 or names[kind] == "REDUCE") then action(names[kind]) end
+    if step == 2 and kind and kind ~= C.PS_ACT_YIELD then events = events + 1 end
+    if kind and micro > 0 then action(names[kind]) end
     return kind, v, micro
   end
   before(model.optimizer, "norm", function() action "NORM" end)
@@ -78,9 +107,11 @@ local actions, victims = arg[2] or "F B W REDUCE YIELD NORM UPDATE", arg[3] or "
 local slow = tonumber(os.getenv "PS_SLOW" or 0)
 local folder, failed = lib.folder(), false
 
+local function meets(fault, action) return fault ~= "lua" or action ~= "W" and action ~= "REDUCE" end
+
 for fault in faults:gmatch "%a+" do
   for action in actions:gmatch "%a+" do
-    for victim in victims:gmatch "%d+" do
+    for victim in meets(fault, action) and victims:gmatch "%d+" or function() end do
       local all = lib.run(folder, 3, SCRIPT:format(fault, action, victim, slow, folder),
         fault == "disk" and "PS_STRESS=1" or nil)               -- chunks go to the disk and come back at every pin
       local line, said = {}, nil
