@@ -249,6 +249,7 @@ local lines = {}
 for line in io.lines(folder .. "/text") do lines[#lines + 1] = line end
 assert(table.concat(lines, " ") == "one two")
 assert(os.rename(folder .. "/text", folder .. "/other") and not io.open(folder .. "/text"))
+local dry = os.getenv "TMPDIR" .. "/psluajit-dry-" .. unistd.getpid()
 local fd = assert(fcntl.open(folder .. "/log", fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_APPEND))
 assert(unistd.write(fd, "line") == 4)
 unistd.close(fd)
@@ -257,11 +258,23 @@ assert(io.open(arg[0], "a")):close()
 local own = assert(io.open(arg[0])):read "*a"
 assert(own:find("local ps", 1, true), "a file that is added to keeps what it has")
 ps.data.encode_text(("text "):rep(100), folder .. "/train.bin", ps.tokenizer.bytes())
-ps.save({ a = ps.ones { 3 } }, folder .. "/saved.pt")
+ps.save({ a = ps.tensor { 1, 2, 3 }, made = ps.randn { 1000, 1000 } }, folder .. "/saved.pt")
+local saved = ps.load(folder .. "/saved.pt")        -- values that the script knows are there, those that ops make are 0
+assert(saved.a:tolist()[3] == 3 and saved.made:shape()[2] == 1000)
+ps.safetensors.save(folder .. "/saved.safetensors", { made = ps.randn { 1000, 1000 } }, nil, { checksums = true })
+assert(ps.load(folder .. "/saved.safetensors").made:numel() == 1e6)
 local x, y = ps.data.loader { shards = { folder .. "/train.bin" }, batch = 2, seq = 8 }:next()
 assert(x:tolist()[1][2] == y:tolist()[1][1])
 local model = ps.nn.Linear(1000, 1000)
 local optimizer = ps.optim.AdamW(model, { max_norm = 1 })
+for _, async in ipairs { false, true } do
+  ps.checkpoints.save(folder .. "/run", { model = model, optimizer = optimizer, step = 1, async = async })
+end
+ps.checkpoints.wait()
+ps.checkpoints.load(folder .. "/run/step-00000001.safetensors", { model = model })
+for name in lfs.dir(dry) do
+  assert(lfs.attributes(dry .. "/" .. name, "blocks") < 1000, "a file of values that are not here takes no space")
+end
 ps.backward(model(ps.randn { 4, 1000 }):sum())
 optimizer:step()]]):format(target))
     local temporary = FOLDER .. "/temporary"

@@ -141,6 +141,8 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write
  * a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
+/* The same for a file: on a machine that is not here (ps_machine_pretend) zeros where the tensor has no values. */
+int ps_tensor_save(const ps_tensor *t, void *dst, int64_t nbytes);
 /* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in host
  * memory. PS_ESTALE: its bytes are gone. */
 int ps_tensor_hash(ps_tensor *t, uint64_t *out);
@@ -865,8 +867,8 @@ int ps_file_fsync_dir(const char *path);
  * as above. */
 int ps_file_swap_folder(const char *from, const char *path);
 /* From now on what this process writes by the functions of this header goes to files in `folder`, and is read from
- * there by the same paths; folders that it would write to need not be there. NULL: no longer. PS_EINVAL: "" or too
- * long. PS_ENOMEM. */
+ * there by the same paths; folders that it would write to need not be there, and are given no other names. Zeros take
+ * no space in such a file. NULL: no longer. PS_EINVAL: "" or too long. PS_ENOMEM. */
 int ps_file_divert(const char *folder);
 /* 1: a file is written (writes 1), or was written and is read (0), at another path, given in out [room]. 0: at its own.
  * PS_EINVAL: NULL. PS_ERANGE: room. */

@@ -172,7 +172,8 @@ local function new_job(path, parts)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
   local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
-    keep = math.max(1, parts.keep or 2), async = parts.async, names = group and names_of(parts.model) or nil }
+    keep = math.max(1, parts.keep or 2), names = group and names_of(parts.model) or nil,
+    async = parts.async and background.possible() }
   job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
   if is_file_path(path) then
     if job.names then

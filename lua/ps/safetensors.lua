@@ -294,7 +294,7 @@ end
 local function copy_out(tensor, to)
   ps.scope(function()
     local whole = ps.no_grad(function() return tensor:contiguous() end)
-    ps.retry(C.ps_tensor_read, whole, to, C.ps_tensor_nbytes(whole))
+    ps.retry(C.ps_tensor_save, whole, to, C.ps_tensor_nbytes(whole))
   end)
 end
 

@@ -221,6 +221,7 @@ static int create_temp(ps_tempfile *f, const char *path)
     struct stat st;
     int diverted = ps_file_diverted(path, 1, other, sizeof other);
     PS_TRY(diverted);
+    f->sparse = diverted;
     if (diverted) path = other;
     bool exists = stat(path, &st) == 0;
     if (exists && !S_ISREG(st.st_mode))
@@ -267,21 +268,33 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     if (!nbytes) return 0;
     int rc = should_fail() ? -1 : 0;
     if (rc < 0) return write_failed(f, errno, nbytes);
-    do rc = fallocate(f->fd, 0, 0, nbytes); while (rc < 0 && errno == EINTR);
-    if (rc == 0) return 0;
-    if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
+    if (!f->sparse) {
+        do rc = fallocate(f->fd, 0, 0, nbytes); while (rc < 0 && errno == EINTR);
+        if (rc == 0) return 0;
+        if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
+    }
     /* No reservation on this file system: at least compare with the free space. */
     struct statvfs vfs;
-    if (fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
+    if (!f->sparse && fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
     do rc = ftruncate(f->fd, nbytes); while (rc < 0 && errno == EINTR);
     return rc < 0 ? write_failed(f, errno, nbytes) : 0;
+}
+
+/* In a sparse file: makes bytes a hole where they are zeros. False: they are to be written. */
+static bool left_out(ps_tempfile *f, int64_t offset, const char *p, int64_t nbytes)
+{
+    struct stat st;
+    if (!f->sparse || nbytes == 0 || p[0] != 0 || memcmp(p, p + 1, (size_t)nbytes - 1) != 0) return false;
+    if (fstat(f->fd, &st) < 0 || (st.st_size < offset + nbytes && ftruncate(f->fd, offset + nbytes) < 0)) return false;
+    return fallocate(f->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, nbytes) == 0;
 }
 
 int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
 {
     const char *from = data;
     PS_TRY(check_limit(f, offset + nbytes));
+    if (left_out(f, offset, from, nbytes)) return 0;
     while (nbytes > 0) {
         size_t piece = nbytes < PIECE ? (size_t)nbytes : (size_t)PIECE;
         ssize_t n = should_fail() ? -1 : pwrite(f->fd, from, piece, offset);
@@ -399,6 +412,7 @@ int ps_file_swap_folder(const char *from, const char *path)
     struct stat st;
     PS_NEED(from);
     PS_NEED(path);
+    if (ps_files_are_diverted()) return 0;
     bool exists = lstat(path, &st) == 0;
     int n = snprintf(aside, sizeof aside, "%s-aside", from);
     if (n < 0 || (size_t)n >= sizeof aside) return ps_fail(PS_EINVAL, "the name of the folder %s is too long", from);

@@ -33,6 +33,7 @@ void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *sh
 typedef struct ps_tempfile {
     char *path, *temp;      /* owned; temp is NULL when there is nothing to remove */
     int fd, folder;         /* folder: of both names, which stay right when it gets another name itself */
+    bool sparse;            /* of a dry run (ps_file_divert): zeros, as of tensors without values, take no space */
     int64_t limit;          /* the process's largest file (RLIMIT_FSIZE): passing it would be a deadly signal */
 } ps_tempfile;
 #define PS_TEMPFILE_NONE ((ps_tempfile){ .fd = -1, .folder = -1 })     /* a closed one */

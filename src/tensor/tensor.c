@@ -489,6 +489,14 @@ int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)
     return copy_whole(t, dst, nbytes, PS_READ);
 }
 
+int ps_tensor_save(const ps_tensor *t, void *dst, int64_t nbytes)
+{
+    if (ps_tensor_has_data(t) || !t->ctx->devices[t->device_]->pretends) return ps_tensor_read(t, dst, nbytes);
+    PS_TRY(check_whole(t, nbytes, "saving"));
+    if (nbytes > 0) memset(dst, 0, (size_t)nbytes);
+    return 0;
+}
+
 int ps_tensor_address(ps_tensor *t, void **out)
 {
     void *p = NULL;

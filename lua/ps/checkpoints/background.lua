@@ -64,6 +64,10 @@ local function room(nbytes, quiet)
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
 
+--- Whether a file can be written beside training: not in a dry run of a script, whose tensors have no bytes to copy.
+---@return boolean
+function background.possible() return C.ps_machine_pretended() == 0 end
+
 --- Copies tensors and begins to write the copy to a file, with checksums. Later writes to the tensors do not show in
 --- it.
 ---@param path string

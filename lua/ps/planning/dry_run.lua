@@ -277,7 +277,6 @@ function dry_run.perform(request, give)
   outside.close()
   local seen = {}
   require "ps"
-  outside.close_ps()
   require("ps.rates").suppose(request.rates)
   change_settings(request, seen)
   watch_joining(request)

@@ -158,11 +158,4 @@ function outside.close()
   close_posix()
 end
 
---- Saving does nothing, since what ops give has no bytes; called once `ps` is there.
-function outside.close_ps()
-  require("ps.serialize").save = nothing
-  require("ps.safetensors").save = nothing
-  require("ps.checkpoints").save = nothing
-end
-
 return outside
