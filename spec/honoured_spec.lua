@@ -461,12 +461,14 @@ local MORE = {
   end } },
 }
 
--- Keys that say something to several processes only: tried below, those of pipelines in spec/pipeline_spec.lua, and
--- those of tensor parallelism in spec/tensor_parallel_ranks_spec.lua.
+-- Keys that say something to several processes only: tried below, those of pipelines in spec/pipeline_spec.lua, those
+-- of tensor parallelism in spec/tensor_parallel_ranks_spec.lua and comms_logger's in spec/profiler_ranks_spec.lua.
 local OF_RANKS = { ["zero_optimization.stage"] = true, ["zero_optimization.reshard_after_forward"] = true,
   compare_ranks_every = true, ["pipeline.stages"] = true, ["pipeline.schedule"] = true,
   ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true, ["tensor_parallel.size"] = true,
-  ["tensor_parallel.sequence_parallel"] = true, ["tensor_parallel.tp_keep_gathered"] = true }
+  ["tensor_parallel.sequence_parallel"] = true, ["tensor_parallel.tp_keep_gathered"] = true,
+  ["comms_logger.enabled"] = true, ["comms_logger.verbose"] = true, ["comms_logger.prof_all"] = true,
+  ["comms_logger.prof_ops"] = true }
 
 -- -- the walk -------------------------------------------------------------------------------------------------------
 local function each_honoured(visit)

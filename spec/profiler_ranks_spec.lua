@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.profiler.save of several ranks: a file each, on one clock. Ranks of one machine have one clock in truth, so that a
 -- skew that is planted is what has to be measured.
+local ps = require "ps"
 local json = require "cjson"
 local lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
@@ -16,6 +17,32 @@ describe("profiles of ranks", function()
     all = lib.check(folder, 2, ([[
       local gpt2 = require "models.gpt2"
       if rank == 1 then ps.C.ps_test_record_skew(%d) end
+      -- What comms_logger counts. Two chunks of one layer each are a stripe; stage 1 adds up its gradients and gathers
+      -- its parameters, once a step.
+      local function counted(logger, steps)
+        print "begin"
+        local logged, by = ps.initialize { config = { plan_print = false, chunk_size = 128 * 128 + 128,
+          zero_optimization = { stage = 1 }, comms_logger = logger }, model_func = function()
+            return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+          end }
+        for _ = 1, steps do
+          logged:backward(logged(ps.ones { 2, 128 }):sum())
+          by:step()
+        end
+        for _ = 1, 7 do group:all_reduce(ps.ones { 555 }) end
+        group:all_gather(ps.zeros { 2, 300 }, ps.ones { 1, 300 })
+        local list = {}
+        for i, row in ipairs(ps.comm.log_summary()) do
+          list[i] = ("%%s %%d %%d %%d %%.17g %%.17g %%.17g"):format(row.op, row.bytes, row.count, row.ranks,
+            row.seconds, row.algbw, row.busbw)
+        end
+        print("stripe: " .. 2 * ps.chunks()[1].nbytes)
+        print("rows: " .. table.concat(list, "; "))
+        logged:close()
+      end
+      counted({ enabled = true, verbose = true }, 3)
+      counted({ enabled = true, prof_all = false, prof_ops = { "all_reduce", "all_gather_into_tensor" } }, 2)
+      print "begin"
       ps.profiler.start()
       ps.manual_seed(3)
       local model, optimizer = ps.initialize { quiet = true,
@@ -83,7 +110,84 @@ describe("profiles of ranks", function()
     end
   end)
 
+  it("have the messages of a pipeline's stages, as many bytes as go between them", function()
+    local sent = { [0] = of(0, "collective", "send"), of(1, "collective", "send") }
+    local got = { [0] = of(0, "collective", "recv"), of(1, "collective", "recv") }
+    for rank = 0, 1 do
+      local nbytes, count = 0, 0
+      for _, e in ipairs(sent[rank]) do
+        nbytes, count = nbytes + e.args.bytes, count + (e.args.bytes > 0 and 1 or 0)
+        assert.equal(2, e.args.ranks)
+      end
+      for _, e in ipairs(got[1 - rank]) do nbytes = nbytes - e.args.bytes end
+      assert.same({ 0, 4 }, { nbytes, count })                 -- two steps of two micro-batches
+    end
+  end)
+
   it("have the waits of a pipeline's stages for messages", function()
     for rank = 0, 1 do assert.truthy(#of(rank, "wait", "message") > 0) end
+  end)
+
+  -- The rows of the n-th engine that is asked for them, and all that the rank printed meanwhile.
+  local function counted(rank, n)
+    local at, rows = 1, {}
+    for _ = 1, n do at = select(2, all[rank].text:find("begin\n", at, true)) + 1 end
+    local text = all[rank].text:sub(at, (all[rank].text:find("begin\n", at, true) or 0) - 1)
+    for row in text:match("rows: ([^\n]*)"):gmatch "[^;]+" do
+      local op, more = row:match "^ ?([^%d]+) (%d.*)$"
+      local n_bytes, count, ranks, seconds, algbw, busbw = more:match "(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)"
+      rows[#rows + 1] = { op = op, bytes = tonumber(n_bytes), count = tonumber(count), ranks = tonumber(ranks),
+        seconds = tonumber(seconds), algbw = tonumber(algbw), busbw = tonumber(busbw) }
+    end
+    return rows, text
+  end
+
+  local function row_of(rows, op, nbytes)
+    for _, row in ipairs(rows) do if row.op == op and row.bytes == nbytes then return row end end
+  end
+
+  it("are what comms_logger sums up: calls and bytes by formulas, bus bandwidth as NCCL's tests have it", function()
+    for rank = 0, 1 do
+      local rows, text = counted(rank, 1)
+      local stripe = tonumber(text:match "stripe: (%d+)")
+      assert.truthy(stripe >= 2 * (128 * 128 + 128) * 4)
+      assert.equal(7, row_of(rows, "all_reduce", 4 * 555).count)
+      assert.equal(1, row_of(rows, "all_gather", 4 * 300 * 2).count)
+      assert.equal(3, row_of(rows, "reduction of chunks", stripe).count)
+      assert.equal(3, row_of(rows, "gather of chunks", stripe).count)
+      for _, row in ipairs(rows) do
+        assert.equal(2, row.ranks)
+        assert.truthy(row.seconds > 0)
+        assert.truthy(math.abs(row.algbw * row.seconds - row.bytes * row.count) <= 1e-9 * row.bytes * row.count, row.op)
+        local factor = (row.op:find "reduce" and not row.op:find "scatter") and 1 or (row.op:find "gather"
+          or row.op == "reduction of chunks") and 0.5 or 1               -- 2 (n - 1) / n, (n - 1) / n of two ranks
+        assert.truthy(math.abs(row.busbw - factor * row.algbw) <= 1e-9 * row.algbw, row.op)
+      end
+    end
+    for call, factors in pairs { [0] = { 1.5, 1.75 }, [1] = { 0.75, 0.875 }, [2] = { 0.75, 0.875 }, [3] = { 1, 1 } } do
+      assert.same(factors, { ps.C.ps_calls_bus(call, 4), ps.C.ps_calls_bus(call, 8) })
+    end
+  end)
+
+  it("are what comms_logger prints: each call where it is verbose, and DeepSpeed's table, by rank 0", function()
+    local _, first = counted(0, 1)
+    assert.equal(7, select(2, first:gsub("comm op: all_reduce | time %(ms%): [%d.]+ | msg size: 2220 B | algbw", "")))
+    local heading = "Comm%. Op +Message Size +Count +Total Latency%(ms%) +Avg Latency%(ms%) +algbw %(Gbps%) +busbw"
+    assert.equal(2, select(2, first:gsub(heading, "")))                   -- when asked, and as the engine closes
+    assert.matches("\nall_reduce +2%.2 KiB +7 +%S+ +%S+ +%S+ +%S+\n", first)
+    for n = 1, 2 do
+      local _, other = counted(1, n)
+      assert.falsy(other:find "comm op:" or other:find "Comm%.")
+    end
+    assert.falsy(select(2, counted(0, 2)):find "comm op:")
+  end)
+
+  it("are summed up for the calls that comms_logger names", function()
+    for rank = 0, 1 do
+      local rows, seen = counted(rank, 2), {}
+      for _, row in ipairs(rows) do seen[row.op] = true end
+      assert.same({ all_reduce = true, all_gather = true, ["gather of chunks"] = true }, seen)
+      assert.equal(7, row_of(rows, "all_reduce", 4 * 555).count)
+    end
   end)
 end)

@@ -14,6 +14,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_op_cost_info, bytes)
     ENTRY(ps_record_event, to)
     ENTRY(ps_record_total, flops)
+    ENTRY(ps_calls_total, axis)
     ENTRY(ps_rng, pad)
     ENTRY(ps_st_entry, nbytes)
     ENTRY(ps_loader_config, world_size)

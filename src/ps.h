@@ -207,9 +207,9 @@ int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose k
  * One ring for the process. Times are nanoseconds of the clock of ps_now. OP: name is the op, from the device; MODULE:
  * an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION: name is PS_ACT_*, id the
  * micro-batch, to the virtual stage; COPY: name 0 up, 1 down, id the chunk, from and to tiers; DISK: name 0 read, 1
- * write; COLLECTIVE: name is a number of ps_record_call_name, id the group; WAIT: name is PS_WAIT_*, id the chunk or
- * -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier that changed, on the tiers on which it has memory, a bit
- * set; TIER: to the tier, bytes those of chunks; DEVICE: the same of a device without chunks. */
+ * write; COLLECTIVE: name is a number of ps_record_call_name, id the group, on how many ranks it has; WAIT: name is
+ * PS_WAIT_*, id the chunk or -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier that changed, on the tiers on
+ * which it has memory, a bit set; TIER: to the tier, bytes those of chunks; DEVICE: the same without chunks. */
 enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS_REC_DISK, PS_REC_COLLECTIVE,
        PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE };
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
@@ -234,12 +234,28 @@ int64_t ps_record_count(int64_t *dropped);           /* events that are there; *
 /* Event i, by falling age. 1: it is being overwritten. PS_ERANGE: there is no such event. */
 int ps_record_get(int64_t i, ps_record_event *out);
 int ps_record_op_total(int op, ps_record_total *out);    /* all calls, overwritten ones too. PS_EINVAL: no such op */
-const char *ps_record_call_name(int name);           /* of a COLLECTIVE */
+const char *ps_record_call_name(int name);           /* of a COLLECTIVE; NULL: there is no such number */
 int64_t ps_record_clock(void);           /* now, by the clock of the events: nanoseconds */
 /* Operations (ps_op_cost) of the ops that run while counting is on, but for dry runs. It needs no record. on 1: begins;
  * 0: ends what one call began. */
 void ps_flops_count(int on);
 int64_t ps_flops_counted(void);
+/* Sums of the calls between ranks, which a record has as COLLECTIVE, by call, group and size; they need no record, and
+ * leave out what a record leaves out. names: a bit set of the calls to count, by the numbers of ps_record_call_name; 0
+ * ends it. What was counted before goes when it begins. verbose: each call is printed when it ends. */
+void ps_calls_count(uint32_t names, int verbose);
+typedef struct ps_calls_total {
+  int32_t name, group, ranks, pad;     /* group: its number, or -1 */
+  int64_t nbytes;                      /* of the whole tensor */
+  int64_t calls, ns;
+  char axis[16];                       /* the group's name, such as "tp"; "": all ranks */
+} ps_calls_total;
+/* Sum i, from 0, in the order of first calls. 1: there is none. */
+int ps_calls_total_get(int64_t i, ps_calls_total *out);
+/* What a call sends over each rank's link a byte of the whole tensor, beside one byte for each: NCCL's tests' "bus
+ * bandwidth" is the bytes a second times this. Of n ranks 2 (n - 1) / n for sums that all get, (n - 1) / n for gathers
+ * and for sums of which each rank gets a part, else 1. */
+double ps_calls_bus(int name, int ranks);
 /* A call of a module, by a number above 0. enter returns the depth, to be given to leave. Errors of memory name the
  * module under way, whether there is a record or not. The end of a scope leaves the modules entered in it. */
 int ps_module_enter(int id);

@@ -45,6 +45,13 @@ local config = {}
 ---@field wall_clock_breakdown boolean
 ---@field memory_breakdown boolean
 ---@field flops_profiler ps.config.FlopsProfiler
+---@field comms_logger ps.config.CommsLogger
+
+---@class ps.config.CommsLogger
+---@field enabled boolean
+---@field verbose boolean
+---@field prof_all boolean
+---@field prof_ops? string[]
 
 ---@class ps.config.FlopsProfiler
 ---@field enabled boolean

@@ -289,7 +289,7 @@ require("ps.hooks").on("short", function() return require("ps.holders").refused(
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",
                progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
-               dist = "ps.dist", mesh = "ps.mesh", inspect = "ps.inspect" }
+               dist = "ps.dist", mesh = "ps.mesh", inspect = "ps.inspect", comm = "ps.comm" }
 
 local function old_checkpoint() require "ps.checkpoint" end
 

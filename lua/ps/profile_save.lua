@@ -68,7 +68,8 @@ local TELLS = {
     return e.name == 0 and "read" or "write", (',"bytes":%d'):format(tonumber(e.bytes))
   end,
   [C.PS_REC_COLLECTIVE] = function(_, e)
-    return ffi.string(C.ps_record_call_name(e.name)), (',"bytes":%d,"group":%d'):format(tonumber(e.bytes), e.id)
+    return ffi.string(C.ps_record_call_name(e.name)), (',"bytes":%d,"group":%d,"ranks":%d'):format(
+      tonumber(e.bytes), e.id, e.on)
   end,
   [C.PS_REC_WAIT] = function(w, e)
     return events.waits[e.name], (e.id >= 0 and (',"chunk":%d'):format(e.id) or "") .. w:in_module(e)

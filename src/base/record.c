@@ -10,7 +10,7 @@
 #include "ps_test.h"
 
 ps_record_place ps_record_at;
-atomic_bool ps_record_flag, ps_flops_flag;
+atomic_bool ps_record_flag, ps_flops_flag, ps_record_silent;
 int64_t ps_flops_sum;
 int32_t ps_record_run;
 
@@ -21,7 +21,7 @@ typedef struct ring {
     ps_record_event events[];
 } ring;
 static _Atomic(ring *) current;
-static _Atomic int64_t capacity, taken;
+static _Atomic int64_t capacity, taken, started_ns;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
 static bool wanted, paused;                    /* started and not stopped; a script is paused */
 static int counting;                           /* who count FLOPs */
@@ -49,6 +49,7 @@ void ps_test_record_skew(int64_t ns) { atomic_store(&skew_ns, ns); }
 
 static void switch_flags(void)
 {
+    atomic_store(&ps_record_silent, dry || paused);
     atomic_store(&ps_record_flag, wanted && !dry && !paused);
     atomic_store(&ps_flops_flag, counting > 0 && !dry && !paused);
 }
@@ -73,6 +74,7 @@ int ps_record_start(int64_t events)
     step.began = action.began = 0;
     atomic_store(&capacity, events);
     atomic_store(&taken, 0);
+    atomic_store(&started_ns, ps_record_clock());
     wanted = true;
     ps_record_run++;
     switch_flags();
@@ -104,7 +106,7 @@ int64_t ps_flops_counted(void) { return ps_flops_sum; }
 void ps_record_put(ps_record_event e)
 {
     ring *r = atomic_load_explicit(&current, memory_order_acquire);
-    if (!ps_record_on() || !r) return;
+    if (!ps_record_on() || !r || e.begin_ns < atomic_load_explicit(&started_ns, memory_order_relaxed)) return;
     int64_t n = atomic_fetch_add_explicit(&taken, 1, memory_order_relaxed);
     int64_t most = atomic_load_explicit(&capacity, memory_order_relaxed);
     ps_record_event *at = &r->events[n % most];

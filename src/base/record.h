@@ -19,6 +19,7 @@ typedef struct ps_record_place {
 } ps_record_place;
 extern ps_record_place ps_record_at;
 extern atomic_bool ps_record_flag, ps_flops_flag;
+extern atomic_bool ps_record_silent;       /* a dry run is under way, or a script is paused: nothing counts */
 extern int64_t ps_flops_sum;               /* of the script's thread, the one that runs ops */
 extern int32_t ps_record_run;              /* counts starts: who records changes begins anew */
 
@@ -28,7 +29,8 @@ static inline bool ps_record_on(void)
 }
 /* Where an interval begins: the time, or 0 while the record is off. What began before the record is not in it. */
 static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_clock() : 0; }
-/* Puts an event into the ring, with the step, action and module of now. end_ns 0: now. Any thread. */
+/* Puts an event into the ring, with the step, action and module of now, unless it began before the record. end_ns 0:
+ * now. Any thread. */
 void ps_record_put(ps_record_event e);
 /* Ends the interval that began at e.begin_ns, unless that is 0. */
 static inline void ps_record_end(ps_record_event e)

@@ -5,7 +5,6 @@
 #include <string.h>
 #include "base/dtype.h"
 #include "base/error.h"
-#include "base/record.h"
 #include "comm/group.h"
 #include "ps_test.h"
 #include "tensor/tensor.h"
@@ -80,8 +79,7 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
     for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one thread at a time drives a device */
         if (g->ctx->groups[i]) group_drain(g->ctx->groups[i]);
     mine.seq = g->seq++;
-    g->recorded = (ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)op, .begin_ns = ps_record_begin(),
-                                     .id = g->number, .bytes = nbytes };
+    g->recorded = (group_call){ op, group_call_begin(), op == OP_ALL_GATHER ? nbytes * g->comm->size : nbytes };
     if (rc == 0) return group_agree(g, &mine);
     group_agree(g, &mine);
     return ps_fail(rc, "%s, call %llu of rank %d: %s", group_call_name(g, op, call), (unsigned long long)mine.seq,
@@ -93,7 +91,7 @@ static int moved(ps_group *g, int op, int rc)
 {
     char call[GROUP_CALL_NBYTES];
     group_done(g);
-    ps_record_end(g->recorded);
+    group_call_end(g, &g->recorded);
     if (rc < 0)
         ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_call_name(g, op, call),
                         (unsigned long long)g->seq - 1, group_world(g, g->comm->rank));
@@ -276,7 +274,7 @@ int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 int ps_group_barrier(ps_group *g)
 {
     PS_TRY(group_agree_bytes(g, OP_BARRIER, ON_HOST, 0, 0, 0, 0));
-    ps_record_end(g->recorded);
+    group_call_end(g, &g->recorded);
     return 0;
 }
 
@@ -297,7 +295,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
     group_drain(g);
     header mine = { .seq = g->pair_seq[peer]++, .op = op, .dtype = t->dtype_, .nbytes = ps_tensor_nbytes(t),
                     .failed = failed, .place = at };
-    int64_t began = ps_record_begin();
+    group_call call = { op, group_call_begin(), mine.nbytes };
     int rc = group_agree_pair(g, &mine, peer);
     if (failed < 0) rc = ps_fail(failed, "%s: %s", group_op_name(op), why);
     if (rc == 0 && u.pinned) {
@@ -307,8 +305,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
         if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", group_op_name(op), g->comm->rank, peer);
     }
     group_done(g);
-    ps_record_end((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)op, .begin_ns = began,
-                                     .id = g->number, .bytes = mine.nbytes });
+    group_call_end(g, &call);
     use_end(&u);
     return rc;
 }

@@ -49,6 +49,13 @@ typedef struct transport {
     int64_t stage_nbytes;
 } transport;
 
+/* A call between ranks that is under way, for the record of events and for sums of calls. */
+typedef struct group_call {
+    int op;
+    int64_t began_ns;                      /* 0: nobody wants to know */
+    int64_t nbytes;                        /* of the whole tensor */
+} group_call;
+
 struct ps_group {
     ps_comm *comm;                         /* of host memory, and of headers */
     transport at[PLACES];
@@ -68,7 +75,7 @@ struct ps_group {
     bool has_small;                        /* there is room for small bytes: the ranks are not too many */
     group_plan plan;
     ps_jobs *jobs;                         /* or NULL */
-    ps_record_event recorded;              /* the collective under way on the caller's thread */
+    group_call recorded;                   /* the collective under way on the caller's thread */
 };
 
 /* -- comm.c */
@@ -122,6 +129,10 @@ int group_after(ps_group *g, place at, int mark);
 int group_after_now(ps_group *g, place at);
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
 void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
+
+/* -- count.c. Any thread. */
+int64_t group_call_begin(void);            /* now, or 0: neither a record nor sums want the call */
+void group_call_end(const ps_group *g, const group_call *call);
 
 /* -- op.c: ops find a group by its number, from group_enroll to group_leave */
 void group_enroll(ps_ctx *ctx, ps_group *g);

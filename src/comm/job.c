@@ -71,11 +71,10 @@ static void *run(void *arg)
         ps_job *job = q->first;
         if (!job) break;
         pthread_mutex_unlock(&q->lock);
-        int64_t began = ps_record_begin(), nbytes = 0;
-        for (int r = 0; r < g->comm->size; r++) nbytes += job->parts[r].nbytes;
+        group_call call = { job->op, group_call_begin(), 0 };
+        for (int r = 0; r < g->comm->size; r++) call.nbytes += job->parts[r].nbytes;
         int rc = carry_out(g, job);
-        ps_record_end((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)job->op, .begin_ns = began,
-                                         .id = g->number, .bytes = nbytes });
+        group_call_end(g, &call);
         pthread_mutex_lock(&q->lock);
         job->rc = rc;
         if (rc < 0) {

@@ -44,7 +44,7 @@ struct ps_p2p_request {
     wire head;                             /* of a receive: the expected one; `when` and `value` are those that came */
     ps_tensor *t;                          /* held and pinned, or NULL */
     void *bytes;
-    int64_t nbytes;
+    int64_t nbytes, began_ns;              /* began_ns: as of a group_call */
     ps_comm_post *head_post, *body_post;
 };
 
@@ -369,6 +369,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     ps_p2p_request *q = request_take(p);
     if (!q) return ps_fail_nomem(sizeof *q);
     q->peer = peer, q->lane = lane, q->out = out;
+    q->began_ns = group_call_begin();
     q->head = (wire){ .magic = MAGIC, .lane = lane, .kind = tag->kind, .part = tag->part, .vstage = tag->vstage,
                       .micro = tag->micro, .dtype = -1 };
     if (t) {
@@ -558,6 +559,7 @@ int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
         let_go(q);
     }
     leave(p);
+    group_call_end(p->group, &(group_call){ q->out ? OP_SEND : OP_RECV, q->began_ns, q->nbytes });
     if (note) *note = (ps_p2p_note){ q->head.when, { q->head.value[0], q->head.value[1] } };
     request_end(q);
     return rc;

@@ -1,5 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- DeepSpeed's keys that mean nothing here, or that would change the result: the second half of schema.lua, in its form.
+local comm_names = require "ps.comm_names"
+
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
 local ACCOUNT = "it sends a run to a service by its own client and account, and training opens no connection to "
@@ -11,7 +13,6 @@ local TUNER = "settings are found by the plan, not by trial runs"
 local GRAPH = "there is no graph compiler"
 local DIVIDED = "gradients are added up over the processes in fp32 and divided once, in the update"
 local TRAVEL = "values travel between processes in the type they are kept in; sums are in fp32"
-local COUNTED = "a profile (ps.profiler.save) has each call with its bytes, group and time; none is logged as it runs"
 local LATE = "updates that lag behind change the result"
 local OFF = "means nothing while it is off"
 
@@ -28,6 +29,18 @@ end
 
 local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
+end
+
+-- Why a list has what is no call between processes, or nil.
+local function known_calls(list)
+  for _, name in ipairs(list) do
+    if type(name) ~= "string" or not comm_names[name] then
+      local names = {}
+      for known in pairs(comm_names) do names[#names + 1] = known end
+      table.sort(names)
+      return ("%s is no call there is; there are %s"):format(tostring(name), table.concat(names, ", "))
+    end
+  end
 end
 
 -- Refused as a whole: its presence switches it on.
@@ -150,9 +163,16 @@ return function(T)
       { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
       { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
       { "online", T.boolean }, { "mode", T.string } }),
-    all("comms_logger", "", COUNTED, {
-      off, { "verbose", T.boolean, false }, { "prof_all", T.boolean, true }, { "debug", T.boolean, false },
-      { "prof_ops", T.list } }),
+    { "comms_logger", "Calls between processes, counted and timed by call and size, out of what the record of events "
+      .. "has of them (docs/profiling.md).", {
+      { "enabled", T.boolean, false, H, "counts them; rank 0 prints DeepSpeed's table when the engine is closed, and "
+        .. "by ps.comm.log_summary()" },
+      { "verbose", T.boolean, false, H, "rank 0 prints each call when it ends" },
+      { "prof_all", T.boolean, true, H, "all calls; false: those of prof_ops" },
+      { "prof_ops", T.list, nil, H, "names of calls, such as \"all_reduce\"; calls on chunks count by what they do, a "
+        .. "gather of chunks as \"all_gather\"", check = known_calls },
+      { "debug", T.boolean, false, R, "C begins most calls, which no function of a script called; a profile "
+        .. "(ps.profiler.save) has each call with its step and phase" } } },
     all("checkpoint", "", CHECKPOINT, {
       { "tag_validation", T.string, "Warn" }, { "load_universal", T.boolean, false },
       { "use_node_local_storage", T.boolean, false }, { "checkpoint_serialization", T.boolean, true } }),

@@ -3,11 +3,12 @@
 -- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and PatrickStar's two
 -- speeds: operations a second of this process, and samples a second of all. With memory_breakdown lines about memory
 -- follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
--- (ps.monitor) get each step's numbers, and its flops_profiler has one step's. An engine without any of these settings
--- has no report.
+-- (ps.monitor) get each step's numbers, its flops_profiler has one step's, and its comms_logger counts what ranks say
+-- to each other. An engine without any of these settings has no report.
 local ps = require "ps"
 local view = require "ps.memory_view"
 local look = require "ps.engine.inspect"
+local comm = require "ps.comm"
 local flops_profiler = require "ps.engine.flops_profiler"
 local monitor = require "ps.monitor"
 local C = ps.C
@@ -25,6 +26,7 @@ local PARTS = { "forward", "backward", "step" }
 ---@field memory boolean lines about memory
 ---@field profiler? ps.engine.FlopsProfiler
 ---@field writes boolean this process writes the lines
+---@field calls boolean it counts calls between ranks
 ---@field last? string the last line
 local Report = {}
 Report.__index = Report
@@ -53,11 +55,13 @@ function report.new(engine)
   local first = not ranks or ranks.world:rank() == 0
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
   local profiler = first and flops_profiler.new(engine) or nil
-  if not monitors and not profiler and (not every or engine.quiet and not ranks) then return nil end
+  local logged = cfg.comms_logger.enabled
+  if not monitors and not profiler and not logged and (not every or engine.quiet and not ranks) then return nil end
+  if logged then comm.begin(cfg.comms_logger, first and not engine.quiet) end
   if cfg.wall_clock_breakdown then C.ps_flops_count(1) end
   return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
     breakdown = cfg.wall_clock_breakdown, memory = cfg.memory_breakdown, monitor = monitors, profiler = profiler,
-    loss = 0, weight = 0 }, Report)
+    calls = logged, loss = 0, weight = 0 }, Report)
 end
 
 local function add(self, part, began, ...)
@@ -161,8 +165,12 @@ function Report:step_done(info)
   self.loss, self.weight = 0, 0
 end
 
---- Closes the monitors' files, and counts operations no more.
+--- Closes the monitors' files, and counts operations and calls between ranks no more.
 function Report:close()
+  if self.calls then
+    if self.writes then comm.log_summary() end
+    comm.stop()
+  end
   if self.monitor then self.monitor:close() end
   if self.breakdown then C.ps_flops_count(0) end
 end

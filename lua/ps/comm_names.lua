@@ -1,0 +1,15 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The calls that comms_logger.prof_ops may name, by torch.distributed's and DeepSpeed's names: those of the record of
+-- events (docs/profiling.md) that each stands for.
+local names = {
+  all_reduce = { "all_reduce", "all-reduction of chunks" },
+  reduce_scatter = { "reduce_scatter", "reduction of chunks" },
+  all_gather = { "all_gather", "gather of chunks" },
+  broadcast = { "broadcast" },
+  barrier = { "barrier" },
+  send = { "send" },
+  recv = { "recv" },
+}
+names.reduce_scatter_tensor, names.all_gather_into_tensor = names.reduce_scatter, names.all_gather
+names.isend, names.irecv = names.send, names.recv
+return names
