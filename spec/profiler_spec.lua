@@ -172,6 +172,18 @@ describe("ps.profiler", function()
     model:close()
   end)
 
+  it("counts the work space of kernels among the bytes of their device", function()
+    local a = ps.ones({ 64, 64 }, { device = "ref" })
+    ps.profiler.start()
+    local y = ps.no_grad(function() return a:matmul(a) end)
+    local most, last = 0, nil
+    for _, e in ipairs((saved())) do
+      if e.cat == "memory" and e.name == "ref" then most, last = math.max(most, e.args.other), e.args.other end
+    end
+    assert.equal(64 * 64, y:numel())
+    assert.truthy(most >= last + 3 * 64 * 64 * 8, most - last)           -- ref multiplies copies in fp64
+  end)
+
   it("keeps the newest events, counts those that it dropped, and the calls of all", function()
     local x = ps.ones { 4 }
     ps.profiler.start { events = 10 }

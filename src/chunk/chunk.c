@@ -272,7 +272,9 @@ static int scratch_once(ps_chunks *cs, void *arg)
 static int chunks_scratch(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out)
 {
     scratch_request r = { device, nbytes, handle, out };
-    return with_room((ps_chunks *)mem, device, nbytes, scratch_once, &r);
+    PS_TRY(with_room((ps_chunks *)mem, device, nbytes, scratch_once, &r));
+    if (ps_record_on()) record_tiers((ps_chunks *)mem);
+    return 0;
 }
 
 static void chunks_scratch_free(ps_mem *mem, int device, void *handle)

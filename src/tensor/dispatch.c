@@ -228,6 +228,19 @@ static int make_outputs(apply *a)
 }
 
 /* -- kernel -------------------------------------------------------------------------------------------------------- */
+/* Bytes of the op's device, where they changed; of tiers the chunk manager tells. */
+static void record_memory(const apply *a, int64_t now)
+{
+    ps_memory_info info;
+    ps_ctx *ctx = a->ctx;
+    if (ctx->hooks || ctx->mem->table->info(ctx->mem, a->device, &info) < 0) return;
+    if (ctx->recorded.run == ps_record_run && ctx->recorded.used[a->device] == info.used) return;
+    ctx->recorded.run = ps_record_run;
+    ctx->recorded.used[a->device] = info.used;
+    ps_record_put((ps_record_event){ .kind = PS_REC_DEVICE, .to = (uint8_t)a->device, .flops = info.used,
+                                     .begin_ns = now, .end_ns = now });
+}
+
 static void *scratch(ps_call *call, size_t nbytes)
 {
     apply *a = call->owner;
@@ -241,6 +254,7 @@ static void *scratch(ps_call *call, size_t nbytes)
     }
     entry->next = a->scratch;
     a->scratch = entry;
+    if (ps_record_on()) record_memory(a, ps_record_clock());
     return p;
 }
 
@@ -331,14 +345,7 @@ static void record_op(const apply *a, int64_t began)
     ps_op_cost(a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out, &cost);
     e.flops = cost.flops, e.bytes = cost.bytes;
     ps_record_put(e);
-    ps_memory_info info;
-    ps_ctx *ctx = a->ctx;
-    if (ctx->hooks || ctx->mem->table->info(ctx->mem, a->device, &info) < 0) return;
-    if (ctx->recorded.run == ps_record_run && ctx->recorded.used[a->device] == info.used) return;
-    ctx->recorded.run = ps_record_run;
-    ctx->recorded.used[a->device] = info.used;
-    ps_record_put((ps_record_event){ .kind = PS_REC_DEVICE, .to = (uint8_t)a->device, .flops = info.used,
-                                     .begin_ns = e.end_ns, .end_ns = e.end_ns });
+    record_memory(a, e.end_ns);
 }
 
 static void count_flops(const apply *a)
