@@ -167,7 +167,7 @@ optimizer:step()]])
   it("of an unknown name lists the known", function()
     local _, said, code = run { PROGRAM, "tools/plan.lua", "--hardware", "b1000", path }
     assert.equal(1, code)
-    for _, name in ipairs { "a100-40", "a100-80", "h100", "h200", "v100-32", "probe.lua" } do
+    for _, name in ipairs { "a100-40", "a100-80", "h100", "h200", "v100-32", "xeon-amx-2", "probe.lua" } do
       assert.truthy(said:find(name, 1, true), said)
     end
   end)

@@ -1,0 +1,13 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Two cores of a Xeon with AVX-512 and AMX (bf16), as clouds lend them. Its `sim` copies by memcpy.
+return {
+  text = "2 cores of a Xeon with AMX",
+  source = "measured by tools/hardware/probe.lua on a quiet machine; the disk was not measured",
+  measured = true,
+  host = { nbytes = 24e9, flops = { bf16 = 1.204e12, fp16 = 2.511e11, fp32 = 2.61e11 },
+    bandwidth = 2.69e10 },
+  links = { up = 5.67e9, down = 4.56e9 },
+  adam = { host = 1.412e9, device = 3.044e9 },
+  efficiency = { compute = { 0.5, 1 }, memory = { 0.5, 1 }, links = { 0.8, 1 }, between = { 0.8, 1 },
+    disk = { 0.8, 1 } },
+}
