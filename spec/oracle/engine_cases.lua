@@ -85,8 +85,13 @@ local function train(case, data, from, to, model, optimizer, result)
   end
 end
 
-local function save(model, optimizer, path)
+-- Saves the run, and notes in `result` what ps.inspect says of the parameters that are saved.
+local function save(model, optimizer, path, result)
   ps.save({ model = model:state_dict(), optimizer = optimizer:state_dict() }, path)
+  result.inspected = {}
+  for _, row in ipairs(ps.inspect.inspect_model(model, "*")) do
+    result.inspected[row.name] = { exact(row.mean), exact(row.std), exact(row.min), exact(row.max) }
+  end
 end
 
 local function fresh() return { losses = {}, skipped = {}, norms = {}, scales = {} } end
@@ -101,7 +106,7 @@ local function run(case)
       model:load_state_dict(saved:at "model")
       optimizer:load_state_dict(saved:at "optimizer")
       train(case, data, cut + 1, case.steps, model, optimizer, result)
-      save(model, optimizer, case.out .. "/trained.pt")
+      save(model, optimizer, case.out .. "/trained.pt", result)
     end)
     return result
   end
@@ -112,7 +117,7 @@ local function run(case)
     if case.second == "ours" then
       ps.checkpoints.save(case.out .. "/checkpoints", { model = model, optimizer = optimizer })
     else
-      save(model, optimizer, case.out .. "/trained.pt")
+      save(model, optimizer, case.out .. "/trained.pt", result)
     end
   end)
   if case.second == "ours" then                             -- another engine, other budgets, the same run
@@ -124,7 +129,7 @@ local function run(case)
       end
       ps.checkpoints.load(case.out .. "/checkpoints", { model = model, optimizer = optimizer })
       train(case, data, cut + 1, case.steps, model, optimizer, result)
-      save(model, optimizer, case.out .. "/trained.pt")
+      save(model, optimizer, case.out .. "/trained.pt", result)
     end)
   end
   return result

@@ -269,6 +269,20 @@ def trained_state(case):
     return out
 
 
+def judge_inspected(case, inspected):
+    """What is wrong with ps.inspect's mean, std, min and max of the parameters that the engine saved."""
+    off = []
+    saved = torch.load(os.path.join(case["out"], "trained.pt"), weights_only=False)["model"]
+    for name in case["names"]:
+        t = saved[name].double()
+        want = [float(x) for x in (t.mean(), t.std(), t.min(), t.max())]
+        got = [float(x) for x in inspected.get(name, [])]
+        spread = 1e-12 * float(t.abs().max())
+        if len(got) != 4 or any(not abs(g - w) <= spread for g, w in zip(got[:2], want[:2])) or got[2:] != want[2:]:
+            off.append(f"ps.inspect of {name}: mean, std, min, max are {got}, PyTorch's {want}")
+    return off
+
+
 def kinds(state):
     """Parameters, first and second moments apart: names by kind."""
     of = {"": [], "exp_avg": [], "exp_avg_sq": []}
@@ -318,6 +332,8 @@ def judge(case, batches, trained=trained_state):
         result = json.load(f)
     if "error" in result:
         return [result["error"]]
+    if trained is trained_state and (off := judge_inspected(case, result["inspected"])):
+        return off
     first = case["resume_at"] + 1 if case["way"] == "torch, ours" else 1
     last = case["resume_at"] if case["way"] == "ours, torch" else case["steps"]
 
