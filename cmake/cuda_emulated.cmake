@@ -11,7 +11,7 @@ if(NOT CMAKE_CXX_COMPILER)
 endif()
 enable_language(CXX)
 add_library(ps_cuda_emulated MODULE spec/emulate/fibres.cpp spec/emulate/streams.cpp
-            spec/emulate/memory.cpp spec/emulate/wgmma.cpp ${CUDA_SOURCES})
+            spec/emulate/memory.cpp spec/emulate/wgmma.cpp spec/emulate/rules.cpp ${CUDA_SOURCES})
 set_source_files_properties(${CUDA_SOURCES} PROPERTIES LANGUAGE CXX)
 set_target_properties(ps_cuda_emulated PROPERTIES CXX_STANDARD 17 CXX_EXTENSIONS ON CXX_VISIBILITY_PRESET hidden)
 target_include_directories(ps_cuda_emulated BEFORE PRIVATE spec/emulate src ${CMAKE_BINARY_DIR}/gen)

@@ -136,6 +136,30 @@ optimizer:step()]])
     assert.truthy(table.concat(said.notes, "\n"):find("the CUDA context", 1, true))
   end)
 
+  it("has the work space of the card's own kernels: a panel of logits by the card's memory", function()
+    -- 8192 rows of 50304 logits. A panel has the 128th part of an H100's memory, 633 MiB: three panels of 2816 rows; of
+    -- an H200's it is 1 GiB at most: two of 4096 rows. A logit takes four bytes, its gradient two.
+    local wide = write("wide.lua", [[
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local model, optimizer = ps.initialize { quiet = true, model_func = function()
+  return gpt2.new { n_layer = 1, n_embd = 64, n_head = 1, n_positions = 1024, vocab_size = 50304 } end,
+  config = { device = "cuda", bf16 = { enabled = true } } }
+local x = ps.randint(0, 50304, { 8, 1024 }, { dtype = "int32" })
+model:backward(model(x, x))
+optimizer:step()]])
+    local peak = {}
+    for _, card in ipairs { "h100", "h200" } do
+      local said, code = plan("--find", "nothing", "--hardware", card, wide)
+      assert.equal(0, code)
+      assert.truthy(table.concat(said.notes, "\n"):find("the rules of its kernels, for 132 multiprocessors", 1, true))
+      peak[card] = said.tiers[1].peak
+    end
+    assert.truthy(peak.h100 > 2816 * 50304 * 6)
+    -- a block of an arena is up to a 32nd larger than what is in it
+    assert.truthy(math.abs((peak.h200 - peak.h100) / ((4096 - 2816) * 50304 * 6) - 1) < 1 / 32, peak.h200 - peak.h100)
+  end)
+
   it("runs one rank of each kind", function()
     local said, code = plan("--find", "nothing", "--hardware", "h100x4", path, "ranks")
     assert.equal(0, code)

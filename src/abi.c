@@ -7,7 +7,7 @@
 static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_tensor, grad_)
     ENTRY(ps_error_detail, left)
-    ENTRY(ps_machine, device_nbytes)
+    ENTRY(ps_machine, device_sms)
     ENTRY(ps_device_info, fuses)
     ENTRY(ps_memory_info, limit)
     ENTRY(ps_holder, pad)

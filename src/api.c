@@ -93,8 +93,10 @@ static bool pretended;
 
 int ps_machine_pretend(const ps_machine *machine)
 {
-    if (!machine || machine->host_nbytes < 0 || machine->device_nbytes < 0)
-        return ps_fail(PS_EINVAL, "a machine has bytes of host memory and of a GPU's, none below 0");
+    if (!machine || machine->host_nbytes < 0 || machine->device_nbytes < 0 || machine->device_total < 0 ||
+        machine->device_sms < 0 || machine->device_sms > INT32_MAX)
+        return ps_fail(PS_EINVAL, "a machine has bytes of host memory and of a GPU's, and multiprocessors, none below "
+                       "0");
     ps_backends_pretend(machine);
     pretended = true;
     return 0;

@@ -73,8 +73,9 @@ const char *ps_abi_hash(void);           /* of this declaration text; the Lua ha
 int ps_ctx_new(ps_ctx **out);           /* PS_ENOMEM */
 void ps_ctx_free(ps_ctx *ctx);           /* tensors still held stay valid headers without bytes */
 /* A machine that is not here. host_nbytes: its free memory; 0: as much as this machine's. device_nbytes: of the GPU
- * that is called cuda; 0: it has none. */
-typedef struct ps_machine { int64_t host_nbytes, device_nbytes; } ps_machine;
+ * that is called cuda; 0: it has none. device_total: bytes that the GPU has, with what is not the engine's, and
+ * device_sms: its multiprocessors; the work space of kernels follows from both. 0: it is counted as the processor's. */
+typedef struct ps_machine { int64_t host_nbytes, device_nbytes, device_total, device_sms; } ps_machine;
 /* Contexts that are made from now on have that machine's devices, without their memory: ops allocate and compute
  * nothing, no file of a disk tier is made, and only what a script writes itself has values. PS_EINVAL: NULL, or below
  * 0. */

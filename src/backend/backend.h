@@ -108,8 +108,10 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
 int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
 /* A device called `name` that is not here, with the abilities and the work space of `real`, which it takes over.
- * nbytes: of its memory; 0: what `real` has left. On failure `real` stays the caller's. */
-int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, ps_backend **out);
+ * nbytes: of its memory; 0: what `real` has left. machine (or NULL): whose GPU it is. On failure `real` stays the
+ * caller's. */
+int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, const ps_machine *machine,
+                       ps_backend **out);
 
 /* cuda_load.c: opens the backend of the plug-in libps_cuda.so, on the card that `local_rank` takes of the machine's
  * (-1: by the environment). The error says which of driver, device, library and memory is missing. */

@@ -36,14 +36,14 @@ static int local_rank = -1;
 static ps_machine machine;
 static bool pretends;
 
-/* A GPU that is not here. No kernel of cuda is in this program: the work space is by the rules of the processor's. */
+/* A GPU that is not here. */
 static int open_pretended_cuda(ps_backend **out)
 {
     ps_backend *ref, *cpu;
     if (!machine.device_nbytes) return ps_fail_sub(PS_EUNSUP, PS_SUB_NO_DEVICE, "this machine has no GPU");
     PS_TRY(ps_backend_ref_open(&ref));
     int rc = ps_backend_cpu_open(ref, &cpu);
-    if (rc == 0 && (rc = ps_backend_pretend(cpu, "cuda", machine.device_nbytes, out)) < 0) cpu->close(cpu);
+    if (rc == 0 && (rc = ps_backend_pretend(cpu, "cuda", machine.device_nbytes, &machine, out)) < 0) cpu->close(cpu);
     return rc;
 }
 
@@ -86,7 +86,7 @@ static int open_pretended(ps_backend *ref, ps_backend **out, int max)
     for (int i = 0; i < n; i++) {
         out[i] = real[i];
         if (rc < 0 || real[i]->no_data) continue;
-        rc = ps_backend_pretend(real[i], real[i]->name, real[i]->is_host ? machine.host_nbytes : 0, &out[i]);
+        rc = ps_backend_pretend(real[i], real[i]->name, real[i]->is_host ? machine.host_nbytes : 0, NULL, &out[i]);
     }
     if (rc < 0) ps_backends_close(out, n);
     return rc < 0 ? rc : n;

@@ -2,7 +2,7 @@
 return {
   source = "rates by NVIDIA's data sheets; memory as drivers report it; host, links, network, disk and Adam there are "
     .. "assumed",
-  gpu = { flops = { bf16 = 312e12, fp16 = 312e12, fp32 = 19.5e12 }, between = 300e9 },
+  gpu = { sms = 108, flops = { bf16 = 312e12, fp16 = 312e12, fp32 = 19.5e12 }, between = 300e9 },
   taken = {
     { what = "the CUDA context", nbytes = 450 * 2 ^ 20, source = "assumed: drivers take 300 to 600 MiB" },
     { what = "cuBLASLt's work space", nbytes = 32 * 2 ^ 20, source = "src/backend/cuda/gemm.cu" },

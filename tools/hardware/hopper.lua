@@ -2,7 +2,7 @@
 return {
   source = "rates by NVIDIA's data sheets; memory as drivers report it; host, links, network, disk and Adam there are "
     .. "assumed",
-  gpu = { flops = { bf16 = 989.4e12, fp16 = 989.4e12, fp32 = 66.9e12 }, between = 450e9 },
+  gpu = { sms = 132, flops = { bf16 = 989.4e12, fp16 = 989.4e12, fp32 = 66.9e12 }, between = 450e9 },
   taken = {
     { what = "the CUDA context", nbytes = 550 * 2 ^ 20, source = "assumed: drivers take 300 to 600 MiB" },
     { what = "cuBLASLt's work space", nbytes = 32 * 2 ^ 20, source = "src/backend/cuda/gemm.cu" },

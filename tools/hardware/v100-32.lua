@@ -4,7 +4,7 @@ return {
   source = "rates by NVIDIA's data sheets; memory as drivers report it; host, links, network, disk and Adam there are "
     .. "assumed",
   memory_alone = "the kernels need compute capability 8.0, which this GPU has not",
-  gpu = { nbytes = 32510 * 2 ^ 20, flops = { fp16 = 125e12, fp32 = 15.7e12 },
+  gpu = { nbytes = 32510 * 2 ^ 20, sms = 80, flops = { fp16 = 125e12, fp32 = 15.7e12 },
     bandwidth = 900e9, between = 150e9 },
   taken = {
     { what = "the CUDA context", nbytes = 400 * 2 ^ 20, source = "assumed: drivers take 300 to 600 MiB" },

@@ -10,8 +10,9 @@ local hardware = {}
 ---@class ps.planning.Machine
 ---@field text string
 ---@field source string where the numbers are from
----@field gpu? {nbytes: number, flops: table<string, number>, bandwidth: number, between: number} bytes of memory;
----  operations a second by type; bytes a second of that memory, and to the other GPUs, each way
+---@field gpu? {nbytes: number, sms?: integer, flops: table<string, number>, bandwidth: number, between: number} bytes
+---  of memory; multiprocessors, on which the work space of kernels depends; operations a second by type; bytes a second
+---  of that memory, and to the other GPUs, each way
 ---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] of a GPU's memory, not for the
 ---  engine; ranks: only where there are several
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
@@ -71,7 +72,8 @@ end
 
 ---@class ps.planning.Hardware
 ---@field text string
----@field machine {host_nbytes: number, device_nbytes: number} what a dry run pretends
+---@field machine {host_nbytes: number, device_nbytes: number, device_total?: number, device_sms?: number} what a dry
+---  run pretends
 ---@field rates table<string, number> of ps.rates
 ---@field table ps.planning.Machine
 ---@field one string the name of this machine with one GPU
@@ -96,14 +98,17 @@ function hardware.find(name, host_nbytes)
     end
   end
   if t.gpu then
-    notes[#notes + 1] = "work space of kernels on the GPU: counted by the rules of the processor's kernels"
+    notes[#notes + 1] = "work space of kernels on the GPU: counted by the rules of "
+      .. (t.gpu.sms and ("its kernels, for %d multiprocessors"):format(t.gpu.sms)
+      or "the processor's kernels, since the table does not say how many multiprocessors it has (sms)")
   end
   if t.memory_alone then notes[#notes + 1] = "by memory alone: " .. t.memory_alone end
   local host = host_nbytes or t.host.nbytes
   local share = t.gpu and count or 1
   return { name = name, one = stem, text = ("%s%s, %.0f GiB of host memory"):format(count > 1 and count .. " x " or "",
       t.text, host / 2 ^ 30), table = t, count = t.gpu and count or 0, taken = taken, notes = notes,
-    machine = { host_nbytes = host, device_nbytes = left },
+    machine = { host_nbytes = host, device_nbytes = left, device_total = t.gpu and t.gpu.sms and t.gpu.nbytes or 0,
+      device_sms = t.gpu and t.gpu.sms or 0 },
     rates = { host_adam = t.adam.host / share, device_adam = t.adam.device or t.adam.host, up = t.links.up,
       down = t.links.down, at_once = t.gpu and 1 or 0 } }
 end

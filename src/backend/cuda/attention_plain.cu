@@ -326,7 +326,7 @@ static int run_grouped_backward(ps_call *call, attention *t, int dtype)
     for (int i = 0; i < 2; i++) {
         if (!wanted[i]) continue;
         heads x = { NULL, t->H * t->S * t->D, t->S * t->D, t->D, t->D % 8 == 0 };
-        x.p = call->scratch(call, (size_t)(t->B * t->H * t->S * t->D + 1) * (size_t)ps_dtype_bytes(dtype));
+        x.p = call->scratch(call, (size_t)ps_cu_each_head_nbytes(t->B * t->H * t->S * t->D, dtype));
         if (!x.p) return PS_ENOMEM;
         *to[i] = x;
     }
@@ -342,7 +342,7 @@ static int run_backward(ps_call *call, attention *t, int dtype)
     PS_TRY(check_sizes(t));
     if (t->B * t->H == 0) return 0;
     if (t->group > 1 && !t->ungrouped) return run_grouped_backward(call, t, dtype);
-    t->delta = call->scratch(call, (size_t)(t->B * t->H * t->T + 1) * (dtype == PS_F64 ? 8 : 4));
+    t->delta = call->scratch(call, (size_t)ps_cu_delta_nbytes(t->B * t->H * t->T, dtype));
     if (!t->delta) return PS_ENOMEM;
     t->sure = t->window == 1 ? (int32_t)t->T : sure_before(*t, t->S > 1 ? 1 : t->S);
     if (t->mask) {

@@ -8,6 +8,7 @@
  * `compute` when it was asked for: its buffers may have been in use by kernels that the caller does not wait for. The
  * caller uses them again after copy_wait only. */
 #include "backend/cuda/nccl.h"
+#include "backend/cuda_rules.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -118,20 +119,6 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* The kernel of every op: the device must be whole, and what its own kernel started must have been taken. */
-static int run(ps_call *call)
-{
-    if (ps_cu->broken) return say_broken();
-    PS_TRY(ps_cuda_trapped());
-    ps_cu->last_op = ps_cuda_op_name(call->op);
-    if (ps_cu->told) fprintf(stderr, "cuda op %s\n", ps_cu->last_op);
-    PS_TRY(kernels[call->op](call));
-    PS_TRY(ps_cuda_launched());
-    if (!ps_cu->sync) return 0;
-    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-    return ps_cuda_trapped();
-}
-
 /* What a kernel would ask for is found by letting it ask, with nothing behind it. */
 static int64_t asked;
 
@@ -141,6 +128,7 @@ static void *count_scratch(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;
 }
 
+/* -1: the kernel refuses the call. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     ps_call c = *call;
@@ -150,7 +138,35 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
     ps_cu->dry = true;
     int rc = kernels[c.op](&c);
     ps_cu->dry = false;
-    return rc < 0 ? 0 : asked;
+    return rc < 0 ? -1 : asked;
+}
+
+#ifdef PS_EMULATE_CUDA
+/* What plans say of a card that is not here is what kernels ask for. */
+static int check_rules(ps_call *call)
+{
+    int64_t by_rules = ps_cuda_rules_scratch(&ps_cu->card, call), by_kernel = scratch_nbytes(&ps_cu->base, call);
+    if (by_rules == by_kernel || by_kernel < 0) return 0;
+    return ps_fail(PS_EBACKEND, "%s: its kernel asks for %lld bytes of work space, cuda_rules.c says %lld",
+                   ps_cuda_op_name(call->op), (long long)by_kernel, (long long)by_rules);
+}
+#endif
+
+/* The kernel of every op: the device must be whole, and what its own kernel started must have been taken. */
+static int run(ps_call *call)
+{
+    if (ps_cu->broken) return say_broken();
+    PS_TRY(ps_cuda_trapped());
+    ps_cu->last_op = ps_cuda_op_name(call->op);
+    if (ps_cu->told) fprintf(stderr, "cuda op %s\n", ps_cu->last_op);
+#ifdef PS_EMULATE_CUDA
+    PS_TRY(check_rules(call));
+#endif
+    PS_TRY(kernels[call->op](call));
+    PS_TRY(ps_cuda_launched());
+    if (!ps_cu->sync) return 0;
+    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    return ps_cuda_trapped();
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
@@ -384,9 +400,9 @@ static int choose_device(int local_rank)
                        "needed; end what else runs on it", prop.name, (double)total / 1048576.0,
                        (double)left / 1048576.0, (double)memory_least / 1048576.0);
     ps_cu->number = number;
-    ps_cu->sm_count = prop.multiProcessorCount;
+    ps_cu->card.sm_count = prop.multiProcessorCount;
     ps_cu->capability = 10 * prop.major + prop.minor;
-    ps_cu->memory = (int64_t)total;
+    ps_cu->card.memory = (int64_t)total;
     ps_cu->shared = (int64_t)prop.sharedMemPerBlockOptin;
     snprintf(ps_cu->base.describe, sizeof ps_cu->base.describe, "%.80s, compute capability %d.%d, %d SMs, %.1f GiB, %s",
              prop.name, prop.major, prop.minor, prop.multiProcessorCount, (double)total / 1073741824.0,

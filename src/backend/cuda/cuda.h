@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 extern "C" {
 #include "backend/backend.h"
+#include "backend/cuda/rules.h"
 #include "backend/cuda_plugin.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -28,10 +29,11 @@ struct ps_cuda {
     cudaEvent_t fence;                         /* recorded on compute when a copy must come after it */
     ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
     int *trap_taken;                           /* in device memory: somebody trapped */
-    int number, sm_count;                      /* number: among this process's devices */
+    int number;                                /* among this process's devices */
+    ps_cuda_card card;
     int capability;                            /* of compute; 90: 9.0 */
     bool wgmma;                                /* PS_CUDA_ATTENTION=wgmma: attention_hopper.cu has what it takes */
-    int64_t memory, shared;                    /* bytes of the device; and that one block may have, asked for by name */
+    int64_t shared;                            /* bytes that one block may have, asked for by name */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
     bool told;                                 /* PS_CUDA_SYNC=trace: and name each one before it begins */
     bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
@@ -123,6 +125,4 @@ int ps_cuda_ce_rows(const ps_cu_ce *c);
 /* total of loss [n] (fp32, or fp64) in a fixed order, divided by *count unless NULL, to out [1] of out's type. */
 int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *count, const ps_view *out);
 
-static inline int64_t ps_cu_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static inline int64_t ps_cu_last(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 #endif

@@ -273,7 +273,7 @@ enum { THREADS = 256 };
 /* Blocks for n threads' worth of work; each kernel strides over the rest. */
 static inline dim3 blocks_for(int64_t n)
 {
-    int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->sm_count * 32;
+    int64_t want = ps_cu_div_up(n, THREADS), most = (int64_t)ps_cu->card.sm_count * 32;
     return dim3((unsigned)(want < 1 ? 1 : want < most ? want : most));
 }
 #define FIRST_ELEMENT ((int64_t)blockIdx.x * blockDim.x + threadIdx.x)
@@ -319,7 +319,7 @@ template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINI
 static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
 static inline unsigned row_blocks(int64_t rows)
 {
-    int64_t most = (int64_t)ps_cu->sm_count * 64;
+    int64_t most = (int64_t)ps_cu->card.sm_count * 64;
     return (unsigned)(rows < most ? rows : most);
 }
 

@@ -285,10 +285,9 @@ static int run_lt(const ps_cu_gemm *g, lt_entry *e)
     return e->none ? 0 : lt_check(s, "cublasLtMatmul");
 }
 
-/* cuBLASLt wants a bias of the output's type; at addresses that are not multiples of 16 some of its kernels fail. */
 static int convert_bias(ps_call *call, ps_cu_gemm *g)
 {
-    if (!g->bias || (g->bias_dtype == g->dst.dtype && aligned16(g->bias))) return 0;
+    if (!g->bias || ps_cu_takes_bias(g->bias, g->bias_dtype, g->dst.dtype)) return 0;
     ps_view from = { (void *)(uintptr_t)g->bias, g->bias_dtype, 1, g->b.cols, { g->b.cols }, { 1 } }, to = from;
     to.dtype = g->dst.dtype;
     to.data = call->scratch(call, (size_t)(g->b.cols * ps_dtype_bytes(to.dtype)));

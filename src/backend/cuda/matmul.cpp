@@ -5,12 +5,6 @@
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
 
-static bool has_lines(const ps_cu_mat *m)
-{
-    bool rows = m->cols == 1 || m->stride_col == 1, cols = m->rows == 1 || m->stride_row == 1;
-    return (rows && (m->rows == 1 || m->stride_row >= m->cols)) || (cols && (m->cols == 1 || m->stride_col >= m->rows));
-}
-
 /* Makes v contiguous, in scratch. */
 static int pack_view(ps_call *call, ps_view *v)
 {
@@ -37,9 +31,9 @@ static int rows_matrix(ps_call *call, const ps_view *given, ps_cu_mat *out)
 {
     ps_view v = *given;
     int64_t rows = product(v.shape, v.ndim - 1), cols = v.shape[v.ndim - 1], stride;
-    if (collapses(&v, v.ndim - 1, &stride)) {
+    if (ps_cu_is_rows(&v, &stride)) {
         *out = matrix(v.data, v.dtype, rows, cols, stride, v.stride[v.ndim - 1]);
-        if (has_lines(out)) return 0;
+        return 0;
     }
     PS_TRY(pack_view(call, &v));
     *out = matrix(v.data, v.dtype, rows, cols, cols, 1);
@@ -80,9 +74,7 @@ static int add_residual(ps_call *call, const ps_view *given, ps_cu_gemm *g)
     ps_view r = *given;
     int64_t O = g->dst.cols;
     if (!ps_has(&r)) return 0;
-    bool lines = collapses(&r, r.ndim - 1, &g->ld_residual) && (O == 1 || r.stride[r.ndim - 1] == 1);
-    if (lines && g->dst.rows == 1) g->ld_residual = O;
-    if (!lines || g->ld_residual < O) {
+    if (!ps_cu_is_residual(&r, g->dst.rows, O, &g->ld_residual)) {
         PS_TRY(pack_view(call, &r));
         g->ld_residual = O;
     }
@@ -238,7 +230,7 @@ static ps_cu_mat last_two(const ps_view *v)
 static int operand(ps_call *call, ps_view *v, ps_cu_mat *out)
 {
     *out = last_two(v);
-    if (has_lines(out)) return 0;
+    if (ps_cu_has_lines(out->rows, out->cols, out->stride_row, out->stride_col)) return 0;
     PS_TRY(pack_view(call, v));
     *out = last_two(v);
     return 0;
@@ -304,33 +296,13 @@ static int matmul(ps_call *call)
  * once per panel. Products are fast where rows begin at multiples of 16 bytes and have as many: rows of logits begin at
  * multiples of 64 elements, and a vocabulary that is not a multiple of 16 bytes (GPT-2's 50257) is filled up with words
  * of zeros, in a copy of w; their logits are not looked at and have no gradient. */
-static int64_t panel_nbytes(void)                             /* of logits */
-{
-#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests have small ones */
-    return PS_CUDA_PANEL_NBYTES;
-#else
-    int64_t part = ps_cu->memory / 128, least = (int64_t)256 << 20, most = (int64_t)1 << 30;
-    return part < least ? least : part < most ? part : most;
-#endif
-}
-static int64_t panel_rows(int64_t N, int64_t V)
-{
-    int64_t rows = panel_nbytes() / (V * 4) / 128 * 128;
-    if (rows < 128) rows = 128;
-    if (rows >= N) return N;
-    int64_t panels = ps_cu_div_up(N, rows);                  /* of nearly equal size */
-    rows = ps_cu_div_up(ps_cu_div_up(N, panels), 128) * 128;
-    return rows < N ? rows : N;
-}
-
 struct lm_problem {
-    int64_t N, V, C, rows, ld;                               /* x [N, C], w [V, C]; a panel is [rows, V], ld apart */
-    int64_t wide;                                            /* V, or with words of zeros */
-    int dtype, logits_dtype;
+    int64_t N, V, C;                                         /* x [N, C], w [V, C] */
+    ps_cu_lm size;
+    int dtype;
     bool want_dx, want_dw, want_db;
     void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: where it is summed */
     void *bias;                                              /* [wide], or NULL */
-    int dw_dtype;
     long long *count;
 };
 
@@ -338,31 +310,23 @@ static void *at(const void *p, int64_t i, int dtype) { return (char *)(uintptr_t
 
 static int lm_room(ps_call *call, lm_problem *p)
 {
-    const ps_view *dw = &call->out[2];
+    const ps_cu_lm *s = &p->size;
     p->count = (long long *)call->scratch(call, sizeof *p->count);
-    p->loss = p->count ? call->scratch(call, (size_t)(p->N * 8 + 8)) : NULL;
-    p->logits = p->loss ? call->scratch(call, (size_t)(p->rows * p->ld * ps_dtype_bytes(p->logits_dtype))) : NULL;
+    p->loss = p->count ? call->scratch(call, (size_t)s->loss_nbytes) : NULL;
+    p->logits = p->loss ? call->scratch(call, (size_t)s->logits_nbytes) : NULL;
     if (!p->logits) return PS_ENOMEM;
-    p->grad = p->logits;
-    bool want = p->want_dx || p->want_dw || p->want_db;
-    if (want && p->dtype != p->logits_dtype) p->grad = call->scratch(call, (size_t)(p->rows * p->ld * 2));
+    p->grad = s->grad_nbytes > 0 ? call->scratch(call, (size_t)s->grad_nbytes) : p->logits;
     if (!p->grad) return PS_ENOMEM;
-    if (!p->want_dw) return 0;
-    p->dw = dw->data;
-    p->dw_dtype = dw->dtype;
-    bool summed = p->rows < p->N && (dw->dtype == PS_BF16 || dw->dtype == PS_F16);
-    if (!summed && p->wide == p->V) return 0;
-    if (summed) p->dw_dtype = PS_F32;
-    p->dw = call->scratch(call, (size_t)(p->wide * p->C * ps_dtype_bytes(p->dw_dtype)));
-    return p->dw ? 0 : PS_ENOMEM;
+    p->dw = !p->want_dw ? NULL : s->dw_nbytes > 0 ? call->scratch(call, (size_t)s->dw_nbytes) : call->out[2].data;
+    return p->want_dw && !p->dw && s->dw_nbytes > 0 ? PS_ENOMEM : 0;
 }
 
 /* V rows of C elements, as *to [wide rows]: with zeros behind them. */
 static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int64_t C, void **to)
 {
-    int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->wide * C * ps_dtype_bytes(p->dtype);
+    int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->size.wide * C * ps_dtype_bytes(p->dtype);
     *to = rows->data;
-    if (p->wide == p->V || p->N == 0) return 0;
+    if (p->size.wide == p->V || p->N == 0) return 0;
     *to = call->scratch(call, (size_t)all);
     if (!*to) return PS_ENOMEM;
     PS_TRY(ps_cuda_move(*to, rows->data, (size_t)nbytes));
@@ -375,7 +339,7 @@ static int add_db(ps_call *call, const lm_problem *p, int64_t rows, bool add)
     ps_view d;
     memset(&d, 0, sizeof d);
     d.data = p->grad, d.dtype = p->dtype, d.ndim = 2, d.numel = rows * p->V;
-    d.shape[0] = rows, d.shape[1] = p->V, d.stride[0] = p->ld, d.stride[1] = 1;
+    d.shape[0] = rows, d.shape[1] = p->V, d.stride[0] = p->size.ld, d.stride[1] = 1;
     return sum_rows(call, &d, &call->out[3], add);
 }
 
@@ -387,14 +351,14 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     memset(&g, 0, sizeof g);
     g.batch = 1;
     g.a = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
-    g.b = matrix(p->w, p->dtype, p->C, p->wide, 1, p->C);
-    g.dst = matrix(p->logits, p->logits_dtype, rows, p->wide, p->ld, 1);
+    g.b = matrix(p->w, p->dtype, p->C, p->size.wide, 1, p->C);
+    g.dst = matrix(p->logits, p->size.logits_dtype, rows, p->size.wide, p->size.ld, 1);
     g.bias = p->bias, g.bias_dtype = p->dtype;
     PS_TRY(ps_cuda_gemm(call, &g));
     ps_cu_ce c;
     memset(&c, 0, sizeof c);
-    c.logits = p->logits, c.dtype = p->logits_dtype, c.rows = rows, c.V = p->V;
-    c.wide = p->wide, c.ld = p->ld;
+    c.logits = p->logits, c.dtype = p->size.logits_dtype, c.rows = rows, c.V = p->V;
+    c.wide = p->size.wide, c.ld = p->size.ld;
     c.target = target->data, c.target_dtype = target->dtype, c.first = first, c.ignore = a->ignore_index;
     c.loss = p->loss;
     if (p->want_dx || p->want_dw || p->want_db) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
@@ -404,8 +368,8 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     if (p->want_dx) {
         memset(&g, 0, sizeof g);
         g.batch = 1;
-        g.a = matrix(p->grad, p->dtype, rows, p->wide, p->ld, 1);
-        g.b = matrix(p->w, p->dtype, p->wide, p->C, p->C, 1);
+        g.a = matrix(p->grad, p->dtype, rows, p->size.wide, p->size.ld, 1);
+        g.b = matrix(p->w, p->dtype, p->size.wide, p->C, p->C, 1);
         g.dst = matrix(at(dx->data, first * p->C, dx->dtype), dx->dtype, rows, p->C, p->C, 1);
         PS_TRY(ps_cuda_gemm(call, &g));
     }
@@ -413,9 +377,9 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     memset(&g, 0, sizeof g);
     g.batch = 1;
     g.accumulate = first > 0;
-    g.a = matrix(p->grad, p->dtype, p->wide, rows, 1, p->ld);
+    g.a = matrix(p->grad, p->dtype, p->size.wide, rows, 1, p->size.ld);
     g.b = matrix(at(x->data, first * p->C, p->dtype), p->dtype, rows, p->C, p->C, 1);
-    g.dst = matrix(p->dw, p->dw_dtype, p->wide, p->C, p->C, 1);
+    g.dst = matrix(p->dw, p->size.dw_dtype, p->size.wide, p->C, p->C, 1);
     return ps_cuda_gemm(call, &g);
 }
 
@@ -427,14 +391,13 @@ static int lm_loss(ps_call *call)
     lm_problem p;
     memset(&p, 0, sizeof p);
     p.N = target->numel, p.V = w->shape[0], p.C = w->shape[1];
-    p.dtype = x->dtype, p.logits_dtype = x->dtype == PS_F64 ? PS_F64 : PS_F32;
+    p.dtype = x->dtype;
     if (p.V == 0) return ps_fail(PS_EINVAL, "there are no words to choose from");
     p.want_dx = (a->want_grad & 1) && ps_has(&call->out[1]) && p.N > 0;
     p.want_dw = (a->want_grad & 2) && ps_has(dw);
     p.want_db = (a->want_grad & 4) && ps_has(db);
-    p.ld = ps_cu_div_up(p.V, 64) * 64;
-    p.wide = p.V * ps_dtype_bytes(p.dtype) % 16 == 0 ? p.V : p.ld;
-    p.rows = p.N > 0 ? panel_rows(p.N, p.ld) : 1;
+    p.size = ps_cu_lm_sizes(&ps_cu->card, p.N, p.V, p.C, p.dtype, p.want_dw ? dw->dtype : -1,
+                            p.want_dx || p.want_dw || p.want_db, ps_has(bias));
     PS_TRY(lm_room(call, &p));
     PS_TRY(fill_up(call, &p, w, p.C, &p.w));
     if (ps_has(bias)) PS_TRY(fill_up(call, &p, bias, 1, &p.bias));
@@ -443,15 +406,15 @@ static int lm_loss(ps_call *call)
         PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
     if (p.want_db && p.N == 0)
         PS_TRY(ps_cuda_clear(db->data, (size_t)(db->numel * ps_dtype_bytes(db->dtype))));
-    for (int64_t first = 0; first < p.N; first += p.rows)
-        PS_TRY(lm_panel(call, &p, first, p.N - first < p.rows ? p.N - first : p.rows));
+    for (int64_t first = 0; first < p.N; first += p.size.rows)
+        PS_TRY(lm_panel(call, &p, first, p.N - first < p.size.rows ? p.N - first : p.size.rows));
     if (p.want_dw && p.N > 0 && p.dw != dw->data) {
         ps_view sum = *dw;
         sum.data = p.dw;
-        sum.dtype = p.dw_dtype;
+        sum.dtype = p.size.dw_dtype;
         PS_TRY(ps_cuda_copy(dw, &sum));
     }
-    return ps_cuda_loss_total(p.loss, p.logits_dtype, p.N, a->reduction == 1 ? p.count : NULL, &call->out[0]);
+    return ps_cuda_loss_total(p.loss, p.size.logits_dtype, p.N, a->reduction == 1 ? p.count : NULL, &call->out[0]);
 }
 
 void ps_cuda_fill_matmul(ps_kernel *k)

@@ -305,10 +305,6 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
     if (blockIdx.y == 1 && db) access<A>::store(db, db_type, c, sum);
 }
 
-/* 132 multiprocessors have this many blocks of slices in a whole number of turns: ten each, five (768 bf16 columns) or
- * two (1600) at a time. */
-enum { MOST_PARTS = 1320 };
-
 /* The operands of a backward. */
 struct problem {
     const ps_view *dy, *x, *mean, *rstd, *add, *dx, *dw, *db;
@@ -350,8 +346,7 @@ template <class T, bool RMS> static int backward(ps_call *call, bool want_w)
                   weights_of(&call->in[2]), ps_cu_last(&call->in[1]), 0, NULL, 0 };
     if (p.C == 0) return 0;
     p.rows = p.x->numel / p.C;
-    p.P = ps_cu_div_up(p.rows, 16);
-    p.P = p.P < 1 ? 1 : p.P < MOST_PARTS ? p.P : (int64_t)MOST_PARTS;
+    p.P = ps_cu_norm_parts(p.rows);
     if (want_w) {
         p.parts = call->scratch(call, (size_t)(2 * p.P * p.C) * sizeof(A));
         if (!p.parts) return PS_ENOMEM;

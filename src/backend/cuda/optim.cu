@@ -135,7 +135,7 @@ static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const
 
 static unsigned unit_blocks(int64_t units)
 {
-    int64_t most = (int64_t)ps_cu->sm_count * 32;
+    int64_t most = (int64_t)ps_cu->card.sm_count * 32;
     return (unsigned)(units < most ? units : most);
 }
 
@@ -227,7 +227,7 @@ struct squares_work {
     squares_item it[PS_MAX_IN];
 };
 
-enum { SQUARES = 16, SQUARES_UNIT = SQUARES * THREADS };       /* elements of a thread, of a block */
+enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements of a block, a thread */
 
 /* The squares of this thread's elements from `first` on: four that lie together, four more a block's width further. In
  * the same order whatever the alignment. */
@@ -304,7 +304,7 @@ static __global__ void squares_total_kernel(double *out, const double *parts, co
 
 static int run_squares(ps_call *call, const squares_work &w, double *out)
 {
-    double *parts = (double *)call->scratch(call, (size_t)(w.units + 1) * sizeof *parts);
+    double *parts = (double *)call->scratch(call, (size_t)ps_cu_squares_nbytes(w.units));
     if (!parts) return PS_ENOMEM;
     if (w.units > 0) PS_LAUNCH(squares_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, parts, w);
     PS_LAUNCH(squares_total_kernel, w.n, THREADS, 0, ps_cu->compute, out, (const double *)parts, w);

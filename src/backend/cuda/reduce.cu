@@ -119,28 +119,22 @@ static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
     return make_places<1>(v.ndim, v.shape, &p);
 }
 
-template <class A> static int run(ps_call *call, target t, const ps_view *x, places<1> kept, places<1> reduced)
+template <class A>
+static int run(ps_call *call, target t, const ps_view *x, const ps_cu_reduction &r, places<1> kept, places<1> reduced)
 {
-    int64_t wanted = (int64_t)ps_cu->sm_count * 8;          /* blocks that keep the device busy */
-    bool lies_together = reduced.ndim > 0 && reduced.stride[0][reduced.ndim - 1] == 1;
-    bool together = reduced.numel > 32 && (lies_together || kept.numel < 64);
-    int64_t blocks = together ? kept.numel : ps_cu_div_up(kept.numel, THREADS);
-    int64_t least = together ? 4 * THREADS : 16;            /* reduced elements that a part is worth */
-    int64_t parts = blocks < wanted ? wanted / blocks : 1;
-    parts = parts < reduced.numel / least ? parts : reduced.numel / least;
-    parts = parts < 1 ? 1 : parts > 1024 ? 1024 : parts;
-    if (parts > 1) {
-        t.parts = call->scratch(call, (size_t)(parts * kept.numel) * sizeof(A));
+    static_assert((int)THREADS == (int)PS_CU_REDUCE_THREADS && sizeof(A) == 8, "the rules of reductions");
+    if (r.parts > 1) {
+        t.parts = call->scratch(call, (size_t)ps_cu_reduce_nbytes(&r));
         if (!t.parts) return PS_ENOMEM;
     }
-    auto kernel = together ? together_kernel<A> : apart_kernel<A>;
+    auto kernel = r.together ? together_kernel<A> : apart_kernel<A>;
     int64_t most = (int64_t)1 << 30;
-    int threads = together && reduced.numel <= THREADS ? 32 : THREADS;
-    PS_LAUNCH(kernel, dim3((unsigned)(blocks < most ? blocks : most), (unsigned)parts), threads, 0, ps_cu->compute, t,
-              x->data, x->dtype, kept, reduced);
-    if (parts > 1) {
+    int threads = r.together && r.reduced <= THREADS ? 32 : THREADS;
+    PS_LAUNCH(kernel, dim3((unsigned)(r.blocks < most ? r.blocks : most), (unsigned)r.parts), threads, 0,
+              ps_cu->compute, t, x->data, x->dtype, kept, reduced);
+    if (r.parts > 1) {
         auto second = combine_kernel<A>;
-        PS_LAUNCH(second, blocks_for(kept.numel), THREADS, 0, ps_cu->compute, t, kept.numel, (int)parts);
+        PS_LAUNCH(second, blocks_for(r.kept), THREADS, 0, ps_cu->compute, t, r.kept, (int)r.parts);
     }
     return 0;
 }
@@ -154,8 +148,9 @@ static int reduce(ps_call *call, int op, uint32_t dims, bool accumulate, bool me
     if (kept.numel == 0) return 0;
     if (op != SUM && reduced.numel == 0)
         return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
-    return ps_dtype_is_float(x->dtype) ? run<double>(call, t, x, kept, reduced)
-                                       : run<int64_t>(call, t, x, kept, reduced);
+    ps_cu_reduction r = ps_cu_reduce(&ps_cu->card, x, dims);
+    return ps_dtype_is_float(x->dtype) ? run<double>(call, t, x, r, kept, reduced)
+                                       : run<int64_t>(call, t, x, r, kept, reduced);
 }
 
 static int sum(ps_call *call)

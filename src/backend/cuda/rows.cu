@@ -239,7 +239,7 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
         ready = true;
     }
     int64_t nbytes = ps_cu_div_up(c->V, pack<T>::n) * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
-    int64_t blocks = ps_cu->sm_count * two;          /* all of them at once: a multiprocessor has up to 2048 threads */
+    int64_t blocks = ps_cu->card.sm_count * two;     /* all of them at once: a multiprocessor has up to 2048 threads */
     PS_LAUNCH(kernel, (unsigned)(c->rows < blocks ? c->rows : blocks), KEPT_THREADS, (size_t)nbytes, ps_cu->compute,
               *c);
     return ps_cuda_launched();

@@ -78,7 +78,7 @@ static __global__ void histogram_kernel(trap_to t, int *count, indices index, in
 
 /* begin[v] = cursor[v] = sum of count[0 .. v), begin[V] the sum of all; hot [0 .. *n_hot) the rows with more than HOT
  * positions. One block. */
-enum { HOT = 64 };
+enum { HOT = PS_CU_HOT };
 KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot, const int *count, int64_t V)
 {
     __shared__ int part[1024], hot_part[1024];
@@ -287,7 +287,7 @@ template <class T, int W> static void run_sums(const sums_of &s, int64_t n)
 {
     auto sum = embedding_sum_kernel<T, W>;
     auto hot = embedding_hot_kernel<T, W>;
-    int64_t rows = n / (HOT + 1), most = ps_cu->sm_count * (int64_t)8;
+    int64_t rows = n / (HOT + 1), most = ps_cu->card.sm_count * (int64_t)8;
     PS_LAUNCH(sum, blocks_for(s.V * 32), THREADS, 0, ps_cu->compute, s);
     if (rows > 0)
         PS_LAUNCH(hot, dim3((unsigned)(rows < most ? rows : most), (unsigned)ps_cu_div_up(s.C, 32 * W)), 32 * LINES, 0,
@@ -311,8 +311,7 @@ static int embedding_backward(ps_call *call)
     if (dw->numel == 0) return 0;
     if (C > (int64_t)65535 * 32)
         return ps_fail(PS_EUNSUP, "rows of %lld elements, cuda takes up to 2^21", (long long)C);
-    int64_t n_hot = n / (HOT + 1) + 1;               /* more there cannot be */
-    int *room = (int *)call->scratch(call, (size_t)(3 * (V + 1) + 2 * n + n_hot) * sizeof *room);
+    int *room = (int *)call->scratch(call, (size_t)ps_cu_embedding_nbytes(V, n));
     if (!room) return PS_ENOMEM;
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
     int *hot = sorted + n, *hot_count = count + V;

@@ -7,12 +7,14 @@
 #include <stdio.h>
 #include <string.h>
 #include "backend/backend.h"
+#include "backend/cuda_rules.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
 typedef struct pretend_backend {
     ps_backend base;
-    ps_backend *real;              /* whose rules for work space count */
+    ps_backend *real;              /* whose rules for work space count, unless there is a card */
+    ps_cuda_card card;             /* of a GPU whose properties are known; else sm_count is 0 */
     int64_t nbytes;                /* of its memory */
     uintptr_t next;                /* the address of a device's next region */
 } pretend_backend;
@@ -53,7 +55,9 @@ static int compute_nothing(ps_call *call) { return ps_fail(PS_ESTATE, "a device 
 
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
-    ps_backend *real = ((pretend_backend *)be)->real;
+    const pretend_backend *p = (const pretend_backend *)be;
+    if (p->card.sm_count > 0) return ps_cuda_rules_scratch(&p->card, call);
+    ps_backend *real = p->real;
     return real->scratch_nbytes ? real->scratch_nbytes(real, call) : 0;
 }
 
@@ -86,7 +90,8 @@ static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
     be->clear = clear;
 }
 
-int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, ps_backend **out)
+int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, const ps_machine *machine,
+                       ps_backend **out)
 {
     pretend_backend *p = ps_alloc0(sizeof *p);
     if (!p) return ps_fail_nomem(sizeof *p);
@@ -94,6 +99,7 @@ int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, ps_ba
     bool gpu = strcmp(name, "cuda") == 0;
     p->real = real;
     p->nbytes = nbytes ? nbytes : real->bytes_available(real);
+    if (machine) p->card = (ps_cuda_card){ .sm_count = (int)machine->device_sms, .memory = machine->device_total };
     p->next = first_address;
     be->name = name;
     be->pretends = true;
