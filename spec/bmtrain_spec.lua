@@ -54,11 +54,12 @@ describe("BMTrain's guide", function()
   local NAMES = { "param", "module_list.0.scale", "module_list.0.shift", "module_list.1.scale", "module_list.1.shift",
     "module_list.2.scale", "module_list.2.shift" }
 
-  it("step 2: a DistributedModule with DistributedParameters and CheckpointBlocks", function()
+  -- The listing of step 2, with the list of modules and the lines that call it, which step 3 replaces.
+  local function listing(list_of, call)
     local MyModule = nn.class("MyModule", bmt.DistributedModule)
     function MyModule:init()
       self.param = bmt.DistributedParameter(ps.empty { 1024 })
-      self.module_list = nn.ModuleList {
+      self.module_list = list_of {
         bmt.CheckpointBlock(SomeTransformerBlock()),
         bmt.CheckpointBlock(SomeTransformerBlock()),
         bmt.CheckpointBlock(SomeTransformerBlock()),
@@ -66,30 +67,25 @@ describe("BMTrain's guide", function()
     end
     function MyModule:forward()
       local x = self.param
+      x = call(self, x)
+      return x
+    end
+    check(MyModule(), NAMES)
+  end
+
+  it("step 2: a DistributedModule with DistributedParameters and CheckpointBlocks", function()
+    listing(nn.ModuleList, function(self, x)
       for _, module in self.module_list:each() do
         x = module(x, 1, 2, 3)
       end
       return x
-    end
-    check(MyModule(), NAMES)
+    end)
   end)
 
   it("step 3: a TransformerBlockList", function()
-    local MyModule = nn.class("MyModule", bmt.DistributedModule)
-    function MyModule:init()
-      self.param = bmt.DistributedParameter(ps.empty { 1024 })
-      self.module_list = bmt.TransformerBlockList {
-        bmt.CheckpointBlock(SomeTransformerBlock()),
-        bmt.CheckpointBlock(SomeTransformerBlock()),
-        bmt.CheckpointBlock(SomeTransformerBlock()),
-      }
-    end
-    function MyModule:forward()
-      local x = self.param
-      x = self.module_list(x, 1, 2, 3)
-      return x
-    end
-    check(MyModule(), NAMES)
+    listing(bmt.TransformerBlockList, function(self, x)
+      return self.module_list(x, 1, 2, 3)
+    end)
   end)
 end)
 
@@ -241,10 +237,38 @@ describe("training", function()
     near(0.125 - 0.125 - 0.0625, model.v[0]:item(), 1e-5)
     near(-0.25 - 1, model.w[1]:item(), 1e-5)
     manager:backward(model(ps.ones { 1, 3 }):sum())
-    fails(function() manager:clip_grad_norm(first.param_groups, 1) end, "of all parameters")
-    near(2, manager:clip_grad_norm({ first.param_groups[1], second.param_groups[1] }, 1), 1e-6)
+    near(2, manager:clip_grad_norm({ second.param_groups[1], first.param_groups[1] }, 1), 1e-6)
     fails(function() manager:clip_grad_norm({ first.param_groups[1], second.param_groups[1] }, 1) end, "once a step")
     manager:step()
+  end)
+
+  it("clips the groups it is given, each by its own norm", function()
+    for _, both in ipairs { false, true } do
+      bmt.close()
+      bmt.init_distributed { quiet = true, config = { plan_print = false } }
+      local model = Fit()
+      local first = bmt.optim.AdamOptimizer({ model.v }, { lr = 0.5, eps = 1 })
+      local second = bmt.optim.AdamOptimizer({ model.w }, { lr = 0.5, eps = 1 })
+      local manager = bmt.optim.OptimManager()
+      manager:add_optimizer(first)
+      manager:add_optimizer(second)
+      for step = 1, 2 do
+        manager:backward(model(ps.ones { 1, 3 }):sum())                    -- gradients 1
+        near(math.sqrt(3), manager:clip_grad_norm(second.param_groups, step == 1 and 0.5 or 9, { eps = 0 }), 1e-6)
+        if both then near(1, manager:clip_grad_norm(first.param_groups, 0.25, { eps = 0 }), 1e-6) end
+        fails(function() manager:clip_grad_norm(second.param_groups, 1) end, "once a step", "group 2")
+        if step == 1 then
+          manager:step()
+          local function updated(g) return 0.5 * g / (g + 1) end             -- Adam's first step, with eps = 1
+          near(0.5 - updated(0.5 / math.sqrt(3)), model.w[0]:item(), 1e-6, "w")
+          near(0.125 - updated(both and 0.25 or 1), model.v[0]:item(), 1e-6, "v")
+        end
+      end
+      fails(function() manager:clip_grad_norm({ {} }, 1) end, "none of this OptimManager's")
+      fails(function() manager:clip_grad_norm({}, 1) end, "list of groups")
+      local group = first.param_groups[1]
+      fails(function() manager:clip_grad_norm({ group, group }, 1) end, "there twice")
+    end
   end)
 
   it("divides gradients by grad_scale", function()

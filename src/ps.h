@@ -529,7 +529,11 @@ typedef struct ps_step_config {
  * than its INPUTs: sums would change; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room
  * for it. */
 int ps_step_begin(ps_step *step, const ps_step_config *config);
-typedef struct ps_adam_group { double lr, beta1, beta2, eps, weight_decay; int32_t adamw, pad; } ps_adam_group;
+/* scale: a factor on the gradients of this group, beside the action's. */
+typedef struct ps_adam_group {
+  double lr, beta1, beta2, eps, weight_decay, scale;
+  int32_t adamw, pad;
+} ps_adam_group;
 /* Settings of an action; fields that an action does not need are 0. */
 typedef struct ps_action_how {
   double weight;               /* of a backward or INPUT: the weight of its micro-batch, which counts once, whatever
@@ -812,6 +816,9 @@ int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);
 /* Within the step's norm (else PS_ESTATE): the sum of squares of all gradients; infinite or NaN where a gradient is.
  * Errors of ps_apply, and of ranks. */
 int ps_engine_sq_norm(ps_ctx *ctx, double *out);
+/* Behind that norm, in the same step: the same of the n parameters of the model from number `first` on, wherever they
+ * lie (ps_param.number). PS_ERANGE: the model has no such numbers. */
+int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out);
 /* Within the step's update (else PS_ESTATE): Adam for all parameters that have not had it in this step, with gradients
  * times the action's scale, which are then dropped. Errors of ps_apply; a second call then updates the rest. */
 int ps_engine_update(ps_ctx *ctx);

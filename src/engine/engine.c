@@ -202,7 +202,7 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host)
     const ps_adam_group *g = &e->groups[list[0]->group];
     int64_t t = list[0]->t + 1;
     ps_attrs_adam_ attrs = { .adamw = g->adamw, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2, .eps = g->eps,
-                             .weight_decay = g->weight_decay, .grad_scale = e->step->how.scale };
+                             .weight_decay = g->weight_decay, .grad_scale = e->step->how.scale * g->scale };
     attrs.bias1 = 1 - __builtin_pow(g->beta1, (double)t);
     attrs.bias2 = 1 - __builtin_pow(g->beta2, (double)t);
     int rc = 0;

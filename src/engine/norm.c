@@ -79,3 +79,15 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     *out = ps_lua_number(sum);
     return 0;
 }
+
+int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out)
+{
+    ps_engine *e = NULL;
+    double sum = 0;
+    PS_TRY(engine_get(ctx, &e));
+    if (first < 0 || n < 0 || first > e->n_numbers - n)
+        return ps_fail(PS_ERANGE, "parameters %d to %d of a model of %d", first, first + n - 1, e->n_numbers);
+    for (int32_t i = first; i < first + n; i++) sum += e->by_number[i];
+    *out = ps_lua_number(sum);
+    return 0;
+}

@@ -94,7 +94,7 @@ for key, kind in pairs(SETTINGS) do OFFLOAD[key] = kind end
 function optim.AdamOffloadOptimizer(params, options)
   if type(options) == "table" and options.record_delta then
     error("bmt.optim.AdamOffloadOptimizer: record_delta: updates are not recorded; bmt.inspect.inspect_model has "
-      .. "statistics of parameters")
+      .. "statistics of parameters, whose means before and behind a step give the mean update")
   end
   return new("AdamOffloadOptimizer", params, options, OFFLOAD, true)
 end
@@ -223,33 +223,38 @@ end
 ---@param loss ps.Tensor of one element
 function OptimManager:backward(loss)
   local engine = begun(self, "backward")
-  local factor, ranks = engine.accumulate, mesh.size "dp"
-  if self.grad_scale then factor = factor * ranks / self.grad_scale end
+  local factor = engine.accumulate * (self.grad_scale and mesh.size "dp" / self.grad_scale or 1 / mesh.size "pp")
   if factor ~= 1 and ps.is_tensor(loss) then loss = loss * factor end
   self.scale_before = self.loss_scale
   engine:backward(loss, { weight = 1 })
 end
 
--- Whether groups are all of the manager's, in any order.
-local function all_groups(self, groups)
-  local left, n = {}, 0
-  for _, group in ipairs(groups_in(self)) do left[group], n = true, n + 1 end
-  for _, group in ipairs(groups) do
-    if not left[group] then return false end
-    left[group], n = nil, n - 1
+-- The numbers of groups among all of the manager's, rising.
+local function numbers_of(self, groups, call)
+  local number_of, numbers, seen = {}, {}, {}
+  for number, group in ipairs(groups_in(self)) do number_of[group] = number end
+  if type(groups) ~= "table" or #groups == 0 then
+    error(call .. ": param_groups is a list of groups, as optimizer.param_groups is")
   end
-  return n == 0
+  for i, group in ipairs(groups) do
+    local number = number_of[group]
+    if not number then error(("%s: group %d is none of this OptimManager's optimizers"):format(call, i)) end
+    if seen[number] then error(("%s: group %d is there twice"):format(call, i)) end
+    numbers[i], seen[number] = number, true
+  end
+  table.sort(numbers)
+  return numbers
 end
 
 local CLIP = { norm_type = "any", eps = "number" }
 
---- The norm of the gradients of all optimizers; the step that follows multiplies them by max_norm / (norm + eps) where
---- that is below 1. Once a step, behind the last backward.
----@param param_groups table[] optimizer.param_groups; of several optimizers, all groups in one list
+--- The norm of the gradients of some groups, or of all; the step that follows multiplies these gradients by max_norm /
+--- (norm + eps) where that is below 1. Behind the last backward, once a step for each group.
+---@param param_groups table[] optimizer.param_groups, or groups of several optimizers in one list
 ---@param max_norm number
 ---@param options? {norm_type?: number, eps?: number} default 2, the only one, and 1e-6; eps counts beside the norm with
 ---  the loss scale in it
----@return number norm without the loss scale; not finite where gradients overflowed
+---@return number norm without the loss scale; not finite where gradients, of whatever group, overflowed
 function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   local call = "OptimManager:clip_grad_norm"
   options = caller.options(options, "OptimManager:clip_grad_norm", CLIP)
@@ -261,10 +266,7 @@ function OptimManager:clip_grad_norm(param_groups, max_norm, options)
     error(("%s: max_norm is %s; it takes a number from 0 on"):format(call, max_norm))
   end
   local engine = begun(self, "clip_grad_norm")
-  if type(param_groups) ~= "table" or not all_groups(self, param_groups) then
-    error(call .. ": the norm is of all parameters that train: give the param_groups of all optimizers, in one list")
-  end
-  return step.clip(engine, max_norm, (options.eps or 1e-6) / self.loss_scale)
+  return step.clip(engine, numbers_of(self, param_groups, call), max_norm, (options.eps or 1e-6) / self.scale_before)
 end
 
 -- Runs fn with the rate 0 in the groups whose optimizers hold still yet.
@@ -291,7 +293,6 @@ function OptimManager:step()
       engine.micro, engine.accumulate))
   end
   local info = holding(self, function() return engine.optimizer:step() end)
-  engine.optimizer.max_norm, engine.optimizer.clip_eps = math.huge, nil
   if info.skipped then
     dist.print_rank(("Gradient overflow, change scale from %f to %f"):format(self.scale_before,
       self.loss_scale))

@@ -18,6 +18,7 @@ local ffi, C = ps.ffi, ps.C
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
 ---@field checks_overflow boolean a step whose gradients are not finite is skipped
+---@field ranges {first: integer, n: integer}[] by group: its parameters, by their places in the model (row.order)
 ---@field grad_norm? number of the last step, before clipping; nil when nothing asked for it
 local Optimizer = {}
 Optimizer.__index = Optimizer
@@ -43,7 +44,8 @@ local NONE = {}                     -- step has no options: the configuration ha
 
 --- Writes the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
-function Optimizer:settings_into(how)
+---@param factors? table<integer, number> by group, from 1: a factor on its gradients; default 1
+function Optimizer:settings_into(how, factors)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
   for i, group in ipairs(self.groups) do
@@ -51,6 +53,7 @@ function Optimizer:settings_into(how)
     values.lr, values.beta1, values.beta2 = group.lr, group.betas[1], group.betas[2]
     values.eps, values.weight_decay = group.eps, group.weight_decay
     values.adamw = group.decoupled and 1 or 0
+    values.scale = factors and factors[i] or 1
   end
   how.groups, how.n_groups = self.c_groups, n
 end
@@ -77,6 +80,30 @@ function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.s
 function Optimizer:norm()
   ps.check(C.ps_engine_sq_norm(ps.ctx, double_out))
   return math.sqrt(double_out[0])
+end
+
+--- The same of the parameters of some groups, behind norm() in the same step.
+---@param numbers integer[] of groups, from 1, rising
+---@return number
+function Optimizer:norm_of(numbers)
+  local sum, first, n = 0, 0, 0
+  local function add()
+    if n > 0 then
+      ps.check(C.ps_engine_sq_norm_of(ps.ctx, first, n, double_out))
+      sum = sum + double_out[0]
+    end
+  end
+  for _, number in ipairs(numbers) do
+    local range = self.ranges[number]
+    if range.n == 0 or range.first == first + n then
+      n = n + range.n                                        -- added up in one go, as norm() does
+    else
+      add()
+      first, n = range.first, range.n
+    end
+  end
+  add()
+  return math.sqrt(sum)
 end
 
 --- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
@@ -171,7 +198,7 @@ function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
 function optimizer.new(engine, built, cfg)
   local params = cfg.optimizer.params
   local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
-    groups = groups.configured(cfg.optimizer, engine.param_groups),
+    ranges = {}, groups = groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
   for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
   -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.
@@ -182,7 +209,11 @@ function optimizer.new(engine, built, cfg)
     if a.group ~= b.group then return a.group < b.group end
     return a.number < b.number
   end)
-  for i, row in ipairs(all) do row.order = i - 1 end
+  for i = 1, #self.groups do self.ranges[i] = { first = #all, n = 0 } end
+  for i, row in ipairs(all) do
+    local range = self.ranges[row.group + 1]
+    row.order, range.first, range.n = i - 1, math.min(range.first, i - 1), range.n + 1
+  end
   table.sort(built.list, function(a, b)
     if a.vstage ~= b.vstage then return a.vstage < b.vstage end
     return a.order < b.order

@@ -52,6 +52,7 @@ local action_array = array "ps_action"
 ---  step again
 ---@field scale number|false|nil the factor on gradients that optimizer:step() found; false: it skips the step
 ---@field settings string|nil the optimizer's settings that backward or the update began with
+---@field factors table<integer, number> by group of the optimizer: a factor on its gradients (step.clip)
 ---@field total number sum of the weights of the micro-batches so far, with the last one's over all ranks
 ---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
@@ -67,7 +68,7 @@ local states = setmetatable({}, { __mode = "k" })
 -- Forgets all that belongs to one step.
 local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
-  s.total, s.unit = 0, false
+  s.total, s.unit, s.factors = 0, false, {}
 end
 
 --- Gives an engine its step.
@@ -717,7 +718,7 @@ local function measure(engine, s)
         error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
       end
     elseif opt.max_norm then
-      scale = scale * math.min(1, opt.max_norm / (norm + (opt.clip_eps or CLIP_EPS)))
+      scale = scale * math.min(1, opt.max_norm / (norm + CLIP_EPS))
     end
   end
   if opt.scaler then opt.scaler:update(skipped) end
@@ -732,17 +733,19 @@ local function update(engine, s)
   end
   local how = s.update_how
   how.scale = s.scale or 1
-  if s.scale then engine.optimizer:settings_into(how) else how.groups = nil end
+  if s.scale then engine.optimizer:settings_into(how, s.factors) else how.groups = nil end
   timed(engine, UPDATE, how, s.scale)
 end
 
---- The norm of all gradients, once the step's last backward has run. optimizer:step() then clips by max_norm. The
---- step has to be one that measures a norm, since optimizer.max_norm was set when it began.
+--- The norm of the gradients of some groups of the optimizer, once the step's last backward has run. The update then
+--- multiplies these gradients by max_norm / (norm + eps), where that is below 1. The step has to be one that measures a
+--- norm and does not clip by it: optimizer.max_norm was math.huge when it began.
 ---@param engine ps.Engine
+---@param numbers integer[] of the groups, from 1, rising; each once a step
 ---@param max_norm number
----@param eps? number what is added to the norm before max_norm is divided by it
----@return number norm without the loss scale; not finite where gradients overflowed
-function step.clip(engine, max_norm, eps)
+---@param eps number
+---@return number norm without the loss scale; not finite where gradients, of whatever group, overflowed
+function step.clip(engine, numbers, max_norm, eps)
   step.check_whole(engine)
   local s, opt = states[engine], engine.optimizer
   local is = s.is
@@ -751,16 +754,23 @@ function step.clip(engine, max_norm, eps)
     caller.error(("the norm of gradients after %d of %d micro-batches (gradient_accumulation_steps): it comes behind "
       .. "the last backward"):format(is.micro, is.n_micro))
   end
-  if s.scale ~= nil then caller.error "the norm of this step's gradients was taken already: once a step" end
-  assert(s.measures, "the step's table has a norm")
-  opt.max_norm, opt.clip_eps = max_norm, eps
-  local ok, scale = pcall(measure, engine, s)
-  if not ok then
-    step.give_up(engine)
-    error(scale, 0)
+  for _, number in ipairs(numbers) do
+    if s.factors[number] then
+      caller.error(("the norm of the gradients of group %d was taken already: once a step"):format(number))
+    end
   end
-  s.scale = scale
-  return opt.grad_norm
+  assert(s.measures and opt.max_norm == math.huge, "the step's table has a norm")
+  if s.scale == nil then
+    local ok, scale = pcall(measure, engine, s)
+    if not ok then
+      step.give_up(engine)
+      error(scale, 0)
+    end
+    s.scale = scale
+  end
+  local norm = s.scale and opt:norm_of(numbers) * s.scale or opt.grad_norm
+  for _, number in ipairs(numbers) do s.factors[number] = s.scale and math.min(1, max_norm / (norm + eps)) or 1 end
+  return norm
 end
 
 --- One update, once backward of the step's last micro-batch has run; before that it does nothing. A step whose
