@@ -13,7 +13,7 @@ local SCRIPT = ([[
   local ps = require "ps"
   local bmt = require "ps.bmt"
   local nn, F = ps.nn, ps.F
-  local folder, level, dtype = %q, LEVEL, "DTYPE"
+  local folder, level, dtype, levels = %q, LEVEL, "DTYPE", { BLOCKS }
   bmt.init_distributed { seed = 7, zero_level = level, quiet = true, config = { plan_print = false },
     rendezvous = "file://" .. folder .. "/rendezvous" }
   local rank, size = bmt.rank(), bmt.world_size()
@@ -23,8 +23,9 @@ local SCRIPT = ([[
     self.table = bmt.DistributedParameter(ps.full({ 20, 8 }, 9 + rank, { dtype = dtype }),
       { init_method = bmt.ParameterInitializer(nn.init.normal_, 0, 0.5) })
     self.shift = bmt.DistributedParameter(ps.full({ 20 }, 0.5 * (rank + 1), { dtype = dtype }))
-    self.blocks = bmt.TransformerBlockList { nn.Linear(8, 8, { dtype = dtype }),
-      bmt.CheckpointBlock(nn.Linear(8, 8, { dtype = dtype }), { use_checkpoint = false }) }
+    self.blocks = bmt.TransformerBlockList {
+      bmt.CheckpointBlock(nn.Linear(8, 8, { dtype = dtype }), { zero_level = levels[1] }),
+      bmt.CheckpointBlock(nn.Linear(8, 8, { dtype = dtype }), { use_checkpoint = false, zero_level = levels[2] }) }
   end
   function Net:forward(ids)
     local x = F.gelu(self.blocks(F.embedding(ids, self.table) + self.early))
@@ -42,7 +43,9 @@ local SCRIPT = ([[
     end_iter = 9 }))
   local loss_func = bmt.loss.FusedCrossEntropy()
   local ids = ps.randint(0, 20, { 6, 5 }, { dtype = "int32" }):narrow(0, rank * 6 / size, 6 / size)
+  local group, sent = ps.mesh.group "world"
   for step = 1, 4 do
+    sent = group and group:bytes_sent()
     local logits = model(ids)
     local loss = loss_func(logits:reshape(ids:numel(), 20), ids:reshape(ids:numel()))
     local mean = bmt.sum_loss(loss):item()
@@ -52,6 +55,7 @@ local SCRIPT = ([[
     manager:step()
     bmt.print_rank(("step %%.17g %%.17g"):format(mean, norm))
   end
+  if group then print("sent " .. group:bytes_sent() - sent) end
   local rows = bmt.inspect.inspect_model(model, "shift")
   assert(#rows == 1 and rows[1].shape[1] == 20)
   assert(bmt.gather_result(ps.full({ 2, 3 }, rank)):sum():item() == 6 * size * (size - 1) / 2)
@@ -63,11 +67,15 @@ local SCRIPT = ([[
   print "done"
 ]]):format(folder)
 
-local function run(size, level, dtype)
-  local all = lib.run(folder, size, (SCRIPT:gsub("LEVEL", level):gsub("DTYPE", dtype)))
+-- blocks: the zero_level of each block, as text. Gives numbers, the saved bits and values, and the bytes that all ranks
+-- sent in the last step.
+local function run(size, level, dtype, blocks)
+  local all, sent = lib.run(folder, size, (SCRIPT:gsub("LEVEL", level):gsub("DTYPE", dtype)
+    :gsub("BLOCKS", blocks or ""))), 0
   for rank = 0, size - 1 do
     assert(all[rank].code == 0 and all[rank].text:find "done\n$", ("rank %d: %s"):format(rank, all[rank].text))
     assert.equal(rank == size - 1, all[rank].text:find "here" ~= nil)
+    sent = sent + (tonumber(all[rank].text:match "sent (%d+)") or 0)
   end
   local numbers = {}
   for mean, norm in all[0].text:gmatch "step (%S+) (%S+)" do
@@ -77,21 +85,26 @@ local function run(size, level, dtype)
   local values, list = ps.load(folder .. "/end.pt"), {}
   for name, t in pairs(values) do list[#list + 1] = name .. " " .. check.bytes(t) end
   table.sort(list)
-  return numbers, table.concat(list, "\n"), values
+  return numbers, table.concat(list, "\n"), values, sent
 end
 
 describe("ps.bmt on several ranks", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  local CASES = { fp32 = { bound = 2e-6, off = 1e-5, { 2, 3 }, { 2, 0 }, { 2, 2 }, { 3, 3 } },
+  local CASES = { fp32 = { bound = 2e-6, off = 1e-5, { 2, 3, "3, 3" }, { 2, 3, "2, 2" }, { 2, 3, "3, 2" },
+    { 2, 0 }, { 3, 3 } },
     bf16 = { bound = 2e-2, off = 2e-2, { 2, 3 } } }
   for dtype, case in pairs(CASES) do
-    it("trains as one process does, at each level of ZeRO with the same bits: " .. dtype, function()
+    it("trains as one process does, at each level of ZeRO and of blocks with the same bits: " .. dtype, function()
       local want, _, values = run(1, 3, dtype)
-      local bits = {}                                            -- by number of ranks
+      local bits, last = {}, nil                                 -- by number of ranks
       for _, layout in ipairs(case) do
-        local size, level = unpack(layout)
-        local numbers, bytes, own = run(size, level, dtype)
+        local size, level, blocks = unpack(layout)
+        local numbers, bytes, own, sent = run(size, level, dtype, blocks)
+        if blocks == "2, 2" then                                 -- backward gathers them no second time
+          assert(sent < last, ("blocks of level 2: %d bytes sent, of level 3 %d"):format(sent, last))
+        end
+        last = sent
         for i, number in ipairs(want) do
           assert(math.abs(numbers[i] / number - 1) < case.bound, ("%d ranks, level %d, number %d: %.9g, of one %.9g")
             :format(size, level, i, numbers[i], number))

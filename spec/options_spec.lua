@@ -266,6 +266,7 @@ end
 
 -- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
 local INNER = {
+  ["lua/ps/bmt/lists.lua"] = "PipelineTransformerBlockList:init",
   ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",

@@ -424,6 +424,14 @@ local function leave(t)
   E.check(C.ps_tensor_set_data(t, ps.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
+--- Drops the bytes here of a parameter that lies elsewhere, and keeps its shape and type.
+---@param parameter ps.Tensor
+---@param text string for the error of using it: what it is and where it lies
+function deferred.leave(parameter, text)
+  absent[parameter] = text
+  leave(parameter)
+end
+
 --- Gives a model that ps.deferred made its values, one tensor after the other. With `elsewhere` only some tensors get
 --- values. It is called with the name (of a tied tensor, the first) and the tensor. It returns nil or false for a
 --- tensor that gets values here, else the place for the error of using the tensor: "rank 1 (stage 1)". Such a tensor

@@ -21,6 +21,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local dist = require "ps.dist"
 local inspect = require "ps.inspect"
+local lists = require "ps.bmt.lists"
 local mesh = require "ps.mesh"
 local modules = require "ps.bmt.modules"
 local session = require "ps.bmt.session"
@@ -31,7 +32,8 @@ local error = caller.error
 local bmt = { config = session.facts, optim = require "ps.bmt.optim", lr_scheduler = require "ps.bmt.lr_scheduler",
   loss = require "ps.bmt.loss", nn = require "ps.bmt.parallel", inspect = {}, save = store.save, load = store.load,
   init_distributed = session.begin, close = session.close }
-for name, value in pairs(modules) do bmt[name] = value end
+for _, part in ipairs { modules, lists } do for name, value in pairs(part) do bmt[name] = value end end
+bmt.is_block = nil
 bmt.utils, bmt.print_block, bmt.print_dict = utils, utils.print_block, utils.print_dict
 bmt.see_memory = utils.see_memory
 bmt.Block = bmt.CheckpointBlock

@@ -1,12 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's modules: DistributedModule, DistributedParameter, blocks and lists of blocks.
+-- BMTrain's modules: DistributedModule, DistributedParameter and blocks. bmt/lists.lua has lists of blocks.
 local ps = require "ps"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local shard = require "ps.nn.shard"
 local mesh = require "ps.mesh"
 local session = require "ps.bmt.session"
-local container = require "ps.nn.container"
 local error = caller.error
 
 local modules = {}
@@ -93,8 +92,8 @@ function modules.init_parameters(model)
         local desc = shard.of(param)
         local whole = ps.empty(desc and desc.full_shape or param:shape(),
           { dtype = param:dtype(), device = param:device() })
-        about.init_method(whole)
-        param:copy_(desc and shard.cut(desc, whole) or whole)
+        about.init_method(whole)                             -- of another stage: without data, and random numbers go on
+        if param:device() ~= "meta" then param:copy_(desc and shard.cut(desc, whole) or whole) end
       end)
     end
   end
@@ -124,6 +123,11 @@ end
 -- -- blocks -----------------------------------------------------------------------------------------------------------
 local blocks = setmetatable({}, { __mode = "k" })
 
+--- Whether CheckpointBlock made a block of a module.
+---@param module ps.nn.Module
+---@return boolean
+function modules.is_block(module) return blocks[module] == true end
+
 local BLOCK = { use_checkpoint = "boolean", zero_level = "whole", initialized = "boolean", mode = "string" }
 local MODES = { BLOCK = true, PIPE = true }
 
@@ -131,7 +135,9 @@ local MODES = { BLOCK = true, PIPE = true }
 --- that names and fields are the module's own. Parameters that are not distributed become so.
 ---@param module ps.nn.Module whose forward gives tensors only
 ---@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint default true;
----  zero_level, where it is given, is that of bmt.init_distributed
+---  zero_level of a run of level 3: 3: gathered parameters go behind each pass, and backward gathers them again; 2:
+---  they stay until the end of the step; absent: as zero_optimization.reshard_after_forward of the configuration says.
+---  Of a run of another level: that level
 ---@return ps.nn.Module
 function modules.CheckpointBlock(module, options)
   local call = "bmt.CheckpointBlock"
@@ -139,95 +145,16 @@ function modules.CheckpointBlock(module, options)
   if not core.is_module(module) then error(call .. " takes a module, not a " .. type(module)) end
   caller.one_of(options.mode or "BLOCK", MODES, call .. ": mode")
   local run = session.need(call)
-  local stage = run.config.zero_optimization.stage
-  if options.zero_level and options.zero_level ~= stage then
-    error(("%s: zero_level is %d, that of the run is %d: a run has one; give it to bmt.init_distributed"):format(call,
-      options.zero_level, stage))
+  local stage, level = run.config.zero_optimization.stage, options.zero_level
+  if level and level ~= stage and not (stage == 3 and level == 2) then
+    error(("%s: zero_level is %d, and that of the run (bmt.init_distributed's zero_level) is %d: blocks of a run of "
+      .. "level 3 may be of level 2, others have the run's"):format(call, level, stage))
   end
   run:stage_all(module, call)
+  for _, param in ipairs(level and stage == 3 and module:parameters() or {}) do run.stays[param] = level == 2 end
   rawset(module, "recomputes", options.use_checkpoint ~= false or nil)
   blocks[module] = true
   return module
 end
-
----@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
----@field num_hidden integer
-local TransformerBlockList = core.class("TransformerBlockList", container.ModuleList)
-modules.TransformerBlockList = TransformerBlockList
-
-local LIST = { num_hidden = "whole" }
-
----@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
-local PipelineTransformerBlockList = core.class("PipelineTransformerBlockList", TransformerBlockList)
-modules.PipelineTransformerBlockList = PipelineTransformerBlockList
-
---- A list of blocks that is called as a whole; items count from 0. Other modules become blocks.
----@param list ps.nn.Module[]
----@param options? {num_hidden?: integer} how many of the first arguments go from block to block, default 1
-function TransformerBlockList:init(list, options)
-  options = caller.options(options, "bmt." .. self.class_name, LIST)
-  caller.typed(list, "table", "bmt." .. self.class_name .. ": its list of blocks")
-  self.num_hidden = caller.whole(options.num_hidden or 1, "bmt." .. self.class_name .. ": num_hidden", 1)
-  if #list == 0 then error("bmt." .. self.class_name .. " takes one block or more") end
-  container.ModuleList.init(self, list)
-  for _, module in ipairs(list) do if not blocks[module] then modules.CheckpointBlock(module) end end
-end
-
--- Whether a call's last argument is its options, and no table for the blocks.
-local function are_options(value)
-  if type(value) ~= "table" or getmetatable(value) ~= nil then return false end
-  for key in pairs(value) do
-    if type(key) == "string" and (key:match "^return_hidden" or key == "batch_related") then return true end
-  end
-  return false
-end
-
--- The arguments of a call without the table of options at their end, and the options.
-local function arguments(...)
-  local args, options = { n = select("#", ...), ... }, {}
-  if are_options(args[args.n]) then options, args[args.n], args.n = args[args.n], nil, args.n - 1 end
-  return args, options
-end
-
-local CALL = { return_hidden_states = "boolean", batch_related = "table" }
-
-local function append(list, from, first)
-  for i = first, from.n do
-    list.n = list.n + 1
-    list[list.n] = from[i]
-  end
-  return list
-end
-
-local function pack(...) return { n = select("#", ...), ... } end
-
---- Applies the blocks one after the other. The first num_hidden arguments are what a block gives the next one; all
---- blocks get the others as they are, of whatever type.
----@param ... any the arguments of a block; then perhaps { return_hidden_states = true }: what went into each block is
----  given, too, one tensor [blocks, ...] for each of the num_hidden, behind the last block's results. (batch_related
----  says how a pipeline cuts arguments, and means nothing where there is one stage.)
----@return ps.Tensor ... what the last block gave
-function TransformerBlockList:forward(...)
-  local args, options = arguments(...)
-  caller.options(options, "a call of bmt." .. self.class_name, CALL)
-  local n, seen, outs = self.num_hidden, {}, nil
-  if args.n < n then error(("this list has num_hidden = %d and got %d arguments"):format(n, args.n)) end
-  for k = 1, n do seen[k] = {} end
-  for i = 0, self.length - 1 do
-    if options.return_hidden_states then for k = 1, n do seen[k][i + 1] = args[k] end end
-    outs = pack(self[i](unpack(args, 1, args.n)))
-    if outs.n < n then error(("block %d gave %d tensors, and num_hidden is %d"):format(i, outs.n, n)) end
-    args = append(append({ n = 0 }, outs, 1), args, n + 1)
-  end
-  if not options.return_hidden_states then return unpack(outs, 1, n) end
-  for k = 1, n do outs[outs.n + k] = ps.stack(seen[k], 0) end
-  return unpack(outs, 1, outs.n + n)
-end
-
---- The list of a model that may be cut into stages. A run of ps.bmt has one stage (pipe_size above 1 is refused), in
---- which the list is a TransformerBlockList.
----@param list ps.nn.Module[]
----@param options? {num_hidden?: integer}
-function PipelineTransformerBlockList:init(list, options) TransformerBlockList.init(self, list, options) end
 
 return modules

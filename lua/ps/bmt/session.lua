@@ -8,12 +8,14 @@ local adopt = require "ps.engine.adopt"
 local build = require "ps.engine.layout.build"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local deferred = require "ps.deferred"
 local dist = require "ps.dist"
 local engines = require "ps.engine"
 local hooks = require "ps.hooks"
 local mesh = require "ps.mesh"
 local shard = require "ps.nn.shard"
 local source = require "ps.config.source"
+local stages = require "ps.engine.stages"
 local error = caller.error
 
 local session = {}
@@ -32,10 +34,24 @@ local session = {}
 ---@field off fun()|false ends the staging of parameters
 ---@field sequence boolean ranks along tp share out the rows between layers
 ---@field keep_gathered boolean backward keeps the rows that such ranks gathered
+---@field pipe ps.bmt.Pipe|false where blocks are dealt to stages
+---@field stays table<ps.Tensor, boolean> parameters of blocks that were given a zero_level: whether they stay, once
+---  they are gathered, until the end of the step
 ---@field alike table<ps.Tensor, boolean> parameters of which ranks along tp have shards, or the same gradient
 ---@field device string|false the default device before the engine was opened
 local Session = {}
 Session.__index = Session
+
+---@class ps.bmt.Pipe
+---@field group ps.Group a rank of each stage
+---@field rank integer this one's stage, from 0
+---@field size integer
+---@field micros integer micro-batches that a list of blocks cuts the rows of all stages into
+---@field before ps.Group|false the stage before and this one
+---@field after ps.Group|false this stage and the one behind it
+---@field stage_of table<ps.Tensor, integer> the stage of parameters and buffers of blocks
+---@field inside table<ps.nn.Module, integer> the stage of blocks and their submodules
+---@field sample number|false the sample number that the last call set
 
 local current                                      -- the run, or nil
 
@@ -46,7 +62,8 @@ session.facts = { initialized = false, rank = 0, local_rank = 0, world_size = 1 
 -- Keys of a configuration that ps.bmt's own calls decide.
 local DECIDED = { fp16 = "the parameters' type", bf16 = "the parameters' type", optimizer = "bmt.optim",
   scheduler = "bmt.lr_scheduler", gradient_clipping = "OptimManager:clip_grad_norm",
-  overlap_optimizer = "OptimManager, whose steps update behind backward" }
+  overlap_optimizer = "OptimManager, whose steps update behind backward",
+  pipeline = "pipe_size, with num_micro_batches" }
 
 local OPTIONS = { init_method = "string", seed = "number", zero_level = "whole", pipe_size = "whole", tp_size = "whole",
   num_micro_batches = "whole", config = "table|string", backend = "string", rendezvous = "string", rank = "number",
@@ -54,7 +71,7 @@ local OPTIONS = { init_method = "string", seed = "number", zero_level = "whole",
 
 local JOINING = { "backend", "rank", "world_size", "local_rank", "timeout", "heartbeat", "quiet", "rendezvous" }
 
-local function configuration(given, level, tp_size)
+local function configuration(given, level, tp_size, pipe_size)
   local cfg = {}
   for key, value in pairs(given and (source.read(given)) or {}) do
     if DECIDED[key] then
@@ -82,7 +99,7 @@ local function configuration(given, level, tp_size)
       .. "one"):format(tp_size, tostring(layers.size)))
   end
   layers.size = layers.size or tp_size or 1
-  cfg.tensor_parallel = layers
+  cfg.tensor_parallel, cfg.pipeline = layers, { stages = pipe_size }
   cfg.zero_optimization, cfg.overlap_optimizer = zero, false
   return cfg
 end
@@ -94,18 +111,40 @@ local function set_facts(pipe_size, tp_size)
   facts.world_size, facts.local_size = e.world_size, e.local_world_size
   facts.pipe_size, facts.pipe_enabled, facts.tp_size = pipe_size, pipe_size > 1, tp_size
   facts.tp_rank = e.rank % tp_size
-  facts.zero_size, facts.tp_zero_size = e.world_size / pipe_size, e.world_size / (pipe_size * tp_size)
+  facts.zero_size, facts.tp_zero_size = e.world_size / pipe_size, e.world_size / tp_size
   facts.zero_rank = e.rank % facts.zero_size
-  facts.tp_zero_rank = math.floor(facts.zero_rank / tp_size)
+  facts.tp_zero_rank = math.floor(e.rank / tp_size)
+end
+
+-- The groups of the stage before with this one, and of this one with the stage behind it; false: there is none.
+local function pairs_of(group)
+  local rank, size, made = group:rank(), group:size(), {}
+  for odd = 0, 1 do
+    local first = rank - (rank + odd) % 2
+    local both = first >= 0 and first + 1 < size
+    local pair = group:split(both and { first, first + 1 } or { rank }, odd == 0 and "pipe_even" or "pipe_odd")
+    if both then made[first] = pair end
+  end
+  return made[rank - 1] or false, made[rank] or false
+end
+
+local function new_pipe(micros)
+  local group = mesh.group "pp"
+  if not group then return false end
+  local before, after = pairs_of(group)
+  return { group = group, rank = group:rank(), size = group:size(), micros = micros or group:size(), before = before,
+    after = after, stage_of = setmetatable({}, { __mode = "k" }), inside = setmetatable({}, { __mode = "k" }),
+    sample = false }
 end
 
 --- Joins the other ranks and begins a run, which bmt.close() ends.
 ---@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?: boolean,
 ---  backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?: integer,
 ---  rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed default 0;
----  zero_level (default 3): the stage of ZeRO, 0 to 3; tp_size: ranks that share out layers (bmt.nn); config: keys of
----  ps.initialize's configuration (memory, device, gradient_accumulation_steps, ...); num_micro_batches counts in a
----  pipeline alone; the rest as ps.init_distributed has it
+---  zero_level (default 3): the stage of ZeRO, 0 to 3; tp_size: ranks that share out layers (bmt.nn); pipe_size: stages
+---  to which blocks are dealt (bmt.PipelineTransformerBlockList); num_micro_batches: into so many the rows of all
+---  stages are cut, default pipe_size; config: keys of ps.initialize's configuration (memory, device,
+---  gradient_accumulation_steps, ...); the rest as ps.init_distributed has it
 function session.begin(options)
   options = caller.options(options, "bmt.init_distributed", OPTIONS)
   if current then error "bmt.init_distributed was called before; bmt.close() ends that run" end
@@ -114,26 +153,26 @@ function session.begin(options)
   end
   local pipe_size = math.max(1, options.pipe_size or 1)
   local cfg, joining = configuration(options.config, options.zero_level, options.tp_size and math.max(1,
-    options.tp_size)), {}
+    options.tp_size), pipe_size), {}
+  if options.num_micro_batches then
+    caller.whole(options.num_micro_batches, "bmt.init_distributed: num_micro_batches", 1)
+  end
   local tp_size = cfg.tensor_parallel.size
   for _, key in ipairs(JOINING) do joining[key] = options[key] end
   if options.init_method and options.init_method ~= "env://" then joining.rendezvous = options.init_method end
   joining.seed = options.seed or 0
-  if pipe_size > 1 then
-    error("bmt.init_distributed: pipe_size = " .. pipe_size .. ": a model of ps.bmt is not cut into stages; "
-      .. "ps.initialize does that (docs/pipeline.md)")
-  end
   local group = dist.init_distributed(joining)
-  if group:size() % tp_size ~= 0 then
-    local world = group:size()
+  local world = group:size()
+  if world % (tp_size * pipe_size) ~= 0 then
     group:close()
-    error(("bmt.init_distributed: tp_size = %d does not divide the number of processes, %d; start as many with "
-      .. "tools/launch.lua --nproc-per-node"):format(tp_size, world))
+    error(("bmt.init_distributed: pipe_size = %d times tp_size = %d does not divide the number of processes, %d; start "
+      .. "as many with tools/launch.lua --nproc-per-node"):format(pipe_size, tp_size, world))
   end
-  mesh.cut { tp = tp_size }
+  mesh.cut { tp = tp_size, pp = pipe_size }
   current = setmetatable({ group = group, config = cfg, quiet = options.quiet, engine = false, module = false,
     sequence = tp_size > 1 and cfg.tensor_parallel.sequence_parallel ~= false,
     keep_gathered = cfg.tensor_parallel.tp_keep_gathered or false, alike = setmetatable({}, { __mode = "k" }),
+    stays = setmetatable({}, { __mode = "k" }), pipe = new_pipe(options.num_micro_batches),
     dtype = false, inside = false, manager = false, off = false, device = false }, Session)
   set_facts(pipe_size, tp_size)
 end
@@ -192,10 +231,11 @@ function Session:ready(dtype, call)
   if not self.engine then self:open(dtype) end
 end
 
---- Takes a parameter into the engine's chunks. All ranks get the values of rank 0, of a shard those of the first rank
---- that has it.
+--- Takes a parameter into the engine's chunks, unless another stage has it. All ranks get the values of rank 0, of a
+--- shard those of the first rank that has it.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
+  if session.elsewhere(tensor) then return end
   if tensor:dtype() ~= self.dtype then
     error(("a parameter is %s, and the first one was %s: the parameters of a model of ps.bmt have one type"):format(
       tensor:dtype(), self.dtype))
@@ -205,6 +245,7 @@ function Session:stage(tensor)
   local ranks = self.engine.ranks
   if ranks and ranks.tp and not shard.of(tensor) and tensor:numel() > 0 then ranks.tp:broadcast(tensor, 0) end
   if ranks and ranks.dp:size() > 1 and tensor:numel() > 0 then ranks.dp:broadcast(tensor, 0) end
+  if self.pipe and tensor:numel() > 0 then self.pipe.group:broadcast(tensor, 0) end
   build.stage(tensor, ranks and ranks.shards)
 end
 
@@ -218,14 +259,67 @@ function Session:stage_all(module, call)
   for _, param in ipairs(module:parameters()) do self:stage(param) end
 end
 
+--- Gives a block to a stage. Of a block of another stage this rank keeps no values.
+---@param block ps.nn.Module
+---@param stage integer from 0
+function Session:deal(block, stage)
+  local pipe = self.pipe
+  for _, module in block:named_modules() do pipe.inside[module] = stage end
+  for _, iterate in ipairs { block.named_parameters, block.named_buffers } do
+    for name, tensor in iterate(block) do
+      if (pipe.stage_of[tensor] or stage) ~= stage then
+        error(("bmt.PipelineTransformerBlockList: %s is in blocks of stages %d and %d; blocks of several stages share "
+          .. "no parameters"):format(name, pipe.stage_of[tensor], stage))
+      end
+      pipe.stage_of[tensor] = stage
+    end
+  end
+  if stage == pipe.rank then return end
+  for name, param in block:named_parameters() do
+    deferred.leave(param, ("%s of a block lies on stage %d of the pipeline"):format(name, stage))
+  end
+end
+
+--- The stage of a parameter that lies on another one; nil: it is here.
+---@param tensor ps.Tensor
+---@return integer? stage
+function session.elsewhere(tensor)
+  local pipe = current and current.pipe
+  local stage = pipe and pipe.stage_of[tensor]
+  return stage and stage ~= pipe.rank and tensor:device() == "meta" and stage or nil
+end
+
+--- The stage of a parameter of a block; nil: all stages have it.
+---@param tensor ps.Tensor
+---@return integer? stage
+function session.stage_of(tensor) return current and current.pipe and current.pipe.stage_of[tensor] end
+
 -- -- the model -------------------------------------------------------------------------------------------------------
+-- The stages of the model as the engine sees them; nil: it has one.
+local function stages_for(self, module)
+  local pipe = self.pipe
+  if not pipe then return nil end
+  for path, owner in module:named_modules() do
+    for key, value in pairs(owner._fields) do
+      local stage = ps.is_tensor(value) and pipe.stage_of[value]
+      if stage and pipe.inside[owner] ~= stage then
+        error(("%s%s is a parameter of a block of stage %d, too: blocks of a PipelineTransformerBlockList share no "
+          .. "parameters with what is outside"):format(path == "" and "" or path .. ".", tostring(key), stage))
+      end
+    end
+  end
+  return stages.of_itself(module, function(tensor) return pipe.stage_of[tensor] end, pipe.rank, pipe.size)
+end
+
 -- Gives the engine its model, and the manager's optimizers.
 function Session:take(module)
   local groups, engine = self.groups(), self.engine
   self:stop_staging()
   if engine.closed then error "the engine was closed by an error; bmt.close() and bmt.init_distributed begin anew" end
   for _, param in ipairs(module:parameters()) do self:stage(param) end
-  engine:take { module = module, is_cut = true, param_groups = adopt.groups({ groups = groups }, module) }
+  engine:take { module = module, is_cut = true, stages = stages_for(self, module),
+    stays = function(param) return self.stays[param] end,
+    param_groups = adopt.groups({ groups = groups }, module) }
   for number, group in ipairs(engine.optimizer.groups) do
     for key, value in pairs(group) do if groups[number][key] == nil then groups[number][key] = value end end
     engine.optimizer.groups[number] = groups[number]
@@ -251,6 +345,16 @@ function session.settle(module)
   if not training then module:eval() end
 end
 
+-- Numbers this rank's samples, by which dropout draws: those of the stages of one pipeline follow each other, as their
+-- rows do in its lists. A loader that the script reads numbers them itself.
+local function number_samples(self, first)
+  local rng, pipe = ps.rng(), self.pipe
+  if rng.sample ~= 0 and rng.sample ~= pipe.sample then return end
+  local rows = ps.is_tensor(first) and first:dim() > 0 and first:size(0) or 0
+  pipe.sample = mesh.rank "dp" * 2 ^ 20 + pipe.rank * rows
+  rng.sample = pipe.sample
+end
+
 local function leave(self, ok, ...)
   self.inside = false
   if not ok then error((...), 0) end
@@ -272,6 +376,7 @@ function session.call(module, run, ...)
       .. "gradient_accumulation_steps in bmt.init_distributed's config says how many a step has"):format(engine.micro,
       engine.accumulate))
   end
+  if self.pipe then number_samples(self, (...)) end
   self.inside = true
   return leave(self, pcall(self.engine, ...))
 end

@@ -25,6 +25,14 @@ local function joined(own, desc)
   return shard.join(desc, shards)
 end
 
+-- A copy of a parameter in memory; of a block's, the values of its stage.
+local function value_of(tensor)
+  local stage = session.stage_of(tensor)
+  local copy = session.elsewhere(tensor) and ps.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
+    or tensor:detach():clone():to "cpu"
+  return stage and mesh.group "pp":broadcast(copy, stage) or copy
+end
+
 -- The state of a model whose engine has not got it yet: rank 0 has all of it in memory, others nothing. Reading a
 -- parameter gathers it, so that all ranks read all of them.
 local function gathered(model, rank)
@@ -33,7 +41,7 @@ local function gathered(model, rank)
   table.sort(names)
   for _, name in ipairs(names) do
     ps.scope(ps.no_grad, function()
-      local desc, copy = shard.of(all[name]), all[name]:detach():clone():to "cpu"
+      local desc, copy = shard.of(all[name]), value_of(all[name])
       if desc then copy = joined(copy, desc) end
       if rank == 0 then state[name] = copy:keep() end
     end)

@@ -92,10 +92,12 @@ local function same_stage(a, b)
 end
 
 -- Refuses ranks with parts of one copy of the model that take other rows, or go on by other settings. rows: what all
--- ranks sent.
-local function compare_parts(rows)
+-- ranks sent; pipe: the engine's pipeline, whose stages take the same rows. (Those of a model that goes through them in
+-- its own forward take rows of their own.)
+local function compare_parts(rows, pipe)
+  local tp = mesh.size "tp"
   for i, row in ipairs(rows) do
-    local first = first_of_copy(i - 1)
+    local first = pipe and first_of_copy(i - 1) or math.floor((i - 1) / tp) * tp
     for column, what in pairs { [6] = "has another batch than", [7] = "goes on with another step count, learning rate, "
       .. "loss scale or random numbers than" } do
       if row[column] ~= rows[first + 1][column] then
@@ -208,7 +210,7 @@ function Ranks:begin_step(fn, share, limit)
     same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
   end
   if not failed and not short then
-    if cut then compare_parts(list) end
+    if cut then compare_parts(list, self.engine.pipe) end
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     begin_plans(self, list, 8)

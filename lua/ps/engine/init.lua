@@ -246,7 +246,7 @@ end
 local function open(request)
   local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
     plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
-    no_finer = false, pipeline = false, stages = false, pipe = false, tensor_parallel = false,
+    no_finer = false, pipeline = false, stages = false, stays = false, pipe = false, tensor_parallel = false,
     changes_seen = false, forecast = false, own_loss = request.loss or false, param_groups = request.param_groups,
     quiet = request.quiet, policy = "plan", request_model_func = request.model_func }, Engine.instance)
   local c_step = step.new(self)

@@ -274,13 +274,16 @@ function setup.make_module(self, request)
   local shards = self.ranks and self.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
   local cut = self.tensor_parallel
-  if request.module and (self.pipeline or cut and not request.is_cut) then
+  if request.module and (self.pipeline and not request.stages or cut and not request.is_cut) then
     error(("ps.initialize: this model exists already, whole on each rank; %s takes model_func = function() return "
       .. "MODEL end, and each rank makes its own %s of it"):format(self.pipeline and "a pipeline"
       or "tensor parallelism", self.pipeline and "stages" or "part"), 0)
   end
   if request.module then
-    for _, p in ipairs(request.module:parameters()) do stage(p) end
+    self.stages, self.stays = request.stages or false, request.stays
+    for name, p in request.module:named_parameters() do
+      if not (self.stages and self.stages:elsewhere(name)) then stage(p) end
+    end
     return request.module
   end
   local model_func = hooks.ask("model", request.model_func) or request.model_func
@@ -312,6 +315,7 @@ function setup.place_options(self)
   if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
   return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
     device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards, stages = self.stages,
+    stays = self.stays,
     agree = self.ranks and function(size) return self.ranks:least(size) end,
     host = self.host, grads = grads, grad_dtype = grad_dtype }
 end
@@ -341,7 +345,7 @@ end
 --- Sets the engine's remaining fields, once parameters and optimizer are there.
 function setup.finish(self)
   local cfg = self.cfg
-  if self.stages then self.pipe = pipe.new(self, self.stages, mesh.group "pp") end
+  if self.stages and self.stages.parts then self.pipe = pipe.new(self, self.stages, mesh.group "pp") end
   self.slots = not self.adds_up and self.precision ~= "fp32"
   self.overlap = cfg.overlap_optimizer == true
     or cfg.overlap_optimizer == "auto" and self.device == self.host and not self.pipe
@@ -363,7 +367,7 @@ function setup.finish(self)
       .. "in its code does it for any function")
   end
   self.apply = self.own_loss and with_loss(self.own_loss) or call
-  self.run = self.stages and call or self.apply
+  self.run = self.pipe and call or self.apply
   if cfg.activation_checkpointing.cpu_checkpointing then
     if self.device ~= self.host then
       local run = self.run

@@ -23,7 +23,7 @@ local MOST_POSITIONS = 2048               -- positions at most of the batch that
 ---@field partition? string|integer[] how the model is cut (stages.cut)
 
 ---@class ps.engine.Stages
----@field parts ps.nn.Part[]
+---@field parts ps.nn.Part[]|false false: the model's own forward goes through the stages
 ---@field costs ps.engine.PartCost[]
 ---@field first integer[] by virtual stage, from 1: its first part; behind the last the number of parts plus 1
 ---@field ranks integer[] by virtual stage, from 1: its rank
@@ -213,6 +213,28 @@ function stages.new(module, costs, first, pipeline)
       error(("pipeline: no part of the model uses parameter %s: model:parts() lists the modules of each part"):format(
         name), 0)
     end
+  end
+  return self
+end
+
+--- A model that goes through its stages in its own forward, as those of ps.bmt do: one virtual stage on each rank.
+---@param module ps.nn.Module
+---@param stage_of fun(tensor: ps.Tensor): integer? the stage, from 0, of a parameter or buffer; nil: all have it
+---@param rank integer of this process, among the stages
+---@param size integer
+---@return ps.engine.Stages
+function stages.of_itself(module, stage_of, rank, size)
+  local self = setmetatable({ parts = false, costs = {}, first = {}, ranks = {}, mine = { rank }, rank = rank,
+    vstages_of = {} }, Stages)
+  local all = {}
+  for v = 1, size do self.ranks[v], all[v] = v - 1, v - 1 end
+  for name, tensor in module:named_parameters() do
+    local stage = stage_of(tensor)
+    self.vstages_of[name] = stage and { stage } or all
+  end
+  for name, tensor in module:named_buffers() do
+    local stage = stage_of(tensor)
+    self.vstages_of[name] = stage and { stage } or nil
   end
   return self
 end

@@ -166,7 +166,8 @@ end
 
 -- Makes the chunks of one row of the layout, one of each kind, without those that other ranks own.
 local function chunks_for(row, group, where)
-  local shards, number = where.shards, row.group - 1
+  local shards, number, stays = where.shards, row.group - 1, group.stays
+  if stays == nil then stays = shards and shards.stays end
   local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
   local grad_dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   local function one(kind, dtype, here)
@@ -175,7 +176,7 @@ local function chunks_for(row, group, where)
   local function part(kind, dtype, stripe, reads)
     return shards:part { owner = row.owner, stripe = stripe, dtype = dtype,
       nbytes = kinds.bytes(kind, row.numel, dtype),
-      chunk = ids[kind], device = where.device, reads = reads, keeps = shards.stays }
+      chunk = ids[kind], device = where.device, reads = reads, keeps = stays }
   end
   one("param", group.dtype, ids.mine or not shards:parameters())
   if shards then ids.param_part = part("param", group.dtype, row.stripe, shards:state()) end
@@ -281,9 +282,11 @@ end
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
 ---  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean, shards?: ps.engine.Sharding,
----  stages?: ps.engine.Stages, agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the
----  host; grads: gradients have chunks of their own; stages: the model is cut, and this process has these; agree: gives
----  the chunk size of all ranks
+---  stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?,
+---  agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the host; grads: gradients have
+---  chunks of their own; stages: the model is cut, and this process has these; stays: whether a parameter that ranks
+---  share out stays, once it is gathered, until the end of the step, nil: as the configuration says; agree: gives the
+---  chunk size of all ranks
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
@@ -295,6 +298,9 @@ function build.place(module, options)
     entry.dtype, entry.trains = target_dtype(entry, options.precision), entry.tensor:needs_grad()
     sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name,
       vstage = entry.vstage, apart = options.lookups and embed.is_table(entry) or nil }
+    if options.stays and options.shards and options.shards:parameters() then
+      sizes[i].stays = options.stays(entry.tensor)
+    end
     numel = numel + sizes[i].numel
   end
   local plan

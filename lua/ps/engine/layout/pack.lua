@@ -2,15 +2,15 @@
 -- The place of each tensor in a chunk, and the size of chunks. Pure functions of lists of sizes: nothing here knows the
 -- engine, a device or a model, and equal arguments give equal results.
 --
--- Packing. Tensors come in the order of use and are grouped by type, by whether they train, and by virtual stage. A
--- group has chunks of its own, and one layout serves all its kinds (parameter, master, exp_avg, exp_avg_sq). A tensor
--- goes into the newest chunk of its group if it fits there, else it opens the next one. No tensor is put far from its
--- neighbours, because a chunk that is fetched for one tensor should bring the tensors that are used next. A tensor
--- larger than a chunk gets a chunk of its own, and the open chunk takes further tensors, so that the small tensors
--- between large matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256
--- bytes of bf16). A chunk is cut to the end of its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the
--- unit of direct I/O). With `uniform` only the last chunk of a group is cut, and a tensor may also fill the gap that
--- one of the `lookback` chunks before the newest still has.
+-- Packing. Tensors come in the order of use and are grouped by type, by whether they train, by virtual stage, and by
+-- whether they stay once they are gathered. A group has chunks of its own, and one layout serves all its kinds
+-- (parameter, master, exp_avg, exp_avg_sq). A tensor goes into the newest chunk of its group if it fits there, else it
+-- opens the next one. No tensor is put far from its neighbours, because a chunk that is fetched for one tensor should
+-- bring the tensors that are used next. A tensor larger than a chunk gets a chunk of its own, and the open chunk takes
+-- further tensors, so that the small tensors between large matrices share a chunk. Any chunk size therefore works.
+-- Offsets are multiples of 128 elements (256 bytes of bf16). A chunk is cut to the end of its last tensor, rounded up
+-- to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform` only the last chunk of a group is cut,
+-- and a tensor may also fill the gap that one of the `lookback` chunks before the newest still has.
 --
 -- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here chunks
@@ -55,11 +55,14 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field name? string
 ---@field apart? boolean shares chunks only with other tensors that are set apart
 ---@field vstage? integer the number, among this process's virtual stages, of the one that has it; default 0
+---@field stays? boolean whether it stays, once it is gathered from other ranks, until the end of the step; absent: as
+---  the configuration says
 
 ---@class ps.layout.Group
 ---@field dtype string
 ---@field trains boolean
 ---@field vstage integer
+---@field stays? boolean as of its entries
 ---@field chunks integer number of its chunks
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
@@ -130,11 +133,12 @@ local function pack(entries, chunk_size, uniform, lookback)
   end
   for i, entry in ipairs(entries) do
     local vstage = entry.vstage or 0
-    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "") .. vstage
+    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "") .. tostring(entry.stays)
+      .. vstage
     if not groups[key] then
       groups[key] = #made.groups + 1
-      made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, vstage = vstage, chunks = 0, numel = 0,
-        used = 0 }
+      made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, vstage = vstage, stays = entry.stays,
+        chunks = 0, numel = 0, used = 0 }
       open[groups[key]] = {}
     end
     local group, need = groups[key], math.max(ALIGN, round_up(entry.numel, ALIGN))

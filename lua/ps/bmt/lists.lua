@@ -1,0 +1,266 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- BMTrain's lists of blocks: TransformerBlockList, and PipelineTransformerBlockList, whose blocks are dealt to stages.
+--
+-- A model with stages runs on every rank, on rows of its own, but for the blocks of its pipeline lists: a rank has
+-- those of its stage alone. A call of the list gathers the rows of all stages, cuts them into micro-batches, takes each
+-- through the blocks of this stage, sends it to the next one, and gives every rank its rows of the last stage's results
+-- back. All of it are ops, whose gradients are the same exchanges turned round: backward goes through the micro-batches
+-- from the last to the first, and through the stages likewise (GPipe, Huang et al. 2019). What is outside of the list
+-- is on all stages, and its gradients are added up over them (src/engine/ties.c).
+--
+-- Sizes: n rows of a rank, p stages, m micro-batches.
+local ps = require "ps"
+local caller = require "ps.caller"
+local container = require "ps.nn.container"
+local core = require "ps.nn.module"
+local modules = require "ps.bmt.modules"
+local session = require "ps.bmt.session"
+local error = caller.error
+
+local lists = {}
+
+---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
+---@field num_hidden integer
+---@field dropouts? integer block i's dropouts are numbered from i times so many on; nil: one after the other
+local TransformerBlockList = core.class("TransformerBlockList", container.ModuleList)
+lists.TransformerBlockList = TransformerBlockList
+
+local LIST = { num_hidden = "whole" }
+
+--- A list of blocks that is called as a whole; items count from 0. Other modules become blocks.
+---@param list ps.nn.Module[]
+---@param options? {num_hidden?: integer} how many of the first arguments go from block to block, default 1
+function TransformerBlockList:init(list, options)
+  options = caller.options(options, "bmt." .. self.class_name, LIST)
+  caller.typed(list, "table", "bmt." .. self.class_name .. ": its list of blocks")
+  self.num_hidden = caller.whole(options.num_hidden or 1, "bmt." .. self.class_name .. ": num_hidden", 1)
+  if #list == 0 then error("bmt." .. self.class_name .. " takes one block or more") end
+  container.ModuleList.init(self, list)
+  for _, module in ipairs(list) do if not modules.is_block(module) then modules.CheckpointBlock(module) end end
+end
+
+-- Whether a call's last argument is its options, and no table for the blocks.
+local function are_options(value)
+  if type(value) ~= "table" or getmetatable(value) ~= nil then return false end
+  for key in pairs(value) do
+    if type(key) == "string" and (key:match "^return_hidden" or key == "batch_related") then return true end
+  end
+  return false
+end
+
+-- The arguments of a call without the table of options at their end, and the options.
+local function arguments(...)
+  local args, options = { n = select("#", ...), ... }, {}
+  if are_options(args[args.n]) then options, args[args.n], args.n = args[args.n], nil, args.n - 1 end
+  return args, options
+end
+
+local CALL = { return_hidden_states = "boolean", batch_related = "table" }
+
+local function append(list, from, first)
+  for i = first, from.n do
+    list.n = list.n + 1
+    list[list.n] = from[i]
+  end
+  return list
+end
+
+local function pack(...) return { n = select("#", ...), ... } end
+
+--- Applies the blocks one after the other. The first num_hidden arguments are what a block gives the next one; all
+--- blocks get the others as they are, of whatever type.
+---@param ... any the arguments of a block; then perhaps { return_hidden_states = true }: what went into each block is
+---  given, too, one tensor [blocks, ...] for each of the num_hidden, behind the last block's results. (batch_related is
+---  PipelineTransformerBlockList's, and means nothing here.)
+---@return ps.Tensor ... what the last block gave
+function TransformerBlockList:forward(...)
+  local args, options = arguments(...)
+  caller.options(options, "a call of bmt." .. self.class_name, CALL)
+  local n, seen, outs, rng = self.num_hidden, {}, nil, ps.rng()
+  local op = self.dropouts and tonumber(rng.op)
+  if args.n < n then error(("this list has num_hidden = %d and got %d arguments"):format(n, args.n)) end
+  for k = 1, n do seen[k] = {} end
+  for i = 0, self.length - 1 do
+    if options.return_hidden_states then for k = 1, n do seen[k][i + 1] = args[k] end end
+    if op then rng.op = op + i * self.dropouts end
+    outs = pack(self[i](unpack(args, 1, args.n)))
+    if outs.n < n then error(("block %d gave %d tensors, and num_hidden is %d"):format(i, outs.n, n)) end
+    args = append(append({ n = 0 }, outs, 1), args, n + 1)
+  end
+  if op then rng.op = op + self.length * self.dropouts end
+  if not options.return_hidden_states then return unpack(outs, 1, n) end
+  for k = 1, n do outs[outs.n + k] = ps.stack(seen[k], 0) end
+  return unpack(outs, 1, outs.n + n)
+end
+
+-- -- stages -----------------------------------------------------------------------------------------------------------
+local DROPOUTS = 4096                              -- numbers for a block's dropouts in a forward, whichever rank has it
+
+---@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
+local PipelineTransformerBlockList = core.class("PipelineTransformerBlockList", TransformerBlockList)
+PipelineTransformerBlockList.dropouts = DROPOUTS
+lists.PipelineTransformerBlockList = PipelineTransformerBlockList
+
+--- A list of blocks that are dealt to the stages of init_distributed's pipe_size, in order: with n blocks and p
+--- stages, the first n mod p stages have one block more. Other modules become blocks. Names and numbers are those of
+--- all blocks; of those of other stages a rank has shapes and types alone.
+---@param list ps.nn.Module[] one for each stage at least, of which each has its own parameters
+---@param options? {num_hidden?: integer} with several stages 1
+function PipelineTransformerBlockList:init(list, options)
+  TransformerBlockList.init(self, list, options)
+  local run = session.need "bmt.PipelineTransformerBlockList"
+  local pipe = run.pipe
+  if not pipe then return end
+  if self.num_hidden > 1 then
+    error(("bmt.PipelineTransformerBlockList: num_hidden is %d; one tensor goes from stage to stage (pipe_size = %d)")
+      :format(self.num_hidden, pipe.size))
+  end
+  if #list < pipe.size then
+    error(("bmt.PipelineTransformerBlockList: %d blocks for pipe_size = %d; each stage takes one at least"):format(
+      #list, pipe.size))
+  end
+  local least, more, first = math.floor(#list / pipe.size), #list % pipe.size, 0
+  rawset(self, "firsts", {})                                  -- by stage, from 0; behind the last the number of blocks
+  for stage = 0, pipe.size do
+    self.firsts[stage], first = first, first + least + (stage < more and 1 or 0)
+  end
+  for stage = 0, pipe.size - 1 do
+    for i = self.firsts[stage], self.firsts[stage + 1] - 1 do run:deal(self[i], stage) end
+  end
+end
+
+-- The number of the first of all rows that micro-batch i (from 0) has: the first ones have one row more where m does
+-- not divide the rows.
+local function first_row(rows, micros, i)
+  return i * math.floor(rows / micros) + math.min(i, rows % micros)
+end
+
+-- All ranks' rows of a tensor [n, ...] -> [p n, ...].
+local function all_rows(group, t)
+  if t:needs_grad() then return group:gathered(t) end
+  local shape = t:shape()
+  shape[1] = shape[1] * group:size()
+  return group:all_gather(ps.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
+end
+
+-- Functions that give an argument of the blocks for rows [first, first + count), by its number from 2 on.
+local function arguments_of_micros(args, group, related)
+  local x, give, said = args[1], {}, {}
+  for _, k in ipairs(related or {}) do said[k + 2] = true end
+  for k = 2, args.n do
+    local value = args[k]
+    local function same() return value end
+    give[k] = same
+    if ps.is_tensor(value) then
+      local has_rows = value:dim() > 0 and value:size(0) == x:size(0)
+      if said[k] and not has_rows then
+        error(("batch_related: argument %d is of shape [%s], and the batch has %d rows"):format(k - 2,
+          table.concat(value:shape(), ", "), x:size(0)))
+      elseif has_rows and not related and value:dim() ~= x:dim() then
+        error(("argument %d behind the hidden states is of shape [%s]: say whether it has a row for each sample, by "
+          .. "{ batch_related = { %d } }, or {} for none"):format(k - 2, table.concat(value:shape(), ", "), k - 2))
+      elseif said[k] or has_rows and not related then
+        local whole = all_rows(group, value)
+        give[k] = function(first, count) return whole:narrow(0, first, count) end
+      end
+    end
+  end
+  return give
+end
+
+-- A block's result for one micro-batch. op: the number of the list's first dropout.
+local function through(list, i, op, h, args)
+  ps.rng().op = op + i * DROPOUTS
+  args[1] = h
+  local y = list[i](unpack(args, 1, args.n))
+  if not (ps.is_tensor(y) and core.same_shape(y:shape(), h:shape()) and y:dtype() == h:dtype()) then
+    error(("block %d gave %s of a %s of shape [%s]: what goes from stage to stage keeps its shape and type"):format(i,
+      ps.is_tensor(y) and ("a %s of shape [%s]"):format(y:dtype(), table.concat(y:shape(), ", ")) or "a " .. type(y),
+      h:dtype(), table.concat(h:shape(), ", ")))
+  end
+  return y
+end
+
+-- The rows of this rank of what stages have, x: of the rows of all ranks along `dim`; of other stages than `root` a
+-- tensor of the same shape, through which their backward goes, with zeros.
+local function own_rows(pipe, x, root, dim, n)
+  return pipe.group:copied(x, root):narrow(dim, pipe.rank * n, n)
+end
+
+-- What went into each block, [blocks, n, ...]. seen: of this stage's blocks, by block and micro-batch; all: [p n, ...]
+local function hidden_states(list, pipe, seen, all, n)
+  local of_stages = {}
+  for stage = 0, pipe.size - 1 do
+    local blocks = list.firsts[stage + 1] - list.firsts[stage]
+    local x
+    if stage == pipe.rank then
+      local rows = {}
+      for k = 1, blocks do rows[k] = ps.cat(seen[k], 0) end
+      x = ps.stack(rows, 0)
+    else
+      local shape = all:shape()
+      table.insert(shape, 1, blocks)
+      x = all:unsqueeze(0):expand(shape):contiguous()
+    end
+    of_stages[stage + 1] = own_rows(pipe, x, stage, 1, n)
+  end
+  return ps.cat(of_stages, 0)
+end
+
+-- A call of the list on one of several stages. how: the options of the call.
+local function staged(list, pipe, args, how)
+  local x, group, rng = args[1], pipe.group, ps.rng()
+  if not ps.is_tensor(x) or x:dim() == 0 then
+    error "a pipeline takes hidden states [rows, ...] as its first argument"
+  end
+  local n = x:size(0)
+  local rows, micros = n * pipe.size, pipe.micros
+  if rows < micros then
+    error(("%d rows on each of %d stages are fewer than num_micro_batches = %d"):format(n, pipe.size, micros))
+  end
+  -- Gradients go back through all stages, whether this one's hidden states want theirs or not.
+  if ps.grad_enabled() and not x:needs_grad() then x = x:detach():requires_grad(true) end
+  local all, give, outs, seen = all_rows(group, x), arguments_of_micros(args, group, how.batch_related), {}, {}
+  local first_block, behind, sample = list.firsts[pipe.rank], list.firsts[pipe.rank + 1], rng.sample
+  local op = tonumber(rng.op)
+  for micro = 0, micros - 1 do
+    local first = first_row(rows, micros, micro)
+    local count, given = first_row(rows, micros, micro + 1) - first, { n = args.n }
+    local h = all:narrow(0, first, count)
+    if pipe.before then h = pipe.before:copied(h, 0) end
+    for k = 2, args.n do given[k] = give[k](first, count) end
+    rng.sample = sample - pipe.rank * n + first
+    for i = first_block, behind - 1 do
+      if how.return_hidden_states then
+        local k = i - first_block + 1
+        seen[k] = seen[k] or {}
+        seen[k][micro + 1] = h
+      end
+      h = through(list, i, op, h, given)
+    end
+    if pipe.after then h = pipe.after:copied(h, 0) end
+    outs[micro + 1] = h
+  end
+  rng.op, rng.sample = op + list.length * DROPOUTS, sample
+  local y = own_rows(pipe, ps.cat(outs, 0), pipe.size - 1, 0, n)
+  if not how.return_hidden_states then return y end
+  return y, hidden_states(list, pipe, seen, all, n)
+end
+
+--- Applies the blocks one after the other, each on the rank of its stage. All ranks along the pipeline call it, each
+--- with its own rows, and with as many. Masks of dropout are those of one stage with the rows of all.
+---@param ... any hidden states [n, ...], the other arguments of a block; then perhaps { return_hidden_states = true,
+---  batch_related = { 0, 2 } }: what went into each block is given, too, [blocks, n, ...]; batch_related: the numbers,
+---  from 0, of the tensors behind the hidden states that have a row for each sample. Without it those have that are of
+---  as many rows and dimensions as the hidden states. Of other arguments each rank's blocks get its own
+---@return ps.Tensor hidden of this rank's rows
+---@return ps.Tensor? hidden_states with return_hidden_states
+function PipelineTransformerBlockList:forward(...)
+  local run = session.get()
+  if not (run and run.pipe) then return TransformerBlockList.forward(self, ...) end
+  local args, options = arguments(...)
+  caller.options(options, "a call of bmt." .. self.class_name, CALL)
+  return staged(self, run.pipe, args, options)
+end
+
+return lists
