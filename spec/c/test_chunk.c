@@ -490,6 +490,56 @@ static void test_wrong_use(void)
     ps_free(s);
 }
 
+/* Many tensors in one chunk, made and freed in any order: they are found by their places, which takes no longer the
+ * more there are. The bound is a hundred times what it takes. */
+static void test_many_members(void)
+{
+    enum { MANY = 20000, NBYTES = 256, STEP = 7919 };        /* STEP and MANY have no common divisor */
+    static ps_storage *s[MANY];
+    ps_chunks *cs;
+    ps_chunk_config c = with(CPU, policy_of("plan"), 0, 0, 0);
+    ps_chunk_info info;
+    int32_t id;
+    ps_storage *more = NULL;
+    double began = ps_now();
+    bool made = true, named = true;
+    OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs));
+    OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, (int64_t)MANY * NBYTES, &id));
+    for (int i = 0; i < MANY; i++) {
+        int64_t at = (int64_t)i * STEP % MANY;
+        char name[16];
+        snprintf(name, sizeof name, "t%lld", (long long)at);
+        made = made && ps_chunk_storage_new(cs, id, at * NBYTES, NBYTES, name, &s[at]) == 0;
+    }
+    CHECK(made);
+    ps_chunk_get(cs, id, &info);
+    CHECK(info.n_tensors == MANY && info.used_nbytes == (int64_t)MANY * NBYTES);
+    for (int i = 0; i < MANY; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "t%d", i);
+        named = named && !strcmp(ps_chunk_tensor_name(cs, id, i), name);
+    }
+    CHECK(named);
+    CHECK(!*ps_chunk_tensor_name(cs, id, MANY));
+    for (int i = 0; i < MANY / 2; i++) {
+        shadow x = { .s = s[(int64_t)i * STEP % MANY] };
+        storage_free(&x);
+        s[(int64_t)i * STEP % MANY] = NULL;
+    }
+    for (int at = 1; at < MANY; at++) {                       /* a hole is free, and no more than the hole */
+        if (s[at]) continue;
+        if (s[at - 1]) FAILS(ps_chunk_storage_new(cs, id, (int64_t)(at - 1) * NBYTES, NBYTES, "t", &more), PS_EINVAL,
+                             "overlap");
+        if (at + 1 < MANY && s[at + 1])
+            FAILS(ps_chunk_storage_new(cs, id, (int64_t)at * NBYTES, 2 * NBYTES, "t", &more), PS_EINVAL, "overlap");
+        OK(ps_chunk_storage_new(cs, id, (int64_t)at * NBYTES, NBYTES, "t", &s[at]));
+        if (at > MANY / 2) break;
+    }
+    ps_chunks_close(cs);
+    check(ps_now() - began < 1, __LINE__, "20,000 tensors of one chunk in a second", NULL);
+    for (int i = 0; i < MANY; i++) ps_free(s[i]);
+}
+
 /* One op's working set does not fit: the error has the numbers, and what fits goes on. */
 static void test_too_small(void)
 {
@@ -824,6 +874,7 @@ int main(void)
     OK(ps_sim_configure(devices[SIM], (int64_t)8 << 20, 16e9, 16e9, 2e-6));
     OK(ps_mem_plain_new(DEVICES, devices, &plain_mem));
     test_wrong_use();
+    test_many_members();
     test_too_small();
     test_leaves_without_a_plan("fifo", 0);
     test_leaves_without_a_plan("lru", 1);

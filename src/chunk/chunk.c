@@ -25,7 +25,7 @@ int tier_of(const ps_chunks *cs, int device)
 
 int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 {
-    const char *name = c->members && c->members->name ? c->members->name : NULL;
+    const char *name = c->n_members ? c->members[0]->name : NULL;
     if (name && c->n_members > 1)
         return snprintf(buf, size, "%s[%d] (%s and %d more)", ps_kind_name(c->kind), c->index, name, c->n_members - 1);
     if (name) return snprintf(buf, size, "%s[%d] (%s)", ps_kind_name(c->kind), c->index, name);
@@ -66,10 +66,12 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++)           /* a new forward: uses of the last one no longer count */
-        for (member *m = cs->chunks[i].members; m; m = m->next)
-            if (m->state == PS_TS_HOLD_AFTER_FWD || m->state == PS_TS_HOLD_AFTER_BWD)
-                set_state(&cs->chunks[i], m, PS_TS_HOLD);
+    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward: uses of the last one no longer count */
+        chunk *c = &cs->chunks[i];
+        for (int32_t k = 0; k < c->n_members; k++)
+            if (c->members[k]->state == PS_TS_HOLD_AFTER_FWD || c->members[k]->state == PS_TS_HOLD_AFTER_BWD)
+                set_state(c, c->members[k], PS_TS_HOLD);
+    }
 }
 
 /* -- pins ---------------------------------------------------------------------------------------------------------- */
@@ -203,7 +205,7 @@ int ps_chunk_end(ps_chunks *cs, int32_t id)
     if (cs->step->dry) return 0;
     while (c->transfer) PS_TRY(transfers_poll(cs, true, c));
     for (int t = 0; t < cs->n_tiers; t++) slot_drop(cs, c, t);
-    for (member *m = c->members; m; m = m->next) PS_TRY(set_state(c, m, PS_TS_FREE));
+    for (int32_t k = 0; k < c->n_members; k++) PS_TRY(set_state(c, c->members[k], PS_TS_FREE));
     c->valid = 0;
     c->ended = true;
     return 0;
@@ -340,15 +342,30 @@ static void chunk_bury(ps_chunks *cs, chunk *c)
     c->extent = -1;
     c->valid = 0;
     c->dead = true;
+    ps_free(c->members);
+    c->members = NULL;
+    c->members_capacity = 0;
     step_off(cs);
 }
 
+/* The number of c's members before `offset`. */
+static int32_t members_before(const chunk *c, int64_t offset)
+{
+    int32_t low = 0, high = c->n_members;
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+        if (c->members[middle]->offset < offset) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* c has room for the pointer (check_place). */
 static void member_link(chunk *c, member *m)
 {
-    member **at = &c->members;
-    while (*at && (*at)->offset < m->offset) at = &(*at)->next;
-    m->next = *at;
-    *at = m;
+    int32_t at = members_before(c, m->offset);
+    memmove(&c->members[at + 1], &c->members[at], (size_t)(c->n_members - at) * sizeof *c->members);
+    c->members[at] = m;
     m->chunk = c->id;
     c->n_members++;
     c->count[m->state]++;
@@ -358,27 +375,28 @@ static void member_link(chunk *c, member *m)
 static void member_unlink(ps_chunks *cs, member *m, bool last_goes)
 {
     chunk *c = chunk_at(cs, m->chunk);
-    member **at = &c->members;
-    while (*at != m) at = &(*at)->next;
-    *at = m->next;
+    int32_t at = members_before(c, m->offset);
     c->n_members--;
+    memmove(&c->members[at], &c->members[at + 1], (size_t)(c->n_members - at) * sizeof *c->members);
     c->count[m->state]--;
     c->used_nbytes -= m->nbytes;
     if (c->n_members == 0 && last_goes && !cs->closing) chunk_bury(cs, c);
 }
 
+/* Checks that the chunk's bytes there are nobody's, and makes room for one more member. */
 static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
 {
     if (chunk_id < 0 || chunk_id >= cs->n_chunks || cs->chunks[chunk_id].dead)
         return ps_fail(PS_EINVAL, "there is no chunk %d", chunk_id);
-    const chunk *c = chunk_at(cs, chunk_id);
+    chunk *c = chunk_at(cs, chunk_id);
     if (offset < 0 || offset % 256 || nbytes <= 0 || offset + nbytes > c->nbytes)
         return ps_fail(PS_EINVAL, "bytes %lld to %lld do not fit chunk %d of %lld bytes", (long long)offset,
                        (long long)(offset + nbytes), chunk_id, (long long)c->nbytes);
-    for (const member *m = c->members; m; m = m->next)
-        if (offset < m->offset + m->nbytes && m->offset < offset + nbytes)
-            return ps_fail(PS_EINVAL, "two tensors overlap in chunk %d", chunk_id);
-    return 0;
+    int32_t at = members_before(c, offset);
+    const member *before = at > 0 ? c->members[at - 1] : NULL, *behind = at < c->n_members ? c->members[at] : NULL;
+    if ((before && before->offset + before->nbytes > offset) || (behind && offset + nbytes > behind->offset))
+        return ps_fail(PS_EINVAL, "two tensors overlap in chunk %d", chunk_id);
+    return ps_grow(c->members, c->members_capacity, c->n_members + 1);
 }
 
 static member *member_new(ps_storage *s, int64_t offset, const char *name)
@@ -508,9 +526,8 @@ void ps_chunk_get(const ps_chunks *cs, int32_t id, ps_chunk_info *out)
 
 const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t id, int i)
 {
-    const member *m = cs->chunks[id].members;
-    while (m && i-- > 0) m = m->next;
-    return m && m->name ? m->name : "";
+    const chunk *c = &cs->chunks[id];
+    return i >= 0 && i < c->n_members && c->members[i]->name ? c->members[i]->name : "";
 }
 
 void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out) { *out = cs->stats; }
@@ -551,13 +568,14 @@ void ps_chunks_close(ps_chunks *cs)
     while (cs->transfers) transfers_poll(cs, true, NULL);        /* errors no longer matter: all is given up */
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         chunk *c = &cs->chunks[i];
-        while (c->members) {
-            ps_storage *s = c->members->storage;
+        while (c->n_members > 0) {
+            ps_storage *s = c->members[c->n_members - 1]->storage;
             s->dropped = true;
             s->pins = 0;
             chunks_free(&cs->base.keeper, s);
         }
         for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
+        ps_free(c->members);
     }
     for (int t = 0; t < cs->n_tiers; t++) {
         cache_clear(cs, t, INT64_MAX);

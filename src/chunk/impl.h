@@ -11,7 +11,6 @@
 /* A storage's place: what ps_storage.block points at. */
 typedef struct member {
     ps_storage *storage;
-    struct member *next;          /* in the chunk, by offset */
     char *name;                   /* or NULL */
     int64_t offset, nbytes;
     int32_t chunk;
@@ -43,8 +42,8 @@ typedef struct chunk {
     bool ended;                   /* it had contents once, and they ended: those of its next slot may be any */
     bool resident;                /* lives on tier 0 alone (chunk/resident.c) and does not leave to make room */
     transfer *transfer;           /* or NULL */
-    member *members;
-    int32_t n_members, count[PS_TS_COUNT];
+    member **members;             /* [n_members] in order of their offsets */
+    int32_t n_members, members_capacity, count[PS_TS_COUNT];
     int64_t last_use, arrived;    /* by `clock` of ps_chunks: what lru and fifo go by where there is no plan */
     int32_t noted, noted_at;      /* moment and place of its last use in the record */
     int32_t next_in_trace;        /* place in the expected trace of its next use at or after `now`, or -1 */
