@@ -59,6 +59,31 @@ describe("ps.scope", function()
     assert.equal(before, ps.memory().used)
   end)
 
+  -- 64 MiB each: four of them that wait for the collector are due.
+  it("collects garbage for what waits for it, and not for what a backward makes and frees", function()
+    local function collected(fn)
+      ps.collect_all()
+      local weak = setmetatable({ {} }, { __mode = "v" })
+      collectgarbage "stop"
+      local ok, problem = pcall(fn)
+      local _ = ps.zeros { 1 } + 1                           -- an op looks whether a collection is due
+      collectgarbage "restart"
+      assert.truthy(ok, problem)
+      return weak[1] == nil
+    end
+    local x = ps.zeros({ 2 ^ 24 }):requires_grad()
+    assert.is_false(collected(function()
+      local loss = ps.scope(function()
+        local y = x
+        for _ = 1, 8 do y = y * 2 end
+        return y:sum()
+      end)
+      loss:backward()
+    end))
+    x = nil
+    assert.is_true(collected(function() for _ = 1, 5 do ps.empty { 2 ^ 24 } end end))
+  end)
+
   it("collects no garbage for tensors without data, which take no memory", function()
     ps.collect_all()
     collectgarbage "stop"

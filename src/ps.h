@@ -506,8 +506,8 @@ typedef struct ps_step_state {
   int32_t open;                /* 1: a step has begun and not ended */
   int32_t micro, n_micro;      /* actions BACKWARD and WEIGHT that are done, and all of the table */
   int32_t updating;            /* 1: an action began that updates parameters: the step cannot be given up any more */
-  int32_t crowded;             /* 1: when the last backward became due, or began, little of the first tier was free, so
-                                * that Lua's garbage should go before the walk */
+    int32_t crowded;             /* when the last backward became due, or began, of the first tier less than 1/8 was
+                                 * free: 2; less than half: 1; else 0: whether Lua's garbage should go before the walk */
   int32_t pad;
   double weight;               /* sum of the weights of the micro-batches that were backward */
 } ps_step_state;
@@ -994,7 +994,7 @@ void ps_groups_end(const char *why);
 int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
-int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever */
+int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever; ps_group_pretend too */
 /* Agreement by plan, of what ps_engine_plan_calls took. All ranks begin together, with `agreed` 1 where all have
  * the same hash, not 0. Ranks then compare no more than the number of a planned call; other calls are compared as
  * ever. */

@@ -315,15 +315,16 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* Lua's garbage should go before a walk, which cannot call the collector: in the first micro-batch where less than an
- * eighth of the first tier is free, in later ones where less than half is. Scratch of kernels whose backend does not
- * tell it to a dry run may need the bytes, and later micro-batches should have the room of the first one. */
-static bool crowded(const ps_step *s)
+/* Lua's garbage should go before a walk, which cannot call the collector: at once (2) where less than an eighth of the
+ * first tier is free, now and then (1) where less than half is. Scratch of kernels whose backend does not tell it to a
+ * dry run may need the bytes. */
+static int crowded(const ps_step *s)
 {
     ps_tier_info tier;
-    if (!s->engine || s->dry) return false;
+    if (!s->engine || s->dry) return 0;
     ps_tier_get(s->engine->chunks, 0, &tier);
-    return tier.budget > 0 && tier.free < tier.budget / (s->is.micro == 0 ? 8 : 2);
+    if (tier.budget == 0 || tier.free >= tier.budget / 2) return 0;
+    return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
 int ps_step_next(ps_step *s, int kind, const ps_action_how *how)

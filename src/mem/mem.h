@@ -26,6 +26,7 @@ struct ps_storage {
     int64_t walk;
     uint32_t version;         /* counts writes after creation; the tape compares it */
     bool dropped, kept;
+    bool unscoped;            /* counts in unscoped_nbytes of its scope, the root */
     bool written;             /* on a device that is not here: a script wrote the bytes, so there are some */
     bool watched;             /* of a parameter: recompute segments note that they read it */
     bool trained;             /* a tensor over it required gradients once: it is not written while a script is paused */

@@ -24,6 +24,11 @@ static void link_to(ps_scope *scope, ps_storage *s)
 void ps_scope_unlink(ps_storage *s)
 {
     if (!s->scope) return;
+    if (s->unscoped) {                       /* it went by itself, or stays: no collection is wanted for it */
+        int64_t left = s->scope->unscoped_nbytes - s->nbytes;
+        s->scope->unscoped_nbytes = left > 0 ? left : 0;
+        s->unscoped = false;
+    }
     if (s->scope_next) s->scope_next->scope_prev = s->scope_prev;
     if (s->scope_prev) s->scope_prev->scope_next = s->scope_next;
     else s->scope->first = s->scope_next;
@@ -44,7 +49,9 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
     if (ctx->suspended.on)                   /* nothing of a pause outlives it */
         for (outer = ctx->scope; outer->id != ctx->suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope, s);
-    if (takes && (small || ctx->scope == &ctx->root)) ctx->unscoped_nbytes += s->nbytes + 512;   /* 512: of headers */
+    if (!takes || s->scope != &ctx->root) return;
+    s->unscoped = true;
+    ctx->root.unscoped_nbytes += s->nbytes + 512;        /* 512: of headers */
 }
 
 int ps_scope_begin(ps_ctx *ctx, int64_t *id)
@@ -106,8 +113,8 @@ int64_t ps_scope_depth(ps_ctx *ctx)
 
 int ps_collect_due(ps_ctx *ctx)
 {
-    if (ctx->unscoped_nbytes < ctx->collect_at || ctx->closed) return 0;
-    ctx->unscoped_nbytes = 0;
+    if (ctx->root.unscoped_nbytes < ctx->collect_at || ctx->closed) return 0;
+    ctx->root.unscoped_nbytes = 0;
     ps_memory_info info;
     ctx->mem->table->info(ctx->mem, 0, &info);
     int64_t half = info.used / 2, least = 256 << 20;      /* bytes; fewer would not be worth a collection's time */

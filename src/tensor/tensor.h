@@ -15,6 +15,8 @@ struct ps_scope {
     int64_t id;
     int modules;                  /* modules that had been entered when it began: its end leaves those inside */
     ps_storage *first;
+    int64_t unscoped_nbytes;      /* of the root: bytes made since the last collection that no scope will drop, and that
+                                   * wait for Lua's collector */
 };
 
 typedef struct ps_walk ps_walk;   /* grad/tape.c */
@@ -63,8 +65,7 @@ struct ps_ctx {
     int64_t next_seq;             /* of tape nodes */
     ps_scope root, *scope;        /* scope: innermost */
     int64_t next_scope_id;
-    int64_t unscoped_nbytes, collect_at;   /* bytes that no scope will drop, made since the last collection; the bound
-                                            * from which a collection is due */
+    int64_t collect_at;           /* from so many root.unscoped_nbytes on a collection is due */
     ps_walk *walk;
     ps_reads reads;
     ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */

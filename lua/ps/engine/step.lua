@@ -57,6 +57,7 @@ local action_array = array "ps_action"
 ---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
 ---@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of its batch
+---@field collected integer micro-batches of the step whose backward had run when Lua's garbage last went
 ---@field half_restored boolean a parameter's value could not be brought back: zero_grad tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
 ---  failed in the middle: the parts whose values are of two steps, and the error of using them; given_up: that error
@@ -68,7 +69,7 @@ local states = setmetatable({}, { __mode = "k" })
 -- Forgets all that belongs to one step.
 local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
-  s.total, s.unit, s.factors = 0, false, {}
+  s.total, s.unit, s.factors, s.collected = 0, false, {}, 0
 end
 
 --- Gives an engine its step.
@@ -305,13 +306,25 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
+-- Lua's small tensors wait for its collector. A plan counts those of so many micro-batches together: without a bound
+-- they would fill any budget. A dry run collects them behind so many, and so does a real step, where the first tier is
+-- not half free; each time where it is nearly full, since a kernel may want scratch that no plan knows.
+local UNCOLLECTED = 16
+
+local function collect_before_walk(s)
+  local is = s.is
+  if is.crowded == 0 or (is.crowded == 1 or not ps.computes) and is.micro < s.collected + UNCOLLECTED then return end
+  s.collected = is.micro
+  collectgarbage()
+end
+
 -- Performs one action. Every action of every step comes through here, but for those that C performs on its way through
 -- a pipeline's row (next_event).
 local function perform(engine, kind, how, ...)
   local s = states[engine]
   ps.check(C.ps_step_next(s.c, kind, how))
   hooks.tell("action", s.is.now, true)
-  if WALKS[kind] and s.is.crowded == 1 then collectgarbage() end
+  if WALKS[kind] then collect_before_walk(s) end
   return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
 end
 
@@ -494,7 +507,7 @@ end
 -- The next event of the row (Pipe:next). On the way to it C performs weight gradients and reductions.
 local function next_event(engine, s)
   local pipe, report = engine.pipe, engine.report
-  if s.is.due.kind == C.PS_ACT_WEIGHT and s.is.crowded == 1 then collectgarbage() end     -- as before a walk
+  if s.is.due.kind == C.PS_ACT_WEIGHT then collect_before_walk(s) end
   local ok, kind, v, micro = pcall(pipe.next, pipe)
   if not ok and s.is.now.kind ~= C.PS_ACT_NONE then failed(engine, s, kind) end            -- in one of them
   if not ok then error(kind, 0) end
@@ -830,11 +843,6 @@ function step.zero_grad(engine)
 end
 
 -- -- dry runs ---------------------------------------------------------------------------------------------------------
--- Micro-batches of a dry run whose small tensors count together, before they are collected. A real step collects
--- between two micro-batches where the first tier is not half free (ps_step_state.crowded). Without this bound the small
--- tensors of many micro-batches would fill any budget in the plan.
-local UNCOLLECTED = 16
-
 -- Called before the forward of that number in a dry run, from 1 on.
 local function collect_some(number)
   if number % UNCOLLECTED ~= 0 then return end
