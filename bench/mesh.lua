@@ -10,6 +10,8 @@
 --                        with tp_keep_gathered
 --   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
 --                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t
+--   plan_175b_s, plan_175b_mib
+--                        of bench/plan_lib.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks, not here
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
 --                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
 --                        in turn with them: the medians, and what 99 of 100 take at most;
@@ -22,6 +24,7 @@ local command_line = require "ps.command_line"
 local count = require "ps.engine.count"
 local mesh_lib = require "bench.mesh_lib"
 local paths = require "ps.paths"
+local plan_lib = require "bench.plan_lib"
 local tensor_parallel = require "ps.tensor_parallel"
 local F = ps.functional
 
@@ -308,6 +311,8 @@ local function masks_equal()
 end
 
 local result = {}
+local plan = plan_lib.plan_175b()
+result.plan_175b_s, result.plan_175b_mib = plan.seconds, plan.mib
 run(2, { what = "figures" })
 for key, value in pairs(read "figures.0") do result[key] = value end
 run(2, { what = "latency" })

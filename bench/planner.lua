@@ -10,17 +10,18 @@
 --   median_time_error, worst_time_error         of the absolute values
 --   pairs_ordered      share of the pairs more than 20 % apart whose order the plan has right
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
---   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 of these, by kinds of stage: seconds of it all,
---                      and the most that one of its processes took
+--   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 x tp 8, 32 of these machines, by kinds of
+--                      stage: seconds of it all, and the most that one of its processes took
 --   published          the largest models that others published, in billions, beside ours on the same machine, and the
 --                      tier that is full first
 -- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
 -- byte. No number is fitted to the settings. --light draws small settings, for a look at the bench itself.
 local argparse = require "argparse"
 local cjson = require "cjson"
+local C = require "ps.declared"
 local command_line = require "ps.command_line"
 local paths = require "ps.paths"
-local hardware = require "ps.planning.hardware"
+local plan_lib = require "bench.plan_lib"
 local search = require "ps.planning.search"
 local trial = require "ps.planning.trial"
 
@@ -31,7 +32,7 @@ parser:flag("--light", "small settings")
 parser:flag("--no-published", "leave published models out")
 local args = parser:parse()
 
-local CASE = paths.root .. "/bench/planner_case.lua"
+local CASE, with, on_hardware = plan_lib.CASE, plan_lib.with, plan_lib.on_hardware
 local STEPS, BELOW, APART = 10, 0.97, 1.2
 local DISK = os.getenv "TMPDIR" or "/tmp"
 
@@ -54,13 +55,6 @@ local function train(case)
   local ok, result = pcall(cjson.decode, text)
   if ok then return result end
   return nil, why
-end
-
-local function with(case, changes)
-  local copy = {}
-  for key, value in pairs(case) do copy[key] = value end
-  for key, value in pairs(changes) do copy[key] = value end
-  return copy
 end
 
 local RATES = { host_adam = 1e9, device_adam = 1e9, up = 8e9, down = 8e9, at_once = 0 }
@@ -173,14 +167,6 @@ local PUBLISHED = {
   { system = "DeepSpeed", hardware = "v100-32x8", host = 240e9, theirs_b = 30, width = 4096, precision = "fp16" },
 }
 
-local function on_hardware(name, host, case)
-  local there = hardware.find(name, host)
-  local ranks = there.count > 1 and there.count or nil
-  local full = with(case, { device = "cuda", ranks = ranks, stage = ranks and 3 or nil })
-  return { script = CASE, args = { cjson.encode(full) }, quiet = true, machine = there.machine, rates = there.rates,
-    ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
-end
-
 -- The tier that is fullest, by its share.
 local function full_first(result)
   local name, share = nil, 0
@@ -225,22 +211,15 @@ local function main()
     out.settings[i] = { name = row.name, peak_error = round(row.peak_error),
       counter_error = round(row.counter_error), time_error = round(row.time_error) }
   end
-  local gpt3 = { layers = 96, width = 12288, heads = 96, positions = 2048, vocab = 50304, rows = 1, precision = "bf16",
-    recompute = true, device_nbytes = 125 * 2 ^ 30, host_nbytes = 230 * 2 ^ 30 }
-  local C = require "ps.declared"
   local began = C.ps_now()
-  local dry = trial.run(on_hardware("h200x8", 2e12, gpt3))
+  local dry = trial.run(on_hardware("h200x8", 2e12, plan_lib.GPT3))
   out.dry_175b_s, out.dry_175b_mib = round(C.ps_now() - began), dry.rss and round(dry.rss / 2 ^ 20)
   print(("175 B on 8 H200: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message, out.dry_175b_s,
     tostring(out.dry_175b_mib)))
-  gpt3.stages, gpt3.micros, gpt3.ranks, gpt3.stage, gpt3.device = 8, 64, 32, 1, "cuda"
-  local mesh = on_hardware("h200x8", 2e12, gpt3)
-  mesh.ranks, mesh.kinds, mesh.args = gpt3.ranks, nil, { cjson.encode(gpt3) }
-  began = C.ps_now()
-  dry = trial.run(mesh)
-  out.plan_175b_s, out.plan_175b_mib = round(C.ps_now() - began), dry.rss and round(dry.rss / 2 ^ 20)
-  print(("175 B on dp 4 x pp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message, out.plan_175b_s,
-    tostring(out.plan_175b_mib)))
+  local mesh = plan_lib.plan_175b()
+  dry, out.plan_175b_s, out.plan_175b_mib = mesh.result, round(mesh.seconds), round(mesh.mib)
+  print(("175 B on dp 4 x pp 8 x tp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message,
+    out.plan_175b_s, tostring(out.plan_175b_mib)))
   for _, row in ipairs(args.no_published and {} or PUBLISHED) do
     local got = published(row)
     table.insert(out.published, got)

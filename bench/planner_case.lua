@@ -26,7 +26,8 @@ local config = { device = device, seed = 5, plan_print = false, memory = memory,
   bf16 = case.precision == "bf16" and { enabled = true } or nil,
   fp16 = case.precision == "fp16" and { enabled = true } or nil, rates = case.rates,
   zero_optimization = case.stage and { stage = case.stage } or nil,
-  pipeline = case.stages and { stages = case.stages } or nil, gradient_accumulation_steps = case.micros,
+  pipeline = case.stages and { stages = case.stages } or nil,
+  tensor_parallel = case.tp and { size = case.tp } or nil, gradient_accumulation_steps = case.micros,
   optimizer = { type = "AdamW", params = { lr = 1e-4 } } }
 local base = statm()
 local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()

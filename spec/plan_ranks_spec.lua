@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Plans of several ranks that are not here (tools/plan.lua --ranks), held against ranks of the same script that are: a
--- small GPT-2 that is cut into stages, on four processes.
+-- small GPT-2 that is cut into stages, on four processes, and cut along all axes, on eight.
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local ranks_lib = require "spec.ranks_lib"
@@ -41,6 +41,80 @@ local function plan(folder, ranks, text, ...)
   local ok, value = pcall(cjson.decode, said)
   return assert(ok and value, said)
 end
+
+-- A script of ranks on a mesh, in which a rank has `rows` of a batch. Real ranks print their tiers' peaks, and what
+-- they sent along dp and tp in the second step.
+local function mesh_script(folder, size, layers, settings)
+  return ranks_lib.begin(folder) .. ([[
+  local gpt2, C, hooks, mesh = require "models.gpt2", ps.C, require "ps.hooks", require "ps.mesh"
+  local size = %s
+  local model, optimizer = ps.initialize { quiet = true,
+    model_func = function() return gpt2.new({ n_layer = %d, n_embd = size.width, n_head = 4,
+      n_positions = size.positions, vocab_size = 511, tie_word_embeddings = false }, { dropout = 0.1 }) end,
+    config = { gradient_accumulation_steps = size.micros, %s } }
+  local x = ps.randint(0, 511, { size.micros * size.rows, size.positions }, { dtype = "int32" })
+  local before = {}
+  hooks.on("action", function(action, begins)
+    if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = mesh.group(axis) and mesh.group(axis):bytes_sent() end
+  end)
+  for step = 1, 2 do
+    optimizer:zero_grad()
+    for out in model:micro_batches(x, x) do model:backward(out.loss) end
+    optimizer:step()
+  end
+  local sent = {}
+  for axis, bytes in pairs(before) do sent[axis] = mesh.group(axis):bytes_sent() - bytes end
+  print(require("cjson").encode { tiers = require("ps.engine.inspect").tiers(), sent = sent })
+  ]]):format(size, layers, settings)
+end
+
+describe("a plan of a mesh", function()
+  local folder
+  setup(function() folder = ranks_lib.folder() end)
+  teardown(function() ranks_lib.remove(folder) end)
+
+  it("has the peaks and bytes of eight real ranks, dp 2 x pp 2 x tp 2", function()
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+    local text = mesh_script(folder, "{ width = 64, positions = 64, rows = 8, micros = 4 }", 8,
+      "pipeline = { stages = 2 }, tensor_parallel = { size = 2 }, zero_optimization = { stage = 1 }")
+    local said = plan(folder, 8, text)
+    assert.truthy(said.fits, said.error and said.error.message)
+    assert.same({ 2, 2, 2 }, { said.world, said.cut.stages, said.tp })
+    for stage, run in ipairs(said.runs) do assert.equal(stage - 1, math.floor(run.rank / 4)) end
+    for rank, got in pairs(ranks_lib.run(folder, 8, text)) do
+      assert.equal(0, got.code, got.text)
+      local run, real = said.runs[math.floor(rank / 4) + 1], cjson.decode(got.text)
+      local off = run.tiers[1].peak / real.tiers[1].peak
+      assert.truthy(off >= 0.97 and off <= 1.03, ("rank %d: planned %d, measured %d (%.4f)"):format(rank,
+        run.tiers[1].peak, real.tiers[1].peak, off))
+      if rank - rank % 2 == run.rank then            -- ranks of tp send alike, those of dp own other parameters
+        assert.same(real.sent, { dp = run.axes.dp, tp = run.axes.tp })
+      end
+    end
+  end)
+
+  it("sends what the theory says within a layer", function()
+    for kept, factor in pairs { [false] = 10, [true] = 8 } do
+      local function sent(layers)
+        local said = plan(folder, 2, mesh_script(folder, "{ width = 256, positions = 128, rows = 8, micros = 2 }",
+          layers, ("tensor_parallel = { size = 2, tp_keep_gathered = %s }"):format(kept)))
+        assert.truthy(said.fits, said.error and said.error.message)
+        return said.axes.tp
+      end
+      -- (t - 1) / t of B T C fp32 numbers for each micro-batch; once a step the layer's six gradients of which both
+      -- ranks have addends, with their marks.
+      assert.equal(2 * factor / 2 * 8 * 128 * 256 * 4 + (6 * 256 + 16) * 4, sent(3) - sent(2))
+    end
+  end)
+
+  it("of one process says how it is planned", function()
+    local ok, why = pcall(plan, folder, 1, mesh_script(folder, "{ width = 64, positions = 16, rows = 2, micros = 2 }",
+      2, "tensor_parallel = { size = 2 }"))
+    assert.is_false(ok)
+    assert.truthy(tostring(why):find("is --ranks 2, of a script", 1, true), tostring(why))
+  end)
+end)
 
 describe("a plan of four stages", function()
   local folder

@@ -506,8 +506,8 @@ typedef struct ps_step_state {
   int32_t open;                /* 1: a step has begun and not ended */
   int32_t micro, n_micro;      /* actions BACKWARD and WEIGHT that are done, and all of the table */
   int32_t updating;            /* 1: an action began that updates parameters: the step cannot be given up any more */
-    int32_t crowded;             /* when the last backward became due, or began, of the first tier less than 1/8 was
-                                 * free: 2; less than half: 1; else 0: whether Lua's garbage should go before the walk */
+  int32_t crowded;             /* when the last backward became due, or began, of the first tier less than 1/8 was
+                               * free: 2; less than half: 1; else 0: whether Lua's garbage should go before the walk */
   int32_t pad;
   double weight;               /* sum of the weights of the micro-batches that were backward */
 } ps_step_state;

@@ -25,6 +25,11 @@ local EVENTS = {
   action = "action (ps_action), begins: an action of a step begins, or has ended",
   unjoined = "what: a launcher started several processes, and the script did not join them before it called what. "
     .. "Answer: the text of the error",
+  cut = "nothing: an engine is about to count its model's parts and to cut it into stages. Answer: {costs, first} of "
+    .. "stages.new",
+  counted = "key: a pipeline is about to count the parts for micro-batches with this signature. Answer: their costs",
+  few = "ranks: the mesh that a script asks for takes so many ranks, or a multiple, and there are others. Answer: how "
+    .. "to get them",
 }
 local listeners = {}                                -- by event: a list that is never changed, only replaced
 for event in pairs(EVENTS) do listeners[event] = {} end

@@ -53,12 +53,35 @@ static bool dry(const ps_tensor *t)
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
-/* What a call does in a dry run: it is noted. */
-static int noted(ps_group *g, int op, const ps_tensor *t, int root)
+/* Whether a broadcast goes by parts: the root of a large one sends each rank a part, which that rank passes on, so that
+ * none sends more than twice nbytes. */
+static bool spreads(const ps_group *g, int64_t nbytes) { return g->comm->size > 2 && nbytes >= SPREAD_NBYTES; }
+
+void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
 {
-    if (!t->ctx->step->dry) return 0;
-    return group_note(g, op, t->ctx->devices[t->device_]->is_host ? ON_HOST : ON_DEVICE, t->dtype_,
-                      ps_tensor_nbytes(t), root);
+    int size = g->comm->size, width = ps_dtype_bytes(dtype);
+    bool sums = op == OP_ALL_REDUCE, small = sums && group_is_small(g, at, nbytes);
+    if (op == OP_ALL_GATHER || small) {
+        g->bytes_sent += nbytes * (size - 1);
+        return;
+    }
+    if (op == OP_BROADCAST && !spreads(g, nbytes)) {
+        if (g->comm->rank == root) g->bytes_sent += nbytes * (size - 1);
+        return;
+    }
+    int64_t part = sums ? (nbytes / width + size - 1) / size * width : (nbytes + size - 1) / size;
+    group_cut(g, NULL, nbytes, part, g->parts);
+    group_count_parts(g, g->parts, op != OP_BROADCAST || g->comm->rank == root, op != OP_REDUCE_SCATTER);
+}
+
+/* A call whose tensor has no bytes. A dry run of a step notes it; else what it would send to ranks that are not here is
+ * counted. */
+static int without_bytes(ps_group *g, int op, const ps_tensor *t, int root)
+{
+    place at = t->ctx->devices[t->device_]->is_host ? ON_HOST : ON_DEVICE;
+    if (t->ctx->step->dry) return group_note(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
+    if (g->comm->pretends) group_count(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
+    return 0;
 }
 
 /* The place of a tensor's device, which is connected here if it is not. */
@@ -131,6 +154,7 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
         g->bytes_sent += nbytes * (size - 1);
         return moved(g, OP_ALL_REDUCE, 0);
     }
+    if (g->comm->pretends) group_count(g, OP_ALL_REDUCE, at, dtype, nbytes, 0);
     if (g->comm->pretends && reduce == PS_REDUCE_SUM) sum_of_equals(dtype, bytes, nbytes, size);
     if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_ALL_REDUCE, 0);
     group_cut(g, bytes, nbytes, part, g->parts);
@@ -148,6 +172,7 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
     if (part == 0) return 0;
     group_cut(g, in, nbytes, part, g->parts);
     if (g->comm->pretends) {
+        group_count(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0);
         memmove(out, g->parts[g->comm->rank].address, (size_t)part);
         sum_of_equals(dtype, out, part, g->comm->size);
         return moved(g, OP_REDUCE_SCATTER, 0);
@@ -171,6 +196,7 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     }
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
+    if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
     if (g->comm->pretends) return moved(g, OP_ALL_GATHER, 0);
     rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* sends then read it from the cache */
     return moved(g, OP_ALL_GATHER, rc < 0 ? rc : group_gather(g, at, g->parts));
@@ -183,10 +209,9 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     if (rc == 0 && (root < 0 || root >= size))
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
+    if (g->comm->pretends) group_count(g, OP_BROADCAST, at, dtype, nbytes, root);
     if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_BROADCAST, 0);
-    /* The root of a large broadcast sends each rank a part, which that rank passes on: none sends more than twice
-     * nbytes. */
-    bool spread = size > 2 && nbytes >= SPREAD_NBYTES;
+    bool spread = spreads(g, nbytes);
     group_cut(g, bytes, nbytes, spread ? part : nbytes, g->parts);
     group_clear_parts(g);
     for (int r = 0; rank == root && r < size; r++) g->send[r] = g->parts[spread ? r : 0];
@@ -200,7 +225,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
 
 int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc)
 {
-    if (dry(t)) return rc < 0 ? rc : noted(g, OP_ALL_REDUCE, t, reduce);
+    if (dry(t)) return rc < 0 ? rc : without_bytes(g, OP_ALL_REDUCE, t, reduce);
     use u = { .t = t };
     place at;
     PS_TRY(place_of(g, t, &at));
@@ -229,7 +254,7 @@ static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor
 
 int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
-    if (dry(in) || (dry(out) && out->ctx->step->dry)) return noted(g, OP_REDUCE_SCATTER, in, 0);
+    if (dry(in) || (dry(out) && out->ctx->step->dry)) return without_bytes(g, OP_REDUCE_SCATTER, in, 0);
     use from = { .t = in }, to;
     place at;
     PS_TRY(place_of(g, in, &at));
@@ -246,7 +271,7 @@ int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
 
 int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
 {
-    if (dry(in) || (dry(out) && out->ctx->step->dry)) return noted(g, OP_ALL_GATHER, in, 0);
+    if (dry(in) || (dry(out) && out->ctx->step->dry)) return without_bytes(g, OP_ALL_GATHER, in, 0);
     use from = { .t = in }, to;
     place at;
     PS_TRY(place_of(g, in, &at));
@@ -261,7 +286,7 @@ int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
 
 int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 {
-    if (dry(t)) return noted(g, OP_BROADCAST, t, root);
+    if (dry(t)) return without_bytes(g, OP_BROADCAST, t, root);
     use u;
     place at;
     PS_TRY(place_of(g, t, &at));

@@ -39,7 +39,7 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 /* Every rank sends its bytes to every other one, which is soon more than in parts where there are many ranks. */
 static bool has_small(const ps_comm *comm)
 {
-    return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS && !comm->pretends;
+    return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
 }
 
 int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
@@ -546,6 +546,14 @@ void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_c
     for (int r = 0; r < g->comm->size; r++) {
         int64_t begin = least(r * part, nbytes);
         parts[r] = (ps_comm_part){ base + begin, least(begin + part, nbytes) - begin };
+    }
+}
+
+void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, bool gathers)
+{
+    for (int r = 0; r < g->comm->size; r++) {
+        if (r == g->comm->rank) continue;
+        g->bytes_sent += (reduces ? parts[r].nbytes : 0) + (gathers ? parts[g->comm->rank].nbytes : 0);
     }
 }
 

@@ -127,6 +127,9 @@ int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes
 int group_mark(ps_group *g, place at);
 int group_after(ps_group *g, place at, int mark);
 int group_after_now(ps_group *g, place at);
+/* In a group whose other ranks are not here: counts the bytes that a reduction of parts sends (this rank's versions of
+ * the others' parts), or a gather of them (its own part to all others), or both. */
+void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, bool gathers);
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
 void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
 
@@ -152,6 +155,9 @@ int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned)
 void group_plan_free(ps_group *g);
 
 /* -- collective.c */
+/* In a group whose other ranks are not here: counts the bytes that a call of OP_* sends. nbytes: of all_gather this
+ * rank's part, of other calls all. */
+void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
 /* Compares a collective on bytes with the other ranks' calls. rc: the result of this rank's preparation. The other
  * ranks are told of a failure, and this rank returns it. */
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc);

@@ -36,7 +36,10 @@ static int carry_out(ps_group *g, ps_job *job)
     header mine = { .seq = g->seq++, .op = job->op, .dtype = job->dtype, .root = job->stripe, .failed = job->failed,
                     .check = job->check, .place = job->at };
     int64_t piece = 0, largest = 0;
-    if (g->comm->pretends) return 0;                       /* the other ranks are not here, nor are their bytes */
+    if (g->comm->pretends) {                               /* the other ranks are not here, nor are their bytes */
+        group_count_parts(g, job->parts, job->op != OP_CHUNK_GATHER, job->op != OP_CHUNK_REDUCE);
+        return 0;
+    }
     for (int r = 0; r < g->comm->size; r++) {
         mine.nbytes += job->parts[r].nbytes;
         if (job->parts[r].nbytes > largest) largest = job->parts[r].nbytes;

@@ -49,8 +49,8 @@ int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int roo
     return 0;
 }
 
-/* Notes the call that carry_out makes outside of a dry run. */
-static int note(ps_group *g, int op, place at, int root, const ps_view *in)
+/* Notes the call that carry_out makes outside of a dry run, or counts what it sends to ranks that are not here. */
+static int without_bytes(ps_group *g, int op, place at, int root, const ps_view *in)
 {
     static const struct { int op, call; } calls[] = {
         { PS_OP_all_reduce, OP_ALL_REDUCE }, { PS_OP_reduce_from_tp, OP_ALL_REDUCE },
@@ -58,9 +58,12 @@ static int note(ps_group *g, int op, place at, int root, const ps_view *in)
         { PS_OP_all_gather_again, OP_ALL_GATHER }, { PS_OP_gather_from_tp, OP_ALL_GATHER },
         { PS_OP_broadcast, OP_BROADCAST } };
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
-        if (calls[i].op == op)
-            return group_note(g, calls[i].call, at, in->dtype, in->numel * ps_dtype_bytes(in->dtype),
-                              op == PS_OP_broadcast ? root : 0);
+        if (calls[i].op == op) {
+            int64_t nbytes = in->numel * ps_dtype_bytes(in->dtype);
+            if (op != PS_OP_broadcast) root = 0;
+            if (g->ctx->step->dry) return group_note(g, calls[i].call, at, in->dtype, nbytes, root);
+            group_count(g, calls[i].call, at, in->dtype, nbytes, root);
+        }
     return 0;
 }
 
@@ -70,8 +73,8 @@ static int group_op(ps_ctx *ctx, int op, int device, const void *attrs, const ps
     ps_group *g = NULL;
     place at;
     PS_TRY(find_group(ctx, attrs, &g));
-    if (ctx->step->dry)
-        return note(g, op, ctx->devices[device]->is_host ? ON_HOST : ON_DEVICE, attributes->root, in);
+    if (ctx->step->dry || ctx->devices[device]->pretends)
+        return without_bytes(g, op, ctx->devices[device]->is_host ? ON_HOST : ON_DEVICE, attributes->root, in);
     PS_TRY(group_place(g, ctx, device, &at));
     group_drain(g);
     int rc = carry_out(g, op, at, attributes->root, in, out);

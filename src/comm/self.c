@@ -33,7 +33,7 @@ int ps_comm_self(ps_comm **out)
 /* Every rank that is not here makes the calls of this one. Its bytes are collective.c's to pretend. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
-    for (int r = 0; lane == PS_COMM_HEADER && r < comm->size; r++)
+    for (int r = 0; r < comm->size; r++)
         if (r != comm->rank && recv[r].nbytes > 0) memcpy(recv[r].address, send[r].address, (size_t)recv[r].nbytes);
     return 0;
 }

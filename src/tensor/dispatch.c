@@ -330,8 +330,8 @@ static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
     return a->ctx->of_ranks(a->ctx, a->op, a->device, a->attrs.bytes, in, out);
 }
 
-/* The work of an op in a dry run. */
-static int dry_call(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+/* An op without its numbers: in a dry run, or on a device that is not here. */
+static int without_numbers(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     if (a->row->flags & PS_OPF_RANKS) PS_TRY(of_ranks(a, in, out));
     return dry_scratch(a, be, in, out);
@@ -383,7 +383,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     int rc = PS_EUNSUP;
     int64_t began = ps_record_begin();
     a->known = be->pretends && is_known(a, be);
-    if (be->pretends && !a->known) rc = dry_scratch(a, be, in, out);
+    if (be->pretends && !a->known) rc = without_numbers(a, be, in, out);
     else if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
     else if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, in, out), be = NULL;
     for (; be && rc == PS_EUNSUP; be = be->fallback) {
@@ -413,7 +413,7 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0) rc = a->ctx->step->dry ? dry_call(a, be, in, out) : call_kernel(a, be, in, out);
+    if (rc == 0) rc = a->ctx->step->dry ? without_numbers(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;

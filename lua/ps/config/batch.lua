@@ -2,6 +2,7 @@
 -- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
 -- processes. An absent one follows from the others. Processes that share a model's stages or layers take the same
 -- rows.
+local hooks = require "ps.hooks"
 local types = require "ps.config.types"
 
 local batch = {}
@@ -15,12 +16,13 @@ local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu"
 ---@return integer
 function batch.data_parallel(state, cfg, world)
   local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size
-  local dp = (world or stages * parts) / (stages * parts)
+  local ranks = stages * parts
+  local dp = (world or ranks) / ranks
   if dp % 1 ~= 0 then
-    state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d; start a multiple of %d: "
-      .. "psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() before ps.initialize",
-      state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, stages * parts, world,
-      stages * parts, stages * parts)
+    state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d; %s",
+      state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, ranks, world,
+      hooks.ask("few", ranks) or ("start a multiple of %d: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which "
+      .. "calls ps.init_distributed() before ps.initialize"):format(ranks, ranks))
   end
   return dp
 end

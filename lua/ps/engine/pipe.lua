@@ -158,7 +158,8 @@ local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~=
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
-    costs = count.parts(self.engine.module, micro.args, self.engine.precision, true, cached(micro))
+    costs = hooks.ask("counted", micro.key)
+      or count.parts(self.engine.module, micro.args, self.engine.precision, true, cached(micro))
     self.counts[micro.key] = costs
   end
   return costs

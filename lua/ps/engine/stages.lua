@@ -432,11 +432,14 @@ function stages.make(model_func, pipeline, where)
       :format(module.class_name), 0)
   end
   if where.cut then where.cut(module) end
-  local how, args = pipeline.partition, example(module)
-  local costs = count.parts(module, args, where.precision)
-  local weighed = how == "measured" and measured(module, costs, args, where) or costs
-  local first, times = stages.cut(weighed, pipeline.table, how, module:parts())
-  local made = stages.new(module, costs, first, pipeline)
+  local found, times = hooks.ask "cut", nil
+  if not found then
+    local how, args = pipeline.partition, example(module)
+    found = { costs = count.parts(module, args, where.precision) }
+    local weighed = how == "measured" and measured(module, found.costs, args, where) or found.costs
+    found.first, times = stages.cut(weighed, pipeline.table, how, module:parts())
+  end
+  local made = stages.new(module, found.costs, found.first, pipeline)
   made.times = times
   local off = where.stage and hooks.on("parameter", where.stage)
   local ok, problem = pcall(deferred.materialize, module, { device = where.device,

@@ -4,6 +4,7 @@
 -- nothing, chunks move without bytes, and the high-water marks of the tiers are those of a real first step. What a
 -- trial changes (budgets, rows of a batch, blocks of the model) it changes by the engine's hooks (ps/hooks.lua).
 local hooks = require "ps.hooks"
+local known = require "ps.planning.known"
 local outside = require "ps.planning.outside"
 
 local dry_run = {}
@@ -123,16 +124,7 @@ local function owner(list)
   return most - 1
 end
 
--- Ends a run before its first step where another rank along dp owns more parameters, with the number of that rank.
-local function seek_owner(give)
-  local off
-  off = hooks.on("action", function()
-    off()
-    local engine = require("ps.engine.setup").current()
-    local other = engine and owner(owned(engine))
-    if other and other ~= engine.ranks.dp:rank() then give { fits = true, owner = other, ended = true } end
-  end)
-end
+local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
 -- How a model is cut, with the costs of its virtual stages for the script's micro-batches; nil: it is not.
 ---@return ps.planning.Pipeline?
@@ -165,21 +157,40 @@ local function cut_of(engine)
     micro_batches = micros, vstages = vstages, sent = sent * micros }
 end
 
-local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
-
--- Bytes that this rank sends to the others of each axis in a step. dp: with ZeRO 3 its part of every gather, and its
--- gradients of what others own; without ZeRO the sums of its part, too. pp: activations and their gradients.
-local function axes_of(engine, forecast, cut)
-  local dp, axes = engine.ranks and engine.ranks.dp:size() or 1, {}
-  if dp > 1 then
-    local gradients = engine.built.numel * BYTES[engine.precision] * (dp - 1) / dp
-    axes.dp = (forecast and forecast.gathered or 0) + gradients * (engine.zero_stage == 0 and 2 or 1)
-  end
-  if cut then axes.pp = cut.sent end
-  return axes
+-- Ends a run of a pipeline before its first step where another rank along dp owns more parameters, with the number of
+-- that rank, and what holds for all ranks.
+local function seek_owner(give)
+  local off
+  off = hooks.on("action", function()
+    off()
+    local engine = require("ps.engine.setup").current()
+    local other = engine and engine.pipe and owner(owned(engine))
+    if not other or other == engine.ranks.dp:rank() then return end
+    give { fits = true, owner = other, ended = true, cut = cut_of(engine), tp = tp_of(engine),
+      known = known.of(engine) }
+  end)
 end
 
-local function of_engine(engine, seen, when, tiers)
+-- Counts what this rank sends along dp and tp from the first action of a step on; groups whose other ranks are not here
+-- count as others do (ps_group_bytes_sent). Gives a function that has the bytes by axis, once the step has ended.
+local function watch_sent()
+  local C, mesh, before = require "ps.declared", require "ps.mesh", {}
+  local function sent(axis)
+    local group = mesh.group(axis)
+    return group and group:bytes_sent()
+  end
+  hooks.on("action", function(action, begins)
+    if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- last of all that of the real step
+  end)
+  return function(cut)
+    local axes = { pp = cut and cut.sent }
+    for axis, nbytes in pairs(before) do axes[axis] = sent(axis) - nbytes end
+    return axes
+  end
+end
+
+local function of_engine(engine, seen, when, tiers, sent)
   local built, forecast, links = engine.built, engine.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
@@ -203,7 +214,7 @@ local function of_engine(engine, seen, when, tiers)
     rows = seen.rows, blocks = seen.blocks, owned = owned(engine), stage = engine.zero_stage,
     gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
     recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil,
-    cut = cut, owner = owner(owned(engine)), axes = axes_of(engine, forecast, cut),
+    cut = cut, owner = owner(owned(engine)), axes = sent(cut), tp = tp_of(engine), known = known.of(engine),
     model_parameters = cut and engine.module:num_parameters() or nil }
 end
 
@@ -246,6 +257,10 @@ end
 
 -- A plan of several ranks is of a script that joins them: says so in the words of a plan.
 local function watch_joining(request)
+  hooks.on("few", function(ranks)
+    return ("a plan of so many, or a multiple, is --ranks %d, of a script that calls ps.init_distributed() before "
+      .. "ps.initialize"):format(ranks)
+  end)
   hooks.on("unjoined", function(what)
     return request.ranks and ("this plan is of %d processes, and the script does not call ps.init_distributed() before "
       .. "%s: call it, or plan one process with %s"):format(request.ranks, what, request.alone)
@@ -280,17 +295,18 @@ function dry_run.perform(request, give)
   require("ps.rates").suppose(request.rates)
   change_settings(request, seen)
   watch_joining(request)
+  known.tell(request.known)
   watch_rows(seen, request.rows)
   if request.seeks_owner then seek_owner(give) end
   local when, note = watch_peaks()
   watch_blocks(seen, request.blocks)
-  local ops = watch_ops()
+  local ops, sent = watch_ops(), watch_sent()
   local setup = require "ps.engine.setup"
   hooks.on("step", function()
     note "update"
     local engine = setup.current()
     local tiers = require("ps.engine.inspect").tiers()
-    local result = tiers and of_engine(engine, seen, when, tiers) or of_devices(engine, seen)
+    local result = tiers and of_engine(engine, seen, when, tiers, sent) or of_devices(engine, seen)
     result.ops, result.rss = ops(), require("ps").peak_rss()
     give(result)
   end)

@@ -86,7 +86,7 @@ function planning.plan(options)
     notes = {} }
   for key, value in pairs(result) do if key ~= "rss" then plan[key] = value end end
   for _, note in ipairs(there and there.notes or {}) do table.insert(plan.notes, note) end
-  if ranks > 1 and result.fits and (result.world or 1) == 1 and not result.cut then
+  if ranks > 1 and result.fits and (result.world or 1) == 1 and (result.tp or 1) == 1 and not result.cut then
     table.insert(plan.notes, "the script makes no group of ranks (ps.init_distributed): each process trains by itself")
   end
   if there and result.fits and result.ops and result.parameters then

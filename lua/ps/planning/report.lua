@@ -31,10 +31,11 @@ local function links(lines, plan)
   for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
 end
 
-local AXES = { dp = "gathers of parameters, sums of gradients", pp = "activations and their gradients" }
+local AXES = { dp = "gathers of parameters, sums of gradients", pp = "activations and their gradients",
+  tp = "activations within layers, and their gradients" }
 
 local function axes(lines, plan)
-  for _, axis in ipairs { "dp", "pp" } do
+  for _, axis in ipairs { "dp", "pp", "tp" } do
     local nbytes = plan.axes and plan.axes[axis]
     if nbytes then
       lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)"):format(axis, view.bytes(nbytes), AXES[axis])
@@ -101,6 +102,10 @@ function report.lines(plan)
     say("%d ranks, each alone with pretended others: run were rank%s %s%s", plan.ranks, #list > 1 and "s" or "",
       table.concat(list, ", "), plan.cut and ", one of each kind of stage" or plan.owned
       and ", one of each number of parameters that ranks own" or "")
+  end
+  if plan.ranks > 1 and plan.tp and plan.tp > 1 then
+    say("mesh: dp %d x pp %d x tp %d; one rank of tp stands for all, since their parts have the same sizes", plan.world,
+      plan.cut and plan.cut.stages or 1, plan.tp)
   end
   if plan.cut then stages(lines, plan) end
   if plan.parameters then

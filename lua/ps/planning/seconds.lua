@@ -3,8 +3,9 @@
 -- they are a range, between the least and the most of its speeds that are assumed to be reached (`efficiency` of its
 -- table). Compute: of each op (ps_op_cost, as the dry run counted them, with what is computed again) the longer of its
 -- operations and its bytes, and Adam; of a pipeline the simulated course of its stages, with what they send each other,
--- and Adam. Transfer: the bytes over each link. Communication: bytes of the ranks. The parts run side by side as far as
--- the plan can; a step takes at least the longest part and at most their sum.
+-- and Adam. What ranks with parts of the same layers send each other counts as compute, which waits for it. Transfer:
+-- the bytes over each link. Communication: bytes of the ranks along dp. The parts run side by side as far as the plan
+-- can; a step takes at least the longest part and at most their sum.
 local course = require "ps.planning.course"
 
 local seconds = {}
@@ -51,17 +52,28 @@ end
 
 -- The ranks of an axis, tp fastest, then dp, then pp, lie on several machines.
 local function apart(result, axis, here)
-  local dp, stages = result.world or 1, result.cut and result.cut.stages or 1
-  if axis == "dp" then return dp > here end
-  return dp * stages > here
+  local tp, dp, stages = result.tp or 1, result.world or 1, result.cut and result.cut.stages or 1
+  if axis == "tp" then return tp > here end
+  return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- The compute of a pipeline: {least, most} seconds of the simulated course with the stages' Adam, and bubbles.
+-- What a rank sends to those that have parts of the same layers, which wait for it. nil: the table lacks the speed.
+local function of_layers(t, result, axes, here)
+  local nbytes = axes and axes.tp or 0
+  if nbytes == 0 then return ZERO end
+  local between = speed_between(t, apart(result, "tp", here))
+  return between and range(nbytes, between, t.efficiency.between)
+end
+
+-- The compute of a pipeline: {least, most} seconds of the simulated course, with what its ranks send within layers and
+-- the stages' Adam, and bubbles.
 local function of_stages(there, result, here)
   local t, cut, least, most, flops, adam = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
     local ops, done = of_ops(t, result, run.ops)
-    if not ops then return nil end
+    local layers = of_layers(t, result, run.axes, here)
+    if not ops or not layers then return nil end
+    ops = add(ops, layers)
     local own = of_adam(there, result, run.parameters)
     adam, flops = { math.max(adam[1], own[1]), math.max(adam[2], own[2]) }, math.max(flops, done)
     for _, stage in ipairs(run.stands_for) do least[stage + 1], most[stage + 1] = ops[1], ops[2] end
@@ -78,8 +90,9 @@ end
 local function compute_of(there, result, here)
   if result.cut then return of_stages(there, result, here) end
   local ops, flops = of_ops(there.table, result, result.ops)
-  if not ops then return nil end
-  return add(ops, of_adam(there, result, result.parameters)), flops
+  local layers = of_layers(there.table, result, result.axes, here)
+  if not ops or not layers then return nil end
+  return add(add(ops, layers), of_adam(there, result, result.parameters)), flops
 end
 
 --- The seconds of a step of a result, as ranges; nil where the table lacks a speed of its device.

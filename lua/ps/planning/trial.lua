@@ -24,7 +24,8 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field disk? boolean true: there is a disk tier, with room for all
 ---@field rows? integer rows of each micro-batch, instead of the script's
 ---@field blocks? integer elements of the model's longest list of modules, instead of the script's
----@field seeks_owner? boolean the run ends before its first step where another rank along dp owns more
+---@field seeks_owner? boolean a pipeline's run ends before its first step where another rank along dp owns more
+---@field known? table what a run of another rank of the same mesh has found out (planning/known.lua)
 ---@field quiet? boolean notes of the engine go nowhere
 
 ---@class ps.planning.Result
@@ -46,7 +47,10 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field owner? integer the rank along dp, from 0, that owns most
 ---@field ended? boolean the run ended before its first step (seeks_owner)
 ---@field cut? ps.planning.Pipeline how the model is cut into stages
----@field axes? {dp?: number, pp?: number} bytes that a rank sends in a step along each axis; of several ranks the most
+---@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; of several
+---  ranks the most
+---@field tp? integer ranks that have a part each of the same layers
+---@field known? table what holds for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
 ---@field runs? ps.planning.Run[] what each of them takes
 
@@ -90,12 +94,15 @@ function trial.finish(running)
   return result
 end
 
-local function of_rank(request, rank)
-  local one = {}
-  for key, value in pairs(request) do one[key] = value end
-  one.rank = request.ranks and rank or nil
-  return one
+-- A copy of a request with other fields.
+local function with(request, changes)
+  local copy = {}
+  for key, value in pairs(request) do copy[key] = value end
+  for key, value in pairs(changes) do copy[key] = value end
+  return copy
 end
+
+local function of_rank(request, rank) return with(request, { rank = request.ranks and rank or nil }) end
 
 -- -- which ranks stand for all ----------------------------------------------------------------------------------------
 -- A text that stages have alike which hold and compute the same.
@@ -133,13 +140,14 @@ local function stages_of(cut)
   return list
 end
 
--- The ranks along dp that stand for all: the first, and of each number of parameters that ranks own the first one.
+-- The ranks along dp that stand for all: the first, and of each number of parameters that ranks own the first one. Of
+-- the ranks along tp, whose parts of layers have the same sizes, the first stands for all.
 local function owners(result)
   local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
     if not seen[numel] then
       seen[numel] = true
-      list[#list + 1] = rank - 1
+      list[#list + 1] = (rank - 1) * (result.tp or 1)
     end
   end
   return list
@@ -158,7 +166,7 @@ end
 -- One result for several ranks: of each tier the highest peak, of each link and axis the most bytes.
 local function joined(first, runs)
   local out = {}
-  for key, value in pairs(first) do out[key] = value end
+  for key, value in pairs(first) do if key ~= "known" then out[key] = value end end
   out.tiers, out.links, out.axes, out.runs, out.kinds = {}, {}, {}, runs, {}
   for number, run in ipairs(runs) do
     out.kinds[number] = run.rank
@@ -204,14 +212,16 @@ end
 -- The ranks of a pipeline that stand for all. Which rank owns most of a stage is known when the stage has been laid out
 -- on one; until then it is the one which owns most of the first stage.
 local function run_stages(request, first)
-  local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, { [0] = first }
-  local seeking = { seeks_owner = true }
-  for key, value in pairs(request) do seeking[key] = value end
-  for i, about in ipairs(list) do ranks[i] = about.stage * copies + first.owner end      -- ranks count along dp first
+  local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
+  if not first.ended then done[0] = first end
+  request = with(request, { known = first.known })
+  local seeking = with(request, { seeks_owner = true })
+  local function number(stage, owner) return stage * copies + owner * first.tp end     -- ranks count along tp first
+  for i, about in ipairs(list) do ranks[i] = number(about.stage, first.owner) end
   run_ranks(seeking, ranks, done)
   for i, rank in ipairs(ranks) do
     if not done[rank].fits then return done[rank] end
-    ranks[i] = list[i].stage * copies + done[rank].owner
+    ranks[i] = number(list[i].stage, done[rank].owner)
   end
   return one_of(ranks, run_ranks(request, ranks, done), list)
 end
@@ -223,7 +233,7 @@ end
 ---@return ps.planning.Result
 function trial.run(request)
   if request.kinds then return one_of(request.kinds, run_ranks(request, request.kinds, {})) end
-  local first = trial.finish(trial.begin(of_rank(request, 0)))
+  local first = trial.finish(trial.begin(with(of_rank(request, 0), { seeks_owner = true })))
   if not request.ranks or not first.fits then return first end
   if first.cut then return run_stages(request, first) end
   local ranks = owners(first)

@@ -1,0 +1,53 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Plans of bench/planner_case.lua on machines that are not here: for bench/planner.lua and bench/mesh.lua.
+local cjson = require "cjson"
+local C = require "ps.declared"
+local hardware = require "ps.planning.hardware"
+local paths = require "ps.paths"
+local trial = require "ps.planning.trial"
+
+local lib = {}
+
+lib.CASE = paths.root .. "/bench/planner_case.lua"
+
+-- GPT-3's sizes: 96 layers, hidden 12288, 2048 positions.
+lib.GPT3 = { layers = 96, width = 12288, heads = 96, positions = 2048, vocab = 50304, rows = 1, precision = "bf16",
+  recompute = true, device_nbytes = 125 * 2 ^ 30, host_nbytes = 230 * 2 ^ 30 }
+
+--- A copy of a table with other fields.
+---@param case table
+---@param changes table
+---@return table
+function lib.with(case, changes)
+  local copy = {}
+  for key, value in pairs(case) do copy[key] = value end
+  for key, value in pairs(changes) do copy[key] = value end
+  return copy
+end
+
+--- The request of a plan on a machine; of one with several GPUs rank 0 alone is run, and ranks share all state out.
+---@param name string of the hardware
+---@param host number bytes of its host memory
+---@param case table
+---@return ps.planning.Request
+function lib.on_hardware(name, host, case)
+  local there = hardware.find(name, host)
+  local ranks = there.count > 1 and there.count or nil
+  local full = lib.with(case, { device = "cuda", ranks = ranks, stage = ranks and 3 or nil })
+  return { script = lib.CASE, args = { cjson.encode(full) }, quiet = true, machine = there.machine,
+    rates = there.rates, ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
+end
+
+--- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, of 64 micro-batches, by kinds of rank.
+---@return {seconds: number, mib: number, result: ps.planning.Result} plan seconds of it all; the most that one of its
+---  processes took
+function lib.plan_175b()
+  local case = lib.with(lib.GPT3, { stages = 8, tp = 8, micros = 64, ranks = 256, stage = 1, device = "cuda" })
+  local request = lib.on_hardware("h200x8", 2e12, case)
+  request.ranks, request.kinds, request.args = case.ranks, nil, { cjson.encode(case) }
+  local began = C.ps_now()
+  local result = trial.run(request)
+  return { seconds = C.ps_now() - began, mib = (result.rss or 0) / 2 ^ 20, result = result }
+end
+
+return lib

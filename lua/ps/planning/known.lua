@@ -1,0 +1,45 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a dry run of one rank of a pipeline has found out that holds for all ranks: the costs of the model's parts, and
+-- where the model is cut. Dry runs of other ranks take it from there (ps/hooks.lua) instead of counting anew.
+local hooks = require "ps.hooks"
+
+local known = {}
+
+-- Fields of a cost that are numbers. They go as text, since JSON's would lose digits.
+local NUMBERS = { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts", "first_dropout",
+  "carry_nbytes" }
+
+local function with_numbers(costs, convert)
+  local list = {}
+  for i, cost in ipairs(costs) do
+    list[i] = {}
+    for key, value in pairs(cost) do list[i][key] = value end
+    for _, key in ipairs(NUMBERS) do list[i][key] = convert(cost[key]) end
+  end
+  return list
+end
+
+local function as_text(number) return ("%.17g"):format(number) end
+
+--- What an engine whose step has run dry found out; nil: its model is not cut into stages.
+---@param engine ps.Engine
+---@return table? value of JSON
+function known.of(engine)
+  if not engine.pipe then return nil end
+  local value = { first = engine.stages.first, costs = with_numbers(engine.stages.costs, as_text), counts = {} }
+  for key, costs in pairs(engine.pipe.counts) do value.counts[key] = with_numbers(costs, as_text) end
+  return value
+end
+
+--- Tells it to this process, which has another rank of the same mesh.
+---@param value? table
+function known.tell(value)
+  if not value then return end
+  local costs = with_numbers(value.costs, tonumber)
+  hooks.on("cut", function() return { costs = costs, first = value.first } end)
+  hooks.on("counted", function(key)
+    return value.counts[key] and with_numbers(value.counts[key], tonumber)
+  end)
+end
+
+return known
