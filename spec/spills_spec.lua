@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The machine code of the vector kernels that training spends its time in, as objdump shows it: loops work in
 -- registers. Vectors wider than the machine's are moved through the stack by GCC, which costs more than their
--- arithmetic. Reductions, embeddings and dropout have sixteen lanes everywhere and are not held to this, nor is the
--- plain build.
+-- arithmetic. The plain build is not held to this.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
 local BUILD = paths.exe:match("^(.*)/[^/]*$")
 local SETS = { "avx2", "avx512" }
-local FAMILIES = { "optim", "norm", "loss", "elementwise", "elementwise_copy", "attention" }
+local FAMILIES = { "optim", "norm", "loss", "elementwise", "elementwise_copy", "attention", "reduce", "table",
+  "dropout" }
 -- Of a loop's vector instructions, up to this share may touch the stack: constants lie there, too.
 local SHARE = 0.3
 -- Loops with fewer are no kernel's main loop: tails, short rows.

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dropout for contiguous fp32, bf16 and fp16, its random numbers made sixteen at a time; compiled once per instruction
+ * Dropout for contiguous fp32, bf16 and fp16, its random numbers made a vector at a time; compiled once per instruction
  * set. A mask follows from seed, step, op, sample and element alone. */
+#define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 
 enum { DROPOUT_BLOCK = 4096 };
@@ -15,14 +16,15 @@ SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
     *hi = (vu)_mm512_mask_shuffle_epi32(odd, 0x5555, even, _MM_PERM_DDBB);
     *lo = (vu)_mm512_mask_shuffle_epi32(even, 0xaaaa, odd, _MM_PERM_CCAA);
 #elif defined(__AVX2__)
-    union { vu v; __m256i h[2]; } x = { a }, high, low;
-    __m256i kk = _mm256_set1_epi32((int)k);
-    for (int i = 0; i < 2; i++) {
-        __m256i even = _mm256_mul_epu32(x.h[i], kk), odd = _mm256_mul_epu32(_mm256_srli_epi64(x.h[i], 32), kk);
-        high.h[i] = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-        low.h[i] = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-    }
-    *hi = high.v, *lo = low.v;
+    __m256i kk = _mm256_set1_epi32((int)k), even = _mm256_mul_epu32((__m256i)a, kk);
+    __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), kk);
+    *hi = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    *lo = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+#elif defined(PS_SSE2)
+    __m128i kk = _mm_set1_epi32((int)k), even = _mm_mul_epu32((__m128i)a, kk);
+    __m128i odd = _mm_mul_epu32(_mm_srli_epi64((__m128i)a, 32), kk), upper = _mm_set_epi32(-1, 0, -1, 0);
+    *hi = (vu)_mm_or_si128(_mm_srli_epi64(even, 32), _mm_and_si128(odd, upper));
+    *lo = (vu)_mm_or_si128(_mm_andnot_si128(upper, even), _mm_slli_epi64(odd, 32));
 #else
     for (int i = 0; i < VL; i++) {
         uint64_t p = (uint64_t)a[i] * k;
@@ -39,6 +41,18 @@ SIMD void transpose_groups(vu w[4])
     __m512i c = _mm512_unpacklo_epi32(w2, w3), d = _mm512_unpackhi_epi32(w2, w3);
     w[0] = (vu)_mm512_unpacklo_epi64(a, c), w[1] = (vu)_mm512_unpackhi_epi64(a, c);
     w[2] = (vu)_mm512_unpacklo_epi64(b, d), w[3] = (vu)_mm512_unpackhi_epi64(b, d);
+#elif defined(__AVX2__)
+    __m256i w0 = (__m256i)w[0], w1 = (__m256i)w[1], w2 = (__m256i)w[2], w3 = (__m256i)w[3];
+    __m256i a = _mm256_unpacklo_epi32(w0, w1), b = _mm256_unpackhi_epi32(w0, w1);
+    __m256i c = _mm256_unpacklo_epi32(w2, w3), d = _mm256_unpackhi_epi32(w2, w3);
+    w[0] = (vu)_mm256_unpacklo_epi64(a, c), w[1] = (vu)_mm256_unpackhi_epi64(a, c);
+    w[2] = (vu)_mm256_unpacklo_epi64(b, d), w[3] = (vu)_mm256_unpackhi_epi64(b, d);
+#elif defined(PS_SSE2)
+    __m128i w0 = (__m128i)w[0], w1 = (__m128i)w[1], w2 = (__m128i)w[2], w3 = (__m128i)w[3];
+    __m128i a = _mm_unpacklo_epi32(w0, w1), b = _mm_unpackhi_epi32(w0, w1);
+    __m128i c = _mm_unpacklo_epi32(w2, w3), d = _mm_unpackhi_epi32(w2, w3);
+    w[0] = (vu)_mm_unpacklo_epi64(a, c), w[1] = (vu)_mm_unpackhi_epi64(a, c);
+    w[2] = (vu)_mm_unpacklo_epi64(b, d), w[3] = (vu)_mm_unpackhi_epi64(b, d);
 #else
     uint32_t from[4][VL], to[4][VL];
     memcpy(from, w, sizeof from);
@@ -48,11 +62,11 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* The random words of elements e .. e + 63 of a sample, e a multiple of 4, in element order. Lane 4 l + k works on
- * counter 4 k + l, so that transposing groups of four lanes leaves the words in order. */
-SIMD void philox64(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
+/* Of the 4 VL elements that begin with element 4 * counter, in their order, the random words. Lane 4 l + k works on
+ * counter VL / 4 k + l, so that transposing groups of four lanes leaves the words in order. */
+SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
-    const vu order = { 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15 };
+    const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;
     vu zero = { 0 }, c0 = order + counter, c1 = zero + sample, c2 = zero + op, c3 = zero + step;
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++) {
@@ -88,8 +102,9 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
     vi threshold = vi_set(d->threshold);
     for (int64_t e = begin / 4 * 4; e < end; e += 4 * VL) {
         vu w[4];
-        philox64(d->attrs->seed, (uint32_t)(d->attrs->sample + sample), (uint32_t)d->attrs->step, d->attrs->op,
-                 (uint32_t)(e / 4), w);
+        philox_block(d->attrs->seed, (uint32_t)(d->attrs->sample + sample), (uint32_t)d->attrs->step, d->attrs->op,
+                     (uint32_t)(e / 4), w);
+#pragma GCC unroll 4                               /* the words are registers then */
         for (int k = 0; k < 4; k++) {
             int64_t v = e + k * VL, i = at + v;
             vi drop = (vi)(w[k] >> 8) < threshold;

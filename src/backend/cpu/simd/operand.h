@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the row-wise and flat kernels (norm, dropout, loss, table, optim), besides simd.h and loop.h: operands one
- * element at a time or in pairs of sixteen lanes, and the switch that makes a run-time type a constant. Only those
- * include it. */
+ * Shared by the row-wise and flat kernels (norm, dropout, loss, reduce, table, optim), besides simd.h and loop.h:
+ * operands one element at a time or in pairs of sixteen lanes, and the switch that makes a run-time type a constant.
+ * Only those include it. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
 #include <stdbool.h>

@@ -3,10 +3,11 @@
  * double along a row), so neither the number of threads nor the instruction set shows. Two layouts have kernels: rows
  * (the reduced dimension is contiguous) and columns (the kept one is, as in the gradient of a bias); any other one is
  * first copied into rows. Integers sum along rows; everything else about them is left to ref. */
-#include "backend/cpu/simd/loop.h"
-#include "base/error.h"
+#define PS_ANY_LANES                    /* a row's sums have sixteen lanes all the same: operand.h */
+#include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
+enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* of a row's sums; vectors of columns side by side */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
 /* A reduction as the kernels take it: `outer` kept dimensions of any strides, then n reduced elements `stride` apart,
@@ -109,49 +110,59 @@ SIMD float combine_1(float a, float b, reducer op)
     if (a != a || b != b) return NAN;
     return op == MAX ? (a > b ? a : b) : (a < b ? a : b);
 }
-SIMD float horizontal(vf v, reducer op)
+/* Sixteen lanes to one, by halving. */
+SIMD float horizontal(const vf *v, reducer op)
 {
-    if (op == SUM) return vf_hsum(v);
-    float x[VL];
-    vf_store(x, v);
-    for (int w = VL / 2; w > 0; w /= 2)
+    if (op == SUM) return sum_lanes(v);
+    float x[16];
+    EACH_PART(j) vf_store(x + j * VL, v[j]);
+    for (int w = 8; w > 0; w /= 2)
         for (int i = 0; i < w; i++) x[i] = combine_1(x[i], x[i + w], op);
     return x[0];
 }
 
-/* n contiguous elements to one. */
+/* n contiguous elements to one, in four sums of sixteen lanes. */
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
-    vf acc[4];
-    for (int j = 0; j < 4; j++) acc[j] = vf_set(neutral(op));
-    int64_t i = 0;
-    for (; i + 4 * VL <= n; i += 4 * VL)
+    vf none = vf_set(neutral(op)), acc[4][PARTS];
 #pragma GCC unroll 4                               /* at -O2 too: the sums are registers then */
-        for (int j = 0; j < 4; j++) acc[j] = combine(acc[j], vf_get(x, i + j * VL, T), op);
-    for (; i + VL <= n; i += VL) acc[0] = combine(acc[0], vf_get(x, i, T), op);
-    if (i < n) acc[1] = combine(acc[1], vf_get_n(x, i, T, (int)(n - i), neutral(op)), op);
-    return horizontal(combine(combine(acc[0], acc[1], op), combine(acc[2], acc[3], op), op), op);
+    for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++)
+            EACH_PART(j) acc[k][j] = combine(acc[k][j], vf_get(x, i + k * LANES + j * VL, T), op);
+    for (; i + LANES <= n; i += LANES) EACH_PART(j) acc[0][j] = combine(acc[0][j], vf_get(x, i + j * VL, T), op);
+    EACH_PART(j) {
+        int64_t left = n - i - j * VL;
+        if (left > 0)
+            acc[1][j] = combine(acc[1][j], vf_get_n(x, i + j * VL, T, left < VL ? (int)left : VL, neutral(op)), op);
+    }
+    EACH_PART(j) acc[0][j] = combine(combine(acc[0][j], acc[1][j], op), combine(acc[2][j], acc[3][j], op), op);
+    return horizontal(acc[0], op);
 }
 
 /* n rows `stride` apart to one, over `cols` <= PANEL columns; in groups of COLUMN_GROUP, so that no sum has many terms
  * added to it one by one: the error stays below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
-    vf none = vf_set(neutral(op)), acc[PANEL / VL], part[PANEL / VL];
-    if (cols == PANEL) {
-        for (int j = 0; j < PANEL / VL; j++) acc[j] = none;
+    vf none = vf_set(neutral(op));
+    int c = 0;
+    for (; c + ABREAST * VL <= cols; c += ABREAST * VL) {
+        vf acc[ABREAST], part[ABREAST];
+        for (int j = 0; j < ABREAST; j++) acc[j] = none;
         for (int64_t first = 0; first < n; first += COLUMN_GROUP) {
             int64_t last = first + COLUMN_GROUP < n ? first + COLUMN_GROUP : n;
-            for (int j = 0; j < PANEL / VL; j++) part[j] = none;
+            for (int j = 0; j < ABREAST; j++) part[j] = none;
             for (int64_t r = first; r < last; r++)
-#pragma GCC unroll 4
-                for (int j = 0; j < PANEL / VL; j++) part[j] = combine(part[j], vf_get(x, r * stride + j * VL, T), op);
-            for (int j = 0; j < PANEL / VL; j++) acc[j] = combine(acc[j], part[j], op);
+#pragma GCC unroll 8
+                for (int j = 0; j < ABREAST; j++)
+                    part[j] = combine(part[j], vf_get(x, r * stride + c + j * VL, T), op);
+            for (int j = 0; j < ABREAST; j++) acc[j] = combine(acc[j], part[j], op);
         }
-        for (int j = 0; j < PANEL / VL; j++) vf_store(out + j * VL, acc[j]);
-        return;
+        for (int j = 0; j < ABREAST; j++) vf_store(out + c + j * VL, acc[j]);
     }
-    for (int c = 0; c < cols; c += VL) {
+    for (; c < cols; c += VL) {
         int w = cols - c < VL ? cols - c : VL;
         vf a = none;
         for (int64_t first = 0; first < n; first += COLUMN_GROUP) {
@@ -248,7 +259,8 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     return PS_OK;
 }
 
-/* y = result / divisor, or y += it. */
+/* y = result / divisor, or y += it. Which of two NaN an addition gives depends on the order of its operands, which is
+ * the compiler's: all become the canonical one. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -256,6 +268,7 @@ static void finish(const ps_view *y, const float *result, float divisor, bool ac
         int n = y->numel - i < VL ? (int)(y->numel - i) : VL;
         vf v = vf_get_n(result, i, PS_F32, n, 0) / vf_set(divisor);
         if (accumulate) v += vf_get_n(y->data, i, y->dtype, n, 0);
+        v = vf_select(v != v, vf_set(NAN), v);
         vf_put_n(y->data, i, y->dtype, n, v);
     }
 }
@@ -403,7 +416,7 @@ static int topk(ps_call *call)
 }
 
 /* -- running sums: in double, each result rounded once ------------------------------------------------------------- */
-/* w <= 16 neighbouring columns of [n, cols]. */
+/* w <= VL neighbouring columns of [n, cols]. */
 SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, bool reverse, int T)
 {
     double acc[VL] = { 0 };

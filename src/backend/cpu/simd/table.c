@@ -3,6 +3,7 @@
  * Invariants: every index is checked before anything is written. The embedding's gradient sorts positions by index
  * (stable), sums the rows of one index in fp32 in the order of positions and rounds once; a destination row belongs to
  * one thread at a time, so there are no atomics and the thread count changes nothing. */
+#define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #if defined(__SSE2__)
 #include <emmintrin.h>
