@@ -358,6 +358,31 @@ describe("indexing", function()
   end)
 end)
 
+describe("bytes of a tensor", function()
+  -- Some MiB are copied in pieces, by several threads, which begin where huge pages do.
+  it("are those that were written, however many and wherever they lie", function()
+    local ffi = require "ffi"
+    local MIB = 2 ^ 20
+    local from = ffi.new("uint32_t[?]", 3 * MIB)
+    for i = 0, 3 * MIB - 1 do from[i] = i end
+    local all = ps.zeros({ 14 * MIB }, { dtype = "uint8", device = "cpu" })
+    for _, n in ipairs { 4 * MIB - 1, 4 * MIB, 6 * MIB + 7, 11 * MIB + 3 } do
+      for _, at in ipairs { 0, 5, 2 * MIB - 1 } do
+        all:fill_(0)
+        local part = all:narrow(0, at, n)
+        local source = ffi.cast("const char *", from) + n % 13
+        local back = ffi.new("char[?]", n + 1, 1)
+        ps.check(ps.C.ps_tensor_write(part, source, n))
+        ps.check(ps.C.ps_tensor_read(part, back, n))
+        assert.truthy(ffi.string(back, n) == ffi.string(source, n), ("%d bytes at %d"):format(n, at))
+        assert.equal(1, back[n])                              -- nothing behind them
+        assert.equal(0, all:narrow(0, at + n, 14 * MIB - at - n):ne(0):sum():item())
+        if at > 0 then assert.equal(0, all:narrow(0, 0, at):ne(0):sum():item()) end
+      end
+    end
+  end)
+end)
+
 describe("a NaN", function()
   it("is a number to Lua, whatever its other bits are", function()
     local ffi = require "ffi"
