@@ -142,7 +142,7 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write
  * a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
-/* The same for a file: on a machine that is not here (ps_machine_pretend) zeros where the tensor has no values. */
+/* As ps_tensor_read, for a file (errors of it, too): zeros for a tensor without values where ps_machine_pretend. */
 int ps_tensor_save(const ps_tensor *t, void *dst, int64_t nbytes);
 /* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in host
  * memory. PS_ESTALE: its bytes are gone. */
@@ -251,7 +251,7 @@ typedef struct ps_calls_total {
   int64_t calls, ns;
   char axis[16];                       /* the group's name, such as "tp"; "": all ranks */
 } ps_calls_total;
-/* Sum i, from 0, in the order of first calls. 1: there is none. */
+/* Sum i, from 0, in the order of first calls. 1: there is none. It never fails otherwise. */
 int ps_calls_total_get(int64_t i, ps_calls_total *out);
 /* What a call sends over each rank's link a byte of the whole tensor, beside one byte for each: NCCL's tests' "bus
  * bandwidth" is the bytes a second times this. Of n ranks 2 (n - 1) / n for sums that all get, (n - 1) / n for gathers

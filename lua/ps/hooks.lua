@@ -1,8 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Who wants to hear of what happens elsewhere: the one way in which a file below (ps.ffi, ps.scope, ps.nn) reaches one
 -- above it that it does not know. A listener stays until it is taken off.
-local copied = require "ps.copied"
-
 local hooks = {}
 
 -- What happens, and what listeners are called with; `ask` takes the first answer that is not nil or false.
@@ -39,9 +37,9 @@ for event in pairs(EVENTS) do listeners[event] = {} end
 ---@param fn function
 ---@return fun() off ends it; calling it twice is harmless
 function hooks.on(event, fn)
-  local list = copied(listeners[event])
   local own = function(...) return fn(...) end      -- the same fn may listen twice
-  list[#list + 1] = own
+  local list = { own }
+  for i, other in ipairs(listeners[event]) do list[i], list[i + 1] = other, own end
   listeners[event] = list
   return function()
     local rest = {}

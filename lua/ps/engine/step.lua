@@ -405,8 +405,8 @@ function step.check_no_loop(engine, what)
   local loop = states[engine].loop
   if not loop then return end
   step.give_loop_up(engine, ("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop "
-    .. "was left early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"):format(
-    what, loop.at, loop.count))
+    .. "was left early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"
+    ):format(what, loop.at, loop.count))
 end
 
 local function same(...) return ... end
