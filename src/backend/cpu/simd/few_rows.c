@@ -8,9 +8,10 @@
 
 enum {
     DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] in a piece: one partial sum each */
-    WIDTH = 1024,                                    /* columns in a piece: the sums of some rows stay in L1 */
+    WIDTH = 4096,                                    /* columns in a piece, of all rows: their sums stay in L1 */
+    SUMS = 512,                                      /* of the parts, that a thread makes at a time */
     OUTPUTS = 32,                                    /* rows of b [N, K] in a piece */
-    LINES = 4                                        /* lines of b that are read side by side */
+    LINES = 4                                        /* of which so many are read side by side */
 };
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -19,40 +20,31 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* sum [n] += x[0] b[0] + ... of `lines` lines of b that are ld elements apart, in this order. first: b is read for the
- * first time. */
-SIMD void add_lines(float *sum, const float *x, const char *b, int64_t ld, int64_t n, int lines, bool first, int T)
+/* sum [n] += x b of a line of b. One line after the other, the matrix is read as it lies in memory, which is faster
+ * than several lines at a time, though their sums would stay in registers. next: bytes from there to the next line, 0:
+ * it was asked for. */
+SIMD void add_line(float *sum, float x, const char *b, int64_t next, int64_t n, int T)
 {
     int64_t size = T == 0 ? 4 : 2, j = 0;
-    vf s, xs[LINES];
-    for (int i = 0; i < lines; i++) xs[i] = vf_set(x[i]);
+    vf by = vf_set(x);
     for (; j + VL <= n; j += VL) {
-        s = vf_load(sum + j);
-        if (first)
-            for (int i = 0; i < lines; i++) ahead(b + (LINES + i) * ld * size + j * size);
-        for (int i = 0; i < lines; i++) s = vf_fma(xs[i], vf_get(b + i * ld * size, j, T), s);
-        vf_store(sum + j, s);
+        if (next) ahead(b + next + j * size);
+        vf_store(sum + j, vf_fma(by, vf_get(b, j, T), vf_load(sum + j)));
     }
     if (j == n) return;
-    s = vf_get_n(sum, j, 0, (int)(n - j), 0);
-    for (int i = 0; i < lines; i++) s = vf_fma(xs[i], vf_get_n(b + i * ld * size, j, T, (int)(n - j), 0), s);
-    vf_put_n(sum, j, 0, (int)(n - j), s);
+    int rest = (int)(n - j);
+    vf_put_n(sum, j, 0, rest, vf_fma(by, vf_get_n(b, j, T, rest, 0), vf_get_n(sum, j, 0, rest, 0)));
 }
 
-SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k0, int64_t j0, int T)
+SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k0, int64_t j0, int64_t width, int T)
 {
-    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, ld = g->b.stride_row, size = T == 0 ? 4 : 2;
-    int64_t depth = least(DEPTH, K - k0), n = least(WIDTH, N - j0);
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, size = T == 0 ? 4 : 2, ld = g->b.stride_row * size;
+    int64_t depth = least(DEPTH, K - k0), n = least(width, N - j0);
     float *sum = part + k0 / DEPTH * M * N + j0;
     for (int64_t m = 0; m < M; m++) memset(sum + m * N, 0, (size_t)n * 4);
-    for (int64_t k = k0; k < k0 + depth; k += LINES) {
-        const char *b = (const char *)g->b.data + (k * ld + j0) * size;
-        int64_t lines = least(LINES, k0 + depth - k);
-        for (int64_t m = 0; m < M; m++) {
-            const float *xs = x + m * K + k;
-            if (lines == LINES) add_lines(sum + m * N, xs, b, ld, n, LINES, m == 0, T);
-            else for (int i = 0; i < lines; i++) add_lines(sum + m * N, xs + i, b + i * ld * size, ld, n, 1, false, T);
-        }
+    for (int64_t k = k0; k < k0 + depth; k++) {
+        const char *b = (const char *)g->b.data + k * ld + j0 * size;
+        for (int64_t m = 0; m < M; m++) add_line(sum + m * N, x[m * K + k], b, m == 0 ? ld : 0, n, T);
     }
 }
 
@@ -69,15 +61,15 @@ SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t p
 
 SIMD void by_rows(const ps_gemm *g, const float *x, float *part, float *c, int T)
 {
-    int64_t K = g->a.cols, N = g->b.cols, pieces = (K + DEPTH - 1) / DEPTH, blocks = (N + WIDTH - 1) / WIDTH;
-    int64_t numel = g->a.rows * N;
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, numel = M * N, width = WIDTH / (M < 3 ? M : 4);
+    int64_t pieces = (K + DEPTH - 1) / DEPTH, blocks = (N + width - 1) / width;
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < pieces * blocks; i++)
-            piece_of_rows(g, x, part, i / blocks * DEPTH, i % blocks * WIDTH, T);
+            piece_of_rows(g, x, part, i / blocks * DEPTH, i % blocks * width, width, T);
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < numel; i += WIDTH) add_parts(c, part, i, least(WIDTH, numel - i), pieces, numel);
+        for (int64_t i = 0; i < numel; i += SUMS) add_parts(c, part, i, least(SUMS, numel - i), pieces, numel);
     }
 }
 
