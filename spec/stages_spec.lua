@@ -204,6 +204,36 @@ describe("ranks that share a model", function()
         { table = t, rank = 0 }, { device = "cpu" })
     end)
   end)
+
+  -- Every virtual stage of six parts uses one table. ((g0 + g1) + g2) + ... is the one order of its sums.
+  it("refuse a table of several virtual stages whose sums would have another order than the model's", function()
+    local Six = nn.class("Six")
+    function Six:init() self.table = nn.Embedding(4, 4) end
+    function Six:parts()
+      local list = {}
+      for i = 1, 6 do list[i] = { name = "h." .. i - 1, modules = { self.table } } end
+      return list
+    end
+    local function of(schedule, ranks, virtual, used)
+      local model, first = Six(), { 1 }
+      local list = model:parts()
+      for i, part in ipairs(list) do if not used[i] then part.modules = {} end end
+      function model.parts() return list end
+      for v = 1, ranks * virtual do first[v + 1] = v + 1 end
+      return stages.new(model, {}, first, { table = table_of(schedule, ranks, virtual, 8), rank = 0 })
+    end
+    local all = { true, true, true, true, true, true }
+    assert.same({ 0, 1, 2, 3, 4, 5 }, of("1f1b", 6, 1, all).vstages_of["table.weight"])
+    of("interleaved", 1, 6, all)                                           -- one rank adds them all
+    of("interleaved", 2, 3, { true, false, true, true })                   -- 0, 0, 1
+    of("zb_v", 3, 2, { true, false, false, false, false, true })           -- two have one sum in either order
+    local words = { "table.weight", "another order" }
+    fails({ "virtual stages 0, 1, 2, on ranks 0, 1, 0", unpack(words) }, function()
+      of("interleaved", 2, 3, { true, true, true })
+    end)
+    fails(words, function() of("interleaved", 2, 3, { true, true, false, true }) end)      -- 0, 1, 1
+    fails(words, function() of("zb_v", 3, 2, { false, false, true, true, true }) end)      -- 2, 2, 1
+  end)
 end)
 
 describe("an engine of one rank of a pipeline", function()

@@ -80,7 +80,7 @@ function pipe_step.look(engine, loop)
 end
 
 --- A forward through all stages for generate: the last part's output, on the rank of the last stage; else nil. All
---- ranks call it.
+--- rows are one micro-batch, since products of fewer rows have other bits on the CPU. All ranks call it.
 ---@param engine ps.Engine
 ---@param ids ps.Tensor int [R, n], on the device
 ---@param given table what the parts read, ids among it

@@ -193,6 +193,24 @@ local function users(self, module)
   return of
 end
 
+-- Refuses a parameter whose gradients would be added in another order than that of its virtual stages. Each rank adds
+-- those of its own virtual stages up, in their order, and the ranks' sums follow in the order of ranks
+-- (src/engine/ties.c). Of two virtual stages either order has the same bits. Of more it is that of the virtual stages
+-- where they go up the ranks, and only the lowest rank has several of them.
+local function check_order(self, name, list)
+  if #list < 3 then return end
+  local on, ordered = {}, true
+  for i, v in ipairs(list) do
+    on[i] = self.ranks[v + 1]
+    ordered = ordered and (i == 1 or on[i] > on[i - 1] or on[i] == on[1] and on[i - 1] == on[1])
+  end
+  if ordered then return end
+  error(("pipeline: parameter %s is used by virtual stages %s, on ranks %s: its gradients would be added in another "
+    .. "order than under other schedules. Cut the model so that two virtual stages at most use it "
+    .. "(pipeline.partition), or give each rank one virtual stage"):format(name, table.concat(list, ", "),
+    table.concat(on, ", ")), 0)
+end
+
 --- A model cut into virtual stages, as one of the ranks sees it.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[]
@@ -213,6 +231,7 @@ function stages.new(module, costs, first, pipeline)
       error(("pipeline: no part of the model uses parameter %s: model:parts() lists the modules of each part"):format(
         name), 0)
     end
+    check_order(self, name, self.vstages_of[name])
   end
   return self
 end
