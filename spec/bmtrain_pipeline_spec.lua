@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.bmt with pipe_size: blocks dealt to stages, against one rank; the listing of BMTrain's guide; one file of all.
 local ps = require "ps"
+local bmtrain = require "spec.bmtrain_lib"
 local lib = require "spec.ranks_lib"
 
 local folder = lib.folder()
@@ -8,18 +9,10 @@ teardown(function() lib.remove(folder) end)
 
 -- A model as BMTrain's users write it: everything in one forward, on a rank's own rows. Table and head are tied; blocks
 -- get a mask with rows, a bias that trains and a number, and the hidden states count in the loss.
-local SCRIPT = ([[
-  local ps = require "ps"
-  local bmt = require "ps.bmt"
-  local nn, F = ps.nn, ps.F
-  local folder, pipe, tp, micros, level, dtype = %q, PIPE, TP, MICROS, LEVEL, "DTYPE"
-  local function begin(options)
-    options.seed, options.quiet = 7, true
-    options.config = { plan_print = false, tensor_parallel = { sequence_parallel = false } }
-    options.rendezvous = "file://" .. folder .. "/rendezvous"
-    bmt.init_distributed(options)
-  end
-  begin { pipe_size = pipe, tp_size = tp, num_micro_batches = micros, zero_level = level }
+local SCRIPT = [[
+  local pipe, tp, micros, level, dtype = PIPE, TP, MICROS, LEVEL, "DTYPE"
+  local plain = { tensor_parallel = { sequence_parallel = false } }
+  begin { pipe_size = pipe, tp_size = tp, num_micro_batches = micros, zero_level = level, config = plain }
   local B, T, WORDS, W = 12, 3, 12, 8
   local Linear = tp > 1 and bmt.nn.ColumnParallelLinear or bmt.nn.Linear
   local column = tp > 1 and { gather_input = false, gather_output = true, dtype = dtype } or { dtype = dtype }
@@ -48,7 +41,7 @@ local SCRIPT = ([[
   function Net:forward(ids, mask)
     local x = F.dropout(F.embedding(ids, self.table), 0.25, self.training)
     local y, hidden = self.blocks(x, mask, self.bias, 0.5, { return_hidden_states = true })
-    assert(table.concat(hidden:shape(), " ") == ("3 %%d %%d %%d"):format(ids:size(0), T, W))
+    assert(table.concat(hidden:shape(), " ") == ("3 %d %d %d"):format(ids:size(0), T, W))
     local logits = F.dropout(y, 0.25, self.training):matmul(self.table:transpose(0, 1))
     return logits, hidden
   end
@@ -71,7 +64,7 @@ local SCRIPT = ([[
   local copies = bmt.world_size() / tp                       -- ranks that have rows of their own
   -- Samples are numbered along the pipeline first.
   local stage = math.floor(bmt.rank() * pipe / bmt.world_size())
-  local number = (math.floor(bmt.rank() / tp) %% (copies / pipe)) * pipe + stage
+  local number = (math.floor(bmt.rank() / tp) % (copies / pipe)) * pipe + stage
   local n = B / copies
   local ids, own = all:narrow(0, number * n, n), mask:narrow(0, number * n, n)
   local loss_func = bmt.loss.FusedCrossEntropy()
@@ -84,15 +77,15 @@ local SCRIPT = ([[
     manager:backward(loss)
     local norm = manager:clip_grad_norm(optimizer.param_groups, 1e9)
     manager:step()
-    bmt.print_rank(("step %%.17g %%.17g"):format(mean, norm))
+    bmt.print_rank(("step %.17g %.17g"):format(mean, norm))
     if step == 1 then bmt.save(model, folder .. "/first.pt") end
   end
   model:eval()
-  bmt.print_rank(("step %%.17g %%.17g"):format(bmt.sum_loss((model(ids, own)):pow(2):mean()):item(), 1))
+  bmt.print_rank(("step %.17g %.17g"):format(bmt.sum_loss((model(ids, own)):pow(2):mean()):item(), 1))
   bmt.save(model, folder .. "/end.pt")
   bmt.load(model, folder .. "/end.pt")
   bmt.close()
-]]):format(folder)
+]]
 
 -- The listing of BMTrain's guide; then what a list of several stages refuses, before it waits for any other rank.
 local GUIDE = [[
@@ -176,14 +169,7 @@ local function run(size, layout)
     layout.dtype or "fp32"
   local text = SCRIPT:gsub("PIPE,", pipe .. ","):gsub("TP,", tp .. ","):gsub("MICROS", micros):gsub("LEVEL", level)
     :gsub("DTYPE", dtype)
-  local all = lib.run(folder, size, text .. (layout.more or "") .. "  print 'done'\n")
-  for rank = 0, size - 1 do
-    assert(all[rank].code == 0 and all[rank].text:find "done\n$", ("rank %d: %s"):format(rank, all[rank].text))
-  end
-  local numbers = {}
-  for mean, norm in all[0].text:gmatch "step (%S+) (%S+)" do
-    numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(mean), tonumber(norm)
-  end
+  local numbers = bmtrain.run(folder, size, text .. (layout.more or ""))
   assert.equal(6, #numbers)
   return numbers, ps.load(folder .. "/begin.pt"), ps.load(folder .. "/first.pt"), ps.load(folder .. "/end.pt")
 end

@@ -1,27 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's tensor parallelism: the GPT of its example and layers with all options, against one rank.
 local ps = require "ps"
+local bmtrain = require "spec.bmtrain_lib"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
-local BEGIN = ([[
-  local ps = require "ps"
-  local bmt = require "ps.bmt"
-  local nn, F, folder = ps.nn, ps.F, %q
-  local function begin(config, tp_size, level)
-    config.plan_print = false
-    bmt.init_distributed { seed = 7, zero_level = level, quiet = true, config = config, tp_size = tp_size,
-      rendezvous = "file://" .. folder .. "/rendezvous" }
-  end
-]]):format(folder)
-
 -- The model of BMTrain's example (attention, feed-forward, GPT), with the lines that tp_size > 1 takes there.
 local GPT = [[
   local config = bmt.config
-  begin(CONFIG, TP_SIZE, LEVEL)
+  begin { config = CONFIG, tp_size = TP_SIZE, zero_level = LEVEL }
   local Linear, ColumnParallelLinear, RowParallelLinear = bmt.nn.Linear, bmt.nn.ColumnParallelLinear,
     bmt.nn.RowParallelLinear
   local WIDTH, HEADS, WORDS, T = 8, 4, 12, 6
@@ -135,12 +125,11 @@ local GPT = [[
   bmt.save(model, folder .. "/end.pt")
   bmt.load(model, folder .. "/end.pt")
   bmt.close()
-  print "done"
 ]]
 
 -- Layers by themselves: values and gradients of all options, against a product with the whole weight.
 local LAYERS = [[
-  begin(CONFIG, 2, 0)
+  begin { config = CONFIG, tp_size = 2, zero_level = 0 }
   local SEQUENCE = WANTED
   local shard, group = require "ps.nn.shard", ps.mesh.group "tp"
   local rank, t = bmt.config.tp_rank, bmt.config.tp_size
@@ -240,6 +229,14 @@ local LAYERS = [[
     end
   end
 
+  -- Dropout of this rank's own rows of one sample: `part` says which they are.
+  local rng = ps.rng()
+  rng.op = 0
+  local mask = F.dropout(ps.ones { 1, 8, 4 }, 0.5)
+  rng.op = 0
+  local x = part(ps.ones { 1, 8, 4 }, 1)
+  near(F.dropout(x, 0.5, true, { first = rank * x:numel(), per_sample = t * x:numel() }), part(mask, 1), "dropout")
+
   -- What ranks sum, and what the defaults are.
   local norm, alike = nn.LayerNorm(4), bmt.DistributedParameter(ps.ones { 4 }, { tp_mode = true })
   assert(shard.is_partial(norm.weight) == SEQUENCE and not shard.is_partial(alike))
@@ -252,18 +249,10 @@ local LAYERS = [[
     assert(not ok and tostring(problem):find("5, and tp_size = 2 does not divide it", 1, true), tostring(problem))
   end
   bmt.close()
-  print "done"
 ]]
 
 local function run(size, script, names)
-  local all = lib.run(folder, size, BEGIN .. script:gsub("%u[%u_]+", names))
-  for rank = 0, size - 1 do
-    assert(all[rank].code == 0 and all[rank].text:find "done\n$", ("rank %d: %s"):format(rank, all[rank].text))
-  end
-  local numbers = {}
-  for mean, norm in all[0].text:gmatch "step (%S+) (%S+)" do
-    numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(mean), tonumber(norm)
-  end
+  local numbers, all = bmtrain.run(folder, size, (script:gsub("%u[%u_]+", names)))
   for words, mean, std in all[0].text:gmatch "row (%S+) (%S+) (%S+)" do           -- the whole table's
     numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(words), tonumber(mean) + 1
     numbers[#numbers + 1] = tonumber(std)

@@ -105,7 +105,11 @@ bmt.inspect.format_summary = inspect.format_summary
 ---@param prefix? string
 ---@return ps.inspect.Row[]
 function bmt.inspect.inspect_model(model, pattern, prefix)
-  return inspect.inspect_model(session.target(model), pattern, prefix)
+  local target, run = session.target(model), session.get()
+  if run and run.pipe and not target.is_engine then
+    error "bmt.inspect.inspect_model: of a model in stages, once it has begun to train: each rank has its own blocks"
+  end
+  return inspect.inspect_model(target, pattern, prefix)
 end
 
 -- -- what there is not ------------------------------------------------------------------------------------------------

@@ -87,6 +87,17 @@ local function fill(self, outputs, inputs, given, weight, bias)
   end
 end
 
+-- Makes a layer of which each rank has a t-th of the outputs (dim 0) or of the inputs (dim 1). chunks: the option that
+-- BMTrain's layers have for pieces of a product.
+local function fill_part(self, inputs, outputs, dim, given, chunks)
+  local call, sizes = "bmt.nn." .. self.class_name, { [0] = outputs, inputs }
+  one_chunk(given[chunks], chunks, call)
+  sizes[dim] = part_of(sizes[dim], dim == 0 and "the number of outputs" or "the number of inputs", call)
+  self.inputs, self.outputs = inputs, outputs
+  fill(self, sizes[0], sizes[1], given, { tp_mode = true, tp_split_dim = dim },
+    { tp_mode = true, tp_split_dim = dim == 0 and 0 or nil })
+end
+
 local function describe(self) return ("%d, %d, bias=%s"):format(self.inputs, self.outputs, self.bias ~= nil) end
 
 local LINEAR = { bias = "boolean", dtype = "string" }
@@ -130,14 +141,11 @@ parallel.ColumnParallelLinear = Column
 ---  this rank's rows, default true where ranks share out the rows; else it is all rows, the same on all ranks.
 ---  async_gather_chunks: 1, no other
 function Column:init(inputs, outputs, options)
-  local call = "bmt.nn.ColumnParallelLinear"
   options = caller.options(options, "bmt.nn.ColumnParallelLinear", COLUMN)
-  one_chunk(options.async_gather_chunks, "async_gather_chunks", call)
-  local own, gather = part_of(outputs, "the number of outputs", call), options.gather_input
-  if gather == nil then gather = session.need(call).sequence end
-  self.inputs, self.outputs = inputs, outputs
+  fill_part(self, inputs, outputs, 0, options, "async_gather_chunks")
+  local gather = options.gather_input
+  if gather == nil then gather = session.need("bmt.nn.ColumnParallelLinear").sequence end
   self.how = { gather_input = gather, gather_output = options.gather_output or false }
-  fill(self, own, inputs, options, { tp_mode = true, tp_split_dim = 0 }, { tp_mode = true, tp_split_dim = 0 })
 end
 
 ---@param input ps.Tensor [n / t, ..., inputs], without gather_input [n, ..., inputs]
@@ -164,16 +172,12 @@ parallel.RowParallelLinear = Row
 ---  default false: it is all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result;
 ---  default false where ranks share out the rows: each gets its own. async_chunks: 1, no other
 function Row:init(inputs, outputs, options)
-  local call = "bmt.nn.RowParallelLinear"
   options = caller.options(options, "bmt.nn.RowParallelLinear", ROW)
-  one_chunk(options.async_chunks, "async_chunks", call)
-  local own, whole = part_of(inputs, "the number of inputs", call), options.all_reduce_output
-  local split = options.split_input
-  if whole == nil then whole = not session.need(call).sequence end
-  self.inputs, self.outputs = inputs, outputs
+  fill_part(self, inputs, outputs, 1, options, "async_chunks")
+  local whole, split = options.all_reduce_output, options.split_input
+  if whole == nil then whole = not session.need("bmt.nn.RowParallelLinear").sequence end
   self.how = { gather_input = split, split_input = split, reduce_output_type = whole and "all_reduce"
     or "reduce_scatter" }
-  fill(self, outputs, own, options, { tp_mode = true, tp_split_dim = 1 }, { tp_mode = true })
   if self.bias ~= nil and not whole and mesh.group "tp" then shard.set_partial(self.bias) end
 end
 
