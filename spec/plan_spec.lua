@@ -109,6 +109,35 @@ describe("the plan of a script", function()
   end)
 end)
 
+describe("what an engine's process takes", function()
+  it("is what its tiers have: making the model leaves nothing behind", function()
+    local path = write("taken.lua", [[
+local ps = require "ps"
+local nn = ps.nn
+local function anonymous()
+  for line in io.lines "/proc/self/status" do
+    local kib = line:match "^RssAnon:%s+(%d+)"
+    if kib then return kib * 1024 end
+  end
+end
+local layers = {}
+local before = anonymous()
+local model = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 2 ^ 21 },
+  model_func = function()
+    for i = 1, 12 do layers[i] = nn.Linear(1024, 1024) end
+    return nn.Sequential(unpack(layers))
+  end }
+collectgarbage()
+local tier = ps.memory().tiers[1]
+print(anonymous() - before - tier.chunks - tier.other, tier.chunks)]])
+    local out, said, code = run { PROGRAM, path }
+    assert.equal(0, code, said)
+    local rest, chunks = out:match "^(%-?%d+)%s+(%d+)"
+    assert.truthy(tonumber(chunks) >= 12 * 1024 * 1025 * 4, out)
+    assert.truthy(tonumber(rest) < 12 * 2 ^ 20, out)           -- the program's own; the model's making took 50 MB
+  end)
+end)
+
 describe("the plan of a machine that is not here", function()
   local path = write("rented.lua", [[
 local ps = require "ps"

@@ -345,6 +345,7 @@ static void chunk_bury(ps_chunks *cs, chunk *c)
     ps_free(c->members);
     c->members = NULL;
     c->members_capacity = 0;
+    cache_forget(cs, c->nbytes);
     step_off(cs);
 }
 

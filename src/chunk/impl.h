@@ -139,6 +139,8 @@ const char *last_key(const ps_chunks *cs);            /* the configuration key o
 int slot_take(ps_chunks *cs, chunk *c, int t);
 void slot_drop(ps_chunks *cs, chunk *c, int t);       /* gives c's memory back; the copy there is no longer valid */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room);
+/* Memory of this size that is kept for reuse goes back, unless there is a chunk of the size, which would take it. */
+void cache_forget(ps_chunks *cs, int64_t nbytes);
 /* Begins a copy of c up to tier t or down from it; 1: no room or not ready now. */
 int begin_fetch(ps_chunks *cs, chunk *c, int t);
 int begin_evict(ps_chunks *cs, chunk *c, int t);

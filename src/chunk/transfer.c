@@ -133,6 +133,15 @@ static void cache_put(tier *at, void *p, int64_t nbytes)
     at->cached_nbytes += nbytes;
 }
 
+void cache_forget(ps_chunks *cs, int64_t nbytes)
+{
+    for (int32_t i = 0; i < cs->n_chunks; i++)
+        if (!cs->chunks[i].dead && cs->chunks[i].nbytes == nbytes) return;
+    for (int t = 0; t < cs->n_tiers; t++)
+        for (void *p; !is_disk(cs, t) && (p = cache_take(&cs->tiers[t], nbytes)); )
+            region_free(&cs->tiers[t], p, nbytes);
+}
+
 /* Lets the plain manager give its unused memory back, where that makes room for `nbytes`. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
