@@ -57,6 +57,92 @@ describe("on the device cuda", function()
     ]]
   end)
 
+  it("a profile has when kernels and copies ran, by the device's clock, and waits for nothing in between", function()
+    if cuda.REAL then return pending "needs the emulated streams" end
+    runs([[
+      local ffi, C, json = require "ffi", ps.C, require "cjson"
+      local a = ps.randn({ 96, 96 }, { device = "cuda" })
+      a:to "cpu"
+      ps.profiler.start()
+      local b = ps.no_grad(function() return a:matmul(a) end)      -- aligns the clocks
+      local began = C.ps_record_clock()
+      ps.no_grad(function() for _ = 1, 5 do b = a:matmul(b) end end)
+      local asked = C.ps_record_clock()
+      local file = os.tmpname()
+      require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 3e7 }
+      b:to "cpu"
+      local over = C.ps_record_clock()
+      ps.profiler.save(file)
+      local profile = json.decode(io.open(file):read "*a")
+      os.remove(file)
+      local kernels, origin = {}, nil
+      local event, dropped = ffi.new "ps_record_event", ffi.new "int64_t[1]"
+      for i = 0, tonumber(C.ps_record_count(dropped)) - 1 do
+        assert(C.ps_record_get(i, event) == 0)
+        if event.kind == C.PS_REC_OP and event.name == C.PS_OP_matmul then
+          kernels[#kernels + 1] = { tonumber(event.begin_ns - began), tonumber(event.end_ns - began) }
+          assert(event.on == 1)
+        end
+      end
+      assert(#kernels == 6, #kernels)
+      local late = tonumber(asked - began) + 3e7                 -- nothing runs before it is waited for
+      for i, k in ipairs(kernels) do
+        assert(k[2] > k[1], "a kernel takes time")
+        assert(i == 1 or k[1] >= kernels[i - 1][2] - 2000, "kernels of a stream do not overlap")
+        assert(k[1] >= late - 1e5, ("kernel %d began %g ms after the calls"):format(i, (k[1] - late) * 1e-6))
+        assert(k[2] <= tonumber(over - began) + 1e5)
+      end
+      local named = {}
+      for _, e in ipairs(profile.traceEvents) do
+        if e.ph == "M" and e.name == "thread_name" then named[e.tid] = e.args.name end
+      end
+      local on_track = 0
+      for _, e in ipairs(profile.traceEvents) do
+        if e.cat == "op" and e.name == "matmul" and named[e.tid] == "kernels" then on_track = on_track + 1 end
+      end
+      assert(on_track == 6)
+    ]], { PS_EMULATE_STREAMS = "late" })
+  end)
+
+  it("copies of chunks are in a profile as long as they take, not as long as they wait", function()
+    if cuda.REAL then return pending "needs the emulated streams" end
+    runs([[
+      local gpt2 = require "models.gpt2"
+      local json = require "cjson"
+      ps.manual_seed(3)
+      local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", plan_print = false,
+        chunk_size = 16384, memory = { device = "1MiB" } },
+        model_func = function() return gpt2.new("tiny", { n_layer = 4 }) end }
+      local x = ps.randint(0, 256, { 1, 16 }, { dtype = "int32" })
+      local function step()
+        model:backward(model(x, x))
+        optimizer:step()
+        optimizer:zero_grad()
+      end
+      step()
+      ps.profiler.start()
+      step()
+      step()
+      ps.profiler.stop()
+      local file = os.tmpname()
+      ps.profiler.save(file)
+      local profile = json.decode(io.open(file):read "*a")
+      os.remove(file)
+      local copies, ops, before = 0, 0, {}
+      for _, e in ipairs(profile.traceEvents) do
+        if e.cat == "copy" then copies = copies + 1 end
+        -- what a stream does, it does one after the other: each direction has one track, and kernels have one
+        if e.cat == "copy" or (e.cat == "op" and e.tid ~= 0) then
+          ops = ops + 1
+          local name = e.cat == "op" and "op" or e.name
+          assert(e.ts >= (before[name] or 0) - 5, name)
+          before[name] = e.ts + e.dur
+        end
+      end
+      assert(copies > 0 and ops > copies)
+    ]], { PS_EMULATE_STREAMS = "late" })
+  end)
+
   it("a model goes by module:to(name), and learns from a loader's batches there", function()
     local name = os.tmpname()
     local f = assert(io.open(name, "wb"))

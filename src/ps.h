@@ -205,12 +205,13 @@ void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out);     /* of the last such 
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
 
 /* -- the record of events (docs/profiling.md) -----------------------------------------------------------------------
- * One ring for the process. Times are nanoseconds of the clock of ps_now. OP: name is the op, from the device; MODULE:
- * an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION: name is PS_ACT_*, id the
- * micro-batch, to the virtual stage; COPY: name 0 up, 1 down, id the chunk, from and to tiers; DISK: name 0 read, 1
- * write; COLLECTIVE: name is a number of ps_record_call_name, id the group, on how many ranks it has; WAIT: name is
- * PS_WAIT_*, id the chunk or -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier that changed, on the tiers on
- * which it has memory, a bit set; TIER: to the tier, bytes those of chunks; DEVICE: the same without chunks. */
+ * One ring for the process. Times are nanoseconds of the clock of ps_now. OP: name is the op, from the device, on 1:
+ * by its own clock; MODULE: an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION:
+ * name is PS_ACT_*, id the micro-batch, to the virtual stage; COPY: name 0 up, 1 down, id the chunk, from and to
+ * tiers; DISK: name 0 read, 1 write; COLLECTIVE: name is a number of ps_record_call_name, id the group, on how many
+ * ranks it has; WAIT: name is PS_WAIT_*, id the chunk or -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier
+ * that changed, on the tiers on which it has memory, a bit set; TIER: to the tier, bytes those of chunks; DEVICE:
+ * the same without chunks. */
 enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS_REC_DISK, PS_REC_COLLECTIVE,
        PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE };
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
@@ -231,6 +232,7 @@ typedef struct ps_record_total { int64_t calls, ns, bytes, flops; } ps_record_to
 int ps_record_start(int64_t events);
 void ps_record_stop(void);
 int ps_record_is_on(void);
+void ps_record_settle(ps_ctx *ctx);      /* waits for devices whose work is to be in the record and is not yet */
 int64_t ps_record_count(int64_t *dropped);           /* events that are there; *dropped: those overwritten */
 /* Event i, by falling age. 1: it is being overwritten. PS_ERANGE: there is no such event. */
 int ps_record_get(int64_t i, ps_record_event *out);

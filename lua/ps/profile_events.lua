@@ -24,6 +24,7 @@ events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move"
 ---@return integer[] order places in the list
 ---@return integer dropped
 function events.read()
+  C.ps_record_settle(E.ctx)
   local dropped = ffi.new("int64_t[1]")
   local most = tonumber(C.ps_record_count(dropped))
   local list, n = event_array(math.max(most, 1)), 0

@@ -68,7 +68,8 @@ end
 ---@field flops number a step
 ---@field bytes number a step
 ---@field waits number seconds a step that it waited for copies, collectives and messages
----@field idle? number seconds a step of a module's forward that were neither ops nor waits
+---@field idle? number seconds a step of a module's forward that were neither ops nor waits; nil where ops ran beside
+---  the script, on a GPU
 ---@field limit? number the least share of `seconds` that the machine needs for it
 ---@field before? number seconds in the profile that it is compared with
 
@@ -139,6 +140,7 @@ local function rows_of(profile, by, n)
         for _, path in ipairs(around(e.args.module)) do
           local row = row_of(rows, path)
           add(row, e, n)
+          row.beside = row.beside or e.tid ~= 0 and e.cat == "op"
           if e.args.phase ~= "backward" and e.args.phase ~= "input" and e.args.phase ~= "weight" then
             row.covered = (row.covered or 0) + e.dur * 1e-6 / n
           end
@@ -147,8 +149,8 @@ local function rows_of(profile, by, n)
     end
   end
   for _, row in ipairs(rows) do
-    if row.spent then row.idle = math.max(0, row.spent - (row.covered or 0)) end
-    row.spent, row.covered = nil, nil
+    if row.spent and not row.beside then row.idle = math.max(0, row.spent - (row.covered or 0)) end
+    row.spent, row.covered, row.beside = nil, nil, nil
   end
   if by == "op" then table.sort(rows, function(a, b) return a.seconds > b.seconds end)
   else

@@ -10,7 +10,8 @@ local ffi, C = E.ffi, E.C
 
 local VERSION = 1
 -- Streams: what runs beside the script has tracks of its own, as many as there are events at once.
-local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives" }
+local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives",
+  "kernels" }
 local TRACKS = 1000            -- numbers of tracks from one stream to the next
 
 local function text(value)
@@ -21,6 +22,7 @@ end
 local function stream_of(e)
   if e.kind == C.PS_REC_COPY then return 1 + e.name end
   if e.kind == C.PS_REC_DISK then return 3 + e.name end
+  if e.kind == C.PS_REC_OP and e.on == 1 then return 6 end
   return e.kind == C.PS_REC_COLLECTIVE and 5 or 0
 end
 

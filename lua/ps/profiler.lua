@@ -29,6 +29,7 @@ end
 ---@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] all calls of each op since
 ---  the start, also those whose events were overwritten; largest time first
 function profiler.stop()
+  C.ps_record_settle(E.ctx)
   C.ps_record_stop()
   local total, rows = ffi.new("ps_record_total"), {}
   for op = 0, C.PS_OP_COUNT - 1 do
@@ -77,6 +78,7 @@ function profiler.report(options)
   if by ~= "op" and by ~= "module" then
     error(("ps.profiler.report: by is '%s'; it is 'op' or 'module'"):format(by))
   end
+  C.ps_record_settle(E.ctx)
   C.ps_record_stop()
   local report = require "ps.profile_report"
   local profile = options.file and report.read(options.file) or json.decode(require "ps.profile_save"())

@@ -14,6 +14,7 @@
 #include <memory>
 #include <stdarg.h>
 #include <stdio.h>
+#include <time.h>
 #include <unistd.h>
 #include <vector>
 
@@ -171,7 +172,27 @@ void stream::drive(void)
 
 }
 
-struct ps_emu_event { stream *on; int64_t at; int asked; bool destroyed; };
+struct ps_emu_event {
+    stream *on;
+    int64_t at;
+    int asked;
+    bool destroyed, timed;
+    int64_t ns, times;                         /* when its stream came to it; how often it was recorded */
+};
+
+/* The moment at which a stream comes to an event. */
+struct stamping : waiting {
+    ps_emu_event *e;
+    int64_t which;
+    stamping(stream *s, ps_emu_event *made) : waiting(s, s->added), e(made), which(++made->times) {}
+    bool go(void) override
+    {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        if (e->times == which) e->ns = (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+        return waiting::go();
+    }
+};
 
 static ps_emu_event *live(ps_emu_event *e)
 {
@@ -350,9 +371,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t h, cudaEvent_t e, unsigned)
     return ps_emu_say(cudaSuccess);
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned)
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
 {
     *e = new ps_emu_event();
+    (*e)->timed = !(flags & cudaEventDisableTiming);
     return ps_emu_say(cudaSuccess);
 }
 
@@ -370,7 +392,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t h)
     live(e)->on = s;
     e->at = s->added + 1;
     e->asked = 0;
-    s->append(new waiting(s, s->added));
+    s->append(new stamping(s, e));
     return ps_emu_say(cudaSuccess);
 }
 
@@ -398,6 +420,15 @@ cudaError_t cudaEventSynchronize(cudaEvent_t e)
     ps_emu_count.waits++;
     wait_for(in, s, at);
     tell(s, at);
+    return ps_emu_say(cudaSuccess);
+}
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
+{
+    ps_emu_entry in;
+    if (!live(from)->timed || !live(to)->timed || !from->on || !to->on) return ps_emu_say(cudaErrorInvalidValue);
+    if (from->on->told < from->at || to->on->told < to->at) return ps_emu_say(cudaErrorNotReady);
+    *ms = (float)((double)(to->ns - from->ns) * 1e-6);
     return ps_emu_say(cudaSuccess);
 }
 

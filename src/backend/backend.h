@@ -80,6 +80,15 @@ struct ps_backend {
     int (*copy_start)(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
                       ps_copy **out);
     int (*copy_wait)(ps_backend *be, ps_copy *copy, bool block);
+    /* (optional; NULL: work has ended when its call returns) When kernels ran, by the device's clock, for the record of
+     * events. time_begin: the work that is asked for from here on, up to time_end, is `what`; run: ps_record_run, whose
+     * first call may wait for the device. time_read gives the next one that is over, by its moments on the clock of
+     * ps_record_clock: 1, or 0: none is, or (wait) none is left. An error drops it. */
+    int (*time_begin)(ps_backend *be, int32_t run);
+    int (*time_end)(ps_backend *be, const ps_record_event *what);
+    int (*time_read)(ps_backend *be, bool wait, ps_record_event *out);
+    bool times;                       /* set by who begins copies: they are to be timed, too */
+    int64_t copied_ns[2];             /* when the copy that copy_wait ended last began and ended; 0: not known */
     /* One entry per op; NULL: the backend has none and dispatch takes `fallback`'s (host backends only). A kernel may
      * also return PS_EUNSUP before touching anything; then the fallback runs. */
     ps_kernel kernel[PS_OP_COUNT];

@@ -12,6 +12,7 @@
 #include "backend/cuda_plugin.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
 
 enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit asks for more itself */
 
@@ -96,7 +97,7 @@ static int fail(int code, const char *file, int line, const char *message)
 
 static const ps_cuda_program program = {
     .fail = fail, .alloc = ps_alloc, .alloc0 = ps_alloc0, .free = ps_free, .alloc_should_fail = ps_alloc_should_fail,
-    .host_region_watch = ps_host_region_watch,
+    .host_region_watch = ps_host_region_watch, .clock = ps_record_clock,
 };
 
 int ps_backend_cuda_open(int local_rank, ps_backend **out)

@@ -17,6 +17,7 @@ typedef struct ps_cuda_program {
     void (*free)(void *p);
     bool (*alloc_should_fail)(void);
     void (*host_region_watch)(void (*goes)(void *p, size_t nbytes));            /* as ps_host_region_watch */
+    int64_t (*clock)(void);                                                     /* as ps_record_clock */
 } ps_cuda_program;
 
 static inline void ps_cuda_layout(char *out, size_t size)

@@ -103,17 +103,20 @@ void ps_flops_count(int on)
 
 int64_t ps_flops_counted(void) { return ps_flops_sum; }
 
-void ps_record_put(ps_record_event e)
+void ps_record_note(ps_record_event *e)
+{
+    e->step = atomic_load_explicit(&ps_record_at.step, memory_order_relaxed);
+    e->action = atomic_load_explicit(&ps_record_at.action, memory_order_relaxed);
+    if (!e->module) e->module = atomic_load_explicit(&ps_record_at.module, memory_order_relaxed);
+}
+
+void ps_record_put_late(ps_record_event e)
 {
     ring *r = atomic_load_explicit(&current, memory_order_acquire);
-    if (!ps_record_on() || !r || e.begin_ns < atomic_load_explicit(&started_ns, memory_order_relaxed)) return;
+    if (!r || e.begin_ns < atomic_load_explicit(&started_ns, memory_order_relaxed)) return;
     int64_t n = atomic_fetch_add_explicit(&taken, 1, memory_order_relaxed);
     int64_t most = atomic_load_explicit(&capacity, memory_order_relaxed);
     ps_record_event *at = &r->events[n % most];
-    if (e.end_ns == 0) e.end_ns = ps_record_clock();
-    e.step = atomic_load_explicit(&ps_record_at.step, memory_order_relaxed);
-    e.action = atomic_load_explicit(&ps_record_at.action, memory_order_relaxed);
-    if (!e.module) e.module = atomic_load_explicit(&ps_record_at.module, memory_order_relaxed);
     e.number = 0;
     __atomic_store_n(&at->number, 0, __ATOMIC_RELAXED);
     *at = e;
@@ -124,6 +127,14 @@ void ps_record_put(ps_record_event e)
     sum->ns += e.end_ns - e.begin_ns;
     sum->bytes += e.bytes;
     sum->flops += e.flops;
+}
+
+void ps_record_put(ps_record_event e)
+{
+    if (!ps_record_on()) return;
+    if (e.end_ns == 0) e.end_ns = ps_record_clock();
+    ps_record_note(&e);
+    ps_record_put_late(e);
 }
 
 int64_t ps_record_count(int64_t *dropped)

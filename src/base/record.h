@@ -32,6 +32,10 @@ static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_
 /* Puts an event into the ring, with the step, action and module of now, unless it began before the record. end_ns 0:
  * now. Any thread. */
 void ps_record_put(ps_record_event e);
+/* For work of which the times are known later: note gives an event the step, action and module of now; put_late puts it
+ * into the ring with its own times, also when the record has been stopped meanwhile. Script's thread. */
+void ps_record_note(ps_record_event *e);
+void ps_record_put_late(ps_record_event e);
 /* Ends the interval that began at e.begin_ns, unless that is 0. */
 static inline void ps_record_end(ps_record_event e)
 {

@@ -240,6 +240,7 @@ static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
     }
     ps_backend *be = cs->tiers[t].be;
     void *below = c->slot[t + 1];
+    be->times = x->began_ns != 0;
     if (be->copy_start)
         return be->copy_start(be, x->up, x->up ? above : below, x->up ? below : above, (size_t)c->nbytes, after,
                               &x->copy);
@@ -342,8 +343,11 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     }
     int from = x->up ? t + 1 : t, to = x->up ? t : t + 1;
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
-    ps_record_end((ps_record_event){ .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
-                                     .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to });
+    ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
+                          .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* what the device itself says, where it does */
+    if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
+    ps_record_end(e);
 }
 
 int transfers_poll(ps_chunks *cs, bool block, const chunk *only)

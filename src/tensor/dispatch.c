@@ -337,13 +337,38 @@ static int without_numbers(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return dry_scratch(a, be, in, out);
 }
 
-static void record_op(const apply *a, int64_t began)
+/* Puts the ops of a device into the record that are over by now (wait: all). One that the device cannot tell of is left
+ * out. */
+static void take_times(ps_ctx *ctx, int device, bool wait)
+{
+    ps_record_event e;
+    ps_backend *be = ctx->devices[device];
+    for (int rc; be->time_read && (rc = be->time_read(be, wait, &e)) != 0; )
+        if (rc > 0) ps_record_put_late(e);
+}
+
+void ps_record_settle(ps_ctx *ctx)
+{
+    for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
+}
+
+/* timed: the device tells when the op ran, once it has. */
+static void record_op(const apply *a, int64_t began, bool timed)
 {
     ps_record_event e = { .kind = PS_REC_OP, .name = (uint16_t)a->op, .begin_ns = began, .from = (uint8_t)a->device,
                           .end_ns = ps_record_clock() };
     ps_op_cost_info cost = { 0, 0 };
     ps_op_cost(a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out, &cost);
     e.flops = cost.flops, e.bytes = cost.bytes;
+    ps_backend *be = a->ctx->devices[a->device];
+    if (timed) {
+        ps_record_note(&e);
+        e.on = 1;
+        timed = be->time_end(be, &e) == 0;
+        take_times(a->ctx, a->device, false);
+    }
+    if (timed) return record_memory(a, e.end_ns);
+    e.on = 0;
     ps_record_put(e);
     record_memory(a, e.end_ns);
 }
@@ -382,6 +407,8 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
                      .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
     int rc = PS_EUNSUP;
     int64_t began = ps_record_begin();
+    bool timed = began && be->time_begin && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) &&
+                 be->time_begin(be, ps_record_run) == 0;
     a->known = be->pretends && is_known(a, be);
     if (be->pretends && !a->known) rc = without_numbers(a, be, in, out);
     else if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
@@ -390,7 +417,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
         if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
         scratch_free(a);
     }
-    if (began) record_op(a, began);
+    if (began) record_op(a, began, timed);
     if (__builtin_expect(atomic_load_explicit(&ps_flops_flag, memory_order_relaxed), 0)) count_flops(a);
     if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
     if (rc == PS_EUNSUP && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)))

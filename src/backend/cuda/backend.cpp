@@ -17,6 +17,7 @@
 struct ps_copy {
     ps_copy *next;                             /* in `spare` */
     cudaEvent_t done;
+    ps_copy_times times;
     bool to_device;
 };
 
@@ -307,7 +308,9 @@ static int queue_copy(ps_copy *c, void *dst, const void *src, size_t nbytes, ps_
     CU_TRY(cudaEventRecord(ps_cu->fence, ps_cu->compute));
     CU_TRY(cudaStreamWaitEvent(lane, ps_cu->fence, 0));
     if (after && after->to_device != c->to_device) CU_TRY(cudaStreamWaitEvent(lane, after->done, 0));
+    if (ps_cu->base.times) PS_TRY(ps_cuda_copy_times(&c->times, lane, true));
     PS_TRY(move(lane, c->to_device, dst, src, nbytes));
+    if (c->times.from) PS_TRY(ps_cuda_copy_times(&c->times, lane, false));
     CU_TRY(cudaEventRecord(c->done, lane));
     return 0;
 }
@@ -321,8 +324,13 @@ static int copy_start(ps_backend *be, bool to_device, void *dst, const void *src
     c->to_device = to_device;
     ps_cuda_pin_host(to_device ? src : dst, nbytes);
     int rc = queue_copy(c, dst, src, nbytes, after);
-    if (rc < 0) give_copy(c);
-    else *out = c;
+    if (rc < 0) {
+        int64_t ns[2];
+        ps_cuda_copy_times_read(&c->times, ns);
+        give_copy(c);
+    } else {
+        *out = c;
+    }
     return rc;
 }
 
@@ -333,8 +341,10 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
         cudaGetLastError();                    /* else the next kernel's start would be taken for what failed */
         return 0;
     }
+    int rc = ps_cuda_copy_times_read(&c->times, be->copied_ns);
     give_copy(c);
     if (ps_cu->broken) return say_broken();
+    PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
     return 1;
 }
@@ -345,6 +355,7 @@ static void close_cuda(ps_backend *be)
     if (!ps_cu->broken) cudaDeviceSynchronize();
     ps_cuda_gemm_close();
     ps_cuda_unpin_all();
+    ps_cuda_times_close();
     for (ps_copy *c = spare, *next; c; c = next) {
         next = c->next;
         cudaEventDestroy(c->done);
@@ -507,6 +518,9 @@ int ps_cuda_plugin_open(const char *layout, const ps_cuda_program *program, int 
     be->copy_out = copy_out;
     be->copy_start = copy_start;
     be->copy_wait = copy_wait;
+    be->time_begin = ps_cuda_time_begin;
+    be->time_end = ps_cuda_time_end;
+    be->time_read = ps_cuda_time_read;
     be->scratch_nbytes = scratch_nbytes;
     be->close = close_cuda;
 #ifdef PS_HAVE_NCCL

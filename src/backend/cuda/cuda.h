@@ -66,6 +66,15 @@ void ps_cuda_pin_host(const void *p, size_t nbytes);
 size_t ps_cuda_pinned_run(const void *p, size_t nbytes);
 void ps_cuda_unpin_all(void);
 
+/* -- times.cpp: when work of the device ran ------------------------------------------------------------------------ */
+int ps_cuda_time_begin(ps_backend *be, int32_t run);                /* as in backend.h */
+int ps_cuda_time_end(ps_backend *be, const ps_record_event *what);
+int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out);
+struct ps_copy_times { cudaEvent_t from, to; };                     /* of a copy; NULL: nobody wants to know */
+int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins);
+int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);       /* of one that is over; 0: not known */
+void ps_cuda_times_close(void);
+
 /* -- kernels, one table per file ----------------------------------------------------------------------------------- */
 void ps_cuda_fill_elementwise(ps_kernel *k);
 void ps_cuda_fill_copy(ps_kernel *k);

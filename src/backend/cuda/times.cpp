@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * When kernels and copies ran, by the device's own clock, for the record of events. Each is between two events of its
+ * stream, which are read when they are over; nobody waits for them in a step. The clock is aligned with the host's as a
+ * record begins: an event is waited for, and its moment lies between those before and after (as for clocks of ranks,
+ * lua/ps/profile_clock.lua). */
+#include <string.h>
+#include "backend/cuda/cuda.h"
+
+struct timed { ps_record_event what; cudaEvent_t from, to; };
+static timed *queue;                           /* [room], a ring: `count` from `first` on, in the order of the stream */
+static int64_t first, count, room;
+static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]; begun: of the op under way, or NULL */
+static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's moment by the host's clock */
+static int32_t aligned;                        /* the record that the clock was aligned for */
+
+enum { TRIES = 8 };
+static const int64_t near_ns = 20000;          /* a round trip that is short enough */
+static const float far_ms = 2000;              /* from there on a float has less than a quarter of a microsecond */
+
+static int take(cudaEvent_t *out)
+{
+    if (n_spare > 0) *out = spare[--n_spare];
+    else CU_TRY(cudaEventCreateWithFlags(out, cudaEventDefault));
+    return 0;
+}
+
+static void give(cudaEvent_t e)
+{
+    if (!e) return;
+    if (n_spare == spare_room) {
+        int64_t wider = spare_room ? 2 * spare_room : 64;
+        cudaEvent_t *all = (cudaEvent_t *)ps_alloc((size_t)wider * sizeof *all);
+        if (!all) {
+            cudaEventDestroy(e);
+            return;
+        }
+        if (n_spare > 0) memcpy(all, spare, (size_t)n_spare * sizeof *all);
+        ps_free(spare);
+        spare = all, spare_room = wider;
+    }
+    spare[n_spare++] = e;
+}
+
+static int record(cudaStream_t stream, cudaEvent_t *out)
+{
+    PS_TRY(take(out));
+    cudaError_t e = cudaEventRecord(*out, stream);
+    if (e == cudaSuccess) return 0;
+    give(*out);
+    *out = NULL;
+    return ps_cuda_check(e, "cudaEventRecord");
+}
+
+static void forget(void)
+{
+    for (; count > 0; count--, first = (first + 1) % room) give(queue[first].from), give(queue[first].to);
+    give(begun);
+    begun = NULL;
+}
+
+/* Waits for what the device was asked for, once for a record. */
+static int align(int32_t run)
+{
+    int64_t shortest = INT64_MAX;
+    if (run == aligned) return 0;
+    forget();
+    CU_TRY(cudaStreamSynchronize(ps_cu->compute));
+    for (int i = 0; i < TRIES && shortest > near_ns; i++) {
+        cudaEvent_t now;
+        int64_t before = ps_cuda_host->clock();
+        PS_TRY(record(ps_cu->compute, &now));
+        CU_TRY(cudaEventSynchronize(now));
+        int64_t trip = ps_cuda_host->clock() - before;
+        if (trip < shortest) {
+            shortest = trip;
+            give(anchor);
+            anchor = now, anchor_ns = before + trip / 2;
+        } else {
+            give(now);
+        }
+    }
+    aligned = run;
+    return 0;
+}
+
+/* The moment of an event that is over. */
+static int moment(cudaEvent_t e, int64_t *ns)
+{
+    float ms = 0;
+    CU_TRY(cudaEventElapsedTime(&ms, anchor, e));
+    *ns = anchor_ns + (int64_t)((double)ms * 1e6);
+    return 0;
+}
+
+/* `to` is the anchor from now on where it is far from the old one. */
+static void move_anchor(cudaEvent_t to, int64_t ns)
+{
+    if ((double)(ns - anchor_ns) < (double)far_ms * 1e6) return give(to);
+    give(anchor);
+    anchor = to, anchor_ns = ns;
+}
+
+int ps_cuda_time_begin(ps_backend *be, int32_t run)
+{
+    if (ps_cu->broken) return PS_EBACKEND;
+    PS_TRY(align(run));
+    give(begun);
+    return record(ps_cu->compute, &begun);
+}
+
+static int make_room(void)
+{
+    if (count < room) return 0;
+    int64_t wider = room ? 2 * room : 256;
+    timed *all = (timed *)ps_alloc((size_t)wider * sizeof *all);
+    if (!all) return ps_fail_nomem((size_t)wider * sizeof *all);
+    for (int64_t i = 0; i < count; i++) all[i] = queue[(first + i) % room];
+    ps_free(queue);
+    queue = all, room = wider, first = 0;
+    return 0;
+}
+
+int ps_cuda_time_end(ps_backend *be, const ps_record_event *what)
+{
+    if (ps_cu->broken || !begun) return PS_EBACKEND;
+    PS_TRY(make_room());
+    timed t = { *what, begun, NULL };
+    PS_TRY(record(ps_cu->compute, &t.to));
+    begun = NULL;
+    queue[(first + count++) % room] = t;
+    return 0;
+}
+
+int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out)
+{
+    if (count == 0 || ps_cu->broken) return 0;
+    timed *t = &queue[first];
+    cudaError_t e = wait ? cudaEventSynchronize(t->to) : cudaEventQuery(t->to);
+    if (e == cudaErrorNotReady) {
+        cudaGetLastError();
+        return 0;
+    }
+    PS_TRY(ps_cuda_check(e, "a kernel"));
+    *out = t->what;
+    PS_TRY(moment(t->from, &out->begin_ns));
+    PS_TRY(moment(t->to, &out->end_ns));
+    give(t->from);
+    move_anchor(t->to, out->end_ns);
+    first = (first + 1) % room, count--;
+    return 1;
+}
+
+int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins)
+{
+    if (!anchor) return 0;                     /* no record was on yet */
+    return record(lane, begins ? &t->from : &t->to);
+}
+
+int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2])
+{
+    ns[0] = ns[1] = 0;
+    int rc = 0;
+    if (t->from && t->to && anchor && !ps_cu->broken) {
+        rc = moment(t->from, &ns[0]);
+        if (rc == 0) rc = moment(t->to, &ns[1]);
+    }
+    give(t->from), give(t->to);
+    t->from = t->to = NULL;
+    return rc;
+}
+
+void ps_cuda_times_close(void)
+{
+    forget();
+    give(anchor);
+    anchor = NULL;
+    aligned = 0;
+    while (n_spare > 0) cudaEventDestroy(spare[--n_spare]);
+    ps_free(spare), ps_free(queue);
+    spare = NULL, queue = NULL;
+    spare_room = room = first = 0;
+}
