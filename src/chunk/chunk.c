@@ -321,13 +321,14 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 {
     if (nbytes <= 0 || nbytes % PS_DISK_ALIGN)
         return ps_fail(PS_EINVAL, "a chunk of %lld bytes; it takes multiples of %d", (long long)nbytes, PS_DISK_ALIGN);
-    int32_t at = 0;
+    int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
     int32_t back = cs->capacity, held = cs->capacity;    /* all three have room for `capacity` chunks */
     PS_TRY(ps_grow(cs->back, back, at + 1));
     PS_TRY(ps_grow(cs->held, held, at + 1));
     PS_TRY(ps_grow(cs->chunks, cs->capacity, at + 1));
     if (at == cs->n_chunks) cs->n_chunks++;
+    cs->first_dead = at + 1;
     cs->chunks[at] = (chunk){ .id = at, .kind = kind, .group = group, .index = index, .dtype = dtype, .nbytes = nbytes,
                               .extent = -1, .noted = -1, .next_in_trace = -1, .first_in_trace = -1, .last_use = -1 };
     *id = at;
@@ -342,6 +343,7 @@ static void chunk_bury(ps_chunks *cs, chunk *c)
     c->extent = -1;
     c->valid = 0;
     c->dead = true;
+    if (c->id < cs->first_dead) cs->first_dead = c->id;
     ps_free(c->members);
     c->members = NULL;
     c->members_capacity = 0;

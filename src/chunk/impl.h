@@ -65,6 +65,7 @@ typedef struct tier {
     int64_t planned_other;        /* left free for other tensors while a plan is on */
     int64_t peak;
     int64_t bytes_up, bytes_down;
+    int64_t granted;              /* of host memory: may still be taken before the system is asked again */
     int64_t recorded[2];          /* bytes of chunks and of other tensors in the last event of the record */
     cached *cache;
     int32_t n_cache, cache_capacity;
@@ -79,6 +80,7 @@ struct ps_chunks {
     ps_disk *disk;                /* of the last tier, or NULL */
     chunk *chunks;
     int32_t n_chunks, capacity;
+    int32_t first_dead;           /* no chunk before it is dead */
     transfer *transfers, **transfers_end, *spare;
     int64_t clock;                /* counts uses, and slots given out */
     const ps_step *step;

@@ -180,6 +180,21 @@ static int extent_take(ps_chunks *cs, chunk *c)
     return rc;
 }
 
+enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
+
+/* Whether the system has so much memory for tier t, and of the host's some to spare. Asking the host takes longer than
+ * a small slot, so that it is asked once for many of them, which take a part of what is spare at most. */
+static bool system_has(tier *at, int64_t nbytes)
+{
+    if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
+    if (at->granted < nbytes) {
+        if (at->be->bytes_available(at->be) < nbytes + SPARE_NBYTES) return false;
+        at->granted = nbytes < GRANT_NBYTES ? GRANT_NBYTES : nbytes;
+    }
+    at->granted -= nbytes;
+    return true;
+}
+
 int slot_take(ps_chunks *cs, chunk *c, int t)
 {
     tier *at = &cs->tiers[t];
@@ -189,10 +204,9 @@ int slot_take(ps_chunks *cs, chunk *c, int t)
     void *p = cache_take(at, c->nbytes);
     if (!p) {
         cache_clear(cs, t, c->nbytes);
-        int64_t spare = (int64_t)64 << 20;
-        if (at->be->bytes_available(at->be) < c->nbytes + (at->be->is_host ? spare : 0)) {
+        if (!system_has(at, c->nbytes)) {
             cache_clear(cs, t, INT64_MAX);
-            if (at->be->bytes_available(at->be) < c->nbytes + (at->be->is_host ? spare : 0)) return 1;
+            if (!system_has(at, c->nbytes)) return 1;
         }
         PS_TRY(at->be->region_new(at->be, (size_t)c->nbytes, &p));
     }
