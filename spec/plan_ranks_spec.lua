@@ -184,6 +184,16 @@ describe("a plan of four stages", function()
     end
   end)
 
+  it("gives all stages the tensors that are gathered", function()
+    local text = script(folder, 'pipeline = { stages = 4 }'):gsub("micro_batches%(x, x%)",
+      "micro_batches(x, x, { gather = true })"):gsub("initialize { quiet", ("initialize { loss = function(out, given) "
+      .. "return ps.F.cross_entropy(out.logits:reshape(-1, %d), given[2]:reshape(-1)) end, quiet"):format(VOCAB))
+      :gsub("model:backward", ("local of = out.logits:shape() assert(of[1] == %d and of[2] == %d and of[3] == %d) "
+      .. "model:backward"):format(ROWS, POSITIONS, VOCAB))
+    local said = plan(folder, 4, text)
+    assert.truthy(said.fits, said.error and said.error.message)
+  end)
+
   it("refuses what cannot be measured dry", function()
     local ok, why = pcall(plan, folder, 4, script(folder, 'pipeline = { stages = 4, partition = "measured" }'))
     assert.is_false(ok)

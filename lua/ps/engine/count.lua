@@ -29,6 +29,7 @@ local count = {}
 ---@field trains boolean it has a parameter that trains
 ---@field carry ps.engine.Carry[] the tensors that it gives the next part; empty for the last
 ---@field carry_nbytes integer
+---@field out? ps.engine.Carry[] of the last part: the tensors that it gives
 
 ---@class ps.engine.Carry
 ---@field name string
@@ -213,7 +214,7 @@ local function pass(module, args, measured, cached)
     if before then cost.activations = used() - before end
     cost.dropouts = tonumber(rng.op) - cost.first_dropout
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
-    if i == #list then cost.carry, cost.carry_nbytes = {}, 0 end
+    if i == #list then cost.out, cost.carry, cost.carry_nbytes = cost.carry, {}, 0 end
     costs[i] = cost
   end
   return costs

@@ -158,8 +158,9 @@ local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~=
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
+    local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
     costs = hooks.ask("counted", micro.key)
-      or count.parts(self.engine.module, micro.args, self.engine.precision, true, cached(micro))
+      or count.parts(self.engine.module, args, self.engine.precision, true, cached(micro))
     self.counts[micro.key] = costs
   end
   return costs
@@ -388,6 +389,18 @@ local function loss_here(micro)
   return loss:requires_grad()
 end
 
+-- A line for gathered(): a tensor's name, type and sizes.
+local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
+
+-- What the last virtual stage would say of its output that is on a rank which is not here.
+local function said_of(self, micro)
+  local costs, lines = counted(self, micro), {}
+  for _, t in ipairs(costs[#costs].out) do
+    if t.name ~= "loss" then lines[#lines + 1] = line_of(t.name, t.dtype, t.shape) end
+  end
+  return table.concat(lines, "\n")
+end
+
 -- Sends the tensors in the output of the last virtual stage to all ranks, except those in tables. All ranks call it.
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
@@ -397,9 +410,10 @@ local function gathered(self, micro)
   table.sort(names)
   for i, name in ipairs(names) do
     local t = micro.out[name]
-    lines[i] = ("%s %s %s"):format(name, t:dtype(), table.concat(t:shape(), " "))
+    lines[i] = line_of(name, t:dtype(), t:shape())
   end
   local said, out = agree.texts(self.group, table.concat(lines, "\n"))[root + 1], { loss = loss_here(micro) }
+  if not ps.computes and not micro.out then said = said_of(self, micro) end
   for line in said:gmatch "[^\n]+" do
     local name, dtype, sizes = line:match "^(%S+) (%S+) ?(.*)$"
     local shape = {}
