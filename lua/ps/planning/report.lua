@@ -109,8 +109,9 @@ function report.lines(plan)
   end
   if plan.cut then stages(lines, plan) end
   if plan.parameters then
-    say("%s%s parameters, %s of state in chunks of %d elements, computed on %s in %s", plan.cut and "rank 0: " or "",
-      count(plan.parameters), view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
+    local rank = plan.cut and ("rank %d: "):format(plan.kinds[1]) or ""
+    say("%s%s parameters, %s of state in chunks of %d elements, computed on %s in %s", rank, count(plan.parameters),
+      view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
     if plan.resident > 0 then
       say("%s of them live on tier %s alone: the last tier has no room", view.bytes(plan.resident),
         plan.tiers[1].name)
