@@ -38,9 +38,9 @@ local COMMON = [[
   local function lines_of(model, optimizer)
     local lines = {}
     for i, row in ipairs(model.built.list) do
-      if row.m ~= nil then
-        lines[#lines + 1] = ("%s %s %s %s %d"):format(row.name, hash(row.values), hash(row.m), hash(row.v),
-          optimizer:updates(i))
+      if row.averages then
+        lines[#lines + 1] = ("%s %s %s %s %d"):format(row.name, hash(row.values), hash(row.averages[1]),
+          hash(row.averages[2]), optimizer:updates(i))
       end
     end
     for _, row in ipairs(model.built.frozen) do

@@ -139,6 +139,10 @@ local GROUPS = {
     { weight_decay = 0.1 } },
   rates = { { match = function(name) return name:match("^first") or name:match("wte") end, lr = 3e-3 },
     { match = function(_, p) return p:dim() >= 2 end, weight_decay = 0.2, betas = { 0.8, 0.95 } }, {} },
+  sgd_rates = { { match = function(name) return name:match("^first") or name:match("wte") end, momentum = 0,
+      nesterov = false },
+    { match = function(_, p) return p:dim() >= 2 end, weight_decay = 0.2, momentum = 0.8, dampening = 0.1,
+      nesterov = false }, {} },
 }
 
 -- Speeds by which the split of Adam is planned: a link to use, one to spare, and between. Measured ones would make
@@ -156,7 +160,7 @@ local RATES = {
 function M.request(case, setting)
   local config = {
     optimizer = { type = case.optimizer, params = { lr = 2e-3, weight_decay = case.weight_decay,
-      use_hybrid_adam = setting.hybrid } },
+      use_hybrid_adam = setting.hybrid, momentum = case.momentum, nesterov = case.nesterov } },
     gradient_accumulation_steps = case.accumulate, gradient_clipping = case.clip, memory = setting.memory,
     eviction = setting.eviction, chunk_size = setting.chunk_size, prefetch = setting.prefetch,
     overlap_optimizer = setting.overlap, device = setting.device or "cpu", plan_print = false,
@@ -317,6 +321,10 @@ function M.case(seed)
   case.clip = r.chance(0.4) and r.pick { 0.05, 1, 100 } or nil
   case.optimizer, case.weight_decay = r.pick { "Adam", "AdamW" }, r.pick { 0, 0.1 }
   case.groups = r.pick { "none", "norms", "rates" }
+  if seed < 400 and seed % 6 == 5 then              -- the other seeds are what they were before there was SGD
+    case.optimizer, case.momentum, case.nesterov = "SGD", seed % 12 == 5 and 0.9 or nil, seed % 24 == 5 or nil
+    if case.groups == "rates" then case.groups = "sgd_rates" end
+  end
   case.dropout, case.recompute = r.pick { 0, 0, 0.2 }, r.chance(0.4)
   case.look = r.pick { "never", "before", "between", "always" }
   case.rows = r.chance(0.4) and { 3, 2, 5 } or { 3 }

@@ -220,6 +220,8 @@ local SIM = { device = "sim", memory = { device = "64MiB", host = "64MiB" }, use
 local TIGHT = over(SIM, { chunk_size = 4096, bf16 = { enabled = true }, memory = { device = 400 * KIB },
   client = { mem_tracer = { margin_use_ratio = 0.3 } } })
 local NARROW = over(SIM, { chunk_size = 4096, bf16 = { enabled = true }, memory = { device = 300 * KIB } })
+local SGD = { optimizer = { type = "SGD" } }
+local MOMENTUM = over(SGD, { optimizer = { params = { momentum = 0.9 } } })
 local FP16 = { fp16 = { enabled = true, initial_scale_power = 8, hysteresis = 1, loss_scale_window = 3 } }
 
 -- On the cpu, with a disk: half of the state is there.
@@ -295,6 +297,9 @@ local CASES = {
   ["optimizer.params.betas"] = { { 0.5, 0.6 }, see.values },
   ["optimizer.params.eps"] = { 0.1, see.values },
   ["optimizer.params.weight_decay"] = { 0.1, see.values },
+  ["optimizer.params.momentum"] = { 0.9, see.values, base = SGD },
+  ["optimizer.params.dampening"] = { 0.5, see.values, base = MOMENTUM },
+  ["optimizer.params.nesterov"] = { true, see.values, base = MOMENTUM },
   ["optimizer.params.adam_w_mode"] = { true, see.values, base = { optimizer = { params = { weight_decay = 0.1 } } } },
   ["optimizer.params.use_hybrid_adam"] = { false, see.split, base = over(TIGHT, { rates = FAST }) },
   ["scheduler.type"] = { "warmup_linear", see.rates, other = "warmup_cosine",

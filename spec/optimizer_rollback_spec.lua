@@ -84,7 +84,7 @@ describe("a run that goes back to step 0", function()
         optimizer:load_state_dict(saved)
         for i = 1, optimizer:count() do
           local slot = optimizer:slot(i)
-          local largest = slot.m:abs():max():item() + slot.v:abs():max():item()
+          local largest = slot.averages[1]:abs():max():item() + slot.averages[2]:abs():max():item()
           assert.equal(i - 1 == bias and 0 or 3, optimizer:updates(i))
           assert.equal(i - 1 == bias, largest == 0)
         end

@@ -84,13 +84,15 @@ describe("sharding", function()
   local BF16 = "chunk_size = 8192, bf16 = { enabled = true }, "
   for name, case in pairs {
     ["fp32, one chunk"] = { 2, "{}", "{ before = true, eval = true }" },
-    ["fp32, small chunks, clipped, dropout"] = { 3, "{ chunk_size = 4096, gradient_clipping = 0.5 }",
+    ["fp32, small chunks, clipped, dropout, SGD"] = { 3, "{ chunk_size = 4096, gradient_clipping = 0.5, optimizer = "
+      .. "{ type = 'SGD', params = { lr = 0.1, momentum = 0.9, nesterov = true } } }",
       "{ dropout = 0.1, eval = true }" },
     ["bf16, four ranks"] = { 4, "{ " .. BF16 .. "}", "{ before = true }" },
     ["bf16, clipped, on the disk, moving at every pin"] = { 2, "{ " .. BF16 .. "gradient_clipping = 0.5, memory = { "
       .. "host = '3MiB', disk = { path = 'FOLDER', limit = '64MiB' } } }", "{ stress = true }" },
-    ["bf16, frozen parameters, recompute, no overlap"] = { 2, "{ " .. BF16 .. "recompute = true, overlap_optimizer = "
-      .. "false }", "{ frozen = true, eval = true }" },
+    ["bf16, frozen parameters, recompute, no overlap, SGD without momentum"] = { 2, "{ " .. BF16 .. "recompute = true, "
+      .. "overlap_optimizer = false, optimizer = { type = 'SGD', params = { lr = 0.1, weight_decay = 0.1 } } }",
+      "{ frozen = true, eval = true }" },
     ["bf16, parameters that stay"] = { 2, "{ " .. BF16 .. "}", "{ reshard = 'never', eval = true }" },
     ["bf16, accumulated, parameters that stay, moving at every pin"] = { 3, "{ " .. BF16 .. "recompute = true, "
       .. "gradient_accumulation_steps = 2 }", "{ reshard = 'never', stress = true }", 1e-5 },
@@ -176,7 +178,7 @@ describe("sharding", function()
       local own, all = 0, 0
       for _, row in ipairs(model.built.list) do
         own, all = own + (row.owner == rank and row.numel or 0), all + row.numel
-        assert((row.m ~= nil) == (row.owner == rank))
+        assert((row.averages ~= nil) == (row.owner == rank))
       end
       assert(own < 0.27 * all)
       model:close()

@@ -35,7 +35,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_param, number)
     ENTRY(ps_stats, max)
     ENTRY(ps_anomaly_info, module)
-    ENTRY(ps_adam_group, adamw)
+    ENTRY(ps_update_group, nesterov)
     ENTRY(ps_action, micro)
     ENTRY(ps_step_state, weight)
     ENTRY(ps_step_config, trace)

@@ -531,11 +531,13 @@ typedef struct ps_step_config {
  * than its INPUTs: sums would change; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room
  * for it. */
 int ps_step_begin(ps_step *step, const ps_step_config *config);
-/* scale: a factor on the gradients of this group, beside the action's. */
-typedef struct ps_adam_group {
-  double lr, beta1, beta2, eps, weight_decay, scale;
-  int32_t adamw, pad;
-} ps_adam_group;
+enum { PS_RULE_ADAM, PS_RULE_ADAMW, PS_RULE_SGD };
+/* Settings of a group of parameters: of Adam beta1, beta2, eps, of PyTorch's SGD momentum, dampening, nesterov.
+ * scale: a factor on the gradients of this group, beside the action's. */
+typedef struct ps_update_group {
+  double lr, weight_decay, beta1, beta2, eps, momentum, dampening, scale;
+  int32_t rule, nesterov;      /* PS_RULE_* */
+} ps_update_group;
 /* Settings of an action; fields that an action does not need are 0. */
 typedef struct ps_action_how {
   double weight;               /* of a backward or INPUT: the weight of its micro-batch, which counts once, whatever
@@ -543,7 +545,7 @@ typedef struct ps_action_how {
   double scale;                /* of an update, and of a backward that updates: a factor on gradients */
   int32_t slot;                /* of a last backward: final gradients take the places of parameters of half types */
   int32_t overlap;             /* of a last backward: a unit is updated as soon as its gradients are final */
-  const ps_adam_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those of the action before */
+  const ps_update_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those of the action before */
   int32_t n_groups;
   int32_t numbered;            /* of a forward: 1: its dropouts count from first_op, its rows from sample, so that masks
                                 * are those of one process that runs all virtual stages in order */
@@ -668,11 +670,13 @@ int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, co
 int ps_pipe_layout(const char *layout, const char *kinds, int32_t vstages, int32_t *counts);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
-enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD, PS_KIND_COUNT };
+enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD, PS_KIND_MOMENTUM,
+       PS_KIND_COUNT };
 const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */
-/* Adam reads and writes one place in chunks of all kinds at once. If these places had equal distances from page
+/* An update reads and writes one place in chunks of all kinds at once. If these places had equal distances from page
  * boundaries, a processor would take a write of one for a read of another and slow down. So tensors of kind k begin
- * k * PS_KIND_SHIFT bytes into their chunks, where those are large enough that this is no waste. */
+ * k * PS_KIND_SHIFT bytes into their chunks, where those are large enough that this is no waste. MOMENTUM, which comes
+ * without EXP_AVG, has EXP_AVG's place. */
 enum { PS_KIND_SHIFT = 4864 };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* numbers of the device that computes and of host memory; equal: no device tier */
@@ -787,7 +791,8 @@ int ps_engine_plan_calls(ps_ctx *ctx, int32_t trace, ps_group *group, uint64_t *
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
 typedef struct ps_param {
   ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m: exp_avg, v: exp_avg_sq, both fp32; of the
-                                        * compute device. The last three are NULL where another rank owns them */
+                                        * compute device. The last three are NULL where another rank owns them. SGD has
+                                        * no v, and as m its momentum_buffer, or NULL where it has no momentum */
   ps_tensor *host[4];                  /* the same four for the host; NULL where that is the compute device */
   ps_tensor *grad;                     /* a place of its own for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state lies in the same chunks */
@@ -813,7 +818,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
 /* From now on ops see a parameter and its gradient on this device: the compute device, or the host. PS_EINVAL: another
  * device, or the tensor is in no chunk. PS_ESTATE: it has a gradient or a history. */
 int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device);
-/* Adam's place for a unit; 0 (default): the host. PS_ERANGE: no such unit. */
+/* The place of a unit's update; 0 (default): the host. PS_ERANGE: no such unit. */
 int ps_engine_set_on_device(ps_ctx *ctx, int unit, int on_device);
 /* Within the step's norm (else PS_ESTATE): the sum of squares of all gradients; infinite or NaN where a gradient is.
  * Errors of ps_apply, and of ranks. */
@@ -821,7 +826,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out);
 /* Behind that norm, in the same step: the same of the n parameters of the model from number `first` on, wherever they
  * lie (ps_param.number). PS_ERANGE: the model has no such numbers. */
 int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out);
-/* Within the step's update (else PS_ESTATE): Adam for all parameters that have not had it in this step, with gradients
+/* Within the step's update (else PS_ESTATE): updates all parameters that this step has not updated yet, with gradients
  * times the action's scale, which are then dropped. Errors of ps_apply; a second call then updates the rest. */
 int ps_engine_update(ps_ctx *ctx);
 /* Drops all gradients. A parameter whose place a gradient had taken gets its value again, from the master. Errors of

@@ -62,8 +62,9 @@ local config = {}
 ---@field output_file? string
 
 ---@class ps.config.Optimizer
----@field type "Adam"|"AdamW"
----@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean}
+---@field type "Adam"|"AdamW"|"SGD"
+---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean,
+---  momentum?: number, dampening?: number, nesterov?: boolean} the last three of SGD
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
@@ -114,10 +115,30 @@ local config = {}
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
 ---@field client? table settings of the section client, which go before the configuration's
 
+-- Keys of one kind of optimizer alone.
+local OF_SGD = { momentum = 0, dampening = 0, nesterov = false }      -- with their defaults
+local OF_ADAM = { "betas", "eps", "adam_w_mode", "torch_adam" }
+
+local function refuse_others(state, keys, kind, owner)
+  for _, key in ipairs(keys) do
+    local path = "optimizer.params." .. key
+    if state.given[path] then
+      state:fail("%s is given, and optimizer.type is \"%s\"; it is of %s: leave it out", state:shown(path), kind, owner)
+    end
+  end
+end
+
 -- The kind of Adam: `type` alone says it, or `adam_w_mode` does.
 local function settle_optimizer(state, cfg)
   local optimizer = cfg.optimizer
   local params = optimizer.params
+  if optimizer.type:lower() == "sgd" then
+    optimizer.type = "SGD"
+    refuse_others(state, OF_ADAM, "SGD", "Adam and AdamW")
+    for key, default in pairs(OF_SGD) do if params[key] == nil then params[key] = default end end
+    return
+  end
+  refuse_others(state, { "momentum", "dampening", "nesterov" }, optimizer.type, "SGD")
   local is_w = optimizer.type:lower() == "adamw"
   if is_w and params.adam_w_mode == false then
     state:fail("optimizer.type is \"AdamW\" and optimizer.params.adam_w_mode is false: they contradict each other")
@@ -157,7 +178,13 @@ local function settle_scheduler(state, cfg)
         params[total])
     end
   end
-  if params.cycle_momentum then
+  if params.cycle_momentum and cfg.optimizer.type == "SGD" then
+    if state.given["scheduler.params.cycle_momentum"] then
+      state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"SGD\"; write false")
+    end
+    params.cycle_momentum = false
+    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed: SGD has no betas")
+  elseif params.cycle_momentum then
     state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99, whatever "
       .. "optimizer.params.betas says")
   end

@@ -15,7 +15,7 @@ local LEAST_NAMES = 12         -- columns for names, however wide the rest is
 
 ---@class ps.view.Chunk
 ---@field id integer
----@field kind string "param", "param_fp32", "exp_avg", "exp_avg_sq" or "grad"
+---@field kind string "param", "param_fp32", "exp_avg", "exp_avg_sq", "momentum_buffer" or "grad"
 ---@field index integer number within its kind
 ---@field nbytes integer
 ---@field used_nbytes integer

@@ -128,6 +128,8 @@ local function build(kind, params, options)
     local group, what = {}, ("%s, group %d"):format(kind.name, number - 1)
     for key, default in pairs(self.defaults) do group[key] = default end
     for key, value in pairs(checked_options(kind, given, what, OF_GROUP)) do group[key] = value end
+    local problem = groups.problem(group)
+    if problem then error(("%s: %s"):format(what, problem)) end
     -- Schedules set the optimizer's rate; a group keeps its proportion to it.
     group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group

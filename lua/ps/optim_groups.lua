@@ -4,17 +4,35 @@
 -- are saved, and which group a parameter of an engine belongs to.
 local caller = require "ps.caller"
 local check = require "ps.config.check"
+local copied = require "ps.copied"
 local types = require "ps.config.types"
 local error = caller.error
 
 local groups = {}
+
+local OF_ADAM = { "lr", "betas", "eps", "weight_decay" }
+--- The settings of a group, by the optimizer's kind, in PyTorch's words.
+groups.SETTINGS = { Adam = OF_ADAM, AdamW = OF_ADAM,
+  SGD = { "lr", "momentum", "weight_decay", "dampening", "nesterov" } }
+
+--- What is wrong with the settings of a group; nil: nothing.
+---@param group table
+---@return string?
+function groups.problem(group)
+  local problem = check.out_of_range(group, types.OPTIMIZER)
+  if not problem and group.nesterov and (group.momentum == 0 or group.dampening ~= 0) then
+    return ("nesterov needs a momentum above 0 and a dampening of 0; here they are %g and %g"):format(group.momentum,
+      group.dampening)
+  end
+  return problem
+end
 
 --- Refuses groups with a setting out of its range.
 ---@param list table[]
 ---@param kind string "AdamW"
 function groups.check(list, kind)
   for number, group in ipairs(list) do
-    local problem = check.out_of_range(group, types.OPTIMIZER)
+    local problem = groups.problem(group)
     if problem then error(("%s, group %d: %s"):format(kind, number - 1, problem)) end
   end
 end
@@ -75,12 +93,26 @@ end
 function groups.configured(optimizer, param_groups)
   local params, list = optimizer.params, {}
   for number, given in ipairs(param_groups or { {} }) do
-    local group = { lr = params.lr, betas = { params.betas[1], params.betas[2] }, eps = params.eps,
-      weight_decay = params.weight_decay, decoupled = optimizer.type == "AdamW" }
+    local group = {}
+    for _, key in ipairs(groups.SETTINGS[optimizer.type]) do group[key] = params[key] end
+    if group.betas then group.betas, group.decoupled = copied(group.betas), optimizer.type == "AdamW" end
     for key, value in pairs(given) do if key ~= "match" then group[key] = value end end
     list[number] = group
   end
   return list
+end
+
+--- What an engine keeps of a parameter beside its fp32 value: names of fp32 tensors, as PyTorch calls them. SGD without
+--- momentum keeps nothing.
+---@param optimizer {type: string, params: table} block "optimizer" of the configuration
+---@param param_groups? table[]
+---@return string[]
+function groups.averages(optimizer, param_groups)
+  if optimizer.type ~= "SGD" then return { "exp_avg", "exp_avg_sq" } end
+  for _, group in ipairs(groups.configured(optimizer, param_groups)) do
+    if group.momentum ~= 0 then return { "momentum_buffer" } end
+  end
+  return {}
 end
 
 --- The number, from 1, of the group that a parameter belongs to: the first whose match says so, else the last.

@@ -25,6 +25,12 @@ end
 -- rate(count) is the rate of step `count`; beta1(count) and beta2, if any, are Adam's.
 local function build(name, options, rate, beta1, beta2)
   if not options.optimizer.set_lr then error(("sched.%s: its optimizer is a table without set_lr"):format(name)) end
+  for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
+    if not group.betas then
+      error(("sched.%s: cycle_momentum moves Adam's beta1, and group %d of the optimizer has no betas; write "
+        .. "cycle_momentum = false"):format(name, number - 1))
+    end
+  end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, beta1 = beta1, beta2 = beta2,
     count = 0 }, Schedule)
   apply(self)

@@ -73,8 +73,8 @@ static ps_param state_of(int v, bool bf16)
 
 static void perform(const ps_action *a, ps_tensor *(*loss)[MICROS], double *norm)
 {
-    ps_adam_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .scale = 1,
-                            .adamw = 1 };
+    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .scale = 1,
+                              .rule = PS_RULE_ADAMW };
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1 };
     ps_tensor **root = &loss[a->vstage][a->micro];
     int64_t segment;

@@ -188,8 +188,8 @@ static ps_param param_of(process *p, int i, int32_t *parts)
 
 static void act(process *p, const ps_action *a, int step, ps_tensor *(*loss)[2 * MICROS], bool last)
 {
-    ps_adam_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-4, .weight_decay = 0.1, .scale = 1,
-                            .adamw = 1 };
+    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-4, .weight_decay = 0.1, .scale = 1,
+                              .rule = PS_RULE_ADAMW };
     bool walk = a->kind == PS_ACT_BACKWARD;
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1,
                           .slot = walk && last && p->of.slots, .overlap = walk && last && p->of.overlap };

@@ -118,8 +118,8 @@ static void backward(process *p, int v, int micro)
 
 static void act(process *p, const ps_action *a, double *norm)
 {
-    ps_adam_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .scale = 1,
-                            .adamw = 1 };
+    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .scale = 1,
+                              .rule = PS_RULE_ADAMW };
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1 };
     if (!WELL(ps_step_next(p->step, a->kind, &how))) return;
     if (a->kind == PS_ACT_FORWARD) forward(p, a->vstage, a->micro);

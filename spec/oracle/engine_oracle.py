@@ -65,6 +65,23 @@ def draw_scale(rng):
     return block
 
 
+def draw_optimizer(rng):
+    kind, params = rng.choice(["Adam", "AdamW", "SGD"]), {"weight_decay": rng.choice([0, 0.01, 0.1])}
+    if kind == "SGD":
+        params.update(lr=rng.choice([1e-2, 1e-1]), momentum=rng.choice([0, 0.5, 0.9]))
+        if params["momentum"]:
+            params.update(rng.choice([{}, {"nesterov": True}, {"dampening": 0.3}]))
+    else:
+        params.update(lr=rng.choice([1e-3, 3e-3, 1e-2]), betas=rng.choice([[0.9, 0.999], [0.8, 0.95]]),
+                      eps=rng.choice([1e-4, 1e-3]))
+    return {"type": kind, "params": params}
+
+
+def averages(entry):
+    """What an optimizer keeps of a parameter, by PyTorch's names."""
+    return {key: value for key, value in entry.items() if key != "step" and torch.is_tensor(value)}
+
+
 def draw_case(rng):
     heads = rng.randint(1, 3)
     case = {"type": rng.choice(["fp32", "fp32", "fp32", "bf16", "fp16"]), "accumulate": rng.choice([1, 1, 2, 3, 4]),
@@ -74,9 +91,7 @@ def draw_case(rng):
                         activation_function=rng.choice(["gelu_new", "gelu"]), initializer_range=0.1)
     case["rows"], case["positions"] = rng.randint(1, 3), rng.randint(2, case["gpt2"]["n_positions"])
     case["mask"] = rng.choice(["none", "some", "prompts", "whole micro-batches", "a whole step"])
-    params = {"lr": rng.choice([1e-3, 3e-3, 1e-2]), "betas": rng.choice([[0.9, 0.999], [0.8, 0.95]]),
-              "eps": rng.choice([1e-4, 1e-3]), "weight_decay": rng.choice([0, 0.01, 0.1])}
-    config = {"optimizer": {"type": rng.choice(["Adam", "AdamW"]), "params": params}, "plan_print": False,
+    config = {"optimizer": draw_optimizer(rng), "plan_print": False,
               "gradient_accumulation_steps": case["accumulate"], "device": "cpu"}
     if rng.random() < 0.5:
         config["gradient_clipping"] = rng.choice([0.05, 0.5, 5.0])
@@ -165,13 +180,12 @@ class Loop:
         self.masters = {n: initial[n].to(master).requires_grad_() for n in self.names}
         config = case["config"]
         given = config["optimizer"]["params"]
-        make = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config["optimizer"]["type"]]
+        make = getattr(torch.optim, config["optimizer"]["type"])
         groups = [{"params": [self.masters[n] for n in self.names]}]
         if case["groups"]:
             groups = [{"params": [self.masters[n] for n in self.names if n.endswith("bias")], "weight_decay": 0.0},
                       {"params": [self.masters[n] for n in self.names if not n.endswith("bias")]}]
-        self.optimizer = make(groups, lr=given["lr"], betas=tuple(given["betas"]), eps=given["eps"],
-                              weight_decay=given["weight_decay"], foreach=False)
+        self.optimizer = make(groups, foreach=False, **given)
         self.scaler = Scaler(config["fp16"]) if "fp16" in config else None
         self.losses, self.norms, self.skipped, self.largest = [], [], [], []
 
@@ -250,9 +264,8 @@ class Loop:
     def state(self):
         out = {n: m.detach() for n, m in self.masters.items()}
         for n, m in self.masters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if m in self.optimizer.state:
-                    out[f"{n} {key}"] = self.optimizer.state[m][key]
+            for key, value in averages(self.optimizer.state.get(m, {})).items():
+                out[f"{n} {key}"] = value
         return out
 
 
@@ -262,10 +275,8 @@ def trained_state(case):
     names = case["names"]
     out = {n: saved["model"][n] for n in names}
     for i, n in enumerate(names):
-        for key in ("exp_avg", "exp_avg_sq"):
-            entry = saved["optimizer"]["state"].get(i)
-            if entry:
-                out[f"{n} {key}"] = entry[key]
+        for key, value in averages(saved["optimizer"]["state"].get(i, {})).items():
+            out[f"{n} {key}"] = value
     return out
 
 
@@ -284,11 +295,11 @@ def judge_inspected(case, inspected):
 
 
 def kinds(state):
-    """Parameters, first and second moments apart: names by kind."""
-    of = {"": [], "exp_avg": [], "exp_avg_sq": []}
+    """Parameters and the optimizer's averages apart: names by kind."""
+    of = {}
     for n in state:
-        of[n.partition(" ")[2]].append(n)
-    return [names for names in of.values() if names]
+        of.setdefault(n.partition(" ")[2], []).append(n)
+    return list(of.values())
 
 
 def judge_state(ours, theirs, truth):

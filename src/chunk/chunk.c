@@ -12,7 +12,8 @@
 
 const char *ps_kind_name(int kind)
 {
-    static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" };
+    static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad",
+                                                      "momentum_buffer" };
     return kind >= 0 && kind < PS_KIND_COUNT ? names[kind] : NULL;
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The engine: parameters that live in chunks, their gradients in backward, and Adam over the units of chunks. By
- * ps_hooks the tape asks where a leaf's first gradient goes, and tells when no node will add to a gradient or read its
- * parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates the same numbers, and
- * a norm adds the squares of each tensor, then these sums in the order of the parameters. */
+ * The engine: parameters that live in chunks, their gradients in backward, and updates (Adam, SGD) of the units of
+ * chunks. By ps_hooks the tape asks where a leaf's first gradient goes, and tells when no node will add to a gradient
+ * or read its parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates the same
+ * numbers, and a norm adds the squares of each tensor, then these sums in the order of the parameters. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -196,15 +196,43 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 enum { PER_CALL = PS_MAX_IN / 5 };
 
-static int adam(ps_engine *e, param_rec *const *list, int n, bool host)
+/* The op of a rule, and its attributes. t: the update's number, from 1. Returns the tensors that it takes each. */
+static int rule_of(const ps_update_group *g, int64_t t, double scale, int *op, ps_attrs_adam_ *adam, ps_attrs_sgd_ *sgd)
+{
+    if (g->rule == PS_RULE_SGD) {
+        *op = PS_OP_sgd_;
+        *sgd = (ps_attrs_sgd_){ .lr = g->lr, .momentum = g->momentum, .weight_decay = g->weight_decay,
+                                .dampening = g->dampening, .nesterov = g->nesterov, .first = t == 1,
+                                .grad_scale = scale };
+        return 4;
+    }
+    *op = PS_OP_adam_;
+    *adam = (ps_attrs_adam_){ .adamw = g->rule == PS_RULE_ADAMW, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2,
+                              .eps = g->eps, .weight_decay = g->weight_decay, .grad_scale = scale };
+    adam->bias1 = 1 - __builtin_pow(g->beta1, (double)t);
+    adam->bias2 = 1 - __builtin_pow(g->beta2, (double)t);
+    return 5;
+}
+
+/* A group's rule needs the averages that its parameters have: no script can change it to another one's. */
+static int check_averages(const ps_update_group *g, const param_rec *r)
+{
+    bool fits = g->rule == PS_RULE_SGD ? !r->v && (r->m || g->momentum == 0) : r->m && r->v;
+    return fits ? 0 : ps_fail(PS_EINVAL, "the rule of group %d (%d, momentum %g) has averages that its parameters "
+                              "lack", r->group, g->rule, g->momentum);
+}
+
+/* Updates parameters of one group that have had equally many updates. */
+static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
-    const ps_adam_group *g = &e->groups[list[0]->group];
+    const ps_update_group *g = &e->groups[list[0]->group];
     int64_t t = list[0]->t + 1;
-    ps_attrs_adam_ attrs = { .adamw = g->adamw, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2, .eps = g->eps,
-                             .weight_decay = g->weight_decay, .grad_scale = e->step->how.scale * g->scale };
-    attrs.bias1 = 1 - __builtin_pow(g->beta1, (double)t);
-    attrs.bias2 = 1 - __builtin_pow(g->beta2, (double)t);
+    ps_attrs_adam_ adam_attrs;
+    ps_attrs_sgd_ sgd_attrs;
+    int op, each = rule_of(g, t, e->step->how.scale * g->scale, &op, &adam_attrs, &sgd_attrs);
+    const void *attrs = op == PS_OP_sgd_ ? (const void *)&sgd_attrs : &adam_attrs;
+    for (int i = 0; i < n; i++) PS_TRY(check_averages(g, list[i]));
     int rc = 0;
     for (int i = 0; rc == 0 && i < n; i++) {
         param_rec *r = list[i];
@@ -214,12 +242,12 @@ static int adam(ps_engine *e, param_rec *const *list, int n, bool host)
         else if (host) rc = ps_tensor_to_device(grad, e->host, &moved[i]), grad = moved[i];
         ps_tensor *const own[4] = { r->param, r->master, r->m, r->v };
         ps_tensor *const *use = host ? r->host : own;
-        ps_tensor *const five[5] = { use[0], use[1], grad, use[2], use[3] };
-        memcpy(&in[5 * i], five, sizeof five);
+        ps_tensor *const five[5] = { use[0], use[1], grad, use[2] ? use[2] : use[1], use[3] };
+        memcpy(&in[each * i], five, sizeof *five * (size_t)each);
         r->param->storage->taken = false;
     }
     if (e->zero) e->zero->table->alone(e->zero, true);
-    if (rc == 0) rc = engine_run(e->ctx, PS_OP_adam_, &attrs, 5 * n, in, all);
+    if (rc == 0) rc = engine_run(e->ctx, op, attrs, each * n, in, all);
     if (e->zero) e->zero->table->alone(e->zero, false);
     if (all[0]) ps_tensor_release(all[0]);
     for (int i = 0; i < n; i++) {
@@ -264,13 +292,13 @@ static int update_unit(ps_engine *e, int32_t unit)
         if (r->updated || !r->owned || !r->param->grad_) continue;
         bool host = updates_on_host(e, u, r);
         if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t || host != on_host)) {
-            PS_TRY(adam(e, list, n, on_host));
+            PS_TRY(run_update(e, list, n, on_host));
             n = 0;
         }
         on_host = host;
         list[n++] = r;
     }
-    if (n > 0) PS_TRY(adam(e, list, n, on_host));
+    if (n > 0) PS_TRY(run_update(e, list, n, on_host));
     u->updated = true;
     return gradients_end(e, unit);
 }
@@ -476,7 +504,7 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
     ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
     for (int k = 0; k < 5; k++) if (own[k]) ps_tensor_retain(own[k]);
-    r->owned = r->m != NULL;
+    r->owned = r->master != NULL;
     if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
@@ -492,7 +520,7 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
 {
     for (int i = 0; i < n; i++) {
         const ps_param *p = &params[i];
-        bool state = p->master && p->m && p->v, none = !p->master && !p->m && !p->v;
+        bool state = p->master && (p->m || !p->v), none = !p->master && !p->m && !p->v;
         bool use = p->tie == PS_TIE_USE, elsewhere = none && e->zero && e->zero->stage > 0;
         if (!p->param || !(use ? none : state || elsewhere))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
@@ -609,7 +637,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     return rc;
 }
 
-void engine_set_groups(ps_engine *e, const ps_adam_group *groups)
+void engine_set_groups(ps_engine *e, const ps_update_group *groups)
 {
     if (e->n_groups > 0) memcpy(e->groups, groups, sizeof *groups * (size_t)e->n_groups);
 }

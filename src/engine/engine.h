@@ -78,7 +78,7 @@ struct ps_engine {
     int32_t *pending, n_pending;  /* units whose gradients are whole and which backward has still to update */
     int32_t *order;               /* indices of params, sorted by unit */
     int32_t *first;               /* [n_units + 1] parameters of unit u: order[first[u]] to order[first[u + 1] - 1] */
-    ps_adam_group *groups;
+    ps_update_group *groups;
     trace_rec traces[PS_ENGINE_TRACES];
     int32_t next_id;              /* of traces */
     int32_t step_trace;           /* id of the one this step is expected to follow, or -1 */
@@ -97,7 +97,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares);
 int engine_run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all);
 int engine_fill_zero(ps_engine *e, ps_tensor *t);
 int engine_within(const ps_engine *e, int kind, const char *what);     /* PS_ESTATE: another action is under way */
-void engine_set_groups(ps_engine *e, const ps_adam_group *groups);
+void engine_set_groups(ps_engine *e, const ps_update_group *groups);
 bool engine_holds(const ps_engine *e, const ps_storage *s);   /* it lies in a chunk, or in a part */
 int engine_drop_grads(ps_engine *e);              /* restores values from masters; an error: some gradients stayed */
 void engine_reset(ps_engine *e);                  /* after a dry run: gradients and marks go, values stay */

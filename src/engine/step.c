@@ -343,7 +343,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
         PS_TRY(ties_settle(s->engine));
         PS_TRY(partial_settle(s->engine));
     }
-    const ps_adam_group *groups = how->groups;
+    const ps_update_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);
     if (kind != PS_ACT_REDUCE) s->how = *how;             /* a reduction keeps the settings of its backward */
     s->how.groups = NULL;

@@ -56,7 +56,7 @@ struct ps_pipe {
     bool open, dry;
     ps_step *step;                  /* that the row's actions are of; NULL: all of them are the caller's */
     ps_action_how last;             /* settings of the last WEIGHT of each virtual stage */
-    ps_adam_group *groups;          /* [last.n_groups] or NULL */
+    ps_update_group *groups;        /* [last.n_groups] or NULL */
     int32_t groups_capacity;
     bool acts;                      /* an event was handed out and is not done */
     bool broken;                    /* the step failed */

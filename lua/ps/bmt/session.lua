@@ -319,7 +319,7 @@ function Session:take(module)
   for _, param in ipairs(module:parameters()) do self:stage(param) end
   engine:take { module = module, is_cut = true, stages = stages_for(self, module),
     stays = function(param) return self.stays[param] end,
-    param_groups = adopt.groups({ groups = groups }, module) }
+    param_groups = adopt.groups({ groups = groups, kind = { name = "AdamW" } }, module) }
   for number, group in ipairs(engine.optimizer.groups) do
     for key, value in pairs(group) do if groups[number][key] == nil then groups[number][key] = value end end
     engine.optimizer.groups[number] = groups[number]

@@ -27,7 +27,7 @@ local STATIC = "chunks get the memory that other tensors leave at each moment of
 local PINNED = "host memory is pinned where there is a GPU"
 local OTHER = "belongs to an optimizer that is not here"
 
-local OPTIMIZERS = { "Adam", "AdamW" }
+local OPTIMIZERS = { "Adam", "AdamW", "SGD" }
 local SCHEDULERS = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "warmup_cosine",
   "warmup_linear", "constant" }
 
@@ -103,19 +103,23 @@ local sections = {
     { "at_once", T.ratio, nil, H, "share of the device's time in Adam in which the host is free to work" },
   } },
   { "optimizer", "Absent: Adam with its defaults.", {
-    { "type", T.string, "Adam", H, "Adam or AdamW. Adam is plain Adam (decay added to the gradient) as in PyTorch and "
-      .. "PatrickStar, unless adam_w_mode says true (DeepSpeed: true when absent)",
+    { "type", T.string, "Adam", H, "Adam, AdamW or SGD (PyTorch's). Adam is plain Adam (decay added to the gradient) "
+      .. "as in PyTorch and PatrickStar, unless adam_w_mode says true (DeepSpeed: true when absent)",
       check = one_of(OPTIMIZERS, "state in chunks is there for ") },
     { "legacy_fusion", T.boolean, false, I, "the update is one pass anyway" },
   } },
   { "optimizer.params", "DeepSpeed's defaults.", {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
-    { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the two means" },
-    { "eps", T.fp32, 1e-8, H, "added to the root" },
-    { "weight_decay", T.fp32, 0, H, "see type" },
+    { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam: decay of the two means" },
+    { "eps", T.fp32, 1e-8, H, "of Adam: added to the root" },
+    { "weight_decay", T.fp32, 0, H, "see type; SGD's is added to the gradient" },
+    { "momentum", T.fp32, nil, H, "of SGD, default 0: without it no state is kept beside fp32 values" },
+    { "dampening", T.fp32, nil, H, "of SGD, default 0: the momentum takes 1 - dampening of a gradient" },
+    { "nesterov", T.boolean, nil, H, "of SGD, default false: Nesterov's momentum" },
+    { "maximize", T.boolean, false, R, "not implemented" },
     { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: as type says" },
-    { "use_hybrid_adam", T.boolean, true, H, "state that fits beside the model is updated on the device; false: all of "
-      .. "it on the host" },
+    { "use_hybrid_adam", T.boolean, true, H, "state that fits beside the model is updated on the device, SGD's, too; "
+      .. "false: all of it on the host" },
     { "torch_adam", T.boolean, false, I, "there is one Adam, fused" },
     { "amsgrad", T.boolean, false, R, "not implemented" },
     { "bias_correction", T.boolean, true, R, "Adam here always corrects its bias" },
@@ -124,7 +128,7 @@ local sections = {
     { "coeff_beta", T.any, nil, R, OTHER }, { "factor_max", T.any, nil, R, OTHER },
     { "factor_min", T.any, nil, R, OTHER }, { "factor_threshold", T.any, nil, R, OTHER },
     { "freeze_step", T.any, nil, R, OTHER }, { "cuda_aware", T.any, nil, R, OTHER },
-    { "comm_backend_name", T.any, nil, R, OTHER }, { "momentum", T.any, nil, R, OTHER },
+    { "comm_backend_name", T.any, nil, R, OTHER },
     { "muon_lr", T.any, nil, R, OTHER }, { "adam_lr", T.any, nil, R, OTHER },
     { "ns_method", T.any, nil, R, OTHER },
   } },

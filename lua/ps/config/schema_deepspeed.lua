@@ -100,8 +100,8 @@ return function(T)
       { "seq_parallel_communication_data_type", T.string, "fp32", I, SEQUENCE },
       { "fp32_allreduce", T.boolean, false, I, TRAVEL },
       { "disable_allgather", T.boolean, false, I, "a parameter that stage 3 shares out is gathered when it is read" },
-      { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks have Adam and AdamW, and no other optimizer" },
-      { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "there is one Adam for every tier" },
+      { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks have Adam, AdamW, SGD, and no other" },
+      { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "every tier has the same optimizers" },
       { "vocabulary_size", T.integer(1), nil, H, "one that is no multiple of 8 is noted: products with it are slow on "
         .. "GPUs. Nothing is padded" },
       { "use_data_before_expert_parallelism", T.boolean, false, I, "there are no experts" },

@@ -85,7 +85,7 @@ end)
 --- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters: beyond them an
 --- update would go uphill, or leave NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
-  momentum = types.fp32, max_norm = types.norm }
+  momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 
 --- One of some words.
 ---@param words string "none|cpu|nvme"

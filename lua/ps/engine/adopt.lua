@@ -4,22 +4,18 @@
 -- over the same parameters would update beside the engine, so its step() is refused.
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local optim_groups = require "ps.optim_groups"
 
 local adopt = {}
 
-local SETTINGS = { "lr", "betas", "eps", "weight_decay" }
-
 local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .. text):format(...)) end
 
---- Refuses what cannot be adopted: a value that is no optimizer of ps.optim, an optimizer that has made steps, or one
---- of a kind that chunks do not have.
+--- Refuses what cannot be adopted: a value that is no optimizer of ps.optim, or an optimizer that has made steps.
 ---@param optimizer any
 function adopt.check(optimizer)
   if type(optimizer) ~= "table" or not core.optimizers[optimizer] then
     refuse "is one of ps.optim that is in use nowhere else; leave it out, and write `optimizer` into the configuration"
   end
-  local kind = optimizer.kind.name
-  if kind ~= "Adam" and kind ~= "AdamW" then refuse("is %s; models of ps.initialize have Adam and AdamW", kind) end
   if optimizer.per_rank then refuse "has per_rank, but gradients of all ranks are added up here" end
   for _, entry in ipairs(optimizer.entries) do
     if entry.t > 0 or optimizer.steps > 0 then
@@ -34,7 +30,7 @@ end
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
-  for _, name in ipairs(SETTINGS) do
+  for _, name in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do
     said["optimizer.params." .. name] = { optimizer.defaults[name], "the optimizer's " .. name }
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
@@ -49,7 +45,7 @@ function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
     list[number] = { match = function(name) return by_name[name] == number end }
-    for _, key in ipairs(SETTINGS) do list[number][key] = group[key] end
+    for _, key in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do list[number][key] = group[key] end
     for _, param in ipairs(group.params) do number_of[core.address(param)], left[core.address(param)] = number, true end
   end
   for name, param in module:named_parameters() do

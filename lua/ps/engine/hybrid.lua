@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The place of Adam (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the margin
--- there goes. For a unit that does not fit there are two ways. Either the gradient goes down, the host updates, and the
--- parameters come up; or the state comes up to the device for its update and goes down again. The host and the link
--- work side by side, so the fastest split keeps both busy to the end. The search for that split uses dry runs, which
--- tell the bytes that a step moves, and the speeds of rates.lua. Units of both ways alternate, so that copies run while
--- the host updates. Values are the same wherever Adam runs. The exchanges between ranks are the same, too, since they
--- see only gradients and parameters: each rank splits its own units.
+-- The place of updates (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the
+-- margin there goes. For a unit that does not fit there are two ways. Either the gradient goes down, the host updates,
+-- and the parameters come up; or the state comes up to the device for its update and goes down again. The host and the
+-- link work side by side, so the fastest split keeps both busy to the end. The search for that split uses dry runs,
+-- which tell the bytes that a step moves, and the speeds of rates.lua. Units of both ways alternate, so that copies run
+-- while the host updates. Values are the same wherever Adam runs. The exchanges between ranks are the same, too, since
+-- they see only gradients and parameters: each rank splits its own units.
 local ps = require "ps"
 local C = ps.C
 
@@ -94,6 +94,10 @@ local function spread(engine, units, share)
   return on
 end
 
+-- How much faster this optimizer updates a parameter than Adam, whose rates are measured: an update is as fast as its
+-- bytes: 2 each of a gradient that is read and a parameter that is written, 8 each of the master and the averages.
+local function speed(engine) return 28 / (12 + 8 * #engine.optimizer.averages) end
+
 local function apply(engine, on)
   for unit = 1, engine.built.units do ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, on[unit] and 1 or 0)) end
 end
@@ -109,8 +113,10 @@ local function predict(engine, on, forecast)
     local numel = engine.built.unit_numel[unit]
     if on[unit] then there, count = there + numel, count + 1 else here = here + numel end
   end
-  local device = there / r.device_adam
-  local split = { on = on, count = count, device = device, host = here / r.host_adam + (1 - r.at_once) * device,
+  local faster = speed(engine)
+  local device = there / r.device_adam / faster
+  local split = { on = on, count = count, device = device,
+    host = here / r.host_adam / faster + (1 - r.at_once) * device,
     link = math.max(forecast.fetched[1] / r.up, forecast.evicted[1] / r.down) }
   local busy = math.max(split.device, split.host)
   split.seconds = math.max(busy, split.link) + APART * math.min(busy, split.link)
@@ -126,7 +132,7 @@ local function balance(engine, units, numel, low, high)
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
   local r, bytes = engine.adam_rates, 0
   for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
-  return low.share + gap / (bytes / math.min(r.up, r.down) + numel / r.host_adam)
+  return low.share + gap / (bytes / math.min(r.up, r.down) + numel / r.host_adam / speed(engine))
 end
 
 local function same(a, b, units)
@@ -240,8 +246,8 @@ local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
 ---@param split ps.engine.Split
 ---@return string[]
 function hybrid.lines(engine, split)
-  local lines = { ("  Adam    on the device for %d of %d chunks, on the host for the others"):format(split.count,
-    engine.built.units) }
+  local lines = { ("  %-4s    on the device for %d of %d chunks, on the host for the others"):format(
+    engine.optimizer.kind == "SGD" and "SGD" or "Adam", split.count, engine.built.units) }
   if not engine.adam_rates then return lines end
   local slowest = split.link >= math.max(split.host, split.device) and "copies"
     or split.host >= split.device and "the host" or "the device"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizer of an engine, which ps.initialize gives beside the model: Adam (Kingma and Ba 2015) or AdamW
--- (Loshchilov and Hutter 2019) on chunks, with the clipping, loss scale and accumulation of the configuration. Groups,
--- set_lr, step and zero_grad are those of ps.optim.
+-- The optimizer of an engine, which ps.initialize gives beside the model: Adam (Kingma and Ba 2015), AdamW (Loshchilov
+-- and Hutter 2019) or SGD with PyTorch's momentum on chunks, with the clipping, loss scale and accumulation of the
+-- configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
 local ps = require "ps"
 local array = require "ps.array"
 local caller = require "ps.caller"
@@ -10,10 +10,12 @@ local state = require "ps.engine.state"
 local step = require "ps.engine.step"
 local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
+local error = caller.error
 local ffi, C = ps.ffi, ps.C
 
 ---@class ps.EngineOptimizer
----@field groups table[] each with lr, betas, eps, weight_decay, which may be changed between steps
+---@field groups table[] each with its settings (optim_groups.SETTINGS), which may be changed between steps
+---@field averages string[] what a parameter has beside its fp32 value (optim_groups.averages)
 ---@field steps integer updates done; skipped ones not counted
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
@@ -39,7 +41,7 @@ Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last 
   .. "with; call model:backward(loss) first"
 
 local double_out = ffi.new("double[1]")
-local group_array = array "ps_adam_group"
+local group_array = array "ps_update_group"
 local NONE = {}                     -- step has no options: the configuration has the settings that ps.optim takes here
 
 --- Writes the groups' settings into the settings of an action.
@@ -50,10 +52,15 @@ function Optimizer:settings_into(how, factors)
   if not self.c_groups then self.c_groups = group_array(n) end
   for i, group in ipairs(self.groups) do
     local values = self.c_groups[i - 1]
-    values.lr, values.beta1, values.beta2 = group.lr, group.betas[1], group.betas[2]
-    values.eps, values.weight_decay = group.eps, group.weight_decay
-    values.adamw = group.decoupled and 1 or 0
+    values.lr, values.weight_decay = group.lr, group.weight_decay
     values.scale = factors and factors[i] or 1
+    if self.kind == "SGD" then
+      values.rule, values.nesterov = C.PS_RULE_SGD, group.nesterov and 1 or 0
+      values.momentum, values.dampening = group.momentum, group.dampening
+    else
+      values.rule = group.decoupled and C.PS_RULE_ADAMW or C.PS_RULE_ADAM
+      values.beta1, values.beta2, values.eps = group.betas[1], group.betas[2], group.eps
+    end
   end
   how.groups, how.n_groups = self.c_groups, n
 end
@@ -63,11 +70,16 @@ end
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
-  local parts = {}
-  for i, g in ipairs(self.groups) do
-    parts[i] = ("%.17g %.17g %.17g %.17g %.17g"):format(g.lr, g.betas[1], g.betas[2], g.eps, g.weight_decay)
+  local parts, keys = {}, groups.SETTINGS[self.kind]
+  for i, group in ipairs(self.groups) do
+    if group.momentum and group.momentum ~= 0 and #self.averages == 0 then
+      error(("SGD, group %d: momentum is %g, and no group had any when the model was made, so there are no buffers; "
+        .. "give a momentum in the configuration or in param_groups"):format(i - 1, group.momentum))
+    end
+    local text = groups.to_text(group, keys)
+    for k, key in ipairs(keys) do parts[#parts + 1] = (k == 1 and ";" or " ") .. tostring(text[key]) end
   end
-  return table.concat(parts, ";")
+  return table.concat(parts)
 end
 
 --- The factor on gradients in the update: undoes the loss scale and the sum over micro-batches.
@@ -152,21 +164,21 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
--- For state.lua: parameters in order of registration, from 1. m (exp_avg) and v (exp_avg_sq) are nil where another rank
--- has them.
+-- For state.lua: parameters in order of registration, from 1. averages: a tensor for each of optimizer.averages; nil
+-- where another rank has them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
   local row = self.built.list[i]
-  return { name = row.name, param = row.param, m = row.m, v = row.v,
+  return { name = row.name, param = row.param, averages = row.averages,
     master = row.master ~= nil and not rawequal(row.master, row.param) and row.master or nil }
 end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(ps.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t)) end
 
---- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, n from 0 in the order of groups; with a
---- model, the form that ps.checkpoints writes: {tensors by name, values}. Tensors are lent: save them before the next
---- step. Masters are the model's: model:state_dict() has them.
+--- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or momentum_buffer of SGD, n from 0 in
+--- the order of groups; with a model, the form that ps.checkpoints writes: {tensors by name, values}. Tensors are lent:
+--- save them before the next step. Masters are the model's: model:state_dict() has them.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
@@ -198,7 +210,8 @@ function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
 function optimizer.new(engine, built, cfg)
   local params = cfg.optimizer.params
   local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
-    ranges = {}, groups = groups.configured(cfg.optimizer, engine.param_groups),
+    ranges = {}, averages = groups.averages(cfg.optimizer, engine.param_groups),
+    groups = groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
   for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
   -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.

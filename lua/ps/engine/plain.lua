@@ -62,13 +62,15 @@ function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
   local row = self.engine.built.list[i]
   local entry, param = row.entry, row.param
-  if entry.exp_avg == nil then
-    for _, name in ipairs { "exp_avg", "exp_avg_sq" } do
+  local averages = {}
+  for k, name in ipairs(self.averages) do
+    if entry[name] == nil then
       local dtype = param:dtype() == "fp64" and "fp64" or "fp32"
       entry[name] = ps.zeros(param:shape(), { dtype = dtype, device = param:device() }):keep()
     end
+    averages[k] = entry[name]
   end
-  return { name = row.name, param = param, m = entry.exp_avg, v = entry.exp_avg_sq,
+  return { name = row.name, param = param, averages = averages,
     master = not rawequal(entry.master, param) and entry.master or nil }
 end
 function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
@@ -164,7 +166,8 @@ function plain.initialize(self, request)
   for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
   for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
   self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
-    kind = cfg.optimizer.type, steps = 0, n_updated = 0, lr = cfg.optimizer.params.lr,
+    kind = cfg.optimizer.type, averages = optim_groups.averages(cfg.optimizer, self.param_groups), steps = 0,
+    n_updated = 0, lr = cfg.optimizer.params.lr,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
 end
 

@@ -8,6 +8,7 @@
 -- has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to be compared
 -- with.
 local ps = require "ps"
+local optim_groups = require "ps.optim_groups"
 local talk = require "ps.dist.agree"
 local shard = require "ps.nn.shard"
 local ffi, C = ps.ffi, ps.C
@@ -20,7 +21,6 @@ local hash_out = ffi.new("uint64_t[1]")
 local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
   "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
   "compare_ranks_every", "recompute", "bf16", "pipeline", "tensor_parallel" }
-local OF_GROUPS = { "lr", "betas", "eps", "weight_decay" }
 
 -- Appends "name<TAB>value" for every leaf of a value, keys in order.
 local function flatten(lines, name, value)
@@ -73,7 +73,9 @@ end
 local function group_lines(engine)
   local lines = {}
   for i, group in ipairs(engine.optimizer.groups) do
-    for _, key in ipairs(OF_GROUPS) do flatten(lines, ("parameter group %d: %s"):format(i, key), group[key]) end
+    for _, key in ipairs(optim_groups.SETTINGS[engine.optimizer.kind]) do
+      flatten(lines, ("parameter group %d: %s"):format(i, key), group[key])
+    end
   end
   return lines
 end

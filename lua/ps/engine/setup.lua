@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
--- module built in staging chunks, and where Adam runs.
+-- module built in staging chunks, and where updates run.
 local ps = require "ps"
 local caller = require "ps.caller"
 local copied = require "ps.copied"
@@ -22,6 +22,7 @@ local own_loss = require "ps.engine.own_loss"
 local pipe = require "ps.engine.pipe"
 local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
+local optim_groups = require "ps.optim_groups"
 local random_state = require "ps.random_state"
 local ffi, C = ps.ffi, ps.C
 local error = caller.error
@@ -34,7 +35,8 @@ local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
   client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table" }
 
-local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
+local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number",
+  momentum = "number", dampening = "number", nesterov = "boolean" }
 
 -- Checks groups of parameters. A parameter goes to the first group whose match is true; the last may have no match, and
 -- takes what is left.
@@ -47,13 +49,24 @@ local function check_groups(groups)
     for key, value in pairs(group) do
       local kind = OF_GROUPS[key]
       if not kind then
-        refuse("[%d] has '%s'; a group has match = function(name, parameter), which chooses, lr, betas, eps and "
-          .. "weight_decay", i, tostring(key))
+        refuse("[%d] has '%s'; a group has match = function(name, parameter), which chooses, lr, weight_decay, Adam's "
+          .. "betas and eps, and SGD's momentum, dampening and nesterov", i, tostring(key))
       elseif type(value) ~= kind then
         refuse("[%d].%s is a %s, not a %s", i, key, type(value), kind)
       end
       local problem = types.OPTIMIZER[key] and check.problem(value, types.OPTIMIZER[key])
       if problem then refuse("[%d].%s %s", i, key, problem) end
+    end
+  end
+end
+
+-- Refuses settings of groups that the optimizer of the configuration does not have.
+local function check_kind(list, kind)
+  local known = { match = true }
+  for _, key in ipairs(optim_groups.SETTINGS[kind]) do known[key] = true end
+  for i, group in ipairs(list or {}) do
+    for key in pairs(group) do
+      if not known[key] then error(("ps.initialize: param_groups[%d].%s is none of %s's"):format(i, key, kind)) end
     end
   end
 end
@@ -155,6 +168,8 @@ function setup.configure(self, request, config)
     error(("ps.initialize: the optimizer is %s, and optimizer.params.adam_w_mode makes it %s"):format(
       request.optimizer.kind.name, cfg.optimizer.type))
   end
+  check_kind(request.param_groups, cfg.optimizer.type)
+  optim_groups.check(optim_groups.configured(cfg.optimizer, request.param_groups), cfg.optimizer.type)
   for _, text in ipairs(notes or {}) do self:note(text) end
   mesh.cut { pp = cfg.pipeline.stages, tp = cfg.tensor_parallel.size }
   local group, stages_group, layers_group = mesh.group "dp", mesh.group "pp", mesh.group "tp"
@@ -210,7 +225,8 @@ local function bytes_a_parameter(self)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
   local stage = self.zero_stage
-  return (stage >= 1 and 12 * share or 12) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
+  local state = 4 + 4 * #optim_groups.averages(self.cfg.optimizer, self.param_groups)
+  return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
 -- Bytes of the disk file: the limit, or as many as the model's state and the staging of its parameters need.
@@ -311,13 +327,14 @@ function setup.place_options(self)
   local grads = self.adds_up or self.precision == "fp32"
   local first = self.device ~= self.host and self.cfg.memory.device or self.cfg.memory.host
   local grad_dtype = self.adds_up and self.cfg.grad_accum_dtype or "param"
-  local state = self.precision == "fp32" and 12 or 14
+  local averages = optim_groups.averages(self.cfg.optimizer, self.param_groups)
+  local state = 4 * #averages + (self.precision == "fp32" and 4 or 6)
   if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
   return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
     device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards, stages = self.stages,
     stays = self.stays,
     agree = self.ranks and function(size) return self.ranks:least(size) end,
-    host = self.host, grads = grads, grad_dtype = grad_dtype }
+    host = self.host, grads = grads, grad_dtype = grad_dtype, averages = averages }
 end
 
 --- The error of a model that could not be made. Where memory ran out, it has the bytes of the whole model.

@@ -5,7 +5,9 @@
 -- whole before a value is written.
 --
 -- An optimizer has: kind, steps, groups, group_of (from 0, by parameter), and
---   count() parameters, in order of registration;  slot(i) {name, m, v, master or nil}, i from 1
+--   averages: what a parameter has beside its fp32 value, {"exp_avg", "exp_avg_sq"} or {"momentum_buffer"} or {}
+--   count() parameters, in order of registration;  slot(i) {name, param, averages or nil, master or nil}, i from 1;
+--     averages: a tensor for each of the optimizer's; nil where another rank has them
 --   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
 local ps = require "ps"
@@ -16,7 +18,8 @@ local error = require("ps.caller").error
 
 local state = {}
 
-local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled" }
+-- Settings that are saved; each kind of optimizer has some.
+local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled", "momentum", "dampening", "nesterov" }
 
 -- -- sources (ps.nn.cut) ---------------------------------------------------------------------------------------------
 local function is_file(value) return type(value) == "table" and type(value.read_into) == "function" end
@@ -36,18 +39,24 @@ local function check_tensor(source, key, slot)
   end
 end
 
--- Sets a parameter's exp_avg and exp_avg_sq from a source, which has them as `prefix`exp_avg and `prefix`exp_avg_sq.
--- Without a source they become zeros, as if the parameter had never been updated.
-local function set_moments(slot, source, prefix)
-  if source then
-    cut.read(source, prefix .. "exp_avg", slot.m, slot.param)
-    cut.read(source, prefix .. "exp_avg_sq", slot.v, slot.param)
-  elseif slot.m ~= nil then
-    ps.no_grad(function()
-      slot.m:fill_(0)
-      slot.v:fill_(0)
-    end)
+local function check_averages(opt, source, prefix, slot)
+  for _, name in ipairs(opt.averages) do check_tensor(source, prefix .. name, slot) end
+end
+
+-- Sets a parameter's averages from a source, which has them as `prefix`exp_avg and so on. Without a source they become
+-- zeros, as if the parameter had never been updated.
+local function set_averages(opt, slot, source, prefix)
+  for k, average in ipairs(slot.averages or {}) do
+    if source then cut.read(source, prefix .. opt.averages[k], average, slot.param)
+    else ps.no_grad(function() average:fill_(0) end) end
   end
+end
+
+-- Refuses a saved group with momentum where there is no place for its buffers.
+local function check_momentum(momentum, number, opt)
+  if opt.kind ~= "SGD" or #opt.averages > 0 or not momentum or momentum == 0 then return end
+  error(("param_groups[%d] of the saved optimizer has momentum %g, and this one was made without: give momentum in the "
+    .. "configuration"):format(number - 1, momentum), 0)
 end
 
 local function check_groups(saved, opt)
@@ -56,7 +65,7 @@ local function check_groups(saved, opt)
 end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
---- {tensors, values}: tensors by "<parameter>.exp_avg" and "<parameter>.exp_avg_sq"; values as JSON can hold them.
+--- {tensors, values}: tensors by "<parameter>.exp_avg" and so on; values as JSON can hold them.
 --- Masters are not among the tensors, since the model's state_dict has them.
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
@@ -65,9 +74,10 @@ function state.named(opt)
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
     local t, slot = opt:updates(i), opt:slot(i)
-    local mine = slot.m ~= nil                     -- else another rank has this state
-    if mine then values.t[slot.name] = t end
-    if mine and t > 0 then tensors[slot.name .. ".exp_avg"], tensors[slot.name .. ".exp_avg_sq"] = slot.m, slot.v end
+    if slot.averages then                           -- else another rank has this state
+      values.t[slot.name] = t
+      for k, name in ipairs(t > 0 and opt.averages or {}) do tensors[slot.name .. "." .. name] = slot.averages[k] end
+    end
   end
   for number, group in ipairs(opt.groups) do values.groups[number] = optim_groups.to_text(group, SETTINGS) end
   return { tensors = tensors, values = values }
@@ -78,21 +88,19 @@ local function load_named(opt, source, values)
     error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), opt.kind), 0)
   end
   check_groups(values.groups, opt)
+  for number, group in ipairs(values.groups) do check_momentum(tonumber(group.momentum), number, opt) end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name]
-    if not t and slot.m ~= nil then
+    if not t and slot.averages then
       error("the saved optimizer has no state for parameter " .. slot.name, 0)
     end
-    if slot.m ~= nil and t > 0 then
-      check_tensor(source, slot.name .. ".exp_avg", slot)
-      check_tensor(source, slot.name .. ".exp_avg_sq", slot)
-    end
+    if slot.averages and t > 0 then check_averages(opt, source, slot.name .. ".", slot) end
   end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name] or 0
-    set_moments(slot, slot.m ~= nil and t > 0 and source, slot.name .. ".")
+    set_averages(opt, slot, slot.averages and t > 0 and source, slot.name .. ".")
     if slot.master ~= nil and has(source, slot.name .. ".master") then
       check_tensor(source, slot.name .. ".master", slot)
       cut.read(source, slot.name .. ".master", slot.master, slot.param)
@@ -121,8 +129,20 @@ local function members(opt)
   return lists
 end
 
---- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: the form that torch.optim.AdamW's load_state_dict
---- takes.
+-- A group as PyTorch has it.
+local function torch_group(group, params)
+  local out = { lr = group.lr, weight_decay = group.weight_decay, maximize = false, params = params }
+  if group.betas then
+    out.betas, out.eps = { group.betas[1], group.betas[2] }, group.eps
+    out.amsgrad, out.decoupled_weight_decay = false, group.decoupled
+  else
+    out.momentum, out.dampening, out.nesterov = group.momentum, group.dampening, group.nesterov
+  end
+  return out
+end
+
+--- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: the form that the load_state_dict of torch.optim.AdamW
+--- takes; that of SGD has momentum_buffer, and leaves `step` aside.
 ---@param opt ps.EngineOptimizer
 ---@return {state: table<integer, table>, param_groups: table[]}
 function state.torch(opt)
@@ -131,14 +151,13 @@ function state.torch(opt)
     local group, params = opt.groups[number], torch_pt.mark("list", {})
     for k, at in ipairs(list) do
       local t, slot = at.i and opt:updates(at.i), at.i and opt:slot(at.i)
-      if slot and slot.m ~= nil and t > 0 then
-        all[n] = { step = t, exp_avg = slot.m, exp_avg_sq = slot.v }
+      if slot and slot.averages and t > 0 then
+        all[n] = { step = t }
+        for j, name in ipairs(opt.averages) do all[n][name] = slot.averages[j] end
       end
       params[k], n = n, n + 1
     end
-    groups[number] = { lr = group.lr, betas = { group.betas[1], group.betas[2] }, eps = group.eps,
-      weight_decay = group.weight_decay, amsgrad = false, maximize = false, decoupled_weight_decay = group.decoupled,
-      params = params }
+    groups[number] = torch_group(group, params)
   end
   return { state = all, param_groups = groups }
 end
@@ -155,7 +174,10 @@ local function entry_of(saved, number)
   if entry then return entry, entry.step end
 end
 
-local function whole_step(step, name)
+-- Updates that an entry has had. PyTorch's SGD does not count them. Whether the buffer is there says whether it has
+-- begun, and the op needs to know no more.
+local function whole_step(opt, source, step, name)
+  if step == nil and opt.kind == "SGD" then return has(source, "momentum_buffer") and 1 or 0 end
   if ps.is_tensor(step) then step = step:item() end
   step = tonumber(step)
   if not step or step < 0 or step % 1 ~= 0 then
@@ -169,13 +191,17 @@ local function number_of(value)
   return tonumber(value)
 end
 
--- Refuses a group whose settings are of another algorithm than this optimizer's, which is Adam or AdamW.
+-- Refuses a group whose settings are of another algorithm than this optimizer's.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
   end
   for _, key in ipairs { "amsgrad", "maximize" } do
     if from[key] then refuse("has %s = True, which %s here does not do", key, opt.kind) end
+  end
+  if opt.kind == "SGD" then
+    if from.momentum == nil or from.betas or from.alpha then refuse "is not of SGD" end
+    return check_momentum(number_of(from.momentum), number, opt)
   end
   for _, key in ipairs { "momentum", "alpha", "rho" } do
     if from[key] ~= nil and not from.betas then refuse("has %s and no betas: it is not of Adam or AdamW", key) end
@@ -200,24 +226,25 @@ local function load_torch(opt, saved)
     end
     for k, at in ipairs(list) do
       local source, step = entry_of(saved, params[k])
-      step = source and whole_step(step, at.name) or 0
+      step = source and whole_step(opt, source, step, at.name) or 0
+      if opt.kind == "SGD" and step == 0 then source = nil end
       most = math.max(most, step)
       local slot = at.i and opt:slot(at.i)
-      if slot and slot.m == nil then source, step = nil, 0 end   -- another rank has this state
-      if slot and source then
-        check_tensor(source, "exp_avg", slot)
-        check_tensor(source, "exp_avg_sq", slot)
-      end
+      if slot and not slot.averages then source, step = nil, 0 end   -- another rank has this state
+      if slot and source then check_averages(opt, source, "", slot) end
       if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end
   end
   for _, at in ipairs(plan) do
-    set_moments(at.slot, at.source, "")
+    set_averages(opt, at.slot, at.source, "")
     opt:set_updates(at.i, at.step)
   end
   for number, group in ipairs(opt.groups) do
     local from = groups[number]
-    for _, key in ipairs { "lr", "eps", "weight_decay" } do group[key] = number_of(from[key]) or group[key] end
+    for _, key in ipairs(optim_groups.SETTINGS[opt.kind]) do
+      if type(group[key]) == "number" then group[key] = number_of(from[key]) or group[key] end
+    end
+    if from.nesterov ~= nil and opt.kind == "SGD" then group.nesterov = from.nesterov end
     if from.betas then group.betas = { number_of(from.betas[1]), number_of(from.betas[2]) } end
   end
   opt.steps, opt.engine.steps = most, most

@@ -35,7 +35,7 @@ local read = {}
 ---@field times number[] of changes
 ---@field on (string|false)[] the fastest tier on which it has memory from each of these times on; false: none
 
-local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" }
+local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad" }
 local BANDS = { forward = "forward", backward = "backward", input = "backward", weight = "backward", update = "adam" }
 
 local rank_of_kind = {}

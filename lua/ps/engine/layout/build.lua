@@ -183,8 +183,7 @@ local function chunks_for(row, group, where)
   row.parts = { ids.param_part }
   if not group.trains then return ids end
   if group.dtype ~= "fp32" then one("param_fp32", "fp32", ids.mine) end
-  one("exp_avg", "fp32", ids.mine)
-  one("exp_avg_sq", "fp32", ids.mine)
+  for _, kind in ipairs(where.averages) do one(kind, "fp32", ids.mine) end
   if where.grads then
     one("grad", grad_dtype, ids.mine or not shards:gradients())
     if shards then ids.grad_part = part("grad", grad_dtype, row.grad_stripe, false) end
@@ -244,9 +243,10 @@ local function finish_row(made, where)
 end
 
 -- Makes a unit of a row whose tensors train.
-local function add_unit(built, row, group, ids)
+local function add_unit(built, row, group, ids, averages)
   built.units = built.units + 1
-  built.unit_bytes[built.units] = ids.mine and row.numel * (group.dtype == "fp32" and 8 or 12) or 0
+  built.unit_bytes[built.units] = ids.mine and row.numel * 4 * (#averages + (group.dtype == "fp32" and 0 or 1))
+    or 0
   built.unit_numel[built.units] = ids.mine and row.numel or 0
   built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
 end
@@ -261,18 +261,18 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter: name, param, master, m (exp_avg), v (exp_avg_sq), grad, unit,
----  numel, number: its place in the model, vstage: its virtual stage among this process's, uses: {vstage, grad} of this
----  process's other virtual stages that use it, place: the parameter as the host sees it, where it lies on a device or
----  is sharded, and values: its fp32 values as the host sees them. Where state is sharded, owner: its rank; on other
----  ranks the row has no master, m, v, place and values
+---@field list table[] a row for each trained parameter: name, param, master, averages: a tensor for each of
+---  options.averages, grad, unit, numel, number: its place in the model, vstage: its virtual stage here, uses: {vstage,
+---  grad} of this process's other virtual stages that use it, place: the parameter as the host sees it, where it lies
+---  on a device or is sharded, and values: its fp32 values as the host sees them. Where state is sharded, owner: its
+---  rank; on other ranks the row has no master, averages, place and values
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
 ---@field untrained table[] the rows of frozen, and {name, param} of frozen parameters of other ranks of a pipeline
 ---@field elsewhere table[] a row for each trained parameter that other ranks of a pipeline hold: name, param (without
 ---  data), numel, number
 ---@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
 ---@field units integer
----@field unit_bytes integer[] by unit, from 1: bytes of its master, exp_avg and exp_avg_sq on this process
+---@field unit_bytes integer[] by unit, from 1: bytes of its master and averages on this process
 ---@field unit_numel integer[] by unit, from 1: parameters that this process updates
 ---@field layout ps.layout.Layout
 ---@field numel integer parameters that lie here, frozen ones too
@@ -281,8 +281,8 @@ end
 --- Lays the module's parameters out in chunks.
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
----  grads: boolean, grad_dtype: string, state_bytes: integer, lookups?: boolean, shards?: ps.engine.Sharding,
----  stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?,
+---  grads: boolean, grad_dtype: string, averages: string[], state_bytes: integer, lookups?: boolean,
+---  shards?: ps.engine.Sharding, stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?,
 ---  agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the host; grads: gradients have
 ---  chunks of their own; stages: the model is cut, and this process has these; stays: whether a parameter that ranks
 ---  share out stays, once it is gathered, until the end of the step, nil: as the configuration says; agree: gives the
@@ -320,7 +320,7 @@ function build.place(module, options)
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
     local ids = chunks_for(row, group, options)
-    if group.trains then add_unit(built, row, group, ids) end
+    if group.trains then add_unit(built, row, group, ids, options.averages) end
     for _, at in ipairs(row.tensors) do
       local entry = entries[at.index]
       local param, master = place_param(entry, ids, at.offset, options)
@@ -332,9 +332,9 @@ function build.place(module, options)
       finish_row(made, options)
       if group.trains then
         made.unit = built.units - 1
-        if ids.mine then
-          made.m = new_tensor(param, "fp32", options.host, ids, "exp_avg", at.offset, entry.name)
-          made.v = new_tensor(param, "fp32", options.host, ids, "exp_avg_sq", at.offset, entry.name)
+        made.averages = ids.mine and {} or nil
+        for k, kind in ipairs(ids.mine and options.averages or {}) do
+          made.averages[k] = new_tensor(param, "fp32", options.host, ids, kind, at.offset, entry.name)
         end
         if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
         made.uses = other_uses(made, group, options)
@@ -376,11 +376,12 @@ function build.register(built, group_of, n_groups, where)
   for i, entry in ipairs(built.list) do
     local row = rows[i - 1]
     local apart = where.device ~= where.host
-    local names = { entry.param, entry.master, entry.m, entry.v }
+    local averages = entry.averages or {}
+    local names = { entry.param, entry.master, averages[1], averages[2] }
     row.param = ptr(entry.param)
     for k, field in ipairs { "param", "master", "m", "v" } do
       local t = names[k]
-      if t == nil then                                -- another rank has this one
+      if t == nil then                                -- another rank has it, or nobody
         row[field] = nil
       elseif apart then
         local own_device = rawequal(entry.master, entry.param) and k == 2 and entry.param or t

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. In the chunks of each kind
--- tensors begin at another offset; PS_KIND_SHIFT (src/ps.h) tells the reason.
+-- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. In the chunks that an update
+-- needs at once tensors begin at other offsets; PS_KIND_SHIFT (src/ps.h) tells the reason.
 local E = require "ps.ffi"
 local ffi, C = E.ffi, E.C
 
@@ -17,12 +17,16 @@ for i = 0, C.PS_KIND_COUNT - 1 do
   kinds.name[i], kinds.number[name] = name, i
 end
 
+-- Kinds with another kind's offset: the two are never there together.
+local OFFSET_OF = { momentum_buffer = "exp_avg" }
+local LAST = kinds.number.grad                    -- the largest offset
+
 --- Bytes by which a chunk of `numel` fp32 elements, of whatever kind, is larger at most than its elements.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
   if numel * BYTES.fp32 < SHIFTED_FROM then return PAGE end
-  return (math.ceil((C.PS_KIND_COUNT - 1) * C.PS_KIND_SHIFT / PAGE) + 1) * PAGE
+  return (math.ceil(LAST * C.PS_KIND_SHIFT / PAGE) + 1) * PAGE
 end
 
 --- Bytes in front of the tensors of a chunk of a kind that holds `numel` elements of a type.
@@ -31,11 +35,12 @@ end
 ---@param dtype "fp32"|"bf16"|"fp16"
 ---@return integer
 function kinds.start(kind, numel, dtype)
-  return numel * BYTES[dtype] >= SHIFTED_FROM and kinds.number[kind] * C.PS_KIND_SHIFT or 0
+  return numel * BYTES[dtype] >= SHIFTED_FROM and kinds.number[OFFSET_OF[kind] or kind] * C.PS_KIND_SHIFT
+    or 0
 end
 
 -- Chunks of the optimizer's state have one size, since they come into each other's memory.
-local SIZE_OF = { param_fp32 = "exp_avg_sq", exp_avg = "exp_avg_sq" }
+local SIZE_OF = { param_fp32 = "exp_avg_sq", exp_avg = "exp_avg_sq", momentum_buffer = "exp_avg_sq" }
 
 --- Bytes of a chunk of a kind that holds `numel` elements of a type.
 ---@param kind string

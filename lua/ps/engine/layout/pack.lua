@@ -4,7 +4,7 @@
 --
 -- Packing. Tensors come in the order of use and are grouped by type, by whether they train, by virtual stage, and by
 -- whether they stay once they are gathered. A group has chunks of its own, and one layout serves all its kinds
--- (parameter, master, exp_avg, exp_avg_sq). A tensor goes into the newest chunk of its group if it fits there, else it
+-- (parameter, master, averages). A tensor goes into the newest chunk of its group if it fits there, else it
 -- opens the next one. No tensor is put far from its neighbours, because a chunk that is fetched for one tensor should
 -- bring the tensors that are used next. A tensor larger than a chunk gets a chunk of its own, and the open chunk takes
 -- further tensors, so that the small tensors between large matrices share a chunk. Any chunk size therefore works.
@@ -44,8 +44,8 @@ local FOR_A_RANK = 16          -- chunks of each rank at least, as far as the mo
 local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin at its first tensors only
 
 local ELEMENT = { bf16 = 2, fp16 = 2, fp32 = 4 }
--- Master, exp_avg and exp_avg_sq in fp32 beside the parameter. The gradient of a parameter of half width takes the
--- parameter's place; an fp32 parameter is its own master and has a gradient of its own.
+-- Adam's master, exp_avg and exp_avg_sq in fp32 beside the parameter. The gradient of a parameter of half width takes
+-- the parameter's place; an fp32 parameter is its own master and has a gradient of its own.
 local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 
 ---@class ps.layout.Entry
@@ -186,7 +186,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Bytes of a tensor's element in all kinds together, all of which an update by Adam needs at once.
+--- Bytes of a tensor's element in all kinds together, all of which an update needs at once.
 ---@param group {dtype: string, trains: boolean} a group or an entry
 ---@param trained? number bytes where it trains (default 14 in half width, 16 in fp32)
 ---@return number

@@ -25,9 +25,8 @@ local function move_param(made, group, ids, offset, where)
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
   pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
   if apart then pieces.adopt(made.master, "fp32", ids, "param_fp32", offset, made.name) end
-  if made.m ~= nil then
-    pieces.adopt(made.m, "fp32", ids, "exp_avg", offset, made.name)
-    pieces.adopt(made.v, "fp32", ids, "exp_avg_sq", offset, made.name)
+  for k, average in ipairs(made.averages or {}) do
+    pieces.adopt(average, "fp32", ids, where.averages[k], offset, made.name)
   end
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
@@ -68,7 +67,7 @@ local function move(built, plan, options)
     local group, unit = plan.groups[row.group], kept[row]
     local ids = not unit and pieces.chunks_for(row, group, options) or nil
     if group.trains and ids then
-      pieces.add_unit(built, row, group, ids)
+      pieces.add_unit(built, row, group, ids, options.averages)
     elseif group.trains then
       built.units = built.units + 1
       built.unit_bytes[built.units], built.unit_numel[built.units] = old_bytes[unit], old_numel[unit]
@@ -86,13 +85,13 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- Bytes of the largest parameter with its state, and its name: Adam needs them on the host at once, whatever the size
--- of chunks.
+-- Bytes of the largest parameter with its state, and its name: its update needs them on the host at once, whatever the
+-- size of chunks.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
     local group = { dtype = row.param:dtype(), trains = true }
-    local bytes = row.m ~= nil and row.numel * layout.state_bytes(group, options.state_bytes) or 0
+    local bytes = row.averages and row.numel * layout.state_bytes(group, options.state_bytes) or 0
     if bytes > most then most, name = bytes, row.name end
   end
   return most, name
