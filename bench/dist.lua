@@ -30,17 +30,14 @@ local FIGURES = {
 }
 
 local function all_sections(folder)
-  local cjson = require "cjson"
+  local cjson, process_lib = require "cjson", require "bench.process_lib"
   local fields = {}
   for _, row in ipairs(FIGURES) do
     local section = row[1]:match "^%a+"
     local place = (section == "checkpoint" or section == "merge") and (" --folder '%s'"):format(folder) or ""
-    local pipe = assert(io.popen(("'%s' '%s/bench/dist.lua' %s%s"):format(paths.exe, paths.root, row[1], place)))
-    local last
-    for line in pipe:lines() do last = line end
-    pipe:close()
-    local ok, figures = pcall(cjson.decode, last or "")
-    if not ok or type(figures) ~= "table" then
+    local figures = process_lib.last_json(("'%s' '%s/bench/dist.lua' %s%s"):format(paths.exe, paths.root, row[1],
+      place))
+    if not figures then
       io.stderr:write(("bench/dist.lua: section %s gave no figures; its own output says why\n"):format(section))
       os.exit(1)
     end

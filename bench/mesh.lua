@@ -4,7 +4,7 @@
 -- JSON line:
 --   layouts              of each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
 --                        gradient at the first step, and of the gradients' norm
---   dropout_masks_equal  what dropout and attention drop on two ranks of tp is what they drop on one rank
+--   dropout_masks_equal  dropout and attention zero the same elements on two ranks of tp as on one rank
 --   tp2_parameter_ratio  GPT-2's parameters on one of two ranks, over all
 --   sp_activation_ratio  what a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
 --                        with tp_keep_gathered

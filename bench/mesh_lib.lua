@@ -1,18 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a small model on ranks that are cut along axes, and compares with one rank: behind bench/mesh.lua and
--- spec/tensor_parallel_ranks_spec.lua. Each rank writes what it has (mesh_lib.rank), and a process beside them puts the
--- ranks' tensors together and compares (mesh_lib.compare).
+-- Trains a small model on ranks that share out its rows, stages or layers, and compares it with the same training on
+-- one rank. bench/mesh.lua and spec/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
+-- files. mesh_lib.compare runs in a process beside the ranks, puts their tensors together and compares.
 --
--- Gradients are taken from the values after one step of SGD: Adam with beta1 = 0 and an eps above all gradients updates
--- by lr / eps times the gradient. So a gradient is whatever reaches a parameter, on every layout.
+-- A gradient is what one step of plain SGD adds to a value, over the rate: so it is what reaches a parameter, wherever
+-- a layout keeps gradients.
 local ps = require "ps"
 local cjson = require "cjson"
 local mesh = require "ps.mesh"
 local shard = require "ps.nn.shard"
 
 local lib = {}
-
-local SGD_EPS = 1e8                               -- the rest of Adam's divisor is nothing beside it, in fp32
 
 ---@class bench.Mesh what ranks train
 ---@field folder string
@@ -28,8 +26,8 @@ local SGD_EPS = 1e8                               -- the rest of Adam's divisor 
 ---@field positions? integer default 16
 ---@field words? integer tokens are below it; default 256
 ---@field micros? integer default 1
----@field steps? integer behind the one of SGD, default 3
----@field sgd? boolean the steps are of SGD, too
+---@field steps? integer steps of the second run, default 3; the first run is the one step that shows gradients
+---@field sgd? boolean the second run has SGD with momentum, and not AdamW
 ---@field clip? number default 1
 ---@field config? table of ps.initialize
 
@@ -49,18 +47,13 @@ local function merged(a, b)
   return a
 end
 
-local function optimizer_of(sgd, lr)
-  if not sgd then return { type = "AdamW", params = { lr = lr, eps = 1e-4 } } end
-  return { type = "AdamW", params = { lr = lr * SGD_EPS, eps = SGD_EPS, betas = { 0, 0.99 }, weight_decay = 0 } }
-end
-
-local function open(o, sgd, lr, clip)
+local function open(o, optimizer, clip)
   ps.manual_seed(5)
   local options = merged({ dropout = 0, task = o.task }, o.options)
   return ps.initialize { quiet = true, model_func = function()
     return require("models." .. (o.family or "gpt2")).new(o.preset or "tiny", options)
   end, config = merged({ plan_print = false, gradient_accumulation_steps = o.micros or 1, gradient_clipping = clip,
-    optimizer = optimizer_of(sgd, lr), pipeline = { stages = o.pp or 1 }, tensor_parallel = { size = o.tp or 1 },
+    optimizer = optimizer, pipeline = { stages = o.pp or 1 }, tensor_parallel = { size = o.tp or 1 },
     zero_optimization = { stage = o.zero or 0 } }, o.config) }
 end
 
@@ -117,14 +110,15 @@ end
 --- after o.steps further steps from the beginning, with all losses and the latter's norms, under o.name.
 ---@param o bench.Mesh
 function lib.rank(o)
-  local model, optimizer = open(o, true, 100, 0)
+  local model, optimizer = open(o, { type = "SGD", params = { lr = 100 } }, 0)
   save(o, model, o.name .. ".begin")
   local losses, norms, numel = { step(o, model, optimizer, 0) }, {}, 0
   save(o, model, o.name .. ".sgd")
   for _, row in ipairs(model.built.list) do numel = numel + row.numel end
   model:close()
   if (o.steps or 3) > 0 then
-    model, optimizer = open(o, o.sgd, o.sgd and 0.1 or 1e-3, o.clip or 1)
+    model, optimizer = open(o, o.sgd and { type = "SGD", params = { lr = 0.1, momentum = 0.9 } }
+      or { type = "AdamW", params = { lr = 1e-3, eps = 1e-4 } }, o.clip or 1)
     for i = 1, o.steps or 3 do
       losses[i + 1] = step(o, model, optimizer, i)
       norms[i] = optimizer.grad_norm or 0

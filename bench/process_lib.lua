@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A process that answers commands: a line of its input is a command, a line "@" and JSON of its output the answer; all
--- other lines are shown. So several programs live side by side, and are measured in turn.
+-- Other processes: one whose output ends with a line of JSON, and one that answers commands. Of the latter a line of
+-- the input is a command, a line "@" and JSON of the output the answer; all other lines are shown. So several programs
+-- live side by side, and are measured in turn.
 local cjson = require "cjson"
 
 local lib = {}
@@ -12,6 +13,17 @@ local Process = {}
 Process.__index = Process
 
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
+
+--- Runs a shell command. Gives the JSON of the last line of its output; nil: there is none.
+---@param command string
+---@return table?
+function lib.last_json(command)
+  local pipe, last = assert(io.popen(command)), nil
+  for line in pipe:lines() do last = line end
+  pipe:close()
+  local ok, value = pcall(cjson.decode, last or "")
+  return ok and type(value) == "table" and value or nil
+end
 
 --- Starts a program.
 ---@param program string[] the program and its arguments
