@@ -140,7 +140,8 @@ end
 -- How ranks share the layers out (ps/tensor_parallel.lua).
 GPT2Model.tensor_parallel = {
   ["wte"] = "vocabulary", ["drop"] = "enter",
-  ["h"] = "inside", ["h.*.attn"] = { "divide", "heads", "width" },
+  ["h"] = "inside",
+  ["h.*.attn"] = { "divide", "heads", "width", keys = { heads = "n_head", width = "n_embd" } },
   ["h.*.attn.c_attn"] = { "column", blocks = 3 }, ["h.*.attn.c_proj"] = "row",
   ["h.*.mlp.c_fc"] = "column", ["h.*.mlp.c_proj"] = "row",
   ["ln_f"] = "leave",

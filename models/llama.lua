@@ -139,7 +139,8 @@ end
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true }, ["layers"] = "inside",
-  [ATTENTION] = { "divide", "heads", "groups", gather = true },
+  [ATTENTION] = { "divide", "heads", "groups", gather = true,
+    keys = { heads = "num_attention_heads", groups = "num_key_value_heads" } },
   [ATTENTION .. ".q_proj"] = "column", [ATTENTION .. ".k_proj"] = "column", [ATTENTION .. ".v_proj"] = "column",
   [ATTENTION .. ".o_proj"] = "row",
   [ATTENTION .. ".q_norm"] = { "partial", optional = true }, [ATTENTION .. ".k_norm"] = { "partial", optional = true },

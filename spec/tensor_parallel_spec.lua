@@ -127,9 +127,9 @@ end)
 
 describe("a model that cannot be shared out", function()
   it("is an error with the numbers", function()
-    fails({ "tensor_parallel.size = 4: transformer.h.0.attn has heads = 2" },
+    fails({ "tensor_parallel.size = 4: transformer.h.0.attn has n_head = 2" },
       function() cut(function() return require("models.gpt2").new "tiny" end, 4, 0) end)
-    fails({ "tensor_parallel.size = 4: model.layers.0.self_attn has groups = 2" },
+    fails({ "tensor_parallel.size = 4: model.layers.0.self_attn has num_key_value_heads = 2" },
       function() cut(function() return require("models.llama").new "tiny" end, 4, 0) end)
     fails({ "transformer.h.0.mlp.c_fc.weight [32, 33]: dimension 1, 33, cannot be cut into 2 equal parts" },
       function() cut(function() return require("models.gpt2").new("tiny", { n_inner = 33 }) end, 2, 0) end)
@@ -153,6 +153,23 @@ describe("a model that cannot be shared out", function()
     fails({ "Net.tensor_parallel: fc is colum; there are column, row" }, function() cut(net, 2, 0) end)
     Net.tensor_parallel = { norm = "row" }
     fails({ "norm is a LayerNorm; columns and rows cut nn.Conv1D and nn.Linear" }, function() cut(net, 2, 0) end)
+  end)
+
+  it("is one whose products are inside of others' modules, and hears what to name", function()
+    local Lora = nn.class "Lora"
+    function Lora:init(base)
+      self.base = base
+      self.down = nn.Linear(base.inputs, 2, { bias = false })
+      self.up = nn.Linear(2, base.outputs, { bias = false })
+    end
+    fails({ "transformer.h.0.attn.c_attn is a Lora; columns and rows cut", "In place of GPT2Model.tensor_parallel"
+      .. "[\"h.*.attn.c_attn\"] the table should name what is cut of the products in it: base, down, up" }, function()
+      cut(function()
+        local model = require("models.gpt2").new "tiny"
+        for _, block in model.transformer.h:each() do block.attn.c_attn = Lora(block.attn.c_attn) end
+        return model
+      end, 2, 0)
+    end)
   end)
 
   it("is one that has values already", function()

@@ -14,8 +14,8 @@
 --   row         a product whose inputs are cut; the ranks' products are added up
 --   vocabulary  a table of tokens, cut by rows
 --   head        an nn.LMHead, cut by rows as the table is
---   divide      a module; the fields named count what the ranks share out, the first of them heads. gather: the columns
---               in it have one input, which is gathered once
+--   divide      a module; the fields named count what the ranks share out, the first of them heads. keys: what these
+--               fields are called in a configuration. gather: the columns in it have one input, which is gathered once
 --   enter       with sequence parallelism each rank has its share of the rows from this module's input on
 --   inside      ... in this module
 --   leave       ... in this module, and all rows behind it
@@ -42,6 +42,7 @@ local tensor_parallel = {}
 ---@field path string
 ---@field kind string
 ---@field entry table
+---@field named string the entry in its table: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
 
 -- -- tables -----------------------------------------------------------------------------------------------------------
 -- Calls fn(module, owner, key, path) for what a path names below a module.
@@ -88,7 +89,8 @@ local function claims_of(model)
       each_match(module, split(path), 1, prefix, function(child, owner, key, at)
         found = true
         if by_module[child] then return end                   -- by an outer module's table
-        by_module[child] = { module = child, owner = owner, key = key, path = at, kind = entry[1], entry = entry }
+        by_module[child] = { module = child, owner = owner, key = key, path = at, kind = entry[1], entry = entry,
+          named = ("%s.tensor_parallel[\"%s\"]"):format(module.class_name, path) }
         claims[#claims + 1] = by_module[child]
       end)
       if not found and not entry.optional then
@@ -142,8 +144,16 @@ local function check_class(claim, classes, what)
     local names = {}
     for name in pairs(classes) do names[#names + 1] = "nn." .. name end
     table.sort(names)
-    caller.error(("tensor_parallel: %s is a %s; %s cut %s"):format(claim.path, claim.module.class_name, what,
-      table.concat(names, " and ")))
+    local own = {}
+    for _, key in ipairs(claim.module._names) do
+      if claim.module._kind[key] == "module" and classes[claim.module[key].class_name] ~= nil then
+        own[#own + 1] = tostring(key)
+      end
+    end
+    local advice = #own == 0 and "" or (". In place of %s the table should name what is cut of the products in it: %s")
+      :format(claim.named, table.concat(own, ", "))
+    caller.error(("tensor_parallel: %s is a %s; %s cut %s%s"):format(claim.path, claim.module.class_name, what,
+      table.concat(names, " and "), advice))
   end
 end
 
@@ -198,8 +208,9 @@ local function divide(cut, claim)
   for _, field in ipairs(fields) do
     local value = module[field]
     if type(value) ~= "number" or value % size ~= 0 then
+      local key = (claim.entry.keys or {})[field] or field
       caller.error(("tensor_parallel.size = %d: %s has %s = %s, which so many ranks cannot share out equally"):format(
-        size, claim.path, field, tostring(value)))
+        size, claim.path, key, tostring(value)))
     end
     module[field] = value / size
   end
