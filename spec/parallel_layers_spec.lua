@@ -137,6 +137,10 @@ local OPTIONS = [[
 ]]
 
 local VOCABULARY = [[
+  -- All targets are words, but for the one that does not count.
+  local function counted(targets, options)
+    return targets:eq(-100):where(options.ignore_index or -100, targets)
+  end
   for _, V in ipairs { 5 * size, 5 * size + 1, 2 } do
     for _, sequence in ipairs { true, false } do
       local region, B, T, C = nn.Region.new(group, sequence), 2, size, 3
@@ -151,21 +155,27 @@ local VOCABULARY = [[
       local ids, targets = ps.randint(0, V, { B, T }, { dtype = "int32" }), ps.randint(0, V, { B, T })
       targets[{ 1, 0 }] = -100
       region:set(B, T)
-      for _, reduction in ipairs { "mean", "sum" } do
+      local weight = ps.rand { V } + 0.5
+      for _, options in ipairs { { reduction = "mean" }, { reduction = "sum" }, { weight = weight },
+        { label_smoothing = 0.2 }, { label_smoothing = 0.3, weight = weight },
+        { label_smoothing = 0.1, weight = weight, reduction = "sum", ignore_index = 1 } } do
         for _, p in ipairs { table_.weight, head.weight, cut.weight, cut_head.weight } do p:set_grad(nil) end
         local x = table_(ids)
-        local loss = head:loss(x, targets, { reduction = reduction })
+        local loss = head:loss(x, counted(targets, options), options)
         loss:backward()
         local own = cut(ids)
         assert(own:dim() == (sequence and 2 or 3))
         near(region:leave(own), x, "vectors", 0)
-        local cut_loss = cut_head:loss(own, targets, { reduction = reduction })
+        local cut_loss = cut_head:loss(own, counted(targets, options), options)
         cut_loss:backward()
         near(cut_loss, loss, "loss")
         check_grads(cut, table_, "table")
         check_grads(cut_head, head, "head")
       end
       near(cut_head(cut(ids)), head(table_(ids)), "logits")
+      local bad, told = pcall(cut_head.loss, cut_head, cut(ids), targets * 0 + V)
+      assert(not bad and tostring(told):find(("nn.ParallelLMHead's loss: target %d of row 0 is outside the vocabulary "
+        .. "[0, %d)"):format(V, V), 1, true), tostring(told))
       -- one table for both
       local tied, plain = nn.ParallelLMHead(C, V, { region = region, tied = cut }), nn.LMHead(C, V, { tied = table_ })
       assert(#tied:parameters() == 0)
@@ -212,7 +222,8 @@ local LOSS = [[
     assert(nn.ParallelCrossEntropy { group = group, words = V }(own, none):item() == 0)
     for _, wrong in ipairs { V, -1 } do
       local ok, why = pcall(nn.ParallelCrossEntropy { group = group, words = V }, own, none * 0 + wrong)
-      assert(not ok and tostring(why):find(("outside [0, %d)"):format(V), 1, true), tostring(why))
+      assert(not ok and tostring(why):find(("target %d of row 0 is outside the vocabulary [0, %d)"):format(wrong, V),
+        1, true), tostring(why))
     end
   end
   local two = ps.zeros({ 2 }):long()

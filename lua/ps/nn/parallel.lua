@@ -343,17 +343,19 @@ local PANEL = 2 ^ 22                       -- bytes of logits at a time
 local LOW = { fp16 = -6e4 }                -- of columns that are no words; another type: -1e30
 
 -- Of logits [n, v]: the largest of this rank's, the sum of exp(logit - that), and the target's logit, 0 of a target
--- that is not here: [3, n].
-local function stats_of(logits, own, here)
+-- that is not here: [3, n]. With mass [v], of smoothed labels, also the sum of mass times logit: [4, n].
+local function stats_of(logits, own, here, mass)
   local top = logits:detach():amax(-1, true)
   local sum = (logits - top):exp():sum(-1)
   local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
-  return ps.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
+  local rows = { top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }
+  if mass ~= nil then rows[4] = (logits * mass):sum(-1):reshape(1, -1) end
+  return ps.cat(rows, 0)
 end
 
 -- The same of rows x [n, C], in `dtype`.
-local function of_rows(x, w, low, own, here, dtype)
-  return stats_of(ps.ops.linear(x, w, low, nil, 1):to(dtype), own, here)
+local function of_rows(x, w, bias, own, here, dtype, mass)
+  return stats_of(ps.ops.linear(x, w, bias, nil, 1):to(dtype), own, here, mass)
 end
 
 -- A bias of this rank's columns, low where they are none of `total` words; nil: all are.
@@ -365,60 +367,109 @@ local function padding_of(total, first, per, where)
   return low
 end
 
+-- Refuses a target that is none of `total` words, as the op lm_loss does.
+local function check_targets(targets, counts, total, call)
+  -- A lookup refuses what is outside of [0, total). Its table is behind all words.
+  local ok, problem = pcall(ps.ops.embedding, ps.zeros({ 1, 1 }, { device = targets:device() }),
+    counts:where(targets, 0), -1, total, total)
+  if ok then return end
+  if type(problem) == "table" and problem.msg then
+    problem.msg = problem.msg:gsub("^embedding: index (%-?%d+) at position (%d+) is outside",
+      call .. ": target %1 of row %2 is outside the vocabulary")
+  end
+  error(problem, 0)
+end
+
 -- Of targets [N] among `total` words, of which this rank has `per` from `first` on: their columns here, int64, and by 1
 -- and 0 of `dtype` whether they are here, and whether they count.
-local function places_of(targets, ignore, total, first, per, dtype)
+local function places_of(targets, ignore, total, first, per, dtype, call)
   local counts = targets:ne(ignore)
-  -- A lookup refuses what is outside of [0, total). Its table is behind all words.
-  ps.ops.embedding(ps.zeros({ 1, 1 }, { device = targets:device() }), counts:where(targets, 0), -1, total, total)
+  check_targets(targets, counts, total, call)
   local own = targets - first
   local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts)
   return own:clamp(0, per - 1), here:to(dtype), counts:to(dtype)
 end
 
--- The rows' losses [N], 0 where they do not count, from this rank's stats [3, N].
-local function losses_of(group, mine, counts)
-  local N = counts:numel()
-  local all = group:gather_from(mine:reshape(1, 3, N):contiguous(), 0)                  -- [t, 3, N]
+-- The rows' losses [N], 0 where they do not count, from this rank's stats [3, N] or [4, N]. share [N]: the weights of
+-- the targets' classes, 0 of rows that do not count. smooth, mass, words: label smoothing, the sum of all classes'
+-- weights, and their number.
+local function losses_of(group, mine, counts, share, smooth, mass, words)
+  local n, N = mine:size(0), counts:numel()
+  local all = group:gather_from(mine:reshape(1, n, N):contiguous(), 0)                  -- [t, n, N]
   local top = all:select(1, 0):detach()                                                 -- [t, N]
   local most = top:amax(0, true)
   local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
-  return (sum:log() + most:reshape(N) - all:select(1, 2):sum(0)) * counts
+  local lse = sum:log() + most:reshape(N)
+  local losses = (lse - all:select(1, 2):sum(0)) * share
+  if n == 3 then return losses end
+  local spread = (lse * mass - all:select(1, 3):sum(0)) * counts
+  return losses * (1 - smooth) + spread * (smooth / words)
 end
 
--- The mean of none is 0.
-local function reduced(losses, counts, reduction)
+local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
-  return losses:sum() / counts:sum():clamp(1, math.max(1, counts:numel()))
+  local sum = share:sum()
+  return losses:sum() / sum:eq(0):where(1, sum)                                         -- the mean of none is 0
 end
 
-local LOSS, MEAN_OR_SUM = { ignore_index = "whole", reduction = "string" }, { mean = true, sum = true }
+-- This rank's classes of a tensor over all words [V], with 0 behind the last one: [per].
+local function own_classes(t, first, per)
+  local from, words = math.min(first, t:numel()), t:numel()
+  local n = math.min(per, words - from)
+  if n == per then return t:narrow(0, from, n) end
+  local zeros = ps.zeros({ per - n }, { dtype = t:dtype(), device = t:device() })
+  return n == 0 and zeros or ps.cat({ t:narrow(0, from, n), zeros }, 0)
+end
+
+-- The classes' weights of a loss: {share [N] of the targets, smooth, and for smoothed labels own [per] and their sum}.
+local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
+  local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
+  if not (smooth >= 0 and smooth <= 1) then
+    error(("%s: label_smoothing = %.14g; it must be in [0, 1]"):format(call, smooth))
+  end
+  if weight ~= nil then
+    if not (weight:dim() == 1 and weight:size(0) == words) then
+      error(("%s: weight is [%s]; there are %d classes"):format(call, table.concat(weight:shape(), ", "), words))
+    end
+    weight = weight:detach():to(dtype)
+    share = weight:gather(0, targets:clamp(0, words - 1)) * counts
+  end
+  if smooth == 0 then return share, 0 end
+  if weight == nil then weight = ps.ones({ words }, { dtype = dtype, device = targets:device() }) end
+  return share, smooth, own_classes(weight, first, per), weight:sum()
+end
+
+local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
+local MEAN_OR_SUM = { mean = true, sum = true }
 
 --- The mean cross entropy of the logits. Logits are made in panels of rows, and again in backward, so that all of them
 --- never exist. The ranks exchange three numbers a row: the largest logit, the sum of exponentials and the target's
---- logit of each (Shoeybi et al. 2019, section 3).
+--- logit of each (Shoeybi et al. 2019, section 3); with smoothed labels also the sum of all logits.
 ---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.lm_loss's
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number}
+---  F.lm_loss's; weight [V], on all ranks alike
 ---@return ps.Tensor of 0 dimensions
 function Head:loss(x, targets, options)
-  options = caller.options(options, "nn.ParallelLMHead's loss", LOSS)
+  local call = "nn.ParallelLMHead's loss"
+  options = caller.options(options, call, LOSS)
   local reduction = options.reduction or "mean"
-  caller.one_of(reduction, MEAN_OR_SUM, "nn.ParallelLMHead's loss: reduction")
+  caller.one_of(reduction, MEAN_OR_SUM, call .. ": reduction")
   local region, w = self.region, weight_of(self)
   local per, N = w:size(0), targets:numel()
   local first, dtype = region.rank * per, w:dtype() == "fp64" and "fp64" or "fp32"
   x, targets = region:gather(x):reshape(N, -1), targets:reshape(N):to "int64"
-  local own, here, counts = places_of(targets, options.ignore_index or -100, self.outputs, first, per, dtype)
+  local own, here, counts = places_of(targets, options.ignore_index or -100, self.outputs, first, per, dtype, call)
+  local share, smooth, mass, all = weights_of(options, targets, counts, self.outputs, first, per, dtype, call)
   local low = padding_of(self.outputs, first, per, { dtype = w:dtype(), device = w:device() })
   local rows, stats = math.max(1, math.floor(PANEL / (4 * per))), {}
   for from = 0, N - 1, rows do
     local n = math.min(rows, N - from)
     stats[#stats + 1] = ps.recompute(of_rows, x:narrow(0, from, n), w, low, own:narrow(0, from, n),
-      here:narrow(0, from, n), dtype)
+      here:narrow(0, from, n), dtype, mass)
   end
-  local mine = #stats == 1 and stats[1] or ps.cat(stats, 1)                             -- [3, N]
-  return reduced(losses_of(region.group, mine, counts), counts, reduction)
+  local mine = #stats == 1 and stats[1] or ps.cat(stats, 1)                             -- [3 or 4, N]
+  return reduced(losses_of(region.group, mine, counts, share, smooth, all, self.outputs), share, reduction)
 end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
@@ -460,10 +511,11 @@ function CrossEntropy:forward(logits, targets)
     error(("nn.ParallelCrossEntropy: %d words on %d ranks are not %d logits on each"):format(total, region.size, per))
   end
   local dtype = logits:dtype() == "fp64" and "fp64" or "fp32"
-  local own, here, counts = places_of(targets:reshape(N):to "int64", self.ignore_index, total, first, per, dtype)
+  local own, here, counts = places_of(targets:reshape(N):to "int64", self.ignore_index, total, first, per, dtype,
+    "nn.ParallelCrossEntropy")
   local low = padding_of(total, first, per, { dtype = dtype, device = logits:device() })
   local mine = ps.recompute(of_logits, logits:reshape(N, per), low, own, here, dtype)
-  local losses = losses_of(region.group, mine, counts)
+  local losses = losses_of(region.group, mine, counts, counts)
   if self.reduction == "none" then return losses:reshape(targets:shape()) end
   return reduced(losses, counts, self.reduction)
 end
