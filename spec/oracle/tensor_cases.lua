@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For tensor_oracle.py: the networks of its cases on two ranks, which write losses and whole gradients.
+-- For tensor_oracle.py: the networks and models of its cases on two ranks, which write losses and whole gradients.
 local ps = require "ps"
 local cjson = require "cjson"
 local shard = require "ps.nn.shard"
@@ -19,17 +19,49 @@ local function fill(layer, state, name)
   return layer
 end
 
--- The whole gradient of a parameter, on all ranks.
-local function gradient(p)
-  local desc, grad = shard.of(p), p:grad()
-  if shard.is_partial(p) then return group:all_reduce(grad:clone()) end
-  if not desc then return grad end
-  local shape = grad:shape()
+-- What all ranks have of a tensor, put together.
+local function whole_of(desc, t)
+  if not desc then return t end
+  local shape = t:shape()
   table.insert(shape, 1, group:size())
   local all, parts = ps.empty(shape), {}
-  group:all_gather(all, grad:detach():contiguous():unsqueeze(0))
+  group:all_gather(all, t:detach():contiguous():unsqueeze(0))
   for i = 1, shape[1] do parts[i] = all:select(0, i - 1) end
   return shard.join(desc, parts)
+end
+
+-- The whole gradient of a parameter, on all ranks.
+local function gradient(p)
+  if shard.is_partial(p) then return group:all_reduce(p:grad():clone()) end
+  return whole_of(shard.of(p), p:grad())
+end
+
+local RATE = 64                                    -- a power of two: what a step adds is not rounded when it is divided
+
+-- A whole model, cut by its table of names.
+local function run_model(case)
+  local state = ps.load(case.data)
+  local model, optimizer = ps.initialize { quiet = true, model_func = function()
+    return ps.from_pretrained(case.model, { quiet = true })
+  end, config = { plan_print = false, optimizer = { type = "SGD", params = { lr = RATE } },
+    tensor_parallel = { size = group:size(), sequence_parallel = case.sequence } } }
+  local before, out = {}, {}
+  for name, p in model.module:named_parameters() do before[name] = p:detach():clone():keep() end
+  local loss = model(state.ids, state.targets)
+  out.loss = loss:detach():reshape(1):clone():keep()
+  model:backward(loss)
+  optimizer:step()
+  local names = {}
+  for name in model.module:named_parameters() do names[#names + 1] = name end
+  table.sort(names)                                                        -- collectives in one order on all ranks
+  local now = {}
+  for name, p in model.module:named_parameters() do now[name] = p end
+  for _, name in ipairs(names) do
+    local p = now[name]
+    out[name] = ps.no_grad(function() return whole_of(shard.of(p), (before[name] - p:detach()) / RATE) end)
+  end
+  if group:rank() == 0 then ps.save(out, case.out .. "/ours.safetensors") end
+  model:close()
 end
 
 local function run(case)
@@ -62,4 +94,4 @@ local function run(case)
   if group:rank() == 0 then ps.save(out, case.out .. "/ours.safetensors") end
 end
 
-for _, case in ipairs(cases) do run(case) end
+for _, case in ipairs(cases) do (case.family and run_model or run)(case) end

@@ -4,12 +4,16 @@
 A case is a small network: a table of tokens, a norm, columns, GELU, rows, a residual, a norm and a head, with drawn sizes and
 weights. Losses and every parameter's gradient, put together from both ranks, are those of PyTorch's ranks, and PyTorch's those
 of the same network in one process in fp64, so that a mistake of both would show.
+
+Every fourth case is a whole model, a small GPT-2 or Llama of transformers' making, which the engine cuts by its table of names:
+its loss and gradients are those of transformers in one process in fp64. A gradient is what one step of SGD adds, over the rate.
 """
 import json
 import os
 
 import torch
 import torch.multiprocessing as spawned
+import transformers
 from safetensors.torch import load_file, save_file
 
 import runs
@@ -49,6 +53,8 @@ def on_rank(rank, job):
     torch.distributed.init_process_group("gloo", init_method="file://%s.meet" % job, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     for case in cases:
+        if "family" in case:
+            continue
         data = load_file(case["data"])
         net = Net(case)
         net.load_state_dict({name: t for name, t in data.items() if name not in ("ids", "targets")})
@@ -65,14 +71,41 @@ def on_rank(rank, job):
     torch.distributed.destroy_process_group()
 
 
-def draw(rng, _):
+def draw_model(rng, family):
+    heads = 2 * rng.randint(1, 2)
+    case = {"family": family, "B": rng.randint(1, 3), "T": rng.randint(3, 9), "V": rng.randint(11, 40), "heads": heads,
+            "C": heads * rng.choice([4, 8]), "layers": rng.randint(1, 2), "masked": rng.random() < 0.5,
+            "tied": rng.random() < 0.5, "sequence": rng.random() < 0.7}
+    return case | ({"groups": 2, "H": 2 * rng.randint(4, 16)} if family == "llama" else {})
+
+
+def make_model(case):
+    torch.manual_seed(case["seed"])
+    same = {"vocab_size": case["V"], "tie_word_embeddings": case["tied"], "initializer_range": 0.2}
+    if case["family"] == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            n_embd=case["C"], n_layer=case["layers"], n_head=case["heads"], n_positions=16, embd_pdrop=0,
+            attn_pdrop=0, resid_pdrop=0, attn_implementation="eager", **same))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=case["C"], num_hidden_layers=case["layers"], num_attention_heads=case["heads"],
+        num_key_value_heads=case["groups"], intermediate_size=case["H"], max_position_embeddings=16,
+        attn_implementation="eager", **same))
+
+
+def draw(rng, index):
+    if index % 4 == 3:
+        return draw_model(rng, "gpt2" if index % 8 == 3 else "llama")
     return {"B": rng.randint(1, 3), "T": 2 * rng.randint(1, 6), "C": 4 * rng.randint(1, 6), "H": 2 * rng.randint(2, 20),
             "V": 2 * rng.randint(3, 40), "masked": rng.random() < 0.5, "keep": rng.random() < 0.3}
 
 
 def write_data(case):
+    data = {}
+    if "family" in case:
+        make_model(case).save_pretrained(case["model"])
     torch.manual_seed(case["seed"])
-    data = {name: t.detach().clone() for name, t in Net(case).state_dict().items()}
+    if "family" not in case:
+        data = {name: t.detach().clone() for name, t in Net(case).state_dict().items()}
     for name in data:
         if "norm" in name or "last" in name:
             data[name] += 0.3 * torch.randn_like(data[name])
@@ -85,6 +118,12 @@ def write_data(case):
 
 def in_one_process(case):
     data = load_file(case["data"])
+    if "family" in case:
+        model = make_model(case).double().eval()
+        logits = model(data["ids"].long()).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), data["targets"].long().flatten())
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach().reshape(1)}
     net = Net(case).double()
     net.load_state_dict({name: t.double() for name, t in data.items() if name not in ("ids", "targets")})
     loss = loss_of(net, data)
@@ -96,18 +135,21 @@ def judge(case):
     path = os.path.join(case["out"], "ours.safetensors")
     if not os.path.exists(path):
         return ["the ranks did not come to it"]
-    ours, theirs, exact = load_file(path), load_file(os.path.join(case["out"], "torch.safetensors")), in_one_process(case)
+    ours, exact, theirs = load_file(path), in_one_process(case), None
+    if "family" not in case:
+        theirs = load_file(os.path.join(case["out"], "torch.safetensors"))
     off = ["there is %s" % sorted(ours)] if sorted(ours) != sorted(exact) else []
     for name, wanted in exact.items():
         scale = max(float(wanted.norm()), 1e-6)
-        for who, got in (("ours", ours.get(name)), ("PyTorch's", theirs[name])):
+        for who, got in (("ours", ours.get(name)), ("PyTorch's", theirs and theirs[name])):
             if got is not None and not runs.distance(got, wanted) <= NEAR * scale:
                 off.append("%s: %s is off by %g of %g" % (name, who, runs.distance(got, wanted), scale))
     return off
 
 
 def main():
-    run = runs.Run("tensor", cases=6)
+    runs.quiet_transformers()
+    run = runs.Run("tensor", cases=8)
     cases = list(run.cases(draw))
     for case in cases:
         write_data(case)
