@@ -279,19 +279,32 @@ local function vocabulary_of(model, module)
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
---- What masked language models share, whatever their heads are called: `head` gives the module that holds bias and
---- decoder, `transform` the vectors that are multiplied with the vocabulary.
+-- Where ranks share the vocabulary out: its head, of a tied table or of the decoder.
+local function parallel_head(module)
+  local decoder = module.decoder
+  return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
+end
+
+--- What masked language models share, whatever their heads are called: `path` names the module that holds bias and
+--- decoder, and `head` gives it, `transform` gives the vectors that are multiplied with the vocabulary.
 ---@param class table
+---@param path string
 ---@param head fun(model: table): ps.nn.Module
 ---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
-local function masked_lm(class, head, transform)
+local function masked_lm(class, path, head, transform)
   -- { logits = [B, T, V] }, or with labels int [B, T], -100 ignored, { loss = }, computed without ever holding all
   -- logits.
   class.labelled = { "labels" }
-  class.tensor_parallel = { [class.prefix .. ".embeddings.word_embeddings"] = "whole" }
+  class.tensor_parallel = { [path] = { "words", table = class.prefix .. ".embeddings.word_embeddings" },
+    [path .. ".decoder"] = { "head", optional = true } }
   function class:finish(x, batch)
-    local weight, bias = vocabulary_of(self, head(self))
     x = transform(self, x)
+    local cut_head = parallel_head(head(self))
+    if cut_head then
+      if batch.labels == nil then return { logits = cut_head(x) } end
+      return { loss = cut_head:loss(x, batch.labels) }
+    end
+    local weight, bias = vocabulary_of(self, head(self))
     if batch.labels == nil then return { logits = F.linear(x, weight, bias) } end
     return { loss = F.lm_loss(x, weight, batch.labels, { bias = bias }) }
   end
@@ -395,7 +408,7 @@ local ForMaskedLM = derive("BertForMaskedLM", BertModel, false, function(self, c
 end)
 ForMaskedLM.ties = { ["cls.predictions.decoder.weight"] = "bert.embeddings.word_embeddings.weight",
   ["cls.predictions.decoder.bias"] = "cls.predictions.bias" }
-masked_lm(ForMaskedLM, function(model) return model.cls.predictions end,
+masked_lm(ForMaskedLM, "cls.predictions", function(model) return model.cls.predictions end,
   function(model, x) return model.cls.predictions.transform(x) end)
 
 local ForSequence = derive("BertForSequenceClassification", BertModel, true, function(self, c, where)

@@ -44,7 +44,7 @@ local ForMaskedLM = pieces.derive("RobertaForMaskedLM", RobertaModel, false, fun
 end)
 ForMaskedLM.ties = { ["lm_head.decoder.weight"] = "roberta.embeddings.word_embeddings.weight",
   ["lm_head.decoder.bias"] = "lm_head.bias" }
-pieces.masked_lm(ForMaskedLM, function(model) return model.lm_head end,
+pieces.masked_lm(ForMaskedLM, "lm_head", function(model) return model.lm_head end,
   function(model, x) return model.lm_head(x) end)
 
 local ClassificationHead = nn.class("RobertaClassificationHead")

@@ -73,13 +73,17 @@ describe("two ranks that share out layers", function()
   it("train Llama's grouped heads, norms of heads, and encoders", function()
     local cases, ones = {}, {}
     for i, case in ipairs { { family = "llama", options = { dropout = 0.1 } }, { family = "qwen3" },
-      { family = "bert", task = "masked_lm", options = { dropout = 0.1 } },
+      { family = "bert", task = "masked_lm", options = { dropout = 0.1, vocab_size = 257 } },
+      { family = "roberta", task = "masked_lm", options = { tie_word_embeddings = false } },
       { family = "roberta", task = "sequence_classification" } } do
       case.steps = 0
       ones[i] = run(1, { copy(case) })[1]
       cases[i] = copy(case, { tp = 2 })
     end
-    for i, name in ipairs(run(2, cases)) do agrees(name, 2, ones[i], cases[i].family) end
+    for i, name in ipairs(run(2, cases)) do
+      local r = agrees(name, 2, ones[i], cases[i].family)
+      assert.truthy(cases[i].task ~= "masked_lm" or r.numel < 0.56, r.numel)
+    end
   end)
 
   it("generate what one rank generates, and say when they are asked for other things", function()

@@ -13,7 +13,9 @@
 --   column      a product whose outputs are cut; blocks: equal parts of the outputs, each of which is cut
 --   row         a product whose inputs are cut; the ranks' products are added up
 --   vocabulary  a table of tokens, cut by rows
---   head        an nn.LMHead, cut by rows as the table is
+--   head        an nn.LMHead, or an nn.Linear with an output for each word, cut by rows as the table is
+--   words       a module with a bias over the vocabulary, whose weight is the table that `table` names by its path in
+--               the model. It gets a field `vocabulary`, the nn.ParallelLMHead of both
 --   divide      a module; the fields named count what the ranks share out, the first of them heads. keys: what these
 --               fields are called in a configuration. gather: the columns in it have one input, which is gathered once
 --   enter       with sequence parallelism each rank has its share of the rows from this module's input on
@@ -71,7 +73,7 @@ local function split(path)
 end
 
 local KINDS = { column = true, row = true, vocabulary = true, head = true, divide = true, enter = true, inside = true,
-  leave = true, partial = true, whole = true }
+  leave = true, partial = true, whole = true, words = true }
 
 -- All that the tables of a model and of the modules in it name, in the order of paths.
 local function claims_of(model)
@@ -82,8 +84,8 @@ local function claims_of(model)
       tables = tables + 1
       entry = type(entry) == "table" and entry or { entry }
       if not KINDS[entry[1]] then
-        caller.error(("%s.tensor_parallel: %s is %s; there are column, row, vocabulary, head, divide, enter, inside, "
-          .. "leave, partial and whole"):format(module.class_name, path, tostring(entry[1])))
+        caller.error(("%s.tensor_parallel: %s is %s; there are column, row, vocabulary, head, words, divide, enter, "
+          .. "inside, leave, partial and whole"):format(module.class_name, path, tostring(entry[1])))
       end
       local found = false
       each_match(module, split(path), 1, prefix, function(child, owner, key, at)
@@ -192,14 +194,31 @@ local REPLACE = {
   end,
   head = function(cut, claim)
     local old = claim.module
-    check_class(claim, { LMHead = true }, "heads")
+    check_class(claim, { LMHead = true, Linear = true }, "heads")
     local tied = rawget(old, "tied")
     local new = nn.ParallelLMHead(old.inputs, old.outputs, { region = cut.region, tied = tied and cut.made[tied],
       parameters = false })
-    if not tied then cut:take(claim, new, "weight", rows_of(cut, old.weight)) end
+    if not tied then
+      cut:take(claim, new, "weight", rows_of(cut, old.weight))
+      if old.bias ~= nil then cut:take(claim, new, "bias", rows_of(cut, old.bias)) end
+    end
     return new
   end,
 }
+
+-- Gives a module that has the bias of a table's words the head of both. A module that has its own weight is left.
+local function words(cut, claim)
+  local module, found = claim.module, nil
+  if module._kind.bias ~= "param" then return end
+  each_match(cut.model, split(claim.entry.table), 1, "", function(child) found = child end)
+  if not found or found.class_name ~= "VocabParallelEmbedding" then
+    caller.error(("%s: table = %s is no table of the model that is cut"):format(claim.named,
+      tostring(claim.entry.table)))
+  end
+  cut:take(claim, module, "bias", rows_of(cut, module.bias))
+  rawset(module, "vocabulary", nn.ParallelLMHead(found.width, found.rows, { region = cut.region, tied = found,
+    biased = module }))
+end
 
 -- Divides the fields of a module that count what the ranks share.
 local function divide(cut, claim)
@@ -335,6 +354,7 @@ function tensor_parallel.cut(model, how)
       put(claim, new)
     end)
   end
+  of_kind("words", words)
   local done = {}
   of_kind("partial", function(_, claim)
     for _, module in claim.module:named_modules() do done[module] = true end

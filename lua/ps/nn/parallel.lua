@@ -299,24 +299,27 @@ function Vocabulary:extra_repr() return describe(self, "%d, %d", self.rows, self
 
 ---@class ps.nn.ParallelLMHead: ps.nn.Module
 ---@field weight ps.Tensor [ceil(words / t), width]
+---@field bias? ps.Tensor [ceil(words / t)]
 local Head = core.class("ParallelLMHead")
 Head.unscoped = true
 
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
-  parameters = "boolean" }
+  biased = "table", parameters = "boolean" }
 
 --- The head of a language model (nn.LMHead), of which each rank has the logits of some words. With `tied` the weight is
 --- that of a table of tokens, and stays the table's parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string,
----  tied?: ps.nn.VocabParallelEmbedding, parameters?: boolean} region, or group: the ranks. std: nn.LMHead's.
----  parameters: false: whoever makes the head gives it the weight
+---  tied?: ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region, or group: the ranks.
+---  std: nn.LMHead's. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: whoever
+---  makes the head gives it the weight, and a bias if it has one
 function Head:init(width, words, options)
   local call = "nn.ParallelLMHead"
   options = caller.options(options, call, HEAD)
   rawset(self, "region", region_of(options, call))
   self.inputs, self.outputs = width, words
+  if options.biased then rawset(self, "biased", options.biased) end
   if options.tied then
     rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
     return
@@ -329,12 +332,15 @@ end
 -- [ceil(V / t), C]
 local function weight_of(head) return (rawget(head, "tied") or head).weight end
 
+-- [ceil(V / t)], or nil
+local function bias_of(head) return (rawget(head, "biased") or head).bias end
+
 --- The logits of all words.
 ---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
 ---@return ps.Tensor [B, T, V], or [..., V]
 function Head:forward(x)
   local region = self.region
-  local y = region.group:gather_from(ps.ops.linear(region:gather(x), weight_of(self), nil, nil, 1))
+  local y = region.group:gather_from(ps.ops.linear(region:gather(x), weight_of(self), bias_of(self), nil, 1))
   y = y:narrow(-1, 0, self.outputs)
   return region.on and y:reshape(region.B, region.T, -1) or y
 end
@@ -461,11 +467,13 @@ function Head:loss(x, targets, options)
   x, targets = region:gather(x):reshape(N, -1), targets:reshape(N):to "int64"
   local own, here, counts = places_of(targets, options.ignore_index or -100, self.outputs, first, per, dtype, call)
   local share, smooth, mass, all = weights_of(options, targets, counts, self.outputs, first, per, dtype, call)
-  local low = padding_of(self.outputs, first, per, { dtype = w:dtype(), device = w:device() })
+  local bias, low = bias_of(self), padding_of(self.outputs, first, per, { dtype = w:dtype(), device = w:device() })
+  if bias == nil then bias = low
+  elseif low ~= nil then bias = bias + low end
   local rows, stats = math.max(1, math.floor(PANEL / (4 * per))), {}
   for from = 0, N - 1, rows do
     local n = math.min(rows, N - from)
-    stats[#stats + 1] = ps.recompute(of_rows, x:narrow(0, from, n), w, low, own:narrow(0, from, n),
+    stats[#stats + 1] = ps.recompute(of_rows, x:narrow(0, from, n), w, bias, own:narrow(0, from, n),
       here:narrow(0, from, n), dtype, mass)
   end
   local mine = #stats == 1 and stats[1] or ps.cat(stats, 1)                             -- [3 or 4, N]
