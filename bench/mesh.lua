@@ -9,7 +9,8 @@
 --   sp_activation_ratio  what a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
 --                        with tp_keep_gathered
 --   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
---                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t
+--                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t. dp: in a step of ZeRO's stage 1
+--                        over 2 (N - 1) / N times the bytes of all parameters; dp_zero_3: 3 (N - 1) / N
 --   plan_175b_s, plan_175b_mib
 --                        of bench/plan_lib.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks, not here
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
@@ -95,6 +96,27 @@ local function over_theory(kept)
   local how = { B = 8, T = 128, C = 256, kept = kept }
   local layer = sent(3, how) - sent(2, how)
   return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
+end
+
+-- What a rank sends along dp in a step, over what a stage of ZeRO has to send of P numbers: 2 (N - 1) / N times P for
+-- the sums of gradients and the updated values; in stage 3 the values go once for each pass, so it is 3 (N - 1) / N.
+local function data_parallel(stage)
+  ps.manual_seed(1)
+  local model, optimizer = ps.initialize { quiet = true, model_func = function()
+    return require("models.gpt2").new({ vocab_size = 64, n_positions = 64, n_embd = 128, n_layer = 4, n_head = 4 },
+      { dropout = 0 })
+  end, config = { plan_print = false, optimizer = { type = "AdamW" }, zero_optimization = { stage = stage } } }
+  local x, group, mine = ps.zeros({ 2, 64 }, { dtype = "int32" }), ps.mesh.group "dp", 0
+  for _ = 1, 2 do                                          -- ranks compare their models in the first step
+    local before = group:bytes_sent()
+    model:backward(model(x, x))
+    optimizer:step()
+    mine = group:bytes_sent() - before
+  end
+  local numel = numel_of(model.module)
+  model:close()
+  local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()     -- the mean of ranks
+  return all / ((stage == 3 and 3 or 2) * (group:size() - 1) / group:size() * numel * 4)
 end
 
 -- The masks of a training forward, as lists of 0 and 1 with the place of the first number in the whole: those of
@@ -200,6 +222,7 @@ local function rank_main(o)
   if o.what == "layout" then return mesh_lib.rank(o) end
   local result
   if o.what == "masks" then result = masks(o.tp)
+  elseif o.what == "dp" then result = { dp = data_parallel(1), dp_zero_3 = data_parallel(3) }
   elseif o.what == "latency" then result = latency()
   else
     ps.mesh { tp = 2 }
@@ -318,6 +341,8 @@ for key, value in pairs(read "figures.0") do result[key] = value end
 run(2, { what = "latency" })
 for key, value in pairs(read "latency.0") do result[key] = value end
 result.dropout_masks_equal = masks_equal()
+run(2, { what = "dp" })
+for key, value in pairs(read "dp.0") do result.bytes_over_theory[key] = value end
 if not args.figures_only then result.layouts = layout_rows() end
 os.execute(("rm -rf '%s'"):format(folder))
 print(cjson.encode(result))
