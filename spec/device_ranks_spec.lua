@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Collectives on memory of devices: over NCCL between emulated GPUs (spec/emulate/nccl.cpp stands in for the library),
 -- and of device sim, whose bytes the host carries. The sums' bits are those of host memory; what lacks, breaks or
--- stalls is an error on all ranks.
+-- stalls is an error on all ranks. Models whose layers or stages ranks share out train as one rank does on the cpu.
+local cjson = require "cjson"
 local lib = require "spec.ranks_lib"
+local mesh_lib = require "bench.mesh_lib"
 
 local folder
 
@@ -250,5 +252,48 @@ describe("collectives on devices", function()
     end
     all = run(1, "cuda", "print(group:all_reduce(ps.ones({ 2 }, { device = device })):to('cpu'):sum():item())", env)
     assert.equal("2\n", all[0].text)
+  end)
+
+  -- Two GPUs in worst orders of their streams, by cases of bench/mesh_lib.lua, against one rank on the cpu.
+  local function trains(axis, base, cases)
+    local env = emulated()
+    if not env then return end
+    local function case(name, more)
+      local o = { folder = folder, name = axis .. name, steps = 2, options = { dropout = 0.1 } }
+      for _, list in ipairs { base, more } do for key, value in pairs(list) do o[key] = value end end
+      return o
+    end
+    mesh_lib.rank(case("one", { pp = 1, tp = 1, config = { device = "cpu" } }))
+    local list = {}
+    for i, config in ipairs(cases) do
+      config.device = "cuda"
+      list[i] = case(i, { config = config })
+    end
+    local all = run(2, "cuda", ("local CASES = [==[%s]==]\n"):format(cjson.encode(list)) .. [[
+      local mesh_lib = require "bench.mesh_lib"
+      for _, o in ipairs(require("cjson").decode(CASES)) do mesh_lib.rank(o) end
+      for _, axis in ipairs { "tp", "pp" } do
+        local along = ps.mesh.group(axis)
+        if along then print("along " .. axis .. ": " .. tostring(along:carrier())) end
+      end
+    ]], env .. " PS_EMULATE_STREAMS=mixed=7")
+    for rank = 0, 1 do assert.equal(0, all[rank].code, all[rank].text) end
+    for _, o in ipairs(list) do
+      local r = mesh_lib.compare(folder, o.name, 2, axis .. "one")
+      local what = cjson.encode(o.config)
+      assert.truthy(r.max_rel_loss_error <= 1e-6, ("%s: loss %g"):format(what, r.max_rel_loss_error))
+      assert.truthy(r.max_rel_grad_error <= 1e-5, ("%s: gradient of %s %g"):format(what, r.worst, r.max_rel_grad_error))
+      assert.truthy(r.norm_error <= 1e-6, ("%s: norm %g"):format(what, r.norm_error))
+      assert.truthy(r.max_rel_param_error <= 1e-4, ("%s: values %g"):format(what, r.max_rel_param_error))
+    end
+    return all[1].text
+  end
+  it("train layers that ranks share out as one rank does", function()
+    local said = trains("tp", { tp = 2 }, { { recompute = true }, { tensor_parallel = { sequence_parallel = false } } })
+    if said then assert.truthy(said:find("along tp: nccl", 1, true), said) end
+  end)
+  it("train the stages of a pipeline as one rank does", function()
+    trains("pp", { pp = 2, micros = 2 }, { { pipeline = { schedule = "zb_h1" } },
+      { recompute = true, zero_optimization = { stage = 1 } } })
   end)
 end)
