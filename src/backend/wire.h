@@ -32,10 +32,13 @@ typedef struct ps_wire_table {
     int (*mark)(ps_wire *w);          /* >= 0, or an error */
     /* What is begun on the wire from now on comes after all that was in front of the mark. */
     int (*after)(ps_wire *w, int mark);
-    /* As ps_comm_table.begin; lanes count from 0, and are carried out in the order of the calls. */
+    /* As ps_comm_table.begin; lanes count from 0, and are carried out in the order of the calls. An exchange comes
+     * after the sums and copies that were begun before it. */
     int (*begin)(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_part *recv);
+    /* Sums and copies that are begun from now on come after the last exchange of the lane, which is ready. */
+    int (*follow)(ps_wire *w, int lane);
     /* Begins: to[i] = sum of at[r][i] over r < n, in this order, in fp32 (fp64 of fp64), rounded once. `to` may be one
-     * of them. Exchanges that are under way need not have ended. */
+     * of them. It does not wait for exchanges that it was not told to follow. */
     int (*sum)(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, char *to);
     int (*copy)(ps_wire *w, void *to, const void *from, int64_t nbytes);
     /* Whether the last exchange of a lane, or (PS_WIRE_LOCAL) the last sum or copy has ended: 1, 0, or an error. */

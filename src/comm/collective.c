@@ -110,9 +110,10 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
 }
 
 /* The end of moving bytes (the third part of a call, comm.c); a failure gets call and rank before its message. */
-static int moved(ps_group *g, int op, int rc)
+static int moved(ps_group *g, int op, place at, int rc)
 {
     char call[GROUP_CALL_NBYTES];
+    if (rc == 0) rc = group_settle(g, at);
     group_done(g);
     group_call_end(g, &g->recorded);
     if (rc < 0)
@@ -152,15 +153,15 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
     if (small) {
         group_sum_small(g, reduce, dtype, nbytes, bytes);
         g->bytes_sent += nbytes * (size - 1);
-        return moved(g, OP_ALL_REDUCE, 0);
+        return moved(g, OP_ALL_REDUCE, at, 0);
     }
     if (g->comm->pretends) group_count(g, OP_ALL_REDUCE, at, dtype, nbytes, 0);
     if (g->comm->pretends && reduce == PS_REDUCE_SUM) sum_of_equals(dtype, bytes, nbytes, size);
-    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_ALL_REDUCE, 0);
+    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_ALL_REDUCE, at, 0);
     group_cut(g, bytes, nbytes, part, g->parts);
     rc = group_reduce(g, at, reduce, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, at, g->parts);
-    return moved(g, OP_ALL_REDUCE, rc);
+    return moved(g, OP_ALL_REDUCE, at, rc);
 }
 
 int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc)
@@ -175,9 +176,9 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
         group_count(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0);
         memmove(out, g->parts[g->comm->rank].address, (size_t)part);
         sum_of_equals(dtype, out, part, g->comm->size);
-        return moved(g, OP_REDUCE_SCATTER, 0);
+        return moved(g, OP_REDUCE_SCATTER, at, 0);
     }
-    return moved(g, OP_REDUCE_SCATTER, group_reduce(g, at, PS_REDUCE_SUM, dtype, g->parts, piece, out));
+    return moved(g, OP_REDUCE_SCATTER, at, group_reduce(g, at, PS_REDUCE_SUM, dtype, g->parts, piece, out));
 }
 
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc)
@@ -192,14 +193,14 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     for (int r = 0; small && r < g->comm->size; r++) memcpy(out + r * nbytes, group_small(g, r), (size_t)nbytes);
     if (small) {
         g->bytes_sent += nbytes * (g->comm->size - 1);
-        return moved(g, OP_ALL_GATHER, 0);
+        return moved(g, OP_ALL_GATHER, at, 0);
     }
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
-    if (g->comm->pretends) return moved(g, OP_ALL_GATHER, 0);
+    if (g->comm->pretends) return moved(g, OP_ALL_GATHER, at, 0);
     rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* sends then read it from the cache */
-    return moved(g, OP_ALL_GATHER, rc < 0 ? rc : group_gather(g, at, g->parts));
+    return moved(g, OP_ALL_GATHER, at, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
 
 int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc)
@@ -210,7 +211,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
     if (g->comm->pretends) group_count(g, OP_BROADCAST, at, dtype, nbytes, root);
-    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_BROADCAST, 0);
+    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_BROADCAST, at, 0);
     bool spread = spreads(g, nbytes);
     group_cut(g, bytes, nbytes, spread ? part : nbytes, g->parts);
     group_clear_parts(g);
@@ -218,7 +219,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];
     rc = group_exchange(g, at);
     if (rc == 0 && spread) rc = group_gather(g, at, g->parts);
-    return moved(g, OP_BROADCAST, rc);
+    return moved(g, OP_BROADCAST, at, rc);
 }
 
 /* -- on tensors ---------------------------------------------------------------------------------------------------- */
@@ -327,6 +328,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
         group_clear_parts(g);
         *(op == OP_SEND ? &g->send[peer] : &g->recv[peer]) = (ps_comm_part){ u.bytes, ps_tensor_nbytes(t) };
         rc = group_exchange(g, at);
+        if (rc == 0) rc = group_settle(g, at);
         if (rc < 0) ps_error_prefix("%s, rank %d with rank %d: ", group_op_name(op), g->comm->rank, peer);
     }
     group_done(g);

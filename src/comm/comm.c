@@ -21,7 +21,7 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Bytes of the memory for addends. A device's pieces are larger, since the host waits for each sum of a piece. */
+/* Bytes of the memory for addends. A device's pieces are larger, since the host begins each of them. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -360,9 +360,18 @@ static int move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
+/* What follows finds the bytes there. On a device that is the order of its work, and nobody waits before the call's end
+ * (group_settle). */
 static int move_end(ps_group *g, place at, int lane)
 {
-    return g->at[at].comm->table->finish(g->at[at].comm, lane);
+    ps_comm *comm = g->at[at].comm;
+    return comm->table->follow ? comm->table->follow(comm, lane) : comm->table->finish(comm, lane);
+}
+
+int group_settle(ps_group *g, place at)
+{
+    ps_comm *comm = g->at[at].comm;
+    return comm && comm->table->settle ? comm->table->settle(comm) : 0;
 }
 
 int group_mark(ps_group *g, place at)

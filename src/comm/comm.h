@@ -47,10 +47,13 @@ typedef struct ps_comm_table {
     int (*wait)(ps_comm_post *post, double seconds);
     void (*wake)(ps_comm_post *post);
     void (*drop)(ps_comm_post *post);      /* NULL: nothing happens */
-    /* (NULL: bytes are in host memory) Further calls for device memory. mark and after are ps_wire_table's. sum and
-     * copy return when they have ended. */
+    /* (NULL: bytes are in host memory) Further calls for device memory. mark, after and follow are ps_wire_table's. sum
+     * and copy return when they have begun; exchanges that begin later come after them. settle waits for the end of all
+     * that was begun, as finish does. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
+    int (*follow)(ps_comm *comm, int lane);
+    int (*settle)(ps_comm *comm);
     int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);

@@ -109,7 +109,10 @@ void group_describe(const header *h, char *text, size_t room);
 /* The sum (or greatest, or least) of the ranks' small bytes, in the order of ranks. */
 void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
-int group_exchange(ps_group *g, place at); /* moves the bytes of g->send and g->recv, and waits */
+/* Moves the bytes of g->send and g->recv. On a device they are there for what the group begins next; a call that moved
+ * bytes ends with group_settle. */
+int group_exchange(ps_group *g, place at);
+int group_settle(ps_group *g, place at);   /* waits until all that moves has moved, and all sums are taken */
 /* Makes the memory for addends. part_nbytes: of the largest part. reduce: PS_REDUCE_*. *piece_nbytes: bytes of a part
  * that are summed at once, for group_reduce. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);

@@ -57,6 +57,7 @@ static int carry_out(ps_group *g, ps_job *job)
     if (rc == 0 && job->op != OP_CHUNK_GATHER) rc = group_reduce(g, job->at, PS_REDUCE_SUM, job->dtype,
                                                                    job->parts, piece, NULL);
     if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->at, job->parts);
+    if (rc == 0) rc = group_settle(g, job->at);
     group_done(g);
     if (rc < 0)
         ps_error_prefix("%s of stripe %d, call %llu of rank %d, moving its bytes: ", group_op_name(job->op),

@@ -79,7 +79,11 @@ static int group_op(ps_ctx *ctx, int op, int device, const void *attrs, const ps
     group_drain(g);
     int rc = carry_out(g, op, at, attributes->root, in, out);
     group_done(g);
-    return rc;
+    if (rc == 0) return 0;
+    ps_error_kept why;
+    ps_error_keep(&why);
+    group_settle(g, at);                   /* the output's copy may be under way, and its bytes will go */
+    return ps_error_again(&why);
 }
 
 void group_enroll(ps_ctx *ctx, ps_group *g)

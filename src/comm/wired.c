@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A communicator over the memory of a device. A backend's wire (backend/wire.h) begins work, and this file waits for
- * its end. While it waits it looks at the time and at the watch of the group's host communicator, so that a rank that
- * dies or stalls is named, although the device's library names none. A failure here ends the whole group. */
+ * its end, once a call: what a call does in turn is ordered on the device. While it waits it looks at the time and at
+ * the watch of the group's host communicator, so that a rank that dies or stalls is named, although the device's
+ * library names none. A failure here ends the whole group. */
 #include "comm/comm.h"
 #include <sched.h>
 #include <stdatomic.h>
@@ -119,12 +120,29 @@ static int after(ps_comm *comm, int mark_before)
     return rc < 0 ? failed(w, rc) : 0;
 }
 
+static int follow(ps_comm *comm, int lane)
+{
+    wired *w = self(comm);
+    PS_TRY(usable(w));
+    int rc = w->table->follow(w->wire, lane - PS_COMM_DATA);
+    return rc < 0 ? failed(w, rc) : 0;
+}
+
+/* Exchanges first: a sum behind one that failed would never end. */
+static int settle(ps_comm *comm)
+{
+    wired *w = self(comm);
+    PS_TRY(usable(w));
+    for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
+    return wait_until(w, PS_WIRE_LOCAL, "a sum or a copy");
+}
+
 static int sum(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
     int rc = w->table->sum(w->wire, dtype, n, at, numel, to);
-    return rc < 0 ? failed(w, rc) : wait_until(w, PS_WIRE_LOCAL, "a sum");
+    return rc < 0 ? failed(w, rc) : 0;
 }
 
 static int copy(ps_comm *comm, void *to, const void *from, int64_t nbytes)
@@ -132,7 +150,7 @@ static int copy(ps_comm *comm, void *to, const void *from, int64_t nbytes)
     wired *w = self(comm);
     PS_TRY(usable(w));
     int rc = w->table->copy(w->wire, to, from, nbytes);
-    return rc < 0 ? failed(w, rc) : wait_until(w, PS_WIRE_LOCAL, "a copy");
+    return rc < 0 ? failed(w, rc) : 0;
 }
 
 static int memory(ps_comm *comm, int64_t nbytes, void **out)
@@ -179,7 +197,8 @@ static int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
 
 static const ps_comm_table wire_table = {
     .name = "device", .begin = begin, .finish = finish, .hang_up = hang_up, .close = close_wire,
-    .mark = mark, .after = after, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
+    .mark = mark, .after = after, .follow = follow, .settle = settle, .sum = sum, .copy = copy, .memory = memory,
+    .memory_free = memory_free,
     .raw_all_gather = raw_all_gather, .raw_all_reduce = raw_all_reduce
 };
 

@@ -6,7 +6,8 @@
  * their own and round every partial sum to the type that travels. Its communicators do not block here: each call
  * returns at once, and is asked about until it is through, so a peer that is gone stops nobody.
  *
- * Streams. `moving` has the exchanges, `adding` the sums and copies, which so run beside the next exchange. Both begin
+ * Streams. `moving` has the exchanges, `adding` the sums and copies, which so run beside the next exchange. Events
+ * order them: a sum comes after the exchange that it follows, an exchange after the sums before it. Both streams begin
  * after what `compute` had when the mark was made that `after` named. Whoever waits for a wire's end waits on the host;
  * kernels that are queued afterwards find everything there. Everything but `mark` may be called from another thread
  * than the backend's, and touches nothing of ps_cu but its numbers.
@@ -280,6 +281,7 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* the last of `adding`, so all of it */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
@@ -291,6 +293,12 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
             r = nccl.send(send[to].address, (size_t)send[to].nbytes, ncclUint8, to, w->comm, w->moving);
     }
     return end_group(w, r, lane, "an exchange");
+}
+
+static int follow(ps_wire *w, int lane)
+{
+    cudaSetDevice(w->number);
+    return check(cudaStreamWaitEvent(w->adding, w->ended[lane], 0), "the order of sums and exchanges");
 }
 
 static int sum(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, char *to)
@@ -352,6 +360,7 @@ static void memory_free(ps_wire *w, void *p)
 }
 
 extern const ps_wire_table ps_cuda_nccl = {
-    "nccl", load, device_name, PS_CUDA_MOST_RANKS, new_id, open_wire, ready, mark, after, begin, sum, copy, ended,
+    "nccl", load, device_name, PS_CUDA_MOST_RANKS, new_id, open_wire, ready, mark, after, begin, follow, sum, copy,
+    ended,
     memory, memory_free, abort_wire, close_wire, raw
 };
