@@ -621,8 +621,9 @@ describe("what is refused", function()
     fails(function() bmt.DistributedParameter(ps.ones({ 2 }, { dtype = "bf16" })) end, "bf16", "fp32", "one type")
     fails(function() bmt.DistributedParameter(ps.ones { 2 }, { tp_split_dim = 0 }) end, "tp_mode = true")
     fails(function() bmt.DistributedParameter(ps.ones { 2 }, { tp_mode = true, group = "a" }) end, "tp_mode", "group")
-    fails(function() bmt.nn.ColumnParallelLinear(2, 2, { async_gather_chunks = 2 }) end, "async_gather_chunks = 2")
-    fails(function() bmt.nn.RowParallelLinear(2, 2, { async_chunks = 2 }) end, "async_chunks = 2")
+    fails(function() bmt.nn.ColumnParallelLinear(2, 2, { async_gather_chunks = 9 }) end, "async_gather_chunks is 9",
+      "1 to 8")
+    fails(function() bmt.nn.RowParallelLinear(2, 2, { async_chunks = 0 }) end, "async_chunks is 0")
     fails(function() bmt.CheckpointBlock(nn.Linear(2, 2), { zero_level = 1 }) end, "zero_level is 1",
       "zero_level) is 3")
     fails(function() bmt.CheckpointBlock(p) end, "takes a module")

@@ -615,6 +615,19 @@ do
     case { name, { F { 5, 7 }, attrs = alone }, { F { 33 }, attrs = alone }, { F { 0, 3 }, attrs = alone },
            exact = true, alive = group }
   end
+  for out_in = 0, 1 do
+    local function w(a, b) return out_in == 1 and F { b, a } or F { a, b } end
+    local function attrs(...) return args(alone[1], 1, 0, 0, out_in, 3, ...) end
+    case { "column_linear", { F { 5, 4 }, w(4, 6), F { 6 }, attrs = attrs(1) },
+           { F { 3, 4 }, w(4, 2), NONE, attrs = attrs(0) },
+           { F { 33, 65 }, w(65, 130), F { 130 }, attrs = attrs(0), grads = false },
+           { F { 0, 4 }, w(4, 6), F { 6 }, attrs = attrs(0), grads = false }, alive = group }
+    case { "row_linear", { F { 5, 4 }, w(4, 6), attrs = attrs() }, { F { 33, 65 }, w(65, 130), attrs = attrs(),
+           grads = false }, { F { 0, 4 }, w(4, 6), attrs = attrs(), grads = false }, alive = group }
+    case { "column_linear_grad", { F { 5, 4 }, F { 5, 6 }, w(4, 6), NONE, attrs = attrs(1) },
+           { F { 5, 4 }, F { 5, 6 }, w(4, 6), F { 5, 4 }, attrs = attrs(0) },
+           { F { 33, 65 }, F { 33, 23 }, w(65, 23), NONE, attrs = attrs(1) }, alive = group }
+  end
 end
 
 case { "scale_by_", { F { 5, 7 }, F({}, 1.5, 3), attrs = args(-0.3) }, { F { 130 }, F({ 1 }, -2, 2, "fp32") },

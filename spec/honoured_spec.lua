@@ -472,6 +472,7 @@ local OF_RANKS = { ["zero_optimization.stage"] = true, ["zero_optimization.resha
   compare_ranks_every = true, ["pipeline.stages"] = true, ["pipeline.schedule"] = true,
   ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true, ["tensor_parallel.size"] = true,
   ["tensor_parallel.sequence_parallel"] = true, ["tensor_parallel.tp_keep_gathered"] = true,
+  ["tensor_parallel.tp_overlap_comm"] = true,
   ["comms_logger.enabled"] = true, ["comms_logger.verbose"] = true, ["comms_logger.prof_all"] = true,
   ["comms_logger.prof_ops"] = true }
 

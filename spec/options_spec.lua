@@ -57,6 +57,12 @@ local CALLS = {
   { "ps.rand", "dtipe", "dtype", function(o) ps.rand({ 2 }, o) end, source = "call" },
   { "ps.randint", "dtipe", "dtype", function(o) ps.randint(0, 3, { 2 }, o) end, source = "call" },
   { "ps.tensor", "dtipe", "dtype", function(o) ps.tensor({ 2 }, o) end, source = "call" },
+  { "group:gathered_linear", "pices", "pieces", function(o)
+    local group = ps.dist.self()
+    local ok, problem = pcall(group.gathered_linear, group, x, ps.ones { 4, 3 }, nil, o)
+    group:close()
+    if not ok then error(problem, 0) end
+  end, source = '"group:" .. call' },
   { "tensor:to", "dtipe", "dtype", function(o) x:to(o) end },
   { "module:to", "dtipe", "dtype", function(o) model():to(o) end },
   { "ps.materialize", "devise", "device", function(o) ps.materialize(ps.deferred(nn.Linear, 2, 2), o) end },

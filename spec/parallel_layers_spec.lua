@@ -287,6 +287,118 @@ local BYTES = [[
   end
 ]]
 
+-- Rows that travel in pieces beside products: values, gradients and bytes are those of the composed rows, and of one
+-- rank. n rows that pieces do not divide, and fewer rows than pieces.
+local PIECES = [[
+  local function leaves(n, C, H, out_in, dtype)
+    ps.manual_seed(7)
+    local all = ps.randn({ size * n, C }, { dtype = "fp64" })
+    local up = ps.randn(out_in and { size * H, C } or { C, size * H }, { dtype = "fp64" })
+    local bias, down = ps.randn({ size * H }, { dtype = "fp64" }), ps.randn(out_in and { C, size * H }
+      or { size * H, C }, { dtype = "fp64" })
+    local w = ps.randn({ size * n, C }, { dtype = "fp64" })
+    local function leaf(t, dim)
+      local part = dim and t:narrow(dim, rank * t:size(dim) / size, t:size(dim) / size) or t
+      return part:contiguous():to(dtype):clone():requires_grad(true)
+    end
+    local a, b = out_in and 0 or 1, out_in and 1 or 0
+    return { x = leaf(all, 0), up = leaf(up, a), bias = leaf(bias, 0), down = leaf(down, b),
+      w = w:narrow(0, rank * n, n):to(dtype) }, { x = leaf(all), up = leaf(up), bias = leaf(bias), down = leaf(down),
+      w = w:to(dtype) }, a, b
+  end
+  local function run(t, pieces, out_in, keep, frozen)
+    local before, how = group:bytes_sent(), { out_in = out_in, pieces = pieces, keep = keep }
+    for name, p in pairs(t) do
+      if name ~= "w" then p:requires_grad(not (frozen or {})[name]) end
+    end
+    for _ = 1, 2 do                                            -- the second time gradients are added to
+      local y = group:gathered_linear(t.x, t.up, t.bias, how)
+      local z = group:linear_scattered(F.gelu(y, "tanh"), t.down, how)
+      ;(t.w * z):sum():backward()
+      t.z = z:detach()
+    end
+    return group:bytes_sent() - before
+  end
+  local function composed(t, out_in, keep)
+    local before, o = group:bytes_sent(), out_in and 1 or 0
+    for _ = 1, 2 do
+      local x = keep and group:gathered(t.x) or group:gathered_again(t.x)
+      local y = ps.ops.linear(x, t.up, t.bias, nil, o)
+      local z = group:scattered(ps.ops.linear(F.gelu(y, "tanh"), t.down, nil, nil, o))
+      ;(t.w * z):sum():backward()
+      t.z = z:detach()
+    end
+    return group:bytes_sent() - before
+  end
+  local NAMES = { "x", "up", "bias", "down" }
+  for _, out_in in ipairs { true, false } do
+    for _, case in ipairs { { 5, 2 }, { 5, 8 }, { 1, 4 }, { 4, 1 } } do
+      local n, pieces = unpack(case)
+      local C, H = 6, 4
+      local t, whole, a, b = leaves(n, C, H, out_in, "fp64")
+      local sent = run(t, pieces, out_in, true)
+      local o = out_in and 1 or 0
+      for _ = 1, 2 do
+        local y = F.gelu(ps.ops.linear(whole.x, whole.up, whole.bias, nil, o), "tanh")
+        whole.z = ps.ops.linear(y, whole.down, nil, nil, o)
+        ;(whole.w * whole.z):sum():backward()
+      end
+      local what = ("out_in %s, %d rows in %d pieces: "):format(out_in, n, pieces)
+      local function part(v, dim) return v:narrow(dim, rank * v:size(dim) / size, v:size(dim) / size) end
+      near(t.z, part(whole.z:detach(), 0), what .. "values")
+      for name, dim in pairs { x = 0, up = a, bias = 0, down = b } do
+        near(t[name]:grad(), part(whole[name]:grad(), dim), what .. name .. "'s gradient")
+      end
+      local again = leaves(n, C, H, out_in, "fp64")
+      assert(composed(again, out_in, true) == sent, what .. "bytes")
+      -- of a layer whose input, weight or bias needs no gradient
+      for _, frozen in ipairs { { x = true }, { up = true, bias = true }, { up = true }, { down = true } } do
+        local some = leaves(n, C, H, out_in, "fp64")
+        run(some, pieces, out_in, true, frozen)
+        for _, name in ipairs(NAMES) do
+          if frozen[name] then assert(some[name]:grad() == nil)
+          else near(some[name]:grad(), t[name]:grad(), what .. name .. "'s gradient beside frozen ones") end
+        end
+      end
+    end
+  end
+  -- above 1 MiB, where backward gathers again, in the types of training
+  local large = { { "fp32", 2e-6, false }, { "bf16", 0.02, false }, { "bf16", 0.02, true } }
+  for _, case in ipairs(size == 2 and large or {}) do
+    local dtype, tol, keep = unpack(case)
+    local n, C, H = 259, 1024, 16
+    local t, other = leaves(n, C, H, true, dtype), leaves(n, C, H, true, dtype)
+    local sent, want = run(t, 4, true, keep), composed(other, true, keep)
+    assert(sent == want and sent == (keep and 8 or 10) * n * C * t.x:nbytes() / t.x:numel(),
+      ("%d bytes, not %d"):format(sent, want))
+    near(t.z:float(), other.z:float(), dtype .. " values", tol)
+    for _, name in ipairs(NAMES) do
+      local got, right = t[name]:grad():float(), other[name]:grad():float()
+      local scale = right:abs():max()
+      near(got / scale, right / scale, dtype .. ": " .. name .. "'s gradient", tol)
+    end
+  end
+  -- what cannot be
+  local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
+  for _, case in ipairs {
+    { "pieces is 9; rows travel in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
+    { "pieces is 0", function() group:linear_scattered(x, w, { pieces = 0 }) end },
+    { "cannot be cut into " .. size, function() group:linear_scattered(ps.ones { size + 1, 4 }, w) end },
+    { "w takes 4", function() group:gathered_linear(ps.ones { 2, 5 }, w) end },
+    { "bias must be float %[3%]", function() group:gathered_linear(x, w, ps.ones { 4 }) end },
+    { "x has no rows", function() group:gathered_linear(ps.ones { 4 }, w) end },
+    { "w with two dimensions", function() group:linear_scattered(ps.ones { size, 4 }, x[0], { pieces = 2 }) end },
+    { "disagree.*another number of pieces", function()
+      group:gathered_linear(ps.ones { 6, 4 }, w, nil, { pieces = 2 + rank })
+    end },
+    { "disagree", function() group:linear_scattered(ps.ones { 2 * size * (1 + rank), 4 }, w, { pieces = 2 }) end },
+  } do
+    local ok, why = pcall(case[2])
+    assert(not ok and tostring(why):find(case[1]), tostring(why))
+  end
+  near(group:sum(x), x * size, "a sum behind all this")
+]]
+
 describe("layers of which ranks have parts", function()
   local folder
   if lib.no_gloo() then return pending(lib.no_gloo()) end
@@ -295,6 +407,9 @@ describe("layers of which ranks have parts", function()
 
   it("multiply as the whole layers do", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PRODUCTS) end
+  end)
+  it("exchange rows in pieces beside their products", function()
+    for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PIECES) end
   end)
   it("gather, split and reduce as they are told", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
   it("share a vocabulary out, padded, as a table and as a head", function()

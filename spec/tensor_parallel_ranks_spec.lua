@@ -57,7 +57,8 @@ describe("two ranks that share out layers", function()
     local one = run(1, { copy(base) })[1]
     local list = { copy(base, { tp = 2 }), copy(base, { tp = 2, config = { recompute = true } }),
       copy(base, { tp = 2, config = { tensor_parallel = { sequence_parallel = false } } }),
-      copy(base, { tp = 2, config = { tensor_parallel = { tp_keep_gathered = true } } }) }
+      copy(base, { tp = 2, config = { tensor_parallel = { tp_keep_gathered = true } } }),
+      copy(base, { tp = 2, config = { tensor_parallel = { tp_overlap_comm = 3 }, recompute = true } }) }
     for i, name in ipairs(run(2, list)) do
       local r = agrees(name, 2, one, "case " .. i)
       assert.truthy(r.numel < 0.53, r.numel)
@@ -133,7 +134,9 @@ describe("four ranks that share out layers, stages and rows", function()
     local list = {}
     for _, zero in ipairs { 0, 3 } do list[#list + 1] = copy(base, { dp = 2, tp = 2, zero = zero }) end
     for i, name in ipairs(run(4, list)) do agrees(name, 4, one, "zero " .. list[i].zero) end
-    agrees(run(4, { copy(base, { pp = 2, tp = 2 }) })[1], 4, one, "a pipeline")
+    local pipes = { copy(base, { pp = 2, tp = 2 }), copy(base, { pp = 2, tp = 2, config = {
+      pipeline = { schedule = "zb_h1" }, tensor_parallel = { tp_overlap_comm = true } } }) }
+    for i, name in ipairs(run(4, pipes)) do agrees(name, 4, one, "pipeline " .. i) end
   end)
 
   -- Ranks would share out the rows of these prompts in training, not where keys and values are kept.

@@ -25,7 +25,8 @@ extern "C" {
 #pragma GCC visibility push(default)    /* all else of the engine is hidden (CMakeLists.txt) */
 
 /* @cdef */
-enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 4, PS_MAX_ATTRS = 256 };
+enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 4, PS_MAX_ATTRS = 256,
+       PS_MAX_PIECES = 8 /* in which rows travel beside a product */ };
 enum { PS_F32, PS_BF16, PS_F16, PS_F64, PS_I32, PS_I64, PS_U8, PS_BOOL, PS_DTYPE_COUNT };
 
 typedef struct ps_ctx ps_ctx;

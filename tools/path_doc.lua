@@ -24,7 +24,7 @@ local PATH = {
   { "tape", "ps_backward_begin_n", "src/grad/tape.c", "ps_backward_next", "called next: the walk from the loss" },
   { "", "ps_backward_next", "src/grad/tape.c", "tape_pass", "nodes by falling number" },
   { "", "tape_pass", "src/grad/tape.c", "grad", "the gradient rule of one op; ops of its own" },
-  { "", "grad_linear", "src/ops/matmul.c", "give_weights", "for instance that of F.linear" },
+  { "", "grad_linear", "src/ops/matmul.c", "ps_give_weights", "for instance that of F.linear" },
   { "", "tape_leaf_final", "src/grad/tape.c", "grad_final", "no node ahead needs the parameter any more" },
   { "gradient", "grad_final", "src/engine/engine.c", "engine_make_final", "the engine's hook" },
   { "", "engine_make_final", "src/engine/engine.c", "engine_unit_ready", "stored in the parameter's place" },

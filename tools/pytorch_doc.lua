@@ -26,6 +26,9 @@ reduce_from_tp | - | - | group:reduce_from(x)
 scatter_to_tp | - | - | group:scatter_to(x), along any dimension
 gather_from_tp | - | - | group:gather_from(x), along any dimension
 all_gather_again | - | - | group:gathered_again(x)
+column_linear | - | - | group:gathered_linear(x, w, b, { pieces = n })
+row_linear | - | - | group:linear_scattered(x, w, { pieces = n })
+column_linear_grad | - | - | the gradient of column_linear, in one op
 counted_once | - | - | group:counted_once(x)
 copy_ | Tensor.copy_ | t:copy_ | an overlap of both is read first
 fill_ | Tensor.fill_ | t:fill_, t:zero_ | a number that an integer type cannot hold is refused

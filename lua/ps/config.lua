@@ -26,7 +26,8 @@ local config = {}
 ---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
 ---@field grad_accum_dtype "fp32"|"param" type gradients are added up in
 ---@field pipeline ps.config.Pipeline
----@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean}
+---@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean,
+---  tp_overlap_comm: boolean|integer} tp_overlap_comm: as mesh.pieces takes it
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
 ---@field chunk_size? integer elements; nil: search
@@ -283,6 +284,12 @@ local function settle_parts(state, cfg)
       state:fail("pipeline.activation_checkpoint_interval is 1 and recompute is false: they contradict each other")
     end
     cfg.recompute = true
+  end
+  local parts, path = cfg.tensor_parallel, "tensor_parallel.tp_overlap_comm"
+  local overlap = parts.tp_overlap_comm
+  if overlap and overlap ~= 1 and not parts.sequence_parallel then
+    state:fail("%s is %s and tensor_parallel.sequence_parallel is false: only rows that processes share out travel "
+      .. "beside products; leave one of both out", state:shown(path), check.show(overlap))
   end
 end
 

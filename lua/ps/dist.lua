@@ -160,6 +160,7 @@ end
 
 -- -- collectives as ops: a new tensor, with a gradient -------------------------------------------------------------
 local ops = E.ops
+local PRODUCT = { out_in = "boolean", pieces = "whole", keep = "boolean" }
 
 local function attributes(self, call, t)
   local c = open(self)
@@ -190,6 +191,60 @@ function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scatt
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
+
+-- What a product of several ranks takes.
+local function of_product(self, call, x, w, how)
+  local number, size, rank = attributes(self, call, x)
+  tensor(w, "w", call)
+  how = caller.options(how, "group:" .. call, PRODUCT)
+  if x:dim() < 2 then error(("group:%s: x has no rows: it has %d dimensions"):format(call, x:dim())) end
+  local pieces = how.pieces or 1
+  if pieces < 1 or pieces > mesh.MOST_PIECES then
+    error(("group:%s: pieces is %d; rows travel in 1 to %d"):format(call, pieces, mesh.MOST_PIECES))
+  end
+  return how, pieces, how.out_in == false and 0 or 1, number, size, rank
+end
+
+-- fn(x [n, ..., I] as a matrix), a matrix, with x's other dimensions.
+local function as_matrix(x, fn)
+  local shape, rows = x:shape(), 1
+  if #shape == 2 then return fn(x) end
+  local y = fn(x:reshape(-1, shape[#shape]))
+  for i = 2, #shape - 1 do rows = rows * shape[i] end
+  shape[1], shape[#shape] = rows > 0 and y:size(0) / rows or 0, y:size(1)
+  return y:reshape(shape)
+end
+
+--- `gathered(x)` times w, plus b. In pieces it is one op: rows travel beside the products of others, and in backward
+--- those of x's gradient, and x, which is gathered again.
+---@param x ps.Tensor [n, ..., I], this rank's rows
+---@param w ps.Tensor [O, I], or [I, O]
+---@param b? ps.Tensor [O]
+---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false: w is [I, O]; pieces: 1 to 8, default
+---  1: all rows are gathered before the product begins; keep: backward keeps the rows that were gathered, as it does
+---  below 1 MiB
+---@return ps.Tensor [size n, ..., O]
+function Group:gathered_linear(x, w, b, how)
+  local given, pieces, out_in, number, size, rank = of_product(self, "gathered_linear", x, w, how)
+  if pieces == 1 then
+    return ops.linear(given.keep and self:gathered(x) or self:gathered_again(x), w, b, nil, out_in)
+  end
+  return as_matrix(x, function(m)
+    return ops.column_linear(m, w, b, number, size, rank, 0, out_in, pieces, given.keep and 1 or 0)
+  end)
+end
+
+--- `scattered(x times w)`. In pieces it is one op: rows of the product travel beside the products of others, and in
+--- backward those that it gathers.
+---@param x ps.Tensor [size n, ..., I]
+---@param w ps.Tensor [O, I], or [I, O]
+---@param how? {out_in?: boolean, pieces?: integer} as in gathered_linear; 1: the whole product comes first
+---@return ps.Tensor [n, ..., O]
+function Group:linear_scattered(x, w, how)
+  local _, pieces, out_in, number, size, rank = of_product(self, "linear_scattered", x, w, how)
+  if pieces == 1 then return self:scattered(ops.linear(x, w, nil, nil, out_in)) end
+  return as_matrix(x, function(m) return ops.row_linear(m, w, number, size, rank, 0, out_in, pieces) end)
+end
 
 --- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients
 --- at the root, zeros elsewhere.

@@ -13,6 +13,17 @@ local error = caller.error
 
 local mesh = {}
 
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: in which rows travel between ranks of tp beside products
+local PIECES = 4                -- where a configuration says that they do
+
+--- The pieces that tensor_parallel.tp_overlap_comm asks for.
+---@param overlap? boolean|integer
+---@return integer 1: none travels beside a product
+function mesh.pieces(overlap)
+  if type(overlap) == "number" then return overlap end
+  return overlap and PIECES or 1
+end
+
 local AXES = { world = true, dp = true, pp = true, tp = true, cp = true, ep = true }
 local CUTS = { "tp", "dp", "pp" }                          -- the fastest first
 local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- an axis's size in a configuration

@@ -324,6 +324,7 @@ end
 ---@field group ps.Group the ranks that share the layers
 ---@field sequence boolean sequence parallelism
 ---@field keep_gathered boolean
+---@field pieces? integer in which rows travel beside products; 1, or nil: before and behind them
 ---@field note fun(text: string)
 
 --- Cuts a model that ps.deferred made and that has no values yet.
@@ -340,7 +341,7 @@ function tensor_parallel.cut(model, how)
     error(("tensor_parallel: %s has no methods parts() and batch_of(), by which its layers know the rows of a batch "
       .. "(docs/models.md)"):format(model.class_name), 0)
   end
-  local region = nn.Region.new(how.group, how.sequence, how.keep_gathered)
+  local region = nn.Region.new(how.group, how.sequence, how.keep_gathered, how.pieces)
   scope.carry_state(region)
   local cut = setmetatable({ model = model, region = region, made = {}, parts = {}, gathered = {} }, Cut)
   local function of_kind(kind, fn)

@@ -396,7 +396,39 @@ def rope(d):
     return Case(code, run, [x, cos, sin], device=d.choice("cpu", "cpu", "ref"))
 
 
+# The products of several ranks, in the group of this process.
+GROUP = "local g = require('ps').dist.self() local n = ps.C.ps_group_number(g.c) return "
+
+
+def of_ranks(d):
+    dtype, n, i, o, out_in, column = d.dtype(), d.int(1, 9), size(d) or 3, size(d) or 3, d.chance(0.6), d.chance(0.5)
+    inputs = [d.input([n, i], dtype, True), d.input([o, i] if out_in else [i, o], dtype, True),
+              d.input([o], dtype, True) if column and d.chance(0.6) else None]
+
+    def run(x, m):
+        wide = [t if t is None or t.dtype == torch.float64 else t.float() for t in x]
+        return F.linear(wide[0], wide[1] if out_in else wide[1].t(), wide[2]).to(x[0].dtype)
+    how = "n, 1, 0, 0, %d, %d" % (out_in, d.int(1, 8))
+    text = "ps.ops.column_linear(x[1], x[2], x[3], %s, %d)" % (how, d.int(0, 1)) if column else "ps.ops.row_linear(x[1], x[2], %s)" % how
+    return Case(GROUP + text, run, inputs)
+
+
+def column_linear_grad(d):
+    dtype, n, i, o, out_in, want = d.dtype(), d.int(1, 9), size(d) or 2, size(d) or 2, d.chance(0.5), d.chance(0.5)
+
+    def run(x, m):
+        a, dy, w = (t.double() for t in x[:3])
+        dw = dy.t() @ a if out_in else a.t() @ dy
+        all_ = [dy @ (w if out_in else w.t()), dw] + ([dy.sum(0)] if want else [])
+        return [t.to(x[0].dtype) for t in all_]
+    x = d.input([n, i], dtype)
+    return Case(GROUP + "ps.ops.column_linear_grad(x[1], x[2], x[3], x[4], n, 1, 0, 0, %d, %d, %d)" % (out_in, d.int(1, 8), want),
+                run, [x, d.input([n, o], dtype), d.input([o, i] if out_in else [i, o], dtype), x if d.chance(0.3) else None])
+
+
 ROWS = [
+    Row("products of several ranks", of_ranks, "column_linear row_linear", 2),
+    Row("column_linear_grad", column_linear_grad, "column_linear_grad"),
     Row("matmul", matmul, "matmul", 5), Row("linear", linear, "linear", 4), Row("mlp", mlp, "mlp", 2),
     Row("linear_grad", linear_grad, "linear_grad"), Row("linear_gelu_backward", linear_gelu_backward, "linear_gelu_backward"),
     Row("cross_entropy", cross_entropy, "cross_entropy", 3), Row("lm_loss", lm_loss, "lm_loss", 2),

@@ -102,15 +102,15 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
     for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one thread at a time drives a device */
         if (g->ctx->groups[i]) group_drain(g->ctx->groups[i]);
     mine.seq = g->seq++;
-    g->recorded = (group_call){ op, group_call_begin(), op == OP_ALL_GATHER ? nbytes * g->comm->size : nbytes };
+    g->recorded = (group_call){ op, group_call_begin(),
+                                 op == OP_ALL_GATHER || op == OP_COLUMN ? nbytes * g->comm->size : nbytes };
     if (rc == 0) return group_agree(g, &mine);
     group_agree(g, &mine);
     return ps_fail(rc, "%s, call %llu of rank %d: %s", group_call_name(g, op, call), (unsigned long long)mine.seq,
                    group_world(g, g->comm->rank), why);
 }
 
-/* The end of moving bytes (the third part of a call, comm.c); a failure gets call and rank before its message. */
-static int moved(ps_group *g, int op, place at, int rc)
+int group_moved(ps_group *g, int op, place at, int rc)
 {
     char call[GROUP_CALL_NBYTES];
     if (rc == 0) rc = group_settle(g, at);
@@ -153,15 +153,15 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
     if (small) {
         group_sum_small(g, reduce, dtype, nbytes, bytes);
         g->bytes_sent += nbytes * (size - 1);
-        return moved(g, OP_ALL_REDUCE, at, 0);
+        return group_moved(g, OP_ALL_REDUCE, at, 0);
     }
     if (g->comm->pretends) group_count(g, OP_ALL_REDUCE, at, dtype, nbytes, 0);
     if (g->comm->pretends && reduce == PS_REDUCE_SUM) sum_of_equals(dtype, bytes, nbytes, size);
-    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_ALL_REDUCE, at, 0);
+    if (nbytes == 0 || size == 1 || g->comm->pretends) return group_moved(g, OP_ALL_REDUCE, at, 0);
     group_cut(g, bytes, nbytes, part, g->parts);
     rc = group_reduce(g, at, reduce, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, at, g->parts);
-    return moved(g, OP_ALL_REDUCE, at, rc);
+    return group_moved(g, OP_ALL_REDUCE, at, rc);
 }
 
 int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc)
@@ -176,9 +176,9 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
         group_count(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0);
         memmove(out, g->parts[g->comm->rank].address, (size_t)part);
         sum_of_equals(dtype, out, part, g->comm->size);
-        return moved(g, OP_REDUCE_SCATTER, at, 0);
+        return group_moved(g, OP_REDUCE_SCATTER, at, 0);
     }
-    return moved(g, OP_REDUCE_SCATTER, at, group_reduce(g, at, PS_REDUCE_SUM, dtype, g->parts, piece, out));
+    return group_moved(g, OP_REDUCE_SCATTER, at, group_reduce(g, at, PS_REDUCE_SUM, dtype, g->parts, piece, out));
 }
 
 int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc)
@@ -193,14 +193,14 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     for (int r = 0; small && r < g->comm->size; r++) memcpy(out + r * nbytes, group_small(g, r), (size_t)nbytes);
     if (small) {
         g->bytes_sent += nbytes * (g->comm->size - 1);
-        return moved(g, OP_ALL_GATHER, at, 0);
+        return group_moved(g, OP_ALL_GATHER, at, 0);
     }
     group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
-    if (g->comm->pretends) return moved(g, OP_ALL_GATHER, at, 0);
+    if (g->comm->pretends) return group_moved(g, OP_ALL_GATHER, at, 0);
     rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* sends then read it from the cache */
-    return moved(g, OP_ALL_GATHER, at, rc < 0 ? rc : group_gather(g, at, g->parts));
+    return group_moved(g, OP_ALL_GATHER, at, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
 
 int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc)
@@ -211,7 +211,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
         rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
     if (g->comm->pretends) group_count(g, OP_BROADCAST, at, dtype, nbytes, root);
-    if (nbytes == 0 || size == 1 || g->comm->pretends) return moved(g, OP_BROADCAST, at, 0);
+    if (nbytes == 0 || size == 1 || g->comm->pretends) return group_moved(g, OP_BROADCAST, at, 0);
     bool spread = spreads(g, nbytes);
     group_cut(g, bytes, nbytes, spread ? part : nbytes, g->parts);
     group_clear_parts(g);
@@ -219,7 +219,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];
     rc = group_exchange(g, at);
     if (rc == 0 && spread) rc = group_gather(g, at, g->parts);
-    return moved(g, OP_BROADCAST, at, rc);
+    return group_moved(g, OP_BROADCAST, at, rc);
 }
 
 /* -- on tensors ---------------------------------------------------------------------------------------------------- */

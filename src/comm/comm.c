@@ -17,7 +17,8 @@
 
 static const char *const op_names[OP_COUNT] = {
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier", "connection of devices", "split",
-    "send", "recv", "gather of chunks", "reduction of chunks", "all-reduction of chunks"
+    "send", "recv", "gather in a column layer", "reduction in a row layer", "backward of a column layer",
+    "gather of chunks", "reduction of chunks", "all-reduction of chunks"
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
@@ -148,6 +149,8 @@ int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
 
 /* -- agreeing ------------------------------------------------------------------------------------------------------ */
 
+static bool in_pieces(int op) { return op == OP_COLUMN || op == OP_ROW || op == OP_COLUMN_GRAD; }
+
 void group_describe(const header *h, char *text, size_t room)
 {
     bool known = h->op >= 0 && h->op < OP_COUNT;
@@ -157,8 +160,16 @@ void group_describe(const header *h, char *text, size_t room)
         n += snprintf(text + n, room - (size_t)n, ", %s, %lld bytes", ps_dtype_name(h->dtype), (long long)h->nbytes);
     if (known && h->op >= OP_CHUNK_GATHER) n += snprintf(text + n, room - (size_t)n, ", stripe %d", h->root);
     if (known && h->place == ON_DEVICE && h->op != OP_CONNECT) n += snprintf(text + n, room - (size_t)n, ", on device");
+    if (known && in_pieces(h->op)) n += snprintf(text + n, room - (size_t)n, ", %d pieces", h->root);
     if (known && h->op == OP_BROADCAST) n += snprintf(text + n, room - (size_t)n, ", root %d", h->root);
     snprintf(text + n, room - (size_t)n, ")");
+}
+
+static const char *other_root(const header *a)
+{
+    return a->op >= OP_CHUNK_GATHER ? "another stripe of chunks" : a->op == OP_CONNECT ? "another kind of device"
+           : a->op == OP_ALL_REDUCE ? "another of sum, max and min" : in_pieces(a->op) ? "another number of pieces"
+           : "another root";
 }
 
 static const char *difference(const header *a, const header *b)
@@ -166,9 +177,7 @@ static const char *difference(const header *a, const header *b)
     return a->op != b->op ? "another call" : a->seq != b->seq ? "another number of calls"
            : a->place != b->place ? "other memory" : a->dtype != b->dtype ? "another type"
            : a->nbytes != b->nbytes ? "another size"
-           : a->root != b->root ? (a->op >= OP_CHUNK_GATHER ? "another stripe of chunks"
-                                   : a->op == OP_CONNECT ? "another kind of device"
-                                   : a->op == OP_ALL_REDUCE ? "another of sum, max and min" : "another root")
+           : a->root != b->root ? other_root(a)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
@@ -351,8 +360,7 @@ int group_agree_pair(ps_group *g, header *mine, int peer)
     return rc;
 }
 
-/* Begins to move the bytes of g->send and g->recv. */
-static int move_begin(ps_group *g, place at, int lane)
+int group_move_begin(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
     for (int r = 0; r < comm->size; r++)
@@ -362,7 +370,7 @@ static int move_begin(ps_group *g, place at, int lane)
 
 /* What follows finds the bytes there. On a device that is the order of its work, and nobody waits before the call's end
  * (group_settle). */
-static int move_end(ps_group *g, place at, int lane)
+int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
     return comm->table->follow ? comm->table->follow(comm, lane) : comm->table->finish(comm, lane);
@@ -600,11 +608,10 @@ static int reduce_begin(ps_group *g, const reduction *d, int64_t k)
         g->send[r] = piece_of(d, r, k);
         g->recv[r] = (ps_comm_part){ addend(g, d, k, r), nbytes };
     }
-    return move_begin(g, d->at, lane_of(k));
+    return group_move_begin(g, d->at, lane_of(k));
 }
 
-/* Adds up n elements of this rank's part, once all ranks' addends of them are there. */
-static int add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to)
+int group_add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to)
 {
     ps_comm *comm = g->at[at].comm;
     if (comm->table->sum) return comm->table->sum(comm, dtype, comm->size, g->addends, n, to);
@@ -627,19 +634,19 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     PS_TRY(reduce_begin(g, &d, 0));
     for (int64_t k = 0; k < n; k++) {
         if (k + 1 < n) PS_TRY(reduce_begin(g, &d, k + 1));
-        PS_TRY(move_end(g, at, lane_of(k)));
+        PS_TRY(group_move_end(g, at, lane_of(k)));
         int64_t nbytes = piece_of(&d, rank, k).nbytes;
         if (nbytes == 0) continue;
         for (int r = 0; r < size; r++) g->addends[r] = addend(g, &d, k, r);
-        PS_TRY(add_up(g, at, reduce, dtype, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes));
+        PS_TRY(group_add_up(g, at, reduce, dtype, nbytes / ps_dtype_bytes(dtype), out + k * piece_nbytes));
     }
     return 0;
 }
 
 int group_exchange(ps_group *g, place at)
 {
-    PS_TRY(move_begin(g, at, PS_COMM_DATA));
-    return move_end(g, at, PS_COMM_DATA);
+    PS_TRY(group_move_begin(g, at, PS_COMM_DATA));
+    return group_move_end(g, at, PS_COMM_DATA);
 }
 
 int group_gather(ps_group *g, place at, const ps_comm_part *parts)

@@ -16,8 +16,10 @@ typedef struct ps_comm_post ps_comm_post;  /* a message under way */
 
 struct ps_watch;
 
-/* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. */
-enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_PLANNED, PS_COMM_LANES };
+/* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. PIECE and what
+ * follows are of a product's pieces; communicators of devices have none of them. */
+enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_PLANNED, PS_COMM_PIECE,
+       PS_COMM_LANES = PS_COMM_PIECE + PS_MAX_PIECES };
 enum { PS_COMM_SLOTS = 8 };                /* for `post`: 0 .. 7 */
 enum { PS_AXIS_NBYTES = 16 };              /* bytes of an axis's name, with its 0 */
 

@@ -27,6 +27,7 @@ extern "C" {
 #include "base/error.h"
 }
 #include "comm/comm.h"
+#include "comm/link.h"
 #include "comm/store.h"
 #include "comm/watch.h"
 
@@ -83,9 +84,14 @@ namespace {
 
 /* The connections of all ranks. The communicator of all ranks and those cut from it share them. */
 struct World {
-    ~World() { ps_watch_close(watch); }
+    ~World()
+    {
+        ps_link_close(link);
+        ps_watch_close(watch);
+    }
     std::shared_ptr<gloo::rendezvous::Context> context;
     ps_watch *watch = nullptr;
+    ps_link *link = nullptr;               /* a pretend one that messages pass, or NULL */
     std::atomic<bool> hung_up{ false };
     std::mutex lock;                       /* of `users`, their lanes and posts, whose waits the watch aborts */
     std::vector<Gloo *> users;
@@ -111,7 +117,7 @@ struct Gloo {
     std::vector<ps_comm_post *> posts;
 };
 
-enum { SLOTS = 16 };                       /* of a communicator: 1 .. LANES are its lanes */
+enum { SLOTS = 32 };                       /* of a communicator: 1 .. LANES are its lanes */
 static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slots");
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
@@ -141,6 +147,22 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                             "may say (init_distributed's timeout sets the seconds)", peer, what, g->comm.timeout_s);
     return ps_fail_rank(PS_EIO, peer, "rank %d hung up: it ended or gave up first, and its own output says why (%s)",
                         peer, plain(text));
+}
+
+/* Sends a message that has passed the pretend link. Where its connection is gone, who waits for it hears of that. */
+void send_now(void *message, int peer, uint64_t slot)
+{
+    try {
+        static_cast<gloo::transport::UnboundBuffer *>(message)->send(peer, slot);
+    } catch (...) {
+    }
+}
+
+/* Sends a buffer's bytes to a rank of the world. */
+void put(World *world, const Buffer &buffer, int peer, uint64_t slot, int64_t nbytes)
+{
+    if (!world->link) buffer->send(peer, slot);
+    else if (ps_link_put(world->link, buffer.get(), peer, slot, nbytes) < 0) throw std::bad_alloc();
 }
 
 void abort_wait(ps_comm_post *post)
@@ -178,6 +200,7 @@ void close_connections(Gloo *g)
     }
     std::lock_guard<std::mutex> guard(world->lock);
     for (auto &lane : g->lanes) {          /* a buffer's destructor waits until nobody touches its bytes any more */
+        for (auto &buffer : lane.out) ps_link_drop(world->link, buffer.get());
         lane.in.clear();
         lane.out.clear();
     }
@@ -240,7 +263,7 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
             peer = ps_comm_world(comm, r);
             if (send[r].nbytes == 0) continue;
             out[size_t(r)] = g->world->context->createUnboundBuffer(send[r].address, size_t(send[r].nbytes));
-            out[size_t(r)]->send(peer, slot);
+            put(g->world.get(), out[size_t(r)], peer, slot, send[r].nbytes);
         }
         return true;
     });
@@ -331,7 +354,7 @@ int post(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbyte
         g->posts.reserve(g->posts.size() + 1);
         p->buffer = g->world->context->createUnboundBuffer(bytes, size_t(nbytes));
         const uint64_t number = uint64_t(g->id) * SLOTS + PS_COMM_LANES + uint64_t(slot) + 1;
-        if (out) p->buffer->send(ps_comm_world(comm, peer), number);
+        if (out) put(g->world.get(), p->buffer, ps_comm_world(comm, peer), number, nbytes);
         else p->buffer->recv(ps_comm_world(comm, peer), number);
         g->posts.push_back(p.get());
         *made = p.release();
@@ -365,6 +388,7 @@ void post_drop(ps_comm_post *post)
     std::lock_guard<std::mutex> guard(post->g->world->lock);
     auto &posts = post->g->posts;
     posts.erase(std::find(posts.begin(), posts.end(), post));
+    ps_link_drop(post->g->world->link, post->buffer.get());
     delete post;
 }
 
@@ -475,6 +499,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     try {
         auto device = make_device(store);
         auto world = std::make_shared<World>();
+        PS_TRY(ps_link_open(send_now, &world->link));
         std::unique_ptr<Gloo> g(new Gloo(world, { &table, rank, size, timeout_s, nullptr, 0, nullptr, "", false }));
         world->context = std::make_shared<gloo::rendezvous::Context>(rank, size);
         world->context->setTimeout(connect_timeout(timeout_s));

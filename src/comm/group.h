@@ -10,7 +10,7 @@
 #include "ps.h"
 
 enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SPLIT, OP_SEND,
-       OP_RECV, OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
+       OP_RECV, OP_COLUMN, OP_ROW, OP_COLUMN_GRAD, OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
 
 /* The place of a call's bytes, on all ranks. */
 typedef enum place { ON_HOST, ON_DEVICE, PLACES } place;
@@ -20,7 +20,8 @@ typedef struct header {
     uint64_t seq;                          /* earlier calls of this group (send, recv: between these two ranks) */
     int32_t op, dtype;
     int64_t nbytes;
-    int32_t root, failed;                  /* root: OP_CHUNK_*: the stripe; all_reduce: PS_REDUCE_*;
+    int32_t root, failed;                  /* root: OP_CHUNK_*: the stripe; all_reduce: PS_REDUCE_*; OP_COLUMN,
+                                              OP_ROW, OP_COLUMN_GRAD: the pieces;
                                               failed: PS_E* of this rank's preparation, or 0 */
     uint64_t check;                        /* OP_CHUNK_*: a number that must be the same on all ranks; else 0 */
     int32_t place;
@@ -33,6 +34,7 @@ _Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
  * they have compared their calls. */
 enum { GROUP_SMALL_NBYTES = 4096 };
 
+struct ps_call;
 typedef struct ps_jobs ps_jobs;
 
 /* The calls that a step is planned to make. */
@@ -112,7 +114,11 @@ void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
 /* Moves the bytes of g->send and g->recv. On a device they are there for what the group begins next; a call that moved
  * bytes ends with group_settle. */
 int group_exchange(ps_group *g, place at);
+int group_move_begin(ps_group *g, place at, int lane);       /* the same in two calls, on a lane that has none */
+int group_move_end(ps_group *g, place at, int lane);
 int group_settle(ps_group *g, place at);   /* waits until all that moves has moved, and all sums are taken */
+/* Adds up n elements of the ranks' addends, g->addends [size], in the order of ranks; `to` may be one of them. */
+int group_add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to);
 /* Makes the memory for addends. part_nbytes: of the largest part. reduce: PS_REDUCE_*. *piece_nbytes: bytes of a part
  * that are summed at once, for group_reduce. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes);
@@ -157,6 +163,10 @@ bool group_plan_is_open(const ps_group *g);            /* the plan has a next ca
 int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
 void group_plan_free(ps_group *g);
 
+/* -- linear.c: the ops column_linear, row_linear and column_linear_grad */
+/* carried: the host's connections carry the memory of the call's device. A dry call asks for its memory alone. */
+int group_linear(ps_group *g, place at, bool carried, struct ps_call *call);
+
 /* -- collective.c */
 /* In a group whose other ranks are not here: counts the bytes that a call of OP_* sends. nbytes: of all_gather this
  * rank's part, of other calls all. */
@@ -164,6 +174,8 @@ void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int r
 /* Compares a collective on bytes with the other ranks' calls. rc: the result of this rank's preparation. The other
  * ranks are told of a failure, and this rank returns it. */
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc);
+/* The end of moving bytes (the third part of a call, comm.c); a failure gets call and rank before its message. */
+int group_moved(ps_group *g, int op, place at, int rc);
 /* The collectives of ps.h on nbytes in a place. Each begins with group_agree_bytes. all_reduce sums in place; _by takes
  * the greatest or least instead where PS_REDUCE_* says so. reduce_scatter puts part `rank` of the sum of `in` to `out`.
  * all_gather puts the ranks' `in`, one after the other, to `out`. */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives as ops: dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and outputs are
- * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). */
+ * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). Those with products are
+ * carried out in linear.c. */
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/grow.h"
@@ -18,6 +19,11 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
                        g->comm->rank, g->comm->size);
     *out = g;
     return 0;
+}
+
+static bool has_products(int op)
+{
+    return op == PS_OP_column_linear || op == PS_OP_row_linear || op == PS_OP_column_linear_grad;
 }
 
 static int carry_out(ps_group *g, int op, place at, int root, const ps_view *in, const ps_view *out)
@@ -67,17 +73,19 @@ static int without_bytes(ps_group *g, int op, place at, int root, const ps_view 
     return 0;
 }
 
-static int group_op(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out)
+static int group_op(ps_ctx *ctx, int device, ps_call *call)
 {
-    const ps_attrs_all_reduce *attributes = attrs;
+    const ps_backend *be = ctx->devices[device];
+    const ps_attrs_all_reduce *attributes = call->attrs;
     ps_group *g = NULL;
-    place at;
-    PS_TRY(find_group(ctx, attrs, &g));
-    if (ctx->step->dry || ctx->devices[device]->pretends)
-        return without_bytes(g, op, ctx->devices[device]->is_host ? ON_HOST : ON_DEVICE, attributes->root, in);
+    place at = be->is_host ? ON_HOST : ON_DEVICE;
+    PS_TRY(find_group(ctx, attributes, &g));
+    if (call->dry && has_products(call->op)) return group_linear(g, at, be->is_host || be->host_carries, call);
+    if (call->dry) return without_bytes(g, call->op, at, attributes->root, &call->in[0]);
     PS_TRY(group_place(g, ctx, device, &at));
     group_drain(g);
-    int rc = carry_out(g, op, at, attributes->root, in, out);
+    int rc = has_products(call->op) ? group_linear(g, at, g->at[at].comm == g->comm, call)
+                                    : carry_out(g, call->op, at, attributes->root, &call->in[0], &call->out[0]);
     group_done(g);
     if (rc == 0) return 0;
     ps_error_kept why;

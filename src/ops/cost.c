@@ -7,6 +7,7 @@
 
 #define RULES(X)                                                                                                       \
     X(moves) X(view) X(writes) X(copy) X(matmul) X(linear) X(linear_grad) X(mlp) X(linear_gelu_backward) X(lm_loss)    \
+    X(column_linear) X(row_linear) X(column_linear_grad)                                                               \
     X(attention) X(attention_backward) X(attention_packed) X(attention_packed_backward) X(embedding)                   \
     X(embedding_backward) X(gather) X(adam) X(sgd)
 #define DECLARE(name) void cost_##name(ps_cost *c);
@@ -78,6 +79,31 @@ void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: logit
     cost_moves(c);
     int products = 1 + (c->out[1] != NULL) + (c->out[2] != NULL);
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], 0) * products;
+}
+
+/* Products with exchanges: the rows that come from other ranks, and the addends that go to them, are moved besides. */
+void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] */
+{
+    const ps_attrs_column_linear *a = c->attrs;
+    cost_moves(c);
+    if (!c->out[1]) c->bytes += a->size * nbytes(c->in[0]);
+    c->flops += 2 * a->size * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
+}
+
+void cost_row_linear(ps_cost *c)                  /* x [size n, I] -> y [n, O] */
+{
+    const ps_attrs_row_linear *a = c->attrs;
+    cost_moves(c);
+    c->bytes += a->size * nbytes(c->out[0]);
+    c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
+}
+
+void cost_column_linear_grad(ps_cost *c)          /* x [n, I], dy [size n, O], w, full? -> dx, dw, db */
+{
+    const ps_attrs_column_linear_grad *a = c->attrs;
+    cost_moves(c);
+    c->bytes += (c->in[3] ? 1 : 2) * a->size * nbytes(c->in[0]) + (a->accumulate ? nbytes(c->out[1]) : 0);
+    c->flops += 4 * a->size * c->in[0]->numel_ * size(c->in[1], 1);
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */

@@ -149,9 +149,7 @@ int infer_linear_grad(ps_infer *f)
     return 0;
 }
 
-/* The gradients of inputs `iw` and `ib` of a product x w + b: each is added straight into the gradient that is there,
- * both at once when both are wanted. ib -1: not of b. x and dy [..., features]. */
-static int give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy)
+int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy)
 {
     bool wants_b = ib >= 0 && ps_grad_wants(g, ib);
     ps_attrs_linear_grad attrs = { .out_in = out_in };
@@ -198,7 +196,7 @@ int grad_linear(ps_grad *g)
         ps_grad_give(g, 0, all[0]);
     }
     if (ps_grad_wants(g, 1)) PS_TRY(ps_grad_in(g, 0, &x));
-    PS_TRY(give_weights(g, 1, 2, at->out_in, x, dy));
+    PS_TRY(ps_give_weights(g, 1, 2, at->out_in, x, dy));
     if (ps_grad_wants(g, 3)) ps_grad_give(g, 3, dy);
     return 0;
 }
@@ -264,7 +262,7 @@ int grad_mlp(ps_grad *g)
         h = all[0];
         all[0] = NULL;
     }
-    PS_TRY(give_weights(g, 3, 4, at->out_in, h, dy));
+    PS_TRY(ps_give_weights(g, 3, 4, at->out_in, h, dy));
     if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
     if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
     if (!dpre) {                                          /* the bias' gradient comes with it, even before its time */
@@ -279,7 +277,7 @@ int grad_mlp(ps_grad *g)
     if (ps_grad_wants(g, 2) && !wants_b1) ps_grad_give(g, 2, dpre);
     if (wants_1) {
         PS_TRY(ps_grad_in(g, 0, &x));
-        PS_TRY(give_weights(g, 1, -1, at->out_in, x, dpre));
+        PS_TRY(ps_give_weights(g, 1, -1, at->out_in, x, dpre));
     }
     if (!ps_grad_wants(g, 0)) return 0;
     ps_attrs_linear attrs = { .out_in = !at->out_in };

@@ -14,12 +14,24 @@ int grad_copy_to_tp(ps_grad *g);
 int grad_scatter_to_tp(ps_grad *g);
 int grad_gather_from_tp(ps_grad *g);
 int grad_counted_once(ps_grad *g);
+int infer_column_linear(ps_infer *f);
+int infer_row_linear(ps_infer *f);
+int infer_column_linear_grad(ps_infer *f);
+int grad_column_linear(ps_grad *g);
+int grad_row_linear(ps_grad *g);
 
-typedef ps_attrs_all_reduce of_ranks;           /* all have the same attributes */
+typedef ps_attrs_all_reduce of_ranks;           /* all have these attributes; those with products have more */
 
 static bool gathers(int op)
 {
     return op == PS_OP_all_gather || op == PS_OP_all_gather_again || op == PS_OP_gather_from_tp;
+}
+
+static int check_ranks(const ps_infer *f)
+{
+    const of_ranks *at = f->attrs;
+    if (at->size >= 1 && at->rank >= 0 && at->rank < at->size && at->root >= 0 && at->root < at->size) return 0;
+    return ps_rule_fail(f, "rank %d, root %d of a group of %d", at->rank, at->root, at->size);
 }
 
 int infer_of_ranks(ps_infer *f)
@@ -28,8 +40,7 @@ int infer_of_ranks(ps_infer *f)
     ps_meta *y = &f->out[0];
     bool view = f->op == PS_OP_copy_to_tp || f->op == PS_OP_scatter_to_tp || f->op == PS_OP_counted_once;
     *y = view ? ps_tensor_meta(f->in[0]) : ps_meta_like(f->in[0]);
-    if (at->size < 1 || at->rank < 0 || at->rank >= at->size || at->root < 0 || at->root >= at->size)
-        return ps_rule_fail(f, "rank %d, root %d of a group of %d", at->rank, at->root, at->size);
+    PS_TRY(check_ranks(f));
     bool gather = gathers(f->op), scatter = f->op == PS_OP_reduce_scatter || f->op == PS_OP_scatter_to_tp;
     if ((gather || scatter) && y->ndim == 0) return ps_rule_fail(f, "x has no dimension to be cut along");
     if (scatter && y->shape[0] % at->size)
@@ -77,4 +88,141 @@ int grad_broadcast(ps_grad *g)
     if (at->rank != at->root) PS_TRY(ps_run(g, PS_OP_fill_, &zero, zeros, 1, all[0]));
     ps_grad_give(g, 0, all[0]);
     return 0;
+}
+
+/* -- products with exchanges --------------------------------------------------------------------------------------- */
+/* The attributes with which column_linear and column_linear_grad begin are those of row_linear. */
+typedef ps_attrs_row_linear with_product;
+
+/* x [rows, I] and w of one float type; *out: the outputs of w. */
+static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, int64_t *out)
+{
+    const with_product *at = f->attrs;
+    PS_TRY(check_ranks(f));
+    if (at->pieces < 1 || at->pieces > PS_MAX_PIECES)
+        return ps_rule_fail(f, "rows travel in 1 to %d pieces, not in %d", PS_MAX_PIECES, at->pieces);
+    if (x->ndim != 2 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
+        return ps_rule_fail(f, "x [rows, I] and w with two dimensions, of one float type, are needed");
+    int64_t in = w->shape_[at->out_in ? 1 : 0];
+    *out = w->shape_[at->out_in ? 0 : 1];
+    if (x->shape_[1] == in) return 0;
+    return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)x->shape_[1], (long long)in,
+                        at->out_in ? "[out, in]" : "[in, out]");
+}
+
+int infer_column_linear(ps_infer *f)
+{
+    ps_attrs_column_linear *at = f->attrs;
+    const ps_tensor *x = f->in[0], *b = f->in[2];
+    int64_t out, rows;
+    PS_TRY(check_product(f, x, f->in[1], &out));
+    if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))
+        return ps_rule_fail(f, "the bias must be float [%lld]", (long long)out);
+    if (__builtin_mul_overflow(x->shape_[0], at->size, &rows)) return ps_rule_fail(f, "x is too large to be gathered");
+    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { rows, out } };
+    f->out[1] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { rows, x->shape_[1] } };
+    int64_t nbytes = rows * x->shape_[1] * ps_dtype_bytes(x->dtype_);
+    if (f->needs && nbytes < PS_CHEAP_MIN_NBYTES) at->keep = 1;
+    if (!at->keep) f->out[1].ndim = -1;
+    return 0;
+}
+
+int infer_row_linear(ps_infer *f)
+{
+    const ps_attrs_row_linear *at = f->attrs;
+    const ps_tensor *x = f->in[0];
+    int64_t out;
+    PS_TRY(check_product(f, x, f->in[1], &out));
+    if (x->shape_[0] % at->size)
+        return ps_rule_fail(f, "the first dimension of x, %lld, cannot be cut into %d equal parts",
+                            (long long)x->shape_[0], at->size);
+    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { x->shape_[0] / at->size, out } };
+    return 0;
+}
+
+int infer_column_linear_grad(ps_infer *f)
+{
+    ps_attrs_column_linear_grad *at = f->attrs;
+    const ps_tensor *x = f->in[0], *dy = f->in[1], *w = f->in[2], *full = f->in[3];
+    int64_t out;
+    PS_TRY(check_product(f, x, w, &out));
+    int64_t all[2] = { x->shape_[0] * at->size, x->shape_[1] }, of_y[2] = { all[0], out };
+    PS_TRY(ps_rule_like(f, dy, "dy", x->dtype_, 2, of_y));
+    if (full) PS_TRY(ps_rule_like(f, full, "full", x->dtype_, 2, all));
+    f->out[0] = ps_meta_like(x);
+    f->out[1] = ps_meta_like(w);
+    f->out[2] = (ps_meta){ .dtype = x->dtype_, .ndim = 1, .shape = { out } };
+    if (!at->want_b) f->out[2].ndim = -1;
+    if (!(f->given & 2)) at->accumulate = 0;
+    if (!(f->given & 4)) at->add_b = 0;
+    return 0;
+}
+
+/* All ranks' rows of t. */
+static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
+{
+    const of_ranks *at = g->attrs;
+    ps_attrs_all_gather attrs = { at->group, at->size, at->rank, at->root };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_all_gather, &attrs, all, 1, t));
+    *out = all[0];
+    return 0;
+}
+
+/* dx, dw and db at once: x is gathered, and rows of dx are added up, beside the products. */
+static int give_all(ps_grad *g, ps_tensor *x, ps_tensor *w, ps_tensor *full)
+{
+    const with_product *at = g->attrs;
+    ps_attrs_column_linear_grad attrs = { .group = at->group, .size = at->size, .rank = at->rank, .root = at->root,
+                                          .out_in = at->out_in, .pieces = at->pieces,
+                                          .want_b = ps_grad_wants(g, 2) };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_dest(g, 1, &all[1], &attrs.accumulate));
+    if (attrs.want_b) PS_TRY(ps_grad_dest(g, 2, &all[2], &attrs.add_b));
+    PS_TRY(ps_run(g, PS_OP_column_linear_grad, &attrs, all, 4, x, g->dout[0], w, full));
+    ps_grad_give(g, 0, all[0]);
+    if (!attrs.accumulate) ps_grad_give(g, 1, all[1]);
+    if (attrs.want_b && !attrs.add_b) ps_grad_give(g, 2, all[2]);
+    return 0;
+}
+
+/* dx = this rank's rows of the sum of all dy w^T, dw = full^T dy (or its transpose), db = the sum of dy over rows. */
+int grad_column_linear(ps_grad *g)
+{
+    const ps_attrs_column_linear *at = g->attrs;
+    bool wants_x = ps_grad_wants(g, 0), wants_w = ps_grad_wants(g, 1);
+    ps_tensor *x = NULL, *w = NULL, *full = NULL, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
+    if (wants_x) PS_TRY(ps_grad_in(g, 1, &w));
+    if (wants_w && at->keep) PS_TRY(ps_grad_out(g, 1, &full));
+    if (wants_w && (wants_x || !full)) PS_TRY(ps_grad_in(g, 0, &x));
+    if (wants_x && wants_w) return give_all(g, x, w, full);
+    if (wants_x) {
+        ps_attrs_row_linear attrs = { at->group, at->size, at->rank, at->root, !at->out_in, at->pieces };
+        PS_TRY(ps_run(g, PS_OP_row_linear, &attrs, all, 2, dy, w));
+        ps_grad_give(g, 0, all[0]);
+    }
+    if (wants_w && !full) PS_TRY(gathered(g, &full, x));
+    return ps_give_weights(g, 1, 2, at->out_in, full, dy);
+}
+
+/* With all ranks' rows of dy: dx = dy w^T, dw = x^T dy (or its transpose). */
+int grad_row_linear(ps_grad *g)
+{
+    const ps_attrs_row_linear *at = g->attrs;
+    bool wants_w = ps_grad_wants(g, 1);
+    ps_tensor *x = NULL, *w, *dy = g->dout[0], *full = ps_grad_kept(g), *all[PS_MAX_OUT] = { NULL };
+    if (ps_grad_wants(g, 0)) {
+        ps_attrs_column_linear attrs = { .group = at->group, .size = at->size, .rank = at->rank, .root = at->root,
+                                         .out_in = !at->out_in, .pieces = at->pieces,
+                                         .keep = ps_grad_wants_ever(g, 1) };
+        PS_TRY(ps_grad_in(g, 1, &w));
+        PS_TRY(ps_run(g, PS_OP_column_linear, &attrs, all, 3, dy, w, (ps_tensor *)NULL));
+        ps_grad_give(g, 0, all[0]);
+        full = all[1];
+        if (full) PS_TRY(ps_grad_keep(g, full));
+    }
+    if (!wants_w) return 0;
+    if (!full) PS_TRY(gathered(g, &full, dy));
+    PS_TRY(ps_grad_in(g, 0, &x));
+    return ps_give_weights(g, 1, -1, at->out_in, x, full);
 }

@@ -293,17 +293,28 @@ static void unpin(ps_tensor *t)
     if (t) ps_storage_unpin(t->storage, t->device_);
 }
 
-/* Takes and frees the kernel's scratch memory, so that the peak of a dry run counts it. */
-static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+/* Takes and frees what the kernel of a call would ask for. */
+static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 {
-    ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
-                     .attrs = a->attrs.bytes };
-    int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, &call) : 0;
+    int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, call) : 0;
     void *handle, *p;
     if (nbytes <= 0) return 0;
     PS_TRY(a->ctx->mem->table->scratch(a->ctx->mem, a->device, nbytes, &handle, &p));
     a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, handle);
     return 0;
+}
+
+static int of_ranks(apply *a, ps_call *call);
+
+/* Takes and frees the op's scratch memory, so that the peak of a dry run counts it. An op of several ranks is noted. */
+static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+{
+    ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
+                     .attrs = a->attrs.bytes, .scratch = scratch, .owner = a, .dry = true };
+    if (!(a->row->flags & PS_OPF_RANKS)) return try_scratch(a, be, &call);
+    int rc = of_ranks(a, &call);
+    scratch_free(a);
+    return rc;
 }
 
 /* The work of an op with MOVE: copies bytes from one device to another. */
@@ -323,18 +334,38 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 }
 
 /* The work of an op with RANKS. */
-static int of_ranks(apply *a, const ps_view *in, const ps_view *out)
+static int of_ranks(apply *a, ps_call *call)
 {
-    if (a->ctx->devices[a->device]->no_data) return 0;
+    if (a->ctx->devices[a->device]->no_data || (call->dry && !a->ctx->of_ranks)) return 0;
     if (!a->ctx->of_ranks) return ps_fail(PS_ESTATE, "there is no group of ranks; make it with ps.init_distributed");
-    return a->ctx->of_ranks(a->ctx, a->op, a->device, a->attrs.bytes, in, out);
+    return a->ctx->of_ranks(a->ctx, a->device, call);
 }
 
-/* An op without its numbers: in a dry run, or on a device that is not here. */
-static int without_numbers(apply *a, ps_backend *be, ps_view *in, ps_view *out)
+/* Runs the first kernel of a device and its fallbacks that takes the call. */
+static int run_chain(apply *a, ps_backend *be, ps_call *call)
 {
-    if (a->row->flags & PS_OPF_RANKS) PS_TRY(of_ranks(a, in, out));
-    return dry_scratch(a, be, in, out);
+    int rc = PS_EUNSUP;
+    for (; be && rc == PS_EUNSUP; be = be->fallback) {
+        if (be->kernel[call->op]) rc = be->kernel[call->op](call);
+        scratch_free(a);
+    }
+    return rc;
+}
+
+int ps_call_part(ps_call *whole, ps_call *part)
+{
+    apply *a = whole->owner;
+    ps_backend *be = a->ctx->devices[a->device];
+    ps_scratch_list *kept = a->scratch;
+    part->scratch = scratch;
+    part->owner = a;
+    if (part->dry) return try_scratch(a, be, part);
+    a->scratch = NULL;                                       /* the whole call's stays */
+    int rc = run_chain(a, be, part);
+    a->scratch = kept;
+    if (rc == PS_EUNSUP) return ps_fail(rc, "no kernel of %s on device %s for these types", ps_op(part->op)->name,
+                                        be->name);
+    return rc;
 }
 
 /* Puts the ops of a device into the record that are over by now (wait: all). One that the device cannot tell of is left
@@ -410,13 +441,11 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     bool timed = began && be->time_begin && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) &&
                  be->time_begin(be, ps_record_run) == 0;
     a->known = be->pretends && is_known(a, be);
-    if (be->pretends && !a->known) rc = without_numbers(a, be, in, out);
-    else if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out), be = NULL;
-    else if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, in, out), be = NULL;
-    for (; be && rc == PS_EUNSUP; be = be->fallback) {
-        if (be->kernel[a->op]) rc = be->kernel[a->op](&call);
-        scratch_free(a);
-    }
+    if (be->pretends && !a->known) rc = dry_scratch(a, be, in, out);
+    else if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out);
+    else if (a->row->flags & PS_OPF_RANKS) rc = of_ranks(a, &call);
+    else rc = run_chain(a, be, &call);
+    scratch_free(a);
     if (began) record_op(a, began, timed);
     if (__builtin_expect(atomic_load_explicit(&ps_flops_flag, memory_order_relaxed), 0)) count_flops(a);
     if (rc < 0 && rc != PS_EUNSUP) ps_error_prefix("%s: ", a->row->name);
@@ -440,7 +469,7 @@ static int run_kernel(apply *a)
     }
     for (; rc == 0 && n_out < a->row->n_out; n_out += rc == 0)
         rc = pin_view(a, a->out[n_out], a->given >> n_out & 1 ? PS_READ | PS_WRITE : PS_WRITE, &out[n_out]);
-    if (rc == 0) rc = a->ctx->step->dry ? without_numbers(a, be, in, out) : call_kernel(a, be, in, out);
+    if (rc == 0) rc = a->ctx->step->dry ? dry_scratch(a, be, in, out) : call_kernel(a, be, in, out);
     while (n_out-- > 0) unpin(a->out[n_out]);
     while (n_in-- > 0) unpin(a->in[n_in]);
     return rc;

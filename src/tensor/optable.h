@@ -91,6 +91,8 @@ enum {
     PS_OPF_SPLIT = 512
 };
 
+enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size on are computed again in backward */
+
 typedef struct ps_opinfo {
     const char *name, *ins, *outs, *saved;
     int attrs_nbytes;
@@ -129,4 +131,7 @@ int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
+/* Gives the gradients of inputs `iw` and `ib` of a product x w + b: each is added straight into the gradient that is
+ * there, both at once when both are wanted. ib -1: not of b. x and dy [..., features] (ops/matmul.c). */
+int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy);
 #endif

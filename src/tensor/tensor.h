@@ -73,8 +73,9 @@ struct ps_ctx {
     const ps_step *step;          /* the engine's, or the idle one */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     ps_rank_calls calls;          /* of the dry run under way, or of the last one */
-    /* Carries out an op of several ranks, or notes it in a dry run; NULL while there was no group. */
-    int (*of_ranks)(ps_ctx *ctx, int op, int device, const void *attrs, const ps_view *in, const ps_view *out);
+    /* Carries out an op of several ranks; NULL while there was no group. A dry call asks for memory alone, and in a dry
+     * run is noted. */
+    int (*of_ranks)(ps_ctx *ctx, int device, ps_call *call);
     struct {
         bool on;                  /* the script is paused (ps_suspend); the rest is what ps_resume puts back */
         bool grad, offload, reads;
@@ -104,7 +105,6 @@ struct ps_ctx {
 };
 
 enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */
-enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size on are computed again in backward */
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
@@ -153,6 +153,9 @@ int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_ten
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
 /* As ps_apply, but gives outputs marked `~`, too. */
 int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
+/* For an op of several ranks: runs a kernel of the call's device on parts of the call's operands. A dry part takes and
+ * gives back the kernel's scratch memory. PS_ENOMEM, PS_EUNSUP, the kernel's errors. */
+int ps_call_part(ps_call *whole, ps_call *part);
 
 /* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
 /* Which inputs take part in the gradient, as a bit set; 0 while gradients are off. Bits above 31 share bit 31. */

@@ -26,11 +26,12 @@ local function part_of(size, what, call)
   return size / t
 end
 
-local function one_chunk(n, key, call)
-  if (n or 1) ~= 1 then
-    error(("%s: %s = %d: products and exchanges do not run at the same time; leave it out, or give 1"):format(call, key,
-      n))
+-- In how many pieces rows travel beside a product.
+local function pieces_of(n, key, call)
+  if n ~= nil and (n < 1 or n > mesh.MOST_PIECES) then
+    error(("%s: %s is %d; rows travel in 1 to %d pieces"):format(call, key, n, mesh.MOST_PIECES))
   end
+  return n or session.need(call).pieces
 end
 
 -- All ranks' rows, x [n / t, ...] -> [n, ...]. Gradient: this rank's rows of the sum.
@@ -52,13 +53,14 @@ local REDUCES = { all_reduce = true, reduce_scatter = true }
 ---  else it is all rows, the same on all ranks, and its gradient is the sum over them. gather_output: the result has
 ---  all outputs. split_input: input has all columns, of which this rank's are taken; else, of a weight with a part of
 ---  the inputs, it has this rank's. reduce_output_type: the results are summed over the ranks, of which each gets all
----  rows, or its own. async_chunks: 1
+---  rows, or its own. async_chunks: in so many pieces rows travel beside the product, where they are gathered or
+---  scattered; default: tensor_parallel.tp_overlap_comm's
 ---@return ps.Tensor
 function parallel.OpParallelLinear(input, weight, bias, options)
   local call = "bmt.nn.OpParallelLinear"
   options = caller.options(options, "bmt.nn.OpParallelLinear", PRODUCT)
   session.need(call)
-  one_chunk(options.async_chunks, "async_chunks", call)
+  local pieces = pieces_of(options.async_chunks, "async_chunks", call)
   local reduce, group, x = options.reduce_output_type, mesh.group "tp", input
   if reduce then
     caller.one_of(reduce, REDUCES, call .. ": reduce_output_type")
@@ -69,11 +71,15 @@ function parallel.OpParallelLinear(input, weight, bias, options)
   if reduce then
     if options.gather_input then x = group:gather_from(x, 0) end
     if options.split_input then x = group:scatter_to(x) end
-    local y = ps.ops.linear(x, weight, nil, nil, 1)
-    return reduce == "all_reduce" and group:reduce_from(y) or group:scattered(y)
+    if reduce == "reduce_scatter" then return group:linear_scattered(x, weight, { pieces = pieces }) end
+    return group:reduce_from(ps.ops.linear(x, weight, nil, nil, 1))
   end
-  if options.gather_input then x = gathered(group, x) else x = group:copy_to(x) end
-  local y = ps.ops.linear(x, weight, bias, nil, 1)
+  local y
+  if options.gather_input then
+    y = group:gathered_linear(x, weight, bias, { pieces = pieces, keep = session.need(call).keep_gathered })
+  else
+    y = ps.ops.linear(group:copy_to(x), weight, bias, nil, 1)
+  end
   return options.gather_output and group:gather_from(y) or y
 end
 
@@ -88,14 +94,15 @@ local function fill(self, outputs, inputs, given, weight, bias)
 end
 
 -- Makes a layer of which each rank has a t-th of the outputs (dim 0) or of the inputs (dim 1). chunks: the option that
--- BMTrain's layers have for pieces of a product.
+-- BMTrain's layers have for pieces of a product, whose number it returns.
 local function fill_part(self, inputs, outputs, dim, given, chunks)
   local call, sizes = "bmt.nn." .. self.class_name, { [0] = outputs, inputs }
-  one_chunk(given[chunks], chunks, call)
+  local pieces = pieces_of(given[chunks], chunks, call)
   sizes[dim] = part_of(sizes[dim], dim == 0 and "the number of outputs" or "the number of inputs", call)
   self.inputs, self.outputs = inputs, outputs
   fill(self, sizes[0], sizes[1], given, { tp_mode = true, tp_split_dim = dim },
     { tp_mode = true, tp_split_dim = dim == 0 and 0 or nil })
+  return pieces
 end
 
 local function describe(self) return ("%d, %d, bias=%s"):format(self.inputs, self.outputs, self.bias ~= nil) end
@@ -139,13 +146,14 @@ parallel.ColumnParallelLinear = Column
 ---@param options? {bias?: boolean, dtype?: string, gather_output?: boolean, gather_input?: boolean,
 ---  async_gather_chunks?: integer} gather_output: the result has all outputs, default false; gather_input: the input is
 ---  this rank's rows, default true where ranks share out the rows; else it is all rows, the same on all ranks.
----  async_gather_chunks: 1, no other
+---  async_gather_chunks: as OpParallelLinear's async_chunks
 function Column:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.ColumnParallelLinear", COLUMN)
-  fill_part(self, inputs, outputs, 0, options, "async_gather_chunks")
+  local pieces = fill_part(self, inputs, outputs, 0, options, "async_gather_chunks")
   local gather = options.gather_input
   if gather == nil then gather = session.need("bmt.nn.ColumnParallelLinear").sequence end
-  self.how = { gather_input = gather, gather_output = options.gather_output or false }
+  self.how = { gather_input = gather, gather_output = options.gather_output or false,
+    async_chunks = pieces }
 end
 
 ---@param input ps.Tensor [n / t, ..., inputs], without gather_input [n, ..., inputs]
@@ -170,14 +178,14 @@ parallel.RowParallelLinear = Row
 ---@param options? {bias?: boolean, dtype?: string, split_input?: boolean, all_reduce_output?: boolean,
 ---  async_chunks?: integer} split_input: the input is this rank's rows with all inputs, which are gathered and split;
 ---  default false: it is all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result;
----  default false where ranks share out the rows: each gets its own. async_chunks: 1, no other
+---  default false where ranks share out the rows: each gets its own. async_chunks: OpParallelLinear's
 function Row:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.RowParallelLinear", ROW)
-  fill_part(self, inputs, outputs, 1, options, "async_chunks")
+  local pieces = fill_part(self, inputs, outputs, 1, options, "async_chunks")
   local whole, split = options.all_reduce_output, options.split_input
   if whole == nil then whole = not session.need("bmt.nn.RowParallelLinear").sequence end
-  self.how = { gather_input = split, split_input = split, reduce_output_type = whole and "all_reduce"
-    or "reduce_scatter" }
+  self.how = { gather_input = split, split_input = split, async_chunks = pieces,
+    reduce_output_type = whole and "all_reduce" or "reduce_scatter" }
   if self.bias ~= nil and not whole and mesh.group "tp" then shard.set_partial(self.bias) end
 end
 

@@ -34,6 +34,7 @@ local session = {}
 ---@field off fun()|false ends the staging of parameters
 ---@field sequence boolean ranks along tp share out the rows between layers
 ---@field keep_gathered boolean backward keeps the rows that such ranks gathered
+---@field pieces integer in which such rows travel beside products
 ---@field pipe ps.bmt.Pipe|false where blocks are dealt to stages
 ---@field stays table<ps.Tensor, boolean> parameters of blocks that were given a zero_level: whether they stay, once
 ---  they are gathered, until the end of the step
@@ -171,7 +172,8 @@ function session.begin(options)
   mesh.cut { tp = tp_size, pp = pipe_size }
   current = setmetatable({ group = group, config = cfg, quiet = options.quiet, engine = false, module = false,
     sequence = tp_size > 1 and cfg.tensor_parallel.sequence_parallel ~= false,
-    keep_gathered = cfg.tensor_parallel.tp_keep_gathered or false, alike = setmetatable({}, { __mode = "k" }),
+    keep_gathered = cfg.tensor_parallel.tp_keep_gathered or false,
+    pieces = mesh.pieces(cfg.tensor_parallel.tp_overlap_comm), alike = setmetatable({}, { __mode = "k" }),
     stays = setmetatable({}, { __mode = "k" }), pipe = new_pipe(options.num_micro_batches),
     dtype = false, inside = false, manager = false, off = false, device = false }, Session)
   set_facts(pipe_size, tp_size)

@@ -4,7 +4,6 @@
 local H, I, A = "honoured", "ignored", "alias"
 
 local STAGES = "it belongs to a model of several stages"
-local CUT = "it belongs to layers that are cut among processes"
 local OWN = "DeepSpeed's way of cutting layers; a model says itself how its layers are cut"
 
 ---@param T table ps.config.types
@@ -38,7 +37,9 @@ return function(T)
       { "autotp_size", T.integer(0), nil, A, "tensor_parallel.size",
         as = function(value) return value > 0 and value end },
       { "preset_model", T.string, nil, I, OWN }, { "partition_config", T.tree, nil, I, OWN },
-      { "tp_overlap_comm", T.boolean, false, I, CUT }, { "dtype", T.string, "fp16", I, "types are fp16's and bf16's" },
+      { "tp_overlap_comm", T.either(T.boolean, T.integer(1, 8)), false, H, "rows travel between processes beside the "
+        .. "products of column and row layers; a number: in so many pieces; true: in 4" },
+      { "dtype", T.string, "fp16", I, "types are fp16's and bf16's" },
       { "keep_module_on_host", T.boolean, false, I, "parameters go to their tiers as they are made" },
     } },
     { "tensor_parallel.tp", "", {

@@ -175,9 +175,12 @@ function setup.configure(self, request, config)
   local group, stages_group, layers_group = mesh.group "dp", mesh.group "pp", mesh.group "tp"
   self.pipeline = stages_group and pipe.request(cfg, stages_group) or false
   self.tensor_parallel = layers_group and { group = layers_group, sequence = cfg.tensor_parallel.sequence_parallel,
-    keep_gathered = cfg.tensor_parallel.tp_keep_gathered,
+    keep_gathered = cfg.tensor_parallel.tp_keep_gathered, pieces = mesh.pieces(cfg.tensor_parallel.tp_overlap_comm),
     note = function(text) if world:rank() == 0 then self:note(text) end end } or false
   self.device_name = cfg.device
+  if self.tensor_parallel and self.tensor_parallel.pieces > 1 and cfg.device:find "^cuda" then
+    self.tensor_parallel.note("tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products")
+  end
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
   self.adds_up = self.accumulate > 1 or cfg.pipeline.stages > 1     -- there is memory in which gradients are added up

@@ -23,6 +23,7 @@ local error = caller.error
 ---@field rank integer
 ---@field wanted boolean sequence parallelism is wanted
 ---@field keep boolean backward keeps gathered rows
+---@field pieces integer in which rows travel beside products; 1: before and behind them
 ---@field on boolean each rank has its B T / t rows between layers, flat: [B T / t, C]; else all have all, [B, T, C]
 ---@field B integer
 ---@field T integer
@@ -33,13 +34,15 @@ Region.__index = Region
 ---@param group ps.Group the ranks that share the layers out
 ---@param sequence? boolean whether ranks share out the rows between layers, where they can
 ---@param keep? boolean rows that were gathered are kept for backward; else it gathers them again
+---@param pieces? integer default 1; 2 to 8: the rows that ranks exchange travel in so many pieces beside the products
+---  of column and row layers
 ---@return ps.nn.Region
-function Region.new(group, sequence, keep)
+function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
     error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
   end
   return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
-    keep = keep or false, on = false, B = 0, T = 0 }, Region)
+    keep = keep or false, pieces = pieces or 1, on = false, B = 0, T = 0 }, Region)
 end
 
 --- Says what rows the next forward has. Ranks share them out if that is wanted, and t divides their number.
@@ -78,9 +81,14 @@ end
 ---@param x ps.Tensor [B T / t, C], or of all rows: [B, T, C], [B T, C]
 ---@return ps.Tensor [B T, C], or all rows in x's shape
 function Region:gather(x)
-  if not self.on or x:numel() == self.B * self.T * x:size(-1) then return self.group:copy_to(x) end
+  if not self:has_part(x) then return self.group:copy_to(x) end
   return self.keep and self.group:gathered(x) or self.group:gathered_again(x)
 end
+
+--- Whether x has this rank's rows alone.
+---@param x ps.Tensor [B T / t, C], or of all rows
+---@return boolean
+function Region:has_part(x) return self.on and x:numel() ~= self.B * self.T * x:size(-1) end
 
 --- The sum of all ranks' y, of which each rank gets its rows, or all.
 ---@param y ps.Tensor [B, T, C], or [B T, C]
@@ -195,9 +203,14 @@ end
 ---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
 function Column:forward(x)
   local region, gather = self.region, self.gather_input
-  if gather == nil then x = region:gather(x)
-  elseif gather then x = region.keep and region.group:gathered(x) or region.group:gathered_again(x) end
-  local y = ps.ops.linear(x, self.weight, self.bias, nil, self.out_in)
+  local y
+  if gather or gather == nil and region:has_part(x) then
+    y = region.group:gathered_linear(x, self.weight, self.bias,
+      { out_in = self.out_in == 1, pieces = region.pieces, keep = region.keep })
+  else
+    if gather == nil then x = region.group:copy_to(x) end
+    y = ps.ops.linear(x, self.weight, self.bias, nil, self.out_in)
+  end
   if region.on then y = y:reshape(region.B, region.T, -1) end
   return self.gather_output and region.group:gather_from(y) or y
 end
@@ -241,10 +254,13 @@ end
 function Row:forward(x, residual)
   local region, whole = self.region, self.all_reduce_output
   if self.split_input then x = region.group:scatter_to(x) end
-  local y = ps.ops.linear(x, self.weight, nil, nil, self.out_in)
-  if whole == nil then y = region:reduce(y)
-  else y = whole and region.group:reduce_from(y) or region.group:scattered(y) end
-  if whole == nil then whole = not region.on end
+  if whole == nil then
+    whole = not region.on
+    if region.on then x = x:reshape(region.B * region.T, -1) end
+  end
+  local y
+  if whole then y = region.group:reduce_from(ps.ops.linear(x, self.weight, nil, nil, self.out_in))
+  else y = region.group:linear_scattered(x, self.weight, { out_in = self.out_in == 1, pieces = region.pieces }) end
   local bias = self.bias
   if bias ~= nil then
     y = y + (whole and shard.is_partial(bias) and region.group:counted_once(bias) or bias)

@@ -1,0 +1,335 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Products of which each rank has a part, with the exchange of rows in front of them or behind (the ops column_linear,
+ * row_linear, column_linear_grad). A rank's n rows travel in pieces, on a lane each. While the library moves them, this
+ * thread multiplies rows that are here: in front of a gather's end its own, behind it each piece that has come; of a
+ * reduction first the other ranks' rows, piece by piece, then its own (Wang et al. 2023, "Overlap Communication with
+ * Dependent Computation via Decomposition in Large Deep Learning Models"). Sums are taken in the order of ranks, as in
+ * collective.c, so that nothing depends on the pieces but the products' own order of sums.
+ *
+ * Where there is one piece, or the library of a device carries the rows, exchanges come before and behind whole
+ * products: the collectives of collective.c.
+ *
+ * What may fail on this rank alone, memory, is asked for before the ranks compare their calls. */
+#include "base/dtype.h"
+#include "base/error.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+
+typedef ps_attrs_row_linear with_product;       /* the other ops' attributes begin with these */
+
+typedef struct work {
+    ps_group *g;
+    place at;
+    ps_call *call;
+    const with_product *attrs;
+    int rank, size;
+    int32_t pieces;                             /* 1: whole */
+    int64_t n, each;                            /* rows of a rank, of a piece; the last piece may be short */
+} work;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static const ps_view absent = { .ndim = -1 };
+
+/* -- rows ---------------------------------------------------------------------------------------------------------- */
+static int64_t row_nbytes(const ps_view *v) { return v->shape[1] * ps_dtype_bytes(v->dtype); }
+
+static int64_t nbytes_of(const ps_view *v) { return v->shape[0] * row_nbytes(v); }
+
+/* Rows [first, first + rows) of v [.., features]. */
+static ps_view rows_of(const ps_view *v, int64_t first, int64_t rows)
+{
+    ps_view part = *v;
+    part.data = (char *)v->data + first * row_nbytes(v);
+    part.shape[0] = rows;
+    part.numel = rows * v->shape[1];
+    return part;
+}
+
+/* Memory of `rows` rows as v has them, for the call's duration. */
+static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
+{
+    *out = rows_of(v, 0, rows);
+    size_t nbytes = (size_t)(rows * row_nbytes(v));
+    out->data = w->call->scratch(w->call, nbytes ? nbytes : 1);
+    return out->data ? 0 : PS_ENOMEM;           /* scratch() left the message */
+}
+
+static ps_view turned(const ps_view *v)
+{
+    ps_view t = *v;
+    t.shape[0] = v->shape[1], t.shape[1] = v->shape[0];
+    t.stride[0] = v->stride[1], t.stride[1] = v->stride[0];
+    return t;
+}
+
+/* Piece k of n rows: its first one, and how many. */
+static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
+static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
+
+/* The bytes of piece k of rank r's rows in v [size n, features]. */
+static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
+{
+    int64_t row = row_nbytes(v);
+    return (ps_comm_part){ (char *)v->data + (r * w->n + first_of(w, k)) * row, rows_in(w, k) * row };
+}
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+/* Rows [first, first + rows) of y = linear(x, w, b). dry: only asks for the kernel's memory. */
+static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
+                    const ps_view *y, int64_t first, int64_t rows, bool dry)
+{
+    if (rows == 0) return 0;
+    ps_view in[4] = { rows_of(x, first, rows), *weight, *b, absent }, out = rows_of(y, first, rows);
+    ps_attrs_linear attrs = { .out_in = out_in };
+    ps_call part = { .op = PS_OP_linear, .n_in = 4, .n_out = 1, .in = in, .out = &out, .attrs = &attrs, .dry = dry };
+    return ps_call_part(w->call, &part);
+}
+
+/* dw and, where it is wanted, db from x [N, I] and dy [N, O]: as ps_give_weights has them computed. */
+static int multiply_weights(const work *w, const ps_view *x, const ps_view *dy, bool dry)
+{
+    const ps_attrs_column_linear_grad *at = w->call->attrs;
+    ps_attrs_linear_grad both = { .out_in = at->out_in, .accumulate = at->accumulate, .add_b = at->add_b };
+    ps_attrs_matmul one = { .accumulate = at->accumulate };
+    ps_view left = at->out_in ? turned(dy) : turned(x), in[2] = { *x, *dy };
+    ps_call part = { .op = PS_OP_linear_grad, .n_in = 2, .n_out = 2, .in = in, .out = &w->call->out[1],
+                     .attrs = &both, .dry = dry };
+    if (!at->want_b) {
+        in[1] = at->out_in ? *x : *dy;
+        in[0] = left;
+        part.op = PS_OP_matmul, part.n_out = 1, part.attrs = &one;
+    }
+    return ps_call_part(w->call, &part);
+}
+
+/* Piece k of all other ranks' rows, or this rank's own rows. */
+static int multiply_others(const work *w, int64_t k, const ps_view *x, const ps_view *weight, const ps_view *b,
+                           int out_in, const ps_view *y)
+{
+    for (int i = 1; i < w->size; i++) {
+        int r = (w->rank + i) % w->size;
+        PS_TRY(multiply(w, x, weight, b, out_in, y, r * w->n + first_of(w, k), rows_in(w, k), false));
+    }
+    return 0;
+}
+
+static int multiply_own(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
+                        const ps_view *y)
+{
+    return multiply(w, x, weight, b, out_in, y, w->rank * w->n, w->n, false);
+}
+
+/* Asks for the memory of the largest of these products. */
+static int try_products(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
+                        const ps_view *y)
+{
+    if (w->pieces == 1) return multiply(w, x, weight, b, out_in, y, 0, y->shape[0], true);
+    PS_TRY(multiply(w, x, weight, b, out_in, y, 0, w->n, true));
+    return multiply(w, x, weight, b, out_in, y, 0, rows_in(w, 0), true);
+}
+
+/* -- exchanges ----------------------------------------------------------------------------------------------------- */
+/* Begins to gather piece k of the ranks' rows: own [n, features], which the others get, all [size n, features]. */
+static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
+{
+    ps_group *g = w->g;
+    group_clear_parts(g);
+    int64_t row = row_nbytes(own), nbytes = rows_in(w, k) * row;
+    for (int r = 0; r < w->size; r++) {
+        if (r == w->rank) continue;
+        g->send[r] = (ps_comm_part){ (char *)own->data + first_of(w, k) * row, nbytes };
+        g->recv[r] = piece_of(w, all, r, k);
+    }
+    return group_move_begin(g, w->at, lane);
+}
+
+/* Where the addends of rank r to this rank's piece k lie: all [size n, features] has this rank's, addends
+ * [(size - 1) n, features] those of the others. */
+static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
+{
+    if (r == w->rank) return piece_of(w, all, r, k);
+    return piece_of(w, addends, r - (r > w->rank), k);
+}
+
+/* Begins to send the others their rows of piece k of `all`, and to receive their addends to this rank's. */
+static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_view *addends)
+{
+    ps_group *g = w->g;
+    group_clear_parts(g);
+    for (int r = 0; r < w->size; r++) {
+        if (r == w->rank) continue;
+        g->send[r] = piece_of(w, all, r, k);
+        g->recv[r] = addend(w, all, addends, r, k);
+    }
+    return group_move_begin(g, w->at, PS_COMM_PIECE + (int)k);
+}
+
+/* Takes the sums of this rank's rows, out [n, features], as the addends come. */
+static int reduce_end(const work *w, const ps_view *all, const ps_view *addends, const ps_view *out)
+{
+    ps_group *g = w->g;
+    for (int64_t k = 0; k < w->pieces; k++) {
+        PS_TRY(group_move_end(g, w->at, PS_COMM_PIECE + (int)k));
+        for (int r = 0; r < w->size; r++) g->addends[r] = addend(w, all, addends, r, k).address;
+        PS_TRY(group_add_up(g, w->at, PS_REDUCE_SUM, out->dtype, rows_in(w, k) * out->shape[1],
+                            (char *)out->data + first_of(w, k) * row_nbytes(out)));
+    }
+    return 0;
+}
+
+/* A call without bytes: what it would gather of each rank's x, and add up. In a dry run of a step it is noted, as its
+ * headers will be; else what it would send to ranks that are not here is counted. rc: the result of this rank's
+ * preparation. */
+static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
+{
+    bool dry = w->g->ctx && w->g->ctx->step->dry, pieces = w->pieces > 1;
+    if (rc == 0 && dry && pieces)
+        return group_note(w->g, op, w->at, w->call->in[0].dtype, nbytes_of(adds ? adds : x), w->pieces);
+    if (rc == 0 && dry && x) rc = group_note(w->g, OP_ALL_GATHER, w->at, x->dtype, nbytes_of(x), 0);
+    if (rc == 0 && dry && adds) rc = group_note(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0);
+    if (dry || rc < 0 || !w->g->comm->pretends) return rc;
+    if (x) group_count(w->g, OP_ALL_GATHER, w->at, x->dtype, nbytes_of(x), 0);
+    if (adds) group_count(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0);
+    return 0;
+}
+
+/* The end of a call whose ranks agreed. Where this rank fails beside its exchanges, the others must not wait for the
+ * rest: the connections are closed, and they are told this error. */
+static int ended(const work *w, int op, int rc)
+{
+    ps_comm *comm = w->g->at[w->at].comm;
+    if (rc < 0) comm->table->hang_up(comm);
+    return group_moved(w->g, op, w->at, rc);
+}
+
+/* -- column_linear: x [n, I], w, b? -> y [size n, O], full? [size n, I] -------------------------------------------- */
+static int column_pieces(const work *w, const ps_view *full)
+{
+    const ps_view *in = w->call->in, *x = &in[0], *y = &w->call->out[0];
+    ps_view own = rows_of(y, w->rank * w->n, w->n);
+    for (int64_t k = 0; k < w->pieces; k++) PS_TRY(gather_begin(w, PS_COMM_PIECE + (int)k, k, x, full));
+    if (ps_has(&w->call->out[1]))
+        PS_TRY(group_copy(w->g, w->at, rows_of(full, w->rank * w->n, w->n).data, x->data, nbytes_of(x)));
+    PS_TRY(multiply(w, x, &in[1], &in[2], w->attrs->out_in, &own, 0, w->n, false));
+    for (int64_t k = 0; k < w->pieces; k++) {
+        PS_TRY(group_move_end(w->g, w->at, PS_COMM_PIECE + (int)k));
+        PS_TRY(multiply_others(w, k, full, &in[1], &in[2], w->attrs->out_in, y));
+    }
+    return 0;
+}
+
+static int column(work *w)
+{
+    const ps_view *in = w->call->in, *x = &in[0], *y = &w->call->out[0];
+    int out_in = w->attrs->out_in;
+    ps_view full = w->call->out[1];
+    int rc = ps_has(&full) ? 0 : rows_new(w, x, w->size * w->n, &full);
+    if (rc == 0) rc = try_products(w, &full, &in[1], &in[2], out_in, y);
+    if (w->call->dry) return without_bytes(w, OP_COLUMN, x, NULL, rc);
+    if (w->pieces > 1) {
+        PS_TRY(group_agree_bytes(w->g, OP_COLUMN, w->at, x->dtype, nbytes_of(x), w->pieces, rc));
+        return ended(w, OP_COLUMN, column_pieces(w, &full));
+    }
+    PS_TRY(group_all_gather(w->g, w->at, x->dtype, x->data, nbytes_of(x), full.data, rc));
+    return multiply(w, &full, &in[1], &in[2], out_in, y, 0, y->shape[0], false);
+}
+
+/* -- row_linear: x [size n, I], w -> y [n, O] ---------------------------------------------------------------------- */
+static int row_pieces(const work *w, const ps_view *all, const ps_view *addends)
+{
+    const ps_view *in = w->call->in;
+    for (int64_t k = 0; k < w->pieces; k++) {
+        PS_TRY(multiply_others(w, k, &in[0], &in[1], &absent, w->attrs->out_in, all));
+        PS_TRY(reduce_begin(w, k, all, addends));
+    }
+    PS_TRY(multiply_own(w, &in[0], &in[1], &absent, w->attrs->out_in, all));
+    return reduce_end(w, all, addends, &w->call->out[0]);
+}
+
+static int row(work *w)
+{
+    const ps_view *in = w->call->in, *x = &in[0], *y = &w->call->out[0];
+    int out_in = w->attrs->out_in;
+    ps_view all, addends = absent;
+    int rc = rows_new(w, y, w->size * w->n, &all);
+    if (rc == 0 && w->pieces > 1) rc = rows_new(w, y, (w->size - 1) * w->n, &addends);
+    if (rc == 0) rc = try_products(w, x, &in[1], &absent, out_in, &all);
+    if (w->call->dry) return without_bytes(w, OP_ROW, NULL, &all, rc);
+    if (w->pieces > 1) {
+        PS_TRY(group_agree_bytes(w->g, OP_ROW, w->at, y->dtype, nbytes_of(&all), w->pieces, rc));
+        return ended(w, OP_ROW, row_pieces(w, &all, &addends));
+    }
+    if (rc == 0) rc = multiply(w, x, &in[1], &absent, out_in, &all, 0, x->shape[0], false);
+    if (rc == 0) rc = group_after_now(w->g, w->at);
+    return group_reduce_scatter(w->g, w->at, y->dtype, all.data, nbytes_of(&all), y->data, rc);
+}
+
+/* -- column_linear_grad: x [n, I], dy [size n, O], w, full? -> dx [n, I], dw, db? ---------------------------------- */
+/* x is gathered while the products of dx run, and the rows of dx are added up while that of dw does. */
+static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *addends)
+{
+    const ps_view *in = w->call->in, *x = &in[0], *dy = &in[1];
+    work whole = *w;
+    whole.pieces = 1, whole.each = w->n;
+    bool gathers = !ps_has(&in[3]);
+    int out_in = !w->attrs->out_in;
+    if (gathers) {
+        PS_TRY(gather_begin(&whole, PS_COMM_DATA, 0, x, full));
+        PS_TRY(group_copy(w->g, w->at, rows_of(full, w->rank * w->n, w->n).data, x->data, nbytes_of(x)));
+    }
+    for (int64_t k = 0; k < w->pieces; k++) {
+        PS_TRY(multiply_others(w, k, dy, &in[2], &absent, out_in, all));
+        PS_TRY(reduce_begin(w, k, all, addends));
+    }
+    PS_TRY(multiply_own(w, dy, &in[2], &absent, out_in, all));
+    if (gathers) PS_TRY(group_move_end(w->g, w->at, PS_COMM_DATA));
+    PS_TRY(multiply_weights(w, full, dy, false));
+    return reduce_end(w, all, addends, &w->call->out[0]);
+}
+
+static int column_grad(work *w)
+{
+    const ps_view *in = w->call->in, *x = &in[0], *dy = &in[1], *dx = &w->call->out[0];
+    int out_in = !w->attrs->out_in;
+    ps_view full = in[3], all, addends = absent;
+    int rc = ps_has(&full) ? 0 : rows_new(w, x, w->size * w->n, &full);
+    if (rc == 0) rc = rows_new(w, dx, w->size * w->n, &all);
+    if (rc == 0 && w->pieces > 1) rc = rows_new(w, dx, (w->size - 1) * w->n, &addends);
+    if (rc == 0) rc = try_products(w, dy, &in[2], &absent, out_in, &all);
+    if (rc == 0) rc = multiply_weights(w, &full, dy, true);
+    if (w->call->dry) return without_bytes(w, OP_COLUMN_GRAD, ps_has(&in[3]) ? NULL : x, &all, rc);
+    if (w->pieces > 1) {
+        PS_TRY(group_agree_bytes(w->g, OP_COLUMN_GRAD, w->at, x->dtype, nbytes_of(&all), w->pieces, rc));
+        return ended(w, OP_COLUMN_GRAD, grad_pieces(w, &full, &all, &addends));
+    }
+    if (!ps_has(&in[3])) {
+        PS_TRY(group_all_gather(w->g, w->at, x->dtype, x->data, nbytes_of(x), full.data, rc));
+        rc = 0;
+    }
+    if (rc == 0) rc = multiply(w, dy, &in[2], &absent, out_in, &all, 0, dy->shape[0], false);
+    if (rc == 0) rc = group_after_now(w->g, w->at);
+    PS_TRY(group_reduce_scatter(w->g, w->at, dx->dtype, all.data, nbytes_of(&all), dx->data, rc));
+    return multiply_weights(w, &full, dy, false);
+}
+
+/* -- all ----------------------------------------------------------------------------------------------------------- */
+int group_linear(ps_group *g, place at, bool carried, ps_call *call)
+{
+    const with_product *attrs = call->attrs;
+    work w = { .g = g, .at = at, .call = call, .attrs = attrs, .rank = attrs->rank, .size = attrs->size, .pieces = 1 };
+    const ps_view *some = call->op == PS_OP_row_linear ? &call->out[0] : &call->in[0];
+    w.n = w.each = some->shape[0];
+    bool here = call->dry || !g->comm->pretends;
+    if (carried && here && w.size > 1 && attrs->pieces > 1 && w.n > 1 && some->numel > 0 && call->out[0].numel > 0) {
+        w.each = (w.n + attrs->pieces - 1) / attrs->pieces;
+        w.pieces = (int32_t)((w.n + w.each - 1) / w.each);
+    }
+    int rc = call->dry ? 0 : group_after_now(g, at);
+    if (rc < 0) return rc;
+    switch (call->op) {
+    case PS_OP_column_linear: return column(&w);
+    case PS_OP_row_linear: return row(&w);
+    case PS_OP_column_linear_grad: return column_grad(&w);
+    default: return ps_fail(PS_EUNSUP, "no such product of several ranks");
+    }
+}
