@@ -17,6 +17,10 @@
 --                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
 --                        in turn with them: the medians, and what 99 of 100 take at most;
 --                        small_all_reduce_planned: the share of ours that went as planned
+--   overlap_ratio        seconds of a block's forward and backward on two ranks of one thread each, rows in 4 pieces
+--                        beside products, over the longer of its computation alone and its exchanges alone, on links
+--                        so slow that these take about as long (PS_SIM_LINK); overlap_ratio_composed: with exchanges
+--                        before and behind products; overlap_seconds: all four, medians
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -33,6 +37,7 @@ local parser = argparse("bench/mesh.lua", "Models on ranks that are cut along ax
 command_line.whole(parser:option("--steps", "of each layout", "10"), 1)
 parser:option("--layouts", "dp,pp,tp[,zero[,sgd]] of each, with ; between")
 parser:flag("--figures-only", "no layouts")
+parser:flag("--overlap-only", "overlap_ratio alone")
 parser:option("--run", "of a rank: what to do, in JSON"):hidden(true)
 local args = parser:parse()
 
@@ -217,6 +222,67 @@ local function latency()
     small_all_reduce_planned = planned / (#ours + 4) }
 end
 
+-- A group without other ranks, for a block's computation alone: what comes from others is a copy.
+local function nobody(group)
+  local alone = setmetatable({}, { __index = group })
+  function alone:gathered_linear(x, w, b, how)
+    return ps.ops.linear(ps.cat({ x, x }, 0), w, b, nil, how.out_in and 1 or 0)
+  end
+  function alone:linear_scattered(x, w, how)
+    return ps.ops.linear(x, w, nil, nil, how.out_in and 1 or 0):narrow(0, 0, x:size(0) / 2)
+  end
+  return alone
+end
+
+-- Seconds of a block's forward and backward, and of their parts; with how.link, each is measured in turn.
+local function overlap(how)
+  local group, C, B, T = ps.mesh.group "tp", 1024, 4, 256
+  ps.manual_seed(1)
+  local model, region = tensor_parallel.make(function()
+    return require("models.gpt2").new({ vocab_size = 64, n_positions = T, n_embd = C, n_layer = 1, n_head = 16 },
+      { dropout = 0 })
+  end, { group = group, sequence = true, keep_gathered = false, pieces = 4, note = function() end }, { device = "cpu" })
+  local block, n = model.transformer.h[0], B * T / 2
+  local x = ps.randn({ n, C }):requires_grad(true)
+  local rows, all = ps.randn { n, C }, ps.randn { 2 * n, C }
+  region:set(B, T)
+  local function step()
+    block(x):sum():backward()
+    ps.collect()
+  end
+  local RUNS = {
+    products = function()
+      region.group = nobody(group)
+      step()
+      region.group = group
+    end,
+    exchanges = function()                                     -- those of two column and two row layers
+      for _ = 1, 6 do group:all_gather(all, rows) end
+      for _ = 1, 4 do group:reduce_scatter(rows, all) end
+    end,
+    pieces = step,
+    composed = function()
+      region.pieces = 1
+      step()
+      region.pieces = 4
+    end,
+  }
+  local result = { nbytes = 10 * n * C * 4 }
+  for _, name in ipairs(how.link and { "products", "exchanges", "pieces", "composed" } or { "products" }) do
+    local seconds = {}
+    for i = 0, 5 do                                            -- the first is not counted
+      group:barrier()
+      local began = ps.now()
+      RUNS[name]()
+      group:barrier()
+      seconds[i] = ps.now() - began
+    end
+    table.sort(seconds)
+    result[name] = seconds[3]
+  end
+  return result
+end
+
 local function rank_main(o)
   if (tonumber(os.getenv "WORLD_SIZE") or 1) > 1 then ps.init_distributed { quiet = true } end
   if o.what == "layout" then return mesh_lib.rank(o) end
@@ -226,7 +292,7 @@ local function rank_main(o)
   elseif o.what == "latency" then result = latency()
   else
     ps.mesh { tp = 2 }
-    result = figures()
+    result = o.what == "overlap" and overlap(o) or figures()
   end
   local f = assert(io.open(("%s/%s.%d"):format(o.folder, o.what .. (o.tp or ""), ps.rank()), "w"))
   f:write(cjson.encode(result))
@@ -252,8 +318,8 @@ local function run(size, o)
   f:write(cjson.encode(o))
   assert(f:close())
   local launch = size > 1 and ("'%s/tools/launch.lua' --nproc-per-node %d"):format(paths.root, size) or ""
-  local command = ("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive '%s' %s '%s/bench/mesh.lua' --run '%s' 1>&2"):format(
-    paths.exe, launch, paths.root, path)
+  local command = ("%s OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive '%s' %s '%s/bench/mesh.lua' --run '%s' 1>&2"):format(
+    o.link and ("PS_SIM_LINK=%.0f"):format(o.link) or "", paths.exe, launch, paths.root, path)
   if os.execute(command) ~= 0 then
     io.stderr:write("bench/mesh.lua: the ranks failed; their output says why\n")
     os.execute(("rm -rf '%s'"):format(folder))
@@ -333,16 +399,29 @@ local function masks_equal()
   return dropped > 0
 end
 
-local result = {}
-local plan = plan_lib.plan_175b()
-result.plan_175b_s, result.plan_175b_mib = plan.seconds, plan.mib
-run(2, { what = "figures" })
-for key, value in pairs(read "figures.0") do result[key] = value end
-run(2, { what = "latency" })
-for key, value in pairs(read "latency.0") do result[key] = value end
-result.dropout_masks_equal = masks_equal()
-run(2, { what = "dp" })
-for key, value in pairs(read "dp.0") do result.bytes_over_theory[key] = value end
-if not args.figures_only then result.layouts = layout_rows() end
+-- The link is as slow as the computation that was measured before.
+local function overlap_rows()
+  run(2, { what = "overlap" })
+  local free = read "overlap.0"
+  run(2, { what = "overlap", link = free.nbytes / free.products })
+  local r = read "overlap.0"
+  local longer = math.max(r.products, r.exchanges)
+  return { overlap_ratio = r.pieces / longer, overlap_ratio_composed = r.composed / longer,
+    overlap_seconds = { products = r.products, exchanges = r.exchanges, pieces = r.pieces, composed = r.composed } }
+end
+
+local result = overlap_rows()
+if not args.overlap_only then
+  local plan = plan_lib.plan_175b()
+  result.plan_175b_s, result.plan_175b_mib = plan.seconds, plan.mib
+  run(2, { what = "figures" })
+  for key, value in pairs(read "figures.0") do result[key] = value end
+  run(2, { what = "latency" })
+  for key, value in pairs(read "latency.0") do result[key] = value end
+  result.dropout_masks_equal = masks_equal()
+  run(2, { what = "dp" })
+  for key, value in pairs(read "dp.0") do result.bytes_over_theory[key] = value end
+  if not args.figures_only then result.layouts = layout_rows() end
+end
 os.execute(("rm -rf '%s'"):format(folder))
 print(cjson.encode(result))

@@ -399,6 +399,30 @@ local PIECES = [[
   near(group:sum(x), x * size, "a sum behind all this")
 ]]
 
+-- 2 MiB of each rank, on a link that takes 2 s for them.
+local KILLED = [[
+  if rank == 1 then
+    os.execute(("(sleep 0.5; kill -9 %d) >/dev/null 2>&1 &"):format(require("posix.unistd").getpid()))
+  end
+  local x, w, began, how = ps.ones { 1024, 64 }, ps.ones { 1024, 64 }, ps.now(), { pieces = 4 }
+  local ok, why = pcall(group.linear_scattered, group, x, w, how)
+  assert(not ok and ps.now() - began < 20, ps.now() - began)
+  print(why)
+]]
+
+-- Without memory for the kernel of a product whose rows are here, while others travel.
+local FAILED = [[
+  local x, w = ps.ones { 64, 256 }, ps.ones { 128, 256 }
+  local function product() return ps.no_grad(group.gathered_linear, group, x, w, nil, { pieces = 4 }) end
+  product()
+  if rank == 1 then ps.C.ps_test_fail_alloc(12, 1000000) end
+  local ok, why = pcall(product)
+  if ok and rank == 0 then ok, why = pcall(product) end          -- rank 1 may fail when its rows are gone
+  ps.C.ps_test_fail_alloc(-1, 0)
+  assert(not ok)
+  print(why)
+]]
+
 describe("layers of which ranks have parts", function()
   local folder
   if lib.no_gloo() then return pending(lib.no_gloo()) end
@@ -410,6 +434,16 @@ describe("layers of which ranks have parts", function()
   end)
   it("exchange rows in pieces beside their products", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PIECES) end
+  end)
+  it("hear of a rank that dies, or fails, while rows travel", function()
+    local out = lib.run(folder, 2, lib.begin(folder) .. KILLED, "OMP_WAIT_POLICY=passive PS_SIM_LINK=1e6")
+    assert.equal(137, out[1].code, out[1].text)
+    assert.matches("reduction in a row layer, call 0 of rank 0, moving its bytes: rank 1 [^:]*died", out[0].text)
+    out = lib.run(folder, 2, lib.begin(folder) .. FAILED, "OMP_WAIT_POLICY=passive")
+    assert.matches("^no memory", out[1].text)
+    assert.matches("rank 1 [^:]*gave up: ", out[0].text)
+    out = lib.run(folder, 2, lib.begin(folder), "PS_SIM_LINK=fast")
+    for rank = 0, 1 do assert.matches("PS_SIM_LINK is 'fast'; it takes bytes a second", out[rank].text) end
   end)
   it("gather, split and reduce as they are told", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
   it("share a vocabulary out, padded, as a table and as a head", function()

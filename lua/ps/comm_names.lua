@@ -3,8 +3,10 @@
 -- events (docs/profiling.md) that each stands for.
 local names = {
   all_reduce = { "all_reduce", "all-reduction of chunks" },
-  reduce_scatter = { "reduce_scatter", "reduction of chunks" },
-  all_gather = { "all_gather", "gather of chunks" },
+  reduce_scatter = { "reduce_scatter", "reduction of chunks", "reduction in a row layer",
+    "backward of a column layer" },
+  all_gather = { "all_gather", "gather of chunks", "gather in a column layer",
+    "backward of a column layer" },
   broadcast = { "broadcast" },
   barrier = { "barrier" },
   send = { "send" },
