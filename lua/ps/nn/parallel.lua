@@ -392,12 +392,15 @@ end
 -- Refuses a target that is none of `total` words, as the op lm_loss does.
 local function check_targets(targets, counts, total, call)
   -- A lookup refuses what is outside of [0, total). Its table is behind all words.
-  local ok, problem = pcall(ps.ops.embedding, ps.zeros({ 1, 1 }, { device = targets:device() }),
-    counts:where(targets, 0), -1, total, total)
+  local known = counts:where(targets, 0)
+  local ok, problem = pcall(ps.ops.embedding, ps.zeros({ 1, 1 }, { device = targets:device() }), known, -1, total,
+    total)
   if ok then return end
-  if type(problem) == "table" and problem.msg then
-    problem.msg = problem.msg:gsub("^embedding: index (%-?%d+) at position (%d+) is outside",
-      call .. ": target %1 of row %2 is outside the vocabulary")
+  for row, target in ipairs(problem.name == "ERANGE" and known:reshape(-1):tolist() or {}) do
+    if target < 0 or target >= total then
+      problem.msg = ("%s: target %d of row %d is outside the vocabulary [0, %d)"):format(call, target, row - 1, total)
+      break
+    end
   end
   error(problem, 0)
 end
