@@ -45,6 +45,26 @@ describe("counting", function()
     end
   end)
 
+  it("counts products of which ranks have parts, composed or in pieces, alike", function()
+    local Cut = nn.class "Cut"
+    function Cut:init(pieces) self.pieces, self.up, self.down = pieces, nn.Parameter(ps.ones { 3, 8 }),
+      nn.Parameter(ps.ones { 8, 3 }) end
+    function Cut:batch_of(a) return { x = a } end
+    function Cut:parts()
+      return { { name = "one", modules = { self }, forward = function(_, batch)
+        local all                                          -- rows [4, 8] of each of two ranks
+        if self.pieces then all = ps.ops.column_linear(batch.x, self.up, nil, 0, 2, 0, 0, 1, self.pieces, 0)
+        else all = ps.ops.linear(ps.ops.all_gather_again(batch.x, 0, 2, 0), self.up, nil, nil, 1) end
+        if self.pieces then return { y = ps.ops.row_linear(all, self.down, 0, 2, 0, 0, 1, self.pieces) } end
+        return { y = ps.ops.reduce_scatter(ps.ops.linear(all, self.down, nil, nil, 1), 0, 2, 0) }
+      end } }
+    end
+    local want = count.parts(Cut(), { ps.zeros { 4, 8 } })[1]
+    local got = count.parts(Cut(4), { ps.zeros { 4, 8 } })[1]
+    assert.same({ 2 * 2 * 8 * 8 * 3, 2 * 8 * 8 * 3, 2 * 2 * 8 * 8 * 3 }, { want.forward, want.input, want.weight })
+    assert.same({ want.forward, want.input, want.weight }, { got.forward, got.input, got.weight })
+  end)
+
   it("takes the type that parameters compute in", function()
     local all = of({}, "bf16")
     assert.equal("bf16", all[1].carry[1].dtype)

@@ -89,6 +89,13 @@ describe("the plan of a script", function()
     for _, text in ipairs { "fits: yes", "least budget", "host %- disk", "largest micro%-batch" } do
       assert.truthy(out:find(text), out)
     end
+    assert.is_nil(said.limited or said.largest_model.is_bound or said.largest_batch_is_bound)
+    local bound = plan("--limit", "0.001", "--find", "model", path, "cpu", "4MiB")
+    assert.same({ 0.001, { blocks = 1, parameters = said.parameters, is_bound = true } },
+      { bound.limited, bound.largest_model })
+    out = table.concat(require("ps.planning.report").lines(bound), "\n")
+    assert.truthy(out:find("largest model: at least 1 blocks", 1, true), out)
+    assert.truthy(out:find("the search ended after 0.001 s", 1, true), out)
     said, code = plan(path, "cpu", "600KiB")
     assert.equal(2, code)
     assert.truthy(said.short.least_budget > said.short.budget and said.short.budget == 600 * 2 ^ 10)

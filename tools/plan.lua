@@ -15,7 +15,8 @@ local DOES_NOT_FIT = 2
 
 -- Our options stand before the script; what follows it is the script's.
 local function split(words)
-  local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true }
+  local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true,
+    ["--limit"] = true }
   local own, i = {}, 1
   while words[i] and words[i]:sub(1, 1) == "-" do
     own[#own + 1] = words[i]
@@ -46,6 +47,7 @@ local function arguments()
   command_line.whole(parser:option("--ranks", "processes of data parallel; default: one a GPU"), 1, 4096)
   parser:option("--find", "what further dry runs look for: budget, batch, model, all or nothing", "all")
     :choices { "budget", "batch", "model", "all", "nothing" }
+  command_line.number(parser:option("--limit", "seconds in which further dry runs begin; 0: no limit", "60"), 0)
   local own, script, args = split(arg)
   local options = parser:parse(own)
   if not script then parser:error "which script? Its path comes behind the options" end
@@ -63,7 +65,7 @@ local file, why = io.open(options.script, "rb")
 if not file then fail(why) end
 file:close()
 local ok, plan = pcall(planning.plan, { script = options.script, args = options.args, find = options.find,
-  hardware = options.hardware, host = options.host, ranks = options.ranks, quiet = true })
+  hardware = options.hardware, host = options.host, ranks = options.ranks, limit = options.limit, quiet = true })
 if not ok then fail(tostring(plan)) end
 if options.json then print(cjson.encode(plan)) else print(table.concat(report.lines(plan), "\n")) end
 os.exit(plan.fits and 0 or DOES_NOT_FIT)

@@ -121,7 +121,8 @@ void group_call_end(const ps_group *g, const group_call *call)
     ps_record_put((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)call->op, .begin_ns = call->began_ns,
                                      .end_ns = end, .id = g->number, .bytes = call->nbytes,
                                      .on = (uint16_t)g->comm->size });
-    if (!counts() || !(atomic_load(&counted) >> call->op & 1)) return;
+    bool alone = g->comm->size == 1;                          /* nothing is sent */
+    if (alone || !counts() || !(atomic_load(&counted) >> call->op & 1)) return;
     ps_calls_total one = { .name = call->op, .group = g->number, .ranks = g->comm->size, .nbytes = call->nbytes,
                            .calls = 1, .ns = end - call->began_ns };
     memcpy(one.axis, g->comm->axis, sizeof one.axis);

@@ -72,6 +72,8 @@ end
 local COSTS = {
   linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
   matmul = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
+  column_linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
+  row_linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
     local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
     local first = flops * inner / (inner + outer)

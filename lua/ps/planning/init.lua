@@ -19,6 +19,8 @@ local planning = {}
 ---@field ranks? integer processes; default as many as the hardware has GPUs
 ---@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the least budgets and what
 ---  helps, the largest batch, the largest model; default all
+---@field limit? number seconds in which further dry runs begin; what they have not settled by then is a bound. 0: no
+---  limit; default 60
 ---@field quiet? boolean notes of the engine go nowhere
 
 -- Speeds of this machine between its processor and the device sim, measured in a process of its own.
@@ -35,14 +37,15 @@ local function shortage(request, result)
   local tier = result.error.tier or "host"
   local had = (result.budgets or {})[tier]
   if not had then return nil end
-  return { tier = tier, budget = had, least_budget = search.least_budget(request, tier, had * 2) }
+  local least, bound = search.least_budget(request, tier, had * 2)
+  return { tier = tier, budget = had, least_budget = least, least_budget_is_bound = bound }
 end
 
 local function find_budgets(plan, request, result)
   if result.fits and plan.tiers then
     for i, tier in ipairs(plan.tiers) do
       if tier.name ~= "disk" and tier.budget > 0 then
-        tier.least_budget = search.least_budget(request, tier.name, tier.peak)
+        tier.least_budget, tier.least_budget_is_bound = search.least_budget(request, tier.name, tier.peak)
       end
       if i == 1 then plan.least_budget = tier.least_budget end
     end
@@ -57,14 +60,17 @@ local function look_further(plan, request, result, what)
   local all = what == "all"
   if all or what == "budget" then find_budgets(plan, request, result) end
   if result.plain then return end
-  if all or what == "batch" then plan.largest_batch = search.largest_batch(request, result) end
+  if all or what == "batch" then
+    plan.largest_batch, plan.largest_batch_is_bound = search.largest_batch(request, result)
+  end
   if not (all or what == "model") then return end
-  local blocks, parameters = search.largest_model(request, result)
-  if blocks then plan.largest_model = { blocks = blocks, parameters = parameters } end
+  local blocks, parameters, bound = search.largest_model(request, result)
+  if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
 local OPTIONS = { script = "string", args = "table", hardware = "string", find = "string", quiet = "boolean",
-  host = "number", ranks = "whole" }
+  host = "number", ranks = "whole", limit = "number" }
+local LIMIT_S = 60
 
 --- The plan of a script. An error that is not a want of memory (the script fails, reads a value, has no step) is
 --- raised, with the script's line.
@@ -80,7 +86,9 @@ function planning.plan(options)
     ranks_a_machine = there and there.count > 0 and math.min(there.count, ranks) or nil,
     machine = there and there.machine or { host_nbytes = options.host or 0, device_nbytes = 0 },
     rates = there and there.rates or rates_here() }
+  local began = search.now()
   local result = trial.run(request)
+  local took = search.now() - began
   if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
   local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks,
     notes = {} }
@@ -94,7 +102,10 @@ function planning.plan(options)
   end
   for _, run in ipairs(plan.runs or {}) do run.ops = nil end
   if result.cut then plan.bubble = plan.seconds and plan.seconds.bubble or { course.bubble(result.cut) } end
+  local limit = options.limit or LIMIT_S
+  request.clock = limit > 0 and search.clock(limit, took) or nil
   look_further(plan, request, result, options.find or "all")
+  plan.limited = request.clock and request.clock.over and limit or nil
   return plan
 end
 

@@ -14,7 +14,8 @@ local function tiers(lines, plan)
   local rows = {}
   for i, tier in ipairs(plan.tiers) do
     rows[i] = { tier.name, tier.budget > 0 and view.bytes(tier.budget) or "no limit", view.bytes(tier.peak),
-      tier.least_budget and view.bytes(tier.least_budget) or "-", tier.when or "-" }
+      tier.least_budget and (tier.least_budget_is_bound and "<= " or "") .. view.bytes(tier.least_budget) or "-",
+      tier.when or "-" }
   end
   local columns = { { title = "tier", left = true }, { title = "budget" }, { title = "peak" },
     { title = "least budget" }, { title = "when the peak is", left = true } }
@@ -85,8 +86,9 @@ local function verdict(plan)
   end
   local short = plan.short
   if short and short.least_budget then
-    return ("fits: no; tier %s lacks %s: its least budget is %s, and it has %s"):format(short.tier,
-      view.bytes(short.least_budget - short.budget), view.bytes(short.least_budget), view.bytes(short.budget))
+    local most = short.least_budget_is_bound and "at most " or ""
+    return ("fits: no; tier %s lacks %s%s: its least budget is %s%s, and it has %s"):format(short.tier, most,
+      view.bytes(short.least_budget - short.budget), most, view.bytes(short.least_budget), view.bytes(short.budget))
   end
   return "fits: no"
 end
@@ -125,13 +127,14 @@ function report.lines(plan)
     for _, line in ipairs(plan.seconds.lines) do lines[#lines + 1] = line end
   end
   if plan.largest_batch then
-    say("largest micro-batch: %d rows%s", plan.largest_batch, plan.rows and (" (the script has %d)"):format(plan.rows)
-      or "")
+    say("largest micro-batch: %s%d rows%s", plan.largest_batch_is_bound and "at least " or "", plan.largest_batch,
+      plan.rows and (" (the script has %d)"):format(plan.rows) or "")
   end
   if plan.largest_model then
-    say("largest model: %d blocks, %s parameters (the script has %d blocks)", plan.largest_model.blocks,
-      count(plan.largest_model.parameters), plan.blocks)
+    say("largest model: %s%d blocks, %s parameters (the script has %d blocks)", plan.largest_model.is_bound
+      and "at least " or "", plan.largest_model.blocks, count(plan.largest_model.parameters), plan.blocks)
   end
+  if plan.limited then say("the search ended after %g s; --limit N gives it N, 0 all that it takes", plan.limited) end
   if plan.error then say("why: %s", plan.error.message) end
   for i, text in ipairs(plan.remedies or {}) do say("%s %s", i == 1 and "it fits with" or "or with", text) end
   for _, note in ipairs(plan.notes) do say("note: %s", note) end

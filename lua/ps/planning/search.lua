@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Looks, by dry runs of a script, for the least budget, the largest batch and the largest model with which its first
--- step fits. Every answer is of a run that was made: what is said to fit has fitted, and its neighbour has not.
+-- step fits. Every answer is of a run that was made: what is said to fit has fitted, and its neighbour has not. Where a
+-- request's seconds for all searches (search.clock) are over, the answer is a bound: what has fitted so far.
+local time = require "posix.time"
 local trial = require "ps.planning.trial"
 
 local search = {}
@@ -11,6 +13,7 @@ local PAGE = 4096
 local MOST_BYTES = 2 ^ 50
 local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
+local GROWTH = 3               -- a run of twice the size takes so many times as long, at most
 
 -- A copy of a request with other fields; dry runs of a search are quiet.
 local function with(request, changes)
@@ -21,9 +24,38 @@ local function with(request, changes)
   return copy
 end
 
+--- Seconds on a clock that only goes on.
+---@return number
+function search.now()
+  local t = time.clock_gettime(time.CLOCK_MONOTONIC)
+  return t.tv_sec + t.tv_nsec * 1e-9
+end
+local now = search.now
+
+---@class ps.planning.Clock
+---@field ends number when the searches' seconds are over
+---@field longest number seconds of the longest run so far
+---@field over boolean a search ended because of it
+
+--- The seconds that all searches of one request have together; request.clock. nil: no limit.
+---@param seconds number
+---@param took number seconds of a run of the script as it is
+---@return ps.planning.Clock
+function search.clock(seconds, took) return { ends = now() + seconds, longest = took, over = false } end
+
+-- Whether there is time for a run that takes `times` as long as the longest so far.
+local function in_time(request, times)
+  local clock = request.clock
+  if not clock or now() + clock.longest * times <= clock.ends then return true end
+  clock.over = true
+  return false
+end
+
 -- Whether a run with these changes fits. An error that has nothing to do with memory is raised.
 local function fits(request, changes)
+  local began = now()
   local result = trial.run(with(request, changes))
+  if request.clock then request.clock.longest = math.max(request.clock.longest, now() - began) end
   if result.fits then return true, result end
   if trial.is_short(result) then return false, result end
   error(result.error.message, 0)
@@ -44,6 +76,7 @@ end
 ---@param tier string "device" or "host"
 ---@param from integer bytes at which to begin: the budget, or a peak
 ---@return integer? bytes nil: none does
+---@return boolean? bound the time was over: the least budget is at most so much
 function search.least_budget(request, tier, from)
   local function ok(nbytes) return (fits(request, { budgets = budgets_with(request, tier, nbytes) })) end
   local high = up_to_page(math.max(from, PAGE))
@@ -56,24 +89,32 @@ function search.least_budget(request, tier, from)
     while high > PAGE and high / math.max(low, 1) > NEAR do
       local middle = up_to_page(low > 0 and math.sqrt(low * high) or high / 2)
       if middle >= high then break end
+      if not in_time(request, 1) then return high, true end
       if ok(middle) then high = middle else low = middle end
     end
     local below = math.floor(high * BELOW / PAGE) * PAGE
-    if below < PAGE or not ok(below) then return high end
+    if below < PAGE then return high end
+    if not in_time(request, 1) then return high, true end
+    if not ok(below) then return high end
     low, high = 0, below                     -- room does not grow with every budget: the search goes on below
   end
 end
 
 -- The largest whole number up to `most` for which fn is true, where fn(n) is true for small ones; 0: for none. known: a
--- number and whether fn holds for it.
-local function largest(fn, known, holds, most)
+-- number and whether fn holds for it. The second result is true where the search ended before: at `most`, or by time.
+local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then
     low, high = known, known * 2
-    while high <= most and fn(high) do low, high = high, high * 2 end
-    if high > most then return low end
+    while high <= most do
+      if not in_time(request, GROWTH) then return low, true end
+      if not fn(high) then break end
+      low, high = high, high * 2
+    end
+    if high > most then return low, true end
   end
   while high - low > 1 do
+    if not in_time(request, 1) then return low, true end
     local middle = math.floor((low + high) / 2)
     if fn(middle) then low = middle else high = middle end
   end
@@ -84,9 +125,11 @@ end
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result of the script as it is
 ---@return integer?
+---@return boolean? bound at least so many fit
 function search.largest_batch(request, result)
   if not result.rows then return nil end
-  return largest(function(rows) return (fits(request, { rows = rows })) end, result.rows, result.fits, MOST_ROWS)
+  return largest(request, function(rows) return (fits(request, { rows = rows })) end, result.rows, result.fits,
+    MOST_ROWS)
 end
 
 --- The most blocks that fit in the model's longest list of modules, and the parameters of that model; nil where the
@@ -95,15 +138,16 @@ end
 ---@param result ps.planning.Result of the script as it is
 ---@return integer? blocks
 ---@return integer? parameters
+---@return boolean? bound at least so many fit
 function search.largest_model(request, result)
   if not result.blocks or not result.fits then return nil end
   local parameters = { [result.blocks] = result.parameters }
-  local blocks = largest(function(n)
+  local blocks, bound = largest(request, function(n)
     local ok, run = fits(request, { blocks = n })
     if ok then parameters[n] = run.parameters end
     return ok
   end, result.blocks, true, MOST_BLOCKS)
-  return blocks, parameters[blocks]
+  return blocks, parameters[blocks], bound
 end
 
 -- Changes that may help a script which does not fit: what to say, and what to change.
