@@ -184,6 +184,7 @@ describe("a step that does not fit", function()
     assert.truthy(text:find("with its optimizer state takes 126.0 KiB", 1, true), text)
   end)
 
+  -- One failure is survived, since the engine collects and tries again; two in a row get through.
   it("goes on, or is refused and the engine closed, where memory runs out while chunks are made anew", function()
     local closed, went_on, was = 0, 0, finer.split
     for n = 0, 600, os.getenv "PS_FULL" and 1 or 75 do
@@ -191,7 +192,7 @@ describe("a step that does not fit", function()
         config = { plan_print = false, bf16 = { enabled = true },
           memory = { host = 450 * KIB, disk = { path = folder, limit = 8192 * KIB } } } }
       function finer.split(...)
-        ps.C.ps_test_fail_alloc(n, 1)
+        ps.C.ps_test_fail_alloc(n, n % 2 + 1)
         local ok, problem = pcall(was, ...)
         ps.C.ps_test_fail_alloc(-1, 0)
         if not ok then error(problem, 0) end
