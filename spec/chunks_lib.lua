@@ -343,13 +343,13 @@ function M.case(seed)
   return case
 end
 
--- Bytes of a case's chunks, about: 16 or 18 a parameter, and what lies at their ends.
+-- Bytes of a case's chunks, about: 10 to 18 a parameter, and what lies at their ends.
 local function state_bytes(case)
   local numel = 0
   local was = ps.set_default_device("meta")
   for _, p in ipairs(M.model_func(case)():parameters()) do numel = numel + math.ceil(p:numel() / 128) * 128 end
   ps.set_default_device(was)
-  return numel * 18
+  return numel * (case.optimizer ~= "SGD" and 18 or (case.momentum or case.groups == "sgd_rates") and 14 or 10)
 end
 
 --- A setting for a case: its budgets may be too small by a little.
