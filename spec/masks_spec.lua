@@ -35,6 +35,17 @@ for _, device in ipairs { "ref", "cpu" } do
         end
       end)
 
+      it("take no longer than their elements, however large the sample is", function()
+        local x = ps.ones({ 64 }, { dtype = dtype, device = device })
+        local began = ps.now()
+        local part = numbered(function() return F.dropout(x, 0.5, true, { first = 2 ^ 33, per_sample = 2 ^ 34 }) end)
+        assert(ps.now() - began < 5)
+        local known = numbered(function()
+          return F.dropout(x:to "ref", 0.5, true, { first = 2 ^ 33, per_sample = 2 ^ 34 })
+        end)
+        assert(same(known:to(device), part))
+      end)
+
       it("are those of the whole's heads, in forward and backward", function()
         local B, T, H, D = 2, 37, 4, 8
         local qkv = ps.randn({ B, T, 3, H, D }, { dtype = "fp32" }):to(dtype):to(device)
@@ -73,6 +84,7 @@ describe("masks of parts", function()
     for _, case in ipairs {
       { "first", function() F.dropout(x, 0.5, true, { first = -1, per_sample = 3 }) end },
       { "per_sample", function() F.dropout(x, 0.5, true, { first = 0, per_sample = -3 }) end },
+      { "elements", function() F.dropout(x, 0.5, true, { first = 0, per_sample = 2 ^ 34 + 1 }) end },
       { "samples", function() F.dropout(x, 0.5, true, { first = 0, samples = 3 }) end },
       { "first_head", function() F.attention_packed(ps.ones { 1, 2, 6 }, 1, { first_head = -1 }) end },
     } do

@@ -63,6 +63,9 @@ int infer_unary(ps_infer *f)
     return 0;
 }
 
+/* A sample's random words are made four at a time, by a counter of 32 bits. */
+static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
+
 /* Every number that dropout is given is that of an element, in a whole that is as large as numbers go at most. */
 int infer_dropout(ps_infer *f)
 {
@@ -75,6 +78,9 @@ int infer_dropout(ps_infer *f)
     if (at->first < 0 || at->per_sample < 0 || __builtin_add_overflow(at->first, x->numel_, &end))
         return ps_rule_fail(f, "first = %lld, per_sample = %lld", (long long)at->first, (long long)at->per_sample);
     if (at->per_sample == 0) at->per_sample = x->ndim > 0 && x->numel_ > 0 ? x->numel_ / x->shape_[0] : 1;
+    if (at->per_sample > MOST_OF_SAMPLE)
+        return ps_rule_fail(f, "a sample has %lld elements; random numbers are counted up to %lld",
+                            (long long)at->per_sample, (long long)MOST_OF_SAMPLE);
     return 0;
 }
 

@@ -125,14 +125,16 @@ static int dropout(ps_call *call)
     ps_view *y = &call->out[0];
     if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
     if (x->numel == 0) return 0;
-    int64_t n = a->per_sample, last = a->first + x->numel, chunks = (n + DROPOUT_BLOCK - 1) / DROPOUT_BLOCK;
-    int64_t from = a->first / n, samples = (last - 1) / n - from + 1;        /* those that x has elements of */
+    int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
+    int64_t from = a->first / n, to = (last - 1) / n;                         /* the samples that x has elements of */
+    int64_t first_block = a->first % n / DROPOUT_BLOCK;
+    int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
     struct dropout d = { .x = x->data, .y = y->data, .attrs = a,
                          .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
                          .scale = (float)(1.0 / (1.0 - a->p)) };
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
-    for (int64_t c = 0; c < samples * chunks; c++) {
-        int64_t s = from + c / chunks, begin = c % chunks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
+    for (int64_t b = first_block; b <= last_block; b++) {
+        int64_t s = from + b / blocks, begin = b % blocks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
         int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* the sample's part in x */
         if (begin < least) begin = least;
         if (end > most) end = most;
