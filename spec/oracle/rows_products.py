@@ -422,7 +422,10 @@ def column_linear_grad(d):
         all_ = [dy @ (w if out_in else w.t()), dw] + ([dy.sum(0)] if want else [])
         return [t.to(x[0].dtype) for t in all_]
     x = d.input([n, i], dtype)
-    return Case(GROUP + "ps.ops.column_linear_grad(x[1], x[2], x[3], x[4], n, 1, 0, 0, %d, %d, %d)" % (out_in, d.int(1, 8), want),
+    call = "ps.ops.column_linear_grad(x[1], x[2], x[3], x[4], n, 1, 0, 0, %d, %d, %d)" % (out_in, d.int(1, 8), want)
+    if not want:                                                      # the third output is nil
+        call = "(function(dx, dw) return dx, dw end)(%s)" % call
+    return Case(GROUP + call,
                 run, [x, d.input([n, o], dtype), d.input([o, i] if out_in else [i, o], dtype), x if d.chance(0.3) else None])
 
 
