@@ -10,9 +10,10 @@
 --                        with tp_keep_gathered
 --   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
 --                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t. dp: in a step of ZeRO's stage 1
---                        over 2 (N - 1) / N times the bytes of all parameters; dp_zero_3: 3 (N - 1) / N
+--                        over 2 (N - 1) / N times the bytes of all parameters; dp_zero_3: 3 (N - 1) / N.
+--                        pp: messages of the first of two stages over the activations [B, T, C] at the cut
 --   plan_175b_s, plan_175b_mib
---                        of bench/plan_lib.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks, not here
+--                        of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks, not here
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
 --                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
 --                        in turn with them: the medians, and what 99 of 100 take at most;
@@ -25,11 +26,12 @@ local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local lfs = require "lfs"
+local comm = require "ps.comm"
 local command_line = require "ps.command_line"
 local count = require "ps.engine.count"
 local mesh_lib = require "bench.mesh_lib"
 local paths = require "ps.paths"
-local plan_lib = require "bench.plan_lib"
+local process_lib = require "bench.process_lib"
 local tensor_parallel = require "ps.tensor_parallel"
 local F = ps.functional
 
@@ -122,6 +124,26 @@ local function data_parallel(stage)
   model:close()
   local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()     -- the mean of ranks
   return all / ((stage == 3 and 3 or 2) * (group:size() - 1) / group:size() * numel * 4)
+end
+
+-- The bytes of the messages that the first of two stages sends in a step of several micro-batches, over those of the
+-- activations [B, T, C] at the cut.
+local function pipeline()
+  local m, B, T = 4, 8, MODEL.n_positions
+  local model, optimizer = ps.initialize { quiet = true, model_func = function()
+    return require("models.gpt2").new(MODEL, { dropout = 0 })
+  end, config = { plan_print = false, optimizer = { type = "AdamW" }, gradient_accumulation_steps = m,
+    pipeline = { stages = 2 } } }
+  local x, nbytes = ps.zeros({ B, T }, { dtype = "int32" }), 0
+  comm.begin({ prof_ops = { "send" } }, false)
+  for out in model:micro_batches(x, x) do model:backward(out.loss) end
+  optimizer:step()
+  comm.stop()
+  for _, row in ipairs(comm.log_summary()) do
+    if row.op == "send of pp" then nbytes = nbytes + row.bytes * row.count end
+  end
+  model:close()
+  return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
 -- The masks of a training forward, as lists of 0 and 1 with the place of the first number in the whole: those of
@@ -289,6 +311,7 @@ local function rank_main(o)
   local result
   if o.what == "masks" then result = masks(o.tp)
   elseif o.what == "dp" then result = { dp = data_parallel(1), dp_zero_3 = data_parallel(3) }
+  elseif o.what == "pp" then result = { pp = pipeline() }
   elseif o.what == "latency" then result = latency()
   else
     ps.mesh { tp = 2 }
@@ -412,8 +435,10 @@ end
 
 local result = overlap_rows()
 if not args.overlap_only then
-  local plan = plan_lib.plan_175b()
-  result.plan_175b_s, result.plan_175b_mib = plan.seconds, plan.mib
+  -- In a process of its own: plans fork, which a process with threads may not.
+  local plan = assert(process_lib.last_json(("'%s' '%s/bench/planner.lua' --settings 0 --no-published"):format(
+    paths.exe, paths.root)), "bench/planner.lua failed")
+  result.plan_175b_s, result.plan_175b_mib = plan.plan_175b_s, plan.plan_175b_mib
   run(2, { what = "figures" })
   for key, value in pairs(read "figures.0") do result[key] = value end
   run(2, { what = "latency" })
@@ -421,6 +446,8 @@ if not args.overlap_only then
   result.dropout_masks_equal = masks_equal()
   run(2, { what = "dp" })
   for key, value in pairs(read "dp.0") do result.bytes_over_theory[key] = value end
+  run(2, { what = "pp" })
+  result.bytes_over_theory.pp = read("pp.0").pp
   if not args.figures_only then result.layouts = layout_rows() end
 end
 os.execute(("rm -rf '%s'"):format(folder))

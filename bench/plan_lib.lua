@@ -40,13 +40,14 @@ end
 
 --- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, of 64 micro-batches, by kinds of rank.
 ---@return {seconds: number, mib: number, result: ps.planning.Result} plan seconds of it all; the most that one of its
----  processes took
+---  processes took. An error where the process has made a context of psluajit: plans fork.
 function lib.plan_175b()
   local case = lib.with(lib.GPT3, { stages = 8, tp = 8, micros = 64, ranks = 256, stage = 1, device = "cuda" })
   local request = lib.on_hardware("h200x8", 2e12, case)
   request.ranks, request.kinds, request.args = case.ranks, nil, { cjson.encode(case) }
   local began = C.ps_now()
   local result = trial.run(request)
+  if result.error then error("the plan of 175 B: " .. result.error.message, 0) end
   return { seconds = C.ps_now() - began, mib = (result.rss or 0) / 2 ^ 20, result = result }
 end
 
