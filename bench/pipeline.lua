@@ -56,7 +56,7 @@ end
 local function perform(x, t, tick)
   local event, none = ffi.new("ps_pipe_event"), tensor_array(1)
   local first, last, held, most = nil, 0, 0, 0
-  check(C.ps_pipe_begin(x, nil, 0))
+  check(C.ps_pipe_begin(x, nil, 0, 0))
   while true do
     check(C.ps_pipe_next(x, event))
     local kind = event.kind

@@ -72,6 +72,43 @@ describe("a pipeline", function()
     ]])
   end)
 
+  it("comes back to Lua for forwards, recompute segments and yields alone", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local C, setup, losses = ps.C, require "ps.engine.setup", {}
+      local KINDS = { F = C.PS_ACT_FORWARD, SEGMENT = C.PS_ACT_SEGMENT, YIELD = C.PS_ACT_YIELD }
+      for _, schedule in ipairs { "1f1b", "zb_h1" } do
+        for _, recompute in ipairs { false, true } do
+          local model, optimizer = open { gradient_accumulation_steps = 3, recompute = recompute,
+            pipeline = { stages = 2, schedule = schedule, partition = "uniform" } }
+          local pipe, came, all = setup.current().pipe, {}, 0
+          local next = pipe.next
+          function pipe:next()
+            local kind, v, micro = next(self)
+            if kind then came[tonumber(kind)], all = (came[tonumber(kind)] or 0) + 1, all + 1 end
+            return kind, v, micro
+          end
+          for step = 1, 2 do                                    -- the first one begins with a dry run
+            if step == 2 then came, all = {}, 0 end
+            optimizer:zero_grad()
+            for out in model:micro_batches(x, y) do
+              losses[#losses + 1] = ("%.17g"):format(out.loss:item())
+              model:backward(out.loss)
+            end
+            optimizer:step()
+          end
+          local function of(name) return came[tonumber(KINDS[name])] or 0 end
+          local blocks = 0
+          for name in model:named_parameters() do blocks = blocks + (name:find "%.ln_1%.weight$" and 1 or 0) end
+          assert(blocks == 4 and of "F" == 3 and of "YIELD" == 3)
+          assert(of "SEGMENT" == (recompute and 3 * 2 or 0), of "SEGMENT")      -- two blocks a stage
+          assert(all == of "F" + of "YIELD" + of "SEGMENT", all)
+          model:close()
+        end
+      end
+      for i, loss in ipairs(losses) do assert(loss == losses[(i - 1) % 6 + 1], i .. ": " .. loss) end
+    ]])
+  end)
+
   it("takes OSLO's loop, a loader, and rows where nobody says how many micro-batches there are", function()
     local one, first, second = both [[
       local model, optimizer = open { gradient_accumulation_steps = PIPE and 3 or 1, pipeline = PIPE }

@@ -509,9 +509,6 @@ typedef struct ps_step_state {
   int32_t open;                /* 1: a step has begun and not ended */
   int32_t micro, n_micro;      /* actions BACKWARD and WEIGHT that are done, and all of the table */
   int32_t updating;            /* 1: an action began that updates parameters: the step cannot be given up any more */
-  int32_t crowded;             /* when the last backward became due, or began, of the first tier less than 1/8 was
-                               * free: 2; less than half: 1; else 0: whether Lua's garbage should go before the walk */
-  int32_t pad;
   double weight;               /* sum of the weights of the micro-batches that were backward */
 } ps_step_state;
 typedef struct ps_step ps_step;
@@ -573,6 +570,11 @@ int ps_resume(ps_ctx *ctx, int n_keep, ps_tensor *const *keep);
 int ps_is_suspended(const ps_ctx *ctx);
 /* The action under way, if any, failed and counts as not begun. A forward gives its random numbers back. */
 void ps_step_abandon(ps_step *step);
+/* 1: before the BACKWARD, INPUT or WEIGHT that comes next, Lua's garbage should go, and the caller collects it: of the
+ * first tier less than 1/8 is free, or less than half and it last went PS_UNCOLLECTED micro-batches ago. 0: not now. It
+ * never fails. */
+enum { PS_UNCOLLECTED = 16 };
+int ps_step_collects(ps_step *step);
 /* Ends the step. *trace: the trace of this step, the expected one's number when it went as expected; -1: none.
  * PS_ESTATE: actions are still due. trace NULL: the step is given up. Its gradients are dropped (an error: some stayed,
  * and a later call drops them), and the next step has its dropout numbers. */
@@ -583,8 +585,8 @@ int ps_step_end(ps_step *step, int32_t *trace);
  * has a row of actions for each rank, in which ps_action.vstage counts through the whole model. The kinds below are of
  * tables alone. SEND_F, RECV_F: what this virtual stage gives to the next one's forward, and what it takes from the one
  * before. SEND_B, RECV_B: the gradient that it gives back, and the one that it takes. YIELD: the script's loop gets the
- * loss of the micro-batch; vstage is 0. */
-enum { PS_ACT_SEND_F = 16, PS_ACT_RECV_F, PS_ACT_SEND_B, PS_ACT_RECV_B, PS_ACT_YIELD };
+ * loss of the micro-batch; vstage is 0. SEGMENT is in no table, but an event of the executor's (ps_pipe_event). */
+enum { PS_ACT_SEND_F = 16, PS_ACT_RECV_F, PS_ACT_SEND_B, PS_ACT_RECV_B, PS_ACT_YIELD, PS_ACT_SEGMENT };
 enum { PS_PIPE_GPIPE, PS_PIPE_1F1B, PS_PIPE_INTERLEAVED, PS_PIPE_LOOPED_BFS, PS_PIPE_ZB_H1, PS_PIPE_ZB_V,
   PS_PIPE_SCHEDULES, PS_PIPE_CUSTOM = PS_PIPE_SCHEDULES };
 typedef struct ps_pipe_spec {
@@ -1046,14 +1048,18 @@ int ps_group_send(ps_group *group, ps_tensor *t, int peer);     /* the peer call
 int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
 
 /* -- pipelines: the executor performs one rank's row of a lowered table (src/pipe/exec.c) -------------------------
- * It sends, receives and keeps what goes between virtual stages, computes weight gradients that were put off, and has
- * gradients reduced. What needs the model's code or the script it hands out:
+ * It sends, receives and keeps what goes between virtual stages, goes backward, computes weight gradients that were put
+ * off, and has gradients reduced. What needs the model's code or the script it hands out:
  *     ps_pipe_expect for each virtual stage and micro-batch, where they are not as before
  *     ps_step_begin, unless there is no step; ps_pipe_begin
  *     ps_pipe_next -> an event; its work; ps_pipe_done      until the event is the end (PS_ACT_NONE)
- * The work of a FORWARD, BACKWARD or INPUT begins with ps_step_next and ends with ps_step_done, in a step that has one.
- * An error ends the step: ps_pipe_abort tells the other ranks, whose calls fail with the text. Transfers go on beside
- * the work: a message leaves when its action is done, and what the next action needs is on its way meanwhile. */
+ * The work of a FORWARD begins with ps_step_next and ends with ps_step_done, in a step. That of a YIELD is the body of
+ * the script's loop, in which ps_pipe_mark is called. That of a SEGMENT is to run a recompute segment again, at which
+ * the walk of a BACKWARD or INPUT stopped, and ps_backward_splice. Other actions of the step are events before they are
+ * performed in two cases: Lua's garbage should go (ps_step_collects), or a listener wants to know (`tells` of
+ * ps_pipe_begin). An error ends the step: ps_pipe_abort tells the others, whose calls fail with the text. Transfers go
+ * on beside the work: a message leaves when its action is done, and what the next action needs is on its way
+ * meanwhile. */
 typedef struct ps_pipe ps_pipe;
 enum { PS_PIPE_CARRY = 16 };   /* the most tensors that a virtual stage gives to the next one */
 typedef struct ps_pipe_tensor {
@@ -1062,15 +1068,17 @@ typedef struct ps_pipe_tensor {
   int64_t shape[8];
 } ps_pipe_tensor;
 typedef struct ps_pipe_event {
-  int32_t kind;                /* FORWARD, BACKWARD, INPUT, YIELD; without a step WEIGHT and REDUCE, too. NONE: the row
-                                * is done */
+  int32_t kind;                /* FORWARD, YIELD, SEGMENT. NONE: the row is done. BACKWARD, INPUT, WEIGHT, REDUCE: in a
+                                * step the executor performs it next; without one it is the caller's */
   int32_t vstage, local;       /* of the model, and among those of this rank */
   int32_t micro;
   int32_t n, n_before;
+  int32_t collect, pad;        /* collect: 1: Lua's garbage should go now */
   ps_tensor *const *in;        /* [n] of a FORWARD: what the virtual stage before gave; lent until ps_pipe_done */
   const ps_action *before;     /* [n_before] the row's actions between the event before and this one, which the executor
                                 * performed; lent as long as the table */
-  double seconds;              /* that weight gradients and reductions among them took */
+  int64_t segment;             /* of a SEGMENT: its number, which ps_segment_new gave */
+  double seconds;              /* that backwards, weight gradients and reductions took since the event before */
   double loss;                 /* of a YIELD */
 } ps_pipe_event;
 /* Opens the executor of this rank, whose number in the group is that of its row. All ranks of the group call it, with
@@ -1088,26 +1096,26 @@ int ps_pipe_clock(ps_pipe *x, const ps_pipe_cost *costs, const ps_pipe_link *lin
 int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_span **spans);
 /* Begins a step. step: the one under way, whose table has the row's forwards, backwards and reductions in their order,
  * with virtual stages by their numbers on this rank; lent until the end. NULL: there is none, as of a table of forwards
- * alone; weight gradients and reductions are events then. dry: no message goes and none is waited for; tensors have no
- * contents, losses are 0. PS_ESTATE: one is under way. */
-int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry);
-/* Settings for the last WEIGHT of each virtual stage (ps_step_next), copied, before the first of these. Without this
- * call they are as NULL. PS_ESTATE: no step is under way. PS_ENOMEM. */
+ * alone; all actions are the caller's then. dry: no message goes and none is waited for; tensors have no contents,
+ * losses are 0. tells: 1: every action of the step is an event before it is performed. PS_ESTATE: one is under way. */
+int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells);
+/* Settings for the last BACKWARD or WEIGHT of each virtual stage (ps_step_next), copied, before the first of these; the
+ * weight is that of ps_pipe_mark. Without this call they are as NULL. PS_ESTATE: no step is under way. PS_ENOMEM. */
 int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);
+/* Of a micro-batch whose YIELD was handed out: its weight in the step (ps_action_how). root: what the script made of
+ * the loss, from which the walk begins, on the rank of the last virtual stage; held until then; NULL: the loss itself.
+ * Without this call the weight is 0. PS_ESTATE: no step is under way. PS_ERANGE: no such micro-batch. PS_EINVAL: a root
+ * elsewhere. PS_ESTALE: its bytes are gone. */
+int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight);
 /* The event that is due. It may wait for messages: PS_EINVAL: another one came than the table says. PS_ETIME, PS_EIO:
  * as of groups; the message names rank and action. PS_ESTATE: no step is under way, the event before is not done, or
- * the step's table is not that of the row. Else errors of weight gradients (ps_backward_weights) and of
- * ps_step_done, which leave the step's action under way. */
+ * the step's table is not that of the row. Else errors of a walk (ps_backward_begin_n), of weight gradients
+ * (ps_backward_weights) and of ps_step_done, which leave the step's action under way. PS_EINVAL: a tensor that was
+ * expected to have a gradient has none. */
 int ps_pipe_next(ps_pipe *x, ps_pipe_event *out);
-/* Walks backward (ps_backward_begin_n) from what the virtual stage of a BACKWARD or INPUT gave, with the gradients that
- * came back. root: of the last virtual stage, what the script made of the loss, with its gradient or NULL; NULL: the
- * loss; elsewhere NULL. 0: the walk is over, or there is nothing to walk. 1: it stopped at a segment; the caller goes
- * on by ps_backward_splice and ps_backward_next. PS_ESTATE: another event is under way. Else errors of these. */
-int ps_pipe_walk(ps_pipe *x, ps_tensor *root, ps_tensor *gradient, int64_t *segment);
 /* The event's work is done. Of a FORWARD: out [n] what the virtual stage gives to the next one, as ps_pipe_expect says;
  * of the last virtual stage the loss, a single number, and what else the caller wants to keep with it. Of others n is
- * 0. PS_EINVAL: other tensors, or a tensor that was expected to have a gradient has none. Else errors of
- * ps_pipe_next. */
+ * 0. PS_EINVAL: other tensors. Else errors of ps_pipe_next. */
 int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out);
 /* This rank failed, or gives the step up. Nothing of the step is kept. why: text for the other ranks, whose calls then
  * fail; NULL: they are not told (the other ranks failed, or there are none). */

@@ -286,7 +286,9 @@ function M.recompute(fn, ...)
   return unpack(results, 1, results.n)
 end
 
-local function run_segment(id)
+--- Runs the function of a segment again, at which a walk stopped, and splices what it records into the walk.
+---@param id integer
+function M.run_again(id)
   local s = segments[id]
   if not s then error("the function of a recompute segment is gone", 0) end
   local rng = C.ps_rng_get(ctx)
@@ -329,7 +331,7 @@ local function walk(rc)
       if rc == C.PS_ENOMEM then collectgarbage() end
       F.raise(rc)
     end
-    run_segment(tonumber(id_out[0]))
+    M.run_again(tonumber(id_out[0]))
     rc = C.ps_backward_next(ctx, id_out)
   end
 end
@@ -351,12 +353,6 @@ function M.walk_back(t, gradient)
   root_in[0], gradient_in[0] = t, gradient
   walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out))
 end
-
---- A walk that C begins: `begin(what, root, NULL, id)` gives what ps_backward_next gives, and *id as it does.
----@param begin ffi.cdata* a C function
----@param what ffi.cdata*
----@param root ps.Tensor?
-function M.walk_by(begin, what, root) walk_on(begin(what, root, nil, id_out)) end
 
 --- Computes the gradients of the leaves that t was made from, and adds them to those that are there. The loss of a
 --- micro-batch of ps.initialize's model is weighed as by model:backward.

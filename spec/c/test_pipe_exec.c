@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The executor of pipelines, with threads as ranks and a wire in memory: every schedule gives the gradients of the
  * uncut model bit for bit, and by the virtual clock the simulator's course; a message that is late or another one. Each
- * rank has an engine and a step; the executor performs weight gradients and reductions by itself. */
+ * rank has an engine and a step; the executor performs backwards, weight gradients and reductions by itself. */
 #include <pthread.h>
 #include "check.h"
 #include "pipe/exec.h"
@@ -224,13 +224,12 @@ static int step_begin(ps_step *step, const ps_pipe_table *t, int rank, bool swap
 
 static int step_next(ps_step *step, const ps_pipe_event *e)
 {
-    ps_action_how how = { .weight = 1, .scale = 1 };
-    return step && e->kind != PS_ACT_YIELD ? ps_step_next(step, e->kind, &how) : 0;
+    return step && e->kind == PS_ACT_FORWARD ? ps_step_next(step, e->kind, &(ps_action_how){ .scale = 1 }) : 0;
 }
 
 static int step_done(ps_step *step, const ps_pipe_event *e)
 {
-    return step && e->kind != PS_ACT_YIELD ? ps_step_done(step) : 0;
+    return step && e->kind == PS_ACT_FORWARD ? ps_step_done(step) : 0;
 }
 
 static int step_end(ps_step *step)
@@ -255,6 +254,8 @@ typedef struct rank {
     const ps_pipe_link *link;
     int number, steps, rc, fails_at;        /* fails_at: its event of this number fails; -1: none */
     bool dry, small, swaps;                 /* small: it expects other shapes; swaps: step_begin */
+    bool again, tells;                      /* again: forwards are recompute segments; tells: ps_pipe_begin */
+    int n_segments, n_told;
     char error[600];
     float (*grads)[N];
     double losses[MICROS];
@@ -262,17 +263,38 @@ typedef struct rank {
     ps_pipe_rank_times times;
 } rank;
 
+/* A forward that keeps nothing for its backward, which runs it again. */
+static ps_tensor *segment(ps_ctx *ctx, ps_tensor *w, ps_tensor *in, bool last)
+{
+    int64_t id;
+    ps_segment_begin(ctx);
+    ps_set_grad_enabled(ctx, 0);
+    ps_tensor *out = forward(ctx, w, in, last);
+    ps_set_grad_enabled(ctx, 1);
+    OK(ps_segment_new(ctx, 1, &in, 1, &out, &id));
+    return out;
+}
+
+/* How many actions of the row the executor performs by itself, of one kind or another. */
+static int count_own(const rank *r, int one, int other)
+{
+    int n = 0;
+    const pipe_row *row = &r->t->rows[r->number];
+    for (int32_t i = 0; i < row->n; i++) n += row->actions[i].kind == one || row->actions[i].kind == other;
+    return n;
+}
+
 static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_step *step, const ps_pipe_table *t, ps_tensor **w)
 {
     int last = r->t->spec.vstages - 1, events = 0;
     int32_t seen = 0;                       /* actions of the row before the one that is due */
     ps_tensor *given = NULL;                /* the output of the forward before this event */
+    ps_tensor *ins[VSTAGES][MICROS] = { { NULL } };             /* of segments, until they have run again */
     if (step) PS_TRY(step_begin(step, t, r->number, r->swaps));
-    PS_TRY(ps_pipe_begin(x, step, r->dry));
+    PS_TRY(ps_pipe_begin(x, step, r->dry, r->tells));
     for (;;) {
         ps_pipe_event e;
         ps_tensor *out = NULL, *in;
-        int64_t segment;
         int next = ps_pipe_next(x, &e);
         if (next == 0 && given) CHECK(!ps_tensor_alive(given));      /* sent: its bytes have gone */
         ps_tensor_release(given);
@@ -280,21 +302,30 @@ static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_step *step, const ps_pip
         PS_TRY(next);
         for (int32_t i = 0; i < e.n_before; i++)
             CHECK(!memcmp(&e.before[i], &t->rows[r->number].actions[seen++], sizeof *e.before));
+        const ps_action *due = &t->rows[r->number].actions[seen];
         if (e.kind == PS_ACT_NONE) return CHECK(seen == t->rows[r->number].n), step_end(step);
-        seen++;
+        if (e.kind == PS_ACT_FORWARD || e.kind == PS_ACT_YIELD) seen++;
+        CHECK(e.vstage == due->vstage && e.micro == due->micro && (e.kind == due->kind || e.kind == PS_ACT_SEGMENT));
         if (events++ == r->fails_at) return ps_fail(PS_ERANGE, "rank %d had enough", r->number);
         PS_TRY(step_next(step, &e));
         if (e.kind == PS_ACT_FORWARD) {
             CHECK(e.n == (e.vstage > 0) && e.local == r->t->local_of[e.vstage]);
             in = e.vstage ? e.in[0] : drawn(ctx, 1000 + e.micro);
-            out = forward(ctx, w[e.vstage], in, e.vstage == last);
+            out = (r->again ? segment : forward)(ctx, w[e.vstage], in, e.vstage == last);
+            if (r->again) ps_tensor_retain(ins[e.vstage][e.micro] = in);
             if (!e.vstage) ps_tensor_release(in);
-        } else if (e.kind == PS_ACT_BACKWARD || e.kind == PS_ACT_INPUT) {
-            int rc = ps_pipe_walk(x, NULL, NULL, &segment);
-            CHECK(rc == 0);
-            PS_TRY(rc);
-        } else if (e.kind == PS_ACT_YIELD) {
+        } else if (e.kind == PS_ACT_SEGMENT) {
+            CHECK(due->kind == PS_ACT_BACKWARD || due->kind == PS_ACT_INPUT);
+            ps_tensor *y = forward(ctx, w[e.vstage], ins[e.vstage][e.micro], e.vstage == last);
+            OK(ps_backward_splice(ctx, 1, &y));
+            ps_tensor_release(y), ps_tensor_release(ins[e.vstage][e.micro]);
+            r->n_segments++;
+        } else if (e.kind != PS_ACT_YIELD) {
+            CHECK(r->tells && due == &t->rows[r->number].actions[seen]);
+            r->n_told++;
+        } else {
             r->losses[e.micro] = e.loss;
+            if (step) PS_TRY(ps_pipe_mark(x, e.micro, NULL, 1));
             meet(e.micro);
         }
         int rc = step_done(step, &e);
@@ -408,7 +439,7 @@ static void check_came(const ps_pipe_table *t, int of)
     CHECK(n == o.n_came[of]);
 }
 
-/* Every schedule, by a clock with and without links. */
+/* Every schedule, by a clock with and without links; and with segments that run again and actions that are told. */
 static void test_schedules(void)
 {
     static const struct { int schedule, p, v, m; } of[] = {
@@ -417,7 +448,8 @@ static void test_schedules(void)
         { PS_PIPE_LOOPED_BFS, 4, 2, 8 }, { PS_PIPE_LOOPED_BFS, 3, 2, 2 }, { PS_PIPE_ZB_H1, 4, 1, 8 },
         { PS_PIPE_ZB_H1, 8, 1, 8 }, { PS_PIPE_ZB_V, 4, 2, 8 }, { PS_PIPE_ZB_V, 2, 2, 1 }, { PS_PIPE_ZB_V, 8, 2, 8 } };
     for (size_t k = 0; k < sizeof of / sizeof *of; k++)
-        for (int links = 0; links < 2; links++) {
+        for (int way = 0; way < 3; way++) {
+            int links = way == 1;
             ps_pipe_table *t = make(of[k].schedule, of[k].p, of[k].v, of[k].m, 0);
             ps_pipe_cost costs[VSTAGES];
             ps_pipe_link link = { .latency = links ? 3 : 0, .rate = links ? 2 : 0 };
@@ -427,11 +459,15 @@ static void test_schedules(void)
                 costs[v] = (ps_pipe_cost){ .forward = 1 + links * v % 5, .input = 1 + links * v % 3, .weight = 1,
                                            .nbytes = 1 + v };
             prepare(t, costs, &link);
+            for (int i = 0; i < of[k].p; i++) ranks[i].again = ranks[i].tells = way == 2;
             run_whole(t->spec.vstages, of[k].m, whole_grads, losses);
             run_ranks(of[k].p);
             OK(ps_pipe_simulate(t, costs, &link, &times, NULL, simulated_of));
             for (int i = 0; i < of[k].p; i++) {
+                int walks = count_own(&ranks[i], PS_ACT_BACKWARD, PS_ACT_INPUT);
                 CHECK(ranks[i].rc == 0);
+                CHECK(ranks[i].n_segments == (way == 2 ? walks : 0));
+                CHECK(ranks[i].n_told == (way == 2 ? walks + count_own(&ranks[i], PS_ACT_WEIGHT, PS_ACT_REDUCE) : 0));
                 CHECK(!memcmp(ranks[i].losses, losses, sizeof *losses * (size_t)of[k].m));
                 CHECK(!memcmp(spans[i], simulated[i], sizeof **spans * (size_t)t->rows[i].n));
                 check_came(t, i);
@@ -473,7 +509,7 @@ static void test_faults(void)
 {
     ps_pipe_table *t = make(PS_PIPE_1F1B, 4, 1, 8, 0), *other = make(PS_PIPE_GPIPE, 4, 1, 8, 0);
     for (int who = 0; who < 4; who++)
-        for (int at = 0; at < 24; at += 3) {
+        for (int at = 0; at < 16; at += 3) {               /* of its 8 forwards and 8 yields */
             prepare(t, NULL, NULL);
             ranks[who].fails_at = at;
             run_ranks(4);
@@ -545,7 +581,6 @@ static void test_misuse(void)
     ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { N } };
     ps_pipe_rank_times times;
     const ps_pipe_span *spans_;
-    int64_t segment;
     if (!OK(ps_ctx_new(&ctx)) || !OK(ps_pipe_table_new(&spec, &t))) return;
     wire *mine = calloc(1, sizeof *mine);
     *mine = (wire){ { &box }, 0 };
@@ -558,6 +593,7 @@ static void test_misuse(void)
     FAILS(ps_pipe_next(x, &e), PS_ESTATE, "no step");
     FAILS(ps_pipe_settings(x, &(ps_action_how){ .scale = 1 }), PS_ESTATE, "no step");
     FAILS(ps_pipe_done(x, 0, NULL), PS_ESTATE, "no action");
+    FAILS(ps_pipe_mark(x, 0, NULL, 1), PS_ESTATE, "no step");
     FAILS(ps_pipe_expect(x, 2, 0, 1, &carry), PS_ERANGE, "virtual stage 2");
     FAILS(ps_pipe_expect(x, 0, 0, PS_PIPE_CARRY + 1, &carry), PS_EINVAL, "at most 16");
     FAILS(ps_pipe_measured(x, &times, &spans_), PS_ESTATE, "no virtual clock");
@@ -566,12 +602,13 @@ static void test_misuse(void)
     int64_t half = N / 2;
     OK(ps_tensor_new(ctx, PS_F32, 0, 1, &half, &small));
     for (int round = 0; round < 3; round++) {
-        OK(ps_pipe_begin(x, step, 0));
-        FAILS(ps_pipe_begin(x, step, 0), PS_ESTATE, "under way");
+        OK(ps_pipe_begin(x, step, 0, 0));
+        FAILS(ps_pipe_begin(x, step, 0, 0), PS_ESTATE, "under way");
+        FAILS(ps_pipe_mark(x, 1, NULL, 1), PS_ERANGE, "no micro-batch 1 in a table of 1");
+        FAILS(ps_pipe_mark(x, -1, NULL, 1), PS_ERANGE, "no micro-batch -1");
         FAILS(ps_pipe_expect(x, 0, 0, 1, &carry), PS_ESTATE, "under way");
         OK(ps_pipe_next(x, &e));
         FAILS(ps_pipe_next(x, &e), PS_ESTATE, "not done");
-        FAILS(ps_pipe_walk(x, NULL, NULL, &segment), PS_ESTATE, "no backward");
         if (round == 0) FAILS(ps_pipe_done(x, 0, NULL), PS_EINVAL, "virtual stage 0 gave 0 tensors");
         if (round == 1) FAILS(ps_pipe_done(x, 1, &small), PS_EINVAL, "another type, device or shape");
         if (round < 2) FAILS(ps_pipe_next(x, &e), PS_ESTATE, "failed");
@@ -604,11 +641,12 @@ static void test_context_ends(void)
     for (int i = 0; i < 3; i++) OK(ps_pipe_expect(x, 0, i, 1, &carry));
     ps_step *step = NULL;
     OK(step_open(ctx, &step));
-    OK(ps_pipe_begin(x, step, 0));
+    OK(ps_pipe_begin(x, step, 0, 0));
     for (int i = 0; i < 2; i++) {
         ps_tensor *given = drawn(ctx, i);
         OK(ps_pipe_next(x, &e));
         CHECK(e.kind == PS_ACT_FORWARD);
+        FAILS(ps_pipe_mark(x, 0, given, 1), PS_EINVAL, "rank 1, which has the last virtual stage; this is rank 0");
         if (i == 0) OK(ps_pipe_done(x, 1, &given));
         ps_tensor_release(given);
     }
@@ -616,7 +654,7 @@ static void test_context_ends(void)
     ps_ctx_free(ctx);
     CHECK(o.failed && strstr(o.why, "context was closed"));
     FAILS(ps_pipe_next(x, &e), PS_ESTATE, "no step");
-    FAILS(ps_pipe_begin(x, step, 0), PS_ESTATE, "context is closed");
+    FAILS(ps_pipe_begin(x, step, 0, 0), PS_ESTATE, "context is closed");
     ps_pipe_close(x);
     ps_step_free(step);
     ps_pipe_table_free(t);
@@ -627,18 +665,16 @@ static int quiet_step(ps_ctx *ctx, ps_pipe *x, const ps_pipe_table *t, ps_step *
 {
     int last = t->spec.vstages - 1;
     PS_TRY(step_begin(step, t, 0, false));
-    PS_TRY(ps_pipe_begin(x, step, 0));
+    PS_TRY(ps_pipe_begin(x, step, 0, 0));
     for (;;) {
         ps_pipe_event e;
         ps_attrs_sum attrs = { 0 };
         ps_tensor *y[PS_MAX_OUT] = { NULL }, *loss[PS_MAX_OUT] = { NULL };
-        int64_t segment;
         int rc = ps_pipe_next(x, &e);
         if (rc < 0) return rc;
         if (e.kind == PS_ACT_NONE) return step_end(step);
         rc = step_next(step, &e);
-        if (rc == 0 && (e.kind == PS_ACT_BACKWARD || e.kind == PS_ACT_INPUT))
-            rc = ps_pipe_walk(x, NULL, NULL, &segment);
+        if (rc == 0 && e.kind == PS_ACT_YIELD) rc = ps_pipe_mark(x, e.micro, NULL, 1);
         if (rc == 0 && e.kind == PS_ACT_FORWARD) {
             ps_tensor *in[] = { e.vstage ? e.in[0] : batch[e.micro], w[e.vstage] };
             rc = ps_apply(ctx, PS_OP_mul, 2, in, &attrs, 4, y);

@@ -31,6 +31,7 @@ struct ps_step {
     int32_t n_vstages, stages_capacity;
     double *weights;              /* [n_actions] of a micro-batch, at the place of its first backward */
     int32_t weights_capacity;
+    int32_t collected;            /* micro-batches that were done when Lua's garbage last went (ps_step_collects) */
     bool measures;                /* the table has a norm */
     bool ahead;                   /* several micro-batches of a virtual stage are in flight, or weight gradients are put
                                    * off: gradients of tables are not kept from forward to backward */

@@ -156,7 +156,7 @@ static int take_table(ps_step *s, const ps_step_config *c)
     s->n_vstages = n_vstages;
     s->measures = measures;
     s->ahead = ahead;
-    s->cursor = 0;
+    s->cursor = s->collected = 0;
     s->is = (ps_step_state){ .open = 1, .due = s->actions[0], .n_micro = n_micro };
     s->how = (ps_action_how){ .scale = 1 };
     return 0;
@@ -315,9 +315,7 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* Lua's garbage should go before a walk, which cannot call the collector: at once (2) where less than an eighth of the
- * first tier is free, now and then (1) where less than half is. Scratch of kernels whose backend does not tell it to a
- * dry run may need the bytes. */
+/* How full the first tier is: 2 where less than an eighth is free, 1 where less than half is. */
 static int crowded(const ps_step *s)
 {
     ps_tier_info tier;
@@ -325,6 +323,20 @@ static int crowded(const ps_step *s)
     ps_tier_get(s->engine->chunks, 0, &tier);
     if (tier.budget == 0 || tier.free >= tier.budget / 2) return 0;
     return tier.free < tier.budget / 8 ? 2 : 1;
+}
+
+/* Lua's small tensors wait for its collector, which a walk cannot call. A plan counts those of PS_UNCOLLECTED
+ * micro-batches together: without a bound they would fill any budget. So they go that often where the tier is crowded,
+ * and each time where it is nearly full: scratch of kernels whose backend does not tell it to a dry run may need the
+ * bytes. A machine that is not here has no such kernels. */
+int ps_step_collects(ps_step *s)
+{
+    int level = crowded(s);
+    if (level == 0) return 0;
+    if ((level == 1 || s->ctx->devices[s->engine->host]->pretends) && s->is.micro < s->collected + PS_UNCOLLECTED)
+        return 0;
+    s->collected = s->is.micro;
+    return 1;
 }
 
 int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
@@ -355,7 +367,6 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
         if (how->numbered) s->ctx->rng.op = how->first_op, s->ctx->rng.sample = how->sample;
     }
     if (comes_first(s, at)) s->weights[at] = how->weight;
-    if (walks(&s->is.now) || adds(&s->is.now)) s->is.crowded = crowded(s);
     if (how->overlap || kind == PS_ACT_UPDATE) s->is.updating = 1;
     if (at == s->at) return 0;
     s->at = at;
@@ -389,7 +400,6 @@ int ps_step_done(ps_step *s)
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);
-    if (walks(&s->is.due) || adds(&s->is.due)) s->is.crowded = crowded(s);
     return 0;
 }
 

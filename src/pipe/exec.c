@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The executor: performs one rank's row of a table. It owns the tensors that go between virtual stages. Each (virtual
  * stage, micro-batch) has a slot for them, from its forward to its backward. Tensors in slots are held, so that no
- * scope of the script drops their bytes. Forwards, backwards and yields are events that the caller works on; transfers,
- * weight gradients and reductions it performs by itself, as actions of the step that the row is of. */
+ * scope of the script drops their bytes. Forwards and yields are events that the caller works on. Transfers, backwards,
+ * weight gradients and reductions it performs by itself, the last three as actions of the step that the row is of. A
+ * walk that comes to a recompute segment stops there, and goes on behind the event that has the segment run again. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -21,6 +22,7 @@ typedef struct slot {
     bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
     bundle out;                     /* the tensors that the forward gave, or the loss */
     bundle out_grad;                /* gradients of `out`, from their coming to the backward */
+    ps_tensor *root;                /* held: the walk of the last virtual stage begins from it; NULL: from the loss */
     bool bounded;                   /* `in` is a boundary */
     bool sent;                      /* `out` has gone to another rank: it is held no more, and keeps its bytes only as
                                      * long as the wire or the tape holds them */
@@ -47,20 +49,23 @@ struct ps_pipe {
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
     double *losses;                 /* [micro_batches] losses that came, or were made here */
+    double *weights;                /* [micro_batches] of ps_pipe_mark */
     void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
     void **sends;                   /* [n_sends] under way */
     int32_t n_sends, sends_capacity;
     incoming *posted;               /* [n_posted] receives of the actions that come next, in the row's order; those
                                      * before `first_posted` are over */
     int32_t n_posted, posted_capacity, first_posted;
-    bool open, dry;
+    bool open, dry, tells;
     ps_step *step;                  /* that the row's actions are of; NULL: all of them are the caller's */
-    ps_action_how last;             /* settings of the last WEIGHT of each virtual stage */
+    ps_action_how last;             /* settings of the last BACKWARD or WEIGHT of each virtual stage */
     ps_update_group *groups;        /* [last.n_groups] or NULL */
     int32_t groups_capacity;
-    bool acts;                      /* an event was handed out and is not done */
+    int32_t event;                  /* kind of the event that was handed out and is not done; NONE: there is none */
+    bool told;                      /* the action that is due was an event before it is performed */
+    bool stopped;                   /* the walk of the action that is due stopped at a segment */
     bool broken;                    /* the step failed */
-    double seconds;                 /* of weight gradients and reductions since the last event */
+    double seconds;                 /* that the step's actions took here since the last event */
     int32_t cursor;                 /* place of the action that is due, or under way */
     int32_t ahead;                  /* receives before this place are posted */
     bool has_clock;                 /* the virtual clock is on */
@@ -120,6 +125,8 @@ static void let_slot_go(slot *s)
     let_go(&s->in_grad);
     let_out_go(s);
     let_go(&s->out_grad);
+    let_one_go(s->root);
+    s->root = NULL;
     s->bounded = false;
 }
 
@@ -159,6 +166,7 @@ void ps_pipe_close(ps_pipe *x)
     ps_free(x->slots);
     ps_free(x->expected);
     ps_free(x->losses);
+    ps_free(x->weights);
     ps_free(x->loss_requests);
     ps_free(x->sends);
     ps_free(x->posted);
@@ -188,12 +196,13 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
     x->slots = ps_alloc0((size_t)x->n_local * m * sizeof *x->slots);
     x->expected = ps_alloc0(v * m * sizeof *x->expected);
     x->losses = ps_alloc0(m * sizeof *x->losses);
+    x->weights = ps_alloc0(m * sizeof *x->weights);
     x->loss_requests = ps_alloc0(m * sizeof *x->loss_requests);
     x->costs = ps_alloc0(v * sizeof *x->costs);
     x->spans = ps_alloc0((size_t)row_of(x)->n * sizeof *x->spans);
     for (int d = 0; d < PIPE_DIRECTIONS; d++) x->free[d] = ps_alloc0(v * sizeof *x->free[d]);
-    if (!x->slots || !x->expected || !x->losses || !x->loss_requests || !x->costs || !x->spans || !x->free[PIPE_UP] ||
-        !x->free[PIPE_DOWN]) {
+    if (!x->slots || !x->expected || !x->losses || !x->weights || !x->loss_requests || !x->costs || !x->spans ||
+        !x->free[PIPE_UP] || !x->free[PIPE_DOWN]) {
         size_t nbytes = (size_t)x->n_local * m * sizeof *x->slots;
         ps_pipe_close(x);
         return ps_fail_nomem(nbytes);
@@ -482,19 +491,22 @@ static int take_loss(ps_pipe *x, int32_t micro)
 /* -- events -------------------------------------------------------------------------------------------------------- */
 static const ps_action_how plain_how = { .scale = 1 };
 
-int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry)
+int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
 {
     if (x->ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
     x->open = true;
     x->dry = dry;
+    x->tells = tells;
     x->step = step;
     x->last = plain_how;
-    x->acts = x->broken = false;
+    x->event = PS_ACT_NONE;
+    x->told = x->stopped = x->broken = false;
     x->cursor = x->ahead = 0;
     x->clock = 0;
     for (int d = 0; d < PIPE_DIRECTIONS; d++) memset(x->free[d], 0, (size_t)x->t->spec.vstages * sizeof *x->free[d]);
     memset(x->losses, 0, (size_t)x->t->spec.micro_batches * sizeof *x->losses);
+    memset(x->weights, 0, (size_t)x->t->spec.micro_batches * sizeof *x->weights);
     int rc = post_losses(x);
     x->broken = rc < 0;
     return rc;
@@ -509,6 +521,25 @@ int ps_pipe_settings(ps_pipe *x, const ps_action_how *how)
     }
     x->last = *how;
     if (how->groups) x->last.groups = x->groups;
+    return 0;
+}
+
+int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight)
+{
+    int32_t last = x->t->spec.vstages - 1;
+    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
+    if (micro < 0 || micro >= x->t->spec.micro_batches)
+        return ps_fail(PS_ERANGE, "there is no micro-batch %d in a table of %d", micro, x->t->spec.micro_batches);
+    if (root && x->t->rank_of[last] != x->rank)
+        return ps_fail(PS_EINVAL, "a backward begins from a loss on rank %d, which has the last virtual stage; this is "
+                       "rank %d", x->t->rank_of[last], x->rank);
+    if (root) {
+        slot *s = slot_of(x, last, micro);
+        PS_TRY(ps_tensor_check_alive(root));
+        let_one_go(s->root);
+        s->root = ps_tensor_hold(root);
+    }
+    x->weights[micro] = weight;
     return 0;
 }
 
@@ -539,9 +570,18 @@ static void tell(ps_pipe *x, const ps_action *a)
     if (!x->dry) x->wire->table->at(x->wire, &tag);
 }
 
+/* Hands an event of this kind out, with the virtual stage and micro-batch of the action that is due. */
+static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
+{
+    const ps_action *a = due(x);
+    x->event = kind;
+    return (ps_pipe_event){ .kind = kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
+}
+
+/* Begins an action that is the caller's. */
 static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
-    ps_pipe_event e = { .kind = a->kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
+    ps_pipe_event e = hand_out(x, a->kind);
     if (a->kind == PS_ACT_YIELD) {
         PS_TRY(take_loss(x, a->micro));
         e.loss = x->losses[a->micro];
@@ -576,6 +616,7 @@ static void go_past(ps_pipe *x, const ps_action *a)
     if (x->has_clock) x->clock += pipe_cost_of(x->costs, a);
     x->spans[x->cursor] = (ps_pipe_span){ begin, x->clock };
     x->cursor++;
+    x->told = false;
 }
 
 static int check_due(const ps_pipe *x, const ps_action *a)
@@ -586,48 +627,128 @@ static int check_due(const ps_pipe *x, const ps_action *a)
                    "another action", pipe_kind_text(a->kind), a->vstage, a->micro);
 }
 
-/* Performs weight gradients, or a reduction. An error leaves the step's action under way, as one of ps_step_done. */
-static int perform(ps_pipe *x, const ps_action *a)
+static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
+
+/* Walks backward from what a virtual stage gave, with the gradients that came back. 1: it stopped at a segment. */
+static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
-    bool last = a->kind == PS_ACT_WEIGHT && a->micro == x->t->spec.micro_batches - 1;
-    tell(x, a);
-    if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
-    PS_TRY(check_due(x, a));
-    double began = ps_now();
-    PS_TRY(ps_step_next(x->step, a->kind, last ? &x->last : &plain_how));
-    if (a->kind == PS_ACT_WEIGHT) PS_TRY(ps_backward_weights(x->ctx));
-    PS_TRY(ps_step_done(x->step));
-    x->seconds += ps_now() - began;
+    ps_tensor *roots[PS_PIPE_CARRY];
+    int32_t n = 0;
+    slot *s = slot_of(x, a->vstage, a->micro);
+    if (a->vstage == x->t->spec.vstages - 1) {
+        ps_tensor *root = s->root ? s->root : s->out.n ? s->out.t[0] : NULL;
+        if (!root) return ps_fail(PS_EINVAL, "the last virtual stage goes backward without a loss");
+        return ps_backward_begin_n(x->ctx, 1, &root, NULL, segment);
+    }
+    const expected *e = expected_of(x, a->vstage, a->micro);
+    for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
+    if (!n) return 0;
+    int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
+    let_go(&s->out_grad);                                   /* only the walk has them now, so it may add in place */
+    return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
+}
+
+/* Takes the gradients of `in` from the boundary and frees the rest of the slot. Where the virtual stage before is on
+ * this rank, it gets the gradients here. */
+static int back_done(ps_pipe *x, const ps_action *a)
+{
+    slot *s = slot_of(x, a->vstage, a->micro);
+    const expected *e = a->vstage > 0 ? expected_of(x, a->vstage - 1, a->micro) : NULL;
+    ps_tensor *grads[PS_PIPE_CARRY];
+    bundle taken = { .n = 0 };
+    int rc = 0;
+    if (s->bounded) {
+        PS_TRY(ps_boundary_take(x->ctx, s->in.n, s->in.t, grads));
+        for (int32_t i = 0; i < s->in.n; i++) {
+            if (rc == 0 && e->carry[i].grad && grads[i]) rc = put(&taken, grads[i]);
+            else if (rc == 0 && e->carry[i].grad)
+                rc = ps_fail(PS_EINVAL, "no gradient came for tensor %d that virtual stage %d got for micro-batch %d",
+                             i, a->vstage, a->micro);
+            else ps_tensor_release(grads[i]);
+        }
+    }
+    let_slot_go(s);
+    s->in_grad = taken;
+    if (rc < 0 || a->vstage == 0 || pipe_link(x->t, a->vstage, a->vstage - 1) >= 0) return rc;
+    slot_of(x, a->vstage - 1, a->micro)->out_grad = taken;
+    s->in_grad.n = 0;
     return 0;
 }
 
-/* Whether the caller works on it. */
-static bool is_event(const ps_pipe *x, const ps_action *a)
+static int begin_action(ps_pipe *x, const ps_action *a)
 {
-    switch (a->kind) {
-    case PS_ACT_SEND_F: case PS_ACT_RECV_F: case PS_ACT_SEND_B: case PS_ACT_RECV_B: return false;
-    case PS_ACT_WEIGHT: case PS_ACT_REDUCE: return !x->step;
-    default: return true;
+    bool sums = a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_WEIGHT;
+    ps_action_how how = sums && a->micro == x->t->spec.micro_batches - 1 ? x->last : plain_how;
+    how.weight = x->weights[a->micro];
+    tell(x, a);
+    if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
+    return ps_step_next(x->step, a->kind, &how);
+}
+
+/* Performs an action of the step. 1: its walk stopped at a segment, and goes on here. An error leaves the step's action
+ * under way, as one of ps_step_done. */
+static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
+{
+    int rc = 0;
+    if (!x->stopped) PS_TRY(begin_action(x, a));
+    if (goes_back(a->kind)) rc = x->stopped ? ps_backward_next(x->ctx, segment) : walk(x, a, segment);
+    else if (a->kind == PS_ACT_WEIGHT) rc = ps_backward_weights(x->ctx);
+    x->stopped = rc > 0;
+    if (rc != 0) return rc;
+    PS_TRY(ps_step_done(x->step));
+    return goes_back(a->kind) ? back_done(x, a) : 0;
+}
+
+/* The action is one of the step that the executor performs. */
+static bool is_own(const ps_pipe *x, int kind)
+{
+    return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
+}
+
+/* Whether Lua has to do something before the action is performed: it is an event then. */
+static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
+{
+    if (x->told || x->stopped) return false;
+    *collect = a->kind != PS_ACT_REDUCE && ps_step_collects(x->step);
+    return *collect || x->tells;
+}
+
+/* Comes to an action of the step. 1: it is an event: one that is told, or the segment at which its walk stopped. */
+static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
+{
+    int32_t collect = 0;
+    int64_t segment = 0;
+    if (!x->stopped) PS_TRY(check_due(x, a));
+    if (is_told(x, a, &collect)) {
+        *out = hand_out(x, a->kind);
+        out->collect = collect;
+        return 1;
     }
+    double began = ps_now();
+    int rc = perform(x, a, &segment);
+    x->seconds += ps_now() - began;
+    if (rc == 0) go_past(x, a);
+    if (rc <= 0) return rc;
+    *out = hand_out(x, PS_ACT_SEGMENT);
+    out->segment = segment;
+    return 1;
 }
 
 static int go_on(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->cursor < row_of(x)->n) {
         const ps_action *a = due(x);
+        int rc;
         x->spans[x->cursor] = (ps_pipe_span){ x->clock, x->clock };
-        if (is_event(x, a)) {
-            PS_TRY(begin_event(x, a, out));
-            x->acts = true;
+        if (a->kind >= PS_ACT_SEND_F && a->kind <= PS_ACT_RECV_B) {
+            rc = is_receive(a) ? receive(x, a) : send(x, a);
+            x->cursor++;
+        } else if (!is_own(x, a->kind)) {
+            return begin_event(x, a, out);
+        } else if ((rc = go_through(x, a, out)) > 0) {
             return 0;
         }
-        if (a->kind == PS_ACT_WEIGHT || a->kind == PS_ACT_REDUCE) {
-            PS_TRY(perform(x, a));
-            go_past(x, a);
-            continue;
-        }
-        PS_TRY(is_receive(a) ? receive(x, a) : send(x, a));
-        x->cursor++;
+        PS_TRY(rc);
     }
     return finish(x, out);
 }
@@ -636,7 +757,7 @@ int ps_pipe_next(ps_pipe *x, ps_pipe_event *out)
 {
     if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
     if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
-    if (x->acts) return ps_fail(PS_ESTATE, "the pipeline's action under way is not done");
+    if (x->event != PS_ACT_NONE) return ps_fail(PS_ESTATE, "the pipeline's action under way is not done");
     int32_t from = x->cursor;
     x->seconds = 0;
     int rc = go_on(x, out);
@@ -646,28 +767,6 @@ int ps_pipe_next(ps_pipe *x, ps_pipe_event *out)
     out->n_before = x->cursor - from;
     out->seconds = x->seconds;
     return 0;
-}
-
-int ps_pipe_walk(ps_pipe *x, ps_tensor *root, ps_tensor *gradient, int64_t *segment)
-{
-    ps_tensor *roots[PS_PIPE_CARRY];
-    int32_t n = 0;
-    if (!x->open || !x->acts || (due(x)->kind != PS_ACT_BACKWARD && due(x)->kind != PS_ACT_INPUT))
-        return ps_fail(PS_ESTATE, "no backward of the pipeline is under way");
-    const ps_action *a = due(x);
-    slot *s = slot_of(x, a->vstage, a->micro);
-    if (a->vstage == x->t->spec.vstages - 1) {
-        if (!root && s->out.n) root = s->out.t[0];
-        if (!root) return ps_fail(PS_EINVAL, "the last virtual stage goes backward without a loss");
-        PS_TRY(ps_backward_begin_n(x->ctx, 1, &root, gradient ? &gradient : NULL, NULL));
-        return ps_backward_next(x->ctx, segment);
-    }
-    const expected *e = expected_of(x, a->vstage, a->micro);
-    for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
-    if (!n) return 0;
-    int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    let_go(&s->out_grad);                                   /* only the walk has them now, so it may add in place */
-    return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
 /* -- the end of an event ------------------------------------------------------------------------------------------- */
@@ -718,50 +817,24 @@ static int forward_done(ps_pipe *x, const ps_action *a, int n, ps_tensor *const 
     return last ? send_loss(x, a->micro) : 0;
 }
 
-/* Takes the gradients of `in` from the boundary and frees the rest of the slot. Where the virtual stage before is on
- * this rank, it gets the gradients here. */
-static int back_done(ps_pipe *x, const ps_action *a)
-{
-    slot *s = slot_of(x, a->vstage, a->micro);
-    const expected *e = a->vstage > 0 ? expected_of(x, a->vstage - 1, a->micro) : NULL;
-    ps_tensor *grads[PS_PIPE_CARRY];
-    int rc = 0;
-    if (s->bounded) {
-        PS_TRY(ps_boundary_take(x->ctx, s->in.n, s->in.t, grads));
-        for (int32_t i = 0; i < s->in.n; i++) {
-            if (rc == 0 && e->carry[i].grad && grads[i]) rc = put(&s->in_grad, grads[i]);
-            else if (rc == 0 && e->carry[i].grad)
-                rc = ps_fail(PS_EINVAL, "no gradient came for tensor %d that virtual stage %d got for micro-batch %d",
-                             i, a->vstage, a->micro);
-            else ps_tensor_release(grads[i]);
-        }
-    }
-    let_go(&s->in);
-    let_out_go(s);
-    let_go(&s->out_grad);
-    s->bounded = false;
-    if (rc < 0 || a->vstage == 0 || pipe_link(x->t, a->vstage, a->vstage - 1) >= 0) return rc;
-    slot *below = slot_of(x, a->vstage - 1, a->micro);
-    below->out_grad = s->in_grad;
-    s->in_grad.n = 0;
-    return 0;
-}
-
 static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
 {
     const ps_action *a = due(x);
-    if (a->kind != PS_ACT_FORWARD && n != 0)
+    int32_t kind = x->event;
+    if (kind != PS_ACT_FORWARD && n != 0)
         return ps_fail(PS_EINVAL, "only a forward gives tensors; %d came with another action", n);
-    if (a->kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
-    if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) PS_TRY(back_done(x, a));
-    x->acts = false;
+    if (kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
+    x->event = PS_ACT_NONE;
+    if (kind == PS_ACT_SEGMENT) return 0;
+    if (is_own(x, kind)) return x->told = true, 0;
+    if (goes_back(kind)) PS_TRY(back_done(x, a));
     go_past(x, a);
     return 0;
 }
 
 int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out)
 {
-    if (!x->open || !x->acts) return ps_fail(PS_ESTATE, "no action of the pipeline is under way");
+    if (!x->open || x->event == PS_ACT_NONE) return ps_fail(PS_ESTATE, "no action of the pipeline is under way");
     if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
     int rc = event_done(x, n, out);
     x->broken = rc < 0;
@@ -771,6 +844,7 @@ int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out)
 void ps_pipe_abort(ps_pipe *x, const char *why)
 {
     if (!x->open) return;
+    if (x->stopped) ps_backward_end(x->ctx);
     const pipe_wire_table *w = x->wire->table;
     if (why && !x->dry) w->abort(x->wire, why);
     for (; x->n_sends > 0; x->n_sends--) w->wait(x->wire, x->sends[x->n_sends - 1], NULL);

@@ -13,7 +13,6 @@ local mesh = require "ps.mesh"
 local own_loss = require "ps.engine.own_loss"
 local parts = require "ps.nn.parts"
 local replicas = require "ps.engine.replicas"
-local scope = require "ps.scope"
 local talk = require "ps.dist.agree"
 local tables = require "ps.pipe"
 local ffi, C = ps.ffi, ps.C
@@ -35,6 +34,7 @@ local pipe = {}
 ---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
 ---@field count integer micro-batches of the loop
+---@field tells boolean listeners hear of each action of the step under way, before and behind it
 ---@field marked integer micro-batches that the script has called backward of
 ---@field total number sum of the weights of marked micro-batches
 local Pipe = {}
@@ -45,7 +45,6 @@ Pipe.__index = Pipe
 ---@field table ps.pipe.Table lowered
 ---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
 ---@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
----@field puts_off boolean it has weight gradients apart from backwards
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
@@ -57,16 +56,15 @@ Pipe.__index = Pipe
 ---@field op integer number of its first dropout
 ---@field targets ps.Targets|false
 ---@field loss number|nil from its yield on
----@field out table|nil what the last virtual stage gave, on that rank, until its backward
----@field root ps.Tensor|nil the loss that the walk begins from, on that rank
----@field weight number|nil from the script's backward on
----@field factor number|nil on the loss
+---@field out table|nil what the last virtual stage gave, on that rank, until the script's backward
 
 local MICROS_A_STAGE = 4              -- taken for the cut where the configuration has no number of micro-batches
 local ROOM = C.PS_PIPE_CARRY
 -- Actions that a step counts, by their names in tables.
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
   REDUCE = C.PS_ACT_REDUCE }
+-- Those that C performs.
+local OWN = { [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true, [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
 local times = ffi.new("ps_pipe_times")
 local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
@@ -116,8 +114,7 @@ end
 function pipe.new(engine, stages, group)
   return setmetatable({ engine = engine, stages = stages, n = #stages.ranks, rank = group:rank(), size = group:size(),
     group = group, rows = {}, row = false, counts = {}, event = ffi.new("ps_pipe_event"), n_out = 0, micros = false,
-    count = 0,
-    marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
+    count = 0, tells = false, marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
 end
 
 --- Closes the executors of all rows.
@@ -132,8 +129,7 @@ local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
   if found then return found end
-  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {},
-    puts_off = false }
+  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {} }
   if micros < self.size and not forward_only then
     ps.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
     self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
@@ -143,7 +139,6 @@ local function row_of(self, micros, forward_only)
   for _, action in ipairs(found.table:row(self.rank)) do
     local kind, _, index = IN_STEP[action.kind], found.table:place(action.vstage)
     if kind then found.actions[#found.actions + 1] = { kind, index, action.micro } end
-    found.puts_off = found.puts_off or kind == C.PS_ACT_WEIGHT
   end
   ps.check(C.ps_pipe_open(ps.ctx, found.table.c, self.group.c, pipe_out))
   found.c = ffi.gc(pipe_out[0], C.ps_pipe_close)
@@ -242,15 +237,13 @@ end
 function Pipe:begin(step, dry)
   local row = row_of(self, self.count, step == nil)
   for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
-  ps.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0))
+  self.tells = step ~= nil and hooks.heard "action"
+  ps.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0, self.tells and 1 or 0))
   self.row = row
 end
 
---- Whether the row has weight gradients apart from backwards, for whose last ones settle() gives settings.
----@return boolean
-function Pipe:puts_off() return self.row.puts_off end
-
---- Gives C the settings of the last weight gradients of each virtual stage, before it comes to the first of them.
+--- Gives C the settings of the last backward, or weight gradients, of each virtual stage, before it comes to the first
+--- of them.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:settle(how) ps.check(C.ps_pipe_settings(self.row.c, how)) end
 
@@ -267,36 +260,50 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
---- The next forward or backward, or a yield; nil: the row is over. C performs what comes before it.
+--- The next forward, recompute segment or yield; nil: the row is over. C performs what comes before it. A backward,
+--- weight gradients or a reduction come where Lua has something to do before C performs them (collects, tell).
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
 function Pipe:next()
   local event = self.event
-  ps.check(C.ps_pipe_next(self.row.c, event))
+  local rc = C.ps_pipe_next(self.row.c, event)
+  if rc == C.PS_ENOMEM then collectgarbage() end
+  ps.check(rc)
   self.n_out = 0
   if event.kind == C.PS_ACT_YIELD then self.micros[event.micro].loss = event.loss end
   if event.kind ~= C.PS_ACT_NONE then return event.kind, event.vstage, event.micro end
   self.row = false
 end
 
---- Tells listeners of the step's actions that C performed before the event under way. Their virtual stages are counted
---- through the model.
----@return number seconds that they took
-function Pipe:tell_before()
+--- Whether Lua's garbage should go before the event under way is done.
+---@return boolean
+function Pipe:collects() return self.event.collect ~= 0 end
+
+--- The recompute segment of the event under way.
+---@return integer id
+function Pipe:segment() return tonumber(self.event.segment) end
+
+--- Tells listeners of the step's actions that C performed before the event under way that they are over, and of the one
+--- that C performs next that it begins. Their virtual stages are counted through the model.
+---@return number seconds that C took for them
+function Pipe:tell()
   local event = self.event
-  for i = 0, hooks.heard "action" and event.n_before - 1 or -1 do
-    local action = event.before[i]
-    if action.kind == C.PS_ACT_WEIGHT or action.kind == C.PS_ACT_REDUCE then
-      hooks.tell("action", action, true)
-      hooks.tell("action", action, false)
+  if self.tells then
+    for i = 0, event.n_before - 1 do
+      if OWN[event.before[i].kind] then hooks.tell("action", event.before[i], false) end
     end
+    if OWN[event.kind] then hooks.tell("action", event, true) end
   end
   return event.seconds
 end
 
 --- Tells C that the action is over, and the tensors that it gave.
 function Pipe:done() ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried)) end
+
+--- Drops what a dry run's last virtual stage gave. The script of a real step has it until its backward.
+---@param number integer micro-batch, from 0
+function Pipe:drop_output(number) self.micros[number].out = nil end
 
 --- Performs a row of forwards up to its next yield.
 ---@return integer? micro that of the yield, from 0; nil: the row is over
@@ -351,7 +358,7 @@ local function finish(self, micro, carry)
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
   local loss = batch.loss(out)
   if loss == nil then error("the model gave no tensor", 0) end
-  micro.out, micro.root = out, loss
+  micro.out = out
   local list = { loss }
   for _, t in ipairs(batch.tensors(out)) do if not rawequal(t, loss) then list[#list + 1] = t end end
   give(self, list)
@@ -435,14 +442,15 @@ function Pipe:output(number, gather)
   return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
---- Notes that the script has called backward of the next micro-batch.
+--- Notes that the script has called backward of the next micro-batch. C has the loss from here on.
 ---@param loss ps.Tensor which the walk begins from, on the rank of the last virtual stage
 ---@param weight number
 ---@param factor number on the loss
 function Pipe:mark(loss, weight, factor)
-  local micro = self.micros[self.marked]
-  if micro.out then micro.root = loss end
-  micro.weight, micro.factor = weight, factor
+  local micro, root = self.micros[self.marked], nil
+  if micro.out then root = factor ~= 1 and loss * factor or loss end
+  ps.check(C.ps_pipe_mark(self.row.c, self.marked, root, weight))
+  micro.out = nil
   self.marked, self.total = self.marked + 1, self.total + weight
 end
 
@@ -457,20 +465,6 @@ function Pipe:check_weights(total)
         .. "%d; model:backward takes the same weight on all ranks"):format(total, self.rank, other, stage - 1), 0)
     end
   end
-end
-
---- The backward of a virtual stage.
----@param v integer
----@param number integer
-function Pipe:backward(v, number)
-  local micro, root = self.micros[number], nil
-  if v == self.n - 1 then
-    root = micro.root
-    if self.engine.optimizer.scaler then hooks.tell "scaled" end
-    if micro.factor and micro.factor ~= 1 then root = root * micro.factor end
-    micro.out, micro.root = nil, nil
-  end
-  scope.walk_by(C.ps_pipe_walk, self.row.c, root)
 end
 
 return pipe

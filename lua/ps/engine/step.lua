@@ -17,13 +17,12 @@ local ffi, C = ps.ffi, ps.C
 
 local step = {}
 
-local FORWARD, BACKWARD, INPUT = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_INPUT
-local REDUCE, NORM, UPDATE = C.PS_ACT_REDUCE, C.PS_ACT_NORM, C.PS_ACT_UPDATE
+local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
+local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
 -- The part of a report's line that counts an action's seconds.
-local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [INPUT] = "backward", [REDUCE] = "backward",
-  [NORM] = "step", [UPDATE] = "step" }
+local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
+  [UPDATE] = "step" }
 
-local WALKS = { [BACKWARD] = true, [INPUT] = true }                      -- they cannot call Lua's collector
 -- What is added to a norm before max_norm is divided by it: that of torch.nn.utils.clip_grad_norm_.
 local CLIP_EPS = 1e-6
 
@@ -57,7 +56,6 @@ local action_array = array "ps_action"
 ---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
 ---@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of its batch
----@field collected integer micro-batches of the step whose backward had run when Lua's garbage last went
 ---@field half_restored boolean a parameter's value could not be brought back: zero_grad tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
 ---  failed in the middle: the parts whose values are of two steps, and the error of using them; given_up: that error
@@ -69,7 +67,7 @@ local states = setmetatable({}, { __mode = "k" })
 -- Forgets all that belongs to one step.
 local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
-  s.total, s.unit, s.factors, s.collected = 0, false, {}, 0
+  s.total, s.unit, s.factors = 0, false, {}
 end
 
 --- Gives an engine its step.
@@ -286,8 +284,6 @@ local work = {
 -- micro-batch; both from 0.
 local pipe_work = {
   [FORWARD] = function(engine, v, micro) return engine.run(engine.pipe.forward, engine.pipe, v, micro) end,
-  [BACKWARD] = function(engine, v, micro) return engine.pipe:backward(v, micro) end,
-  [INPUT] = function(engine, v, micro) return engine.pipe:backward(v, micro) end,
   [NORM] = work[NORM], [UPDATE] = work[UPDATE],
 }
 
@@ -306,25 +302,13 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
--- Lua's small tensors wait for its collector. A plan counts those of so many micro-batches together: without a bound
--- they would fill any budget. A dry run collects them behind so many, and so does a real step, where the first tier is
--- not half free; each time where it is nearly full, since a kernel may want scratch that no plan knows.
-local UNCOLLECTED = 16
-
-local function collect_before_walk(s)
-  local is = s.is
-  if is.crowded == 0 or (is.crowded == 1 or not ps.computes) and is.micro < s.collected + UNCOLLECTED then return end
-  s.collected = is.micro
-  collectgarbage()
-end
-
 -- Performs one action. Every action of every step comes through here, but for those that C performs on its way through
 -- a pipeline's row (next_event).
 local function perform(engine, kind, how, ...)
   local s = states[engine]
+  if kind == BACKWARD and C.ps_step_collects(s.c) ~= 0 then collectgarbage() end
   ps.check(C.ps_step_next(s.c, kind, how))
   hooks.tell("action", s.is.now, true)
-  if WALKS[kind] then collect_before_walk(s) end
   return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
 end
 
@@ -496,43 +480,40 @@ function step.turn(engine, loop, given)
 end
 
 -- -- the row of a pipeline (engine/pipe_step.lua has the loop) --------------------------------------------------------
--- Settings of a forward or backward of a pipeline's row.
-local function how_in_row(engine, s, kind, v, micro, dry)
-  local pipe = engine.pipe
-  if kind == FORWARD then return pipe:how_forward(v, micro) end
-  local last = kind == BACKWARD and micro + 1 == pipe.count
-  return how_backward(engine, s, not dry and pipe.micros[micro].weight or 0, last, dry)
-end
-
--- The next event of the row (Pipe:next). On the way to it C performs weight gradients and reductions.
+-- The next event of the row (Pipe:next). On the way to it C performs backwards, weight gradients and reductions.
 local function next_event(engine, s)
   local pipe, report = engine.pipe, engine.report
-  if s.is.due.kind == C.PS_ACT_WEIGHT then collect_before_walk(s) end
   local ok, kind, v, micro = pcall(pipe.next, pipe)
   if not ok and s.is.now.kind ~= C.PS_ACT_NONE then failed(engine, s, kind) end            -- in one of them
   if not ok then error(kind, 0) end
-  local seconds = pipe:tell_before()
-  if report and seconds > 0 then report:took(PART[REDUCE], seconds) end
+  local seconds = pipe:tell()
+  if report and seconds > 0 then report:took(PART[BACKWARD], seconds) end
   return kind, v, micro
 end
 
--- Gives C the settings of the row's last weight gradients.
-local function settle(engine, dry)
-  if not engine.pipe:puts_off() then return end
-  engine.pipe:settle(how_backward(engine, states[engine], 0, true, dry))
+-- Gives C the settings of the row's last backwards.
+local function settle(engine, dry) engine.pipe:settle(how_backward(engine, states[engine], 0, true, dry)) end
+
+-- Runs the recompute segment again at which the walk of C's action stopped.
+local function run_again(engine, s)
+  local ok, problem = pcall(scope.run_again, engine.pipe:segment())
+  if not ok then failed(engine, s, problem) end
 end
 
--- Performs the row up to the next yield; before: called with the kind of each forward and backward that is due. Returns
--- the yield's micro-batch, from 0; nil: the row is over.
+-- Performs the row up to the next yield; before: called before each forward. Returns the yield's micro-batch, from 0;
+-- nil: the row is over.
 local function advance(engine, dry, before)
-  local s, pipe = states[engine], engine.pipe
-  local act = dry and perform or timed
+  local s, pipe, report = states[engine], engine.pipe, not dry and engine.report
   while true do
     local kind, v, micro = next_event(engine, s)
     if kind == nil then return nil end
-    if kind ~= C.PS_ACT_YIELD then
-      if before then before(kind) end
-      act(engine, kind, how_in_row(engine, s, kind, v, micro, dry), v, micro)
+    if kind == FORWARD then
+      if before then before() end
+      (dry and perform or timed)(engine, FORWARD, pipe:how_forward(v, micro), v, micro)
+    elseif kind == C.PS_ACT_SEGMENT then
+      if report then report:timed(PART[BACKWARD], run_again, engine, s) else run_again(engine, s) end
+    elseif pipe:collects() then
+      collectgarbage()
     end
     pipe:done()
     if kind == C.PS_ACT_YIELD then return micro end
@@ -643,6 +624,7 @@ local function mark(engine, s, loss, weight, places)
   local last = pipe.marked + 1 == pipe.count
   if last then pipe:check_weights(pipe.total + weight) end
   local factor = add_weight(engine, s, weight, places, last)
+  if engine.optimizer.scaler then hooks.tell "scaled" end
   if engine.report then engine.report:take_loss(loss, weight) end
   pipe:mark(loss, weight, factor)
   s.turn = false
@@ -845,7 +827,7 @@ end
 -- -- dry runs ---------------------------------------------------------------------------------------------------------
 -- Called before the forward of that number in a dry run, from 1 on.
 local function collect_some(number)
-  if number % UNCOLLECTED ~= 0 then return end
+  if number % C.PS_UNCOLLECTED ~= 0 then return end
   collectgarbage()
   collectgarbage "stop"
 end
@@ -878,14 +860,16 @@ local dry = {
 -- Performs the row of a pipeline in a dry run, in which its transfers do nothing.
 local function through_row(engine)
   local forwards = 0
-  local function before(kind)
-    if kind ~= FORWARD then return end
+  local function before()
     forwards = forwards + 1
     collect_some(forwards)
   end
   engine.pipe:begin(states[engine].c, true)
   settle(engine, true)
-  repeat until advance(engine, true, before) == nil
+  repeat
+    local micro = advance(engine, true, before)
+    if micro then engine.pipe:drop_output(micro) end
+  until micro == nil
 end
 
 local function through_table(engine, args)
