@@ -362,4 +362,19 @@ optimizer:step()]]):format(target))
     end
     assert.is_nil(lfs.attributes(FOLDER .. "/run"))
   end)
+
+  it("is refused in a process that a fork does not take along whole, and names the cause", function()
+    local script = write("whole.lua", SCRIPT)
+    local CALL = ('print(pcall(require("ps.planning").plan, { script = "%s", find = "nothing" }))'):format(script)
+    local loaded = run { PROGRAM, write("loaded.lua", 'require "ps"\n' .. CALL) }
+    assert.matches('^false\t.*this one has loaded psluajit %(require "ps"%), which a fork does not take along', loaded)
+    assert.matches("tools/plan.lua SCRIPT", loaded)
+    local threads = write("threads.lua", [[
+      local ffi = require "ffi"
+      ffi.cdef "int pthread_create(unsigned long *, const void *, void *(*)(void *), void *); unsigned sleep(unsigned);"
+      ffi.C.pthread_create(ffi.new "unsigned long[1]", nil, ffi.cast("void *(*)(void *)", ffi.C.sleep),
+        ffi.cast("void *", 30))
+    ]] .. CALL)
+    assert.matches("^false\t.*this one has 2 threads, which a fork does not take along", (run { PROGRAM, threads }))
+  end)
 end)

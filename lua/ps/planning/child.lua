@@ -3,6 +3,7 @@
 -- process that asks for it, and leaves no memory behind.
 local cjson = require "cjson"
 local fcntl = require "posix.fcntl"
+local lfs = require "lfs"
 local unistd = require "posix.unistd"
 local wait = require "posix.sys.wait"
 
@@ -27,12 +28,28 @@ local function write_all(fd, text)
   end
 end
 
+-- Refuses a fork of this process where the child would not be whole.
+local function check_alone()
+  local cause
+  if package.loaded["ps.ffi"] then cause = 'has loaded psluajit (require "ps")' end
+  local tasks = 0
+  if not cause and lfs.attributes("/proc/self/task", "mode") == "directory" then
+    for name in lfs.dir "/proc/self/task" do if name:match "^%d+$" then tasks = tasks + 1 end end
+  end
+  if tasks > 1 then cause = ("has %d threads"):format(tasks) end
+  if not cause then return end
+  error(("a plan runs the script in processes that it forks from this one, and this one %s, which a fork does not take "
+    .. "along: start psluajit tools/plan.lua SCRIPT (or psluajit --dry-run) as a program of its own, or plan before "
+    .. 'require "ps"'):format(cause), 0)
+end
+
 --- Begins fn(give) in a process of its own. give(value), which does not return, ends that process; the value is one of
 --- JSON. What it prints to standard output goes nowhere.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean what it writes to standard error goes nowhere, too
----@return {pid: integer, fd: integer}
+---@return {pid: integer, fd: integer} running. An error where this process has loaded "ps", or has threads
 function child.begin(fn, quiet)
+  check_alone()
   io.stdout:flush()
   io.stderr:flush()
   local from, to = unistd.pipe()
