@@ -194,6 +194,22 @@ describe("a plan of four stages", function()
     assert.truthy(said.fits, said.error and said.error.message)
   end)
 
+  it("is printed by rank 0, or by all that are asked to", function()
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+    for asked, printed in pairs { ["true"] = { [0] = 1, 0 }, ['"all"'] = { [0] = 1, 1 } } do
+      local said = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. ([[
+        local model, optimizer = ps.initialize { model_func = function() return ps.nn.Linear(4, 4) end,
+          config = { plan_print = %s, optimizer = { type = "AdamW" } } }
+        model:backward(model(ps.randn { 2, 4 }):sum())
+        optimizer:step()
+      ]]):format(asked))
+      for rank = 0, 1 do
+        assert.equal(0, said[rank].code, said[rank].text)
+        assert.equal(printed[rank], select(2, said[rank].text:gsub("plan: %d+ parameters", "")), said[rank].text)
+      end
+    end
+  end)
+
   it("refuses what cannot be measured dry", function()
     local ok, why = pcall(plan, folder, 4, script(folder, 'pipeline = { stages = 4, partition = "measured" }'))
     assert.is_false(ok)

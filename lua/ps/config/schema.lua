@@ -74,7 +74,8 @@ local sections = {
     { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
       .. "where that is exact" },
     { "recompute", T.boolean, false, H, "blocks compute their activations again in backward" },
-    { "plan_print", T.boolean, true, H, "the plan is printed before step 1" },
+    { "plan_print", T.either(T.boolean, T.enum("all")), true, H, "the plan is printed before step 1: true: by rank 0, "
+      .. "all: by each rank" },
     { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: as they are" },
     { "release_after_init", T.boolean, false, I, "a parameter goes to its tier and its owner as soon as it is made; "
       .. "the weights are those of one process all the same" },

@@ -433,7 +433,8 @@ function setup.plan_step(self, args, look)
   look(forecast)
   self.forecast = forecast
   check_stays(self, forecast)
-  if self.cfg.plan_print and not self.quiet then
+  local prints, world = self.cfg.plan_print, mesh.group "world"
+  if prints and (prints == "all" or not world or world:rank() == 0) and not self.quiet then
     for _, line in ipairs(forecasts.lines(self, forecast)) do io.stdout:write(line, "\n") end
     io.stdout:flush()
   end
