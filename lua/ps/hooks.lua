@@ -26,6 +26,7 @@ local EVENTS = {
   cut = "nothing: an engine is about to count its model's parts and to cut it into stages. Answer: {costs, first} of "
     .. "stages.new",
   counted = "key: a pipeline is about to count the parts for micro-batches with this signature. Answer: their costs",
+  planned = "text: a dry run of a script does otherwise than a real run would: a note of its plan",
   few = "ranks: the mesh that a script asks for takes so many ranks, or a multiple, and there are others. Answer: how "
     .. "to get them",
 }

@@ -159,7 +159,7 @@ end
 
 -- Ends a run of a pipeline before its first step where another rank along dp owns more parameters, with the number of
 -- that rank, and what holds for all ranks.
-local function seek_owner(give)
+local function seek_owner(give, seen)
   local off
   off = hooks.on("action", function()
     off()
@@ -167,7 +167,7 @@ local function seek_owner(give)
     local other = engine and engine.pipe and owner(owned(engine))
     if not other or other == engine.ranks.dp:rank() then return end
     give { fits = true, owner = other, ended = true, cut = cut_of(engine), tp = tp_of(engine),
-      known = known.of(engine) }
+      known = known.of(engine), notes = seen.notes }
   end)
 end
 
@@ -215,7 +215,7 @@ local function of_engine(engine, seen, when, tiers, sent)
     gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
     recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil,
     cut = cut, owner = owner(owned(engine)), axes = sent(cut), tp = tp_of(engine), known = known.of(engine),
-    model_parameters = cut and engine.module:num_parameters() or nil }
+    model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end
 
 -- Without an engine in chunks: what plain memory held at most.
@@ -290,14 +290,15 @@ function dry_run.perform(request, give)
   local machine = require("ffi").new("ps_machine", request.machine)
   if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is no number of bytes", 0) end
   outside.close()
-  local seen = {}
+  local seen = { notes = {} }
+  hooks.on("planned", function(text) table.insert(seen.notes, text) end)
   require "ps"
   require("ps.rates").suppose(request.rates)
   change_settings(request, seen)
   watch_joining(request)
   known.tell(request.known)
   watch_rows(seen, request.rows)
-  if request.seeks_owner then seek_owner(give) end
+  if request.seeks_owner then seek_owner(give, seen) end
   local when, note = watch_peaks()
   watch_blocks(seen, request.blocks)
   local ops, sent = watch_ops(), watch_sent()

@@ -92,8 +92,10 @@ function planning.plan(options)
   if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
   local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks,
     notes = {} }
-  for key, value in pairs(result) do if key ~= "rss" then plan[key] = value end end
-  for _, note in ipairs(there and there.notes or {}) do table.insert(plan.notes, note) end
+  for key, value in pairs(result) do if key ~= "rss" and key ~= "notes" then plan[key] = value end end
+  for _, notes in ipairs { result.notes or {}, there and there.notes or {} } do
+    for _, note in ipairs(notes) do table.insert(plan.notes, note) end
+  end
   if ranks > 1 and result.fits and (result.world or 1) == 1 and (result.tp or 1) == 1 and not result.cut then
     table.insert(plan.notes, "the script makes no group of ranks (ps.init_distributed): each process trains by itself")
   end

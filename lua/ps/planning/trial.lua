@@ -53,6 +53,7 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field known? table what holds for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
 ---@field runs? ps.planning.Run[] what each of them takes
+---@field notes? string[] what a real run would do otherwise
 
 ---@class ps.planning.Pipeline
 ---@field stages integer
@@ -223,7 +224,9 @@ local function run_stages(request, first)
     if not done[rank].fits then return done[rank] end
     ranks[i] = number(list[i].stage, done[rank].owner)
   end
-  return one_of(ranks, run_ranks(request, ranks, done), list)
+  local result = one_of(ranks, run_ranks(request, ranks, done), list)
+  result.notes = first.notes                                -- later runs know where the first one cut the model
+  return result
 end
 
 --- Runs a script dry; with `ranks`, once for each rank that stands for others, of which all must fit: of each number of
