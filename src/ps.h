@@ -1072,6 +1072,7 @@ typedef struct ps_pipe_event {
                                 * step the executor performs it next; without one it is the caller's */
   int32_t vstage, local;       /* of the model, and among those of this rank */
   int32_t micro;
+  int32_t again;               /* 1: of a FORWARD in a dry row: ps_pipe_done performs it, too (ps_pipe_repeat) */
   int32_t n, n_before;
   int32_t collect, pad;        /* collect: 1: Lua's garbage should go now */
   ps_tensor *const *in;        /* [n] of a FORWARD: what the virtual stage before gave; lent until ps_pipe_done */
@@ -1099,6 +1100,15 @@ int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_sp
  * alone; all actions are the caller's then. dry: no message goes and none is waited for; tensors have no contents,
  * losses are 0. tells: 1: every action of the step is an event before it is performed. PS_ESTATE: one is under way. */
 int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells);
+/* In dry rows from now on the micro-batches [first, end) do again what first - 1 did: to memory, to chunks and to other
+ * ranks. The step's actions are performed, and of events forwards alone come, with `again` set, so that the caller can
+ * collect before them. Inputs have the shapes of first - 2 and first - 1, which must do alike: else the row fails with
+ * PS_ESTATE, and ps_pipe_differed tells. first == end: none (the beginning). PS_ESTATE: a step is under way. PS_EINVAL:
+ * the first three micro-batches, or the last, are among them. */
+int ps_pipe_repeat(ps_pipe *x, int first, int end);
+int ps_pipe_differed(const ps_pipe *x);  /* 1: the last dry row failed since micro-batches did not do alike */
+/* The caller's collector has run in a dry row: bytes that waited for it go. */
+void ps_pipe_collected(ps_pipe *x);
 /* Settings for the last BACKWARD or WEIGHT of each virtual stage (ps_step_next), copied, before the first of these; the
  * weight is that of ps_pipe_mark. Without this call they are as NULL. PS_ESTATE: no step is under way. PS_ENOMEM. */
 int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);

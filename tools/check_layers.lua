@@ -19,7 +19,7 @@ local RULES = {
   { of = "src/zero/", "base/", "backend/backend%.h$", "mem/mem%.h$", "chunk/chunk%.h$", "tensor/tensor%.h$",
     "comm/group%.h$", "engine/zero_table%.h$", "zero/", "ps%.h$" },
   { of = "src/pipe/wire%.c$", "base/", "pipe/", "comm/p2p%.h$" },
-  { of = "src/pipe/exec%.c$", "base/", "pipe/", "tensor/tensor%.h$" },
+  { of = "src/pipe/exec%.c$", "base/", "pipe/", "tensor/tensor%.h$", "tensor/replay%.h$" },
   { of = "src/pipe/", "base/", "pipe/", "ps%.h$" },
   { of = "src/tensor/", "base/", "mem/mem%.h$", "offload/offload%.h$", "tensor/", "ops%.def$" },
   { of = "src/ops/", "base/", "tensor/optable%.h$" },

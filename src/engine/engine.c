@@ -9,6 +9,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/record.h"
+#include "tensor/replay.h"
 
 int engine_get(ps_ctx *ctx, ps_engine **out)
 {
@@ -127,6 +128,7 @@ static bool squares_now(const ps_engine *e) { return e->step->measures && ps_ste
 int engine_make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated || (r->waits && !e->settling)) return 0;
+    if (e->ctx->replay && !e->settling && !ps_step_is_last(e->step)) ps_replay_spoil(e->ctx);   /* sums are sent on */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;

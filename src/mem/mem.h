@@ -32,6 +32,10 @@ struct ps_storage {
     bool trained;             /* a tensor over it required gradients once: it is not written while a script is paused */
     bool fetched;             /* came back from the host before backward, so an op used it: it leaves no more */
     bool taken;               /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */
+    bool scripted;            /* in a dry run of a pipeline: a script has had a header of it */
+    int32_t noted;            /* of `replay`: its place there, or -1 */
+    struct ps_replay *replay; /* made in a dry run of a pipeline (tensor/replay.h), as its storage `number`; or NULL */
+    int64_t number;
     ps_scope *scope;          /* the scope that will drop the storage, or NULL */
     ps_storage *scope_prev, *scope_next;
 };

@@ -10,6 +10,7 @@
 #include "base/grow.h"
 #include "base/record.h"
 #include "pipe/exec.h"
+#include "tensor/replay.h"
 #include "tensor/tensor.h"
 
 typedef struct bundle {
@@ -57,6 +58,8 @@ struct ps_pipe {
                                      * before `first_posted` are over */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry, tells;
+    int32_t first_again, end_again; /* in dry rows these micro-batches do again what the one before them did */
+    bool differed;                  /* the last dry row found that they cannot */
     ps_step *step;                  /* that the row's actions are of; NULL: all of them are the caller's */
     ps_action_how last;             /* settings of the last BACKWARD or WEIGHT of each virtual stage */
     ps_update_group *groups;        /* [last.n_groups] or NULL */
@@ -85,6 +88,71 @@ static expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t micro)
 {
     return &x->expected[pipe_pair(x->t, vstage, micro)];
 }
+
+/* -- dry rows ------------------------------------------------------------------------------------------------------ */
+/* Parts of a micro-batch's way through a virtual stage (tensor/replay.h). */
+enum { PART_POST_F, PART_RECV_F, PART_FORWARD, PART_SEND_F, PART_POST_B, PART_RECV_B, PART_BACKWARD, PART_SEND_B,
+       PART_WEIGHT, PARTS };
+
+static int part_of(int kind)
+{
+    switch (kind) {
+    case PS_ACT_RECV_F: return PART_RECV_F;
+    case PS_ACT_FORWARD: return PART_FORWARD;
+    case PS_ACT_SEND_F: return PART_SEND_F;
+    case PS_ACT_RECV_B: return PART_RECV_B;
+    case PS_ACT_SEND_B: return PART_SEND_B;
+    case PS_ACT_WEIGHT: return PART_WEIGHT;
+    default: return PART_BACKWARD;
+    }
+}
+
+static bool noting(const ps_pipe *x) { return x->dry && x->step; }
+
+/* The micro-batch does again what an earlier one did. */
+static bool is_again(const ps_pipe *x, const ps_action *a)
+{
+    return noting(x) && a->micro >= x->first_again && a->micro < x->end_again && a->kind != PS_ACT_YIELD &&
+           a->kind != PS_ACT_REDUCE;
+}
+
+static int32_t number_of(const ps_pipe *x, const ps_action *a, int part)
+{
+    return x->t->local_of[a->vstage] * PARTS + part;
+}
+
+static void enter(ps_pipe *x, const ps_action *a, int part)
+{
+    if (noting(x)) ps_replay_enter(x->ctx, number_of(x, a, part), a->micro);
+}
+
+static int leave(ps_pipe *x)
+{
+    int rc = noting(x) ? ps_replay_leave(x->ctx) : 0;
+    if (rc < 0) x->differed = ps_replay_differs(x->ctx);
+    return rc;
+}
+
+static int again(ps_pipe *x, const ps_action *a, int part)
+{
+    int rc = ps_replay_part(x->ctx, number_of(x, a, part), a->micro);
+    if (rc < 0) x->differed = ps_replay_differs(x->ctx);
+    return rc;
+}
+
+int ps_pipe_repeat(ps_pipe *x, int first, int end)
+{
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    if (first != end && (first < 3 || end < first || end >= x->t->spec.micro_batches))
+        return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot do again what earlier ones did: the first three "
+                       "and the last do their own", first, end - 1, x->t->spec.micro_batches);
+    x->first_again = first, x->end_again = end;
+    x->differed = false;
+    return 0;
+}
+
+int ps_pipe_differed(const ps_pipe *x) { return x->differed; }
+void ps_pipe_collected(ps_pipe *x) { ps_replay_collected(x->ctx); }
 
 /* -- bundles ------------------------------------------------------------------------------------------------------- */
 static void let_one_go(ps_tensor *t)
@@ -315,6 +383,7 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         int device = x->dry ? what->device : x->host;
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
+        made->storage->scripted = noting(x) && lane == PIPE_LANE_UP;      /* no script sees gradients that come back */
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }
@@ -342,7 +411,15 @@ static int post_before(ps_pipe *x, int32_t end)
 {
     for (; x->ahead < end; x->ahead++) {
         const ps_action *a = &row_of(x)->actions[x->ahead];
-        if (is_receive(a)) PS_TRY(post_action(x, a));
+        if (!is_receive(a)) continue;
+        int part = a->kind == PS_ACT_RECV_F ? PART_POST_F : PART_POST_B;
+        if (is_again(x, a)) {
+            PS_TRY(again(x, a, part));
+            continue;
+        }
+        enter(x, a, part);
+        PS_TRY(post_action(x, a));
+        PS_TRY(leave(x));
     }
     return 0;
 }
@@ -389,9 +466,11 @@ static int receive(ps_pipe *x, const ps_action *a)
     int32_t n = parts_of(x, a, parts, &of);
     slot *s = slot_of(x, a->vstage, a->micro);
     PS_TRY(post_before(x, x->cursor + 1));
+    if (is_again(x, a)) return again(x, a, part_of(a->kind));
+    enter(x, a, part_of(a->kind));
     for (int32_t i = 0; i < (n ? n : 1); i++)
         PS_TRY(take_one(x, n ? of->carry[parts[i]].device : x->host, a->kind == PS_ACT_RECV_F ? &s->in : &s->out_grad));
-    return 0;
+    return leave(x);
 }
 
 /* Begins a send. Earlier sends that have gone are waited for here, the others at the end of the step at the latest. */
@@ -428,9 +507,12 @@ static int send(ps_pipe *x, const ps_action *a)
         if (rc == 0) rc = begin_send(x, peer, lane, &tag, &note, moved ? moved : t);
         ps_tensor_release(moved);
     }
-    if (rc == 0 && goes_up(a)) let_bytes_go(s);              /* the wire holds what it sends until it has gone */
-    else if (rc == 0) let_go(from);
-    return rc;
+    PS_TRY(rc);
+    if (is_again(x, a)) return again(x, a, part_of(a->kind));
+    enter(x, a, part_of(a->kind));
+    if (goes_up(a)) let_bytes_go(s);                         /* the wire holds what it sends until it has gone */
+    else let_go(from);
+    return leave(x);
 }
 
 /* -- losses -------------------------------------------------------------------------------------------------------- */
@@ -507,7 +589,9 @@ int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
     for (int d = 0; d < PIPE_DIRECTIONS; d++) memset(x->free[d], 0, (size_t)x->t->spec.vstages * sizeof *x->free[d]);
     memset(x->losses, 0, (size_t)x->t->spec.micro_batches * sizeof *x->losses);
     memset(x->weights, 0, (size_t)x->t->spec.micro_batches * sizeof *x->weights);
-    int rc = post_losses(x);
+    int rc = noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * PARTS, x->first_again,
+                                         x->end_again) : 0;
+    if (rc == 0) rc = post_losses(x);
     x->broken = rc < 0;
     return rc;
 }
@@ -587,13 +671,15 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
         e.loss = x->losses[a->micro];
     }
     tell(x, a);
-    if (a->kind == PS_ACT_FORWARD) {
+    e.again = is_again(x, a);
+    if (a->kind == PS_ACT_FORWARD && !e.again) {
         slot *s = slot_of(x, a->vstage, a->micro);
         PS_TRY(bound(x, a));
         e.n = s->in.n;
         e.in = s->in.t;
     }
     if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
+    if (pipe_is_compute(a->kind) && !e.again) enter(x, a, part_of(a->kind));
     *out = e;
     return 0;
 }
@@ -685,18 +771,38 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
+/* Does what another micro-batch did in the step's action under way. An error leaves that under way. */
+static int do_again(ps_pipe *x, const ps_action *a)
+{
+    PS_TRY(again(x, a, part_of(a->kind)));
+    return ps_step_done(x->step);
+}
+
+static int forward_again(ps_pipe *x, const ps_action *a)
+{
+    PS_TRY(check_due(x, a));
+    PS_TRY(ps_step_next(x->step, a->kind, &plain_how));
+    return do_again(x, a);
+}
+
 /* Performs an action of the step. 1: its walk stopped at a segment, and goes on here. An error leaves the step's action
  * under way, as one of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
-    if (!x->stopped) PS_TRY(begin_action(x, a));
+    bool notes = a->kind != PS_ACT_REDUCE;
+    if (!x->stopped) {
+        PS_TRY(begin_action(x, a));
+        if (is_again(x, a)) return do_again(x, a);
+        if (notes) enter(x, a, part_of(a->kind));
+    }
     if (goes_back(a->kind)) rc = x->stopped ? ps_backward_next(x->ctx, segment) : walk(x, a, segment);
     else if (a->kind == PS_ACT_WEIGHT) rc = ps_backward_weights(x->ctx);
     x->stopped = rc > 0;
     if (rc != 0) return rc;
     PS_TRY(ps_step_done(x->step));
-    return goes_back(a->kind) ? back_done(x, a) : 0;
+    if (goes_back(a->kind)) PS_TRY(back_done(x, a));
+    return notes ? leave(x) : 0;
 }
 
 /* The action is one of the step that the executor performs. */
@@ -821,13 +927,16 @@ static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
 {
     const ps_action *a = due(x);
     int32_t kind = x->event;
-    if (kind != PS_ACT_FORWARD && n != 0)
-        return ps_fail(PS_EINVAL, "only a forward gives tensors; %d came with another action", n);
-    if (kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
+    bool repeats = kind == PS_ACT_FORWARD && is_again(x, a);
+    if ((kind != PS_ACT_FORWARD || repeats) && n != 0)
+        return ps_fail(PS_EINVAL, "only a forward gives tensors, and none that is done again; %d came", n);
+    if (repeats) PS_TRY(forward_again(x, a));
+    else if (kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
     x->event = PS_ACT_NONE;
     if (kind == PS_ACT_SEGMENT) return 0;
     if (is_own(x, kind)) return x->told = true, 0;
     if (goes_back(kind)) PS_TRY(back_done(x, a));
+    if (kind == PS_ACT_FORWARD && !repeats) PS_TRY(leave(x));
     go_past(x, a);
     return 0;
 }

@@ -8,6 +8,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/record.h"
+#include "tensor/replay.h"
 
 typedef struct ps_scratch_list ps_scratch_list;
 
@@ -254,6 +255,7 @@ static void *scratch(ps_call *call, size_t nbytes)
     }
     entry->next = a->scratch;
     a->scratch = entry;
+    if (a->ctx->replay) ps_replay_take(a->ctx, a->device, (int64_t)nbytes);
     if (ps_record_on()) record_memory(a, ps_record_clock());
     return p;
 }
@@ -264,6 +266,7 @@ static void scratch_free(apply *a)
         ps_scratch_list *entry = a->scratch;
         a->scratch = entry->next;
         a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, entry->handle);
+        if (a->ctx->replay) ps_replay_give(a->ctx, a->device);
         ps_free(entry);
     }
 }
@@ -279,6 +282,7 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
         return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
                        a->row->name);
     PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
+    if (a->ctx->replay) ps_replay_pin(a->ctx, t->storage, t->device_, access);
     v->data = p ? (char *)p + t->offset * ps_dtype_bytes(t->dtype_) : NULL;
     v->dtype = t->dtype_;
     v->ndim = t->ndim;
@@ -290,7 +294,9 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
 
 static void unpin(ps_tensor *t)
 {
-    if (t) ps_storage_unpin(t->storage, t->device_);
+    if (!t) return;
+    ps_storage_unpin(t->storage, t->device_);
+    if (t->ctx->replay) ps_replay_unpin(t->ctx, t->storage, t->device_);
 }
 
 /* Takes and frees what the kernel of a call would ask for. */
@@ -301,6 +307,7 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
     if (nbytes <= 0) return 0;
     PS_TRY(a->ctx->mem->table->scratch(a->ctx->mem, a->device, nbytes, &handle, &p));
     a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, handle);
+    if (a->ctx->replay) ps_replay_take(a->ctx, a->device, nbytes), ps_replay_give(a->ctx, a->device);
     return 0;
 }
 
@@ -462,6 +469,7 @@ static int run_kernel(apply *a)
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
     if (a->ctx->hooks) a->ctx->hooks->op_begins(a->ctx);
+    if (a->ctx->replay) ps_replay_op(a->ctx);
     a->ticked = true;
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {
         bool write = writes_all || (n_in == 0 && (a->row->flags & PS_OPF_INPLACE));
@@ -571,6 +579,7 @@ int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *at
     for (int i = 0, n = 0; i < row->n_out; i++) {
         if (!(row->hidden_out >> i & 1)) out[n++] = all[i];
         else if (all[i]) ps_tensor_release(all[i]);
+        if (ctx->replay && all[i] && !(row->hidden_out >> i & 1)) all[i]->storage->scripted = true;
     }
     return 0;
 }

@@ -8,6 +8,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "tensor/replay.h"
 
 /* -- context ------------------------------------------------------------------------------------------------------- */
 int ps_ctx_new(ps_ctx **out)
@@ -59,6 +60,7 @@ void ps_ctx_release(ps_ctx *ctx)
     ps_free(ctx->reaped.ids);
     ps_free(ctx->reads.list);
     ps_free(ctx->calls.list);
+    ps_replay_free(ctx->replay_kept);
     ps_free(ctx);
 }
 
@@ -130,6 +132,7 @@ int ps_dry_begin(ps_ctx *ctx)
 
 void ps_dry_end(ps_ctx *ctx)
 {
+    ps_replay_end(ctx);
     if (!ctx->real_mem) return;
     ctx->mem = ctx->real_mem;
     ctx->real_mem = NULL;
@@ -137,21 +140,28 @@ void ps_dry_end(ps_ctx *ctx)
 
 /* -- storage ------------------------------------------------------------------------------------------------------- */
 void ps_storage_hold(ps_storage *s) { s->holds++; }
+static void bytes_go(ps_storage *s)
+{
+    if (s->replay && s->block) ps_replay_gone(s, false);
+    ps_storage_free(s);
+}
 void ps_storage_unhold(ps_storage *s)
 {
-    if (--s->holds == 0 && s->dropped) ps_storage_free(s);
+    if (--s->holds == 0 && s->dropped) bytes_go(s);
 }
 void ps_storage_drop(ps_storage *s)
 {
     s->dropped = true;
-    if (s->holds == 0) ps_storage_free(s);
+    if (s->holds == 0) bytes_go(s);
 }
 
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
 {
     bool fits = s->holds > 0 && !s->kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry_mem);
-    if (ctx->offload && fits && of_dry == (ctx->step->dry != NULL)) ps_away_leave(ctx->away, s);
+    if (!ctx->offload || !fits || of_dry != (ctx->step->dry != NULL)) return;
+    if (ctx->replay) ps_replay_spoil(ctx);                   /* the way back depends on what left before */
+    ps_away_leave(ctx->away, s);
 }
 
 int ps_set_offload(ps_ctx *ctx, int on)
@@ -167,6 +177,7 @@ void ps_storage_release(ps_storage *s)
 {
     if (--s->refs > 0) return;
     ps_scope_unlink(s);
+    if (s->replay && s->block && ps_replay_gone(s, true)) s->block = NULL;
     ps_storage_free(s);
     ps_free(s);
 }
@@ -269,6 +280,7 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
         return rc < 0 ? rc : ps_fail_nomem(sizeof *t);
     }
     t->storage = s;
+    if (ctx->replay) ps_replay_made(ctx, s);
     ps_scope_add(ctx, s);
     *out = t;
     return 0;
@@ -281,7 +293,9 @@ int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *s
     if (ndim < 0 || ndim > PS_MAX_DIMS) return ps_fail(PS_EINVAL, "%d dimensions, at most %d", ndim, PS_MAX_DIMS);
     ps_meta m = { .dtype = dtype, .ndim = ndim };
     for (int i = 0; i < ndim; i++) m.shape[i] = shape[i];
-    return ps_tensor_new_meta(ctx, device, &m, out);
+    PS_TRY(ps_tensor_new_meta(ctx, device, &m, out));
+    (*out)->storage->scripted = ctx->replay != NULL;
+    return 0;
 }
 
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out)

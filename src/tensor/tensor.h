@@ -70,6 +70,8 @@ struct ps_ctx {
     ps_reads reads;
     ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */
     ps_mem *real_mem;             /* during a dry run: `mem` as it was before; else NULL */
+    struct ps_replay *replay;     /* during a dry run of a pipeline (tensor/replay.h); else NULL */
+    struct ps_replay *replay_kept;            /* the same, between dry runs, too */
     const ps_step *step;          /* the engine's, or the idle one */
     struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
     ps_rank_calls calls;          /* of the dry run under way, or of the last one */

@@ -33,8 +33,10 @@ local pipe = {}
 ---@field n_out integer tensors in `carried` that the forward under way gave
 ---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
+---@field first_key? string PipeMicro.key of the first micro-batch of that loop, or of the last one
 ---@field count integer micro-batches of the loop
 ---@field tells boolean listeners hear of each action of the step under way, before and behind it
+---@field performed? integer micro-batches that the last dry run performed; the others did again what these did
 ---@field marked integer micro-batches that the script has called backward of
 ---@field total number sum of the weights of marked micro-batches
 local Pipe = {}
@@ -45,6 +47,7 @@ Pipe.__index = Pipe
 ---@field table ps.pipe.Table lowered
 ---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
 ---@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
+---@field whole boolean in dry runs each micro-batch is performed: they do not do alike
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
@@ -129,7 +132,8 @@ local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
   if found then return found end
-  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {} }
+  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {},
+    whole = os.getenv "PS_DRY_RUN" == "whole" }
   if micros < self.size and not forward_only then
     ps.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
     self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
@@ -199,6 +203,7 @@ function Pipe:load(micros)
   for i = 0, micros.n - 1 do
     micros[i].key = (cached(micros[i]) and "cached " or "") .. frozen .. batch.signature(micros[i].args)
   end
+  self.first_key = micros[0].key
 end
 
 --- A hash of the micro-batches: all stages of one copy of the model must have the same.
@@ -231,12 +236,30 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
+-- Micro-batches at the row's beginning that a dry run performs: the first one makes gradients, and the next two have to
+-- do alike. The last one is performed, too: it ends the sums of gradients.
+local PERFORMED = 3
+
+-- The micro-batches, from the first to before the second number, that in a dry run do again what those before them did:
+-- all but the first PERFORMED and the last have the shapes of the second one. 0, 0: none.
+local function repeated(self, row)
+  local last = self.count - 1
+  if row.whole or last <= PERFORMED then return 0, 0 end
+  for i = 2, last - 1 do if self.micros[i].key ~= self.micros[1].key then return 0, 0 end end
+  return PERFORMED, last
+end
+
 --- Begins to perform the row of a step, dry or real, or of an evaluation.
 ---@param step ffi.cdata*|nil the ps_step under way; nil: forwards alone
 ---@param dry? boolean
 function Pipe:begin(step, dry)
   local row = row_of(self, self.count, step == nil)
   for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
+  if dry then
+    local first, stop = repeated(self, row)
+    ps.check(C.ps_pipe_repeat(row.c, first, stop))
+    self.performed = self.count - (stop - first)
+  end
   self.tells = step ~= nil and hooks.heard "action"
   ps.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0, self.tells and 1 or 0))
   self.row = row
@@ -248,10 +271,24 @@ end
 function Pipe:settle(how) ps.check(C.ps_pipe_settings(self.row.c, how)) end
 
 --- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
+---@return boolean again it failed since micro-batches did not do alike: another dry run performs each
 function Pipe:drop_dry()
-  if self.row then C.ps_pipe_abort(self.row.c, nil) end
+  local row = self.row
+  if not row then return false end
+  C.ps_pipe_abort(row.c, nil)
   self.row = false
+  local differed = C.ps_pipe_differed(row.c) ~= 0
+
+  row.whole = row.whole or differed
+  return differed
 end
+
+--- Whether the forward that is due does again what that of another micro-batch did: done() performs it.
+---@return boolean
+function Pipe:is_again() return self.event.again ~= 0 end
+
+--- Tells C that Lua's collector has run in a dry run.
+function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
 --- Gives the row up. Other ranks' calls fail with the reason.
 ---@param why any
@@ -299,7 +336,10 @@ function Pipe:tell()
 end
 
 --- Tells C that the action is over, and the tensors that it gave.
-function Pipe:done() ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried)) end
+function Pipe:done()
+  ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
+  self.given = nil
+end
 
 --- Drops what a dry run's last virtual stage gave. The script of a real step has it until its backward.
 ---@param number integer micro-batch, from 0

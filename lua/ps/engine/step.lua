@@ -302,11 +302,17 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
+-- Lua's garbage goes before a walk.
+local function collect()
+  collectgarbage()
+  if not ps.computes then collectgarbage "stop" end              -- as dry_run.lua of ps.planning has it
+end
+
 -- Performs one action. Every action of every step comes through here, but for those that C performs on its way through
 -- a pipeline's row (next_event).
 local function perform(engine, kind, how, ...)
   local s = states[engine]
-  if kind == BACKWARD and C.ps_step_collects(s.c) ~= 0 then collectgarbage() end
+  if kind == BACKWARD and C.ps_step_collects(s.c) ~= 0 then collect() end
   ps.check(C.ps_step_next(s.c, kind, how))
   hooks.tell("action", s.is.now, true)
   return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
@@ -509,11 +515,14 @@ local function advance(engine, dry, before)
     if kind == nil then return nil end
     if kind == FORWARD then
       if before then before() end
-      (dry and perform or timed)(engine, FORWARD, pipe:how_forward(v, micro), v, micro)
+      if not pipe:is_again() then
+        (dry and perform or timed)(engine, FORWARD, pipe:how_forward(v, micro), v, micro)
+      end
     elseif kind == C.PS_ACT_SEGMENT then
       if report then report:timed(PART[BACKWARD], run_again, engine, s) else run_again(engine, s) end
     elseif pipe:collects() then
-      collectgarbage()
+      collect()
+      if dry then pipe:collected() end
     end
     pipe:done()
     if kind == C.PS_ACT_YIELD then return micro end
@@ -825,11 +834,12 @@ function step.zero_grad(engine)
 end
 
 -- -- dry runs ---------------------------------------------------------------------------------------------------------
--- Called before the forward of that number in a dry run, from 1 on.
+-- Called before the forward of that number in a dry run, from 1 on. Whether it collected.
 local function collect_some(number)
-  if number % C.PS_UNCOLLECTED ~= 0 then return end
+  if number % C.PS_UNCOLLECTED ~= 0 then return false end
   collectgarbage()
   collectgarbage "stop"
+  return true
 end
 
 local dry = {
@@ -862,7 +872,7 @@ local function through_row(engine)
   local forwards = 0
   local function before()
     forwards = forwards + 1
-    collect_some(forwards)
+    if collect_some(forwards) then engine.pipe:collected() end
   end
   engine.pipe:begin(states[engine].c, true)
   settle(engine, true)
@@ -888,9 +898,14 @@ function step.dry_run(engine, args, like)
   local s = states[engine]
   ps.check(begin(engine, like or C.PS_TRACE_UNKNOWN, true))
   local ok, problem = pcall(ps.scope, function() ps.enable_grad(through_table, engine, args) end)
-  if engine.pipe then engine.pipe:drop_dry() end
+  local again = engine.pipe and engine.pipe:drop_dry()
   local rc = C.ps_step_end(s.c, ok and id_out or nil)
   forget(s)
+  if again then
+    ps.collect()
+    collectgarbage "stop"
+    return step.dry_run(engine, args, like)
+  end
   if not ok then return nil, problem end
   ps.check(rc)
   return id_out[0]

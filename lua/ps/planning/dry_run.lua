@@ -28,6 +28,22 @@ local function change_settings(request, seen)
   end)
 end
 
+local UNCOLLECTED = 32                    -- forwards: the collector's own pace leaves about as much
+
+-- Within a step Lua's collector comes behind so many forwards, and where the engine asks for it. By itself it would
+-- come at another moment in each run, and peaks would differ by the bytes of small tensors, which wait for it.
+local function collect_by_count()
+  local C, forwards = require "ps.declared", 0
+  hooks.on("action", function(action, begins)
+    if not begins then return end
+    if action.kind == C.PS_ACT_FORWARD then
+      forwards = action.micro == 0 and action.vstage == 0 and 1 or forwards + 1
+      if forwards % UNCOLLECTED == 0 then collectgarbage() end
+    end
+    collectgarbage "stop"
+  end)
+end
+
 -- Notes in which part of the run each tier's peak rose last: {name -> part}.
 local function watch_peaks()
   local C, look = require "ps.declared", require "ps.engine.inspect"
@@ -131,7 +147,7 @@ local function tp_of(engine) return engine.tensor_parallel and engine.tensor_par
 local function cut_of(engine)
   local pipe, stages = engine.pipe, engine.stages
   if not pipe then return nil end
-  local counted, cfg, vstages, sent = select(2, next(pipe.counts)), engine.cfg.pipeline, {}, 0
+  local counted, cfg, vstages, sent = pipe.counts[pipe.first_key], engine.cfg.pipeline, {}, 0
   for v = 0, pipe.n - 1 do
     local first, last = stages.first[v + 1], stages.first[v + 2] - 1
     local row = { stage = stages.ranks[v + 1], parts = last - first + 1, forward = 0, input = 0, weight = 0, numel = 0,
@@ -154,7 +170,7 @@ local function cut_of(engine)
   end
   local micros = require("ps.engine.step").count(engine)
   return { stages = pipe.size, stage = pipe.rank, schedule = cfg.schedule, virtual_stages = pipe.n / pipe.size,
-    micro_batches = micros, vstages = vstages, sent = sent * micros }
+    micro_batches = micros, performed = pipe.performed, vstages = vstages, sent = sent * micros }
 end
 
 -- Ends a run of a pipeline before its first step where another rank along dp owns more parameters, with the number of
@@ -299,6 +315,7 @@ function dry_run.perform(request, give)
   known.tell(request.known)
   watch_rows(seen, request.rows)
   if request.seeks_owner then seek_owner(give, seen) end
+  collect_by_count()
   local when, note = watch_peaks()
   watch_blocks(seen, request.blocks)
   local ops, sent = watch_ops(), watch_sent()

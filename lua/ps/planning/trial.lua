@@ -61,6 +61,7 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field schedule string
 ---@field virtual_stages integer of each stage
 ---@field micro_batches integer
+---@field performed? integer micro-batches that the engine's dry run performed; nil: no dry run has ended
 ---@field vstages {stage: integer, parts: integer, numel: number, forward: number, input: number, weight: number,
 ---  held: number, up: number, down: number}[] operations of a micro-batch, bytes that its forward leaves for backward,
 ---  bytes that go to the next virtual stage, and of gradients that come back
