@@ -44,7 +44,7 @@ void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
-    bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data;
+    bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data && !ctx->step->dry;
     ps_scope *outer = &ctx->root;
     if (ctx->suspended.on)                   /* nothing of a pause outlives it */
         for (outer = ctx->scope; outer->id != ctx->suspended.scope;) outer = outer->parent;
