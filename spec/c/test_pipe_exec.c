@@ -597,6 +597,10 @@ static void test_misuse(void)
     FAILS(ps_pipe_expect(x, 2, 0, 1, &carry), PS_ERANGE, "virtual stage 2");
     FAILS(ps_pipe_expect(x, 0, 0, PS_PIPE_CARRY + 1, &carry), PS_EINVAL, "at most 16");
     FAILS(ps_pipe_measured(x, &times, &spans_), PS_ESTATE, "no virtual clock");
+    FAILS(ps_pipe_repeat(x, 1, 3), PS_EINVAL, "the first three and the last do their own");
+    FAILS(ps_pipe_repeat(x, 3, 1 << 20), PS_EINVAL, "the first three and the last do their own");
+    OK(ps_pipe_repeat(x, 0, 0));
+    CHECK(!ps_pipe_differed(x));
     OK(ps_pipe_expect(x, 0, 0, 1, &carry));
     ps_tensor *w = weight(ctx, 0), *given = drawn(ctx, 1), *small = NULL;
     int64_t half = N / 2;
@@ -607,6 +611,7 @@ static void test_misuse(void)
         FAILS(ps_pipe_mark(x, 1, NULL, 1), PS_ERANGE, "no micro-batch 1 in a table of 1");
         FAILS(ps_pipe_mark(x, -1, NULL, 1), PS_ERANGE, "no micro-batch -1");
         FAILS(ps_pipe_expect(x, 0, 0, 1, &carry), PS_ESTATE, "under way");
+        FAILS(ps_pipe_repeat(x, 0, 0), PS_ESTATE, "under way");
         OK(ps_pipe_next(x, &e));
         FAILS(ps_pipe_next(x, &e), PS_ESTATE, "not done");
         if (round == 0) FAILS(ps_pipe_done(x, 0, NULL), PS_EINVAL, "virtual stage 0 gave 0 tensors");
