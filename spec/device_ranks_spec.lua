@@ -293,7 +293,46 @@ describe("collectives on devices", function()
     if said then assert.truthy(said:find("along tp: nccl", 1, true), said) end
   end)
   it("train the stages of a pipeline as one rank does", function()
-    trains("pp", { pp = 2, micros = 2 }, { { pipeline = { schedule = "zb_h1" } },
+    local said = trains("pp", { pp = 2, micros = 2 }, { { pipeline = { schedule = "zb_h1" } },
       { recompute = true, zero_optimization = { stage = 1 } } })
+    if said then assert.truthy(said:find("along pp: nccl", 1, true), said) end
+  end)
+
+  -- Two stages, whose activations and gradients go from device to device: each action's message is one exchange of a
+  -- communicator of these two ranks and one direction.
+  local STAGES = [[
+    local gpt2, began = require "models.gpt2"
+    local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", gradient_accumulation_steps = 4,
+        plan_print = false, pipeline = { stages = 2, schedule = "1f1b" } },
+      model_func = function() return gpt2.new("tiny", { n_layer = 4, dropout = 0 }) end }
+    local ok, problem = pcall(function()
+      for step = 1, 3 do
+        local x = ps.randint(0, 250, { 8, 16 }, { dtype = "int32" })
+        optimizer:zero_grad()
+        began = ps.now()
+        for out in model:micro_batches(x, x) do
+          if step == 2 and rank == tonumber(os.getenv "VICTIM") then
+            require("posix.signal").kill(require("posix.unistd").getpid(), 9)
+          end
+          model:backward(out.loss)
+        end
+        optimizer:step()
+      end
+    end)
+    print(ok and "trained" or tostring(problem))
+    print(("after %.1f s"):format(ps.now() - began))
+    if not ok then os.exit(1) end
+  ]]
+  it("send what goes between stages over NCCL, and name a rank or a connection that fails there", function()
+    local env = emulated()
+    if not env then return end
+    -- Three steps of four micro-batches: an exchange 12 of a way is the last one.
+    both(env .. " PS_EMULATE_NCCL=breaks=12", STAGES, "a link is down")
+    both(env .. " PS_EMULATE_NCCL=stalls=5 TIMEOUT=3", STAGES, "took longer than 3 s", "within 3 s")
+    local all = run(2, "cuda", STAGES, env .. " PS_EMULATE_NCCL=breaks=13")
+    for rank = 0, 1 do assert.equal(0, all[rank].code, all[rank].text) end
+    all = run(2, "cuda", STAGES, env .. " VICTIM=1")
+    assert.truthy(all[0].text:find("rank 1 .* died: .* of micro%-batch 0"), all[0].text)
+    assert.truthy(tonumber(all[0].text:match "after ([%d.]+) s") < 10, all[0].text)
   end)
 end)

@@ -105,7 +105,8 @@ static void box_abort(pipe_wire *w, const char *why)
     pthread_mutex_unlock(&o.lock);
 }
 static void box_close(pipe_wire *w) { free(w); }
-static const pipe_wire_table box = { box_send, box_recv, box_wait, box_test, box_at, box_abort, box_close };
+static const pipe_wire_table box = { .send = box_send, .recv = box_recv, .wait = box_wait, .test = box_test,
+                                     .at = box_at, .abort = box_abort, .close = box_close };
 
 static void open_office(int ranks)
 {

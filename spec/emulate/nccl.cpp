@@ -3,8 +3,9 @@
  * and a thread of each communicator that connects them and carries groups of sends and receives out when their turn in
  * their stream has come. The calls return at once with ncclInProgress, as the real one's do where it may not block; a
  * group is in its stream once the state has been asked for twice. One that failed stays in its stream until the
- * communicator is ended. It is strict where the real one is undefined: a call while another is in progress, or an
- * exchange outside a group, is an error.
+ * communicator is ended. Communicators may be used by a thread each, as groups are a thread's own, and do not wait for
+ * each other; one ends its exchanges in the order of their calls, each once all its ranks have come. It is strict where
+ * the real one is undefined: a call while another is in progress, or an exchange outside a group, is an error.
  *
  * PS_EMULATE_NCCL: "old" is version 2.13, "refuses" fails to connect on rank 1, "breaks=N" and
  * "stalls=N" do so to rank 1's exchange N. */
@@ -80,9 +81,16 @@ struct turn : ps_emu_work {
     }
 };
 
-ncclComm *in_group;                            /* the communicator that the open group is of */
-bool group_open;
+thread_local ncclComm *in_group;               /* the communicator that the thread's open group is of */
+thread_local bool group_open;
+std::mutex error_lock;
 std::string last_error;
+
+void set_error(const char *text)
+{
+    std::lock_guard<std::mutex> guard(error_lock);
+    last_error = text;
+}
 
 const char *setting() { const char *s = getenv("PS_EMULATE_NCCL"); return s ? s : ""; }
 
@@ -144,10 +152,25 @@ bool connect_all(ncclComm *c)
     return good;
 }
 
+/* Waits until all ranks with which bytes are exchanged have come to this exchange: no message goes ahead, small ones
+ * neither. */
+bool meet(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
+{
+    std::vector<bool> with((size_t)c->size);
+    bool good = true;
+    char here = 0;
+    for (const message &m : out) with[(size_t)m.peer] = true;
+    for (const message &m : in) with[(size_t)m.peer] = true;
+    for (size_t r = 0; r < with.size(); r++) good = good && (!with[r] || whole(c, c->peers[r], &here, 1, true));
+    for (size_t r = 0; r < with.size(); r++) good = good && (!with[r] || whole(c, c->peers[r], &here, 1, false));
+    return good;
+}
+
 /* Each message has its length in front: both ends must mean the same. */
 bool exchange(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
 {
     std::atomic<bool> sent{ true };
+    if (!meet(c, out, in)) return false;
     std::thread sender([&] {
         for (const message &m : out)
             if (!whole(c, c->peers[(size_t)m.peer], (char *)&m.n, sizeof m.n, true) ||
@@ -175,7 +198,7 @@ void carry_out(ncclComm *c, group *g)
 {
     c->exchanges++;
     if (is_to(c, "breaks=")) {
-        last_error = "a link is down";
+        set_error("a link is down");
         c->failure = ncclRemoteError;
         return;
     }
@@ -201,7 +224,7 @@ void carry_out(ncclComm *c, group *g)
 void run(ncclComm *c)
 {
     bool refuses = c->rank == 1 && strcmp(setting(), "refuses") == 0;
-    if (refuses) last_error = "no usable network";
+    if (refuses) set_error("no usable network");
     if (refuses) c->failure = ncclSystemError;
     else if (!connect_all(c)) c->failure = ncclRemoteError;
     c->connected = true;
@@ -225,7 +248,7 @@ int state_of(const ncclComm *c)
 ncclResult_t join(ncclComm *c, cudaStream_t stream)
 {
     if (!group_open || state_of(c) != ncclSuccess || c->finalizing || (in_group && in_group != c)) {
-        last_error = "a call outside a group, or while another is in progress";
+        set_error("a call outside a group, or while another is in progress");
         return ncclInvalidUsage;
     }
     in_group = c;
@@ -282,7 +305,13 @@ API const char *ncclGetErrorString(ncclResult_t r)
         : r == ncclSystemError ? "unhandled system error" : r == ncclInvalidUsage ? "invalid usage" : "an error";
 }
 
-API const char *ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
+API const char *ncclGetLastError(ncclComm_t)
+{
+    static thread_local std::string copy;
+    std::lock_guard<std::mutex> guard(error_lock);
+    copy = last_error;
+    return copy.c_str();
+}
 
 /* As the real one's threads do, waits until every peer has let go of its end. */
 static ncclResult_t end(ncclComm_t c)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What a backend gives for moving bytes between its memory and that of other processes' devices (NCCL): one exchange,
  * a sum and a copy, each begun and then asked about. comm/wired.c makes a communicator of it, with the waiting, the
- * time-outs and the checks. A wire is used by one thread at a time, which need not be the one that runs kernels;
- * only `mark` is called by that one. */
+ * time-outs and the checks; comm/line.c has messages of two ranks on it. A wire is used by one thread at a time, which
+ * need not be the one that runs kernels; only `mark` is called by that one. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>
@@ -10,6 +10,7 @@
 
 struct ps_backend;
 typedef struct ps_wire ps_wire;
+typedef struct ps_wire_event ps_wire_event;
 typedef struct ps_comm_part { void *address; int64_t nbytes; } ps_comm_part;
 
 enum { PS_WIRE_ID_NBYTES = 128, PS_WIRE_LANES = 2, PS_WIRE_LOCAL = PS_WIRE_LANES, PS_WIRE_MARKS = 16,
@@ -43,6 +44,16 @@ typedef struct ps_wire_table {
     int (*copy)(ps_wire *w, void *to, const void *from, int64_t nbytes);
     /* Whether the last exchange of a lane, or (PS_WIRE_LOCAL) the last sum or copy has ended: 1, 0, or an error. */
     int (*ended)(ps_wire *w, int lane);
+    /* Moments in the device's work, for order where no thread waits. One that was never set is over. */
+    int (*event_new)(struct ps_backend *be, ps_wire_event **out);
+    void (*event_free)(ps_wire_event *e);
+    /* By the thread that runs kernels: sets the event behind all that the device was given to do; has all that the
+     * device is given to do from now on come after the event. */
+    int (*event_now)(struct ps_backend *be, ps_wire_event *e);
+    int (*event_follow)(struct ps_backend *be, ps_wire_event *e);
+    int (*event_before)(ps_wire *w, ps_wire_event *e);       /* exchanges that begin from now on come after the event */
+    int (*event_end)(ps_wire *w, ps_wire_event *e);          /* sets it behind the last exchange, which is ready */
+    int (*event_over)(ps_wire_event *e);                     /* 1, 0, or an error. Any thread */
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
     /* Whatever is under way ends, as far as this rank can see to it; only memory_free and close follow. Both wait for

@@ -2,7 +2,9 @@
  * Messages between two ranks (p2p.h). All headers go on one slot, a payload on the slot of its lane. Each rank that
  * this one receives from has a thread here that waits for headers, and begins to receive a payload once the expected
  * header has come. Each rank that this one sends to has a thread here that waits until messages are gone. The library's
- * own thread moves the bytes. */
+ * own thread moves the bytes. Between devices a line (line.h) has the payload's place. The header has the number by
+ * which the two devices connect. The receiver's line tells the sender of each receive that it began, by a header of
+ * its own kind. */
 #include "comm/p2p.h"
 #include <pthread.h>
 #include <signal.h>
@@ -12,7 +14,9 @@
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "base/error.h"
+#include "backend/backend.h"
 #include "comm/group.h"
+#include "comm/line.h"
 #include "comm/watch.h"
 #include "tensor/tensor.h"
 
@@ -20,6 +24,9 @@ enum { MAGIC = 0x31503250 /* "P2P1" */, HEADERS = PS_P2P_LANES /* the slot of he
 static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
+
+/* BEGUN: no message, but news of a line: the receiver has begun one more receive. */
+enum { HOST, DEVICE, BEGUN };
 
 /* The header that goes over the wire before a payload. */
 typedef struct wire {
@@ -30,8 +37,10 @@ typedef struct wire {
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
     double when, value[2];
+    int32_t place, reserved;               /* HOST, DEVICE or BEGUN */
+    char id[PS_WIRE_ID_NBYTES];            /* DEVICE: of the line */
 } wire;
-_Static_assert(sizeof(wire) == 128, "a message on the wire has no holes");
+_Static_assert(sizeof(wire) == 136 + PS_WIRE_ID_NBYTES, "a message on the wire has no holes");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
@@ -46,6 +55,8 @@ struct ps_p2p_request {
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as of a group_call */
     ps_comm_post *head_post, *body_post;
+    ps_line *line;                         /* that carries the bytes of a device; of a receive once its header came */
+    ps_line_message message;               /* on it */
 };
 
 typedef struct letter { struct letter *next; wire head; } letter;
@@ -67,6 +78,7 @@ typedef struct neighbour {
     ps_p2p_request *out, *out_last;        /* sends that are not gone; the sender waits for the first */
     ps_error_kept why, why_mute;           /* why it is deaf, mute */
     channel lanes[PS_P2P_LANES];
+    ps_line *lines[2][PS_P2P_LANES];       /* [out]; made with the first message */
 } neighbour;
 
 struct ps_p2p {
@@ -80,6 +92,8 @@ struct ps_p2p {
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
     int64_t bytes_sent;
+    ps_backend *be;                        /* whose memory goes over lines, or NULL */
+    int device;                            /* its number */
 };
 
 /* -- words --------------------------------------------------------------------------------------------------------- */
@@ -109,13 +123,13 @@ static void wire_text(const wire *h, char text[TEXT])
     n += snprintf(text + n, TEXT - (size_t)n, ": %s [", ps_dtype_name(h->dtype));
     for (int i = 0; i < h->n_dims && n < TEXT; i++)
         n += snprintf(text + n, TEXT - (size_t)n, "%s%lld", i ? ", " : "", (long long)h->shape[i]);
-    if (n < TEXT) snprintf(text + n, TEXT - (size_t)n, "]");
+    if (n < TEXT) snprintf(text + n, TEXT - (size_t)n, "]%s", h->place == DEVICE ? " on device" : "");
 }
 
 static bool is_same(const wire *a, const wire *b)
 {
     bool same = a->kind == b->kind && a->part == b->part && a->vstage == b->vstage && a->micro == b->micro &&
-                a->dtype == b->dtype && a->n_dims == b->n_dims && a->seq == b->seq;
+                a->dtype == b->dtype && a->n_dims == b->n_dims && a->seq == b->seq && a->place == b->place;
     for (int i = 0; same && i < a->n_dims; i++) same = a->shape[i] == b->shape[i];
     return same;
 }
@@ -175,6 +189,41 @@ static int woken(ps_p2p *p)
     return ps_watch_failed_before(p->comm->watch);
 }
 
+/* Waits for the end of a message under way. */
+static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
+{
+    if (!post) return 0;
+    int ended = p->comm->table->wait(post, seconds > 0.001 ? seconds : 0.001);
+    return ended == 1 ? 0 : ended < 0 ? ended : woken(p);
+}
+
+/* -- lines --------------------------------------------------------------------------------------------------------- */
+
+/* Called by a line's thread. */
+static int tell_begun(void *arg, int peer, int lane)
+{
+    ps_p2p *p = arg;
+    ps_comm_post *post = NULL;
+    wire said = { .magic = MAGIC, .lane = lane, .dtype = -1, .place = BEGUN };
+    PS_TRY(p->comm->table->post(p->comm, HEADERS, peer, true, &said, sizeof said, &post));
+    int rc = end_of(p, post, p->comm->timeout_s);
+    p->comm->table->drop(post);
+    return rc;
+}
+
+static int blame_line(void *arg, int peer, int rc) { return blame(arg, peer, rc); }
+
+/* The line of a lane; the lock is held. */
+static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps_line **found)
+{
+    ps_line **l = &p->peers[peer].lines[out][lane];
+    const ps_line_owner owner = { .host = p->comm, .be = p->be, .lock = &p->lock, .news = &p->news,
+                                  .failed = &p->failed, .arg = p, .tell = tell_begun, .blame = blame_line };
+    if (!*l) PS_TRY(ps_line_open(&owner, id, peer, lane, out, l));
+    *found = *l;
+    return 0;
+}
+
 /* -- headers that come; the lock is held --------------------------------------------------------------------------- */
 
 /* Compares a header that has come with the one that the receive expects, and begins to receive its payload. */
@@ -193,8 +242,12 @@ static int take(ps_p2p_request *q, const wire *got)
                             group_world(p->group, p->comm->rank), wanted, group_world(p->group, q->peer), came,
                             lane_names[q->lane]);
     }
-    if (q->nbytes > 0)
+    if (q->head.place == DEVICE) {
+        PS_TRY(find_line(p, q->peer, q->lane, false, got->id, &q->line));
+        ps_line_put(q->line, &q->message);
+    } else if (q->nbytes > 0) {
         PS_TRY(p->comm->table->post(p->comm, q->lane, q->peer, false, q->bytes, q->nbytes, &q->body_post));
+    }
     q->state = q->nbytes > 0 ? ARRIVING : DONE;
     return 0;
 }
@@ -221,7 +274,13 @@ static int arrive(neighbour *from, const wire *h)
 {
     ps_p2p *p = from->p2p;
     bool ours = h->magic == MAGIC && h->lane >= 0 && h->lane < PS_P2P_LANES && h->n_dims >= 0 &&
-                h->n_dims <= PS_MAX_DIMS && h->dtype < PS_DTYPE_COUNT;
+                h->n_dims <= PS_MAX_DIMS && h->dtype < PS_DTYPE_COUNT && h->place >= HOST && h->place <= BEGUN;
+    ps_line *told = ours && h->place == BEGUN ? from->lines[true][h->lane] : NULL;
+    if (told) {
+        ps_line_allow(told);
+        return 0;
+    }
+    ours = ours && h->place != BEGUN;
     if (!ours)
         return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent what is no message of a "
                             "pipeline", group_world(p->group, from->rank));
@@ -264,14 +323,6 @@ static void *listen(void *arg)
     pthread_mutex_unlock(&p->lock);
     if (rc < 0 && rc != PS_EIO && rc != PS_ESTATE) give_up(p, rc);    /* all ranks hear of it at once */
     return NULL;
-}
-
-/* Waits for the end of a message under way. */
-static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
-{
-    if (!post) return 0;
-    int ended = p->comm->table->wait(post, seconds > 0.001 ? seconds : 0.001);
-    return ended == 1 ? 0 : ended < 0 ? ended : woken(p);
 }
 
 /* The thread that waits until sends to a peer are gone. */
@@ -330,8 +381,8 @@ static int check(const ps_p2p *p, int peer, int lane, const ps_tensor *t)
     if (!t) return 0;
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->devices[t->device_];
-    if (!be->is_host || be->no_data)
-        return ps_fail(PS_EUNSUP, "a message with a tensor on device %s; messages are of host memory", be->name);
+    if ((!be->is_host && !ps_p2p_carries(p, t->device_)) || be->no_data)
+        return ps_fail(PS_EUNSUP, "a message with a tensor on device %s, which is not connected", be->name);
     if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "a message with a tensor that is not contiguous");
     return 0;
 }
@@ -343,8 +394,10 @@ static ps_p2p_request *request_take(ps_p2p *p)
     else if ((q = ps_alloc(sizeof *q))) {
         q->made = p->made;
         p->made = q;
+        q->message = (ps_line_message){ .ready = NULL };
     } else return NULL;
-    *q = (ps_p2p_request){ .made = q->made, .p2p = p, .used = true };
+    ps_line_message kept = { .ready = q->message.ready, .end = q->message.end };
+    *q = (ps_p2p_request){ .made = q->made, .p2p = p, .used = true, .message = kept };
     return q;
 }
 
@@ -389,6 +442,15 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
         q->bytes = (char *)bytes + t->offset * ps_dtype_bytes(t->dtype_);
         if (!out) t->storage->version++;
     }
+    if (q->nbytes > 0 && p->be && t->device_ == p->device) {
+        q->head.place = DEVICE;
+        q->message.bytes = q->bytes, q->message.nbytes = q->nbytes;
+        int rc = p->comm->pretends ? 0 : ps_line_message_prepare(p->be, &q->message);
+        if (rc < 0) {
+            request_end(q);
+            return rc;
+        }
+    }
     *made = q;
     return 0;
 }
@@ -424,6 +486,20 @@ static int pretended(ps_p2p_request *q, ps_p2p_request **out)
     return 0;
 }
 
+/* Finds the line of a device's send, for its header. The first one makes it. */
+static int send_begin(ps_p2p_request *q)
+{
+    ps_p2p *p = q->p2p;
+    char id[PS_WIRE_ID_NBYTES] = { 0 };
+    if (!p->peers[q->peer].lines[true][q->lane]) PS_TRY(p->be->wire->new_id(p->be, id));
+    PS_TRY(start_listening(&p->peers[q->peer]));                   /* for what the peer's line tells */
+    pthread_mutex_lock(&p->lock);
+    int rc = find_line(p, q->peer, q->lane, true, id, &q->line);
+    if (rc == 0) memcpy(q->head.id, ps_line_id(q->line), sizeof q->head.id);
+    pthread_mutex_unlock(&p->lock);
+    return rc;
+}
+
 int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p2p_note *note, ps_tensor *t,
                 ps_p2p_request **out)
 {
@@ -437,13 +513,16 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
         request_end(q);
         return rc;
     }
+    if (q->head.place == DEVICE) rc = send_begin(q);
+    if (rc < 0) return refused(q, rc);
     q->head.seq = to->lanes[lane].sent;
     if (note) {
         q->head.when = note->when;
         memcpy(q->head.value, note->value, sizeof note->value);
     }
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
-    if (rc == 0 && q->nbytes > 0) rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
+    if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
+        rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
     if (rc < 0) return refused(q, rc);     /* a header that is gone without its payload ends the run, too */
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
@@ -451,6 +530,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     if (to->out) to->out_last->next = q;
     else to->out = q;
     to->out_last = q;
+    if (q->line) ps_line_put(q->line, &q->message);
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
     *out = q;
@@ -496,15 +576,15 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` is true, or the thread whose work it is has set *ended (*why says why), or the time is over. The
- * lock is not held. */
-static int until_come(ps_p2p *p, const bool *ended, const ps_error_kept *why, double until, bool (*come)(const void *),
+/* Waits until `come` is true, or `over` gives why it never will be, or the time is over. The lock is not held. */
+static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg)
 {
     int rc = 0;
     pthread_mutex_lock(&p->lock);
     while (rc == 0 && !come(arg)) {
-        if (*ended) rc = ps_error_again(why);
+        const ps_error_kept *why = over(arg);
+        if (why) rc = ps_error_again(why);
         else if (!wait_for_news(p, until))
             rc = ps_fail(PS_ETIME, "no message came or went within %g s", p->comm->timeout_s);
     }
@@ -515,17 +595,40 @@ static int until_come(ps_p2p *p, const bool *ended, const ps_error_kept *why, do
 static bool has_come(const void *request)
 {
     const ps_p2p_request *q = request;
+    if (q->line && !q->message.begun) return false;
     return q->state == ARRIVING || q->state == DONE;
 }
-static bool has_letter(const void *l) { return ((const channel *)l)->in != NULL; }
+
+typedef struct next_letter { const neighbour *from; int lane; } next_letter;
+
+static bool has_letter(const void *next)
+{
+    const next_letter *n = next;
+    return n->from->lanes[n->lane].in != NULL;
+}
+
+static const ps_error_kept *is_deaf(const void *next)
+{
+    const neighbour *from = ((const next_letter *)next)->from;
+    return from->deaf ? &from->why : NULL;
+}
+
+/* Why a message will not come or go; NULL: it may. A device's send begins by what the listener hears, too. */
+static const ps_error_kept *is_over(const void *request)
+{
+    const ps_p2p_request *q = request;
+    const neighbour *with = &q->p2p->peers[q->peer];
+    if (q->line && ps_line_failed(q->line)) return ps_line_failed(q->line);
+    if (q->out && with->mute) return &with->why_mute;
+    return (!q->out || q->line) && with->deaf ? &with->why : NULL;
+}
 
 static int wait_for(ps_p2p_request *q, double until)
 {
     ps_p2p *p = q->p2p;
-    neighbour *with = &p->peers[q->peer];
-    if (q->out) return until_come(p, &with->mute, &with->why_mute, until, has_come, q);
-    PS_TRY(until_come(p, &with->deaf, &with->why, until, has_come, q));
-    return end_of(p, q->body_post, until - ps_now());
+    PS_TRY(until_come(p, until, has_come, is_over, q));
+    if (q->line) return p->be->wire->event_follow(p->be, q->message.end);
+    return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
 
 /* After a failure, which ended all that is under way: waits until no other thread uses the request. */
@@ -534,7 +637,12 @@ static void let_go(ps_p2p_request *q)
     ps_p2p *p = q->p2p;
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
-    while (!has_come(q) && !(q->out ? with->mute : with->deaf)) pthread_cond_wait(&p->news, &p->lock);
+    for (;;) {
+        bool line_rests = !q->line || ps_line_rests(q->line);
+        if (line_rests && (q->line || has_come(q) || (q->out ? with->mute : with->deaf))) break;
+        if (q->line) ps_line_stop(q->line);
+        pthread_cond_wait(&p->news, &p->lock);
+    }
     channel *l = &with->lanes[q->lane];
     ps_p2p_request *before = NULL;
     for (ps_p2p_request *r = l->first; r; before = r, r = r->next) {
@@ -568,12 +676,51 @@ int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
 int ps_p2p_test(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
-    const neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
-    bool ends = has_come(q) || (q->out ? with->mute : with->deaf);
+    bool come = has_come(q), failed = is_over(q) != NULL;
     pthread_mutex_unlock(&p->lock);
-    return ends;
+    if (come && !failed && q->line && q->out) return p->be->wire->event_over(q->message.end) != 0;
+    return come || failed;
 }
+
+bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
+
+/* The failure of a line that this rank receives by, or NULL; the lock is held. *still: no bytes are on their way. */
+static const ps_error_kept *failed_line(const ps_p2p *p, int *peer, bool *still)
+{
+    *still = true;
+    for (int r = 0; r < p->comm->size; r++)
+        for (int lane = 0; lane < PS_P2P_LANES; lane++) {
+            const ps_line *l = p->peers[r].lines[false][lane];
+            *peer = r;
+            if (l && ps_line_failed(l)) return ps_line_failed(l);
+            if (l && !ps_line_is_still(l)) *still = false;
+        }
+    return NULL;
+}
+
+/* Whether lines failed; waits: until all is received, too. */
+static int look_at_lines(ps_p2p *p, bool waits)
+{
+    double until = ps_now() + p->comm->timeout_s;
+    bool still;
+    int rc = 0, peer = 0;
+    pthread_mutex_lock(&p->lock);
+    for (;;) {
+        const ps_error_kept *failed = failed_line(p, &peer, &still);
+        if (failed) rc = ps_error_again(failed);
+        if (failed || still || !waits) break;
+        if (!wait_for_news(p, until)) {
+            rc = ps_fail(PS_ETIME, "messages between devices did not end within %g s", p->comm->timeout_s);
+            break;
+        }
+    }
+    pthread_mutex_unlock(&p->lock);
+    return rc < 0 ? blame(p, peer, rc) : 0;
+}
+
+int ps_p2p_check(ps_p2p *p) { return p->be ? look_at_lines(p, false) : 0; }
+int ps_p2p_settle(ps_p2p *p) { return p->be ? look_at_lines(p, true) : 0; }
 
 int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
 {
@@ -583,8 +730,8 @@ int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
     char text[ACTION];
     snprintf(text, sizeof text, "recv (lane %s)", lane_names[lane]);
     ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, peer));
-    const neighbour *from = &p->peers[peer];
-    int rc = until_come(p, &from->deaf, &from->why, ps_now() + p->comm->timeout_s, has_letter, l);
+    const next_letter wanted = { &p->peers[peer], lane };
+    int rc = until_come(p, ps_now() + p->comm->timeout_s, has_letter, is_deaf, &wanted);
     if (rc < 0) rc = blame(p, peer, rc);
     leave(p);
     if (rc < 0) return rc;
@@ -655,6 +802,9 @@ int ps_p2p_open(ps_group *group, ps_p2p **out)
     p->group = own;
     p->comm = own->comm;
     p->peers = peers;
+    p->device = group->device;
+    if (group->device >= 0 && group->at[ON_DEVICE].comm != group->comm && size > 1)
+        p->be = group->ctx->devices[group->device];
     pthread_mutex_init(&p->lock, NULL);
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
@@ -693,13 +843,18 @@ void ps_p2p_close(ps_p2p *p)
     for (int r = 0; r < size; r++) {
         if (p->peers[r].listens) pthread_join(p->peers[r].listener, NULL);
         if (p->peers[r].delivers) pthread_join(p->peers[r].sender, NULL);
-        for (int l = 0; l < PS_P2P_LANES; l++) letters_free(p->peers[r].lanes[l].in);
+        for (int l = 0; l < PS_P2P_LANES; l++) {
+            letters_free(p->peers[r].lanes[l].in);
+            ps_line_close(p->peers[r].lines[false][l]);
+            ps_line_close(p->peers[r].lines[true][l]);
+        }
     }
     letters_free(p->spare_letters);
     for (ps_p2p_request *q = p->made; q; q = q->made) if (q->used) request_end(q);
     while (p->made) {
         ps_p2p_request *q = p->made;
         p->made = q->made;
+        if (p->be) ps_line_message_free(p->be, &q->message);
         ps_free(q);
     }
     pthread_mutex_destroy(&p->lock);

@@ -12,8 +12,14 @@
  * rank, and every call here and of every group of these ranks fails from then on. Nothing waits for ever.
  *
  * One thread, that which runs the actions of a step, makes all calls of a ps_p2p. Ranks are those of the group. Tensors
- * are contiguous and in host memory: the pipeline copies what lies on a device (ps_tensor_to) before a send and after a
- * receive. */
+ * are contiguous, and in host memory, or on the device that the group had connected when the ps_p2p was opened
+ * (ps_p2p_carries); the same on both ends. What lies on another device is copied (ps_tensor_to) before a send and after
+ * a receive.
+ *
+ * A device's bytes go from device to device, on lines (line.h); headers go as ever. A wait for such a message returns
+ * when the device has been given it to do: what the device is given to do later finds a receive's bytes there, and may
+ * write to what was sent. So a failure may come after the wait. ps_p2p_check tells of it, and ps_p2p_settle waits for
+ * what was received. */
 #ifndef PS_COMM_P2P_H
 #define PS_COMM_P2P_H
 #include <stdbool.h>
@@ -53,9 +59,11 @@ int ps_p2p_open(ps_group *group, ps_p2p **out);
 /* All requests must have been waited for. Other ranks that still wait for messages of this one get an error. */
 void ps_p2p_close(ps_p2p *p2p);
 
+bool ps_p2p_carries(const ps_p2p *p2p, int device);    /* messages go from this device's memory to the peer's */
+
 /* Begins to send `t` (NULL: the tag and the note alone). The tensor is held and pinned, and must not be written to,
- * until the request is waited for. PS_EINVAL: no such peer or lane, or t is not contiguous. PS_EUNSUP: t is not in host
- * memory. PS_ENOMEM, PS_ESTALE; the errors of ps_p2p_wait. */
+ * until the request is waited for. PS_EINVAL: no such peer or lane, or t is not contiguous. PS_EUNSUP: t is neither in
+ * host memory nor on a device of ps_p2p_carries. PS_ENOMEM, PS_ESTALE; the errors of ps_p2p_wait. */
 int ps_p2p_send(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, const ps_p2p_note *note, ps_tensor *t,
                 ps_p2p_request **out);
 /* Begins to receive into `t` (NULL: a message without a tensor), which is held and pinned until the request is waited
@@ -64,13 +72,19 @@ int ps_p2p_recv(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, ps_tenso
 /* Waits for the message that the next ps_p2p_recv of this lane will take, for who does not know its shape. */
 int ps_p2p_next(ps_p2p *p2p, int peer, int lane, ps_p2p_header *out);
 
-/* Whether ps_p2p_wait would return at once (of a receive: soon, since its bytes are on the way): 1 or 0. */
+/* Whether ps_p2p_wait would return at once (of a receive: soon, since its bytes are on the way): 1 or 0. Of a device's
+ * send: whether its bytes are gone, so that the wait orders nothing. */
 int ps_p2p_test(ps_p2p_request *request);
 /* Waits until a send's bytes are sent, or a receive's have come; the request is gone afterwards, also after a failure.
  * note (or NULL): what came with a receive's message, or went with a send's. PS_EINVAL: another message came; the
  * error, and the other ranks' (PS_EIO), name the ranks, the actions and both values. PS_ETIME: nothing came within the
  * group's time-out, or a rank is silent. PS_EIO: a rank died, failed or aborted. PS_ESTATE: after such an error. */
 int ps_p2p_wait(ps_p2p_request *request, ps_p2p_note *note);
+
+/* Whether messages of devices that were waited for have failed since: 0, or the error. */
+int ps_p2p_check(ps_p2p *p2p);
+/* Waits until all received bytes of devices are there, without the device's other work. Errors: as ps_p2p_wait. */
+int ps_p2p_settle(ps_p2p *p2p);
 
 /* Notes, for verdicts, the action that this rank runs now ("F of micro-batch 3, stage 1"), until the next call that
  * waits. Kind 'Y' is a turn of the script's loop, of no stage. NULL: this rank is in no action. Other ranks hear of it

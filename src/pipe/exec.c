@@ -45,7 +45,7 @@ struct ps_pipe {
     ps_ctx *ctx;
     const ps_pipe_table *t;
     pipe_wire *wire;
-    int rank, host;                 /* host: the device that messages come from and go to */
+    int rank, host;                 /* host: the device of messages whose own one the wire does not carry */
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
@@ -372,6 +372,24 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
+/* The device on which a message with a tensor of `device` comes and goes. */
+static int meeting_place(const ps_pipe *x, int device)
+{
+    const pipe_wire_table *w = x->wire->table;
+    return w->carries && w->carries(x->wire, device) ? device : x->host;
+}
+
+/* Whether what came between devices is good; all: once it is there. */
+static int settle(ps_pipe *x, bool all)
+{
+    if (x->dry || !x->wire->table->settle) return 0;
+    int64_t began = ps_record_begin();
+    int rc = x->wire->table->settle(x->wire, all);
+    if (all) ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_MESSAGE, .begin_ns = began,
+                                              .id = -1 });
+    return rc;
+}
+
 /* Begins a receive. Its tensor is made now, so that the bytes have a place when they come. what NULL: a message without
  * a tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
@@ -380,7 +398,7 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
     int rc = 0;
     PS_TRY(ps_grow(x->posted, x->posted_capacity, x->n_posted + 1));
     if (what) {
-        int device = x->dry ? what->device : x->host;
+        int device = x->dry ? what->device : meeting_place(x, what->device);
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
         made->storage->scripted = noting(x) && lane == PIPE_LANE_UP;      /* no script sees gradients that come back */
@@ -503,7 +521,8 @@ static int send(ps_pipe *x, const ps_action *a)
     for (int32_t i = 0; rc == 0 && !x->dry && i < (n ? n : 1); i++) {
         pipe_tag tag = tag_of(a, n ? parts[i] : -1);
         ps_tensor *t = n ? from->t[i] : NULL, *moved = NULL;
-        if (t && t->device_ != x->host) rc = to_device(x->ctx, t, x->host, &moved);
+        int place = t ? meeting_place(x, t->device_) : x->host;
+        if (t && t->device_ != place) rc = to_device(x->ctx, t, place, &moved);
         if (rc == 0) rc = begin_send(x, peer, lane, &tag, &note, moved ? moved : t);
         ps_tensor_release(moved);
     }
@@ -547,7 +566,7 @@ static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
     int rc = out->t[0]->device_ != x->host ? to_device(x->ctx, out->t[0], x->host, &moved) : 0;
     if (rc == 0) rc = ps_tensor_read_f64(moved ? moved : out->t[0], 0, 1, &x->losses[micro]);
     ps_tensor_release(moved);
-    return rc;
+    return rc < 0 ? rc : settle(x, false);
 }
 
 static int send_loss(ps_pipe *x, int32_t micro)
@@ -687,6 +706,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(wait_for(x, x->sends[--x->n_sends], NULL));
+    PS_TRY(settle(x, true));                                 /* an update must not use what did not come */
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
     if (!x->dry) x->wire->table->at(x->wire, NULL);
     x->open = false;

@@ -28,6 +28,11 @@ typedef struct pipe_wire_table {
     int (*recv)(pipe_wire *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out);
     int (*wait)(pipe_wire *w, void *request, pipe_note *note);      /* frees the request, on failure, too */
     bool (*test)(pipe_wire *w, void *request);                      /* whether a wait would return at once */
+    /* (NULL: none) Whether tensors on this device are sent and received as they are; others are of host memory. What
+     * was received there may still be on its way after the wait, in front of what the device is given to do next:
+     * `settle` waits for it (`all`), or only tells whether that has failed. */
+    bool (*carries)(pipe_wire *w, int device);
+    int (*settle)(pipe_wire *w, bool all);
     void (*at)(pipe_wire *w, const pipe_tag *tag);                  /* tells this rank's action now; NULL: none */
     void (*abort)(pipe_wire *w, const char *why);
     void (*close)(pipe_wire *w);

@@ -49,6 +49,10 @@ static int wire_wait(pipe_wire *w, void *request, pipe_note *note)
 
 static bool wire_test(pipe_wire *w, void *request) { return ps_p2p_test(request) != 0; }
 
+static bool wire_carries(pipe_wire *w, int device) { return ps_p2p_carries(p2p_of(w), device); }
+
+static int wire_settle(pipe_wire *w, bool all) { return all ? ps_p2p_settle(p2p_of(w)) : ps_p2p_check(p2p_of(w)); }
+
 static void wire_at(pipe_wire *w, const pipe_tag *tag)
 {
     ps_p2p_tag now = tag ? tag_of(tag) : (ps_p2p_tag){ .kind = 0 };
@@ -64,6 +68,7 @@ static void wire_close(pipe_wire *w)
 }
 
 static const pipe_wire_table table = { .send = wire_send, .recv = wire_recv, .wait = wire_wait, .test = wire_test,
+                                       .carries = wire_carries, .settle = wire_settle,
                                        .at = wire_at, .abort = wire_abort, .close = wire_close };
 
 int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *t, ps_group *group, ps_pipe **out)

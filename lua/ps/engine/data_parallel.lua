@@ -28,15 +28,22 @@ local data_parallel = {}
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices where all ranks can. Else bytes go through host memory, unless init_distributed forbade
--- that.
-local function connect(engine, group)
-  if engine.device == engine.host or group.devices.never then return end
-  local ok, problem = pcall(group.connect, group, engine.device_name)
-  if ok then return end
-  if type(problem) ~= "table" or problem.name ~= "EUNSUP" or group.devices.must then error(problem, 0) end
-  engine:note(("what ranks send each other goes from %s through host memory: %s"):format(engine.device_name,
-    problem.msg))
+-- Connects the ranks' devices along these axes where all ranks can. Else bytes go through host memory, unless
+-- init_distributed forbade that.
+local function connect(engine, groups)
+  local noted = false
+  for _, group in ipairs(groups) do
+    if engine.device == engine.host or group.devices.never then return end
+    local ok, problem = pcall(group.connect, group, engine.device_name)
+    if not ok then
+      if type(problem) ~= "table" or problem.name ~= "EUNSUP" or group.devices.must then error(problem, 0) end
+      if not noted then
+        engine:note(("what ranks send each other goes from %s through host memory: %s"):format(engine.device_name,
+          problem.msg))
+      end
+      noted = true
+    end
+  end
 end
 
 --- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks. Called where
@@ -47,12 +54,13 @@ function data_parallel.new(engine)
   local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self(),
     tp = mesh.group "tp", noted = {} }, Ranks)
   replicas.configuration(self.world, engine)
-  connect(engine, self.dp)
+  local groups = { self.dp }
+  for _, axis in ipairs { "tp", "pp" } do groups[#groups + 1] = mesh.group(axis) end
+  connect(engine, groups)
   random_state.share(self.world)                   -- so that all ranks make the same model
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
   local cut = engine.cfg.pipeline.stages > 1               -- else exchanges for each micro-batch of each virtual stage
   if self.tp then
-    connect(engine, self.tp)
     ps.check(C.ps_engine_tensor_parallel(ps.ctx, self.tp.c))
   end
   self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut,

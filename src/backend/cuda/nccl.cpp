@@ -329,6 +329,63 @@ static int ended(ps_wire *w, int lane)
     return went(state) ? 0 : nccl_failed(w, state, "an exchange");
 }
 
+/* -- moments ------------------------------------------------------------------------------------------------------- */
+struct ps_wire_event {
+    cudaEvent_t at;
+    int number;                                /* the device's; an event may be freed after the device was closed */
+};
+
+static int event_new(ps_backend *be, ps_wire_event **out)
+{
+    ps_wire_event *e = (ps_wire_event *)ps_alloc0(sizeof *e);
+    if (!e) return ps_fail_nomem(sizeof *e);
+    e->number = ps_cu->number;
+    cudaSetDevice(e->number);
+    int rc = check(cudaEventCreateWithFlags(&e->at, cudaEventDisableTiming), "making an event");
+    if (rc < 0) ps_free(e);
+    else *out = e;
+    return rc;
+}
+
+static void event_free(ps_wire_event *e)
+{
+    cudaSetDevice(e->number);
+    cudaEventDestroy(e->at);
+    ps_free(e);
+}
+
+static int event_now(ps_backend *be, ps_wire_event *e)
+{
+    return check(cudaEventRecord(e->at, ps_cu->compute), "an event of kernels");
+}
+
+static int event_follow(ps_backend *be, ps_wire_event *e)
+{
+    return check(cudaStreamWaitEvent(ps_cu->compute, e->at, 0), "the order of kernels and messages");
+}
+
+static int event_before(ps_wire *w, ps_wire_event *e)
+{
+    cudaSetDevice(w->number);
+    return check(cudaStreamWaitEvent(w->moving, e->at, 0), "the order of messages and kernels");
+}
+
+static int event_end(ps_wire *w, ps_wire_event *e)
+{
+    cudaSetDevice(w->number);
+    return check(cudaEventRecord(e->at, w->moving), "the end of a message");
+}
+
+static int event_over(ps_wire_event *e)
+{
+    cudaSetDevice(e->number);
+    cudaError_t r = cudaEventQuery(e->at);
+    if (r == cudaSuccess) return 1;
+    if (r != cudaErrorNotReady) return check(r, "a message");
+    cudaGetLastError();
+    return 0;
+}
+
 static int raw(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count)
 {
     cudaSetDevice(w->number);
@@ -361,6 +418,6 @@ static void memory_free(ps_wire *w, void *p)
 
 extern const ps_wire_table ps_cuda_nccl = {
     "nccl", load, device_name, PS_CUDA_MOST_RANKS, new_id, open_wire, ready, mark, after, begin, follow, sum, copy,
-    ended,
+    ended, event_new, event_free, event_now, event_follow, event_before, event_end, event_over,
     memory, memory_free, abort_wire, close_wire, raw
 };
