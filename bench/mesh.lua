@@ -139,7 +139,7 @@ local function pipeline()
   for out in model:micro_batches(x, x) do model:backward(out.loss) end
   optimizer:step()
   comm.stop()
-  for _, row in ipairs(comm.log_summary()) do
+  for _, row in ipairs(comm.log_rows()) do
     if row.op == "send of pp" then nbytes = nbytes + row.bytes * row.count end
   end
   model:close()

@@ -31,8 +31,11 @@ describe("profiles of ranks", function()
         end
         for _ = 1, 7 do group:all_reduce(ps.ones { 555 }) end
         group:all_gather(ps.zeros { 2, 300 }, ps.ones { 1, 300 })
-        local list = {}
-        for i, row in ipairs(ps.comm.log_summary()) do
+        print "quiet"
+        local list, told = {}, ps.comm.log_rows()
+        print "told"
+        assert(#ps.comm.log_summary() == #told)
+        for i, row in ipairs(told) do
           list[i] = ("%%s %%d %%d %%d %%.17g %%.17g %%.17g"):format(row.op, row.bytes, row.count, row.ranks,
             row.seconds, row.algbw, row.busbw)
         end
@@ -55,6 +58,11 @@ describe("profiles of ranks", function()
         optimizer:step()
       end
       for _ = 1, 5 do group:all_reduce(ps.ones { 777 }) end
+      ps.no_grad(function()                                      -- 10 rows of each rank, in pieces of 3, 3, 3 and 1
+        local w = ps.ones { 32, 64 }
+        group:gathered_linear(ps.ones { 10, 64 }, w, nil, { pieces = 4 })
+        group:linear_scattered(ps.ones { 20, 64 }, w, { pieces = 4 })
+      end)
       ps.profiler.stop()
       print("wrote " .. ps.profiler.save(folder .. "/profile.json"))
       print("wrote " .. ps.profiler.save(folder .. "/plain"))
@@ -128,6 +136,34 @@ describe("profiles of ranks", function()
     for rank = 0, 1 do assert.truthy(#of(rank, "wait", "message") > 0) end
   end)
 
+  it("have rows that travel in pieces, each exchange by itself, and the products beside them", function()
+    for rank = 0, 1 do
+      for name, features in pairs { column = 64, row = 32 } do
+        local op = of(rank, "op", name .. "_linear")
+        assert.equal(1, #op)
+        op = op[1]
+        local call = name == "row" and "reduction in a row layer" or "gather in a column layer"
+        local pieces, bytes = of(rank, "collective", call), {}
+        for i, e in ipairs(pieces) do bytes[i] = e.args.bytes / (2 * features * 4) end
+        assert.same({ 3, 3, 3, 1 }, bytes)
+        local products, rows = {}, {}
+        for _, e in ipairs(of(rank, "part", "linear")) do
+          if op.ts <= e.ts and e.ts + e.dur <= op.ts + op.dur + 0.002 then
+            products[#products + 1], rows[#rows + 1] = e, e.args.rows
+          end
+        end
+        assert.same(name == "row" and { 3, 3, 3, 1, 10 } or { 10, 3, 3, 3, 1 }, rows)
+        assert.same({ "fp32", "cpu" }, { products[1].args.dtype, products[1].args.device })
+        -- While a piece travels, this rank's own rows are multiplied.
+        local own = products[name == "row" and 5 or 1]
+        for _, e in ipairs(pieces) do
+          assert.truthy(op.ts <= e.ts and e.ts <= own.ts and own.ts + own.dur <= e.ts + e.dur + 0.002)
+          assert.truthy(e.ts + e.dur <= op.ts + op.dur + 0.002)
+        end
+      end
+    end
+  end)
+
   -- The rows of the n-th engine that is asked for them, and all that the rank printed meanwhile.
   local function counted(rank, n)
     local at, rows = 1, {}
@@ -171,6 +207,7 @@ describe("profiles of ranks", function()
 
   it("are what comms_logger prints: each call where it is verbose, and DeepSpeed's table, by rank 0", function()
     local _, first = counted(0, 1)
+    assert.truthy(first:find("quiet\ntold\n", 1, true))                 -- log_rows prints nothing
     assert.equal(7, select(2, first:gsub("comm op: all_reduce | time %(ms%): [%d.]+ | msg size: 2220 B | algbw", "")))
     local heading = "Comm%. Op +Message Size +Count +Total Latency%(ms%) +Avg Latency%(ms%) +algbw %(Gbps%) +busbw"
     assert.equal(2, select(2, first:gsub(heading, "")))                   -- when asked, and as the engine closes

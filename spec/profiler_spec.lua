@@ -244,14 +244,15 @@ describe("a report", function()
     end
     for step = 1, 2 do
       local at = (step - 1) * 10000
-      local function op(name, ts, dur, phase, module, flops)
-        event("op", name, at + ts, dur, { step = step, phase = phase, module = module, flops = flops, bytes = 4e6 })
+      local function op(name, ts, dur, phase, module, flops, dtype)
+        event("op", name, at + ts, dur, { step = step, phase = phase, module = module, flops = flops, bytes = 4e6,
+          dtype = dtype })
       end
       event("module", "h.0 (Block)", at, 6000, { step = step, phase = "forward", path = "h.0" })
       event("module", "h.0.attn (Attention)", at, 5000, { step = step, phase = "forward", path = "h.0.attn" })
-      op("linear", at * 0, 4000 * slower, "forward", "h.0.attn", 8e6)
+      op("linear", at * 0, 4000 * slower, "forward", "h.0.attn", 8e6, "bf16")
       event("wait", "copy", at + 4000, 1000, { step = step, phase = "forward", module = "h.0" })
-      op("linear", 6000, 2000, "backward", "h.0.attn", 8e6)
+      op("linear", 6000, 2000, "backward", "h.0.attn", 8e6, "fp32")
       op("adam_", 8000, 1000, "update", nil, 0)
     end
     return { displayTimeUnit = "ms", traceEvents = events, psluajit = { version = 1, events = 10, dropped = 3,
@@ -305,6 +306,51 @@ describe("a report", function()
     os.remove(other)
   end)
 
+  it("holds products to the speed of their type", function()
+    local path = written(profile(1))
+    local function limits_of(flops)
+      local rows = ps.profiler.report { file = path, limits = { flops = flops, bytes = 4e9 }, quiet = true }
+      return rows[1].limit, rows[2].limit, tostring(rows)
+    end
+    local products, update, text = limits_of { bf16 = 16e9, float32 = 2e9 }
+    near((8e6 / 16e9 + 8e6 / 2e9) / 0.006, products)
+    near((4e6 / 4e9) / 0.001, update)
+    assert.matches("the limit: 16.0 GFLOP/s in products of bf16, 2.0 GFLOP/s in products of fp32, 4.0 GB/s", text, 1,
+      true)
+    products, update = limits_of { bf16 = 16e9 }                         -- who does not know fp32's speed tells none
+    assert.equal(nil, products)
+    near((4e6 / 4e9) / 0.001, update)
+    fails(function() limits_of { bf16 = 0 } end, "flops (a number, or one for each type) and bytes, a second and above")
+    fails(function() limits_of { bf15 = 1 } end, "no such type: bf15")
+    os.remove(path)
+  end)
+
+  it("has the types of products, and measures those", function()
+    ps.profiler.start()
+    ps.no_grad(function()
+      for dtype, side in pairs { fp32 = 8, bf16 = 16 } do
+        local a = ps.ones({ side, side }, { dtype = dtype })
+        local _ = a:matmul(a) + 1
+      end
+    end)
+    local events = saved()
+    local types = {}
+    for _, e in ipairs(of(events, "op")) do types[e.args.flops] = e.args.dtype or types[e.args.flops] end
+    assert.same({ [2 * 8 ^ 3] = "fp32", [2 * 16 ^ 3] = "bf16" }, types)
+    local rows = ps.profiler.report { quiet = true }
+    assert.truthy(rows.limits.flops.fp32 > 1e8 and rows.limits.flops.bf16 > 1e8 and rows.limits.bytes > 1e8)
+    assert.equal(nil, rows.limits.flops.fp16)
+    fails(function() ps.profiler.report { device = "gpu9" } end, "gpu9")
+  end)
+
+  it("has no limit where the device of a profile is not here", function()
+    local made = profile(1)
+    for _, e in ipairs(made.traceEvents) do e.args.device = "gpu9" end
+    local path = written(made)
+    assert.equal(nil, ps.profiler.report({ file = path, quiet = true })[1].limit)
+    os.remove(path)
+  end)
+
   it("refuses files that were cut, of others, and of another version, and wrong options", function()
     local whole = json.encode(profile(1))
     for text, words in pairs { [whole:sub(1, 300)] = "is no profile, or was cut", ['{"traceEvents":[]}'] = "it lacks",
@@ -326,18 +372,14 @@ describe("a report", function()
     damaged("traceEvents[2].dur is no number", function(made)
       made.traceEvents[2] = { cat = "wait", name = "copy", ts = 1, args = { step = 1 } }
     end)
+    damaged("traceEvents[3].args.dtype is no text", function(made) made.traceEvents[3].args.dtype = 1 end)
     damaged("traceEvents[1].args is no object", function(made)
       made.traceEvents[1] = { cat = "op", name = "linear", ts = 1, dur = 1 }
     end)
     fails(function() ps.profiler.report { file = "/no/such" } end, "cannot be read")
     fails(function() ps.profiler.report { by = "line" } end, "'op' or 'module'")
     for _, limits in ipairs { { flops = 1 }, { flops = 0, bytes = 1 }, { flops = 1, bytes = -1 } } do
-      fails(function() ps.profiler.report { limits = limits } end, "flops and bytes, both a second and above 0")
+      fails(function() ps.profiler.report { limits = limits } end, "and bytes, a second and above 0")
     end
-  end)
-
-  it("measures the limit of this machine", function()
-    local limits = require "ps.profile_limits" "cpu"
-    assert.truthy(limits.flops > 1e8 and limits.bytes > 1e8)
   end)
 end)

@@ -206,15 +206,16 @@ void ps_anomaly_get(ps_ctx *ctx, ps_anomaly_info *out);     /* of the last such 
 int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose kernel runs it there, or -1 */
 
 /* -- the record of events (docs/profiling.md) -----------------------------------------------------------------------
- * One ring for the process. Times are nanoseconds of the clock of ps_now. OP: name is the op, from the device, on 1:
- * by its own clock; MODULE: an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION:
+ * One ring for the process. Times are nanoseconds of the clock of ps_now. OP: name is the op, from the device, to the
+ * type of its first input, on 1: by the device's own clock; PART: a product within an op of several ranks, fields as
+ * of an OP, id its rows; MODULE: an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION:
  * name is PS_ACT_*, id the micro-batch, to the virtual stage; COPY: name 0 up, 1 down, id the chunk, from and to
  * tiers; DISK: name 0 read, 1 write; COLLECTIVE: name is a number of ps_record_call_name, id the group, on how many
  * ranks it has; WAIT: name is PS_WAIT_*, id the chunk or -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier
  * that changed, on the tiers on which it has memory, a bit set; TIER: to the tier, bytes those of chunks; DEVICE:
  * the same without chunks. */
 enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS_REC_DISK, PS_REC_COLLECTIVE,
-       PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE };
+       PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE, PS_REC_PART };
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
 enum { PS_CHUNK_ALLOCATE, PS_CHUNK_MOVE, PS_CHUNK_RELEASE, PS_CHUNK_THERE };   /* THERE: as the record began */
 enum { PS_RECORD_MOST = 1 << 26 };       /* events that a record may hold, 64 bytes each */

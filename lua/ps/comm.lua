@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Sums of the calls between ranks (src/comm/count.c), which comms_logger of a configuration asks for, as DeepSpeed's
--- table: ps.comm.log_summary().
+-- table: ps.comm.log_summary(), and its rows: ps.comm.log_rows().
 local E = require "ps.ffi"
 local names = require "ps.comm_names"
 local view = require "ps.memory_view"
@@ -58,8 +58,10 @@ function Summary.__tostring(rows)
     { title = "busbw (Gbps)" } }, lines), "\n")
 end
 
--- Sums of this rank, by name and size.
-local function summary()
+--- What calls between ranks took so far, by call and size: those that comms_logger of the configuration counts. Each
+--- rank has its own sums.
+---@return ps.comm.Row[] rows that print as DeepSpeed's table
+function comm.log_rows()
   local rows, sum = {}, ffi.new "ps_calls_total"
   while C.ps_calls_total_get(#rows, sum) == 0 do
     local axis, seconds = ffi.string(sum.axis), math.max(tonumber(sum.ns), 1) * 1e-9
@@ -76,11 +78,10 @@ local function summary()
   return setmetatable(rows, Summary)
 end
 
---- What calls between ranks took so far, by call and size: those that comms_logger of the configuration counts. Each
---- rank has its own sums. Rank 0 prints them as DeepSpeed's table; the others need not call it.
+--- The rows of ps.comm.log_rows. Rank 0 prints them as DeepSpeed's table; the others need not call it.
 ---@return ps.comm.Row[] rows that print as the table
 function comm.log_summary()
-  local rows = summary()
+  local rows = comm.log_rows()
   if dist.rank() == 0 then
     io.stdout:write(tostring(rows), "\n")
     io.stdout:flush()

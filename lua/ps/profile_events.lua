@@ -11,7 +11,7 @@ local events = {}
 events.kinds = { [C.PS_REC_OP] = "op", [C.PS_REC_MODULE] = "module", [C.PS_REC_STEP] = "step",
   [C.PS_REC_ACTION] = "action", [C.PS_REC_COPY] = "copy", [C.PS_REC_DISK] = "disk",
   [C.PS_REC_COLLECTIVE] = "collective", [C.PS_REC_WAIT] = "wait", [C.PS_REC_CHUNK] = "chunk",
-  [C.PS_REC_TIER] = "memory", [C.PS_REC_DEVICE] = "memory" }
+  [C.PS_REC_TIER] = "memory", [C.PS_REC_DEVICE] = "memory", [C.PS_REC_PART] = "part" }
 events.actions = { [C.PS_ACT_FORWARD] = "forward", [C.PS_ACT_BACKWARD] = "backward", [C.PS_ACT_INPUT] = "input",
   [C.PS_ACT_WEIGHT] = "weight", [C.PS_ACT_REDUCE] = "reduce", [C.PS_ACT_NORM] = "norm", [C.PS_ACT_UPDATE] = "update" }
 events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective", [C.PS_WAIT_MESSAGE] = "message" }

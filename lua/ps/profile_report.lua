@@ -9,6 +9,7 @@ local error = caller.error
 local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of what no module called
 
 local VERSION = 1
+local UNKNOWN = "?"            -- the type of a product in a file that does not tell it
 local LEAST = 0.001            -- share of the time from which an op has a row of its own
 
 -- The fields that reports add up, by the category of their events.
@@ -33,6 +34,11 @@ local function check_fields(path, profile)
       numbers(e, what, { "ts", "dur" })
       numbers(e.args, what .. ".args", fields)
       if type(e.name) ~= "string" then error(("%s is damaged: %s.name is no text"):format(path, what)) end
+      for _, name in ipairs { "dtype", "device" } do
+        if type(e.args[name] or "") ~= "string" then
+          error(("%s is damaged: %s.args.%s is no text"):format(path, what, name))
+        end
+      end
     end
   end
 end
@@ -70,7 +76,7 @@ end
 ---@field waits number seconds a step that it waited for copies, collectives and messages
 ---@field idle? number seconds a step of a module's forward that were neither ops nor waits; nil where ops ran beside
 ---  the script, on a GPU
----@field limit? number the least share of `seconds` that the machine needs for it
+---@field limit? number the least share of `seconds` that the machine needs for it; nil: a type's limit is not known
 ---@field before? number seconds in the profile that it is compared with
 
 -- The paths of a module and of all around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost module).
@@ -86,7 +92,8 @@ end
 local function row_of(rows, name)
   local row = rows[name]
   if not row then
-    row = { name = name, calls = 0, seconds = 0, forward = 0, backward = 0, flops = 0, bytes = 0, waits = 0 }
+    row = { name = name, calls = 0, seconds = 0, forward = 0, backward = 0, flops = 0, bytes = 0, waits = 0,
+      products = {} }
     rows[name] = row
     rows[#rows + 1] = row
   end
@@ -118,6 +125,10 @@ local function add(row, e, n)
   end
   row.calls, row.seconds = row.calls + 1 / n, row.seconds + seconds
   row.flops, row.bytes = row.flops + e.args.flops / n, row.bytes + e.args.bytes / n
+  if e.args.flops > 0 then
+    local dtype = e.args.dtype or UNKNOWN
+    row.products[dtype] = (row.products[dtype] or 0) + e.args.flops / n
+  end
   local phase = e.args.phase
   if phase == "forward" then row.forward = row.forward + seconds end
   if phase == "backward" or phase == "input" or phase == "weight" then row.backward = row.backward + seconds end
@@ -165,14 +176,35 @@ end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
 
+-- The least seconds that the products of a row take; nil where the rate of a type is not known.
+local function product_seconds(row, flops)
+  if type(flops) == "number" then return row.flops / flops end
+  local sum = 0
+  for dtype, amount in pairs(row.products) do
+    if not flops[dtype] then return nil end
+    sum = sum + amount / flops[dtype]
+  end
+  return sum
+end
+
+-- "300.0 GFLOP/s in products", or the same by type.
+local function rates_text(flops)
+  if type(flops) == "number" then return ("%.1f GFLOP/s in products"):format(flops * 1e-9) end
+  local list = {}
+  for dtype, rate in pairs(flops) do list[#list + 1] = ("%.1f GFLOP/s in products of %s"):format(rate * 1e-9, dtype) end
+  table.sort(list)
+  return table.concat(list, ", ")
+end
+
 -- What holds for the step as a whole.
 local function summary(self)
   local lines = { ("a step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d steps")
     :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
     self.flops / math.max(self.wall, 1e-12) * 1e-9, self.steps) }
   if self.limits then
-    lines[#lines + 1] = ("the limit: %.1f GFLOP/s in products, %.1f GB/s; an op takes at least the longer of the two")
-      :format(self.limits.flops * 1e-9, self.limits.bytes * 1e-9)
+    local rates = rates_text(self.limits.flops)
+    lines[#lines + 1] = ("the limit: %s%s%.1f GB/s; an op takes at least the longer of its two times"):format(rates,
+      rates ~= "" and ", " or "", self.limits.bytes * 1e-9)
   end
   if self.dropped > 0 then
     lines[#lines + 1] = ("%d older events were overwritten: ps.profiler.start { events = %d } holds all"):format(
@@ -225,10 +257,31 @@ local Report = { __tostring = show }
 ---@return string
 function report.summary(rows) return summary(rows) end
 
+--- What a profile has of products: their types, and the device that computed the most of them.
+---@param profile table
+---@return { dtypes: string[], device: string? }
+function report.products(profile)
+  local dtypes, seen, by, most = {}, {}, {}, nil
+  for _, e in ipairs(profile.traceEvents) do
+    if e.cat == "op" and e.args.flops > 0 then
+      local dtype, device = e.args.dtype, e.args.device
+      if dtype and not seen[dtype] then
+        seen[dtype] = true
+        dtypes[#dtypes + 1] = dtype
+      end
+      if device then
+        by[device] = (by[device] or 0) + e.args.flops
+        if not most or by[device] > by[most] then most = device end
+      end
+    end
+  end
+  return { dtypes = dtypes, device = most }
+end
+
 --- The sums of a profile as a list of rows that prints as a table.
 ---@param profile table
 ---@param by "op"|"module"
----@param limits? {flops: number, bytes: number} operations and bytes a second that the machine reaches at most
+---@param limits? ps.profiler.Limits what the machine reaches at most
 ---@param against? table another profile
 ---@return ps.profiler.Row[] rows; with wall, ops, waits and idle (seconds a step), flops a step, steps, dropped, events
 function report.of(profile, by, limits, against)
@@ -237,9 +290,8 @@ function report.of(profile, by, limits, against)
   local rows = rows_of(profile, by, n)
   if limits then
     for _, row in ipairs(rows) do
-      if row.seconds > 0 then
-        row.limit = math.max(row.flops / limits.flops, row.bytes / limits.bytes) / row.seconds
-      end
+      local products = product_seconds(row, limits.flops)
+      if row.seconds > 0 and products then row.limit = math.max(products, row.bytes / limits.bytes) / row.seconds end
     end
   end
   if against then

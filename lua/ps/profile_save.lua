@@ -22,7 +22,7 @@ end
 local function stream_of(e)
   if e.kind == C.PS_REC_COPY then return 1 + e.name end
   if e.kind == C.PS_REC_DISK then return 3 + e.name end
-  if e.kind == C.PS_REC_OP and e.on == 1 then return 6 end
+  if (e.kind == C.PS_REC_OP or e.kind == C.PS_REC_PART) and e.on == 1 then return 6 end
   return e.kind == C.PS_REC_COLLECTIVE and 5 or 0
 end
 
@@ -46,11 +46,17 @@ function Writer:in_module(e)
   return module and ',"module":' .. text(module.path) or ""
 end
 
+local function device_of(e) return text(E.device_name[e.from] or tostring(e.from)) end
+
 -- Name and further arguments of an event, as JSON text.
 local TELLS = {
   [C.PS_REC_OP] = function(w, e)
-    return E.op_info[e.name].name, (',"bytes":%d,"flops":%d,"device":%s%s'):format(tonumber(e.bytes),
-      tonumber(e.flops), text(E.device_name[e.from] or tostring(e.from)), w:in_module(e))
+    return E.op_info[e.name].name, (',"bytes":%d,"flops":%d%s,"device":%s%s'):format(tonumber(e.bytes),
+      tonumber(e.flops), e.flops > 0 and ',"dtype":' .. text(E.dtype_name[e.to]) or "", device_of(e), w:in_module(e))
+  end,
+  [C.PS_REC_PART] = function(w, e)
+    return E.op_info[e.name].name, (',"rows":%d,"dtype":%s,"device":%s%s'):format(e.id, text(E.dtype_name[e.to]),
+      device_of(e), w:in_module(e))
   end,
   [C.PS_REC_MODULE] = function(w, e)
     local module = w.modules[e.module]

@@ -6,6 +6,7 @@ local E = require "ps.ffi"
 local caller = require "ps.caller"
 local json = require("cjson").new()
 local mesh = require "ps.mesh"
+local report = require "ps.profile_report"
 local error = caller.error
 local ffi, C = E.ffi, E.C
 
@@ -61,16 +62,49 @@ function profiler.save(path)
   return path
 end
 
+---@class ps.profiler.Limits
+---@field flops number|table<string, number> operations a second that a device reaches in products; or by their type
+---@field bytes number a second that it reads and writes
+
+-- Limits that a script gave, types by the names that profiles have.
+local function given(limits)
+  local function above_0(x) return type(x) == "number" and x > 0 end
+  local flops, ok = limits.flops, above_0(limits.bytes)
+  if type(flops) == "table" then
+    flops = {}
+    for dtype, rate in pairs(limits.flops) do
+      flops[E.dtype_name[E.dtype_code(dtype)]], ok = rate, ok and above_0(rate)
+    end
+  elseif not above_0(flops) then ok = false end
+  if not ok then
+    error("ps.profiler.report: limits has flops (a number, or one for each type) and bytes, a second and above 0")
+  end
+  return { flops = flops, bytes = limits.bytes }
+end
+
+-- The limits of the device that made a profile's products, or of `device`; nil and why, where they cannot be measured
+-- and are not asked for by name.
+local function measured(profile, device, asked)
+  local products = report.products(profile)
+  asked = asked or device ~= nil
+  device = device or products.device or E.device_name[0]
+  if not (asked or pcall(E.device_index, device)) then return nil, "this machine has no device " .. device end
+  local ok, found = pcall(require "ps.profile_limits", device, products.dtypes)
+  if ok then return found end
+  if asked or type(found) ~= "table" or found.name ~= "ENOMEM" then error(found, 0) end
+  return nil, "no room for it: " .. found.msg:match "^[^(;\n]*"
+end
+
 local OPTIONS = { by = "string", file = "string", against = "string", limits = "table boolean", device = "string",
   quiet = "boolean" }
 
 --- Sums what was recorded by op or by module, a step: time, operations and bytes a second, the share of what the
 --- machine reaches at most, waits, idle time. Prints a table, and stops a record that is under way.
----@param options? { by?: "op"|"module", file?: string, against?: string, limits?: {flops: number, bytes: number}|false,
+---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean,
 ---  device?: string, quiet?: boolean } by: "op" when absent; file: a profile that was saved, instead of the record;
----  against: one to compare with; limits: a second; true: measured now on `device` (the first
----  one), which takes 140 MiB; absent: measured where there is room; false: none;
----  quiet: prints nothing
+---  against: one to compare with; limits: a second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true:
+---  measured now for each type that the profile multiplies, on `device` (that of the profile), which takes 140 MiB;
+---  absent: measured where there is room; false: none; quiet: prints nothing
 ---@return ps.profiler.Row[] rows that print as the table
 function profiler.report(options)
   options = caller.options(options, "ps.profiler.report", OPTIONS)
@@ -80,24 +114,16 @@ function profiler.report(options)
   end
   C.ps_record_settle(E.ctx)
   C.ps_record_stop()
-  local report = require "ps.profile_report"
   local profile = options.file and report.read(options.file) or json.decode(require "ps.profile_save"())
   local against = options.against and report.read(options.against)
   local lacking
   if (limits == nil or limits == true) and profile.psluajit.events ~= 0 then
-    local ok, found = pcall(require "ps.profile_limits", options.device or E.device_name[0])
-    if not ok and (limits or not tostring(found):find("wanted", 1, true)) then error(found, 0) end
-    limits, lacking = ok and found, not ok and tostring(found):match "^[^(;\n]*"
-  end
-  if limits == true then limits = nil end
-  local function above_0(x) return type(x) == "number" and x > 0 end
-  if limits and not (type(limits) == "table" and above_0(limits.flops) and above_0(limits.bytes)) then
-    error("ps.profiler.report: limits has flops and bytes, both a second and above 0")
-  end
-  local rows = report.of(profile, by, limits or nil, against)
+    limits, lacking = measured(profile, options.device, limits)
+  elseif type(limits) == "table" then limits = given(limits) end
+  local rows = report.of(profile, by, type(limits) == "table" and limits or nil, against)
   if not options.quiet then
     print(tostring(rows))
-    if lacking then print("the limit was not measured, for lack of room: " .. lacking) end
+    if lacking then print("the limit was not measured: " .. lacking) end
   end
   return rows
 end

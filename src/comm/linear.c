@@ -25,6 +25,7 @@ typedef struct work {
     int rank, size;
     int32_t pieces;                             /* 1: whole */
     int64_t n, each;                            /* rows of a rank, of a piece; the last piece may be short */
+    group_call *moving;                         /* [PS_COMM_LANES]: exchanges under way, for the record */
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -129,6 +130,21 @@ static int try_products(const work *w, const ps_view *x, const ps_view *weight, 
 }
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
+/* Begins to move the bytes of g->send and g->recv, of rows of v, piece k of each rank. The record has an exchange as a
+ * call of OP_*, from here to the moment at which move_end has seen its end. */
+static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
+{
+    w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
+    return group_move_begin(w->g, w->at, lane);
+}
+
+static int move_end(const work *w, int lane)
+{
+    int rc = group_move_end(w->g, w->at, lane);
+    group_call_end(w->g, &w->moving[lane]);
+    return rc;
+}
+
 /* Begins to gather piece k of the ranks' rows: own [n, features], which the others get, all [size n, features]. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
@@ -140,7 +156,7 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
         g->send[r] = (ps_comm_part){ (char *)own->data + first_of(w, k) * row, nbytes };
         g->recv[r] = piece_of(w, all, r, k);
     }
-    return group_move_begin(g, w->at, lane);
+    return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
 /* Where the addends of rank r to this rank's piece k lie: all [size n, features] has this rank's, addends
@@ -161,7 +177,7 @@ static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_v
         g->send[r] = piece_of(w, all, r, k);
         g->recv[r] = addend(w, all, addends, r, k);
     }
-    return group_move_begin(g, w->at, PS_COMM_PIECE + (int)k);
+    return move_begin(w, w->call->op == PS_OP_row_linear ? OP_ROW : OP_COLUMN_GRAD, PS_COMM_PIECE + (int)k, all, k);
 }
 
 /* Takes the sums of this rank's rows, out [n, features], as the addends come. */
@@ -169,7 +185,7 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
 {
     ps_group *g = w->g;
     for (int64_t k = 0; k < w->pieces; k++) {
-        PS_TRY(group_move_end(g, w->at, PS_COMM_PIECE + (int)k));
+        PS_TRY(move_end(w, PS_COMM_PIECE + (int)k));
         for (int r = 0; r < w->size; r++) g->addends[r] = addend(w, all, addends, r, k).address;
         PS_TRY(group_add_up(g, w->at, PS_REDUCE_SUM, out->dtype, rows_in(w, k) * out->shape[1],
                             (char *)out->data + first_of(w, k) * row_nbytes(out)));
@@ -199,6 +215,7 @@ static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
     if (rc < 0) comm->table->hang_up(comm);
+    w->g->recorded.began_ns = 0;                /* its exchanges were recorded one by one */
     return group_moved(w->g, op, w->at, rc);
 }
 
@@ -212,7 +229,7 @@ static int column_pieces(const work *w, const ps_view *full)
         PS_TRY(group_copy(w->g, w->at, rows_of(full, w->rank * w->n, w->n).data, x->data, nbytes_of(x)));
     PS_TRY(multiply(w, x, &in[1], &in[2], w->attrs->out_in, &own, 0, w->n, false));
     for (int64_t k = 0; k < w->pieces; k++) {
-        PS_TRY(group_move_end(w->g, w->at, PS_COMM_PIECE + (int)k));
+        PS_TRY(move_end(w, PS_COMM_PIECE + (int)k));
         PS_TRY(multiply_others(w, k, full, &in[1], &in[2], w->attrs->out_in, y));
     }
     return 0;
@@ -282,7 +299,7 @@ static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, c
         PS_TRY(reduce_begin(w, k, all, addends));
     }
     PS_TRY(multiply_own(w, dy, &in[2], &absent, out_in, all));
-    if (gathers) PS_TRY(group_move_end(w->g, w->at, PS_COMM_DATA));
+    if (gathers) PS_TRY(move_end(w, PS_COMM_DATA));
     PS_TRY(multiply_weights(w, full, dy, false));
     return reduce_end(w, all, addends, &w->call->out[0]);
 }
@@ -316,7 +333,9 @@ static int column_grad(work *w)
 int group_linear(ps_group *g, place at, bool carried, ps_call *call)
 {
     const with_product *attrs = call->attrs;
-    work w = { .g = g, .at = at, .call = call, .attrs = attrs, .rank = attrs->rank, .size = attrs->size, .pieces = 1 };
+    group_call moving[PS_COMM_LANES];
+    work w = { .g = g, .at = at, .call = call, .attrs = attrs, .rank = attrs->rank, .size = attrs->size, .pieces = 1,
+               .moving = moving };
     const ps_view *some = call->op == PS_OP_row_linear ? &call->out[0] : &call->in[0];
     w.n = w.each = some->shape[0];
     bool here = call->dry || !g->comm->pretends;

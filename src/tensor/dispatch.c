@@ -359,22 +359,6 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-int ps_call_part(ps_call *whole, ps_call *part)
-{
-    apply *a = whole->owner;
-    ps_backend *be = a->ctx->devices[a->device];
-    ps_scratch_list *kept = a->scratch;
-    part->scratch = scratch;
-    part->owner = a;
-    if (part->dry) return try_scratch(a, be, part);
-    a->scratch = NULL;                                       /* the whole call's stays */
-    int rc = run_chain(a, be, part);
-    a->scratch = kept;
-    if (rc == PS_EUNSUP) return ps_fail(rc, "no kernel of %s on device %s for these types", ps_op(part->op)->name,
-                                        be->name);
-    return rc;
-}
-
 /* Puts the ops of a device into the record that are over by now (wait: all). One that the device cannot tell of is left
  * out. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
@@ -390,25 +374,58 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* timed: the device tells when the op ran, once it has. */
+/* Whether the device will tell when the work ran that it is asked for from here on. */
+static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
+
+/* Puts an op, or a part of one, into the record; timed: by the device's clock, once it is over. */
+static void record_work(const apply *a, ps_record_event *e, bool timed)
+{
+    ps_backend *be = a->ctx->devices[a->device];
+    e->from = (uint8_t)a->device;
+    if (timed) {
+        ps_record_note(e);
+        e->on = 1;
+        timed = be->time_end(be, e) == 0;
+        take_times(a->ctx, a->device, false);
+    }
+    if (timed) return;
+    e->on = 0;
+    ps_record_put(*e);
+}
+
 static void record_op(const apply *a, int64_t began, bool timed)
 {
-    ps_record_event e = { .kind = PS_REC_OP, .name = (uint16_t)a->op, .begin_ns = began, .from = (uint8_t)a->device,
-                          .end_ns = ps_record_clock() };
+    ps_record_event e = { .kind = PS_REC_OP, .name = (uint16_t)a->op, .begin_ns = began, .end_ns = ps_record_clock(),
+                          .to = (uint8_t)(a->n_in > 0 && a->in[0] ? a->in[0]->dtype_ : PS_F32) };
     ps_op_cost_info cost = { 0, 0 };
     ps_op_cost(a->op, a->n_in, a->in, a->attrs.bytes, a->row->n_out, a->out, &cost);
     e.flops = cost.flops, e.bytes = cost.bytes;
-    ps_backend *be = a->ctx->devices[a->device];
-    if (timed) {
-        ps_record_note(&e);
-        e.on = 1;
-        timed = be->time_end(be, &e) == 0;
-        take_times(a->ctx, a->device, false);
-    }
-    if (timed) return record_memory(a, e.end_ns);
-    e.on = 0;
-    ps_record_put(e);
+    record_work(a, &e, timed);
     record_memory(a, e.end_ns);
+}
+
+int ps_call_part(ps_call *whole, ps_call *part)
+{
+    apply *a = whole->owner;
+    ps_backend *be = a->ctx->devices[a->device];
+    ps_scratch_list *kept = a->scratch;
+    part->scratch = scratch;
+    part->owner = a;
+    if (part->dry) return try_scratch(a, be, part);
+    int64_t began = ps_record_begin();
+    bool timed = began && time_begins(be);
+    a->scratch = NULL;                                       /* the whole call's stays */
+    int rc = run_chain(a, be, part);
+    a->scratch = kept;
+    if (began) {
+        ps_record_event e = { .kind = PS_REC_PART, .name = (uint16_t)part->op, .begin_ns = began,
+                              .end_ns = ps_record_clock(), .id = (int32_t)part->in[0].shape[0],
+                              .to = (uint8_t)part->in[0].dtype };
+        record_work(a, &e, timed);
+    }
+    if (rc == PS_EUNSUP) return ps_fail(rc, "no kernel of %s on device %s for these types", ps_op(part->op)->name,
+                                        be->name);
+    return rc;
 }
 
 static void count_flops(const apply *a)
@@ -445,8 +462,7 @@ static int call_kernel(apply *a, ps_backend *be, ps_view *in, ps_view *out)
                      .attrs = a->attrs.bytes, .scratch = scratch, .owner = a };
     int rc = PS_EUNSUP;
     int64_t began = ps_record_begin();
-    bool timed = began && be->time_begin && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) &&
-                 be->time_begin(be, ps_record_run) == 0;
+    bool timed = began && !(a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) && time_begins(be);
     a->known = be->pretends && is_known(a, be);
     if (be->pretends && !a->known) rc = dry_scratch(a, be, in, out);
     else if (a->row->flags & PS_OPF_MOVE) rc = move_bytes(a, in, out);
