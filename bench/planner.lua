@@ -1,10 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/planner.lua [--seed N] [--settings N] [--light] [--no-published]: plans (tools/plan.lua) beside what
--- happens. Draws settings of a GPT-2 and trains them. Prints a line for each, and ends with one JSON line:
+-- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: plans
+-- (tools/plan.lua) beside what happens. Draws settings of a GPT-2 and trains them. Prints a line for each, and ends
+-- with one JSON line:
 --   settings           of each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
---                      (sim: its counter; cpu: the high-water mark of the process less what it had before the model);
+--                      (sim: its counter; cpu: the high-water mark of the process less the plan's line `process`
+--                      without tiers: what the dry run took);
 --                      time_error, ln(predicted / measured) of the seconds of a step
 --                      counter_error: the same by the engine's own counter, on both
+--   ranks              of settings of two ranks with a thread each, cut into stages (pp) or layers (tp): time_error,
+--                      counter_error
 --   least_budget_right settings in whose least budget ten steps end with the bits of a roomy run, and in 0.97 of which
 --                      the engine refuses before step 1
 --   median_time_error, worst_time_error         of the absolute values
@@ -12,14 +16,15 @@
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
 --   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 x tp 8, 32 of these machines, by kinds of
 --                      stage: seconds of it all, and the most that one of its processes took
---   published          the largest models that others published, in billions, beside ours on the same machine, and the
---                      tier that is full first
+--   published          the largest models that others published, in billions, beside ours on the same machine, with
+--                      what a rank holds of it (sums), and the tier that refuses one layer more (full_first)
 -- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
 -- byte. No number is fitted to the settings. --light draws small settings, for a look at the bench itself.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local C = require "ps.declared"
 local command_line = require "ps.command_line"
+local course = require "ps.planning.course"
 local paths = require "ps.paths"
 local plan_lib = require "bench.plan_lib"
 local search = require "ps.planning.search"
@@ -28,6 +33,7 @@ local trial = require "ps.planning.trial"
 local parser = argparse("bench/planner.lua", "Plans beside what happens.")
 command_line.whole(parser:option("--seed", "of the settings", "1"), 0)
 command_line.whole(parser:option("--settings", "how many", "8"), 0)
+command_line.whole(parser:option("--rank-settings", "how many of pipelines, and of tensor parallelism", "1"), 0)
 parser:flag("--light", "small settings")
 parser:flag("--no-published", "leave published models out")
 local args = parser:parse()
@@ -42,19 +48,35 @@ local function draw(list)
   return list[1 + random % #list]
 end
 
--- Runs the case for real. Returns what it printed; nil and its error where it failed.
-local function train(case)
+-- What a command printed, and what it wrote to standard error.
+local function output(command)
   local errors = os.tmpname()
-  local p = assert(io.popen(("'%s' '%s' '%s' 2>%s"):format(paths.exe, CASE, cjson.encode(case), errors)))
+  local p = assert(io.popen(("%s 2>'%s'"):format(command, errors)))
   local text = p:read "*a"
   p:close()
   local f = assert(io.open(errors))
   local why = f:read "*a"
   f:close()
   os.remove(errors)
+  return text, why
+end
+
+-- Runs the case for real. Returns what it printed; nil and its error where it failed.
+local function train(case)
+  local text, why = output(("'%s' '%s' '%s'"):format(paths.exe, CASE, cjson.encode(case)))
   local ok, result = pcall(cjson.decode, text)
   if ok then return result end
   return nil, why
+end
+
+-- Runs the case on its ranks, a thread each. Returns what each printed, from rank 0.
+local function train_ranks(case)
+  local text, why = output(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' '%s'"):format(
+    paths.exe, paths.root, case.ranks, CASE, cjson.encode(case)))
+  local got = {}
+  for rank, line in text:gmatch "%[(%d+)%] ({[^\n]*})" do got[tonumber(rank) + 1] = cjson.decode(line) end
+  if #got < case.ranks then error(why, 0) end
+  return got
 end
 
 local RATES = { host_adam = 1e9, device_adam = 1e9, up = 8e9, down = 8e9, at_once = 0 }
@@ -75,34 +97,37 @@ local function draw_case()
   return case
 end
 
--- Seconds an operation (ops with operations) or a byte (other ops), by op, of a GPT-2 of fixed sizes.
-local probes = {}
+-- Seconds an operation (ops with operations) or a byte (other ops), by op, of what ranks recorded.
+local function units_of(ranks)
+  local sums, units, all = {}, {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
+  for _, got in ipairs(ranks) do
+    for _, op in ipairs(got.totals) do
+      local by = op.flops > 0 and "flops" or "bytes"
+      sums[op.name] = sums[op.name] or { 0, 0 }
+      for _, sum in ipairs { sums[op.name], all[by] } do sum[1], sum[2] = sum[1] + op.seconds, sum[2] + op[by] end
+    end
+  end
+  for name, sum in pairs(sums) do units[name] = sum[2] > 0 and sum[1] / sum[2] or nil end
+  return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
+end
+
+-- The same of a GPT-2 of fixed sizes. Measured before and behind each setting, since other programs share the machine.
 local function probe(device, precision)
-  local key = device .. " " .. precision
-  if probes[key] then return probes[key] end
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
     or 10, positions = light and 96 or 320, rows = 3, vocab = light and 2048 or 16384, steps = 4, record = true,
     rates = device == "sim" and RATES or nil }
   local got, why = train(case)
   if not got then error("the probe failed: " .. why, 0) end
-  local units, all = {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
-  for _, op in ipairs(got.totals) do
-    local by = op.flops > 0 and "flops" or "bytes"
-    if op[by] > 0 then
-      units[op.name] = op.seconds / op[by]
-      all[by][1], all[by][2] = all[by][1] + op.seconds, all[by][2] + op[by]
-    end
-  end
-  probes[key] = { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
-  return probes[key]
+  return units_of { got }
 end
 
-local function predicted_seconds(case, result)
-  local p, sum = probe(case.device, case.precision), 0
-  for _, op in ipairs(result.ops) do
+-- Seconds of ops by the mean of several probes.
+local function predicted_seconds(ops, probes)
+  local sum = 0
+  for _, op in ipairs(ops) do
     local by = op.flops > 0 and "flops" or "bytes"
-    sum = sum + op[by] * (p.units[op.name] or p[by])
+    for _, p in ipairs(probes) do sum = sum + op[by] * (p.units[op.name] or p[by]) / #probes end
   end
   return sum
 end
@@ -115,12 +140,14 @@ local function look_at(case)
   free.disk = nil
   local said = trial.run(request_of(free))
   if not said.fits then error(said.error.message, 0) end
+  local before = probe(case.device, case.precision)
   local roomy, why = train(with(free, { steps = STEPS }))
   if not roomy then error(why, 0) end
-  local measured = case.device == "sim" and roomy.tiers[1].peak or roomy.rss - roomy.base
+  local probes = { before, probe(case.device, case.precision) }
+  local measured = case.device == "sim" and roomy.tiers[1].peak or roomy.rss - said.rss
   row.peak_error = said.tiers[1].peak / measured - 1
   row.counter_error = said.tiers[1].peak / roomy.tiers[1].peak - 1
-  row.predicted_s, row.measured_s = predicted_seconds(case, said), roomy.seconds
+  row.predicted_s, row.measured_s = predicted_seconds(said.ops, probes), roomy.seconds
   row.time_error = math.log(row.predicted_s / row.measured_s)
   local tier = case.device == "sim" and "device" or "host"
   local field = tier .. "_nbytes"
@@ -138,6 +165,65 @@ local function look_at(case)
   if not row.least_budget_right then
     row.why = not got and problem or below and "0.97 of it trained" or got.loss ~= roomy.loss and "other bits"
       or refusal
+  end
+  return row
+end
+
+-- -- two ranks --------------------------------------------------------------------------------------------------------
+local RANKS, MICROS = 2, 4
+
+local function draw_ranks(axis)
+  local light = args.light
+  local case = { device = "cpu", ranks = RANKS, precision = draw { "bf16", "fp32" },
+    width = draw(light and { 128, 256 } or { 256, 512 }), layers = draw { 4, 6, 8 },
+    positions = draw(light and { 32, 64 } or { 128, 256 }), rows = draw { 2, 4 }, vocab = light and 1024 or 8192 }
+  case.heads = case.width / 64
+  if axis == "pp" then case.stages, case.micros = RANKS, MICROS else case.tp = RANKS end
+  return case
+end
+
+local function probe_ranks(case)
+  local light = args.light
+  return units_of(train_ranks(with(case, { layers = 4, width = light and 192 or 384, heads = light and 4 or 6,
+    positions = light and 48 or 160, rows = 3, vocab = light and 2048 or 4096, steps = 4, record = true })))
+end
+
+local function without_adam(ops)
+  local rest, adam = {}, {}
+  for _, op in ipairs(ops) do table.insert(op.name == "adam" and adam or rest, op) end
+  return rest, adam
+end
+
+-- Of stages it is the simulated course of their schedule, whose messages travel beside the computation; and Adam.
+local function predicted_of_ranks(said, probes)
+  if not said.cut then return predicted_seconds(said.ops, probes) end
+  local by_stage, update = {}, 0
+  for _, run in ipairs(said.runs) do
+    local rest, adam = without_adam(run.ops)
+    update = math.max(update, predicted_seconds(adam, probes))
+    for _, stage in ipairs(run.stands_for) do by_stage[stage + 1] = predicted_seconds(rest, probes) end
+  end
+  return course.seconds(said.cut, by_stage, false, 0).makespan + update
+end
+
+-- One setting of two ranks, a thread each: errors of the seconds, and of the peak of the engine's counter.
+local function look_at_ranks(axis)
+  local case = draw_ranks(axis)
+  local row = { name = ("%s 2 %s L%d C%d T%d B%d V%d"):format(axis, case.precision, case.layers, case.width,
+    case.positions, case.rows, case.vocab) }
+  local request = request_of(case)
+  request.ranks, request.ranks_a_machine = RANKS, RANKS
+  local said = trial.run(request)
+  if not said.fits then error(said.error.message, 0) end
+  local before = probe_ranks(case)
+  local got = train_ranks(with(case, { steps = STEPS }))
+  local probes = { before, probe_ranks(case) }
+  row.predicted_s, row.measured_s = predicted_of_ranks(said, probes), got[1].seconds
+  row.time_error = math.log(row.predicted_s / row.measured_s)
+  for rank, real in ipairs(got) do
+    local run = said.cut and said.runs[rank] or said.runs[1]
+    local off = run.tiers[1].peak / real.tiers[1].peak - 1
+    if math.abs(off) >= math.abs(row.counter_error or 0) then row.counter_error = off end
   end
   return row
 end
@@ -167,13 +253,16 @@ local PUBLISHED = {
   { system = "DeepSpeed", hardware = "v100-32x8", host = 240e9, theirs_b = 30, width = 4096, precision = "fp16" },
 }
 
--- The tier that is fullest, by its share.
-local function full_first(result)
-  local name, share = nil, 0
+local function gib(nbytes) return nbytes / 2 ^ 30 end
+
+-- What a rank holds of the largest model: its state, and of each tier the peak, as sums.
+local function sums(result)
+  local parts = { ("%.1f GiB of state a rank (%.2f bytes a parameter of all ranks)"):format(gib(result.state_bytes),
+    result.state_bytes * result.world / result.parameters) }
   for _, tier in ipairs(result.tiers) do
-    if tier.budget > 0 and tier.peak / tier.budget > share then name, share = tier.name, tier.peak / tier.budget end
+    parts[#parts + 1] = ("%s %.1f of %.1f GiB"):format(tier.name, gib(tier.peak), gib(tier.budget))
   end
-  return name
+  return table.concat(parts, ", ")
 end
 
 local function published(row)
@@ -182,12 +271,16 @@ local function published(row)
   local request = on_hardware(row.hardware, row.host, case)
   local result = trial.run(request)
   if not result.fits then error(result.error.message, 0) end
-  local blocks, parameters = search.largest_model(request, result)
-  case.layers = blocks
-  local full = trial.run(on_hardware(row.hardware, row.host, case))
+  local blocks = search.largest_model(request, result)
+  local function with_layers(n)
+    return trial.run(on_hardware(row.hardware, row.host, with(case, { layers = n })))
+  end
+  local full, more = with_layers(blocks), with_layers(blocks + 1)
+  if not full.fits then error(full.error.message, 0) end
+  if more.fits then error(("%d layers fit, and %d were said to be the most"):format(blocks + 1, blocks), 0) end
   return { system = row.system, hardware = row.hardware, host_gb = row.host / 1e9, theirs_b = row.theirs_b,
-    ours_b = (full.parameters or parameters) / 1e9, layers = blocks, width = row.width,
-    full_first = full.fits and full_first(full) or "?" }
+    ours_b = full.parameters / 1e9, layers = blocks, width = row.width, sums = sums(full),
+    full_first = more.error.tier }
 end
 
 local function round(x) return x and tonumber(("%.4g"):format(x)) end
@@ -206,10 +299,20 @@ local function main()
   table.sort(errors)
   local out = { settings = {}, least_budget_right = right, of = #rows, median_time_error = round(errors[math.ceil(
     #errors / 2)]), worst_time_error = round(errors[#errors]), pairs_ordered = round(pairs_ordered(rows)),
-    published = {} }
+    ranks = {}, published = {} }
   for i, row in ipairs(rows) do
     out.settings[i] = { name = row.name, peak_error = round(row.peak_error),
       counter_error = round(row.counter_error), time_error = round(row.time_error) }
+  end
+  for _ = 1, args.rank_settings do
+    for _, axis in ipairs { "pp", "tp" } do
+      local row = look_at_ranks(axis)
+      print(("%-48s peak (counter) %+.2f %%, %.3g s for %.3g s (ln %+.2f)"):format(row.name, 100 * row.counter_error,
+        row.predicted_s, row.measured_s, row.time_error))
+      io.stdout:flush()
+      table.insert(out.ranks, { name = row.name, counter_error = round(row.counter_error),
+        time_error = round(row.time_error) })
+    end
   end
   local began = C.ps_now()
   local dry = trial.run(on_hardware("h200x8", 2e12, plan_lib.GPT3))
@@ -223,8 +326,9 @@ local function main()
   for _, row in ipairs(args.no_published and {} or PUBLISHED) do
     local got = published(row)
     table.insert(out.published, got)
-    print(("%s on %s with %.0f GB: theirs %.3g B, ours %.3g B (%d layers of width %d), full first: %s"):format(
-      got.system, got.hardware, got.host_gb, got.theirs_b, got.ours_b, got.layers, got.width, got.full_first))
+    print(("%s on %s with %.0f GB: theirs %.3g B, ours %.3g B (%d layers of width %d), full first: %s\n  %s"):format(
+      got.system, got.hardware, got.host_gb, got.theirs_b, got.ours_b, got.layers, got.width, got.full_first,
+      got.sums))
     got.ours_b = round(got.ours_b)
   end
   print(cjson.encode(out))

@@ -78,6 +78,10 @@ local function mesh_script(folder, size, layers, settings)
   ]]):format(size, layers, settings)
 end
 
+-- Bytes of the disk's file without a limit: what a rank's own fp32 parameters take, which are value, exp_avg,
+-- exp_avg_sq and gradient, and 10 bytes while they are made; and 256 MiB.
+local function file_of(parameters) return math.ceil(26 * parameters / 2 ^ 20 + 256) * 2 ^ 20 end
+
 -- A drawn pipeline: its number of ranks, its script, and whether a dry run can surely repeat micro-batches. On a device
 -- some are performed whole, as those whose activations go to the host.
 local function drawn(folder, draw)
@@ -132,6 +136,7 @@ describe("a dry run that performs few micro-batches", function()
       if performed and repeats then assert.equal(4, performed, text) end
       if performed == 4 then repeated = repeated + 1 end
       for _, said in ipairs { few, all } do
+        said.process = nil                                     -- a measurement, as rss is
         if said.cut then said.cut.performed = nil end
         for _, run in ipairs(said.runs or {}) do run.rss = nil end
       end
@@ -178,6 +183,13 @@ describe("a plan of a mesh", function()
       -- ranks have addends, with their marks.
       assert.equal(2 * factor / 2 * 8 * 128 * 256 * 4 + (6 * 256 + 16) * 4, sent(3) - sent(2))
     end
+  end)
+
+  it("has a disk's file for a rank's part of the layers", function()
+    local said = plan(folder, 2, mesh_script(folder, "{ width = 256, positions = 16, rows = 2, micros = 2 }", 4,
+      'tensor_parallel = { size = 2 }, memory = { host = "64MiB", disk = { path = "/tmp" } }'))
+    assert.truthy(said.fits, said.error and said.error.message)
+    assert.same({ "disk", file_of(said.parameters) }, { said.tiers[2].name, said.tiers[2].budget })
   end)
 
   it("of one process says how it is planned", function()
@@ -236,8 +248,10 @@ describe("a plan of four stages", function()
     assert.truthy(said.fits, said.error and said.error.message)
     for rank, got in pairs(ranks_lib.run(folder, 4, text)) do
       assert.equal(0, got.code, got.text)
-      local planned = said.runs[rank + 1].tiers[1].peak
-      assert.truthy(cjson.decode(got.text)[1].peak <= 1.03 * planned and planned <= 24 * 2 ^ 20)
+      local run, real = said.runs[rank + 1], cjson.decode(got.text)
+      assert.truthy(real[1].peak <= 1.03 * run.tiers[1].peak and run.tiers[1].peak <= 24 * 2 ^ 20)
+      assert.same({ "disk", file_of(run.parameters) }, { real[2].name, real[2].budget })
+      assert.equal(real[2].budget, run.tiers[2].budget)
     end
   end)
 

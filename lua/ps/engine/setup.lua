@@ -8,6 +8,7 @@ local hooks = require "ps.hooks"
 local check = require "ps.config.check"
 local types = require "ps.config.types"
 local core = require "ps.nn.module"
+local deferred = require "ps.deferred"
 local adopt = require "ps.engine.adopt"
 local build = require "ps.engine.layout.build"
 local forecasts = require "ps.engine.forecast"
@@ -209,6 +210,9 @@ local function count(module)
   return { numel = numel, trained = trained }
 end
 
+-- The function that makes the model: the script's, or that of a plan which looks at other sizes.
+local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
+
 -- The same of a model that is made on the meta device to be counted; nil when its function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
@@ -222,6 +226,39 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
+-- The function that cuts the layers of a model without values; nil: ranks share no layers.
+local function cutter(self)
+  local how = self.tensor_parallel
+  return how and function(module) tensor_parallel.cut(module, how) end or nil
+end
+
+-- Parameters that this rank has of a model which ranks cut. All ranks call this; how stages were cut is kept.
+local function count_own(self)
+  local model_func, cut, restore = model_of(self.request_model_func), cutter(self), random_state.keep()
+  local numel, module, made = 0
+  if self.pipeline then
+    module, made = stages.divide(model_func, self.pipeline, { device = self.device_name, precision = self.precision,
+      cut = cut })
+    self.pipeline.found = { costs = made.costs, first = made.first, times = made.times }
+  else
+    module = deferred.make(model_func)
+    cut(module)
+  end
+  restore()
+  for name, p in module:named_parameters() do
+    if not (made and made:elsewhere(name)) then numel = numel + p:numel() end
+  end
+  return numel
+end
+
+-- Parameters of which this process keeps the state, or a share of it; nil where they cannot be counted.
+local function count_kept(self)
+  if not self.request_model_func then return nil end
+  if self.pipeline or self.tensor_parallel then return count_own(self) end
+  local counted = count_parameters(model_of(self.request_model_func))
+  return counted and counted.numel
+end
+
 -- Bytes a parameter that this process keeps at most: of state, of a gradient and of staging. Where ranks share these
 -- out, it is this rank's part, and a tenth more, since parts are uneven.
 local function bytes_a_parameter(self)
@@ -232,14 +269,15 @@ local function bytes_a_parameter(self)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
--- Bytes of the disk file: the limit, or as many as the model's state and the staging of its parameters need.
+-- Bytes of the disk file: the limit, or as many as this process's part of the model's state and the staging of its
+-- parameters need.
 local function disk_bytes(self)
   local disk = self.cfg.memory.disk
   if not disk then return 0 end
   if disk.limit then return disk.limit end
-  local counted = self.request_model_func and count_parameters(self.request_model_func)
+  local counted = count_kept(self)
   local free = disk_free(disk.path)
-  if counted then return math.ceil(counted.numel * bytes_a_parameter(self) / 1048576 + 256) * 1048576 end
+  if counted then return math.ceil(counted * bytes_a_parameter(self) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
   self:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's free "
     .. "space is set aside")
@@ -305,12 +343,12 @@ function setup.make_module(self, request)
     end
     return request.module
   end
-  local model_func = hooks.ask("model", request.model_func) or request.model_func
+  local model_func = model_of(request.model_func)
   if self.pipeline then
     local module
     module, self.stages = stages.make(model_func, self.pipeline, { device = self.device_name,
       precision = self.precision, stage = stage,
-      cut = cut and function(made) tensor_parallel.cut(made, cut) end })
+      cut = cutter(self) })
     return module
   end
   if cut then return (tensor_parallel.make(model_func, cut, { device = self.device_name, stage = stage })) end

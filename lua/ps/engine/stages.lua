@@ -21,6 +21,7 @@ local MOST_POSITIONS = 2048               -- positions at most of the batch that
 ---@field table ps.pipe.Table its virtual stages, and the rank of each
 ---@field rank integer this rank's number along the pipeline, from 0
 ---@field partition? string|integer[] how the model is cut (stages.cut)
+---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} how it was cut before
 
 ---@class ps.engine.Stages
 ---@field parts ps.nn.Part[]|false false: the model's own forward goes through the stages
@@ -436,6 +437,31 @@ local function measured(module, costs, args, where)
   return list
 end
 
+--- Makes a model without values and cuts it into virtual stages.
+---@param model_func fun(): ps.nn.Module
+---@param pipeline ps.engine.Pipeline
+---@param where {device: string, precision?: string, cut?: fun(module: ps.nn.Module)} cut: cuts the layers of the model
+---@return ps.nn.Module
+---@return ps.engine.Stages
+function stages.divide(model_func, pipeline, where)
+  local module = deferred.make(model_func)
+  if type(module.parts) ~= "function" or type(module.batch_of) ~= "function" then
+    error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
+      :format(module.class_name), 0)
+  end
+  if where.cut then where.cut(module) end
+  local found = pipeline.found or hooks.ask "cut"
+  if not found then
+    local how, args = pipeline.partition, example(module)
+    found = { costs = count.parts(module, args, where.precision) }
+    local weighed = how == "measured" and measured(module, found.costs, args, where) or found.costs
+    found.first, found.times = stages.cut(weighed, pipeline.table, how, module:parts())
+  end
+  local made = stages.new(module, found.costs, found.first, pipeline)
+  made.times = found.times
+  return module, made
+end
+
 --- Makes a model of which this process holds its own virtual stages. The random numbers, and so the bits, are those of
 --- a process that makes the whole model.
 ---@param model_func fun(): ps.nn.Module
@@ -446,21 +472,7 @@ end
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)
-  local module = deferred.make(model_func)
-  if type(module.parts) ~= "function" or type(module.batch_of) ~= "function" then
-    error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
-      :format(module.class_name), 0)
-  end
-  if where.cut then where.cut(module) end
-  local found, times = hooks.ask "cut", nil
-  if not found then
-    local how, args = pipeline.partition, example(module)
-    found = { costs = count.parts(module, args, where.precision) }
-    local weighed = how == "measured" and measured(module, found.costs, args, where) or found.costs
-    found.first, times = stages.cut(weighed, pipeline.table, how, module:parts())
-  end
-  local made = stages.new(module, found.costs, found.first, pipeline)
-  made.times = times
+  local module, made = stages.divide(model_func, pipeline, where)
   local off = where.stage and hooks.on("parameter", where.stage)
   local ok, problem = pcall(deferred.materialize, module, { device = where.device,
     elsewhere = function(name) return made:elsewhere(name) end })

@@ -68,6 +68,16 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
+-- Bytes that a process of the run holds at most, where all its tiers but the disk are memory of this machine: those of
+-- the tiers, and those that a dry run itself has taken: it is a process of the same program, script and kernels' code
+-- without any bytes of tensors. nil for a GPU, whose driver takes memory of the host, too.
+local function process_of(result)
+  if result.device == "cuda" or not result.tiers then return nil end
+  local sum = 0
+  for _, tier in ipairs(result.tiers) do if tier.name ~= "disk" then sum = sum + tier.peak end end
+  return { nbytes = sum + result.rss, besides = result.rss }
+end
+
 local OPTIONS = { script = "string", args = "table", hardware = "string", find = "string", quiet = "boolean",
   host = "number", ranks = "whole", limit = "number" }
 local LIMIT_S = 60
@@ -103,6 +113,7 @@ function planning.plan(options)
     plan.seconds = seconds.of(there, result, request.ranks_a_machine or ranks)
   end
   for _, run in ipairs(plan.runs or {}) do run.ops = nil end
+  plan.process = process_of(result)
   if result.cut then plan.bubble = plan.seconds and plan.seconds.bubble or { course.bubble(result.cut) } end
   local limit = options.limit or LIMIT_S
   request.clock = limit > 0 and search.clock(limit, took) or nil

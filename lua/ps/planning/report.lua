@@ -119,6 +119,10 @@ function report.lines(plan)
         plan.tiers[1].name)
     end
     tiers(lines, plan)
+    if plan.process then
+      say("process: up to %s of memory, of which %s are the program, Lua, libraries and kernels' code",
+        view.bytes(plan.process.nbytes), view.bytes(plan.process.besides))
+    end
     links(lines, plan)
     axes(lines, plan)
   end
