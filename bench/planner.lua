@@ -161,7 +161,7 @@ local function look_at(case)
   local below, refusal = train(tight)
   row.least_budget = least
   row.least_budget_right = got ~= nil and got.loss == roomy.loss and below == nil
-    and refusal:find("does not fit", 1, true) ~= nil
+    and (refusal:find("does not fit", 1, true) or refusal:find("refused while the model was made", 1, true)) ~= nil
   if not row.least_budget_right then
     row.why = not got and problem or below and "0.97 of it trained" or got.loss ~= roomy.loss and "other bits"
       or refusal

@@ -30,10 +30,11 @@ local config = { device = device, seed = 5, plan_print = false, memory = memory,
   tensor_parallel = case.tp and { size = case.tp } or nil, gradient_accumulation_steps = case.micros,
   optimizer = { type = "AdamW", params = { lr = 1e-4 } } }
 local base = statm()
-local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
+local made, model, optimizer = pcall(ps.initialize, { quiet = true, config = config, model_func = function()
   return gpt2.new { n_layer = case.layers, n_embd = case.width, n_head = case.heads, n_positions = case.positions,
     vocab_size = case.vocab, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
-end }
+end })
+if not made then error("refused while the model was made: " .. tostring(model), 0) end
 local x = ps.randint(0, case.vocab, { case.rows * (case.micros or 1), case.positions }, { dtype = "int32" })
 local loss, times = nil, {}
 if case.record then ps.profiler.start { events = 16 } end
