@@ -628,6 +628,36 @@ do
            { F { 5, 4 }, F { 5, 6 }, w(4, 6), F { 5, 4 }, attrs = attrs(0) },
            { F { 33, 65 }, F { 33, 23 }, w(65, 23), NONE, attrs = attrs(1) }, alive = group }
   end
+  -- The losses of a vocabulary: of 30 words from 5 on, in 33 columns, and what two ranks tell of them; of all words.
+  local function share(N) return F({ 3, N }, 0.5, 1.5, "fp32") end
+  local function mass(V) return F({ V }, 0, 1, "fp32") end
+  local function others(N, kinds)
+    return function(ins)
+      local ps = require "ps"
+      local both = { ps.ops.logit_stats(ins[1], ins[2], ins[5], 5, 30), ps.ops.logit_stats(ins[1] * 0.5, ins[2], ins[5],
+        35, 30) }
+      ins[3] = ps.cat(both, 0):reshape(2, kinds, N)
+    end
+  end
+  local stats, losses = { "logit_stats" }, { "logit_loss", tol = { fp32 = 2e-5, bf16 = 0.02, fp16 = 0.004 } }
+  for _, N in ipairs { 1, 5, 130 } do
+    stats[#stats + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, attrs = args(5, 30) }
+    stats[#stats + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), mass(33), attrs = args(5, 30) }
+    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), NONE, attrs = args(5, 30, 1, 0, 2),
+                            prepare = others(N, 3) }
+    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), mass(33), attrs = args(5, 30, 1, 0),
+                            prepare = others(N, 4) }
+  end
+  stats[#stats + 1] = { F({ 3, 5 }, -5, 5), I({ 3 }, 0, 40), NONE, attrs = args(40, 0) }           -- padding alone
+  stats[#stats + 1] = { F(LARGE, -5, 5), I({ 131 }, 0, 257), mass(257), attrs = args(0, 257), large = true }
+  case(stats)
+  case(losses)
+  local function words(V, ...) return args(alone[1], 1, 0, 0, 0, 0, V, ...) end
+  case { "parallel_lm_loss", { F { 5, 4 }, F { 7, 4 }, I({ 5 }, 0, 7), share(5), NONE, NONE, attrs = words(7) },
+         { F { 6, 4 }, F { 7, 4 }, I({ 6 }, 0, 7), share(6), F { 7 }, mass(7), attrs = words(7, 4) },
+         { F { 130, 8 }, F { 33, 8 }, I({ 130 }, 0, 33), share(130), F { 33 }, NONE, attrs = words(33), grads = false },
+         { F { 0, 4 }, F { 7, 4 }, I({ 0 }, 0, 7), share(0), NONE, NONE, attrs = words(7), grads = false },
+         alive = group, tol = { fp32 = 2e-5, bf16 = 0.01, fp16 = 0.001 }, gtol = { fp32 = 5e-5, bf16 = 0.1 } }
 end
 
 case { "scale_by_", { F { 5, 7 }, F({}, 1.5, 3), attrs = args(-0.3) }, { F { 130 }, F({ 1 }, -2, 2, "fp32") },

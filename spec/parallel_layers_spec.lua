@@ -245,7 +245,7 @@ local LOSS = [[
   assert(not ok and tostring(why):find "100 words")
   -- in panels: all logits never exist, and backward keeps none
   local N, C, V = 2100, 8, 512 * size
-  for _, dtype in ipairs { "fp32", "bf16" } do
+  for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
     ps.manual_seed(9)
     local head = nn.ParallelLMHead(C, V, { group = group, std = 0.5, dtype = dtype })
     ps.manual_seed(9)
@@ -303,6 +303,19 @@ local BYTES = [[
     local sent = (group:bytes_sent() - before) / (B * T * C * 4)
     assert(sent == (keep and 4 or 5) * (size - 1) / size, sent)
   end
+  -- The head's loss gathers its rows once, tells three numbers a row, and adds up dx: all in forward.
+  local V = 32 * size
+  local region = nn.Region.new(group, true)
+  region:set(B, T)
+  local head = nn.ParallelLMHead(C, V, { region = region })
+  local x = region:enter(ps.randn({ B, T, C })):detach():requires_grad(true)
+  local targets = ps.randint(0, V, { B, T })
+  local before = group:bytes_sent()
+  local loss = head:loss(x, targets)
+  local sent = group:bytes_sent() - before
+  assert(sent == (2 * B * T / size * C + 3 * B * T) * 4 * (size - 1), sent)
+  loss:backward()
+  assert(group:bytes_sent() == before + sent)
 ]]
 
 -- Rows that travel in pieces beside products: values, gradients and bytes are those of the composed rows, and of one

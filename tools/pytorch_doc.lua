@@ -29,6 +29,9 @@ all_gather_again | - | - | group:gathered_again(x)
 column_linear | - | - | group:gathered_linear(x, w, b, { pieces = n })
 row_linear | - | - | group:linear_scattered(x, w, { pieces = n })
 column_linear_grad | - | - | the gradient of column_linear, in one op
+logit_stats | - | - | of nn.ParallelLMHead: what ranks tell each other of their logits
+logit_loss | - | - | of nn.ParallelLMHead: losses and gradients of the logits of a rank's words
+parallel_lm_loss | - | - | group:lm_loss(x, w, targets, share, options); nn.ParallelLMHead's loss
 counted_once | - | - | group:counted_once(x)
 copy_ | Tensor.copy_ | t:copy_ | an overlap of both is read first
 fill_ | Tensor.fill_ | t:fill_, t:zero_ | a number that an integer type cannot hold is refused

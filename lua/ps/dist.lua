@@ -246,6 +246,31 @@ function Group:linear_scattered(x, w, how)
   return as_matrix(x, function(m) return ops.row_linear(m, w, number, size, rank, 0, out_in, pieces) end)
 end
 
+local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number" }
+
+--- The cross entropy of logits x w^T + bias, of which each rank has those of its V words. The logits exist in panels of
+--- rows, in which the ranks tell each other three numbers a row, or four with `mass`; gradients are made with them, as
+--- in F.lm_loss. With lse the log-sum-exp of a row's logits over all words, its loss is
+--- share[0] lse - share[1] logit(target) - share[2] sum(mass logit). The result is the sum over the rows, the same on
+--- all ranks, and one loss for all of them. Gradients: of w and bias those of this rank's words, of x the sum over the
+--- ranks.
+---@param x ps.Tensor [N, C], the same on all ranks; `parted`: [N / size, C], this rank's rows
+---@param w ps.Tensor [V, C], this rank's words
+---@param targets ps.Tensor integers [N], the same on all ranks, as `share` is
+---@param share ps.Tensor fp32 (fp64 where x is) [3, N]; 0 of rows that do not count
+---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number} words: those of
+---  all ranks, which have ceil(words / size) each; what lies behind the last one is padding. bias [V]. mass: [V], of
+---  share's type. dloss: gradients are made for a loss whose own gradient is this power of two, and divided by it:
+---  against underflow of fp16; default 1
+---@return ps.Tensor of 0 dimensions
+function Group:lm_loss(x, w, targets, share, options)
+  local number, size, rank = attributes(self, "lm_loss", x)
+  local given = caller.options(options, "group:lm_loss", LM_LOSS)
+  return ops.parallel_lm_loss(x, tensor(w, "w", "lm_loss"), tensor(targets, "targets", "lm_loss"),
+    tensor(share, "share", "lm_loss"), given.bias, given.mass, number, size, rank, 0, given.parted and 1 or 0, 0,
+    whole(given.words, "words", "lm_loss"), given.dloss)
+end
+
 --- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients
 --- at the root, zeros elsewhere.
 ---@param x ps.Tensor

@@ -396,8 +396,9 @@ def rope(d):
     return Case(code, run, [x, cos, sin], device=d.choice("cpu", "cpu", "ref"))
 
 
-# The products of several ranks, in the group of this process.
-GROUP = "local g = require('ps').dist.self() local n = ps.C.ps_group_number(g.c) return "
+# The products of several ranks, in the group of this process, which lives as long as the process does.
+GROUP = ("local g = package.loaded.alone or require('ps').dist.self() package.loaded.alone = g "
+         "local n = ps.C.ps_group_number(g.c) return ")
 
 
 def of_ranks(d):
@@ -411,6 +412,50 @@ def of_ranks(d):
     how = "n, 1, 0, 0, %d, %d" % (out_in, d.int(1, 8))
     text = "ps.ops.column_linear(x[1], x[2], x[3], %s, %d)" % (how, d.int(0, 1)) if column else "ps.ops.row_linear(x[1], x[2], %s)" % how
     return Case(GROUP + text, run, inputs)
+
+
+def vocabulary(d):
+    """The words of a rank among all, whose other logits are drawn too: targets, the rows' coefficients and a mass of words."""
+    n, words, padding = d.int(1, 9), d.int(1, 40), d.int(0, 3)
+    first, behind, dtype = d.int(0, 9), d.int(0, 9), d.dtype("fp32", "bf16", "fp16", "fp64")
+    wide = "fp64" if dtype == "fp64" else "fp32"
+    return n, words, words + padding, first, first + words + behind, dtype, wide
+
+
+def logit_stats(d):
+    n, words, columns, first, total, dtype, wide = vocabulary(d)
+    x, t = d.input([n, columns], dtype, False, -8, 8, expand=False), targets(d, [n], total, -100)
+    mass = d.input([columns], wide, False, 0, 1, expand=False) if d.chance(0.5) else None
+
+    def run(x, m):
+        own, at = x[0].to(x[0].dtype if x[0].dtype == torch.float64 else torch.float32)[:, :words], x[1].long() - first
+        here = (at >= 0) & (at < words)
+        top = own.max(-1).values
+        rows = [top, torch.exp(own - top[:, None]).sum(-1),
+                torch.where(here, own.gather(1, at.clamp(0, words - 1)[:, None])[:, 0], 0)]
+        return torch.stack(rows + ([] if x[2] is None else [(own * x[2][:words]).sum(-1)]))
+    return Case("ps.ops.logit_stats(x[1], x[2], x[3], %d, %d)" % (first, words), run, [x, t, mass])
+
+
+def parallel_lm_loss(d):
+    """A rank of one: all words are its own, and the last columns of w may be padding of none."""
+    n, words, c, dtype = d.int(1, 9), d.int(1, 60), d.int(1, 33), d.dtype("fp32", "bf16", "fp16")
+    inputs = [d.input([n, c], dtype, True, expand=False), d.input([words, c], dtype, True, expand=False),
+              targets(d, [n], words, -100), d.input([3, n], "fp32", False, 0.1, 1, expand=False),
+              d.input([words], dtype, True, expand=False) if d.chance(0.5) else None,
+              d.input([words], "fp32", False, 0, 1, expand=False) if d.chance(0.5) else None]
+
+    def run(x, m):
+        logits = F.linear(x[0], x[1], x[4])
+        logits = logits if m.exact else logits.float()
+        at = x[2].long()
+        target = torch.where(at >= 0, logits.gather(1, at.clamp(0)[:, None])[:, 0], 0)
+        rows = x[3][0] * torch.logsumexp(logits, -1) - x[3][1] * target
+        if x[5] is not None:
+            rows = rows - x[3][2] * (logits * x[5]).sum(-1)
+        return rows.sum()
+    return Case(GROUP + "ps.ops.parallel_lm_loss(x[1], x[2], x[3], x[4], x[5], x[6], n, 1, 0, 0, %d, 0, %d)"
+                % (d.int(0, 1), words), run, inputs)
 
 
 def column_linear_grad(d):
@@ -432,6 +477,7 @@ def column_linear_grad(d):
 ROWS = [
     Row("products of several ranks", of_ranks, "column_linear row_linear", 2),
     Row("column_linear_grad", column_linear_grad, "column_linear_grad"),
+    Row("logit_stats", logit_stats, "logit_stats"), Row("parallel_lm_loss", parallel_lm_loss, "parallel_lm_loss logit_loss", 2),
     Row("matmul", matmul, "matmul", 5), Row("linear", linear, "linear", 4), Row("mlp", mlp, "mlp", 2),
     Row("linear_grad", linear_grad, "linear_grad"), Row("linear_gelu_backward", linear_gelu_backward, "linear_gelu_backward"),
     Row("cross_entropy", cross_entropy, "cross_entropy", 3), Row("lm_loss", lm_loss, "lm_loss", 2),

@@ -167,6 +167,9 @@ void group_plan_free(ps_group *g);
 /* carried: the host's connections carry the memory of the call's device. A dry call asks for its memory alone. */
 int group_linear(ps_group *g, place at, bool carried, struct ps_call *call);
 
+/* -- loss.c: the op parallel_lm_loss. A dry call asks for its memory alone. */
+int group_lm_loss(ps_group *g, place at, struct ps_call *call);
+
 /* -- collective.c */
 /* In a group whose other ranks are not here: counts the bytes that a call of OP_* sends. nbytes: of all_gather this
  * rank's part, of other calls all. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives as ops: dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and outputs are
  * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). Those with products are
- * carried out in linear.c. */
+ * carried out in linear.c and loss.c. */
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/grow.h"
@@ -21,27 +21,37 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     return 0;
 }
 
-static bool has_products(int op)
+/* The call of OP_* that an op is; -1: the op has products, too. */
+static int call_of(int op)
 {
-    return op == PS_OP_column_linear || op == PS_OP_row_linear || op == PS_OP_column_linear_grad;
+    switch (op) {
+    case PS_OP_all_reduce:
+    case PS_OP_reduce_from_tp: return OP_ALL_REDUCE;
+    case PS_OP_reduce_scatter: return OP_REDUCE_SCATTER;
+    case PS_OP_all_gather:
+    case PS_OP_all_gather_again:
+    case PS_OP_gather_from_tp: return OP_ALL_GATHER;
+    case PS_OP_broadcast: return OP_BROADCAST;
+    default: return -1;
+    }
 }
 
-static int carry_out(ps_group *g, int op, place at, int root, const ps_view *in, const ps_view *out)
+static int with_products(ps_group *g, place at, bool carried, ps_call *call)
+{
+    return call->op == PS_OP_parallel_lm_loss ? group_lm_loss(g, at, call) : group_linear(g, at, carried, call);
+}
+
+static int carry_out(ps_group *g, int call, place at, int root, const ps_view *in, const ps_view *out)
 {
     int dtype = in->dtype, rc = group_after_now(g, at);
     int64_t nbytes = in->numel * ps_dtype_bytes(dtype);
     char *x = in->data, *y = out->data;
-    bool in_place = op == PS_OP_all_reduce || op == PS_OP_reduce_from_tp || op == PS_OP_broadcast;
-    if (rc == 0 && in_place) rc = group_copy(g, at, y, x, nbytes);
-    switch (op) {
-    case PS_OP_all_reduce:
-    case PS_OP_reduce_from_tp: return group_all_reduce(g, at, dtype, y, nbytes, rc);
-    case PS_OP_reduce_scatter: return group_reduce_scatter(g, at, dtype, x, nbytes, y, rc);
-    case PS_OP_all_gather:
-    case PS_OP_all_gather_again:
-    case PS_OP_gather_from_tp: return group_all_gather(g, at, dtype, x, nbytes, y, rc);
-    case PS_OP_broadcast: return group_broadcast(g, at, dtype, y, nbytes, root, rc);
-    default: return ps_fail(PS_EUNSUP, "no such op of several ranks");
+    if (rc == 0 && (call == OP_ALL_REDUCE || call == OP_BROADCAST)) rc = group_copy(g, at, y, x, nbytes);
+    switch (call) {
+    case OP_ALL_REDUCE: return group_all_reduce(g, at, dtype, y, nbytes, rc);
+    case OP_REDUCE_SCATTER: return group_reduce_scatter(g, at, dtype, x, nbytes, y, rc);
+    case OP_ALL_GATHER: return group_all_gather(g, at, dtype, x, nbytes, y, rc);
+    default: return group_broadcast(g, at, dtype, y, nbytes, root, rc);
     }
 }
 
@@ -56,20 +66,12 @@ int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int roo
 }
 
 /* Notes the call that carry_out makes outside of a dry run, or counts what it sends to ranks that are not here. */
-static int without_bytes(ps_group *g, int op, place at, int root, const ps_view *in)
+static int without_bytes(ps_group *g, int call, place at, int root, const ps_view *in)
 {
-    static const struct { int op, call; } calls[] = {
-        { PS_OP_all_reduce, OP_ALL_REDUCE }, { PS_OP_reduce_from_tp, OP_ALL_REDUCE },
-        { PS_OP_reduce_scatter, OP_REDUCE_SCATTER }, { PS_OP_all_gather, OP_ALL_GATHER },
-        { PS_OP_all_gather_again, OP_ALL_GATHER }, { PS_OP_gather_from_tp, OP_ALL_GATHER },
-        { PS_OP_broadcast, OP_BROADCAST } };
-    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
-        if (calls[i].op == op) {
-            int64_t nbytes = in->numel * ps_dtype_bytes(in->dtype);
-            if (op != PS_OP_broadcast) root = 0;
-            if (g->ctx->step->dry) return group_note(g, calls[i].call, at, in->dtype, nbytes, root);
-            group_count(g, calls[i].call, at, in->dtype, nbytes, root);
-        }
+    int64_t nbytes = in->numel * ps_dtype_bytes(in->dtype);
+    if (call != OP_BROADCAST) root = 0;
+    if (g->ctx->step->dry) return group_note(g, call, at, in->dtype, nbytes, root);
+    group_count(g, call, at, in->dtype, nbytes, root);
     return 0;
 }
 
@@ -80,12 +82,13 @@ static int group_op(ps_ctx *ctx, int device, ps_call *call)
     ps_group *g = NULL;
     place at = be->is_host ? ON_HOST : ON_DEVICE;
     PS_TRY(find_group(ctx, attributes, &g));
-    if (call->dry && has_products(call->op)) return group_linear(g, at, be->is_host || be->host_carries, call);
-    if (call->dry) return without_bytes(g, call->op, at, attributes->root, &call->in[0]);
+    int as = call_of(call->op);
+    if (call->dry && as < 0) return with_products(g, at, be->is_host || be->host_carries, call);
+    if (call->dry) return without_bytes(g, as, at, attributes->root, &call->in[0]);
     PS_TRY(group_place(g, ctx, device, &at));
     group_drain(g);
-    int rc = has_products(call->op) ? group_linear(g, at, g->at[at].comm == g->comm, call)
-                                    : carry_out(g, call->op, at, attributes->root, &call->in[0], &call->out[0]);
+    int rc = as < 0 ? with_products(g, at, g->at[at].comm == g->comm, call)
+                    : carry_out(g, as, at, attributes->root, &call->in[0], &call->out[0]);
     group_done(g);
     if (rc == 0) return 0;
     ps_error_kept why;

@@ -7,7 +7,7 @@
 
 #define RULES(X)                                                                                                       \
     X(moves) X(view) X(writes) X(copy) X(matmul) X(linear) X(linear_grad) X(mlp) X(linear_gelu_backward) X(lm_loss)    \
-    X(column_linear) X(row_linear) X(column_linear_grad)                                                               \
+    X(column_linear) X(row_linear) X(column_linear_grad) X(parallel_lm_loss)                                           \
     X(attention) X(attention_backward) X(attention_packed) X(attention_packed_backward) X(embedding)                   \
     X(embedding_backward) X(gather) X(adam) X(sgd)
 #define DECLARE(name) void cost_##name(ps_cost *c);
@@ -104,6 +104,15 @@ void cost_column_linear_grad(ps_cost *c)          /* x [n, I], dy [size n, O], w
     cost_moves(c);
     c->bytes += (c->in[3] ? 1 : 2) * a->size * nbytes(c->in[0]) + (a->accumulate ? nbytes(c->out[1]) : 0);
     c->flops += 4 * a->size * c->in[0]->numel_ * size(c->in[1], 1);
+}
+
+void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V, C]: as lm_loss, of all N rows */
+{
+    const ps_attrs_parallel_lm_loss *a = c->attrs;
+    cost_moves(c);
+    if (a->parted) c->bytes += a->size * nbytes(c->in[0]);
+    int products = 1 + (c->out[1] != NULL) + (c->out[2] != NULL);
+    c->flops += 2 * c->in[2]->numel_ * c->in[1]->numel_ * products;
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */

@@ -7,10 +7,14 @@
 int infer_cross_entropy(ps_infer *f);
 int infer_cross_entropy_backward(ps_infer *f);
 int infer_lm_loss(ps_infer *f);
+int infer_logit_stats(ps_infer *f);
+int infer_logit_loss(ps_infer *f);
+int infer_parallel_lm_loss(ps_infer *f);
 int grad_softmax(ps_grad *g);
 int grad_log_softmax(ps_grad *g);
 int grad_cross_entropy(ps_grad *g);
 int grad_lm_loss(ps_grad *g);
+int grad_parallel_lm_loss(ps_grad *g);
 
 static int softmax_like(ps_grad *g, int op)
 {
@@ -99,35 +103,116 @@ int infer_lm_loss(ps_infer *f)
     return 0;
 }
 
-static const int inputs_of_lm_loss[3] = { 0, 1, 3 };       /* x, w and bias, in the order of their gradients */
-
-/* Gradients that were left to backward: the op again, in the same panels, hence with the same bits. */
-static int lm_loss_again(ps_grad *g, ps_tensor **all)
+/* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
+/* Gradients that were left to backward: the op again, in the same panels, hence with the same bits. inputs: x, w and
+ * bias, in the order of their gradients; want: in attrs, those that forward made. */
+static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
-    ps_attrs_lm_loss attrs = *(const ps_attrs_lm_loss *)g->attrs;
-    ps_tensor *in[4] = { NULL };
+    ps_tensor *in[8] = { NULL };
     int32_t lacks = 0;
-    for (int i = 0; i < 3; i++)
-        if (ps_grad_wants(g, inputs_of_lm_loss[i]) && !(attrs.want_grad >> i & 1)) lacks |= 1 << i;
-    attrs.want_grad = lacks;
+    for (int i = 0; i < 3; i++) if (ps_grad_wants(g, inputs[i]) && !(*want >> i & 1)) lacks |= 1 << i;
+    *want = lacks;
     if (!lacks) return 0;
     for (int i = 0; i < g->n_in; i++) PS_TRY(ps_grad_in(g, i, &in[i]));
-    return ps_run_list(g, PS_OP_lm_loss, &attrs, all, g->n_in, in);
+    return ps_run_list(g, op, attrs, all, g->n_in, in);
 }
 
-/* The gradients were computed with the loss, for attrs->dloss, a power of two; they are scaled where they lie, by a
- * factor that the host need not know. */
-int grad_lm_loss(ps_grad *g)
+/* The gradients were computed with the loss, for one whose own is 1 / alpha, a power of two; they are scaled where they
+ * lie, by a factor that the host need not know. again: those of panels_again. */
+static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
-    ps_attrs_scale_by_ attrs = { .alpha = 1 / ((const ps_attrs_lm_loss *)g->attrs)->dloss };
-    ps_tensor *again[PS_MAX_OUT] = { NULL };
-    PS_TRY(lm_loss_again(g, again));
+    ps_attrs_scale_by_ attrs = { .alpha = alpha };
     for (int i = 0; i < 3; i++) {
-        if (!ps_grad_wants(g, inputs_of_lm_loss[i])) continue;
+        if (!ps_grad_wants(g, inputs[i])) continue;
         ps_tensor *t = again[1 + i], *all[PS_MAX_OUT] = { NULL };
         if (!t) PS_TRY(ps_grad_out(g, 1 + i, &t));
         PS_TRY(ps_run(g, PS_OP_scale_by_, &attrs, all, 2, t, g->dout[0]));
-        ps_grad_give(g, inputs_of_lm_loss[i], t);
+        ps_grad_give(g, inputs[i], t);
     }
+    return 0;
+}
+
+int grad_lm_loss(ps_grad *g)
+{
+    static const int inputs[3] = { 0, 1, 3 };
+    ps_attrs_lm_loss attrs = *(const ps_attrs_lm_loss *)g->attrs;
+    ps_tensor *again[PS_MAX_OUT] = { NULL };
+    PS_TRY(panels_again(g, PS_OP_lm_loss, inputs, &attrs, &attrs.want_grad, again));
+    return give_panels(g, inputs, 1 / attrs.dloss, again);
+}
+
+int grad_parallel_lm_loss(ps_grad *g)
+{
+    static const int inputs[3] = { 0, 1, 4 };
+    ps_attrs_parallel_lm_loss attrs = *(const ps_attrs_parallel_lm_loss *)g->attrs;
+    ps_tensor *again[PS_MAX_OUT] = { NULL };
+    PS_TRY(panels_again(g, PS_OP_parallel_lm_loss, inputs, &attrs, &attrs.want_grad, again));
+    return give_panels(g, inputs, 1 / attrs.dloss, again);
+}
+
+/* -- of a vocabulary that ranks share out ------------------------------------------------------------------------ */
+static int wide(const ps_tensor *x) { return x->dtype_ == PS_F64 ? PS_F64 : PS_F32; }
+
+/* logits [N, V], target [N], mass [V]. */
+static int check_logits(const ps_infer *f, const ps_tensor *mass, int64_t words)
+{
+    const ps_tensor *x = f->in[0];
+    PS_TRY(check_targets(f, x, f->in[1]));
+    if (x->ndim != 2) return ps_rule_fail(f, "logits [N, V] are needed");
+    if (words < 0 || words > x->shape_[1])
+        return ps_rule_fail(f, "%lld words of %lld columns", (long long)words, (long long)x->shape_[1]);
+    return mass ? ps_rule_like(f, mass, "mass", wide(x), 1, &x->shape_[1]) : 0;
+}
+
+int infer_logit_stats(ps_infer *f)
+{
+    const ps_attrs_logit_stats *at = f->attrs;
+    PS_TRY(check_logits(f, f->in[2], at->words));
+    f->out[0] = (ps_meta){ .dtype = wide(f->in[0]), .ndim = 2, .shape = { f->in[2] ? 4 : 3, f->in[0]->shape_[0] } };
+    return 0;
+}
+
+int infer_logit_loss(ps_infer *f)
+{
+    const ps_attrs_logit_loss *at = f->attrs;
+    const ps_tensor *x = f->in[0], *stats = f->in[2];
+    PS_TRY(check_logits(f, f->in[4], at->words));
+    int64_t N = x->shape_[0], said[3] = { stats->shape_[0], f->in[4] ? 4 : 3, N }, coefficients[2] = { 3, N };
+    if (stats->ndim != 3 || said[0] < 1) return ps_rule_fail(f, "stats [ranks, 3 or 4, N] are needed");
+    PS_TRY(ps_rule_like(f, stats, "stats", wide(x), 3, said));
+    PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
+    f->out[0] = (ps_meta){ .dtype = wide(x), .ndim = 1, .shape = { N } };
+    f->out[1] = ps_meta_like(x);
+    if (!at->want_grad) f->out[1].ndim = -1;
+    return 0;
+}
+
+int infer_parallel_lm_loss(ps_infer *f)
+{
+    ps_attrs_parallel_lm_loss *at = f->attrs;
+    const ps_tensor *x = f->in[0], *w = f->in[1], *target = f->in[2];
+    PS_TRY(ps_rule_ranks(f));
+    if (x->ndim != 2 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || w->dtype_ != x->dtype_ ||
+        w->shape_[1] != x->shape_[1] || w->shape_[0] < 1)
+        return ps_rule_fail(f, "x [N, C] and w [V, C] of one float type are needed");
+    int64_t N, coefficients[2];
+    if (__builtin_mul_overflow(x->shape_[0], at->parted ? at->size : 1, &N))
+        return ps_rule_fail(f, "x is too large to be gathered");
+    if ((target->dtype_ != PS_I32 && target->dtype_ != PS_I64) || target->ndim != 1 || target->shape_[0] != N)
+        return ps_rule_fail(f, "targets must be int32 or int64 [%lld]", (long long)N);
+    if (at->words < 1 || (at->words + at->size - 1) / at->size != w->shape_[0])
+        return ps_rule_fail(f, "%lld words on %d ranks are not %lld on each", (long long)at->words, at->size,
+                            (long long)w->shape_[0]);
+    coefficients[0] = 3, coefficients[1] = N;
+    PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
+    if (f->in[4]) PS_TRY(ps_rule_like(f, f->in[4], "bias", x->dtype_, 1, w->shape_));
+    if (f->in[5]) PS_TRY(ps_rule_like(f, f->in[5], "mass", wide(x), 1, w->shape_));
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* else as its rule asks */
+    if (f->needs && f->ahead) at->want_grad &= 1;
+    f->out[0] = (ps_meta){ .dtype = wide(x) };
+    f->out[1] = ps_meta_like(x);
+    f->out[2] = ps_meta_like(w);
+    f->out[3] = (ps_meta){ .dtype = x->dtype_, .ndim = 1, .shape = { w->shape_[0] } };
+    for (int i = 0; i < 3; i++) if (!(at->want_grad >> i & 1)) f->out[1 + i].ndim = -1;
     return 0;
 }

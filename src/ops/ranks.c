@@ -27,7 +27,7 @@ static bool gathers(int op)
     return op == PS_OP_all_gather || op == PS_OP_all_gather_again || op == PS_OP_gather_from_tp;
 }
 
-static int check_ranks(const ps_infer *f)
+int ps_rule_ranks(const ps_infer *f)
 {
     const of_ranks *at = f->attrs;
     if (at->size >= 1 && at->rank >= 0 && at->rank < at->size && at->root >= 0 && at->root < at->size) return 0;
@@ -40,7 +40,7 @@ int infer_of_ranks(ps_infer *f)
     ps_meta *y = &f->out[0];
     bool view = f->op == PS_OP_copy_to_tp || f->op == PS_OP_scatter_to_tp || f->op == PS_OP_counted_once;
     *y = view ? ps_tensor_meta(f->in[0]) : ps_meta_like(f->in[0]);
-    PS_TRY(check_ranks(f));
+    PS_TRY(ps_rule_ranks(f));
     bool gather = gathers(f->op), scatter = f->op == PS_OP_reduce_scatter || f->op == PS_OP_scatter_to_tp;
     if ((gather || scatter) && y->ndim == 0) return ps_rule_fail(f, "x has no dimension to be cut along");
     if (scatter && y->shape[0] % at->size)
@@ -98,7 +98,7 @@ typedef ps_attrs_row_linear with_product;
 static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, int64_t *out)
 {
     const with_product *at = f->attrs;
-    PS_TRY(check_ranks(f));
+    PS_TRY(ps_rule_ranks(f));
     if (at->pieces < 1 || at->pieces > PS_MAX_PIECES)
         return ps_rule_fail(f, "rows travel in 1 to %d pieces, not in %d", PS_MAX_PIECES, at->pieces);
     if (x->ndim != 2 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)

@@ -88,7 +88,8 @@ enum {
     PS_OPF_ROWS = 64,
     PS_OPF_MOVE = 128,
     PS_OPF_RANKS = 256,
-    PS_OPF_SPLIT = 512
+    PS_OPF_SPLIT = 512,
+    PS_OPF_PRODUCT = 1024
 };
 
 enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size on are computed again in backward */
@@ -118,6 +119,7 @@ const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size
 int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
+int ps_rule_ranks(const ps_infer *f);        /* checks size, rank and root of an op of several ranks (ops/ranks.c) */
 /* Checks that `t`, a tensor that one op hands to its gradient op, has this type and shape. The error has `name`. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
 /* For gradient rules: an op of one output, by its inputs. */

@@ -69,11 +69,8 @@ end
 
 -- Of ops by name: adds the operations of one with inputs `x` (from 0) and attributes `a`; `flops` are those that
 -- ps_op_cost counts for the outputs that Lua gets: an lm_loss that makes gradients in its forward has one product here.
+-- Rows of ops.def with the flag PRODUCT are one product of their first two inputs.
 local COSTS = {
-  linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
-  matmul = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
-  column_linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
-  row_linear = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
     local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
     local first = flops * inner / (inner + outer)
@@ -81,11 +78,15 @@ local COSTS = {
     product(cost, flops - first, x[3])
     if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- of the second one's input
   end,
-  lm_loss = function(cost, flops, x) product(cost, flops, x[0], x[1]) end,
   attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
   attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
 }
 local COST_OF = {}                                                                -- by the op's number
+for op, row in pairs(E.op_info) do
+  if row.flags:find "PRODUCT" then
+    COST_OF[op] = function(cost, flops, x) product(cost, flops, x[0], x[1]) end
+  end
+end
 for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
 
 -- Looks at ops as they run (E.recorder).

@@ -366,31 +366,12 @@ function Head:forward(x)
   return region.on and y:reshape(region.B, region.T, -1) or y
 end
 
-local PANEL = 2 ^ 22                       -- bytes of logits at a time
-local LOW = { fp16 = -6e4 }                -- of columns that are no words; another type: -1e30
-
--- Of logits [n, v]: the largest of this rank's, the sum of exp(logit - that), and the target's logit, 0 of a target
--- that is not here: [3, n]. With mass [v], of smoothed labels, also the sum of mass times logit: [4, n].
-local function stats_of(logits, own, here, mass)
-  local top = logits:detach():amax(-1, true)
-  local sum = (logits - top):exp():sum(-1)
-  local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
-  local rows = { top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }
-  if mass ~= nil then rows[4] = (logits * mass):sum(-1):reshape(1, -1) end
-  return ps.cat(rows, 0)
-end
-
--- The same of rows x [n, C], in `dtype`.
-local function of_rows(x, w, bias, own, here, dtype, mass)
-  return stats_of(ps.ops.linear(x, w, bias, nil, 1):to(dtype), own, here, mass)
-end
-
 -- A bias of this rank's columns, low where they are none of `total` words; nil: all are.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
   local low = ps.zeros({ per }, where)
-  ps.no_grad(function() low:narrow(0, words, per - words):fill_(LOW[where.dtype] or -1e30) end)
+  ps.no_grad(function() low:narrow(0, words, per - words):fill_(-1e30) end)
   return low
 end
 
@@ -410,36 +391,11 @@ local function check_targets(targets, counts, total, call)
   error(problem, 0)
 end
 
--- Of targets [N] among `total` words, of which this rank has `per` from `first` on: their columns here, int64, and by 1
--- and 0 of `dtype` whether they are here, and whether they count.
-local function places_of(targets, ignore, total, first, per, dtype, call)
+-- Which of targets [N] count among `total` words: bool [N].
+local function counted(targets, ignore, total, call)
   local counts = targets:ne(ignore)
   check_targets(targets, counts, total, call)
-  local own = targets - first
-  local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts)
-  return own:clamp(0, per - 1), here:to(dtype), counts:to(dtype)
-end
-
--- The rows' losses [N], 0 where they do not count, from this rank's stats [3, N] or [4, N]. share [N]: the weights of
--- the targets' classes, 0 of rows that do not count. smooth, mass, words: label smoothing, the sum of all classes'
--- weights, and their number.
-local function losses_of(group, mine, counts, share, smooth, mass, words)
-  local n, N = mine:size(0), counts:numel()
-  local all = group:gather_from(mine:reshape(1, n, N):contiguous(), 0)                  -- [t, n, N]
-  local top = all:select(1, 0):detach()                                                 -- [t, N]
-  local most = top:amax(0, true)
-  local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
-  local lse = sum:log() + most:reshape(N)
-  local losses = (lse - all:select(1, 2):sum(0)) * share
-  if n == 3 then return losses end
-  local spread = (lse * mass - all:select(1, 3):sum(0)) * counts
-  return losses * (1 - smooth) + spread * (smooth / words)
-end
-
-local function reduced(losses, share, reduction)
-  if reduction == "sum" then return losses:sum() end
-  local sum = share:sum()
-  return losses:sum() / sum:eq(0):where(1, sum)                                         -- the mean of none is 0
+  return counts
 end
 
 -- This rank's classes of a tensor over all words [V], with 0 behind the last one: [per].
@@ -472,9 +428,29 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
---- The mean cross entropy of the logits. Logits are made in panels of rows, and again in backward, so that all of them
---- never exist. The ranks exchange three numbers a row: the largest logit, the sum of exponentials and the target's
---- logit of each (Shoeybi et al. 2019, section 3); with smoothed labels also the sum of all logits.
+-- What a row's log-sum-exp, its target's logit and its `mass` of logits are in the loss: [3, N]. share [N]: the weights
+-- of the targets' classes, 0 of rows that do not count. smooth, mass, words: label smoothing, the sum of all classes'
+-- weights, and their number.
+local function coefficients(share, counts, smooth, mass, words, reduction)
+  local one, some = share * (1 - smooth), counts * (smooth / words)
+  local all = mass and one + some * mass or one
+  local rows = ps.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
+  if reduction == "sum" then return rows end
+  local sum = share:sum()
+  return rows / sum:eq(0):where(1, sum)                                                 -- the mean of none is 0
+end
+
+-- A power of two: the gradients of a mean over many rows would underflow in fp16, as in the op lm_loss.
+local function scale_of(dtype, reduction, N)
+  local scale = 1
+  while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
+  return scale
+end
+
+--- The mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so that all of them
+--- never exist, and backward keeps none. The ranks exchange three numbers a row: the largest logit, the sum of
+--- exponentials and the target's logit of each (Shoeybi et al. 2019, section 3); with smoothed labels also the sum of
+--- all logits. Rows that the ranks share out are gathered once.
 ---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number}
@@ -485,23 +461,17 @@ function Head:loss(x, targets, options)
   options = caller.options(options, call, LOSS)
   local reduction = options.reduction or "mean"
   caller.one_of(reduction, MEAN_OR_SUM, call .. ": reduction")
-  local region, w = self.region, weight_of(self)
-  local per, N = w:size(0), targets:numel()
-  local first, dtype = region.rank * per, w:dtype() == "fp64" and "fp64" or "fp32"
-  x, targets = region:gather(x):reshape(N, -1), targets:reshape(N):to "int64"
-  local own, here, counts = places_of(targets, options.ignore_index or -100, self.outputs, first, per, dtype, call)
-  local share, smooth, mass, all = weights_of(options, targets, counts, self.outputs, first, per, dtype, call)
-  local bias, low = bias_of(self), padding_of(self.outputs, first, per, { dtype = w:dtype(), device = w:device() })
-  if bias == nil then bias = low
-  elseif low ~= nil then bias = bias + low end
-  local rows, stats = math.max(1, math.floor(PANEL / (4 * per))), {}
-  for from = 0, N - 1, rows do
-    local n = math.min(rows, N - from)
-    stats[#stats + 1] = ps.recompute(of_rows, x:narrow(0, from, n), w, bias, own:narrow(0, from, n),
-      here:narrow(0, from, n), dtype, mass)
-  end
-  local mine = #stats == 1 and stats[1] or ps.cat(stats, 1)                             -- [3 or 4, N]
-  return reduced(losses_of(region.group, mine, counts, share, smooth, all, self.outputs), share, reduction)
+  local region, w, words = self.region, weight_of(self), self.outputs
+  local per, N, dtype = w:size(0), targets:numel(), w:dtype() == "fp64" and "fp64" or "fp32"
+  targets = targets:reshape(N):to "int64"
+  local rows, mass = ps.no_grad(function()
+    local counts = counted(targets, options.ignore_index or -100, words, call):to(dtype)
+    local share, smooth, own, all = weights_of(options, targets, counts, words, region.rank * per, per, dtype, call)
+    return coefficients(share, counts, smooth, all, words, reduction), own
+  end)
+  local parted = region:has_part(x)
+  return region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self), mass = mass,
+    words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
 end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
@@ -527,9 +497,30 @@ function CrossEntropy:init(options)
   caller.one_of(self.reduction, REDUCTIONS, call .. ": reduction")
 end
 
-local function of_logits(logits, low, own, here, dtype)
+-- Of logits [n, v]: the largest of this rank's, the sum of exp(logit - that), and the target's logit, 0 of a target
+-- that is not here: [3, n].
+local function stats_of(logits, low, own, here, dtype)
   logits = logits:to(dtype)
-  return stats_of(low and logits + low or logits, own, here)
+  logits = low and logits + low or logits
+  local top = logits:detach():amax(-1, true)
+  local sum = (logits - top):exp():sum(-1)
+  local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
+  return ps.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
+end
+
+-- The rows' losses [N], 0 where `counts` is, from this rank's stats [3, N].
+local function losses_of(group, mine, counts)
+  local all = group:gather_from(mine:reshape(1, 3, -1):contiguous(), 0)                 -- [t, 3, N]
+  local top = all:select(1, 0):detach()                                                 -- [t, N]
+  local most = top:amax(0, true)
+  local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
+  return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
+end
+
+local function reduced(losses, share, reduction)
+  if reduction == "sum" then return losses:sum() end
+  local sum = share:sum()
+  return losses:sum() / sum:eq(0):where(1, sum)                                         -- the mean of none is 0
 end
 
 --- The loss, the same on all ranks. Logits get the gradient of this rank's words.
@@ -543,11 +534,14 @@ function CrossEntropy:forward(logits, targets)
     error(("nn.ParallelCrossEntropy: %d words on %d ranks are not %d logits on each"):format(total, region.size, per))
   end
   local dtype = logits:dtype() == "fp64" and "fp64" or "fp32"
-  local own, here, counts = places_of(targets:reshape(N):to "int64", self.ignore_index, total, first, per, dtype,
-    "nn.ParallelCrossEntropy")
+  local places = targets:reshape(N):to "int64"
+  local counts = counted(places, self.ignore_index, total, "nn.ParallelCrossEntropy")
+  local own = places - first
+  local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts):to(dtype)
+  counts = counts:to(dtype)
   local low = padding_of(total, first, per, { dtype = dtype, device = logits:device() })
-  local mine = ps.recompute(of_logits, logits:reshape(N, per), low, own, here, dtype)
-  local losses = losses_of(region.group, mine, counts, counts)
+  local mine = ps.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
+  local losses = losses_of(region.group, mine, counts)
   if self.reduction == "none" then return losses:reshape(targets:shape()) end
   return reduced(losses, counts, self.reduction)
 end

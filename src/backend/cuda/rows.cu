@@ -319,6 +319,111 @@ static int cross_entropy_backward(ps_call *call)
     return ps_cuda_ce_rows(&c);
 }
 
+/* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------- */
+struct some_words {
+    const void *logits, *target, *mass;              /* [rows, V], [rows], [V] or NULL */
+    int target_dtype, ranks, kinds;                  /* kinds: numbers of a row in stats */
+    int64_t rows, V, first, words, next;             /* next: from one of share's rows to the next */
+    void *stats;                                     /* [kinds, rows] to be written, or all ranks' [ranks, ...] */
+    const void *share;                               /* [3, rows] */
+    double dloss;                                    /* multiplies grad */
+    void *loss, *grad;                               /* [rows]; [rows, V] or NULL */
+};
+
+template <class T> KERNEL_UP_TO(1024, 1) logit_stats_kernel(const __grid_constant__ some_words c)
+{
+    typedef typename type_info<T>::acc A;
+    for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
+        const T *x = (const T *)c.logits + r * c.V;
+        const A *mass = (const A *)c.mass;
+        int64_t t = load_i(c.target, c.target_dtype, r) - c.first;
+        A top, sum, dot = 0, *stats = (A *)c.stats + r;
+        sum_exp(x, c.words, &top, &sum);
+        if (mass) {
+            each(x, c.words, [&](int64_t j, A v) { dot += mass[j] * v; });
+            dot = block_sum(dot);
+        }
+        if (threadIdx.x > 0) continue;
+        stats[0] = top;
+        stats[c.rows] = sum;
+        stats[2 * c.rows] = t >= 0 && t < c.words ? up(x[t]) : (A)0;
+        if (mass) stats[3 * c.rows] = dot;
+    }
+}
+
+template <class T> KERNEL_UP_TO(1024, 1) logit_loss_kernel(const __grid_constant__ some_words c)
+{
+    typedef typename type_info<T>::acc A;
+    for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
+        const A *share = (const A *)c.share + r, *stats = (const A *)c.stats + r, *mass = (const A *)c.mass;
+        A all = share[0], one = share[c.next], some = share[2 * c.next], top = -INFINITY, sum = 0, target = 0, dot = 0;
+        bool counts = all != 0 || one != 0 || some != 0;
+        for (int i = 0; i < c.ranks; i++) {
+            A v = stats[i * c.kinds * c.rows];
+            top = v > top ? v : top;
+        }
+        for (int i = 0; i < c.ranks; i++) {
+            const A *said = stats + i * c.kinds * c.rows;
+            sum += said[c.rows] * exp(said[0] - top);
+            target += said[2 * c.rows];
+            if (c.kinds == 4) dot += said[3 * c.rows];
+        }
+        if (threadIdx.x == 0)
+            ((A *)c.loss)[r] = counts ? all * (top + log(sum)) - one * target - some * dot : (A)0;
+        if (!c.grad) continue;
+        int64_t t = load_i(c.target, c.target_dtype, r) - c.first;
+        A factor = all * (A)c.dloss / sum;
+        one *= (A)c.dloss, some *= (A)c.dloss;
+        map_row((T *)c.grad + r * c.V, (const T *)c.logits + r * c.V, c.V, [&](int64_t j, A v) {
+            if (!counts || j >= c.words) return (A)0;
+            return exp(v - top) * factor - (j == t ? one : (A)0) - (mass ? some * mass[j] : (A)0);
+        });
+    }
+}
+
+template <class T> static int run_logit_stats(const some_words &c)
+{
+    auto kernel = logit_stats_kernel<T>;
+    PS_LAUNCH(kernel, row_blocks(c.rows), threads_for(c.V), 0, ps_cu->compute, c);
+    return ps_cuda_launched();
+}
+
+template <class T> static int run_logit_loss(const some_words &c)
+{
+    auto kernel = logit_loss_kernel<T>;
+    PS_LAUNCH(kernel, row_blocks(c.rows), threads_for(c.V), 0, ps_cu->compute, c);
+    return ps_cuda_launched();
+}
+
+static some_words words_of(const ps_view *x, const ps_view *target, const ps_view *mass)
+{
+    some_words c;
+    memset(&c, 0, sizeof c);
+    c.logits = x->data, c.target = target->data, c.mass = ps_has(mass) ? mass->data : NULL;
+    c.target_dtype = target->dtype, c.kinds = ps_has(mass) ? 4 : 3;
+    c.rows = x->shape[0], c.V = x->shape[1];
+    return c;
+}
+
+static int logit_stats(ps_call *call)
+{
+    const ps_attrs_logit_stats *a = (const ps_attrs_logit_stats *)call->attrs;
+    some_words c = words_of(&call->in[0], &call->in[1], &call->in[2]);
+    c.first = a->first, c.words = a->words, c.stats = call->out[0].data;
+    return c.rows == 0 ? 0 : BY_FLOAT(call->in[0].dtype, run_logit_stats, c);
+}
+
+static int logit_loss(ps_call *call)
+{
+    const ps_attrs_logit_loss *a = (const ps_attrs_logit_loss *)call->attrs;
+    const ps_view *share = &call->in[3], *dx = &call->out[1];
+    some_words c = words_of(&call->in[0], &call->in[1], &call->in[4]);
+    c.first = a->first, c.words = a->words, c.ranks = (int)call->in[2].shape[0], c.stats = call->in[2].data;
+    c.share = share->data, c.next = share->stride[0], c.loss = call->out[0].data;
+    c.dloss = a->dloss, c.grad = ps_has(dx) ? dx->data : NULL;
+    return c.rows == 0 ? 0 : BY_FLOAT(call->in[0].dtype, run_logit_loss, c);
+}
+
 void ps_cuda_fill_rows(ps_kernel *k)
 {
     k[PS_OP_softmax] = softmax;
@@ -327,4 +432,6 @@ void ps_cuda_fill_rows(ps_kernel *k)
     k[PS_OP_log_softmax_backward] = softmax_backward;
     k[PS_OP_cross_entropy] = cross_entropy;
     k[PS_OP_cross_entropy_backward] = cross_entropy_backward;
+    k[PS_OP_logit_stats] = logit_stats;
+    k[PS_OP_logit_loss] = logit_loss;
 }

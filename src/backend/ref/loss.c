@@ -175,3 +175,76 @@ int ref_lm_loss(ps_call *call)
     if (want_db) ref_put(&call->out[3], db, false);
     return 0;
 }
+
+/* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------ */
+/* The column of row r's target, or -1: it is not here. */
+static int64_t column_of(const ps_view *target, int64_t r, int64_t first, int64_t words)
+{
+    int64_t t = ref_load_int(target, r) - first;
+    return t >= 0 && t < words ? t : -1;
+}
+
+int ref_logit_stats(ps_call *call)
+{
+    const ps_attrs_logit_stats *a = call->attrs;
+    const ps_view *x = &call->in[0], *target = &call->in[1], *mass = &call->in[2], *stats = &call->out[0];
+    int64_t N = x->shape[0], V = x->shape[1];
+    double *row;
+    PS_TRY(ref_scratch(call, V, &row));
+    for (int64_t r = 0; r < N; r++) {
+        int64_t t = column_of(target, r, a->first, a->words);
+        read_row(x, r, V, row);
+        struct sum_exp s = sum_exp(row, a->words);
+        double dot = 0;
+        for (int64_t v = 0; ps_has(mass) && v < a->words; v++) dot += ref_load(mass, v) * row[v];
+        ref_store(stats, r, s.top);
+        ref_store(stats, N + r, s.sum);
+        ref_store(stats, 2 * N + r, t >= 0 ? row[t] : 0);
+        if (ps_has(mass)) ref_store(stats, 3 * N + r, dot);
+    }
+    return 0;
+}
+
+/* Of all ranks' stats [t, kinds, N] of row r: largest logit and sum of exponentials of all words; *target, *dot: the
+ * sums of the ranks' third and fourth numbers. */
+static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot)
+{
+    int64_t kinds = stats->shape[1], N = stats->shape[2];
+    struct sum_exp s = { -INFINITY, 0 };
+    *target = *dot = 0;
+    for (int64_t i = 0; i < stats->shape[0]; i++) {
+        double top = ref_load(stats, i * kinds * N + r);
+        s.top = top > s.top ? top : s.top;
+    }
+    for (int64_t i = 0; i < stats->shape[0]; i++) {
+        int64_t at = i * kinds * N + r;
+        s.sum += ref_load(stats, at + N) * exp(ref_load(stats, at) - s.top);
+        *target += ref_load(stats, at + 2 * N);
+        if (kinds == 4) *dot += ref_load(stats, at + 3 * N);
+    }
+    return s;
+}
+
+int ref_logit_loss(ps_call *call)
+{
+    const ps_attrs_logit_loss *a = call->attrs;
+    const ps_view *x = &call->in[0], *share = &call->in[3], *mass = &call->in[4];
+    const ps_view *loss = &call->out[0], *dx = &call->out[1];
+    int64_t N = x->shape[0], V = x->shape[1], next = share->stride[0];
+    double *row, target, dot;
+    PS_TRY(ref_scratch(call, V, &row));
+    for (int64_t r = 0; r < N; r++) {
+        double all = ref_load(share, r), one = ref_load(share, next + r), some = ref_load(share, 2 * next + r);
+        bool counts = all != 0 || one != 0 || some != 0;
+        struct sum_exp s = of_all(&call->in[2], r, &target, &dot);
+        ref_store(loss, r, counts ? all * (s.top + log(s.sum)) - one * target - some * dot : 0);
+        if (!ps_has(dx)) continue;
+        int64_t t = column_of(&call->in[1], r, a->first, a->words);
+        read_row(x, r, V, row);
+        for (int64_t v = 0; v < V; v++) {
+            double g = all * soft(s, row[v]) - (v == t ? one : 0) - (ps_has(mass) ? some * ref_load(mass, v) : 0);
+            ref_store(dx, r * V + v, counts && v < a->words ? a->dloss * g : 0);
+        }
+    }
+    return 0;
+}

@@ -394,6 +394,108 @@ static int cross_entropy_backward(ps_call *call)
     return 0;
 }
 
+/* -- a vocabulary that ranks share out: logits of `words` words from word `first` on ------------------------------ */
+static double dot_mass(const void *x, const float *mass, int64_t words, int dtype)
+{
+    double sum = 0;
+    for (int64_t v = 0; v < words; v++) sum += (double)mass[v] * (double)ps_get_one(x, v, dtype);
+    return sum;
+}
+SIMD void top_and_sum(const void *x, int64_t words, float *top, float *sum, int dtype)
+{
+    struct row w;
+    scan_row(&w, x, words, NULL, dtype);
+    *top = w.max;
+    *sum = (float)w.sum;
+}
+static bool same_rows(const ps_view *x, const ps_view *target, const ps_view *mass)
+{
+    return usable(x) && ps_is_index(target) && view_flat(target) &&
+           (!ps_has(mass) || (mass->dtype == PS_F32 && view_flat(mass)));
+}
+static int logit_stats(ps_call *call)
+{
+    const struct ps_attrs_logit_stats *a = call->attrs;
+    const ps_view *x = &call->in[0], *target = &call->in[1], *mass = &call->in[2];
+    int64_t N = x->shape[0], V = x->shape[1];
+    if (!same_rows(x, target, mass) || call->out[0].dtype != PS_F32 || !view_flat(&call->out[0])) return PS_EUNSUP;
+    float *stats = call->out[0].data;
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < N; r++) {
+        const void *row = ps_at(x->data, r * V, x->dtype);
+        int64_t t = ps_index_at(target, r) - a->first;
+        PS_BY_VEC(x->dtype, top_and_sum, row, a->words, &stats[r], &stats[N + r]);
+        stats[2 * N + r] = t >= 0 && t < a->words ? ps_get_one(row, t, x->dtype) : 0.0f;
+        if (ps_has(mass)) stats[3 * N + r] = (float)dot_mass(row, mass->data, a->words, x->dtype);
+    }
+    return 0;
+}
+
+/* Row r of all ranks' stats [t, kinds, N]. */
+struct all_words { double top, sum, target, dot; };
+static struct all_words of_all(const ps_view *stats, int64_t r)
+{
+    int64_t kinds = stats->shape[1], N = stats->shape[2];
+    struct all_words s = { -INFINITY, 0, 0, 0 };
+    for (int64_t i = 0; i < stats->shape[0]; i++) {
+        const float *mine = (const float *)stats->data + i * kinds * N + r;
+        s.top = mine[0] > s.top ? mine[0] : s.top;
+    }
+    for (int64_t i = 0; i < stats->shape[0]; i++) {
+        const float *mine = (const float *)stats->data + i * kinds * N + r;
+        s.sum += mine[N] * exp(mine[0] - s.top);
+        s.target += mine[2 * N];
+        if (kinds == 4) s.dot += mine[3 * N];
+    }
+    return s;
+}
+/* y = x's gradient; y may be x. t: the target's column, or -1. */
+SIMD void logit_row(void *y, const void *x, int64_t words, int64_t t, const struct all_words *s, const float *share,
+                    const float *mass, int dtype)
+{
+    double factor = share[0] / s->sum;
+    float f = (float)factor, at = 0;
+    if (f != f) f = NAN;                                     /* the canonical one (vp_put) */
+    if (t >= 0) {
+        double m = mass ? (double)share[2] * (double)mass[t] : 0;
+        at = (float)(exp((double)ps_get_one(x, t, dtype) - s->top) * factor - share[1] - m);
+    }
+    row_exp(y, x, words, (float)s->top, f, dtype);
+    for (int64_t v = 0; mass && v < words; v++)
+        ps_put_one(y, v, dtype, ps_get_one(y, v, dtype) - share[2] * mass[v]);
+    if (t >= 0) ps_put_one(y, t, dtype, at == at ? at : NAN);
+}
+static int logit_loss(ps_call *call)
+{
+    const struct ps_attrs_logit_loss *a = call->attrs;
+    const ps_view *x = &call->in[0], *target = &call->in[1], *stats = &call->in[2], *share = &call->in[3];
+    const ps_view *mass = &call->in[4], *loss = &call->out[0], *dx = &call->out[1];
+    int64_t N = x->shape[0], V = x->shape[1], next = share->stride[0];
+    if (!same_rows(x, target, mass) || stats->dtype != PS_F32 || !view_flat(stats) || share->dtype != PS_F32 ||
+        loss->dtype != PS_F32 || !view_flat(loss) || (ps_has(dx) && (!usable(dx) || dx->dtype != x->dtype)))
+        return PS_EUNSUP;
+    int64_t nbytes = V * ps_dtype_bytes(x->dtype);
+#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < N; r++) {
+        const float *from = (const float *)share->data + r;
+        float of[3] = { from[0], from[next], from[2 * next] };
+        struct all_words s = of_all(stats, r);
+        bool counts = of[0] != 0 || of[1] != 0 || of[2] != 0;
+        double l = of[0] * (s.top + log(s.sum)) - of[1] * s.target - of[2] * s.dot;
+        ((float *)loss->data)[r] = counts ? (float)l : 0.0f;
+        if (!ps_has(dx)) continue;
+        for (int i = 0; i < 3; i++) of[i] *= (float)a->dloss;
+        char *to = ps_at(dx->data, r * V, x->dtype);
+        int64_t t = ps_index_at(target, r) - a->first, here = a->words * ps_dtype_bytes(x->dtype);
+        if (counts)
+            PS_BY_VEC(x->dtype, logit_row, to, ps_at(x->data, r * V, x->dtype), a->words,
+                      t >= 0 && t < a->words ? t : -1, &s, of, ps_has(mass) ? mass->data : NULL);
+        else here = 0;
+        memset(to + here, 0, (size_t)(nbytes - here));
+    }
+    return 0;
+}
+
 void PS_ISA_FN(ps_cpu_fill_loss)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_loss)(ps_kernel *k)
 {
@@ -403,4 +505,6 @@ void PS_ISA_FN(ps_cpu_fill_loss)(ps_kernel *k)
     k[PS_OP_log_softmax_backward] = log_softmax_backward;
     k[PS_OP_cross_entropy] = cross_entropy;
     k[PS_OP_cross_entropy_backward] = cross_entropy_backward;
+    k[PS_OP_logit_stats] = logit_stats;
+    k[PS_OP_logit_loss] = logit_loss;
 }
