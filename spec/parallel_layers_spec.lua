@@ -281,12 +281,14 @@ local KEPT = [[
     local model = ps.deferred(require("models.gpt2").new, { n_layer = 1 }, { dropout = 0.1 })
     if how then
       tensor_parallel.cut(model, { group = ps.mesh.group "tp", sequence = true, keep_gathered = how.kept,
-        note = function() end })
+        pieces = how.pieces, note = function() end })
     end
     return count.parts(model, { x, x, n = 2 })[2].activations
   end
   local all, own, gathered = kept(), kept { kept = false }, kept { kept = true }
   assert(own / all <= 0.501 and math.abs(gathered / all - 0.7) < 0.002, own / all .. " " .. gathered / all)
+  local pieces = kept { kept = false, pieces = 4 }                       -- beside products no more is kept
+  assert(pieces / all <= 0.501, pieces / all)
 ]]
 
 local BYTES = [[

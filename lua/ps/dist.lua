@@ -160,7 +160,10 @@ end
 
 -- -- collectives as ops: a new tensor, with a gradient -------------------------------------------------------------
 local ops = E.ops
-local PRODUCT = { out_in = "boolean", pieces = "whole", keep = "boolean" }
+local PRODUCT = {
+  gathered_linear = { out_in = "boolean", pieces = "whole", keep = "boolean" },
+  linear_scattered = { out_in = "boolean", pieces = "whole", keep = "boolean", flat = "boolean" },
+}
 
 local function attributes(self, call, t)
   local c = open(self)
@@ -196,7 +199,7 @@ function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self,
 local function of_product(self, call, x, w, how)
   local number, size, rank = attributes(self, call, x)
   tensor(w, "w", call)
-  how = caller.options(how, "group:" .. call, PRODUCT)
+  how = caller.options(how, "group:" .. call, PRODUCT[call])
   if x:dim() < 2 then error(("group:%s: x has no rows: it has %d dimensions"):format(call, x:dim())) end
   local pieces = how.pieces or 1
   if pieces < 1 or pieces > mesh.MOST_PIECES then
@@ -238,12 +241,26 @@ end
 --- backward those that it gathers.
 ---@param x ps.Tensor [size n, ..., I]
 ---@param w ps.Tensor [O, I], or [I, O]
----@param how? {out_in?: boolean, pieces?: integer} as in gathered_linear; 1: the whole product comes first
----@return ps.Tensor [n, ..., O]
+---@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} as in gathered_linear; 1: the whole product comes
+---  first. flat: rows are those of all dimensions of x but the last
+---@return ps.Tensor [n, ..., O]; with flat [rows / size, O]
 function Group:linear_scattered(x, w, how)
-  local _, pieces, out_in, number, size, rank = of_product(self, "linear_scattered", x, w, how)
-  if pieces == 1 then return self:scattered(ops.linear(x, w, nil, nil, out_in)) end
-  return as_matrix(x, function(m) return ops.row_linear(m, w, number, size, rank, 0, out_in, pieces) end)
+  local pieces, out_in, number, size, rank
+  how, pieces, out_in, number, size, rank = of_product(self, "linear_scattered", x, w, how)
+  if pieces == 1 then
+    local y = ops.linear(x, w, nil, nil, out_in)
+    return self:scattered(how.flat and y:reshape(-1, y:size(-1)) or y)
+  end
+  local shape = x:shape()
+  if not how.flat and shape[1] % size ~= 0 then
+    error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
+      size))
+  end
+  -- x as it comes: what backward can make again, as gelu's output, is not kept behind a reshape.
+  local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
+  if how.flat or #shape == 2 then return y end
+  shape[1], shape[#shape] = shape[1] / size, y:size(1)
+  return y:reshape(shape)
 end
 
 local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number" }

@@ -251,21 +251,32 @@ static int column(work *w)
     return multiply(w, &full, &in[1], &in[2], out_in, y, 0, y->shape[0], false);
 }
 
-/* -- row_linear: x [size n, I], w -> y [n, O] ---------------------------------------------------------------------- */
-static int row_pieces(const work *w, const ps_view *all, const ps_view *addends)
+/* -- row_linear: x [size n, I] or [..., I], w -> y [n, O] ---------------------------------------------------------- */
+static int row_pieces(const work *w, const ps_view *x, const ps_view *all, const ps_view *addends)
 {
-    const ps_view *in = w->call->in;
+    const ps_view *weight = &w->call->in[1];
     for (int64_t k = 0; k < w->pieces; k++) {
-        PS_TRY(multiply_others(w, k, &in[0], &in[1], &absent, w->attrs->out_in, all));
+        PS_TRY(multiply_others(w, k, x, weight, &absent, w->attrs->out_in, all));
         PS_TRY(reduce_begin(w, k, all, addends));
     }
-    PS_TRY(multiply_own(w, &in[0], &in[1], &absent, w->attrs->out_in, all));
+    PS_TRY(multiply_own(w, x, weight, &absent, w->attrs->out_in, all));
     return reduce_end(w, all, addends, &w->call->out[0]);
+}
+
+/* x [..., I], contiguous, as [rows, I]. */
+static ps_view as_rows(const ps_view *x, int64_t rows)
+{
+    int64_t features = x->shape[x->ndim - 1];
+    ps_view v = *x;
+    v.ndim = 2;
+    v.shape[0] = rows, v.shape[1] = features;
+    v.stride[0] = features, v.stride[1] = 1;
+    return v;
 }
 
 static int row(work *w)
 {
-    const ps_view *in = w->call->in, *x = &in[0], *y = &w->call->out[0];
+    const ps_view *in = w->call->in, *y = &w->call->out[0], flat = as_rows(&in[0], w->size * w->n), *x = &flat;
     int out_in = w->attrs->out_in;
     ps_view all, addends = absent;
     int rc = rows_new(w, y, w->size * w->n, &all);
@@ -274,7 +285,7 @@ static int row(work *w)
     if (w->call->dry) return without_bytes(w, OP_ROW, NULL, &all, rc);
     if (w->pieces > 1) {
         PS_TRY(group_agree_bytes(w->g, OP_ROW, w->at, y->dtype, nbytes_of(&all), w->pieces, rc));
-        return ended(w, OP_ROW, row_pieces(w, &all, &addends));
+        return ended(w, OP_ROW, row_pieces(w, x, &all, &addends));
     }
     if (rc == 0) rc = multiply(w, x, &in[1], &absent, out_in, &all, 0, x->shape[0], false);
     if (rc == 0) rc = group_after_now(w->g, w->at);

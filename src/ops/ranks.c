@@ -94,19 +94,20 @@ int grad_broadcast(ps_grad *g)
 /* The attributes with which column_linear and column_linear_grad begin are those of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
-/* x [rows, I] and w of one float type; *out: the outputs of w. */
+/* x [..., I] and w of one float type; *out: the outputs of w. */
 static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, int64_t *out)
 {
     const with_product *at = f->attrs;
     PS_TRY(ps_rule_ranks(f));
     if (at->pieces < 1 || at->pieces > PS_MAX_PIECES)
         return ps_rule_fail(f, "rows travel in 1 to %d pieces, not in %d", PS_MAX_PIECES, at->pieces);
-    if (x->ndim != 2 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
+    bool rows = x->ndim == 2 || (f->op == PS_OP_row_linear && x->ndim > 2);
+    if (!rows || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
         return ps_rule_fail(f, "x [rows, I] and w with two dimensions, of one float type, are needed");
-    int64_t in = w->shape_[at->out_in ? 1 : 0];
+    int64_t in = w->shape_[at->out_in ? 1 : 0], features = x->shape_[x->ndim - 1];
     *out = w->shape_[at->out_in ? 0 : 1];
-    if (x->shape_[1] == in) return 0;
-    return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)x->shape_[1], (long long)in,
+    if (features == in) return 0;
+    return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)features, (long long)in,
                         at->out_in ? "[out, in]" : "[in, out]");
 }
 
@@ -131,12 +132,12 @@ int infer_row_linear(ps_infer *f)
 {
     const ps_attrs_row_linear *at = f->attrs;
     const ps_tensor *x = f->in[0];
-    int64_t out;
+    int64_t out, rows = 1;
     PS_TRY(check_product(f, x, f->in[1], &out));
-    if (x->shape_[0] % at->size)
-        return ps_rule_fail(f, "the first dimension of x, %lld, cannot be cut into %d equal parts",
-                            (long long)x->shape_[0], at->size);
-    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { x->shape_[0] / at->size, out } };
+    for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape_[d];
+    if (rows % at->size)
+        return ps_rule_fail(f, "the rows of x, %lld, cannot be cut into %d equal parts", (long long)rows, at->size);
+    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { rows / at->size, out } };
     return 0;
 }
 
@@ -217,7 +218,10 @@ int grad_row_linear(ps_grad *g)
                                          .keep = ps_grad_wants_ever(g, 1) };
         PS_TRY(ps_grad_in(g, 1, &w));
         PS_TRY(ps_run(g, PS_OP_column_linear, &attrs, all, 3, dy, w, (ps_tensor *)NULL));
-        ps_grad_give(g, 0, all[0]);
+        const ps_meta *like = ps_grad_in_meta(g, 0);
+        ps_tensor *dx = all[0];
+        if (like->ndim != 2) PS_TRY(ps_reshape_to(g, &dx, dx, like->ndim, like->shape));
+        ps_grad_give(g, 0, dx);
         full = all[1];
         if (full) PS_TRY(ps_grad_keep(g, full));
     }

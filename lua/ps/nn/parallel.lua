@@ -257,14 +257,11 @@ function Row:forward(x, residual)
   local flat = whole == nil and region.on            -- y has rows [B T, outputs]
   if whole == nil then whole = not region.on end
   local y
-  if not whole and region.pieces > 1 then
-    if flat then x = x:reshape(region.B * region.T, -1) end
-    y = region.group:linear_scattered(x, self.weight, { out_in = self.out_in == 1, pieces = region.pieces })
+  if whole then
+    y = region.group:reduce_from(ps.ops.linear(x, self.weight, nil, nil, self.out_in))
   else
-    -- x as it comes: what backward can make again, as gelu's output, is not kept behind a reshape.
-    y = ps.ops.linear(x, self.weight, nil, nil, self.out_in)
-    if flat then y = y:reshape(region.B * region.T, -1) end
-    y = whole and region.group:reduce_from(y) or region.group:scattered(y)
+    y = region.group:linear_scattered(x, self.weight,
+      { out_in = self.out_in == 1, pieces = region.pieces, flat = flat })
   end
   local bias = self.bias
   if bias ~= nil then
