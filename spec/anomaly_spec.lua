@@ -161,4 +161,21 @@ describe("anomaly mode of several ranks", function()
     assert.falsy(said[0].text:find("made a NaN, called at", 1, true) and not said[0].text:find("rank 1", 1, true))
     assert.truthy(said[0].text:find("rank 1", 1, true), said[0].text)
   end)
+
+  it("pardons the product with a loss scale and no other op, on every stage of a pipeline", function()
+    lib.check(folder, 2, [[
+      local gpt2 = require "models.gpt2"
+      ps.set_detect_anomaly(true)
+      local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false,
+        gradient_accumulation_steps = 2, fp16 = { enabled = true, initial_scale_power = 4 },
+        optimizer = { type = "AdamW", params = { lr = 1e-3 } }, pipeline = { stages = 2 } },
+        model_func = function() return gpt2.new("tiny", { n_layer = 2, tie_word_embeddings = false }) end }
+      local x, zero = ps.randint(0, 256, { 2, 12 }, { dtype = "int32" }), ps.zeros { 1 }
+      for out in model:micro_batches(x, x) do
+        model:backward(out.loss)
+        require("spec.check_lib").fails(function() return zero / zero end, "div made a NaN")
+      end
+      optimizer:step()
+    ]])
+  end)
 end)

@@ -483,13 +483,11 @@ function Pipe:output(number, gather)
 end
 
 --- Notes that the script has called backward of the next micro-batch. C has the loss from here on.
----@param loss ps.Tensor which the walk begins from, on the rank of the last virtual stage
+---@param root ps.Tensor which the walk begins from, on the rank of the last virtual stage
 ---@param weight number
----@param factor number on the loss
-function Pipe:mark(loss, weight, factor)
-  local micro, root = self.micros[self.marked], nil
-  if micro.out then root = factor ~= 1 and loss * factor or loss end
-  ps.check(C.ps_pipe_mark(self.row.c, self.marked, root, weight))
+function Pipe:mark(root, weight)
+  local micro = self.micros[self.marked]
+  ps.check(C.ps_pipe_mark(self.row.c, self.marked, micro.out and root or nil, weight))
   micro.out = nil
   self.marked, self.total = self.marked + 1, self.total + weight
 end

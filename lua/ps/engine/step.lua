@@ -626,6 +626,14 @@ function step.weight_factor(engine)
   return s.total == 0 and 0 or (s.unit or 1) / s.total
 end
 
+-- A micro-batch's loss times its factor. With a loss scale every rank of a pipeline multiplies, also by 1: anomaly mode
+-- pardons the op behind "scaled", whichever it is.
+local function weighed(engine, loss, factor)
+  local scaler = engine.optimizer.scaler
+  if scaler then hooks.tell "scaled" end
+  return (scaler or factor ~= 1) and loss * factor or loss
+end
+
 -- The script's backward in a pipeline: it notes the loss from which the walk will begin. The row goes on with the next
 -- turn.
 local function mark(engine, s, loss, weight, places)
@@ -633,9 +641,9 @@ local function mark(engine, s, loss, weight, places)
   local last = pipe.marked + 1 == pipe.count
   if last then pipe:check_weights(pipe.total + weight) end
   local factor = add_weight(engine, s, weight, places, last)
-  if engine.optimizer.scaler then hooks.tell "scaled" end
+  local root = weighed(engine, loss, factor)
   if engine.report then engine.report:take_loss(loss, weight) end
-  pipe:mark(loss, weight, factor)
+  pipe:mark(root, weight)
   s.turn = false
 end
 
@@ -644,8 +652,7 @@ local function backward(engine, s, loss, weight, places)
   local last = s.is.micro + 1 == s.is.n_micro
   local factor = add_weight(engine, s, weight, places, last)
   local how = how_backward(engine, s, weight, last)
-  if engine.optimizer.scaler then hooks.tell "scaled" end
-  local root = factor ~= 1 and loss * factor or loss
+  local root = weighed(engine, loss, factor)
   if engine.report then engine.report:take_loss(loss, weight) end
   timed(engine, BACKWARD, how, root)
   if s.is.due.kind == REDUCE then timed(engine, REDUCE) end
