@@ -87,6 +87,34 @@ describe("two ranks that share out layers", function()
     end
   end)
 
+  it("compute by the rows whose pieces travel where these are asked for, and by the composed ones else", function()
+    lib.check(folder, 2, [[
+      local gpt2 = require "models.gpt2"
+      local ROWS = { "column_linear", "row_linear", "column_linear_grad" }
+      local ids = {}
+      for i, pieces in ipairs { 1, 4 } do
+        ps.manual_seed(3)
+        local model, optimizer = ps.initialize { quiet = true, model_func = function()
+          return gpt2.new("tiny", { n_layer = 2, dropout = 0 })
+        end, config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
+          tensor_parallel = { size = 2, tp_overlap_comm = pieces > 1 and pieces or nil } } }
+        local x, found = ps.randint(0, 250, { 2, 16 }, { dtype = "int32" }), {}
+        ps.profiler.start { events = 16 }
+        model:backward(model(x, x))
+        optimizer:step()
+        for _, op in ipairs(ps.profiler.stop()) do found[op.name] = op.calls end
+        for _, name in ipairs(ROWS) do
+          assert((found[name] ~= nil) == (pieces > 1), ("%s with %d pieces: %s"):format(name, pieces,
+            tostring(found[name])))
+        end
+        model:eval()
+        ids[i] = table.concat(model:generate({ 10, 72, 105 }, 12, { temperature = 0 }), " ")
+        model:close()
+      end
+      assert(ids[1] == ids[2], ids[1] .. " | " .. ids[2])
+    ]])
+  end)
+
   it("generate what one rank generates, and say when they are asked for other things", function()
     local GENERATE = [[
       for _, family in ipairs { "gpt2", "llama" } do

@@ -3,8 +3,8 @@
 -- seconds. Three ranks train under zb_h1; in their second step one of them meets its fault.
 --   psluajit spec/cluster/pipeline_faults.lua [FAULTS [ACTIONS [RANKS]]]     e.g. "kill stop" "F W" 1
 -- FAULTS: kill (SIGKILL), stop (SIGSTOP for 6 s), lua (an error in Lua), memory (every request fails), disk (every
--- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE; W and REDUCE run in C alone, where an
--- error in Lua cannot come up. PS_SLOW=SECONDS: an action takes so long.
+-- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE; B, W and REDUCE run in C alone, where
+-- an error in Lua cannot come up. PS_SLOW=SECONDS: an action takes so long.
 -- A line for each case; its last words are those of the lowest other rank. It ends with 1 where a rank hung or named
 -- nobody.
 local lib = require "spec.ranks_lib"
@@ -40,15 +40,17 @@ local SCRIPT = [[
     met = true
     faults[FAULT]()
   end
-  -- C performs W and REDUCE on its way to an event: signals come in the middle of them; memory and disk fail from the
-  -- event before on.
-  local IN_C = { W = C.PS_ACT_WEIGHT, REDUCE = C.PS_ACT_REDUCE }
+  -- C performs B, W and REDUCE on its way to an event: signals come in the middle of them; memory and disk fail from
+  -- the event before on.
+  local IN_C = { B = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT, REDUCE = C.PS_ACT_REDUCE }
+  local own = {}
+  for _, kind in pairs(IN_C) do own[kind] = true end
   local SIGNALS = { kill = signal.SIGKILL, stop = signal.SIGSTOP }
   local row, events = model.pipe:actions(4), 0
   local function follows()                                        -- whether it comes before the next event
     local n = 0
     for _, a in ipairs(row) do
-      if a[1] ~= IN_C.W and a[1] ~= IN_C.REDUCE then n = n + 1 end
+      if not own[a[1] ] then n = n + 1 end
       if n > events then return false end
       if n == events and a[1] == IN_C[ACTION] and (ACTION == "REDUCE" or a[3] > 0) then return true end
     end
@@ -61,14 +63,13 @@ local SCRIPT = [[
       if FAULT == "stop" then
         os.execute(("(sleep 7; kill -CONT %%d) >/dev/null 2>&1 &"):format(unistd.getpid()))
       end
-      C.ps_test_signal(IN_C[ACTION], ACTION == "W" and 1 or 0, SLOW, SIGNALS[FAULT])
+      C.ps_test_signal(IN_C[ACTION], ACTION == "REDUCE" and 0 or 1, SLOW, SIGNALS[FAULT])
     elseif FAULT ~= "lua" and follows() then
       met = true
       faults[FAULT]()
     end
   end
-  local names = { [C.PS_ACT_FORWARD] = "F", [C.PS_ACT_BACKWARD] = "B", [C.PS_ACT_INPUT] = "B",
-    [C.PS_ACT_YIELD] = "YIELD" }
+  local names = { [C.PS_ACT_FORWARD] = "F", [C.PS_ACT_YIELD] = "YIELD" }
   local function before(object, method, tell)
     local was = object[method]
     object[method] = function(...)
@@ -107,7 +108,7 @@ local actions, victims = arg[2] or "F B W REDUCE YIELD NORM UPDATE", arg[3] or "
 local slow = tonumber(os.getenv "PS_SLOW" or 0)
 local folder, failed = lib.folder(), false
 
-local function meets(fault, action) return fault ~= "lua" or action ~= "W" and action ~= "REDUCE" end
+local function meets(fault, action) return fault ~= "lua" or not ({ B = 1, W = 1, REDUCE = 1 })[action] end
 
 for fault in faults:gmatch "%a+" do
   for action in actions:gmatch "%a+" do
