@@ -63,6 +63,13 @@ local CALLS = {
     group:close()
     if not ok then error(problem, 0) end
   end, source = '"group:" .. call' },
+  { "group:lm_loss", "word", "words", function(o)
+    local group = ps.dist.self()
+    local ok, problem = pcall(group.lm_loss, group, x, ps.ones { 4, 3 }, ps.zeros({ 2 }, { dtype = "int64" }),
+      ps.ones { 3, 2 }, o)
+    group:close()
+    if not ok then error(problem, 0) end
+  end },
   { "tensor:to", "dtipe", "dtype", function(o) x:to(o) end },
   { "module:to", "dtipe", "dtype", function(o) model():to(o) end },
   { "ps.materialize", "devise", "device", function(o) ps.materialize(ps.deferred(nn.Linear, 2, 2), o) end },
