@@ -195,6 +195,10 @@ describe("BERT's tokenizer", function()
     assert.same({ { 0, 0, 0, 0, 1, 1, 0 }, { 0, 0, 0, 1, 1, 1, 1 } }, batch.token_type_ids:tolist())
     assert.same({ { 1, 1, 1, 1, 1, 1, 0 }, { 1, 1, 1, 1, 1, 1, 1 } }, batch.attention_mask:tolist())
     assert.same({ 2, 3 }, batch.offsets:tolist()[1][3])
+    -- A text without a token of its own has special ones alone.
+    local empty = bert()({ "", " " }, { offsets = true })
+    assert.same({ { 2, 3 }, { 2, 3 } }, empty.input_ids:tolist())
+    assert.same({ { { 0, 0 }, { 0, 0 } }, { { 0, 0 }, { 0, 0 } } }, empty.offsets:tolist())
     assert.same({ { 2, ID.a, 3, ID.b, ID.a, 3 } },
       tok("a b a b", { text_pair = "b a b a", truncation = true, max_length = 6 }).input_ids:tolist())
     tok.truncation_side = "left"

@@ -393,7 +393,7 @@ local function put(row, at, ids, types, offsets)
     else
       n = part.n
       ffi.copy(ids + at, part.ids + part.first, 4 * n)
-      if offsets then ffi.copy(offsets + 2 * at, part.offsets + 2 * part.first, 8 * n) end
+      if offsets and n > 0 then ffi.copy(offsets + 2 * at, part.offsets + 2 * part.first, 8 * n) end
     end
     if types and piece.kind ~= 0 then fill(types, at, n, piece.kind) end
     at = at + n
