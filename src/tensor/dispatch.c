@@ -558,7 +558,7 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     a.owned = 0;
     a.given = 0;
     a.scratch = NULL;
-    a.ticked = false;
+    a.ticked = a.known = false;
     memset(a.meta, 0, sizeof a.meta);
     for (int i = 0; i < n_in; i++) a.in[i] = in[i];
     for (int i = 0; i < PS_MAX_OUT; i++) a.out[i] = NULL;

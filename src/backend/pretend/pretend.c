@@ -6,6 +6,7 @@
  * place. A device's regions are addresses alone. */
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include "backend/backend.h"
 #include "backend/cuda_rules.h"
 #include "base/alloc.h"
@@ -68,9 +69,17 @@ static void close_pretend(ps_backend *be)
     ps_free(p);
 }
 
+/* A script writes few and small tensors here and there: each would take a huge page. */
+static int host_region_new(ps_backend *be, size_t nbytes, void **out)
+{
+    PS_TRY(ps_host_region_new(be, nbytes, out));
+    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* a wish, as huge pages are */
+    return 0;
+}
+
 static void as_host(ps_backend *be)
 {
-    be->region_new = ps_host_region_new;
+    be->region_new = host_region_new;
     be->region_free = ps_host_region_free;
     be->region_discard = ps_host_region_discard;
 }
