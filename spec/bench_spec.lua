@@ -24,6 +24,24 @@ describe("larger_than_memory.lua", function()
   end)
 end)
 
+describe("first_logits.lua", function()
+  it("writes the folder, loads it in a process of its own, and tells seconds and memory", function()
+    local folder = os.tmpname()
+    os.remove(folder)
+    local p = assert(io.popen(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/first_logits.lua' '%s' --make tiny "
+      .. "--dtype fp32 --rounds 1 --cold --ids '7 1 2' 2>&1; echo \"|$?\""):format(paths.exe, paths.root, folder)))
+    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+    p:close()
+    local written = lfs.attributes(folder .. "/model.safetensors", "size")
+    os.execute("rm -r " .. folder)
+    assert.equal("0", code, text)
+    local result = require("cjson").decode(text:match("(%b{})\n$"))
+    assert.equal(written, result.file_bytes)
+    assert.truthy(result.cold and result.seconds > 0, text)
+    assert.near(result.peak_mib - written / 2 ^ 20, result.over_model_mib, 1e-6)
+  end)
+end)
+
 describe("gpu_table.lua", function()
   local check = require "spec.check_lib"
 
