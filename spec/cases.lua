@@ -365,9 +365,18 @@ do
 end
 
 -- -- attention and dropout ------------------------------------------------------------------------------------------
-unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4), { tol = { fp32 = 2e-7 } })
-unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4, 37, 10), { tol = { fp32 = 2e-7 } })   -- a part, in mid-sample
-unary("dropout", nil, nil, args(0.3, 11, 2, 3, 4, 8, 12), { tol = { fp32 = 2e-7 } })
+for _, attrs in ipairs { args(0.3, 11, 2, 3, 4), args(0.3, 11, 2, 3, 4, 37, 10),        -- a part, in mid-sample
+                         args(0.3, 11, 2, 3, 4, 8, 12) } do
+  local row = { "dropout", tol = { fp32 = 2e-7 } }
+  for i, shape in ipairs(SHAPES) do row[i + 1] = { F(shape), NONE, attrs = attrs, grads = i <= 2 } end
+  row[#row + 1] = { F(LARGE), NONE, attrs = attrs, grads = false, large = true }
+  case(row)
+end
+case { "dropout", { F { 5, 7 }, I({ 5 }, 0, 9), attrs = args(0.3, 11, 2, 3, 4, 0, 21) },        -- rows by number
+       { F { 3, 4, 33 }, I({ 12 }, 0, 40), attrs = args(0.3, 11, 2, 3, 4, 0, 66) },
+       { F { 0, 5 }, I({ 0 }, 0, 1), attrs = args(0.3, 11, 2, 3, 4, 0, 5) },
+       { F(LARGE), I({ 131 }, 0, 999), attrs = args(0.3, 11, 2, 3, 4, 0, 514), grads = false, large = true },
+       tol = { fp32 = 2e-7 } }
 do
   --- scale, causal, p, seed, step, sample, op, window
   local plain, causal, drop = args(0.4, 0), args(0.4, 1), args(0.3, 1, 0.25, 9, 3, 5, 2)
@@ -592,7 +601,7 @@ do
   large("concat", { F(LARGE), F { 131, 65 }, attrs = args(1) }, { F(LARGE), F { 33, 257 }, attrs = args(0) })
   large("layer_norm", { F(LARGE), F { 257 }, F { 257 }, attrs = args() })
   large("rms_norm", { F(LARGE), F { 257 }, attrs = args() })
-  large("dropout", { F(LARGE), attrs = args(0.3, 11, 2, 3, 4) })
+  large("dropout", { F(LARGE), NONE, attrs = args(0.3, 11, 2, 3, 4) })
   local state = { F(LARGE), F(LARGE, -2, 2, "fp32"), F(LARGE), F(LARGE, -1, 1, "fp32"), F(LARGE, 0, 1, "fp32"),
                   attrs = args(1, 1e-2, 0.9, 0.99, 1e-8, 0.1, 0.5, 0.1, 0.01) }
   local row = large("adam_", state)

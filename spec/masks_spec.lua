@@ -32,6 +32,12 @@ for _, device in ipairs { "ref", "cpu" } do
               assert(same(whole:narrow(0, rank * n, n), part), ("%d of %d"):format(rank, ranks))
             end
           end
+          local rows = ps.tensor({ B * T - 1, 0, 3, 4 }, "int64"):to(device)                  -- by number
+          local some = F.embedding(rows, x:reshape(B * T, C)):detach():requires_grad(true)
+          local part = numbered(function() return F.dropout(some, 0.3, true, { rows = rows, per_sample = T * C }) end)
+          assert(same(F.embedding(rows, whole), part:detach()), "by number")
+          part:backward(some:detach())
+          assert(same(part:detach(), some:grad()), "by number, backward")
         end
       end)
 
@@ -81,11 +87,16 @@ end
 describe("masks of parts", function()
   it("refuse numbers that none can have", function()
     local x = ps.ones { 2, 3 }
+    local function by_number(rows, n) return function() F.dropout(x, 0.5, true, { rows = rows, per_sample = n }) end end
     for _, case in ipairs {
       { "first", function() F.dropout(x, 0.5, true, { first = -1, per_sample = 3 }) end },
       { "per_sample", function() F.dropout(x, 0.5, true, { first = 0, per_sample = -3 }) end },
       { "elements", function() F.dropout(x, 0.5, true, { first = 0, per_sample = 2 ^ 34 + 1 }) end },
       { "samples", function() F.dropout(x, 0.5, true, { first = 0, samples = 3 }) end },
+      { "equal rows", by_number(ps.tensor({ 0, 1, 2, 3 }, "int64"), 3) },
+      { "rows must be int", by_number(ps.zeros { 2 }, 3) },
+      { "multiple", by_number(ps.tensor({ 0, 1 }, "int64"), 4) },
+      { "outside", by_number(ps.tensor({ 0, -1 }, "int64"), 3) },
       { "first_head", function() F.attention_packed(ps.ones { 1, 2, 6 }, 1, { first_head = -1 }) end },
     } do
       local ok, why = pcall(case[2])

@@ -60,21 +60,22 @@ local function next_op()
   return op
 end
 
-local DROPOUT = { first = "whole", per_sample = "whole" }
+local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
 --- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). A mask is that of the whole batch,
 --- whoever has which rows: where x is a part, `part` says which.
 ---@param x ps.Tensor
 ---@param p number in [0, 1)
 ---@param training? boolean default true; false gives x back
----@param part? {first: integer, per_sample: integer} first: the number of x's first element in the micro-batch's whole
----  tensor, row-major; per_sample: elements that the whole has for each sample
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the number of x's first element in
+---  the micro-batch's whole tensor, row-major; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
+---  in the whole; per_sample: elements that the whole has for each sample, with rows a multiple of a row's
 ---@return ps.Tensor of x's shape
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
-  if part == nil then return ops.dropout(x, p, rng.seed, rng.step, rng.sample, next_op()) end
+  if part == nil then return ops.dropout(x, nil, p, rng.seed, rng.step, rng.sample, next_op()) end
   caller.options(part, "F.dropout", DROPOUT)
-  return ops.dropout(x, p, rng.seed, rng.step, rng.sample, next_op(), part.first, part.per_sample)
+  return ops.dropout(x, part.rows, p, rng.seed, rng.step, rng.sample, next_op(), part.first or 0, part.per_sample)
 end
 
 local GELU = { none = 0, tanh = 1 }

@@ -251,21 +251,31 @@ static void test_norms(void)
     COMPARE(&t, 0);
     CHECK(isfinite(get(&y, 39)) && isnan(get(&y, 40)) && isnan(get(&y, 79)) && isfinite(get(&y, 80)));
 }
+/* Numbers of n rows, in no order. */
+static ps_view row_numbers(int64_t n)
+{
+    ps_view v = make(PS_I64, n, 0);
+    for (int64_t i = 0; i < n; i++) ((int64_t *)v.data)[i] = (i * 7 + 3) % (2 * n);
+    return v;
+}
 static void test_dropout(void)
 {
     static const int64_t size[][2] = { { 1, 1 }, { 3, 67 }, { 2, 9000 }, { 70, 100 } };
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
         for (int dtype = PS_F32; dtype <= PS_F16; dtype++)
-            for (int p = 0; p <= 4; p++) {
+            for (int p = 0; p <= 5; p++) {
                 used = 0;
                 int64_t rows = size[s][0], C = size[s][1];
                 ps_view x = random_view(dtype, rows, C, 1.0f, 0.0f), y = make(dtype, rows, C);
                 struct ps_attrs_dropout a = { .p = p * 0.25, .seed = 0x123456789abcdefu, .step = 77, .sample = 1000,
                                               .op = 5, .per_sample = C };
                 if (p == 3) a.first = 5 * C + C / 3, a.per_sample = 2 * C + 1;   /* a part of something larger */
-                struct runs t = { .op = PS_OP_dropout, .n_in = 1, .n_out = 1, .in = &x, .out = &y, .attrs = &a };
+                ps_view in[] = { x, none };
+                if (p == 5) a.p = 0.5, a.per_sample = 3 * C, in[1] = row_numbers(rows);
+                struct runs t = { .op = PS_OP_dropout, .n_in = 2, .n_out = 1, .in = in, .out = &y, .attrs = &a };
                 writes(&t, &y);
-                COMPARE(&t, p % 2 == 0 && p < 4);    /* 0 and 1/2: powers of two, no rounding; 1: the sign of zeros */
+                /* 0 and 1/2: powers of two, no rounding; 1: the sign of zeros */
+                COMPARE(&t, (p % 2 == 0 && p < 4) || p == 5);
             }
 }
 

@@ -626,7 +626,7 @@ static void test_dropout(void)
     for (int i = 0; i < MANY; i++) x[i] = 1;
     ps_attrs_dropout a = { .p = 0.25, .seed = 11, .step = 3, .sample = 6, .op = 2, .per_sample = MANY / 4 };
     ps_view xv = F32(x, 4, MANY / 4), yv = F32(y, 4, MANY / 4);
-    CHECK(run(PS_OP_dropout, &a, IN(xv), OUT(yv)) == 0);
+    CHECK(run(PS_OP_dropout, &a, IN(xv, absent), OUT(yv)) == 0);
     int dropped = 0, others = 0;
     for (int i = 0; i < MANY; i++) {
         dropped += y[i] == 0;
@@ -636,11 +636,19 @@ static void test_dropout(void)
     CHECK(others == 0);
     a.sample = 8;                                                 /* samples 2 and 3 of the batch, on their own */
     ps_view half = F32(x, 2, MANY / 4);
-    CHECK(run(PS_OP_dropout, &a, IN(half), OUT(F32(z, 2, MANY / 4))) == 0);
+    CHECK(run(PS_OP_dropout, &a, IN(half, absent), OUT(F32(z, 2, MANY / 4))) == 0);
     CHECK(memcmp(z, y + MANY / 2, MANY / 2 * sizeof *z) == 0);
     a.sample = 6, a.first = MANY / 4 + 30;                        /* part of sample 1 and of sample 2, as flat rows */
-    CHECK(run(PS_OP_dropout, &a, IN(F32(x, 1, MANY / 4)), OUT(F32(z, 1, MANY / 4))) == 0);
+    CHECK(run(PS_OP_dropout, &a, IN(F32(x, 1, MANY / 4), absent), OUT(F32(z, 1, MANY / 4))) == 0);
     CHECK(memcmp(z, y + a.first, MANY / 4 * sizeof *z) == 0);
+    int64_t rows[] = { 1, 3, 0 };                                 /* of the same samples, half a sample each */
+    a.first = 0;
+    ps_view some = F32(x, 3, MANY / 8), of = F32(z, 3, MANY / 8), numbers = I64(rows, 3);
+    CHECK(run(PS_OP_dropout, &a, IN(some, numbers), OUT(of)) == 0);
+    for (int k = 0; k < 3; k++)
+        CHECK(memcmp(z + k * (MANY / 8), y + rows[k] * (MANY / 8), MANY / 8 * sizeof *z) == 0);
+    rows[1] = -1;
+    CHECK(run(PS_OP_dropout, &a, IN(some, numbers), OUT(of)) == PS_ERANGE);
     ps_philox r = ps_philox4x32(11, 7ull << 32 | 1, 3ull << 32 | 2);   /* sample 1, element 6 */
     CHECK((ps_unit_f32(r.v[2]) < 0.25f) == (y[MANY / 4 + 6] == 0));
 }

@@ -73,21 +73,36 @@ def dropout(d):
     dtype, p = d.dtype(), d.choice(0.1, 0.3, 0.5, 0.9)
     seed, step, sample, op = d.int(0, 2 ** 50), d.int(0, 1000), d.int(0, 1000), d.int(0, 50)
     first, per_sample = (d.int(0, 100), d.int(1, 60)) if d.chance(0.4) else (0, 0)      # a part of a larger tensor
-    x = d.input(d.shape(1, 3), dtype, True)
+    shape, numbers = d.shape(1, 3), None
+    if d.chance(0.3):                                                                   # some of its rows
+        width = int(np.prod(shape[1:], dtype=int)) or 1
+        first, per_sample = 0, width * d.int(1, 5)
+        numbers = [d.int(0, 30) for _ in range(shape[0])]
+    x, device = d.input(shape, dtype, True), d.choice("cpu", "ref")
+
+    def drawn(n, count):                                      # of the first `count` elements of samples of n
+        words = []
+        for s in range(-(-count // n)):
+            groups = np.arange(-(-n // 4), dtype=STREAM)
+            low = groups | STREAM((sample + s) & 0xFFFFFFFF) << STREAM(32)
+            words.append(philox.draw(seed, low, (step << 32) | op).reshape(-1)[:n])
+        return np.concatenate(words)[:count] if words else np.zeros(0, STREAM)
 
     def run(x, m):
         numel = x[0].numel()
         n = per_sample or (x[0][0].numel() if x[0].shape[0] else 0) or 1
-        words = []
-        for s in range(-(-(first + numel) // n)):
-            groups = np.arange(-(-n // 4), dtype=STREAM)
-            low = groups | STREAM((sample + s) & 0xFFFFFFFF) << STREAM(32)
-            words.append(philox.draw(seed, low, (step << 32) | op).reshape(-1)[:n])
-        whole = np.concatenate(words) if words else np.zeros(0, STREAM)
-        u = torch.from_numpy(philox.unit(whole[first:first + numel])).reshape(x[0].shape)
+        if numbers is None:
+            whole = drawn(n, first + numel)[first:]
+        else:
+            width = numel // max(len(numbers), 1)
+            whole = drawn(n, (max(numbers, default=0) + 1) * width)
+            whole = np.concatenate([whole[k * width:(k + 1) * width] for k in numbers] or [whole[:0]])
+        u = torch.from_numpy(philox.unit(whole)).reshape(x[0].shape)
         return torch.where(u < float(np.float32(p)), torch.zeros((), dtype=x[0].dtype), x[0] / (1 - p))
-    return Case("ps.ops.dropout(x[1], %s, %d, %d, %d, %d, %d, %d)" % (lua(p), seed, step, sample, op, first, per_sample),
-                run, [x], device=d.choice("cpu", "ref"))
+    rows = "nil" if numbers is None else 'ps.tensor(%s, { dtype = "%s", device = "%s" })' % (
+        lua(numbers), d.choice("int32", "int64"), device)
+    return Case("ps.ops.dropout(x[1], %s, %s, %d, %d, %d, %d, %d, %d)" % (rows, lua(p), seed, step, sample, op, first,
+                                                                          per_sample), run, [x], device=device)
 
 
 def arange_in_place(d):

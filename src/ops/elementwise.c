@@ -66,6 +66,20 @@ int infer_unary(ps_infer *f)
 /* A sample's random words are made four at a time, by a counter of 32 bits. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
+/* x has the rows of these numbers, of a whole whose samples have whole rows. */
+static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
+{
+    const ps_tensor *x = f->in[0], *rows = f->in[1];
+    if ((rows->dtype_ != PS_I32 && rows->dtype_ != PS_I64) || rows->ndim != 1)
+        return ps_rule_fail(f, "rows must be int32 or int64 [R]");
+    int64_t R = rows->shape_[0];
+    if (R == 0 ? x->numel_ != 0 : x->numel_ % R != 0)
+        return ps_rule_fail(f, "%lld elements are not %lld equal rows", (long long)x->numel_, (long long)R);
+    if (at->first == 0 && at->per_sample > 0 && (x->numel_ == 0 || at->per_sample % (x->numel_ / R) == 0)) return 0;
+    return ps_rule_fail(f, "with rows, first is 0 and per_sample a multiple of a row's elements; they are %lld, %lld",
+                        (long long)at->first, (long long)at->per_sample);
+}
+
 /* Every number that dropout is given is that of an element, in a whole that is as large as numbers go at most. */
 int infer_dropout(ps_infer *f)
 {
@@ -77,6 +91,7 @@ int infer_dropout(ps_infer *f)
     if (!ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
     if (at->first < 0 || at->per_sample < 0 || __builtin_add_overflow(at->first, x->numel_, &end))
         return ps_rule_fail(f, "first = %lld, per_sample = %lld", (long long)at->first, (long long)at->per_sample);
+    if (f->in[1]) PS_TRY(check_dropout_rows(f, at));
     if (at->per_sample == 0) at->per_sample = x->ndim > 0 && x->numel_ > 0 ? x->numel_ / x->shape_[0] : 1;
     if (at->per_sample > MOST_OF_SAMPLE)
         return ps_rule_fail(f, "a sample has %lld elements; random numbers are counted up to %lld",
@@ -441,8 +456,9 @@ int grad_act_mul(ps_grad *g)
 /* The same elements are dropped from dy. */
 int grad_dropout(ps_grad *g)
 {
-    ps_tensor *all[PS_MAX_OUT] = { NULL };
-    PS_TRY(ps_run(g, PS_OP_dropout, g->attrs, all, 1, g->dout[0]));
+    ps_tensor *rows, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 1, &rows));
+    PS_TRY(ps_run(g, PS_OP_dropout, g->attrs, all, 2, g->dout[0], rows));
     ps_grad_give(g, 0, all[0]);
     return 0;
 }

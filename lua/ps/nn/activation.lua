@@ -59,10 +59,12 @@ function Dropout:active() return self.training and self.p > 0 end
 
 --- Drops elements in training; gives x itself in evaluation.
 ---@param x ps.Tensor
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} where x is a part of a larger tensor: which
+---  one, as in F.dropout
 ---@return ps.Tensor of x's shape
-function Dropout:forward(x)
+function Dropout:forward(x, part)
   if not self:active() then return x end
-  return F.dropout(x, self.p, true, self.region and self.region:part(x) or nil)
+  return F.dropout(x, self.p, true, part or self.region and self.region:part(x) or nil)
 end
 function Dropout:extra_repr() return "p=" .. self.p end
 activation.Dropout = Dropout

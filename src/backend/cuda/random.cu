@@ -94,6 +94,44 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
     }
 }
 
+/* x, y: the rows of these numbers of a whole, each of `width` elements of one sample of n. A thread takes those
+ * elements of a row that one counter has. */
+template <class T>
+static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
+                                           int64_t width, int64_t n, ps_attrs_dropout a, double keep)
+{
+    typedef typename type_info<T>::acc A;
+    int64_t fours = (width + 2) / 4 + 1;                            /* counters of a row at most */
+    float p = (float)a.p;
+    A scale = (A)keep;
+    for (int64_t i = FIRST_ELEMENT; i < count * fours; i += ALL_THREADS) {
+        int64_t r = i / fours, row = load_i(rows, dtype, r), limit = INT64_MAX / width;
+        if (row < 0 || row >= limit) {
+            if (i % fours == 0) trap(t, TRAP_INDEX, PS_OP_dropout, row, r, limit, 0);
+            continue;
+        }
+        int64_t g = row * width, s = g / n, begin = g % n, e = begin / 4 + i % fours;
+        ps_philox draw = ps_philox4x32(a.seed, (a.sample + (uint64_t)s) << 32 | (uint64_t)e, a.step << 32 | a.op);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int64_t c = e * 4 + k - begin, at = r * width + c;
+            if (c >= 0 && c < width)
+                y[at] = ps_unit_f32(draw.v[k]) < p ? down<T>((A)0) : down<T>(up(x[at]) * scale);
+        }
+    }
+}
+
+template <class T>
+static int run_dropout_rows(const ps_view *x, const ps_view *rows, const ps_view *y, const ps_attrs_dropout *a)
+{
+    int64_t width = x->numel / rows->numel;
+    auto kernel = dropout_rows_kernel<T>;
+    PS_LAUNCH(kernel, blocks_for(rows->numel * ((width + 2) / 4 + 1)), THREADS, 0, ps_cu->compute, traps(),
+              (T *)y->data, (const T *)x->data, rows->data, rows->dtype, rows->numel, width, a->per_sample, *a,
+              1 / (1 - a->p));
+    return 0;
+}
+
 template <class T> static int run_dropout(const ps_view *x, const ps_view *y, const ps_attrs_dropout *a)
 {
     int64_t n = a->per_sample, last = a->first + x->numel;
@@ -106,9 +144,11 @@ template <class T> static int run_dropout(const ps_view *x, const ps_view *y, co
 
 static int dropout(ps_call *call)
 {
-    const ps_view *x = &call->in[0];
+    const ps_view *x = &call->in[0], *rows = &call->in[1];
+    const ps_attrs_dropout *a = (const ps_attrs_dropout *)call->attrs;
     if (x->numel == 0) return 0;
-    return BY_FLOAT(x->dtype, run_dropout, x, &call->out[0], (const ps_attrs_dropout *)call->attrs);
+    if (ps_has(rows)) return BY_FLOAT(x->dtype, run_dropout_rows, x, rows, &call->out[0], a);
+    return BY_FLOAT(x->dtype, run_dropout, x, &call->out[0], a);
 }
 
 /* -- sampling a token ---------------------------------------------------------------------------------------------- */

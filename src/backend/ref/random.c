@@ -51,9 +51,12 @@ int ref_randint_(ps_call *call)
 int ref_dropout(ps_call *call)
 {
     const ps_attrs_dropout *a = call->attrs;
-    const ps_view *x = &call->in[0], *y = &call->out[0];
+    const ps_view *x = &call->in[0], *rows = &call->in[1], *y = &call->out[0];
+    int64_t width = ps_has(rows) && x->numel ? x->numel / rows->numel : 0;             /* 0: x is one piece */
+    if (width) PS_TRY(ref_check_index(rows, INT64_MAX / width));
     for (int64_t i = 0; i < x->numel; i++) {
-        int64_t g = a->first + i, s = g / a->per_sample, e = g % a->per_sample;
+        int64_t g = width ? ref_load_int(rows, i / width) * width + i % width : a->first + i;
+        int64_t s = g / a->per_sample, e = g % a->per_sample;
         bool dropped = ref_dropped(a->seed, a->step, a->op, a->sample + (uint64_t)s, (uint64_t)e, a->p);
         ref_store(y, i, dropped ? 0 : ref_load(x, i) / (1 - a->p));
     }

@@ -130,6 +130,9 @@ static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape
 /* dst = src broadcast to dst's shape, converted: bytes when the types agree, exact integers when both are integers. */
 void ref_copy(const ps_view *dst, const ps_view *src);
 
+/* PS_ERANGE for the first index outside of [0, n). */
+int ref_check_index(const ps_view *index, int64_t n);
+
 /* -- working memory: row-major doubles -------------------------------------------------------------------------- */
 /* call->scratch leaves the message when it refuses, naming device and limit: kernels only return PS_ENOMEM. */
 int ref_scratch(ps_call *call, int64_t numel, double **out);    /* zeroed */

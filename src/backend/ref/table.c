@@ -3,7 +3,7 @@
  * written; negative ones are errors. */
 #include "ref.h"
 
-static int check_index(const ps_view *index, int64_t n)
+int ref_check_index(const ps_view *index, int64_t n)
 {
     for (int64_t i = 0; i < index->numel; i++) {
         int64_t k = ref_load_int(index, i);
@@ -25,7 +25,7 @@ int ref_embedding(ps_call *call)
     const ps_attrs_embedding *a = call->attrs;
     const ps_view *w = &call->in[0], *index = &call->in[1], *y = &call->out[0];
     int64_t V = w->shape[0], C = w->shape[1], nbytes = C * ps_dtype_bytes(w->dtype);
-    PS_TRY(check_index(index, a->total > 0 ? a->total : V));
+    PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     for (int64_t r = 0; r < index->numel; r++) {
         int64_t k = own_row(index, r, a->first, V);
         char *to = (char *)y->data + r * nbytes;
@@ -43,7 +43,7 @@ int ref_embedding_backward(ps_call *call)
     const ps_view *index = &call->in[0], *dy = &call->in[1], *dw = &call->out[0];
     int64_t V = a->rows, n = index->numel, C = ref_last(dy);
     double *sum;
-    PS_TRY(check_index(index, a->total > 0 ? a->total : V));
+    PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
     int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* of row v's positions in `order` */
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
@@ -87,7 +87,7 @@ int ref_gather(ps_call *call)
     const ps_view *x = &call->in[0], *index = &call->in[1], *y = &call->out[0];
     int dim = ref_dim(x, a->dim);
     int64_t size = ps_dtype_bytes(x->dtype);
-    PS_TRY(check_index(index, x->ndim > 0 ? x->shape[dim] : 1));
+    PS_TRY(ref_check_index(index, x->ndim > 0 ? x->shape[dim] : 1));
     for (int64_t i = 0; i < index->numel; i++) {
         const char *from = (const char *)x->data + picked(x, index, dim, i) * size;
         memcpy((char *)y->data + i * size, from, (size_t)size);
@@ -102,7 +102,7 @@ int ref_scatter_add(ps_call *call)
     const ps_view *x = &call->in[0], *index = &call->in[1], *y = &call->out[0];
     ps_view src = call->in[2];
     int dim = ref_dim(x, a->dim);
-    PS_TRY(check_index(index, x->ndim > 0 ? x->shape[dim] : 1));
+    PS_TRY(ref_check_index(index, x->ndim > 0 ? x->shape[dim] : 1));
     for (int d = 0; d < src.ndim; d++) src.shape[d] = index->shape[d];
     if (!ps_dtype_is_float(x->dtype)) {
         ref_copy(y, x);

@@ -118,20 +118,33 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
+/* x has the rows of these numbers of a whole, each of `width` elements that follow one another in one sample. */
+static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
+{
+    int64_t n = d->attrs->per_sample;
+    PS_TRY(ps_check_indices(rows, INT64_MAX / width));
+#pragma omp parallel for schedule(static) if (rows->numel * width >= PS_PAR_MIN / 4)
+    for (int64_t r = 0; r < rows->numel; r++) {
+        int64_t g = ps_index_at(rows, r) * width, begin = g % n;
+        PS_BY_VEC(dtype, dropout_span, d, (uint64_t)(g / n), begin, begin + width, r * width - begin);
+    }
+    return 0;
+}
 static int dropout(ps_call *call)
 {
     const struct ps_attrs_dropout *a = call->attrs;
-    const ps_view *x = &call->in[0];
+    const ps_view *x = &call->in[0], *rows = &call->in[1];
     ps_view *y = &call->out[0];
-    if (!usable(x) || !usable(y) || x->dtype != y->dtype) return PS_EUNSUP;
+    if (!usable(x) || !usable(y) || x->dtype != y->dtype || (ps_has(rows) && !view_flat(rows))) return PS_EUNSUP;
     if (x->numel == 0) return 0;
+    struct dropout d = { .x = x->data, .y = y->data, .attrs = a,
+                         .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
+                         .scale = (float)(1.0 / (1.0 - a->p)) };
+    if (ps_has(rows)) return dropout_rows(&d, rows, x->numel / rows->numel, x->dtype);
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
     int64_t from = a->first / n, to = (last - 1) / n;                         /* the samples that x has elements of */
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
-    struct dropout d = { .x = x->data, .y = y->data, .attrs = a,
-                         .threshold = (int32_t)ceil((double)(float)a->p * 0x1p24),
-                         .scale = (float)(1.0 / (1.0 - a->p)) };
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t b = first_block; b <= last_block; b++) {
         int64_t s = from + b / blocks, begin = b % blocks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;

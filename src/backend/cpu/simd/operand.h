@@ -13,6 +13,25 @@ static inline int64_t ps_index_at(const ps_view *v, int64_t i)
 {
     return v->dtype == PS_I32 ? ((const int32_t *)v->data)[i] : ((const int64_t *)v->data)[i];
 }
+/* PS_ERANGE for the first index outside of [0, n). */
+static inline int ps_check_indices(const ps_view *index, int64_t n)
+{
+    int64_t bad = 0;
+    if (index->dtype == PS_I32) {
+        const int32_t *p = index->data;
+        for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
+    } else {
+        const int64_t *p = index->data;
+        for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
+    }
+    for (int64_t i = 0; bad && i < index->numel; i++) {
+        int64_t v = ps_index_at(index, i);
+        if (v < 0 || v >= n)
+            return ps_fail(PS_ERANGE, "index %lld at position %lld is outside [0, %lld)", (long long)v, (long long)i,
+                           (long long)n);
+    }
+    return 0;
+}
 /* Size of the last dimension; 1 for a scalar. */
 static inline int64_t ps_last_dim(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 

@@ -11,25 +11,6 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* PS_ERANGE for the first index outside of [0, n). */
-static int check_indices(const ps_view *index, int64_t n)
-{
-    int64_t bad = 0;
-    if (index->dtype == PS_I32) {
-        const int32_t *p = index->data;
-        for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
-    } else {
-        const int64_t *p = index->data;
-        for (int64_t i = 0; i < index->numel; i++) bad |= p[i] < 0 || p[i] >= n;
-    }
-    for (int64_t i = 0; bad && i < index->numel; i++) {
-        int64_t v = ps_index_at(index, i);
-        if (v < 0 || v >= n)
-            return ps_fail(PS_ERANGE, "index %lld at position %lld is outside [0, %lld)", (long long)v, (long long)i,
-                           (long long)n);
-    }
-    return 0;
-}
 /* Whether w [V, C] has a row, counted from the first of its table that it has. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
@@ -43,7 +24,7 @@ static int embedding(ps_call *call)
     const struct ps_attrs_embedding *a = call->attrs;
     int64_t V = w->shape[0];
     size_t row = (size_t)(w->shape[1] * ps_dtype_bytes(w->dtype));
-    PS_TRY(check_indices(index, a->total > 0 ? a->total : V));
+    PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : V));
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
     for (int64_t i = 0; i < index->numel; i++) {
         int64_t v = ps_index_at(index, i) - a->first;
@@ -128,7 +109,7 @@ static int embedding_backward(ps_call *call)
         !view_flat(dw) || dw->ndim != 2)
         return PS_EUNSUP;
     int64_t rows = dw->shape[0];
-    if (!call->dry) PS_TRY(check_indices(index, a->total > 0 ? a->total : rows));
+    if (!call->dry) PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
     int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* of each distinct row's entries */
     if (!list || !start) return PS_ENOMEM;
@@ -187,7 +168,7 @@ static int gather(ps_call *call)
     if (!index_usable(index) || !view_flat(x) || !view_flat(y) || x->dtype != y->dtype ||
         !split_along(x, index, ((const struct ps_attrs_gather *)call->attrs)->dim, &a))
         return PS_EUNSUP;
-    PS_TRY(check_indices(index, a.size));
+    PS_TRY(ps_check_indices(index, a.size));
     int64_t size = ps_dtype_bytes(x->dtype);
 #pragma omp parallel for schedule(static) if (index->numel >= PS_PAR_MIN)
     for (int64_t o = 0; o < a.outer; o++) {
@@ -208,7 +189,7 @@ static int scatter_add(ps_call *call)
         !view_flat(y) || !view_flat(src) || src->numel != index->numel ||
         !split_along(x, index, ((const struct ps_attrs_scatter_add *)call->attrs)->dim, &a))
         return PS_EUNSUP;
-    PS_TRY(check_indices(index, a.size));
+    PS_TRY(ps_check_indices(index, a.size));
 #pragma omp parallel for schedule(static) if (x->numel + src->numel >= PS_PAR_MIN)
     for (int64_t o = 0; o < a.outer; o++) {
         float *to = (float *)y->data + o * a.size * a.inner;
