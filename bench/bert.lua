@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How fast BERT is fine-tuned to classify lines of natural length:
---   psluajit bench/bert.lua --text corpus.txt --dtype bf16 --batch 32 --rounds 4 [--peer] [--compile]
+--   psluajit bench/bert.lua --text corpus.txt --dtype bf16 --batch 32 --rounds 4 [--padded] [--peer] [--compile]
 -- A batch is consecutive lines that are not empty, padded to its longest; words and marks stand for tokens, since speed
--- does not depend on which they are. Each round is a step on a batch of its own. --peer: transformers takes the same
--- batches in turn (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or python3), compiled by PyTorch where
--- --compile asks for it. The first two rounds warm up. The last line is one JSON object: step_s (median), tokens_per_s
--- (without padding), padded_share, mfu (6 FLOPs a parameter of the layers and token, padding counted, over
--- gemm_peak_gflops of the same run) and peer_step_s, peer_ratio.
+-- does not depend on which they are. The model has unpad = true; with --padded it computes padding, too. A round is a
+-- step on a batch of its own. --peer: transformers takes the same batches in turn (bench/peers/bert_torch.py with the
+-- Python of PS_TORCH_PYTHON or python3), compiled by PyTorch where --compile asks for it. The first two rounds warm up.
+-- The last line is one JSON object: step_s (median), tokens_per_s (without padding), padded_share, mfu (6 FLOPs a
+-- parameter of the layers and token, with --padded those of padding, too, over gemm_peak_gflops of the same run) and
+-- peer_step_s, peer_ratio.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -20,6 +21,7 @@ parser:option("--model", "preset of BERT", "bert-base")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
 whole(parser:option("--batch", "lines of a step", "32"), 1)
 whole(parser:option("--rounds", "steps", "8"), 3)
+parser:flag("--padded", "padding is computed, too")
 parser:flag("--peer", "transformers in turn with us")
 parser:flag("--compile", "the peer is compiled")
 parser:flag("--profile", "print where the kernels' time went, by op")
@@ -92,7 +94,8 @@ end
 
 ps.manual_seed(0)
 local list = batches()
-local model = require("models.bert").new(args.model, { task = "sequence_classification", dtype = args.dtype })
+local model = require("models.bert").new(args.model, { task = "sequence_classification", dtype = args.dtype,
+  unpad = not args.padded })
 local optimizer = ps.optim.AdamW(model, { lr = 2e-5 })
 local peer = args.peer and start_peer(list)
 local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
@@ -124,5 +127,5 @@ local sum, weights = 0, model:num_parameters() - model:costs().looked_up
 for _, t in ipairs(times) do sum = sum + t end
 local step, other = median(times), peer and median(theirs) or nil
 print(cjson.encode { step_s = step, tokens_per_s = tokens / sum, padded_share = 1 - tokens / places,
-  gemm_peak_gflops = peak, mfu = 6 * weights * places / sum / (peak * 1e9), peer_step_s = other,
-  peer_ratio = other and other / step })
+  gemm_peak_gflops = peak, mfu = 6 * weights * (args.padded and places or tokens) / sum / (peak * 1e9),
+  peer_step_s = other, peer_ratio = other and other / step })

@@ -8,6 +8,9 @@
 --   local model = ps.from_pretrained("some/folder", { task = "sequence_classification", num_labels = 3 })
 --   local out = model { input_ids = ids, attention_mask = mask, labels = labels }     -- out.loss, out.logits
 --
+-- With unpad = true (ps/pretrained/unpad.lua) x is [S, C] between the embeddings and the head, the S rows of [B, T]
+-- that count; `rows` int64 [S] are their numbers and `places` int64 [B * T] says where each row is among them.
+--
 -- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, K labels.
 local ps = require "ps"
 local nn = require "ps.nn"
@@ -16,13 +19,22 @@ local heads = require "ps.pretrained.heads"
 local Model = require "ps.pretrained.model"
 local pretrained = require "ps.pretrained"
 local settings = require "ps.pretrained.settings"
+local unpad = require "ps.pretrained.unpad"
 local F = ps.functional
 local error = require("ps.caller").error
 
+local function shape_of(mask) return { mask:size(0), mask:size(1) } end
+
+-- Dropout of x [B, T, C], or of its rows that count.
+local function dropped(drop, x, mask, rows)
+  if rows == nil then return drop(x) end
+  return drop(x, unpad.part(x, rows, shape_of(mask)))
+end
+
 -- The sum of a product and x, behind dropout, by way of the product's epilogue when none is dropped.
-local function project(layer, drop, y, x)
+local function project(layer, drop, y, x, mask, rows)
   if not drop:active() then return layer(y, x) end
-  return x + drop(layer(y))
+  return x + dropped(drop, layer(y), mask, rows)
 end
 
 local function layer_norm(c, where)
@@ -45,13 +57,14 @@ function Embeddings:init(c, where)
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
--- ids int [B, T]; types int [B, T], or nil: all 0; places int [B or 1, T], or nil: 0, 1, ...
-function Embeddings:forward(ids, types, places)
+-- ids int [B, T]; types int [B, T], or nil: all 0; places int [B or 1, T], or nil: 0, 1, ... With rows these are
+-- [S], and places are given.
+function Embeddings:forward(ids, types, places, mask, rows)
   local x = self.word_embeddings(ids)                                   -- [B, T, C]
   local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
   x = x + (types ~= nil and type_rows(types) or type_rows.weight:narrow(0, 0, 1))
   x = x + (places ~= nil and place_rows(places) or place_rows.weight:narrow(0, 0, ids:size(1)))
-  return self.dropout(self.LayerNorm(x))
+  return dropped(self.dropout, self.LayerNorm(x), mask, rows)
 end
 
 local SelfAttention = nn.class("BertSelfAttention")
@@ -65,14 +78,19 @@ function SelfAttention:init(c, where)
 end
 
 -- x [B, T, C]; mask bool [B, T], or nil: false hides a position as a key.
-function SelfAttention:forward(x, mask)
+function SelfAttention:forward(x, mask, rows, places)
   local C, H = self.width, self.heads
   local q = self.query(x)
-  local B, T = q:size(0), q:size(1)
-  local function split(y) return y:reshape(B, T, H, C / H):permute(0, 2, 1, 3) end                -- [B, H, T, D]
+  local shape = rows ~= nil and shape_of(mask) or { q:size(0), q:size(1) }
+  local B, T = shape[1], shape[2]
+  local function split(y)                                                                         -- [B, H, T, D]
+    if rows ~= nil then y = unpad.unpack(y, places, shape) end
+    return y:reshape(B, T, H, C / H):permute(0, 2, 1, 3)
+  end
   local y = F.attention(split(q), split(self.key(x)), split(self.value(x)),
     { mask = mask, dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
-  return y:permute(0, 2, 1, 3):reshape(B, T, C)
+  y = y:permute(0, 2, 1, 3):reshape(B, T, C)
+  return rows ~= nil and unpad.pack(y, rows) or y
 end
 
 -- A product, dropout, the residual stream and its norm: behind attention and behind the hidden layer.
@@ -85,7 +103,9 @@ function Output:init(c, inputs, where)
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
-function Output:forward(y, x) return self.LayerNorm(project(self.dense, self.dropout, y, x)) end
+function Output:forward(y, x, mask, rows)
+  return self.LayerNorm(project(self.dense, self.dropout, y, x, mask, rows))
+end
 
 local Attention = nn.class("BertAttention")
 Attention.unscoped = true
@@ -95,7 +115,9 @@ function Attention:init(c, where)
   self.output = Output(c, c.hidden_size, where)
 end
 
-function Attention:forward(x, mask) return self.output(self.self(x, mask), x) end
+function Attention:forward(x, mask, rows, places)
+  return self.output(self.self(x, mask, rows, places), x, mask, rows)
+end
 
 -- A product and an activation.
 local Intermediate = nn.class("BertIntermediate")
@@ -119,9 +141,9 @@ function Layer:init(c, where)
   self.output = Output(c, c.intermediate_size, where)
 end
 
-function Layer:forward(x, mask)
-  x = self.attention(x, mask)
-  return self.output(self.intermediate(x), x)
+function Layer:forward(x, mask, rows, places)
+  x = self.attention(x, mask, rows, places)
+  return self.output(self.intermediate(x), x, mask, rows)
 end
 
 local Encoder = nn.class("BertEncoder")
@@ -169,7 +191,7 @@ BertModel.tensor_parallel = {
 }
 
 ---@param config table with config.json's fields; what it leaves out is the family's
----@param given? {dtype?: string, device?: string, recompute?: boolean}
+---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean}
 ---@param pooling? boolean false: without the pooler
 function BertModel:init(config, given, pooling)
   local full, where = self:begin(config, given)
@@ -179,11 +201,25 @@ function BertModel:init(config, given, pooling)
   self.encoder = Encoder(full, where)
   if pooling ~= false then self.pooler = Pooler(full, where) end
   if given and given.recompute then self:recompute_blocks() end
+  rawset(self, "unpad", given and given.unpad or nil)
+end
+
+-- Leaves out of a batch that was read what does not count: ids, token types and positions become [S].
+local function leave_out(batch, labels)
+  local ids, shape = batch.input_ids, shape_of(batch.mask)
+  batch.rows, batch.places = unpad.plan(batch.mask, labels)
+  local types, places = batch.token_type_ids, batch.position_ids
+  if places == nil then
+    places = ps.arange(0, shape[2], 1, { dtype = "int64", device = ids:device() }):reshape(1, -1)
+  end
+  batch.input_ids, batch.position_ids = unpad.ids(ids, batch.rows, shape), unpad.ids(places, batch.rows, shape)
+  if types ~= nil then batch.token_type_ids = unpad.ids(types, batch.rows, shape) end
 end
 
 -- What parts read of a batch by names, checked: all that is in it, with `mask` bool [B, T] or nil, and the places of
--- tokens. A family whose positions depend on the ids has a method places(ids).
-function BertModel:read(given)
+-- tokens; with unpad and a mask what leave_out makes of it. labels int [B, T]: those of tokens. A family whose
+-- positions depend on the ids has a method places(ids).
+function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
     { token_type_ids = true, position_ids = true })
@@ -195,18 +231,29 @@ function BertModel:read(given)
   end
   heads.same_device(who, ids, self.embeddings.LayerNorm.weight)
   batch.mask = heads.mask(given.attention_mask)
+  if self.unpad and batch.mask ~= nil then leave_out(batch, labels) end
   return batch
 end
 
--- Parts: embeddings | encoder.layer.0 .. | `last`, which gets the encoder's x [B, T, C] and the batch. Between them
--- goes { x = [B, T, C] }. modules: those that `last` uses.
+-- x [B, T, C] of the encoder's [S, C] where rows were left out; what it is else.
+local function padded(x, batch)
+  return batch.rows ~= nil and unpad.unpack(x, batch.places, shape_of(batch.mask)) or x
+end
+
+-- x [B, 1 or T, C], of which heads for sequences read the first position.
+local function firsts(x, batch)
+  return batch.rows ~= nil and unpad.first(x, batch.places, shape_of(batch.mask)) or x
+end
+
+-- Parts: embeddings | encoder.layer.0 .. | `last`, which gets the encoder's x [B, T, C], or [S, C], and the batch.
+-- Between them goes { x = }. modules: those that `last` uses.
 local function cut(body, last, modules, fn)
   local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
-    return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids) }
+    return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids, batch.mask, batch.rows) }
   end } }
   for i, layer in body.encoder.layer:each() do
     list[#list + 1] = { name = "encoder.layer." .. i, modules = { layer }, forward = function(carry, batch)
-      return { x = layer(carry.x, batch.mask) }
+      return { x = layer(carry.x, batch.mask, batch.rows, batch.places) }
     end }
   end
   list[#list + 1] = { name = last, modules = modules, forward = function(carry, batch) return fn(carry.x, batch) end }
@@ -220,13 +267,14 @@ function BertModel:batch_of(given) return self:read(heads.batch(self, given)) en
 
 ---@return ps.nn.Part[]
 function BertModel:parts()
-  return cut(self, "pooler", { self.pooler }, function(x)
-    return { last_hidden_state = x, pooler_output = self.pooler and self.pooler(x) or nil }
+  return cut(self, "pooler", { self.pooler }, function(x, batch)
+    return { last_hidden_state = padded(x, batch),
+      pooler_output = self.pooler and self.pooler(firsts(x, batch)) or nil }
   end)
 end
 
---- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C], and of a model with a pooler what
---- that makes of the first position, [B, C].
+--- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C], with unpad zeros where a position is
+--- left out, and of a model with a pooler what that makes of the first position, [B, C].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
 function BertModel:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -298,15 +346,17 @@ local function masked_lm(class, path, head, transform)
   class.tensor_parallel = { [path] = { "words", table = class.prefix .. ".embeddings.word_embeddings" },
     [path .. ".decoder"] = { "head", optional = true } }
   function class:finish(x, batch)
-    x = transform(self, x)
+    local labels = batch.labels
+    if batch.rows ~= nil and labels ~= nil then labels = unpad.ids(labels, batch.rows, shape_of(batch.mask)) end
+    x = transform(self, labels ~= nil and x or padded(x, batch))
     local cut_head = parallel_head(head(self))
     if cut_head then
-      if batch.labels == nil then return { logits = cut_head(x) } end
-      return { loss = cut_head:loss(x, batch.labels) }
+      if labels == nil then return { logits = cut_head(x) } end
+      return { loss = cut_head:loss(x, labels) }
     end
     local weight, bias = vocabulary_of(self, head(self))
-    if batch.labels == nil then return { logits = F.linear(x, weight, bias) } end
-    return { loss = F.lm_loss(x, weight, batch.labels, { bias = bias }) }
+    if labels == nil then return { logits = F.linear(x, weight, bias) } end
+    return { loss = F.lm_loss(x, weight, labels, { bias = bias }) }
   end
 
   function class:head_modules()
@@ -341,9 +391,11 @@ local function derive(name, Body, pooling, build)
   class.inputs, class.labelled, class.head_modules = LABELLED, {}, own_modules
   function class:init(config, given)
     local full, where = self:begin(config, given)
-    self[self.prefix] = Body(full, { dtype = where.dtype, device = where.device }, pooling)
+    local unpads = given and given.unpad or nil
+    self[self.prefix] = Body(full, { dtype = where.dtype, device = where.device, unpad = unpads }, pooling)
     build(self, full, where)
     if given and given.recompute then self:recompute_blocks() end
+    rawset(self, "unpad", unpads)
   end
   --- What the parts read of a batch by names, or of token ids [B, T] alone.
   ---@param given table|ps.Tensor
@@ -351,7 +403,7 @@ local function derive(name, Body, pooling, build)
   function class:batch_of(given)
     given = heads.batch(self, given)
     heads.same_shapes(self.family.model_type, given, self.labelled)
-    return self[self.prefix]:read(given)
+    return self[self.prefix]:read(given, self.labelled[1] and given.labels)
   end
   ---@return ps.nn.Part[]
   function class:parts()
@@ -379,7 +431,7 @@ local function per_token(brand, Body)
   ForTokens.labelled = { "labels" }
   -- labels int [B, T], -100 ignored: { logits = [B, T, K], loss = }.
   function ForTokens:finish(x, batch)
-    local out = { logits = heads.dropped(self.dropout, self.classifier, x) }
+    local out = { logits = heads.dropped(self.dropout, self.classifier, padded(x, batch)) }
     if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
     return out
   end
@@ -387,6 +439,9 @@ local function per_token(brand, Body)
   local ForAnswers = derive(brand .. "ForQuestionAnswering", Body, false, function(self, c, where)
     if c.num_labels ~= 2 then
       settings.refuse(self.family.model_type, "num_labels", c.num_labels, "question answering has 2: start and end")
+    end
+    if self[self.prefix].unpad then
+      settings.refuse(self.family.model_type, "unpad", true, "answers are looked for at all positions, padding, too")
     end
     self.qa_outputs = nn.Linear(c.hidden_size, 2, where)
   end)
@@ -418,7 +473,7 @@ end)
 
 -- labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
 function ForSequence:finish(x, batch)
-  local out = { logits = heads.dropped(self.dropout, self.classifier, self.bert.pooler(x)) }
+  local out = { logits = heads.dropped(self.dropout, self.classifier, self.bert.pooler(firsts(x, batch))) }
   if batch.labels ~= nil then out.loss = heads.classify("bert", out.logits, batch.labels, self.config) end
   return out
 end
@@ -438,10 +493,10 @@ local bert = pretrained.family {
     ["tiny"] = { vocab_size = 256, hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2,
       intermediate_size = 64, max_position_embeddings = 32 },
   },
-  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } },
+  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } }, unpads = true,
 }
 -- For models/roberta.lua.
 bert.pieces = { BertModel = BertModel, derive = derive, per_token = per_token, masked_lm = masked_lm,
-  vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm }
+  vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm, firsts = firsts }
 
 return bert

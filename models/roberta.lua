@@ -55,7 +55,7 @@ function ClassificationHead:init(c, where)
   self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
 end
 
--- x [B, T, C] -> [B, K], of the first position.
+-- x [B, 1 or T, C] -> [B, K], of the first position.
 function ClassificationHead:forward(x)
   return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
 end
@@ -66,7 +66,7 @@ end)
 
 -- labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
 function ForSequence:finish(x, batch)
-  local out = { logits = self.classifier(x) }
+  local out = { logits = self.classifier(pieces.firsts(x, batch)) }
   if batch.labels ~= nil then out.loss = heads.classify("roberta", out.logits, batch.labels, self.config) end
   return out
 end
@@ -86,5 +86,5 @@ return pretrained.family {
     ["tiny"] = { vocab_size = 256, hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2,
       intermediate_size = 64, max_position_embeddings = 34 },
   },
-  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } },
+  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob" } }, unpads = true,
 }

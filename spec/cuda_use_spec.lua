@@ -165,6 +165,22 @@ describe("on the device cuda", function()
       local c, d = loss_on "cpu"
       assert(math.abs(a - c) < 1e-4 and math.abs(b - d) < 1e-4, a .. " " .. c .. " " .. b .. " " .. d)
       assert(ps.fast_dtype("cuda") == "bf16" and ps.prefers_fused "cuda" and not ps.prefers_fused "cpu")
+
+      local function unpadded(device)                         -- dropout draws the same there, by the rows' numbers
+        ps.manual_seed(3)
+        local bert = require("models.bert").new("tiny", { task = "masked_lm", dropout = 0.2, unpad = true }):to(device)
+        local seen = ps.tensor({ { 1, 1, 1, 1, 1 }, { 1, 1, 0, 0, 0 }, { 0, 0, 1, 1, 1 } }, "int32")
+        local ids = ps.randint(1, 256, { 3, 5 }, { dtype = "int32" })
+        local batch = { input_ids = ids:to(device), attention_mask = seen:to(device),
+          labels = ps.where(seen:eq(1), ids, ps.full({ 1 }, -100, { dtype = "int32" })):to(device) }
+        assert(bert:batch_of(batch).rows:numel() == 11)
+        local loss = bert(batch).loss
+        loss:backward()
+        return loss:item(), bert.bert.embeddings.word_embeddings.weight:grad():to "cpu"
+      end
+      local e, f = unpadded "cuda"
+      local g, h = unpadded "cpu"
+      assert(math.abs(e - g) < 1e-4 and (f - h):abs():amax():item() < 1e-5 * (1 + h:abs():amax():item()), e - g)
     ]]):format(name))
     os.remove(name)
   end)

@@ -9,6 +9,7 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local ranks = require "spec.ranks_lib"
+local chunks = dofile(paths.root .. "/spec/chunks_lib.lua")
 local fails, bytes = check.fails_saying, check.bytes
 
 local folder
@@ -309,6 +310,110 @@ describe("batches by names", function()
     assert.equal(0, grad:select(0, 0):abs():amax():item())
     assert.truthy(grad:abs():amax():item() > 0)
   end)
+
+  it("leave padding out with unpad, with the numbers and masks of dropout that padded ones have", function()
+    local seen = ps.tensor({ { 1, 1, 1, 1, 1, 1, 1 }, { 1, 1, 0, 0, 0, 0, 0 }, { 0, 0, 0, 0, 1, 1, 1 } }, "int32")
+    local kept = seen:eq(1)
+    kept:narrow(1, 0, 1):fill_(true)                             -- the first of a sequence is read by poolers
+    local function close(a, b, what)
+      local off, size = (a - b):abs():amax():item(), b:abs():amax():item()
+      assert.truthy(off <= 2e-6 * (1 + size), ("%s: %g of %g"):format(what, off, size))
+    end
+    for _, case in ipairs { { bert, "base" }, { bert, "masked_lm" }, { bert, "sequence_classification" },
+                            { bert, "token_classification" }, { roberta, "masked_lm" },
+                            { roberta, "sequence_classification" } } do
+      local family, task = unpack(case)
+      local batch = with(batch_of(task, 3, 7), { attention_mask = seen })
+      local counts = kept
+      if task == "masked_lm" or task == "token_classification" then
+        batch.labels = ps.where(seen:eq(1), batch.labels, ps.full({ 1 }, -100, { dtype = "int64" }))
+        batch.labels:narrow(0, 1, 1):narrow(1, 4, 1):fill_(1)    -- a position that is hidden, but has a label
+        counts = kept:logical_or(batch.labels:ne(-100))
+      end
+      local function run(unpad, recompute)
+        ps.manual_seed(9)
+        local what = family.model_type .. task
+        local model = family.new("tiny", { task = task, dropout = 0.2, unpad = unpad, recompute = recompute })
+        local unlabelled = with(batch)
+        unlabelled.labels = nil
+        local all = ps.no_grad(model:eval(), unlabelled)
+        local rows = model:batch_of(batch).rows
+        assert.equal(unpad and counts:to("fp32"):sum():item() or nil, rows and rows:numel(), what)
+        local out, grads = model:train()(batch), {}
+        local loss = out.loss or out.last_hidden_state:mul(kept:reshape(3, 7, 1):to "fp32"):square():sum()
+          + out.pooler_output:sum()
+        loss:backward()
+        for name, p in model:named_parameters() do grads[name] = p:grad() end
+        return all, loss, grads, what
+      end
+      local all, loss, grads, what = run(false)
+      local ours, our_loss, our_grads = run(true)
+      close(our_loss:detach(), loss:detach(), what)
+      for name, grad in pairs(grads) do close(our_grads[name], grad, what .. " " .. name) end
+      for name in pairs(our_grads) do assert.truthy(grads[name] ~= nil, name) end
+      local _, again, again_grads = run(true, true)                -- with the blocks computed again in backward
+      assert.equal(bytes(our_loss:detach()), bytes(again:detach()), what)
+      for name, grad in pairs(our_grads) do assert.equal(bytes(grad), bytes(again_grads[name]), what .. " " .. name) end
+      for name, t in pairs(all) do
+        local each = #t:shape() == 3 and kept:reshape(3, 7, 1):to "fp32" or ps.ones { 1 }
+        close(ours[name] * each, t * each, what .. " " .. name)
+      end
+    end
+    for _, case in ipairs {
+      { "refused: unpad = true: answers", function()
+        bert.new("tiny", { task = "question_answering", unpad = true })
+      end },
+      { "unpad", function() gpt2.new("tiny", { unpad = true }) end },
+      { "pipeline: with unpad = true", function()
+        require("ps.engine.stages").new(bert.new("tiny", { task = "masked_lm", unpad = true }), {}, { 1, 2 }, {})
+      end },
+      { "tensor_parallel: with unpad = true", function()
+        require("ps.tensor_parallel").cut(bert.new("tiny", { task = "masked_lm", unpad = true }), {})
+      end },
+    } do
+      fails({ case[1] }, case[2])
+    end
+  end)
+
+  it("that leave out more or less from step to step train by one plan, in the least budget, to plain memory's bits",
+    function()
+      local lengths = { 2, 9, 5, 9 }                                -- few rows of a sequence count, all, some
+      for _, case in ipairs { { "sequence_classification" }, { "token_classification", true } } do
+        local task, recompute = unpack(case)
+        ps.manual_seed(5)
+        local batch = batch_of(task, 6, 9)
+        if task == "token_classification" then batch.labels:narrow(1, 1, 8):fill_(-100) end
+        local setting = { memory = { host = 160 * 1024, disk = { path = folder, limit = 2 ^ 22 } } }
+        local function trained(memory)
+          local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, memory = memory,
+            chunk_size = 4096, optimizer = { type = "AdamW", params = { lr = 1e-2 } } }, model_func = function()
+              ps.manual_seed(6)
+              return bert.new("tiny", { task = task, unpad = true, recompute = recompute })
+            end }
+          local seen, taken = {}, 0
+          local ok, problem = pcall(function()
+            for i, length in ipairs(lengths) do
+              batch.attention_mask = ps.zeros({ 6, 9 }, { dtype = "int32" })
+              batch.attention_mask:narrow(0, 0, 5):narrow(1, 0, length):fill_(1)
+              local loss = model(batch).loss
+              seen[i] = loss:item()
+              model:backward(loss)
+              optimizer:step()
+              optimizer:zero_grad()
+              taken = i
+            end
+            for name, t in pairs(model:state_dict()) do seen[name] = bytes(t) end
+            if memory ~= "plain" then chunks.check_tiers(setting) end
+          end)
+          model:close()
+          if not ok then assert.equal(0, taken, tostring(problem)) error(problem, 0) end
+          return seen
+        end
+        local plain, chunked = trained "plain", nil
+        assert.truthy(chunks.fit(setting, function() chunked = trained(setting.memory) end) > 0, "refused at first")
+        assert.same(plain, chunked)
+      end
+    end)
 
   it("of wrong names and shapes are refused by them", function()
     local model, x = bert.new("tiny", { task = "sequence_classification", num_labels = 3 }), ids(2, 5)

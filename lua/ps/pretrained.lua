@@ -21,6 +21,7 @@ local pretrained = {}
 ---@field classes table<string, table> by the name that config.json has among its architectures
 ---@field tasks table<string, string> task -> the class's name
 ---@field default? string the class where a config.json names none
+---@field unpads? boolean whether its models take unpad = true (ps/pretrained/unpad.lua)
 
 local families = {}                                        -- by model_type
 
@@ -60,10 +61,11 @@ function pretrained.family(family)
   for alias, key in pairs(family.settings.rules.aliases or {}) do loading_of[alias] = family.kinds[key] end
   for key, kind in pairs(LOADING) do loading_of[key] = kind end
   options_of.task = "string"
+  if family.unpads then options_of.unpad, loading_of.unpad = "boolean", "boolean" end
   family.options_of_loading = loading_of
 
   --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that change it,
-  --- task, dtype, device and recompute.
+  --- task, dtype, device and recompute; of families that can, unpad: padding is left out of what is computed.
   function family.new(preset, options)
     local config, rest = {}, {}
     local base = type(preset) == "table" and preset or family.presets[preset]
@@ -74,7 +76,7 @@ function pretrained.family(family)
     for key, value in pairs(caller.options(base, who .. ".new", family.kinds)) do config[key] = value end
     spread(family, caller.options(options, who .. ".new", options_of), config, rest)
     local class = pretrained.class_of(family, rest.task, nil, who .. ".new")
-    return class(config, { dtype = rest.dtype, device = rest.device, recompute = rest.recompute })
+    return class(config, { dtype = rest.dtype, device = rest.device, recompute = rest.recompute, unpad = rest.unpad })
   end
 
   function family.from_pretrained(name, options)
@@ -226,7 +228,7 @@ function pretrained.load(name, options, family)
   files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes,
     shorter = asks_for_fewer(family, changes, fields) }
   local function make(device)
-    local model = class(config, { dtype = dtype, device = device, recompute = rest.recompute })
+    local model = class(config, { dtype = dtype, device = device, recompute = rest.recompute, unpad = rest.unpad })
     rawset(model, "source", path)
     rawset(model, "quiet", rest.quiet)
     if not rest.dtype then tell_dtype(fields, model, where) end

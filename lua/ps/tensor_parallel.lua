@@ -341,6 +341,10 @@ function tensor_parallel.cut(model, how)
     error(("tensor_parallel: %s has no methods parts() and batch_of(), by which its layers know the rows of a batch "
       .. "(docs/models.md)"):format(model.class_name), 0)
   end
+  if model.unpad then
+    error("tensor_parallel: with unpad = true the rows of a batch are no equal shares of the ranks; make the model "
+      .. "without it", 0)
+  end
   local region = nn.Region.new(how.group, how.sequence, how.keep_gathered, how.pieces)
   scope.carry_state(region)
   local cut = setmetatable({ model = model, region = region, made = {}, parts = {}, gathered = {} }, Cut)

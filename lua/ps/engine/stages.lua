@@ -219,6 +219,10 @@ end
 ---@param pipeline ps.engine.Pipeline
 ---@return ps.engine.Stages
 function stages.new(module, costs, first, pipeline)
+  if module.unpad then
+    error("pipeline: with unpad = true the rows that go from stage to stage are known only when a batch is there; make "
+      .. "the model without it", 0)
+  end
   local self = setmetatable({ parts = module:parts(), costs = costs, first = first, ranks = {}, mine = {},
     rank = pipeline.rank }, Stages)
   for v = 1, #first - 1 do

@@ -35,15 +35,17 @@ Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "ro
   end_positions = "rows", token_type_ids = "rows or one", position_ids = "rows or one" }
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
+local UNPADS = { dtype = "string", device = "string", recompute = "boolean", unpad = "boolean" }
 
 --- The beginning of a class's init: checks and completes the configuration.
 ---@param config table config.json's fields; what it leaves out is the family's
----@param given? {dtype?: string, device?: string, recompute?: boolean}
+---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean} unpad: of families with
+---  unpads = true
 ---@return table full
 ---@return {dtype: string?, device: string?, std: number} where for layers
 function Model:begin(config, given)
   local who = self.family.model_type
-  given = caller.options(given, who, WHERE)
+  given = caller.options(given, who, self.family.unpads and UNPADS or WHERE)
   caller.typed(config, "table", who .. ": the configuration")
   local full = self.family.settings:complete(config)
   self.config = full
