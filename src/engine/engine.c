@@ -707,6 +707,7 @@ int ps_engine_param_updated(ps_ctx *ctx, int param)
 static void engine_free(ps_engine *e)
 {
     ps_ctx *ctx = e->ctx;
+    const ps_step *step = e->step;
     release_params(e);
     ctx->engine = NULL;
     ctx->hooks = NULL;
@@ -717,6 +718,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);
+    step_give_back(step);                  /* last: all that was closed here looks at it */
 }
 
 void ps_engine_close(ps_ctx *ctx)

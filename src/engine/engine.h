@@ -126,4 +126,5 @@ void trace_free(ps_engine *e);
 void step_suspend(ps_engine *e, bool on);         /* the script is paused */
 void step_join(ps_engine *e, ps_step *step);
 void step_leave(ps_engine *e);                    /* the engine ends: the step is given up, and has no engine */
+void step_give_back(const ps_step *step);         /* what step_join took: the script may have let go of it before */
 #endif

@@ -65,8 +65,9 @@ void step_leave(ps_engine *e)
     s->dry = NULL;
     s->engine = NULL;
     to_idle(s);
-    ps_step_free(s);
 }
+
+void step_give_back(const ps_step *step) { ps_step_free((ps_step *)(uintptr_t)step); }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
 static ps_action due(const ps_step *s)

@@ -215,7 +215,7 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
 static int job_end(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
-    if (!sh->step->dry) {
+    if (st->job) {                         /* none in a dry run */
         double began = ps_now();
         rc = group_job_wait(sh->group, st->job);
         st->job = NULL;
