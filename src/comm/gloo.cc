@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The only C++ file outside backend/cuda: Gloo's TCP transport behind the table of comm.h. No exception leaves it. An
- * exchange uses Gloo's unbound buffers, one for each peer and direction, so that a failure names its rank. Gloo's
- * collectives serve benches alone: they sum in an order that depends on the place of an element, and a wrong size ends
- * the process. */
+ * exchange uses Gloo's unbound buffers, one for each peer and direction, so that a failure names its rank. Gloo's thread
+ * touches the caller's bytes while their buffer lives, and never after its destructor. So a call returns an error only
+ * when the communicator has no buffer any more, whoever closes the connections. Bytes that go earlier end the process:
+ * a write that fails where Gloo's thread answers a message throws there. Gloo's collectives serve benches alone: they
+ * sum in an order that depends on the place of an element, and a wrong size ends the process, too. */
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -106,8 +108,20 @@ struct Gloo {
     ~Gloo()
     {
         ps_watch_part(world->watch, comm.place);
+        let_go();
         std::lock_guard<std::mutex> guard(world->lock);
         world->users.erase(std::find(world->users.begin(), world->users.end(), this));
+    }
+    /* Ends what this communicator has under way: its memory is the callers' again. A buffer's destructor waits until
+     * Gloo's thread is done with its bytes. */
+    void let_go()
+    {
+        std::lock_guard<std::mutex> guard(world->lock);
+        for (auto &lane : lanes) {
+            for (auto &buffer : lane.out) ps_link_drop(world->link, buffer.get());
+            lane.in.clear();
+            lane.out.clear();
+        }
     }
     ps_comm comm;                          /* first: the table's functions get its address */
     std::shared_ptr<World> world;
@@ -187,7 +201,7 @@ void abort_waits(World *world)
 }
 
 /* Closes the connections of all communicators, and ends what this one has under way. The threads of the others find
- * their waits aborted. */
+ * their waits aborted. Where another thread is still closing them, this one does not wait for that. */
 void close_connections(Gloo *g)
 {
     World *world = g->world.get();
@@ -198,20 +212,15 @@ void close_connections(Gloo *g)
         }
         abort_waits(world);
     }
-    std::lock_guard<std::mutex> guard(world->lock);
-    for (auto &lane : g->lanes) {          /* a buffer's destructor waits until nobody touches its bytes any more */
-        for (auto &buffer : lane.out) ps_link_drop(world->link, buffer.get());
-        lane.in.clear();
-        lane.out.clear();
-    }
+    g->let_go();
 }
 
 void hang_up(ps_comm *comm)
 {
     Gloo *g = self(comm);
-    if (g->world->hung_up) return;
-    ps_watch_complain(comm->watch, comm->place, PS_WATCH_GIVES_UP, ps_comm_world(comm, comm->rank), 0,
-                      ps_error_message());
+    if (!g->world->hung_up)
+        ps_watch_complain(comm->watch, comm->place, PS_WATCH_GIVES_UP, ps_comm_world(comm, comm->rank), 0,
+                          ps_error_message());
     close_connections(g);
 }
 
@@ -222,8 +231,11 @@ void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* in 
  * another communicator hung up. */
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
-    if (g->world->hung_up) return ps_watch_failed_before(g->comm.watch);
-    int rc;
+    int rc = 0;
+    if (g->world->hung_up) {
+        g->let_go();
+        return ps_watch_failed_before(g->comm.watch);
+    }
     try {
         if (call()) return 0;
         rc = ps_watch_verdict(g->comm.watch);

@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The memory that Gloo has of its caller: a call that failed leaves none of it to Gloo's thread. Ranks are threads of
+ * this process. */
+#define _GNU_SOURCE
+#include "ranks_check.h"
+#include "comm/group.h"
+#include "comm/watch.h"
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+#ifdef PS_HAVE_GLOO
+enum { N = 1 << 20 };
+
+static char *pages(void)
+{
+    char *p = mmap(NULL, N, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) exit(1);
+    return p;
+}
+
+static atomic_int begun;                   /* ranks behind the begin of their exchange */
+
+static void *hang_up(void *arg)
+{
+    ps_comm *c = arg;
+    ps_fail(PS_EIO, "a test");
+    c->table->hang_up(c);
+    return NULL;
+}
+
+/* Ranks 0 and 3 have an exchange under way, whose bytes take a while, when another communicator of the same connections
+ * hangs up in another thread of rank 0, which takes a while, too. The exchange ends, as a failure unless the machine is
+ * slow. From then on its memory is the caller's, although the connection may still be open: nothing is written to it,
+ * and what is in it then goes nowhere. */
+static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    ps_comm *c = g->comm;
+    ps_group *beside = NULL;
+    const int32_t all[MOST] = { 0, 1, 2, 3 };
+    const bool first = m->rank == 0;
+    ps_comm_part send[MOST] = { { NULL, 0 } }, recv[MOST] = { { NULL, 0 } };
+    char *out = pages(), *in = pages();
+    pthread_t thread;
+    if (!expect(m, ps_group_split(g, m->size, all, "beside", &beside) == 0, "split")) return 0;
+    if (first || m->rank == 3) {
+        send[3 - m->rank] = (ps_comm_part){ out, N }, recv[3 - m->rank] = (ps_comm_part){ in, N };
+        memset(out, first ? '0' : '3', N);
+    }
+    expect(m, ps_group_barrier(g) == 0, "barrier");
+    expect(m, c->table->begin(c, PS_COMM_DATA, send, recv) == 0, "begin");
+    atomic_fetch_add(&begun, 1);
+    if (first) {
+        while (atomic_load(&begun) < m->size) usleep(50);
+        pthread_create(&thread, NULL, hang_up, beside->comm);
+        while (!ps_watch_over(c->watch)) usleep(50);
+        usleep(1000);                      /* by now the connections are closing */
+        c->table->finish(c, PS_COMM_DATA);
+        memset(out, 'x', N);
+        memset(in, 'x', N);
+    }
+    usleep(100000);
+    if (first) pthread_join(thread, NULL);
+    c->table->finish(c, PS_COMM_DATA);
+    int new_bytes = 0;
+    for (int i = 0; i < N; i++) new_bytes += in[i] == 'x';
+    expect(m, new_bytes == (first ? N : 0), "bytes came to memory that went back, or from it");
+    ps_group_close(beside);
+    munmap(out, N);
+    munmap(in, N);
+    return 0;
+}
+#endif
+
+int main(void)
+{
+    signal(SIGPIPE, SIG_IGN);
+#ifdef PS_HAVE_GLOO
+    setenv("PS_SIM_LINK", "8e7", 1);
+    with_group_for(4, 10, 5, hung_up_beside);
+#endif
+    return end_checks();
+}
