@@ -638,8 +638,9 @@ static void let_go(ps_p2p_request *q)
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        bool line_rests = !q->line || ps_line_rests(q->line);
-        if (line_rests && (q->line || has_come(q) || (q->out ? with->mute : with->deaf))) break;
+        bool line_rests = !q->line || ps_line_rests(q->line);    /* a receive has its line from the listener's hand */
+        bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
+        if (line_rests && thread_rests) break;
         if (q->line) ps_line_stop(q->line);
         pthread_cond_wait(&p->news, &p->lock);
     }
