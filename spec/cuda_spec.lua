@@ -324,7 +324,7 @@ local COUNTS = ([[
   local ffi = require "ffi"
   ffi.cdef "void ps_emu_take_counts(int64_t *out);"
   ps.device("cuda")
-  local plugin, seen = ffi.load(%q), ffi.new("int64_t[5]")
+  local plugin, seen = ffi.load(%q), ffi.new("int64_t[6]")
   local function counts(fn)
     plugin.ps_emu_take_counts(seen)
     fn()

@@ -323,6 +323,48 @@ describe("collectives on devices", function()
     print(("after %.1f s"):format(ps.now() - began))
     if not ok then os.exit(1) end
   ]]
+  -- What a step of two stages has the host do, as the emulator counts: 4 micro-batches, whose activations and gradients
+  -- have 2 x 16 x 48 fp32 numbers each.
+  local COUNTED = [[
+    local gpt2, ffi = require "models.gpt2", require "ffi"
+    ffi.cdef "void ps_emu_take_counts(int64_t *out);"
+    local plugin, seen = ffi.load(os.getenv "PS_CUDA_PLUGIN"), ffi.new("int64_t[6]")
+    local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", gradient_accumulation_steps = 4,
+        plan_print = false, pipeline = { stages = 2, schedule = "1f1b" },
+        zero_optimization = { offload_optimizer = { device = "none" } } },    -- else times decide what is the host's
+      model_func = function() return gpt2.new("tiny", { n_layer = 2, n_embd = 48, n_head = 4, dropout = 0 }) end }
+    for _ = 1, 2 do
+      local x = ps.randint(0, 250, { 8, 16 }, { dtype = "int32" })
+      optimizer:zero_grad()
+      plugin.ps_emu_take_counts(seen)
+      for out in model:micro_batches(x, x) do model:backward(out.loss) end
+      optimizer:step()
+      plugin.ps_emu_take_counts(seen)
+    end
+    print(("%d waits, %d bytes"):format(tonumber(seen[0]), tonumber(seen[5])))
+  ]]
+  it("take nothing of what goes between stages through the host, which waits for none of it", function()
+    local env = emulated()
+    if not env then return end
+    local waits, nbytes = {}, {}
+    for _, backend in ipairs { "nccl", "gloo" } do
+      local all = run(2, "cuda", COUNTED, env .. " BACKEND=" .. backend)
+      for rank = 0, 1 do
+        local of = backend .. rank
+        waits[of], nbytes[of] = all[rank].text:match "(%d+) waits, (%d+) bytes"
+        assert.truthy(nbytes[of], all[rank].text)
+      end
+    end
+    local message, tied = 2 * 16 * 48 * 4, 2 * 256 * 48 * 4        -- tied: the table's sum is the host's, to and fro
+    for rank = 0, 1 do
+      local there = tonumber(nbytes["nccl" .. rank])
+      assert.truthy(there - tied < message, there)                 -- token ids, targets and losses
+      assert.equal(8 * message, nbytes["gloo" .. rank] - there)    -- where the host carries them
+      assert.equal(4, waits["gloo" .. rank] - waits["nccl" .. rank])
+      assert.equal(rank == 0 and 1 or 5, tonumber(waits["nccl" .. rank]))                -- for the table and the losses
+    end
+  end)
+
   it("send what goes between stages over NCCL, and name a rank or a connection that fails there", function()
     local env = emulated()
     if not env then return end

@@ -30,8 +30,8 @@ bool ps_emu_chance(unsigned one_of);           /* false where streams are not mi
 /* What a step should not do. waits: for a stream, the device, or an event that had not been waited for; pageable:
  * copies between the device and host memory that is not pinned, which make the host wait or are staged; allocations: of
  * device memory and pinned memory, and what pins host memory; frees: the reverse of those; copies: all between device
- * and host. */
-struct ps_emu_counts { int64_t waits, pageable, allocations, frees, copies; };
+ * and host; nbytes: of these copies. */
+struct ps_emu_counts { int64_t waits, pageable, allocations, frees, copies, nbytes; };
 extern ps_emu_counts ps_emu_count;
 
 /* -- memory.cpp ---------------------------------------------------------------------------------------------------- */

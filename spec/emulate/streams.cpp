@@ -284,7 +284,7 @@ int64_t ps_emu_number(const char *name, int64_t otherwise)
 bool ps_emu_chance(unsigned one_of) { return mode == MIXED && random_below(one_of) == 0; }
 
 extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out);
-/* What was counted since the last call. out: [5], in the order of ps_emu_counts. */
+/* What was counted since the last call. out: [6], in the order of ps_emu_counts. */
 void ps_emu_take_counts(int64_t *out)
 {
     ps_emu_entry in;
@@ -444,7 +444,7 @@ cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kin
     if (n == 0) return ps_emu_say(cudaSuccess);
     ps_emu_listed("cudaMemcpyAsync\t%d\t%zu", (int)kind, n);
     int pinned = host ? ps_emu_is_pinned(host, n) : PS_EMU_PINNED;
-    if (host) ps_emu_count.copies++;
+    if (host) ps_emu_count.copies++, ps_emu_count.nbytes += (int64_t)n;
     if (pinned != PS_EMU_PINNED) ps_emu_count.pageable++;
     if (pinned == PS_EMU_PARTLY || (!up && !ps_emu_on_device(s, n)) || ((up || within) && !ps_emu_on_device(d, n)))
         return ps_emu_say(cudaErrorInvalidValue);
