@@ -3,7 +3,8 @@
 -- N GPUs. Sums are checked against those of host memory, bit for bit; then M MiB (256) of fp32 a rank are gathered and
 -- all-reduced, by the engine and by the library's own calls, in turns. Rank 0 prints a JSON line: GB/s are bytes that a
 -- rank has to send at least, over the median time. One rank alone (N = 1) sends nothing: it checks that NCCL loads,
--- connects and copies.
+-- connects and copies. p2p: messages between devices, as the stages of a pipeline send them. GB/s are of M MiB in
+-- MESSAGES messages, one behind the other; microseconds of a message of one number that the next one waits for.
 package.path = (arg[0]:match("^(.*)/bench/") or ".") .. "/?.lua;" .. package.path
 local ps = require "ps"
 local json = require "cjson"
@@ -14,6 +15,8 @@ for i = 1, #arg, 2 do
   if options[key] == nil or not arg[i + 1] then error("gpu_ranks takes --mib and --device, not " .. arg[i]) end
   options[key] = tonumber(arg[i + 1]) or arg[i + 1]
 end
+
+local MESSAGES = 16
 
 local real = options.device == "cuda"
 local group = ps.init_distributed { seed = 1, backend = real and "nccl" or nil }
@@ -54,6 +57,43 @@ for turn = 1, 11 do
     if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first one connects
   end
 end
+
+-- Seconds that forwards without work take in a pipeline of all ranks, at the median and on the slowest rank. Each gives
+-- `numel` fp32 numbers to the next virtual stage.
+local function forwards(virtual_stages, micro_batches, numel)
+  local C, ffi = ps.C, ps.ffi
+  local rows = require("ps.pipe").table { schedule = "looped_bfs", stages = size, virtual_stages = virtual_stages,
+    micro_batches = micro_batches, forward_only = true }
+  local opened, carry, event = ffi.new "ps_pipe *[1]", ffi.new "ps_pipe_tensor[1]", ffi.new "ps_pipe_event"
+  ps.check(C.ps_pipe_open(ps.ctx, rows:lower().c, group.c, opened))
+  local given = ffi.new "ps_tensor *[1]"
+  local function new() return ps.empty({ numel }, { device = options.device }) end
+  carry[0].dtype, carry[0].device, carry[0].ndim, carry[0].shape[0] = C.PS_F32, new().device_, 1, numel
+  for vstage = 0, rows.vstages - 2 do
+    for micro = 0, micro_batches - 1 do ps.check(C.ps_pipe_expect(opened[0], vstage, micro, 1, carry)) end
+  end
+  local taken = {}
+  for turn = 1, 11 do
+    group:barrier()
+    local began = ps.now()
+    ps.check(C.ps_pipe_begin(opened[0], nil, 0, 0))
+    repeat
+      ps.check(C.ps_pipe_next(opened[0], event))
+      if event.kind == C.PS_ACT_FORWARD then
+        local values = new()               -- the executor drops its bytes when they are gone
+        given[0] = values
+        ps.check(C.ps_pipe_done(opened[0], event.vstage < rows.vstages - 1 and 1 or 0, given))
+      elseif event.kind == C.PS_ACT_YIELD then
+        ps.check(C.ps_pipe_done(opened[0], 0, nil))
+      end
+    until event.kind == C.PS_ACT_NONE
+    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first one connects
+  end
+  C.ps_pipe_close(opened[0])
+  table.sort(taken)
+  return group:all_reduce(ps.tensor { taken[math.floor(#taken / 2) + 1] }, "max"):item()
+end
+
 local sent = options.mib * 2 ^ 20 * (size - 1) / size
 local line = { carrier = carrier, ranks = size, mib = options.mib }
 for _, name in ipairs(names) do
@@ -63,6 +103,9 @@ for _, name in ipairs(names) do
   if size > 1 then line[name .. "_gb_per_s"] = sent * (name:find "reduce" and 2 or 1) / median / 1e9 end
 end
 if size > 1 then
+  local chain, numel = 16, math.floor(options.mib * 2 ^ 20 / 4 / MESSAGES)
+  line.p2p_gb_per_s = MESSAGES * numel * 4 / forwards(1, MESSAGES, numel) / 1e9
+  line.p2p_us = forwards(chain, 1, 1) / (chain * size - 1) * 1e6
   line.all_gather_ratio = line.all_gather_raw_ms / line.all_gather_ms
   line.all_reduce_ratio = line.all_reduce_raw_ms / line.all_reduce_ms
 end
