@@ -735,12 +735,22 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
+/* Gradients come to the virtual stage, or begin in it. None do below the first one that has something to train. */
+static bool gets_gradients(const ps_pipe *x, const ps_action *a)
+{
+    if (a->vstage == x->t->spec.vstages - 1) return true;
+    const expected *e = expected_of(x, a->vstage, a->micro);
+    for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) return true;
+    return false;
+}
+
 /* Walks backward from what a virtual stage gave, with the gradients that came back. 1: it stopped at a segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     ps_tensor *roots[PS_PIPE_CARRY];
     int32_t n = 0;
     slot *s = slot_of(x, a->vstage, a->micro);
+    if (!gets_gradients(x, a)) return 0;
     if (a->vstage == x->t->spec.vstages - 1) {
         ps_tensor *root = s->root ? s->root : s->out.n ? s->out.t[0] : NULL;
         if (!root) return ps_fail(PS_EINVAL, "the last virtual stage goes backward without a loss");
@@ -748,7 +758,6 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     }
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
-    if (!n) return 0;
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
     let_go(&s->out_grad);                                   /* only the walk has them now, so it may add in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
@@ -817,7 +826,7 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
         if (notes) enter(x, a, part_of(a->kind));
     }
     if (goes_back(a->kind)) rc = x->stopped ? ps_backward_next(x->ctx, segment) : walk(x, a, segment);
-    else if (a->kind == PS_ACT_WEIGHT) rc = ps_backward_weights(x->ctx);
+    else if (a->kind == PS_ACT_WEIGHT && gets_gradients(x, a)) rc = ps_backward_weights(x->ctx);
     x->stopped = rc > 0;
     if (rc != 0) return rc;
     PS_TRY(ps_step_done(x->step));
