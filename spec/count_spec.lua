@@ -45,6 +45,20 @@ describe("counting", function()
     end
   end)
 
+  it("gives a part that lets go of more than it leaves no bytes below zero", function()
+    local Mean = nn.class "Mean"
+    function Mean:init() self.wide = nn.Linear(4, 64) end
+    function Mean:batch_of(a) return { x = a } end
+    function Mean:parts()
+      return { { name = "wide", modules = { self.wide }, forward = function(_, batch) return { y = self.wide(batch.x) }
+      end }, { name = "mean", modules = {}, forward = function(carry) return { loss = carry.y:mean() } end } }
+    end
+    local all = count.parts(Mean(), { ps.ones { 512, 4 } })
+    assert.same({ 4 * 512 * 64, 0 }, { all[1].activations, all[2].activations })
+    require("ps.pipe").cut(require("spec.stages_lib").table_of("1f1b", 2, 1, 4), { { held = all[1].activations },
+      { held = all[2].activations } })
+  end)
+
   it("counts products of which ranks have parts, composed or in pieces, alike", function()
     local Cut = nn.class "Cut"
     function Cut:init(pieces) self.pieces, self.up, self.down = pieces, nn.Parameter(ps.ones { 3, 8 }),

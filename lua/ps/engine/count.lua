@@ -23,7 +23,8 @@ local count = {}
 ---@field weight number operations of its parameters' gradients
 ---@field numel integer elements of its parameters
 ---@field nbytes integer bytes of its parameters, in the types they compute in
----@field activations integer bytes that its forward leaves for its backward, its outputs included
+---@field activations integer bytes that its forward leaves for its backward, its outputs included; 0 where it lets
+---  go of more, which another part gave
 ---@field dropouts integer ops that draw masks
 ---@field first_dropout integer dropouts of the parts before it
 ---@field trains boolean it has a parameter that trains
@@ -214,7 +215,7 @@ local function pass(module, args, measured, cached)
     watch.cost = cost
     local before = measured[i] and used()
     carry = ps.scope(part.forward, carry, batch)
-    if before then cost.activations = used() - before end
+    if before then cost.activations = math.max(0, used() - before) end
     cost.dropouts = tonumber(rng.op) - cost.first_dropout
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
     if i == #list then cost.out, cost.carry, cost.carry_nbytes = cost.carry, {}, 0 end
