@@ -182,7 +182,7 @@ describe("a rank of a pipeline", function()
       local model = open { stages = 2 }
       fails(function()
         for out in model:micro_batches(x, y) do model:generate({ 4 }, 3) end
-      end, "came within another one of this pipeline")
+      end, "model:generate came within a loop over micro-batches of this pipeline")
     ]])
   end)
 end)

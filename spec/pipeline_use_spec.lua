@@ -317,10 +317,14 @@ describe("a pipeline", function()
     assert.truthy(select(2, one:gsub("loss", "")) == 27, one)
   end)
 
-  it("refuses by name a backward outside of a loop, and a model that reads values in its forward", function()
+  it("refuses by name a backward outside of a loop or in an evaluation, and forwards that cannot be counted", function()
     lib.check(folder, 2, BEGIN .. [[
-      local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+      local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
       fails(function() model:backward(ps.ones({}, { dtype = "fp32" })) end, "belongs into a loop")
+      model:eval()
+      for out in model:micro_batches(x, y) do
+        fails(function() out.loss:backward() end, "depends on nothing that requires a gradient")
+      end
       model:close()
       local Reads = nn.class "Reads"
       function Reads:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end
@@ -340,6 +344,25 @@ describe("a pipeline", function()
         ps.initialize { quiet = true, model_func = function() return Reads() end,
           config = { plan_print = false, pipeline = { stages = 2 } } }
       end, "the model's parts cannot be counted", "reads no values in its forward")
+      local dtype = "fp32"
+      local Turns = nn.class("Turns", Reads)
+      function Turns:parts()
+        return { { name = "l.0", modules = { self.a }, forward = function(_, batch)
+          return { z = self.a(batch.z):to(dtype) }
+        end }, { name = "l.1", modules = { self.b }, forward = function(carry)
+          return { loss = self.b(carry.z):sum() }
+        end } }
+      end
+      model, optimizer = ps.initialize { quiet = true, model_func = function() return Turns() end,
+        config = { plan_print = false, gradient_accumulation_steps = 2, pipeline = { stages = 2 } } }
+      local z = ps.ones { 4, 4 }
+      fails(function()
+        for _ = 1, 2 do
+          for out in model:micro_batches(z) do out.loss:backward() end
+          optimizer:step()
+          dtype = "bf16"
+        end
+      end, "the parts of virtual stage 0 gave z bf16 2 4, and z fp32 2 4 without data")
     ]])
   end)
 

@@ -375,13 +375,22 @@ local function give(self, list)
   for i = 1, self.n_out do carried[i - 1] = list[i] end
 end
 
+-- A tensor's name, type and sizes.
+local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
+
+-- The carry that a virtual stage gives to the next one, which waits for what the parts gave without data.
 local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
-    list[i] = carry[t.name]
-    if not ps.is_tensor(list[i]) then
+    local given = type(carry) == "table" and carry[t.name]
+    if not ps.is_tensor(given) then
       error(("the parts of virtual stage %d gave no tensor '%s'"):format(v, t.name), 0)
     end
+    local said, counted_as = line_of(t.name, given:dtype(), given:shape()), line_of(t.name, t.dtype, t.shape)
+    if said ~= counted_as then
+      error(("the parts of virtual stage %d gave %s, and %s without data"):format(v, said, counted_as), 0)
+    end
+    list[i] = given
   end
   give(self, list)
   self.given = list                                          -- keeps the tensors' headers until done
@@ -429,15 +438,12 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- The loss that another rank has, as a tensor that requires a gradient: a loss that a script makes of it can then be
--- told to be of this micro-batch.
+-- The loss that another rank has. In training it requires a gradient, as there: a loss that a script makes of it can
+-- then be told to be of this micro-batch.
 local function loss_here(micro)
   local loss = ps.computes and ps.tensor(micro.loss) or ps.empty({}, { dtype = "fp32" })  -- a dry run knows no loss
-  return loss:requires_grad()
+  return loss:requires_grad(ps.grad_enabled())
 end
-
--- A line for gathered(): a tensor's name, type and sizes.
-local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
 
 -- What the last virtual stage would say of its output that is on a rank which is not here.
 local function said_of(self, micro)

@@ -22,12 +22,14 @@ local function all_of(engine, loop)
   return micros
 end
 
--- Refuses a second loop: a pipeline goes through one at a time.
-local function check_free(engine)
+-- Refuses what comes within a loop: a pipeline goes through one thing at a time.
+local function check_free(engine, what)
   if not engine.pipe.row then return end
-  step.give_loop_up(engine, "a loop over micro-batches came within another one of this pipeline, or behind one that "
-    .. "was left early: each goes on to its end before the next")
+  step.give_loop_up(engine, what .. " of this pipeline, or behind one that was left early: each goes on to its end "
+    .. "before the next")
 end
+
+local SECOND = "a loop over micro-batches came within another one"
 
 -- What a loop over a pipeline is, in the words of an error. Ranks that gather wait for those that do not.
 local function said(what, loop)
@@ -36,7 +38,7 @@ end
 
 -- Enters a pipeline with the micro-batches of a loop.
 local function enter(engine, loop)
-  check_free(engine)
+  check_free(engine, SECOND)
   step.check_row(engine)
   engine.pipe:load(all_of(engine, loop))
   engine.pipe:compare_begin(said("a step", loop))
@@ -65,7 +67,7 @@ end
 function pipe_step.look(engine, loop)
   local pipe = engine.pipe
   if loop.at == 0 then
-    check_free(engine)
+    check_free(engine, SECOND)
     pipe:load(all_of(engine, loop))
     pipe:compare_begin(said("an evaluation", loop), true)
     pipe:begin(nil)
@@ -103,7 +105,7 @@ end
 --- Refuses generate within a loop over micro-batches, and tells the ranks apart that begin something else.
 ---@param engine ps.Engine
 function pipe_step.begin_generate(engine)
-  check_free(engine)
+  check_free(engine, "model:generate came within a loop over micro-batches")
   engine.pipe:compare_begin "generate"
 end
 
