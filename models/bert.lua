@@ -182,7 +182,7 @@ local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
   ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = "enter",
   ["embeddings.dropout"] = "inside", ["encoder"] = "inside",
-  [LAYER .. ".attention.self"] = { "divide", "heads", "width", gather = true,
+  [LAYER .. ".attention.self"] = { "divide", "heads", "width", gather = { "query", "key", "value" },
     keys = { heads = "num_attention_heads", width = "hidden_size" } },
   [LAYER .. ".attention.self.query"] = "column", [LAYER .. ".attention.self.key"] = "column",
   [LAYER .. ".attention.self.value"] = "column", [LAYER .. ".attention.output.dense"] = "row",

@@ -139,12 +139,12 @@ end
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true }, ["layers"] = "inside",
-  [ATTENTION] = { "divide", "heads", "groups", gather = true,
+  [ATTENTION] = { "divide", "heads", "groups", gather = { "q_proj", "k_proj", "v_proj" },
     keys = { heads = "num_attention_heads", groups = "num_key_value_heads" } },
   [ATTENTION .. ".q_proj"] = "column", [ATTENTION .. ".k_proj"] = "column", [ATTENTION .. ".v_proj"] = "column",
   [ATTENTION .. ".o_proj"] = "row",
   [ATTENTION .. ".q_norm"] = { "partial", optional = true }, [ATTENTION .. ".k_norm"] = { "partial", optional = true },
-  [GATED] = { "divide", gather = true },
+  [GATED] = { "divide", gather = { "gate_proj", "up_proj" } },
   [GATED .. ".gate_proj"] = "column", [GATED .. ".up_proj"] = "column", [GATED .. ".down_proj"] = "row",
   ["norm"] = "leave",
 }

@@ -627,15 +627,29 @@ do
   for out_in = 0, 1 do
     local function w(a, b) return out_in == 1 and F { b, a } or F { a, b } end
     local function attrs(...) return args(alone[1], 1, 0, 0, out_in, 3, ...) end
-    case { "column_linear", { F { 5, 4 }, w(4, 6), F { 6 }, attrs = attrs(1) },
-           { F { 3, 4 }, w(4, 2), NONE, attrs = attrs(0) },
-           { F { 33, 65 }, w(65, 130), F { 130 }, attrs = attrs(0), grads = false },
-           { F { 0, 4 }, w(4, 6), F { 6 }, attrs = attrs(0), grads = false }, alive = group }
+    local function lone(x, weight, b) return x, weight, b, NONE, NONE, NONE, NONE end
+    local function column(at, ...)
+      local one = { ... }
+      one.attrs, one.grads = attrs(at.keep), at.grads
+      return one
+    end
+    case { "column_linear", column({ keep = 1 }, lone(F { 5, 4 }, w(4, 6), F { 6 })),
+           column({ keep = 0 }, lone(F { 3, 4 }, w(4, 2), NONE)),
+           column({ keep = 0 }, F { 3, 4 }, w(4, 2), NONE, w(4, 6), F { 6 }, w(4, 3), NONE),
+           column({ keep = 1 }, F { 5, 4 }, w(4, 6), F { 6 }, w(4, 1), F { 1 }, NONE, NONE),
+           column({ keep = 0, grads = false }, lone(F { 33, 65 }, w(65, 130), F { 130 })),
+           column({ keep = 0, grads = false }, F { 33, 65 }, w(65, 130), F { 130 }, w(65, 23), NONE, w(65, 7), NONE),
+           column({ keep = 0, grads = false }, lone(F { 0, 4 }, w(4, 6), F { 6 })), alive = group }
     case { "row_linear", { F { 5, 4 }, w(4, 6), attrs = attrs() }, { F { 33, 65 }, w(65, 130), attrs = attrs(),
            grads = false }, { F { 0, 4 }, w(4, 6), attrs = attrs(), grads = false }, alive = group }
-    case { "column_linear_grad", { F { 5, 4 }, F { 5, 6 }, w(4, 6), NONE, attrs = attrs(1) },
-           { F { 5, 4 }, F { 5, 6 }, w(4, 6), F { 5, 4 }, attrs = attrs(0) },
-           { F { 33, 65 }, F { 33, 23 }, w(65, 23), NONE, attrs = attrs(1) }, alive = group }
+    -- attrs: want_w, want_b, by bits
+    case { "column_linear_grad",
+           { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, NONE, NONE, NONE, NONE, attrs = attrs(1, 1) },
+           { F { 5, 6 }, w(4, 6), NONE, F { 5, 4 }, NONE, NONE, NONE, NONE, attrs = attrs(1, 0) },
+           { F { 5, 6 }, w(4, 6), NONE, NONE, F { 5, 3 }, w(4, 3), F { 5, 2 }, w(4, 2), attrs = attrs(0, 0) },
+           { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, F { 5, 3 }, w(4, 3), F { 5, 2 }, w(4, 2), attrs = attrs(7, 5) },
+           { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, F { 5, 3 }, w(4, 3), NONE, NONE, attrs = attrs(2, 0) },
+           { F { 33, 23 }, w(65, 23), F { 33, 65 }, NONE, NONE, NONE, NONE, NONE, attrs = attrs(1, 1) }, alive = group }
   end
   -- The losses of a vocabulary: of 30 words from 5 on, in 33 columns, and what two ranks tell of them; of all words.
   local function share(N) return F({ 3, N }, 0.5, 1.5, "fp32") end

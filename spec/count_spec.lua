@@ -67,7 +67,8 @@ describe("counting", function()
     function Cut:parts()
       return { { name = "one", modules = { self }, forward = function(_, batch)
         local all                                          -- rows [4, 8] of each of two ranks
-        if self.pieces then all = ps.ops.column_linear(batch.x, self.up, nil, 0, 2, 0, 0, 1, self.pieces, 0)
+        if self.pieces then
+          all = ps.ops.column_linear(batch.x, self.up, nil, nil, nil, nil, nil, 0, 2, 0, 0, 1, self.pieces, 0)
         else all = ps.ops.linear(ps.ops.all_gather_again(batch.x, 0, 2, 0), self.up, nil, nil, 1) end
         if self.pieces then return { y = ps.ops.row_linear(all, self.down, 0, 2, 0, 0, 1, self.pieces) } end
         return { y = ps.ops.reduce_scatter(ps.ops.linear(all, self.down, nil, nil, 1), 0, 2, 0) }

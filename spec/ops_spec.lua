@@ -203,7 +203,7 @@ end)
 local function apply_into(name, ins, attrs, given)
   local c_in = ffi.new("ps_tensor *[?]", #ins)
   for i, t in ipairs(ins) do c_in[i - 1] = t end
-  local a, out = ffi.new("ps_attrs_" .. name, attrs), ffi.new("ps_tensor *[4]")
+  local a, out = ffi.new("ps_attrs_" .. name, attrs), ffi.new "ps_tensor *[PS_MAX_OUT]"
   out[0] = given
   ps.check(C.ps_apply(ps.ctx, info[name].code, #ins, c_in, a, ffi.sizeof(a), out))
   assert(out[0] == ffi.cast("ps_tensor *", given))

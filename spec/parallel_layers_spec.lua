@@ -432,6 +432,153 @@ local PIECES = [[
   near(group:sum(x), x * size, "a sum behind all this")
 ]]
 
+-- Weights of the same rows, which are gathered once: values and gradients are those of one rank, with one piece the
+-- bits of the composed rows, and the bytes those of one layer.
+local SHARED = [[
+  local function leaves(dtype, n, C, widths, out_in)
+    ps.manual_seed(9)
+    local function draw(...) return ps.randn({ ... }, { dtype = "fp64" }) end
+    local function leaf(t) return t:contiguous():to(dtype):clone():requires_grad(true) end
+    local function part(t, dim) return t:narrow(dim, rank * t:size(dim) / size, t:size(dim) / size) end
+    local x = draw(size * n, C)
+    local own, whole = { x = leaf(part(x, 0)), layers = {}, v = {} }, { x = leaf(x), layers = {}, v = {} }
+    for i, H in ipairs(widths) do
+      local w, b = out_in and draw(size * H, C) or draw(C, size * H), i ~= 2 and draw(size * H) or nil
+      local v = draw(size * n, size * H)
+      own.layers[i] = { leaf(part(w, out_in and 0 or 1)), b and leaf(part(b, 0)) }
+      whole.layers[i] = { leaf(w), b and leaf(b) }
+      own.v[i], whole.v[i] = part(v, 1):contiguous():to(dtype), v:to(dtype)
+    end
+    return own, whole, part
+  end
+  -- fn(t) gives the outputs; `unused`: one that the loss does not see. Gives the outputs and the bytes that were sent.
+  local function run(t, fn, unused)
+    local before, kept = group:bytes_sent(), {}
+    for _ = 1, 2 do                                            -- the second time gradients are added to
+      local loss
+      for i, y in ipairs { fn(t) } do
+        kept[i] = y:detach()
+        local one = i ~= unused and (t.v[i] * y):sum()
+        loss = one and (loss and loss + one or one) or loss
+      end
+      loss:backward()
+    end
+    return kept, group:bytes_sent() - before
+  end
+  local function of_ranks(how)
+    return function(t) return group:gathered_linears(t.x, t.layers, how) end
+  end
+  local function composed(out_in, keep)
+    return function(t)
+      local x, y = keep and group:gathered(t.x) or group:gathered_again(t.x), {}
+      for i, l in ipairs(t.layers) do y[i] = ps.ops.linear(x, l[1], l[2], nil, out_in and 1 or 0) end
+      return unpack(y)
+    end
+  end
+  local function one_piece(out_in)
+    return function(t)
+      local l, none = t.layers, {}
+      local a, b, c = l[1], l[2] or none, l[3] or none
+      local y = { ps.ops.column_linear(t.x, a[1], a[2], b[1], b[2], c[1], c[2], ps.C.ps_group_number(group.c), size,
+        rank, 0, out_in and 1 or 0, 1, 0) }
+      return unpack(y, 1, #l)
+    end
+  end
+  local function each(t, fn)
+    fn("x", t.x, 0)
+    for i, l in ipairs(t.layers) do
+      for k, name in ipairs { "w", "b" } do if l[k] then fn(name .. i, l[k], k == 1 and "w" or 0) end end
+    end
+  end
+  local function gradients(t)
+    local all = {}
+    each(t, function(name, p) all[name] = p:grad() or false end)
+    return all
+  end
+  local C = 6
+  for _, out_in in ipairs { true, false } do
+    for _, case in ipairs { { 5, 2, { 4, 2, 3 } }, { 5, 8, { 3, 1 } }, { 1, 4, { 4, 2, 3 } }, { 4, 3, { 2 } } } do
+      local n, pieces, widths = unpack(case)
+      local what = ("out_in %s, %d rows in %d pieces, %d weights: "):format(out_in, n, pieces, #widths)
+      local own, whole, part = leaves("fp64", n, C, widths, out_in)
+      local got, sent = run(own, of_ranks { out_in = out_in, pieces = pieces, keep = true })
+      local want = run(whole, function(t)
+        local y = {}
+        for i, l in ipairs(t.layers) do y[i] = ps.ops.linear(t.x, l[1], l[2], nil, out_in and 1 or 0) end
+        return unpack(y)
+      end)
+      for i in ipairs(widths) do near(got[i], part(want[i], 1), what .. "values " .. i) end
+      local right, found = gradients(whole), gradients(own)
+      each(own, function(name, _, dim)
+        near(found[name], part(right[name], dim == "w" and (out_in and 0 or 1) or dim), what .. name .. "'s gradient")
+      end)
+      local again = leaves("fp64", n, C, widths, out_in)
+      assert(select(2, run(again, composed(out_in, true))) == sent, what .. "bytes")
+      -- where an input, a weight or a bias needs no gradient
+      for _, frozen in ipairs { { x = true }, { w1 = true }, { w1 = true, w2 = true, w3 = true, b3 = true } } do
+        local some = leaves("fp64", n, C, widths, out_in)
+        each(some, function(name, p) p:requires_grad(not frozen[name]) end)
+        run(some, of_ranks { out_in = out_in, pieces = pieces })
+        for name, g in pairs(gradients(some)) do
+          if frozen[name] then assert(g == false, what .. name .. " is frozen")
+          else near(g, found[name], what .. name .. "'s gradient beside frozen ones") end
+        end
+      end
+      -- an output that no loss sees
+      for unused = 1, #widths > 1 and #widths or 0 do
+        local some, other = leaves("fp64", n, C, widths, out_in), leaves("fp64", n, C, widths, out_in)
+        run(some, of_ranks { out_in = out_in, pieces = pieces }, unused)
+        run(other, composed(out_in), unused)
+        local have = gradients(some)
+        for name, g in pairs(gradients(other)) do
+          assert((have[name] == false) == (g == false), what .. name .. " without output " .. unused)
+          if g then near(have[name], g, what .. name .. "'s gradient without output " .. unused) end
+        end
+      end
+    end
+    for _, dtype in ipairs { "fp64", "fp32", "bf16", "fp16" } do
+      local a, b = leaves(dtype, 5, C, { 4, 2, 3 }, out_in), leaves(dtype, 5, C, { 4, 2, 3 }, out_in)
+      local y, z = run(a, one_piece(out_in)), run(b, composed(out_in))
+      for i = 1, 3 do near(y[i], z[i], dtype .. " bits " .. i, 0) end
+      local right = gradients(b)
+      for name, g in pairs(gradients(a)) do near(g, right[name], dtype .. ": bits of " .. name .. "'s gradient", 0) end
+    end
+  end
+  -- above 1 MiB, where backward gathers again, in the types of training
+  for _, case in ipairs(size == 2 and { { "fp32", 2e-6, false }, { "bf16", 0.02, true } } or {}) do
+    local dtype, tol, keep = unpack(case)
+    local n, wide = 259, 1024
+    local a, b = leaves(dtype, n, wide, { 16, 8, 8 }, true), leaves(dtype, n, wide, { 16, 8, 8 }, true)
+    local beside = group:bytes_in_pieces()
+    local y, sent = run(a, of_ranks { pieces = 4, keep = keep })
+    assert(group:bytes_in_pieces() - beside == sent)
+    local z, want = run(b, composed(true, keep))
+    assert(group:bytes_in_pieces() - beside == sent)
+    assert(sent == want and sent == (keep and 4 or 6) * n * wide * a.x:nbytes() / a.x:numel(),
+      ("%d bytes, not %d"):format(sent, want))
+    for i = 1, 3 do near(y[i]:float(), z[i]:float(), dtype .. " values", tol) end
+    local right = gradients(b)
+    for name, g in pairs(gradients(a)) do
+      local scale = right[name]:float():abs():max()
+      near(g:float() / scale, right[name]:float() / scale, dtype .. ": " .. name .. "'s gradient", tol)
+    end
+  end
+  -- what cannot be
+  local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
+  for _, case in ipairs {
+    { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, { { w }, { w }, { w }, { w } }) end },
+    { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, {}) end },
+    { "layer 2 is a cdata, no pair", function() group:gathered_linears(x, { { w }, w }) end },
+    { "w takes 5", function() group:gathered_linears(x, { { w }, { ps.ones { 3, 5 } } }, { pieces = 2 }) end },
+    { "bias must be float %[3%]", function()
+      group:gathered_linears(x, { { w }, { w, ps.ones { 2 } } }, { pieces = 2 })
+    end },
+  } do
+    local ok, why = pcall(case[2])
+    assert(not ok and tostring(why):find(case[1]), tostring(why))
+  end
+]]
+
 -- 2 MiB of each rank, on a link that takes 2 s for them.
 local KILLED = [[
   if rank == 1 then
@@ -467,6 +614,9 @@ describe("layers of which ranks have parts", function()
   end)
   it("exchange rows in pieces beside their products", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PIECES) end
+  end)
+  it("gather rows once for several products", function()
+    for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. SHARED) end
   end)
   it("hear of a rank that dies, or fails, while rows travel", function()
     local out = lib.run(folder, 2, lib.begin(folder) .. KILLED, "OMP_WAIT_POLICY=passive PS_SIM_LINK=1e6")

@@ -64,7 +64,7 @@ local function moved()
 end
 
 describe("what an op costs", function()
-  local cost, outs = ffi.new("ps_op_cost_info"), ffi.new("ps_tensor *[4]")
+  local cost, outs = ffi.new("ps_op_cost_info"), ffi.new "ps_tensor *[PS_MAX_OUT]"
   local function of_op(name, n_in, ins, attrs, n_out, out)
     local list = ffi.new "ps_tensor *[64]"
     for i = 1, #ins do list[i - 1] = ins[i] end

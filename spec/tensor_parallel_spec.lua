@@ -153,6 +153,15 @@ describe("a model that cannot be shared out", function()
     fails({ "Net.tensor_parallel: fc is colum; there are column, row" }, function() cut(net, 2, 0) end)
     Net.tensor_parallel = { norm = "row" }
     fails({ "norm is a LayerNorm; columns and rows cut nn.Conv1D and nn.Linear" }, function() cut(net, 2, 0) end)
+    local Two = nn.class "Two"
+    function Two:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end
+    function Net:init() self.two = Two() end
+    for problem, gather in pairs { ["gather names 4 columns; it takes true, or a list of 1 to 3"] = { 1, 2, 3, 4 },
+      ["gather names x, which is no column of the module"] = { "a", "x" },
+      ["gather leaves out b, a column of the module"] = { "a" } } do
+      Net.tensor_parallel = { two = { "divide", gather = gather }, ["two.a"] = "column", ["two.b"] = "column" }
+      fails({ 'Net.tensor_parallel["two"]: ' .. problem }, function() cut(net, 2, 0) end)
+    end
   end)
 
   it("is one whose products are inside of others' modules, and hears what to name", function()

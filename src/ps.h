@@ -25,8 +25,9 @@ extern "C" {
 #pragma GCC visibility push(default)    /* all else of the engine is hidden (CMakeLists.txt) */
 
 /* @cdef */
-enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 4, PS_MAX_ATTRS = 256,
-       PS_MAX_PIECES = 8 /* in which rows travel beside a product */ };
+enum { PS_MAX_DIMS = 8, PS_MAX_IN = 64, PS_MAX_OUT = 8, PS_MAX_ATTRS = 256,
+       PS_MAX_PIECES = 8 /* in which rows travel beside a product */,
+       PS_MAX_COLUMNS = 3 /* products of rows that are gathered once */ };
 enum { PS_F32, PS_BF16, PS_F16, PS_F64, PS_I32, PS_I64, PS_U8, PS_BOOL, PS_DTYPE_COUNT };
 
 typedef struct ps_ctx ps_ctx;
@@ -1006,6 +1007,7 @@ int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */
 int64_t ps_group_bytes_sent(const ps_group *group);         /* of tensors, to other ranks, ever; ps_group_pretend too */
+int64_t ps_group_bytes_in_pieces(const ps_group *group);    /* those among them that travelled beside products */
 /* Agreement by plan, of what ps_engine_plan_calls took. All ranks begin together, with `agreed` 1 where all have
  * the same hash, not 0. Ranks then compare no more than the number of a planned call; other calls are compared as
  * ever. */

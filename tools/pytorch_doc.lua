@@ -26,7 +26,7 @@ reduce_from_tp | - | - | group:reduce_from(x)
 scatter_to_tp | - | - | group:scatter_to(x), along any dimension
 gather_from_tp | - | - | group:gather_from(x), along any dimension
 all_gather_again | - | - | group:gathered_again(x)
-column_linear | - | - | group:gathered_linear(x, w, b, { pieces = n })
+column_linear | - | - | group:gathered_linear(x, w, b, { pieces = n }), group:gathered_linears
 row_linear | - | - | group:linear_scattered(x, w, { pieces = n })
 column_linear_grad | - | - | the gradient of column_linear, in one op
 logit_stats | - | - | of nn.ParallelLMHead: what ranks tell each other of their logits

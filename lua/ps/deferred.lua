@@ -26,7 +26,7 @@ jit.off(true, true)
 
 local META = E.device_index "meta"
 local pointer_array = array "ps_tensor *"
-local outs = ffi.new("ps_tensor *[4]")
+local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
 local address = core.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end

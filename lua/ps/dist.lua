@@ -80,6 +80,10 @@ function Group:size() return C.ps_group_size(open(self)) end
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
+--- Of `bytes_sent` those of rows that travelled in pieces beside products.
+---@return number
+function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
+
 --- Connects the ranks' devices of this name, so that the calls below take tensors there. All ranks call it. The first
 --- collective below with such tensors connects the devices by itself. An error named EUNSUP: some rank cannot connect,
 --- and the group goes on with host memory.
@@ -162,6 +166,7 @@ end
 local ops = E.ops
 local PRODUCT = {
   gathered_linear = { out_in = "boolean", pieces = "whole", keep = "boolean" },
+  gathered_linears = { out_in = "boolean", pieces = "whole", keep = "boolean" },
   linear_scattered = { out_in = "boolean", pieces = "whole", keep = "boolean", flat = "boolean" },
 }
 
@@ -208,14 +213,31 @@ local function of_product(self, call, x, w, how)
   return how, pieces, how.out_in == false and 0 or 1, number, size, rank
 end
 
--- fn(x [n, ..., I] as a matrix), a matrix, with x's other dimensions.
-local function as_matrix(x, fn)
-  local shape, rows = x:shape(), 1
-  if #shape == 2 then return fn(x) end
-  local y = fn(x:reshape(-1, shape[#shape]))
+-- The rows y [size n ..., O] of an x of `shape`, [n, ..., I], with x's other dimensions.
+local function with_dims(y, shape)
+  local rows, to = 1, { unpack(shape) }
   for i = 2, #shape - 1 do rows = rows * shape[i] end
-  shape[1], shape[#shape] = rows > 0 and y:size(0) / rows or 0, y:size(1)
-  return y:reshape(shape)
+  to[1], to[#to] = rows > 0 and y:size(0) / rows or 0, y:size(1)
+  return y:reshape(to)
+end
+
+-- `gathered(x)` times the w of each layer, plus its b, as several results. `call`: the function that a script called.
+local function gathered_linears(self, call, x, layers, how)
+  local shape, given, pieces, out_in, number, size, rank
+  for _, layer in ipairs(layers) do
+    given, pieces, out_in, number, size, rank = of_product(self, call, x, layer[1], how)
+  end
+  if pieces == 1 then
+    local all, y = given.keep and self:gathered(x) or self:gathered_again(x), {}
+    for i, layer in ipairs(layers) do y[i] = ops.linear(all, layer[1], layer[2], nil, out_in) end
+    return unpack(y, 1, #layers)
+  end
+  shape = x:shape()
+  local one, two, three = layers[1], layers[2] or {}, layers[3] or {}
+  local y = { ops.column_linear(#shape == 2 and x or x:reshape(-1, shape[#shape]), one[1], one[2], two[1], two[2],
+    three[1], three[2], number, size, rank, 0, out_in, pieces, given.keep and 1 or 0) }
+  for i = 1, #shape > 2 and #layers or 0 do y[i] = with_dims(y[i], shape) end
+  return unpack(y, 1, #layers)
 end
 
 --- `gathered(x)` times w, plus b. In pieces it is one op: rows travel beside the products of others, and in backward
@@ -228,13 +250,26 @@ end
 ---  below 1 MiB
 ---@return ps.Tensor [size n, ..., O]
 function Group:gathered_linear(x, w, b, how)
-  local given, pieces, out_in, number, size, rank = of_product(self, "gathered_linear", x, w, how)
-  if pieces == 1 then
-    return ops.linear(given.keep and self:gathered(x) or self:gathered_again(x), w, b, nil, out_in)
+  return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
+end
+
+--- As `gathered_linear` with up to three weights, for which the rows are gathered once. What the products add to x's
+--- gradient is added up from the last to the first.
+---@param x ps.Tensor [n, ..., I], this rank's rows
+---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
+---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
+---@return ps.Tensor ... [size n, ..., O], one of each pair
+function Group:gathered_linears(x, layers, how)
+  local call = "gathered_linears"
+  if type(layers) ~= "table" or #layers < 1 or #layers > C.PS_MAX_COLUMNS then
+    error(("group:%s takes a list of 1 to %d pairs {w, b}"):format(call, C.PS_MAX_COLUMNS))
   end
-  return as_matrix(x, function(m)
-    return ops.column_linear(m, w, b, number, size, rank, 0, out_in, pieces, given.keep and 1 or 0)
-  end)
+  for i, layer in ipairs(layers) do
+    if type(layer) ~= "table" then
+      error(("group:%s: layer %d is a %s, no pair {w, b}"):format(call, i, type(layer)))
+    end
+  end
+  return gathered_linears(self, call, x, layers, how)
 end
 
 --- `scattered(x times w)`. In pieces it is one op: rows of the product travel beside the products of others, and in

@@ -131,7 +131,8 @@ function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
 end
 
-local outs = ffi.new("ps_tensor *[4]")
+local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
+local OUTS_NBYTES = ffi.sizeof(outs)
 
 --- Collects and runs an op that found no memory once more. The wrappers end in tail calls, so nothing in Lua may be
 --- holding the inputs any more: they need references of their own while the collector runs.
@@ -139,7 +140,7 @@ local function apply_again(op, n_in, ins, attrs, nbytes)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collectgarbage()
   collectgarbage()
-  outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
+  ffi.fill(outs, OUTS_NBYTES)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc == ENOMEM and M.give_room() then rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs) end
   for i = 0, n_in - 1 do if ins[i] ~= nil then release(ins[i]) end end
@@ -177,11 +178,18 @@ local note_line = M.note_line
 -- M.placer: called before each op, in anomaly mode (ps/anomaly.lua).
 -- M.recorder: while a model is made without data, notes how tensors come to values (ps/deferred.lua).
 
+-- Outputs i and following, of n.
+local function owned_from(i, n)
+  if i == n then return end
+  local t = outs[i] ~= nil and own(outs[i]) or nil
+  return t, owned_from(i + 1, n)
+end
+
 --- Runs an op; `ins` is the shared array that the generated wrappers fill.
 local function apply(op, n_in, ins, attrs, nbytes, n_out)
   local note = M.recorder and M.recorder:begin(op, n_in, ins, attrs, nbytes)
   if M.placer then M.placer() end
-  outs[0], outs[1], outs[2], outs[3] = nil, nil, nil, nil
+  ffi.fill(outs, OUTS_NBYTES)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc < 0 then
     if rc ~= ENOMEM then refuse(rc, n_in, ins) end
@@ -196,7 +204,8 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   b = b ~= nil and own(b) or nil
   if n_out == 2 then return a, b end
   c = c ~= nil and own(c) or nil
-  return a, b, c
+  if n_out == 3 then return a, b, c end
+  return a, b, c, owned_from(3, n_out)
 end
 
 local ops, info = require "ps.ops_generated"(ffi, C, apply, caller)

@@ -17,7 +17,9 @@
 --   words       a module with a bias over the vocabulary, whose weight is the table that `table` names by its path in
 --               the model. It gets a field `vocabulary`, the nn.ParallelLMHead of both
 --   divide      a module; the fields named count what the ranks share out, the first of them heads. keys: what these
---               fields are called in a configuration. gather: the columns in it have one input, which is gathered once
+--               fields are called in a configuration. gather: the columns in it have the module's input, which is
+--               gathered once. true: all of it, before forward; a list of up to three names, in the order of their
+--               calls: nothing but these columns takes the input, so its rows may travel beside their products
 --   enter       with sequence parallelism each rank has its share of the rows from this module's input on
 --   inside      ... in this module
 --   leave       ... in this module, and all rows behind it
@@ -34,6 +36,7 @@ local hooks = require "ps.hooks"
 local shard = require "ps.nn.shard"
 local scope = require "ps.scope"
 local nn = require "ps.nn"
+local C = ps.C
 
 local tensor_parallel = {}
 
@@ -111,6 +114,7 @@ end
 ---@field region ps.nn.Region
 ---@field made table<ps.nn.Module, ps.nn.Module> by module: what has taken its place
 ---@field gathered table<ps.nn.Module, boolean> modules whose input is gathered already
+---@field claims ps.tensor_parallel.Claim[]
 ---@field parts table<integer, ps.Tensor> by a whole parameter's address: its shard
 local Cut = {}
 Cut.__index = Cut
@@ -234,10 +238,42 @@ local function divide(cut, claim)
     module[field] = value / size
   end
   if fields[1] then module.first_head = region.rank * module[fields[1]] end
-  if not claim.entry.gather then return end
+  local names = claim.entry.gather
+  if not names then return end
   local forward = module.forward
-  rawset(module, "forward", function(self, x, ...) return forward(self, region:gather(x), ...) end)
-  for _, child in module:named_modules() do cut.gathered[child] = true end
+  local function whole(self, x, ...) return forward(self, region:gather(x), ...) end
+  if names == true then
+    for _, child in module:named_modules() do cut.gathered[child] = true end
+    rawset(module, "forward", whole)
+    return
+  end
+  if #names < 1 or #names > C.PS_MAX_COLUMNS then
+    caller.error(("%s: gather names %d columns; it takes true, or a list of 1 to %d"):format(claim.named, #names,
+      C.PS_MAX_COLUMNS))
+  end
+  local prefix, left = claim.path .. ".", {}
+  for _, other in ipairs(cut.claims) do
+    if other.kind == "column" and other.path:sub(1, #prefix) == prefix then
+      left[other.path:sub(#prefix + 1)] = other.module
+    end
+  end
+  for _, name in ipairs(names) do
+    if not left[name] or name:find(".", 1, true) then
+      caller.error(("%s: gather names %s, which is no column of the module; gather = true is for all that is in it")
+        :format(claim.named, tostring(name)))
+    end
+    cut.gathered[left[name]], left[name] = true, nil
+  end
+  if next(left) then
+    caller.error(("%s: gather leaves out %s, a column of the module"):format(claim.named, next(left)))
+  end
+  rawset(module, "forward", function(self, x, ...)
+    if region.pieces == 1 or not region:has_part(x) then return whole(self, x, ...) end
+    local list = {}
+    for i, name in ipairs(names) do list[i] = self[name] end
+    nn.ColumnParallelLinear.begin_all(list, x)
+    return forward(self, x, ...)
+  end)
 end
 
 -- -- sequence parallelism ---------------------------------------------------------------------------------------------
@@ -347,7 +383,8 @@ function tensor_parallel.cut(model, how)
   end
   local region = nn.Region.new(how.group, how.sequence, how.keep_gathered, how.pieces)
   scope.carry_state(region)
-  local cut = setmetatable({ model = model, region = region, made = {}, parts = {}, gathered = {} }, Cut)
+  local cut = setmetatable({ model = model, region = region, made = {}, parts = {}, gathered = {},
+    claims = claims }, Cut)
   local function of_kind(kind, fn)
     for _, claim in ipairs(claims) do if claim.kind == kind then fn(cut, claim) end end
   end

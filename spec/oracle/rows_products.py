@@ -410,8 +410,20 @@ def of_ranks(d):
         wide = [t if t is None or t.dtype == torch.float64 else t.float() for t in x]
         return F.linear(wide[0], wide[1] if out_in else wide[1].t(), wide[2]).to(x[0].dtype)
     how = "n, 1, 0, 0, %d, %d" % (out_in, d.int(1, 8))
-    text = "ps.ops.column_linear(x[1], x[2], x[3], %s, %d)" % (how, d.int(0, 1)) if column else "ps.ops.row_linear(x[1], x[2], %s)" % how
-    return Case(GROUP + text, run, inputs)
+    if not column:
+        return Case(GROUP + "ps.ops.row_linear(x[1], x[2], %s)" % how, run, inputs)
+    several = d.int(1, 3)                                             # weights of the same rows
+    for _ in range(1, several):
+        k = size(d) or 1
+        inputs += [d.input([k, i] if out_in else [i, k], dtype, True), d.input([k], dtype, True) if d.chance(0.5) else None]
+
+    def run_all(x, m):
+        y = [run([x[0], x[1 + 2 * k], x[2 + 2 * k]], m) for k in range(several)]
+        return y if several > 1 else y[0]
+    given = ", ".join("x[%d]" % k if k <= len(inputs) else "nil" for k in range(1, 8))
+    names = ", ".join("abc"[:several])                                # the others are nil
+    text = "(function(%s) return %s end)(ps.ops.column_linear(%s, %s, %d))" % (names, names, given, how, d.int(0, 1))
+    return Case(GROUP + text, run_all, inputs)
 
 
 def vocabulary(d):
@@ -459,19 +471,34 @@ def parallel_lm_loss(d):
 
 
 def column_linear_grad(d):
-    dtype, n, i, o, out_in, want = d.dtype(), d.int(1, 9), size(d) or 2, size(d) or 2, d.chance(0.5), d.chance(0.5)
+    dtype, n, i, out_in, several = d.dtype(), d.int(1, 9), size(d) or 2, d.chance(0.5), d.int(1, 3)
+    want = [d.choice("", "w", "wb") for _ in range(several)]
+    at = [0] + [2 + 2 * k for k in range(1, several)]                 # of each dy among the inputs
+    inputs = [None] * (4 + 2 * (several - 1))
+    for k in range(several):
+        o = size(d) or 2
+        weight = d.input([o, i] if out_in else [i, o], dtype)
+        inputs[at[k]], inputs[at[k] + 1] = d.input([n, o], dtype), weight
+    if any(want):
+        inputs[2 + d.int(0, 1)] = d.input([n, i], dtype)              # x, or full, which is the same of one rank
 
     def run(x, m):
-        a, dy, w = (t.double() for t in x[:3])
-        dw = dy.t() @ a if out_in else a.t() @ dy
-        all_ = [dy @ (w if out_in else w.t()), dw] + ([dy.sum(0)] if want else [])
-        return [t.to(x[0].dtype) for t in all_]
-    x = d.input([n, i], dtype)
-    call = "ps.ops.column_linear_grad(x[1], x[2], x[3], x[4], n, 1, 0, 0, %d, %d, %d)" % (out_in, d.int(1, 8), want)
-    if not want:                                                      # the third output is nil
-        call = "(function(dx, dw) return dx, dw end)(%s)" % call
-    return Case(GROUP + call,
-                run, [x, d.input([n, o], dtype), d.input([o, i] if out_in else [i, o], dtype), x if d.chance(0.3) else None])
+        wide = [None if t is None else t.double() for t in x]
+        a = wide[2] if wide[2] is not None else wide[3]
+        all_ = [sum(wide[p] @ (wide[p + 1] if out_in else wide[p + 1].t()) for p in at)]
+        for k, p in enumerate(at):
+            if "w" in want[k]:
+                all_.append(wide[p].t() @ a if out_in else a.t() @ wide[p])
+            if "b" in want[k]:
+                all_.append(wide[p].sum(0))
+        return [t.to(x[0].dtype) for t in all_] if any(want) else all_[0].to(x[0].dtype)
+    bits = [sum((name in w) << k for k, w in enumerate(want)) for name in "wb"]
+    given = ", ".join("x[%d]" % k if k <= len(inputs) else "nil" for k in range(1, 9))
+    call = "ps.ops.column_linear_grad(%s, n, 1, 0, 0, %d, %d, %d, %d)" % (given, out_in, d.int(1, 8), bits[0], bits[1])
+    names = [name for k, w in enumerate(want) for name in (["w%d" % k] if "w" in w else []) + (["b%d" % k] if "b" in w else [])]
+    heads = ", ".join(["dx"] + ["%s%d" % (c, k) for k in range(3) for c in "wb"])      # those that nobody wants are nil
+    call = "(function(%s) return %s end)(%s)" % (heads, ", ".join(["dx"] + names), call)
+    return Case(GROUP + call, run, inputs)
 
 
 ROWS = [

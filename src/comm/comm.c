@@ -146,6 +146,7 @@ int ps_group_world_rank(const ps_group *g, int rank)
 
 int ps_group_number(const ps_group *g) { return g->number; }
 int64_t ps_group_bytes_sent(const ps_group *g) { return g->bytes_sent; }
+int64_t ps_group_bytes_in_pieces(const ps_group *g) { return g->bytes_in_pieces; }
 
 /* -- agreeing ------------------------------------------------------------------------------------------------------ */
 

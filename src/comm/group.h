@@ -68,7 +68,7 @@ struct ps_group {
     ps_ctx *ctx;
     int32_t number;                        /* in ctx->groups, or -1: ctx->groups had no room */
     uint64_t seq, *pair_seq;               /* calls so far; pair_seq: [size], sends and receives with each rank */
-    int64_t bytes_sent;
+    int64_t bytes_sent, bytes_in_pieces;
     header *heard;                         /* [size] */
     ps_comm_part *send, *recv, *parts;     /* [size] */
     char **addends;                        /* [size] */

@@ -577,7 +577,9 @@ static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);
     if (ps_dtype_bytes(m.dtype) < 4) m.dtype = PS_F32;
-    return ps_grad_new(g, g->dout[0]->device_, &m, out);
+    int k = 0;
+    while (!g->dout[k]) k++;                    /* at least one came */
+    return ps_grad_new(g, g->dout[k]->device_, &m, out);
 }
 
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)

@@ -87,7 +87,8 @@ void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] *
     const ps_attrs_column_linear *a = c->attrs;
     cost_moves(c);
     if (!c->out[1]) c->bytes += a->size * nbytes(c->in[0]);
-    c->flops += 2 * a->size * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
+    for (int i = 0; i < PS_MAX_COLUMNS; i++)
+        if (c->in[1 + 2 * i]) c->flops += 2 * a->size * c->in[0]->numel_ * size(c->in[1 + 2 * i], a->out_in ? 0 : 1);
 }
 
 void cost_row_linear(ps_cost *c)                  /* x [size n, I] -> y [n, O] */
@@ -98,12 +99,16 @@ void cost_row_linear(ps_cost *c)                  /* x [size n, I] -> y [n, O] *
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
 }
 
-void cost_column_linear_grad(ps_cost *c)          /* x [n, I], dy [size n, O], w, full? -> dx, dw, db */
+void cost_column_linear_grad(ps_cost *c)          /* dy [size n, O], w, x?, full? -> dx [n, I], dw, db */
 {
     const ps_attrs_column_linear_grad *a = c->attrs;
     cost_moves(c);
-    c->bytes += (c->in[3] ? 1 : 2) * a->size * nbytes(c->in[0]) + (a->accumulate ? nbytes(c->out[1]) : 0);
-    c->flops += 4 * a->size * c->in[0]->numel_ * size(c->in[1], 1);
+    c->bytes += (a->want_w && !c->in[3] ? 2 : 1) * a->size * nbytes(c->out[0]);
+    for (int i = 0; i < PS_MAX_COLUMNS; i++) {
+        const ps_tensor *dy = c->in[i ? 2 + 2 * i : 0];
+        if (dy) c->flops += ((a->want_w >> i & 1) ? 4 : 2) * a->size * c->out[0]->numel_ * size(dy, 1);
+        if (a->accumulate >> i & 1) c->bytes += nbytes(c->out[1 + 2 * i]);
+    }
 }
 
 void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V, C]: as lm_loss, of all N rows */

@@ -94,8 +94,8 @@ int grad_broadcast(ps_grad *g)
 /* The attributes with which column_linear and column_linear_grad begin are those of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
-/* x [..., I] and w of one float type; *out: the outputs of w. */
-static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, int64_t *out)
+/* x [..., I] and w of one float type; out_in: w is [O, I]; *out: O. */
+static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, bool out_in, int64_t *out)
 {
     const with_product *at = f->attrs;
     PS_TRY(ps_rule_ranks(f));
@@ -104,23 +104,31 @@ static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor 
     bool rows = x->ndim == 2 || (f->op == PS_OP_row_linear && x->ndim > 2);
     if (!rows || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
         return ps_rule_fail(f, "x [rows, I] and w with two dimensions, of one float type, are needed");
-    int64_t in = w->shape_[at->out_in ? 1 : 0], features = x->shape_[x->ndim - 1];
-    *out = w->shape_[at->out_in ? 0 : 1];
+    int64_t in = w->shape_[out_in ? 1 : 0], features = x->shape_[x->ndim - 1];
+    *out = w->shape_[out_in ? 0 : 1];
     if (features == in) return 0;
     return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)features, (long long)in,
-                        at->out_in ? "[out, in]" : "[in, out]");
+                        out_in ? "[out, in]" : "[in, out]");
 }
 
 int infer_column_linear(ps_infer *f)
 {
     ps_attrs_column_linear *at = f->attrs;
-    const ps_tensor *x = f->in[0], *b = f->in[2];
+    const ps_tensor *x = f->in[0];
     int64_t out, rows;
-    PS_TRY(check_product(f, x, f->in[1], &out));
-    if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))
-        return ps_rule_fail(f, "the bias must be float [%lld]", (long long)out);
+    PS_TRY(check_product(f, x, f->in[1], at->out_in, &out));
     if (__builtin_mul_overflow(x->shape_[0], at->size, &rows)) return ps_rule_fail(f, "x is too large to be gathered");
-    f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { rows, out } };
+    for (int i = 0; i < PS_MAX_COLUMNS; i++) {
+        const ps_tensor *w = f->in[1 + 2 * i], *b = f->in[2 + 2 * i];
+        ps_meta *y = &f->out[i ? 1 + i : 0];
+        y->ndim = -1;
+        if (!w && b) return ps_rule_fail(f, "a bias has no weight");
+        if (!w) continue;
+        PS_TRY(check_product(f, x, w, at->out_in, &out));
+        if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))
+            return ps_rule_fail(f, "the bias must be float [%lld]", (long long)out);
+        *y = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { rows, out } };
+    }
     f->out[1] = (ps_meta){ .dtype = x->dtype_, .ndim = 2, .shape = { rows, x->shape_[1] } };
     int64_t nbytes = rows * x->shape_[1] * ps_dtype_bytes(x->dtype_);
     if (f->needs && nbytes < PS_CHEAP_MIN_NBYTES) at->keep = 1;
@@ -133,7 +141,7 @@ int infer_row_linear(ps_infer *f)
     const ps_attrs_row_linear *at = f->attrs;
     const ps_tensor *x = f->in[0];
     int64_t out, rows = 1;
-    PS_TRY(check_product(f, x, f->in[1], &out));
+    PS_TRY(check_product(f, x, f->in[1], at->out_in, &out));
     for (int d = 0; d < x->ndim - 1; d++) rows *= x->shape_[d];
     if (rows % at->size)
         return ps_rule_fail(f, "the rows of x, %lld, cannot be cut into %d equal parts", (long long)rows, at->size);
@@ -144,18 +152,31 @@ int infer_row_linear(ps_infer *f)
 int infer_column_linear_grad(ps_infer *f)
 {
     ps_attrs_column_linear_grad *at = f->attrs;
-    const ps_tensor *x = f->in[0], *dy = f->in[1], *w = f->in[2], *full = f->in[3];
-    int64_t out;
-    PS_TRY(check_product(f, x, w, &out));
-    int64_t all[2] = { x->shape_[0] * at->size, x->shape_[1] }, of_y[2] = { all[0], out };
-    PS_TRY(ps_rule_like(f, dy, "dy", x->dtype_, 2, of_y));
-    if (full) PS_TRY(ps_rule_like(f, full, "full", x->dtype_, 2, all));
-    f->out[0] = ps_meta_like(x);
-    f->out[1] = ps_meta_like(w);
-    f->out[2] = (ps_meta){ .dtype = x->dtype_, .ndim = 1, .shape = { out } };
-    if (!at->want_b) f->out[2].ndim = -1;
-    if (!(f->given & 2)) at->accumulate = 0;
-    if (!(f->given & 4)) at->add_b = 0;
+    const ps_tensor *dy = f->in[0], *x = f->in[2], *full = f->in[3];
+    int64_t in, rows = dy->ndim == 2 ? dy->shape_[0] : 0;
+    PS_TRY(check_product(f, dy, f->in[1], !at->out_in, &in));
+    if (rows % at->size)
+        return ps_rule_fail(f, "the rows of dy, %lld, cannot be cut into %d equal parts", (long long)rows, at->size);
+    int64_t all[2] = { rows, in }, own[2] = { rows / at->size, in };
+    if (x) PS_TRY(ps_rule_like(f, x, "x", dy->dtype_, 2, own));
+    if (full) PS_TRY(ps_rule_like(f, full, "full", dy->dtype_, 2, all));
+    if (at->want_w && !x && !full) return ps_rule_fail(f, "gradients of weights need x, or full");
+    f->out[0] = (ps_meta){ .dtype = dy->dtype_, .ndim = 2, .shape = { own[0], in } };
+    for (int i = 0; i < PS_MAX_COLUMNS; i++) {
+        const ps_tensor *d = f->in[i ? 2 + 2 * i : 0], *w = f->in[i ? 3 + 2 * i : 1];
+        ps_meta *dw = &f->out[1 + 2 * i], *db = &f->out[2 + 2 * i];
+        int64_t got;
+        dw->ndim = db->ndim = -1;
+        if (!d != !w) return ps_rule_fail(f, "each dy needs a weight, and each weight a dy");
+        if (!d && ((at->want_w | at->want_b) >> i & 1)) return ps_rule_fail(f, "there is no weight %d", i);
+        if (!d) continue;
+        PS_TRY(check_product(f, d, w, !at->out_in, &got));
+        if (got != in || d->shape_[0] != rows) return ps_rule_fail(f, "all products have the same rows of x");
+        if (at->want_w >> i & 1) *dw = ps_meta_like(w);
+        if (at->want_b >> i & 1) *db = (ps_meta){ .dtype = dy->dtype_, .ndim = 1, .shape = { d->shape_[1] } };
+        if (!(f->given >> (1 + 2 * i) & 1)) at->accumulate &= ~(1 << i);
+        if (!(f->given >> (2 + 2 * i) & 1)) at->add_b &= ~(1 << i);
+    }
     return 0;
 }
 
@@ -170,20 +191,41 @@ static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* dx, dw and db at once: x is gathered, and rows of dx are added up, beside the products. */
-static int give_all(ps_grad *g, ps_tensor *x, ps_tensor *w, ps_tensor *full)
+/* The products of a call of column_linear whose outputs have a gradient: the places of their weights and biases. */
+typedef struct products {
+    int n, w[PS_MAX_COLUMNS], b[PS_MAX_COLUMNS];
+    ps_tensor *dy[PS_MAX_COLUMNS];
+} products;
+
+/* dx, and beside its exchanges dw and db of the weights that want them. x or full: see grad_column_linear. */
+static int give_all(ps_grad *g, const products *p, ps_tensor *x, ps_tensor *full)
 {
     const with_product *at = g->attrs;
     ps_attrs_column_linear_grad attrs = { .group = at->group, .size = at->size, .rank = at->rank, .root = at->root,
-                                          .out_in = at->out_in, .pieces = at->pieces,
-                                          .want_b = ps_grad_wants(g, 2) };
-    ps_tensor *all[PS_MAX_OUT] = { NULL };
-    PS_TRY(ps_grad_dest(g, 1, &all[1], &attrs.accumulate));
-    if (attrs.want_b) PS_TRY(ps_grad_dest(g, 2, &all[2], &attrs.add_b));
-    PS_TRY(ps_run(g, PS_OP_column_linear_grad, &attrs, all, 4, x, g->dout[0], w, full));
+                                          .out_in = at->out_in, .pieces = at->pieces };
+    ps_tensor *all[PS_MAX_OUT] = { NULL }, *in[2 + 2 * PS_MAX_COLUMNS] = { NULL };
+    in[2] = x, in[3] = full;
+    for (int i = 0; i < p->n; i++) {
+        int32_t adds = 0;
+        in[i ? 2 + 2 * i : 0] = p->dy[i];
+        PS_TRY(ps_grad_in(g, p->w[i], &in[i ? 3 + 2 * i : 1]));
+        if (!ps_grad_wants(g, p->w[i])) continue;
+        attrs.want_w |= 1 << i;
+        PS_TRY(ps_grad_dest(g, p->w[i], &all[1 + 2 * i], &adds));
+        attrs.accumulate |= adds << i;
+        if (!ps_grad_wants(g, p->b[i])) continue;
+        attrs.want_b |= 1 << i;
+        PS_TRY(ps_grad_dest(g, p->b[i], &all[2 + 2 * i], &adds));
+        attrs.add_b |= adds << i;
+    }
+    PS_TRY(ps_run_list(g, PS_OP_column_linear_grad, &attrs, all, 2 + 2 * PS_MAX_COLUMNS, in));
     ps_grad_give(g, 0, all[0]);
-    if (!attrs.accumulate) ps_grad_give(g, 1, all[1]);
-    if (attrs.want_b && !attrs.add_b) ps_grad_give(g, 2, all[2]);
+    for (int i = 0; i < p->n; i++) {
+        bool given = attrs.want_w >> i & 1;
+        if (!given) PS_TRY(ps_give_weights(g, p->w[i], p->b[i], at->out_in, NULL, p->dy[i]));
+        if (given && !(attrs.accumulate >> i & 1)) ps_grad_give(g, p->w[i], all[1 + 2 * i]);
+        if ((attrs.want_b & ~attrs.add_b) >> i & 1) ps_grad_give(g, p->b[i], all[2 + 2 * i]);
+    }
     return 0;
 }
 
@@ -191,19 +233,21 @@ static int give_all(ps_grad *g, ps_tensor *x, ps_tensor *w, ps_tensor *full)
 int grad_column_linear(ps_grad *g)
 {
     const ps_attrs_column_linear *at = g->attrs;
-    bool wants_x = ps_grad_wants(g, 0), wants_w = ps_grad_wants(g, 1);
-    ps_tensor *x = NULL, *w = NULL, *full = NULL, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
-    if (wants_x) PS_TRY(ps_grad_in(g, 1, &w));
-    if (wants_w && at->keep) PS_TRY(ps_grad_out(g, 1, &full));
-    if (wants_w && (wants_x || !full)) PS_TRY(ps_grad_in(g, 0, &x));
-    if (wants_x && wants_w) return give_all(g, x, w, full);
-    if (wants_x) {
-        ps_attrs_row_linear attrs = { at->group, at->size, at->rank, at->root, !at->out_in, at->pieces };
-        PS_TRY(ps_run(g, PS_OP_row_linear, &attrs, all, 2, dy, w));
-        ps_grad_give(g, 0, all[0]);
+    ps_tensor *x = NULL, *full = NULL;
+    products p = { 0 };
+    bool wants_w = false;
+    for (int i = 0; i < PS_MAX_COLUMNS; i++) {
+        ps_tensor *dy = g->dout[i ? 1 + i : 0];
+        if (!dy) continue;
+        p.w[p.n] = 1 + 2 * i, p.b[p.n] = 2 + 2 * i, p.dy[p.n++] = dy;
+        wants_w = wants_w || ps_grad_wants(g, 1 + 2 * i);
     }
+    if (wants_w && at->keep) PS_TRY(ps_grad_out(g, 1, &full));
+    if (wants_w && !full) PS_TRY(ps_grad_in(g, 0, &x));
+    if (ps_grad_wants(g, 0)) return give_all(g, &p, x, full);
     if (wants_w && !full) PS_TRY(gathered(g, &full, x));
-    return ps_give_weights(g, 1, 2, at->out_in, full, dy);
+    for (int i = 0; i < p.n; i++) PS_TRY(ps_give_weights(g, p.w[i], p.b[i], at->out_in, full, p.dy[i]));
+    return 0;
 }
 
 /* With all ranks' rows of dy: dx = dy w^T, dw = x^T dy (or its transpose). */
@@ -217,7 +261,8 @@ int grad_row_linear(ps_grad *g)
                                          .out_in = !at->out_in, .pieces = at->pieces,
                                          .keep = ps_grad_wants_ever(g, 1) };
         PS_TRY(ps_grad_in(g, 1, &w));
-        PS_TRY(ps_run(g, PS_OP_column_linear, &attrs, all, 3, dy, w, (ps_tensor *)NULL));
+        ps_tensor *in[1 + 2 * PS_MAX_COLUMNS] = { dy, w };
+        PS_TRY(ps_run_list(g, PS_OP_column_linear, &attrs, all, 1 + 2 * PS_MAX_COLUMNS, in));
         const ps_meta *like = ps_grad_in_meta(g, 0);
         ps_tensor *dx = all[0];
         if (like->ndim != 2) PS_TRY(ps_reshape_to(g, &dx, dx, like->ndim, like->shape));
