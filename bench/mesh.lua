@@ -7,10 +7,11 @@
 --   dropout_masks_equal  dropout and attention zero the same elements on two ranks of tp as on one rank
 --   tp2_parameter_ratio  GPT-2's parameters on one of two ranks, over all
 --   sp_activation_ratio  what a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
---                        with tp_keep_gathered
+--                        with tp_keep_gathered; sp_activation_ratio_pieces: with tp_overlap_comm = 4
 --   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
---                        numbers; tp_kept: with tp_keep_gathered over 8 (t - 1) / t. dp: in a step of ZeRO's stage 1
---                        over 2 (N - 1) / N times the bytes of all parameters; dp_zero_3: 3 (N - 1) / N.
+--                        numbers; tp_pieces: with tp_overlap_comm = 4; tp_kept: with tp_keep_gathered over
+--                        8 (t - 1) / t. dp: in a step of ZeRO's stage 1 over 2 (N - 1) / N times the bytes of all
+--                        parameters; dp_zero_3: 3 (N - 1) / N.
 --                        pp: messages of the first of two stages over the activations [B, T, C] at the cut
 --   plan_175b_s, plan_175b_mib
 --                        of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks, not here
@@ -55,7 +56,7 @@ local MODEL = { vocab_size = 250, n_positions = 32, n_embd = 64, n_layer = 4, n_
 local function deferred(preset, options, how)
   local model = ps.deferred(require("models.gpt2").new, preset, options)
   tensor_parallel.cut(model, { group = ps.mesh.group "tp", sequence = true, keep_gathered = how.kept or false,
-    note = function() end })
+    pieces = how.pieces, note = function() end })
   return model
 end
 
@@ -79,7 +80,7 @@ local function sent(layers, how)
     return require("models.gpt2").new({ vocab_size = 64, n_positions = how.T, n_embd = how.C, n_layer = layers,
       n_head = 4 }, { dropout = 0 })
   end, config = { plan_print = false, gradient_accumulation_steps = 2, optimizer = { type = "AdamW" },
-    tensor_parallel = { size = 2, tp_keep_gathered = how.kept or false } } }
+    tensor_parallel = { size = 2, tp_keep_gathered = how.kept or false, tp_overlap_comm = how.pieces } } }
   local x, bytes = ps.zeros({ 2 * how.B, how.T }, { dtype = "int32" }), nil
   local group = ps.mesh.group "tp"
   for out in model:micro_batches(x, x) do
@@ -99,8 +100,8 @@ local function sent(layers, how)
   return bytes
 end
 
-local function over_theory(kept)
-  local how = { B = 8, T = 128, C = 256, kept = kept }
+local function over_theory(kept, pieces)
+  local how = { B = 8, T = 128, C = 256, kept = kept, pieces = pieces }
   local layer = sent(3, how) - sent(2, how)
   return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
 end
@@ -194,12 +195,13 @@ end
 local function figures()
   local preset = { n_layer = 2, n_positions = 1024 }
   local function whole() return ps.deferred(require("models.gpt2").new, preset, { dropout = 0.1 }) end
-  local function cut(kept) return deferred(preset, { dropout = 0.1 }, { kept = kept }) end
+  local function cut(kept, pieces) return deferred(preset, { dropout = 0.1 }, { kept = kept, pieces = pieces }) end
   local all = activations_of(whole())
   return { tp2_parameter_ratio = numel_of(deferred("gpt2", {}, {})) / numel_of(ps.deferred(
       require("models.gpt2").new, "gpt2")),
     sp_activation_ratio = activations_of(cut(false)) / all, sp_activation_ratio_kept = activations_of(cut(true)) / all,
-    bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true) } }
+    sp_activation_ratio_pieces = activations_of(cut(false, 4)) / all,
+    bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true), tp_pieces = over_theory(false, 4) } }
 end
 
 -- A step whose forward makes small all-reduces, with Gloo's own between them.
