@@ -190,7 +190,7 @@ end
 
 local function without_adam(ops)
   local rest, adam = {}, {}
-  for _, op in ipairs(ops) do table.insert(op.name == "adam" and adam or rest, op) end
+  for _, op in ipairs(ops) do table.insert(op.name == "adam_" and adam or rest, op) end
   return rest, adam
 end
 

@@ -172,17 +172,36 @@ describe("a plan of a mesh", function()
   end)
 
   it("sends what the theory says within a layer", function()
-    for kept, factor in pairs { [false] = 10, [true] = 8 } do
+    for settings, factor in pairs { [""] = 10, [", tp_keep_gathered = true"] = 8, [", tp_overlap_comm = 3"] = 10 } do
       local function sent(layers)
         local said = plan(folder, 2, mesh_script(folder, "{ width = 256, positions = 128, rows = 8, micros = 2 }",
-          layers, ("tensor_parallel = { size = 2, tp_keep_gathered = %s }"):format(kept)))
+          layers, ("tensor_parallel = { size = 2%s }"):format(settings)))
         assert.truthy(said.fits, said.error and said.error.message)
-        return said.axes.tp
+        return said.axes.tp, said.pieces
       end
       -- (t - 1) / t of B T C fp32 numbers for each micro-batch; once a step the layer's six gradients of which both
       -- ranks have addends, with their marks.
-      assert.equal(2 * factor / 2 * 8 * 128 * 256 * 4 + (6 * 256 + 16) * 4, sent(3) - sent(2))
+      local rows = 2 * factor / 2 * 8 * 128 * 256 * 4
+      local more, more_pieces = sent(3)
+      local less, less_pieces = sent(2)
+      assert.equal(rows + (6 * 256 + 16) * 4, more - less)
+      if settings:find "overlap" then
+        assert.equal(3, more_pieces.count)
+        assert.equal(rows, more_pieces.nbytes - less_pieces.nbytes)
+      else
+        assert.is_nil(more_pieces)
+      end
     end
+  end)
+
+  it("says that on cuda no rows travel beside products, and counts none so", function()
+    local said = plan(folder, 2, mesh_script(folder, "{ width = 64, positions = 16, rows = 2, micros = 1 }", 1,
+      "device = 'cuda', tensor_parallel = { size = 2, tp_overlap_comm = true }"), "--hardware", "h200x2")
+    assert.truthy(said.fits, said.error and said.error.message)
+    assert.truthy(table.concat(said.notes, "\n"):find(
+      "tp_overlap_comm: on cuda rows travel before and behind whole products", 1, true), said.notes[1])
+    assert.is_nil(said.pieces)
+    assert.truthy(said.axes.tp > 0)
   end)
 
   it("has a disk's file for a rank's part of the layers", function()

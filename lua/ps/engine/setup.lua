@@ -179,8 +179,13 @@ function setup.configure(self, request, config)
     keep_gathered = cfg.tensor_parallel.tp_keep_gathered, pieces = mesh.pieces(cfg.tensor_parallel.tp_overlap_comm),
     note = function(text) if world:rank() == 0 then self:note(text) end end } or false
   self.device_name = cfg.device
-  if self.tensor_parallel and self.tensor_parallel.pieces > 1 and cfg.device:find "^cuda" then
-    self.tensor_parallel.note("tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products")
+  local layers = self.tensor_parallel
+  -- Rows travel beside products.
+  if layers then layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda" end
+  if layers and layers.pieces > 1 and not layers.beside then
+    local text = "tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products"
+    layers.note(text)
+    hooks.tell("planned", text)
   end
   self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps

@@ -188,9 +188,10 @@ local function seek_owner(give, seen)
 end
 
 -- Counts what this rank sends along dp and tp from the first action of a step on; groups whose other ranks are not here
--- count as others do (ps_group_bytes_sent). Gives a function that has the bytes by axis, once the step has ended.
+-- count as others do (ps_group_bytes_sent). Gives a function that has the bytes by axis, and those along tp that travel
+-- in pieces beside products, once the step has ended.
 local function watch_sent()
-  local C, mesh, before = require "ps.declared", require "ps.mesh", {}
+  local C, mesh, before, in_pieces = require "ps.declared", require "ps.mesh", {}, 0
   local function sent(axis)
     local group = mesh.group(axis)
     return group and group:bytes_sent()
@@ -198,11 +199,12 @@ local function watch_sent()
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
     for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- last of all that of the real step
+    in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)
     local axes = { pp = cut and cut.sent }
     for axis, nbytes in pairs(before) do axes[axis] = sent(axis) - nbytes end
-    return axes
+    return axes, before.tp and mesh.group("tp"):bytes_in_pieces() - in_pieces or 0
   end
 end
 
@@ -224,13 +226,16 @@ local function of_engine(engine, seen, when, tiers, sent)
     end
   end
   local cut = cut_of(engine)
+  local axes, in_pieces = sent(cut)
+  local layers = engine.tensor_parallel
+  local pieces = in_pieces > 0 and layers.beside and { count = layers.pieces, nbytes = in_pieces } or nil
   return { fits = true, tiers = tiers, links = links, parameters = built.numel, state_bytes = built.state_bytes,
     chunk_size = built.layout.chunk_size, device = engine.device_name, precision = engine.precision,
     planned = forecast ~= nil, micro_batches = engine.accumulate, resident = forecast and forecast.resident or 0,
     rows = seen.rows, blocks = seen.blocks, owned = owned(engine), stage = engine.zero_stage,
     gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
     recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil,
-    cut = cut, owner = owner(owned(engine)), axes = sent(cut), tp = tp_of(engine), known = known.of(engine),
+    cut = cut, owner = owner(owned(engine)), axes = axes, pieces = pieces, tp = tp_of(engine), known = known.of(engine),
     model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end
 

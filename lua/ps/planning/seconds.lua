@@ -2,10 +2,11 @@
 -- The seconds of a step, by parts, from what a dry run counted and a machine's speeds. Of a machine that is not here
 -- they are a range, between the least and the most of its speeds that are assumed to be reached (`efficiency` of its
 -- table). Compute: of each op (ps_op_cost, as the dry run counted them, with what is computed again) the longer of its
--- operations and its bytes, and Adam; of a pipeline the simulated course of its stages, with what they send each other,
--- and Adam. What ranks with parts of the same layers send each other counts as compute, which waits for it. Transfer:
--- the bytes over each link. Communication: bytes of the ranks along dp. The parts run side by side as far as the plan
--- can; a step takes at least the longest part and at most their sum.
+-- operations and its bytes, and the updates; of a pipeline the simulated course of its stages, with what they send each
+-- other, and the updates. What ranks with parts of the same layers send each other counts as compute, which waits for
+-- it; `beside` has rows that travel beside products. Transfer: the bytes over each link. Communication: bytes of the
+-- ranks along dp. The parts run side by side as far as the plan can; a step takes at least the longest part and at most
+-- their sum.
 local course = require "ps.planning.course"
 
 local seconds = {}
@@ -19,29 +20,48 @@ local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
 local UNKNOWN = { read = 1, write = 1 }              -- of a disk that the table lacks: a byte a second, to be seen
 
--- Seconds of the ops besides Adam, and their operations; nil where the table lacks a speed.
-local function of_ops(t, result, list)
-  local place, e, sum, flops = result.device == "cuda" and t.gpu or t.host, t.efficiency, ZERO, 0
+-- Ops that update parameters, and those whose rows may travel in pieces (src/comm/linear.c).
+local UPDATES = { adam_ = true, sgd_ = true }
+local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
+local ADAM_NBYTES = 28                               -- that Adam moves a parameter, at the rates of a table (rates.c)
+
+-- Of the ops of a step: seconds of all but updates and those whose rows travel in pieces; operations; seconds of the
+-- latter, and bytes of the updates. nil where the table lacks a speed.
+local function of_ops(t, result, list, pieces)
+  local place, e = result.device == "cuda" and t.gpu or t.host, t.efficiency
+  local sum, rows, flops, updates = ZERO, ZERO, 0, 0
   local speed = place and place.flops and place.flops[result.precision]
   if not speed or not place.bandwidth then return nil end
   for _, op in ipairs(list or {}) do
     flops = flops + op.flops
-    if op.name ~= "adam" then
-      local by_flops, by_bytes = range(op.flops, speed, e.compute), range(op.bytes, place.bandwidth, e.memory)
-      sum = add(sum, { math.max(by_flops[1], by_bytes[1]), math.max(by_flops[2], by_bytes[2]) })
-    end
+    local by_flops, by_bytes = range(op.flops, speed, e.compute), range(op.bytes, place.bandwidth, e.memory)
+    local own = { math.max(by_flops[1], by_bytes[1]), math.max(by_flops[2], by_bytes[2]) }
+    if UPDATES[op.name] then updates = updates + op.bytes
+    elseif pieces and ROWS[op.name] then rows = add(rows, own)
+    else sum = add(sum, own) end
   end
-  return sum, flops
+  return sum, flops, rows, updates
 end
 
--- Seconds of Adam: where the plan splits it, the longer of both places, which work side by side.
-local function of_adam(there, result, parameters)
+-- Seconds of the updates, which move so many bytes: a share of Adam's rate for what Adam moves. Where the plan splits
+-- them, the longer of both places, which work side by side.
+local function of_updates(there, result, nbytes)
   local e = there.table.efficiency.memory
-  local own = parameters / (result.stage > 0 and result.world or 1)
+  local own = nbytes / ADAM_NBYTES
   local on_device = result.adam_split or (result.device == "cuda" and 0 or 1)
   local device = range(own * on_device, there.rates.device_adam, e)
   local host = range(own * (1 - on_device), there.rates.host_adam, e)
   return { math.max(device[1], host[1]), math.max(device[2], host[2]) }
+end
+
+-- Products of P seconds, beside which their rows travel X seconds in n pieces. The products of a piece begin when it
+-- has come (or it leaves when they have ended), so n steps of P / n go through one place and n of X / n through the
+-- other: the first piece passes both, X / n + P / n, and each further one takes the longer of the two. Together that is
+-- max(P, X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait, which makes it less.)
+local function beside(P, X, n)
+  local out = {}
+  for i = 1, 2 do out[i] = math.max(P[i], X[i]) + math.min(P[i], X[i]) / n end
+  return out
 end
 
 -- The speed between ranks: where they are on several machines, that of the network; nil: the table lacks it.
@@ -57,25 +77,28 @@ local function apart(result, axis, here)
   return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- What a rank sends to those that have parts of the same layers, which wait for it. nil: the table lacks the speed.
-local function of_layers(t, result, axes, here)
-  local nbytes = axes and axes.tp or 0
-  if nbytes == 0 then return ZERO end
-  local between = speed_between(t, apart(result, "tp", here))
-  return between and range(nbytes, between, t.efficiency.between)
+-- Seconds of a rank's ops, with what it sends to those that have parts of the same layers; operations; seconds of its
+-- updates. run: its ops, axes and pieces. nil: the table lacks a speed.
+local function of_rank(there, result, run, here)
+  local t, pieces = there.table, run.pieces
+  local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)
+  local nbytes = run.axes and run.axes.tp or 0
+  local between = nbytes == 0 and math.huge or speed_between(t, apart(result, "tp", here))
+  if not ops or not between then return nil end
+  local in_pieces = pieces and pieces.nbytes or 0
+  ops = add(ops, range(nbytes - in_pieces, between, t.efficiency.between))
+  if pieces then ops = add(ops, beside(rows, range(in_pieces, between, t.efficiency.between), pieces.count)) end
+  return ops, flops, of_updates(there, result, updates)
 end
 
 -- The compute of a pipeline: {least, most} seconds of the simulated course, with what its ranks send within layers and
--- the stages' Adam, and bubbles.
+-- the stages' updates, and bubbles.
 local function of_stages(there, result, here)
-  local t, cut, least, most, flops, adam = there.table, result.cut, {}, {}, 0, ZERO
+  local t, cut, least, most, flops, updates = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
-    local ops, done = of_ops(t, result, run.ops)
-    local layers = of_layers(t, result, run.axes, here)
-    if not ops or not layers then return nil end
-    ops = add(ops, layers)
-    local own = of_adam(there, result, run.parameters)
-    adam, flops = { math.max(adam[1], own[1]), math.max(adam[2], own[2]) }, math.max(flops, done)
+    local ops, done, own = of_rank(there, result, run, here)
+    if not ops then return nil end
+    updates, flops = { math.max(updates[1], own[1]), math.max(updates[2], own[2]) }, math.max(flops, done)
     for _, stage in ipairs(run.stands_for) do least[stage + 1], most[stage + 1] = ops[1], ops[2] end
   end
   local between, e = speed_between(t, apart(result, "pp", here)), t.efficiency.between
@@ -83,16 +106,15 @@ local function of_stages(there, result, here)
   local function rate(share) return between < math.huge and between * share or 0 end
   local fast = course.seconds(cut, least, result.recompute, rate(e[2]))
   local slow = course.seconds(cut, most, result.recompute, rate(e[1]))
-  return add({ fast.makespan, slow.makespan }, adam), flops,
+  return add({ fast.makespan, slow.makespan }, updates), flops,
     { math.min(fast.bubble, slow.bubble), math.max(fast.bubble, slow.bubble) }
 end
 
 local function compute_of(there, result, here)
   if result.cut then return of_stages(there, result, here) end
-  local ops, flops = of_ops(there.table, result, result.ops)
-  local layers = of_layers(there.table, result, result.axes, here)
-  if not ops or not layers then return nil end
-  return add(add(ops, layers), of_adam(there, result, result.parameters)), flops
+  local ops, flops, updates = of_rank(there, result, result, here)
+  if not ops then return nil end
+  return add(ops, updates), flops
 end
 
 --- The seconds of a step of a result, as ranges; nil where the table lacks a speed of its device.

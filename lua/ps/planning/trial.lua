@@ -49,6 +49,8 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field cut? ps.planning.Pipeline how the model is cut into stages
 ---@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; of several
 ---  ranks the most
+---@field pieces? {count: integer, nbytes: number} of the bytes along tp those of rows that travel beside products, and
+---  in how many pieces
 ---@field tp? integer ranks that have a part each of the same layers
 ---@field known? table what holds for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
@@ -156,7 +158,7 @@ local function owners(result)
 end
 
 -- -- several ranks ----------------------------------------------------------------------------------------------------
-local KEPT = { "tiers", "links", "axes", "ops", "parameters", "rss" }
+local KEPT = { "tiers", "links", "axes", "pieces", "ops", "parameters", "rss" }
 
 local function note(runs, rank, result, about)
   local run = { rank = rank }
