@@ -3,6 +3,7 @@
 --
 --   psluajit bmtrain.lua
 --   psluajit tools/launch.lua --nproc-per-node 2 examples/bmtrain.lua --zero-level 3 --save gpt.pt
+--   psluajit tools/launch.lua --nproc-per-node 4 examples/bmtrain.lua --pipe-size 2 --tp-size 2
 local ps = require "ps"
 local bmt = require "ps.bmt"
 local argparse = require "argparse"
@@ -12,42 +13,50 @@ local nn, F = ps.nn, ps.F
 local parser = argparse("bmtrain.lua", "Trains a small GPT, written in BMTrain's words, on drawn tokens.")
 whole(parser:option("--iters", "Iterations.", "100"), 1)
 whole(parser:option("--zero-level", "What ranks share out: ZeRO's stage.", "3"), 0, 3)
+whole(parser:option("--tp-size", "Ranks that share out each layer; it divides the number of processes.", "1"), 1)
+whole(parser:option("--pipe-size", "Stages of a pipeline, to which the blocks are dealt; tp-size times pipe-size "
+  .. "divides the number of processes.", "1"), 1)
 parser:option("--dtype", "Type of the parameters: fp32, bf16 or fp16.", "fp32"):choices { "fp32", "bf16", "fp16" }
 parser:option("--save", "Writes the weights to this file (.pt or .safetensors).")
 local args = parser:parse()
 
-bmt.init_distributed { seed = 0, zero_level = args.zero_level }
+-- All ranks that share a layer have all rows between layers.
+bmt.init_distributed { seed = 0, zero_level = args.zero_level, tp_size = args.tp_size, pipe_size = args.pipe_size,
+  config = { tensor_parallel = { sequence_parallel = false } } }
+local Column, Row = bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear
 
 local Encoder = nn.class("Encoder", bmt.DistributedModule)
 function Encoder:init(width, heads, inner, dtype)
-  self.heads = heads
+  self.heads = heads / args.tp_size                               -- of this rank
   self.ln_attn, self.ln_ff = nn.LayerNorm(width, { dtype = dtype }), nn.LayerNorm(width, { dtype = dtype })
-  self.qkv, self.out = nn.Linear(width, 3 * width, { dtype = dtype }), nn.Linear(width, width, { dtype = dtype })
-  self.up, self.down = nn.Linear(width, inner, { dtype = dtype }), nn.Linear(inner, width, { dtype = dtype })
+  for _, name in ipairs { "q", "k", "v" } do self[name] = Column(width, width, { dtype = dtype }) end
+  self.out = Row(width, width, { dtype = dtype })
+  self.up, self.down = Column(width, inner, { dtype = dtype }), Row(inner, width, { dtype = dtype })
 end
 function Encoder:forward(hidden, mask)
   bmt.inspect.record_tensor(hidden, "hidden")
-  hidden = hidden + self.out(F.attention_packed(self.qkv(self.ln_attn(hidden)), self.heads,
-    { causal = true, mask = mask }))
+  local x, B, T = self.ln_attn(hidden), hidden:size(0), hidden:size(1)
+  local function split(y) return y:reshape(B, T, self.heads, -1):permute(0, 2, 1, 3) end
+  local y = F.attention(split(self.q(x)), split(self.k(x)), split(self.v(x)), { causal = true, mask = mask })
+  hidden = hidden + self.out(y:permute(0, 2, 1, 3):reshape(B, T, -1))
   return hidden + self.down(F.gelu(self.up(self.ln_ff(hidden))))
 end
 
 local GPT = nn.class("GPT", bmt.DistributedModule)
 function GPT:init(o)
   local normal = bmt.ParameterInitializer(nn.init.normal_, 0, 0.02)
-  self.word_emb = bmt.DistributedParameter(ps.empty({ o.vocabulary, o.width }, { dtype = o.dtype }),
-    { init_method = normal })
+  self.word_emb = bmt.nn.VPEmbedding(o.vocabulary, o.width, { dtype = o.dtype, init_mean = 0, init_std = 0.02 })
   self.pos_emb = bmt.DistributedParameter(ps.empty({ o.positions, o.width }, { dtype = o.dtype }),
     { init_method = normal })
   local blocks = {}
   for i = 1, o.layers do blocks[i] = bmt.CheckpointBlock(Encoder(o.width, o.heads, 4 * o.width, o.dtype)) end
-  self.transformers = bmt.TransformerBlockList(blocks)
+  self.transformers = (args.pipe_size > 1 and bmt.PipelineTransformerBlockList or bmt.TransformerBlockList)(blocks)
   self.layernorm = nn.LayerNorm(o.width, { dtype = o.dtype })
 end
 function GPT:forward(input, pos, mask)
-  local hidden = F.embedding(input, self.word_emb) + F.embedding(pos, self.pos_emb)
-  hidden = self.layernorm(self.transformers(hidden, mask))
-  return bmt.inspect.record_tensor(F.linear(hidden, self.word_emb), "logits")
+  local hidden = self.word_emb(input) + F.embedding(pos, self.pos_emb)
+  hidden = self.layernorm(self.transformers(hidden, mask, { batch_related = { 0 } }))
+  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- of this rank's words
 end
 
 local VOCABULARY, BATCH, LENGTH = 512, 4, 32
@@ -55,15 +64,15 @@ local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, 
 bmt.init_parameters(model)
 bmt.synchronize()
 
--- Tokens of this rank: those behind a sample's length are no targets.
-ps.manual_seed(1234 + bmt.rank())
+-- Tokens of this rank, and of those that share its layers: those behind a sample's length are no targets.
+ps.manual_seed(1234 + bmt.config.tp_zero_rank)
 local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
 local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()
 local length = ps.randint(LENGTH / 2, LENGTH + 1, { BATCH, 1 }, { dtype = "int32" })
 local input, mask = sent:narrow(1, 0, LENGTH):contiguous(), pos:lt(length)
 local targets = ps.where(mask, sent:narrow(1, 1, LENGTH), -100)
 
-local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100 }
+local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100, parallel = true }
 local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { weight_decay = 1e-2 })
 local lr_scheduler = bmt.lr_scheduler.Noam(optimizer, { start_lr = 1e-2, warmup_iter = 40, end_iter = 1000 })
 local optim_manager = bmt.optim.OptimManager { loss_scale = args.dtype == "fp16" and 2 ^ 16 or nil }
@@ -74,7 +83,7 @@ for iteration = 1, args.iters do
   local began, global_loss = ps.now(), nil
   local inspector = bmt.inspect.inspect_tensor(function()
     local logits = model(input, pos, mask)
-    local loss = loss_func(logits:reshape(BATCH * LENGTH, VOCABULARY), targets:reshape(BATCH * LENGTH))
+    local loss = loss_func(logits:reshape(BATCH * LENGTH, -1), targets:reshape(BATCH * LENGTH))
     global_loss = bmt.sum_loss(loss):item()
     optim_manager:zero_grad()
     optim_manager:backward(loss)

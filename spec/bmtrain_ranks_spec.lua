@@ -132,18 +132,24 @@ describe("ps.bmt on several ranks", function()
     assert(sent["2 2"] < sent["3 3"] and sent["2 3"] < sent["3 2"])
   end)
 
-  it("runs examples/bmtrain.lua", function()
-    local pipe = assert(io.popen(("cd '%s' && OMP_NUM_THREADS=1 timeout 100 '%s' '%s/tools/launch.lua' "
-      .. "--nproc-per-node 2 --no-prefix '%s/examples/bmtrain.lua' --iters 30 --dtype bf16 --save gpt.safetensors 2>&1")
-      :format(folder, paths.exe, paths.root, paths.root)))
-    local text = pipe:read "*a"
-    pipe:close()
-    local losses = {}
-    for loss in text:gmatch "| loss: ([%d.]+)" do losses[#losses + 1] = tonumber(loss) end
+  it("runs examples/bmtrain.lua, with any cut of its layers", function()
+    local function losses_of(ranks, options)
+      local pipe = assert(io.popen(("cd '%s' && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive timeout 100 '%s' "
+        .. "'%s/tools/launch.lua' --nproc-per-node %d --no-prefix '%s/examples/bmtrain.lua' %s 2>&1"):format(folder,
+        paths.exe, paths.root, ranks, paths.root, options)))
+      local text, losses = pipe:read "*a", {}
+      pipe:close()
+      for loss in text:gmatch "| loss: ([%d.]+)" do losses[#losses + 1] = tonumber(loss) end
+      return losses, text
+    end
+    local losses, text = losses_of(2, "--iters 30 --dtype bf16 --save gpt.safetensors")
     assert(#losses == 3 and losses[3] < losses[1] - 0.5, text)
     local n = 0
     for _ in pairs(ps.load(folder .. "/gpt.safetensors")) do n = n + 1 end
-    assert.equal(2 + 2 + 4 * 12, n)
+    assert.equal(2 + 2 + 4 * 16, n)
+    -- two ranks' rows, on two stages whose layers two ranks each share
+    local plain, cut = losses_of(2, "--iters 5"), losses_of(4, "--iters 5 --pipe-size 2 --tp-size 2")
+    assert.truthy(#plain == 1 and math.abs(plain[1] - cut[1]) <= 2e-4, ("%s, %s"):format(plain[1], cut[1]))
   end)
 
   it("starts by both lines of BMTrain's guide", function()

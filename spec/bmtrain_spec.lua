@@ -612,6 +612,9 @@ describe("what is refused", function()
     for _, method in ipairs { "step", "zero_grad", "state_dict" } do
       fails(function() optimizer[method](optimizer) end, "OptimManager")
     end
+    for _, method in ipairs { "get_avg_delta", "get_var_delta" } do
+      fails(function() optimizer[method](optimizer) end, method, "record_delta", "inspect_model")
+    end
     fails(function() bmt.optim.AdamOffloadOptimizer({ p }, { record_delta = true }) end, "record_delta")
     fails(function() bmt.optim.AdamOptimizer({ p }, { amsgrad = true }) end, "amsgrad")
     fails(function() bmt.optim.AdamOptimizer({ p }, { lr = -1 }) end, "lr")
@@ -639,6 +642,7 @@ describe("what is refused", function()
     fails(function() bmt.init_distributed { pipe_size = 2 } end, "pipe_size = 2", "processes, 1")
     fails(function() bmt.init_distributed { num_micro_batches = 0 } end, "num_micro_batches")
     fails(function() bmt.init_distributed { config = { pipeline = { stages = 2 } } } end, "pipe_size")
+    fails(function() bmt.init_distributed { config = { pipeline = { schedule = "1f1b" } } } end, "1f1b", "gpipe alone")
     fails(function() bmt.init_distributed { zero_level = 4 } end, "zero_level is 4")
     fails(function() bmt.init_distributed { loss_scale_factor = 2 } end, "loss_scale_factor")
     fails(function() bmt.init_distributed { config = { bf16 = { enabled = true } } } end, "bf16", "parameters' type")

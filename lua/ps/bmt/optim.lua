@@ -76,6 +76,13 @@ local function new(name, params, options, keys, offload)
     hold_steps = options.hold_steps and caller.whole(options.hold_steps, call .. ": hold_steps", 0) or 0 }, Optimizer)
 end
 
+-- An update leaves one value of a parameter, so its difference to the one before would take a copy of all of them.
+local function no_delta(call)
+  error(call .. ": updates are not recorded, which would take a copy of all parameters (record_delta); "
+    .. "bmt.inspect.inspect_model has statistics of parameters, whose means before and behind a step give the mean "
+    .. "update")
+end
+
 --- Adam. Weight decay is added to the gradient where parameters are fp32, and decoupled (AdamW) where they are of a
 --- half type, as it is there.
 ---@param params ps.Tensor[]|table[]|ps.nn.Module parameters, or groups { params =, lr =, ... }
@@ -92,10 +99,7 @@ for key, kind in pairs(SETTINGS) do OFFLOAD[key] = kind end
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer}
 ---@return ps.bmt.Optimizer
 function optim.AdamOffloadOptimizer(params, options)
-  if type(options) == "table" and options.record_delta then
-    error("bmt.optim.AdamOffloadOptimizer: record_delta: updates are not recorded; bmt.inspect.inspect_model has "
-      .. "statistics of parameters, whose means before and behind a step give the mean update")
-  end
+  if type(options) == "table" and options.record_delta then no_delta "bmt.optim.AdamOffloadOptimizer: record_delta" end
   return new("AdamOffloadOptimizer", params, options, OFFLOAD, true)
 end
 
@@ -104,6 +108,10 @@ local function of_manager(self, method)
     self.name, method, method))
 end
 
+--- An error: updates are not recorded.
+function Optimizer:get_avg_delta() no_delta(self.name .. ":get_avg_delta") end
+--- An error: updates are not recorded.
+function Optimizer:get_var_delta() no_delta(self.name .. ":get_var_delta") end
 --- An error: OptimManager:step makes the updates.
 function Optimizer:step() of_manager(self, "step") end
 --- An error: OptimManager:zero_grad drops gradients.

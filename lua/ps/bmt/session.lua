@@ -75,6 +75,11 @@ local JOINING = { "backend", "rank", "world_size", "local_rank", "timeout", "hea
 local function configuration(given, level, tp_size, pipe_size)
   local cfg = {}
   for key, value in pairs(given and (source.read(given)) or {}) do
+    local schedule = key == "pipeline" and type(value) == "table" and value.schedule
+    if schedule and schedule ~= "gpipe" then
+      error(("bmt.init_distributed: config has pipeline.schedule = %s; a model of ps.bmt has gpipe alone, since its "
+        .. "loss is made of all micro-batches, behind the list (docs/bmtrain.md)"):format(tostring(schedule)))
+    end
     if DECIDED[key] then
       error(("bmt.init_distributed: config has %s, which %s decides"):format(key, DECIDED[key]))
     end
