@@ -15,7 +15,7 @@ teardown(function() lib.remove(folder) end)
 -- A vocabulary that no number of ranks divides, and dropout.
 local SCRIPT = [[
   local gpt2 = require "models.gpt2"
-  local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW" },
+  local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, optimizer = optimizer_config,
     pipeline = { stages = pp }, tensor_parallel = { size = tp }, bf16 = { enabled = true },
     zero_optimization = { stage = stage }, memory = { host = 2 ^ 25 }, chunk_size = 4096 },
     model_func = function()
@@ -52,11 +52,12 @@ local SCRIPT = [[
   end
 ]]
 
--- at: ranks, stages, ranks along tp, stage of ZeRO.
-local function through(at, from, to, weights)
+-- at: ranks, stages, ranks along tp, stage of ZeRO. optimizer: its configuration as text, default AdamW.
+local function through(at, from, to, weights, optimizer)
   local size, pp, tp, stage = unpack(at)
   lib.check(folder, size, ("local pp, tp, stage, from, to, weights = %d, %d, %d, %s, %q, %q\n"):format(pp, tp, stage,
-    from and ("%q"):format(from) or "nil", to, weights or "") .. SCRIPT)
+    from and ("%q"):format(from) or "nil", to, weights or "") .. ("local optimizer_config = %s\n"):format(optimizer
+    or '{ type = "AdamW" }') .. SCRIPT)
 end
 
 -- What a checkpoint has.
@@ -109,5 +110,22 @@ describe("an engine whose layers ranks share out", function()
     assert.equal(4, files)
     local model = ps.from_pretrained(folder .. "/parts")
     for name, t in pairs(model:state_dict()) do assert.truthy(is_wanted(name, t), name) end
+  end)
+
+  it("takes SGD's momentum through meshes, too, and goes on from it bit for bit", function()
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
+    local SGD = '{ type = "SGD", params = { lr = 0.1, momentum = 0.9 } }'
+    through({ 2, 1, 2, 0 }, nil, "s", "step", SGD)
+    local want, index = contents("s", 2)
+    assert.same({ 61, 16 }, index.tensors["optimizer.transformer.wte.weight.momentum_buffer"].shape)
+    assert.is_nil(index.tensors["optimizer.transformer.wte.weight.exp_avg"])
+    os.remove(folder .. "/s/latest")
+    local last = "s/step-00000002"
+    for i, at in ipairs { { 4, 2, 2, 0 }, { 2, 1, 1, 3 }, { 2, 1, 2, 0, "step" } } do
+      through(at, last, "t" .. i, at[5], SGD)
+      last = "t" .. i .. "/step-00000002"
+      assert.same(want, (contents("t" .. i, 2)))
+    end
+    assert.same((contents("s", 3)), (contents("t3", 3)))
   end)
 end)
