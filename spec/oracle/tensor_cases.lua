@@ -38,13 +38,17 @@ end
 
 local RATE = 64                                    -- a power of two: what a step adds is not rounded when it is divided
 
--- A whole model, cut by its table of names.
+local function begin(case, optimizer)
+  return ps.initialize { quiet = true, model_func = function()
+    return ps.from_pretrained(case.model, { quiet = true })
+  end, config = { plan_print = false, optimizer = optimizer, tensor_parallel = { size = group:size(),
+    sequence_parallel = case.sequence, tp_overlap_comm = case.pieces } } }
+end
+
+-- A whole model, cut by its table of names: the gradients of a step, and the losses of some.
 local function run_model(case)
   local state = ps.load(case.data)
-  local model, optimizer = ps.initialize { quiet = true, model_func = function()
-    return ps.from_pretrained(case.model, { quiet = true })
-  end, config = { plan_print = false, optimizer = { type = "SGD", params = { lr = RATE } },
-    tensor_parallel = { size = group:size(), sequence_parallel = case.sequence } } }
+  local model, optimizer = begin(case, { type = "SGD", params = { lr = RATE } })
   local before, out = {}, {}
   for name, p in model.module:named_parameters() do before[name] = p:detach():clone():keep() end
   local loss = model(state.ids, state.targets)
@@ -60,6 +64,19 @@ local function run_model(case)
     local p = now[name]
     out[name] = ps.no_grad(function() return whole_of(shard.of(p), (before[name] - p:detach()) / RATE) end)
   end
+  model:close()
+  local adamw = { lr = case.adamw.lr, betas = case.adamw.betas, eps = case.adamw.eps,
+    weight_decay = case.adamw.weight_decay }
+  model, optimizer = begin(case, { type = "AdamW", params = adamw })
+  local losses = ps.empty { case.steps }
+  for step = 1, case.steps do
+    loss = model(state.ids, state.targets)
+    losses[step - 1]:copy_(loss:detach())
+    optimizer:zero_grad()
+    model:backward(loss)
+    optimizer:step()
+  end
+  out.losses = losses
   if group:rank() == 0 then ps.save(out, case.out .. "/ours.safetensors") end
   model:close()
 end
