@@ -253,7 +253,9 @@ local function nobody(group)
     return ps.ops.linear(ps.cat({ x, x }, 0), w, b, nil, how.out_in and 1 or 0)
   end
   function alone:linear_scattered(x, w, how)
-    return ps.ops.linear(x, w, nil, nil, how.out_in and 1 or 0):narrow(0, 0, x:size(0) / 2)
+    local y = ps.ops.linear(x, w, nil, nil, how.out_in and 1 or 0)
+    y = how.flat and y:reshape(-1, y:size(-1)) or y
+    return y:narrow(0, 0, y:size(0) / 2)
   end
   return alone
 end
