@@ -51,6 +51,12 @@ describe("a step", function()
   end)
 end)
 
+describe("a thread", function()
+  it("is started by base/thread.c alone, which blocks its signals", function()
+    assert.same({}, elsewhere("src", "*.[ch]*", "%f[%w]pthread_create *%(", "src/base/thread.c"))
+  end)
+end)
+
 describe("layers", function()
   it("are kept by the sources", function()
     local out, code = check(paths.root)

@@ -271,10 +271,13 @@ static void test_errors(void)
     FAILS(sim->copy_start(sim, true, device, device + 100, 64, NULL, &copy), PS_EINVAL, "not in host memory");
     FAILS(sim->copy_start(sim, false, device - 1, device, 64, NULL, &copy), PS_EINVAL, "not in host memory");
     FAILS(sim->copy_start(sim, true, device, NULL, 64, NULL, &copy), PS_EINVAL, "not in host memory");
-    ps_test_fail_alloc(0, 1);
-    FAILS(sim->copy_start(sim, true, device, host, 64, NULL, &copy), PS_ENOMEM, "no memory");
-    ps_test_fail_alloc(-1, 0);
-    CHECK(!copy);
+    static const char *const words[] = { "a thread for sim's copies cannot be started", "no memory" };
+    for (int nth = 0; nth < 2; nth++) {
+        ps_test_fail_alloc(nth, 1);
+        FAILS(sim->copy_start(sim, true, device, host, 64, NULL, &copy), PS_ENOMEM, words[nth]);
+        ps_test_fail_alloc(-1, 0);
+        CHECK(!copy);
+    }
     OK(sim->copy_in(sim, device, host, 64));
     sim->close(sim);
 }

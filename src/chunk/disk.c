@@ -17,6 +17,7 @@
 #include "base/grow.h"
 #include "base/log.h"
 #include "base/record.h"
+#include "base/thread.h"
 #include "ps_test.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -374,18 +375,13 @@ static void *ring_thread(void *arg)
     }
 }
 
-/* The new threads block all signals: signals are for the thread that runs the script. */
 static int start_threads(ps_disk *d, int wanted)
 {
-    sigset_t all, before;
     int rc = 0;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (d->n_threads < wanted && !rc) {
-        rc = pthread_create(&d->threads[d->n_threads], NULL, d->uring ? ring_thread : plain_thread, d);
+        rc = ps_thread_start(&d->threads[d->n_threads], d->uring ? ring_thread : plain_thread, d);
         if (!rc) d->n_threads++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!d->n_threads) return ps_fail(PS_ENOMEM, "the disk tier's thread cannot be started: %s", strerror(rc));
     return 0;
 }
@@ -770,19 +766,15 @@ static void *probe_thread(void *arg)
 static int probe_way(ps_disk *d, probe *p, int way, double *bytes_per_s)
 {
     pthread_t threads[PROBE_THREADS];
-    sigset_t all, before;
     int n = 0, rc = 0;
     p->way = way;
     atomic_store(&p->next, 0);
     atomic_store(&p->buffer, 0);
     double began = ps_now();
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (n < PROBE_THREADS && !rc) {
-        rc = pthread_create(&threads[n], NULL, probe_thread, p);
+        rc = ps_thread_start(&threads[n], probe_thread, p);
         n += !rc;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
     *bytes_per_s = (double)p->nbytes / (ps_now() - began);
     if (!n) return ps_fail(PS_ENOMEM, "no thread can be started to measure the disk: %s", strerror(rc));

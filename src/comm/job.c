@@ -8,6 +8,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/record.h"
+#include "base/thread.h"
 #include "comm/group.h"
 
 enum { TEXT = 900 };
@@ -94,6 +95,19 @@ static void *run(void *arg)
     return NULL;
 }
 
+static void jobs_free(ps_jobs *q)
+{
+    pthread_mutex_destroy(&q->lock);
+    pthread_cond_destroy(&q->more);
+    pthread_cond_destroy(&q->fewer);
+    while (q->spare) {
+        ps_job *job = q->spare;
+        q->spare = job->next;
+        ps_free(job);
+    }
+    ps_free(q);
+}
+
 static int jobs_open(ps_group *g)
 {
     if (g->jobs) return 0;
@@ -103,10 +117,10 @@ static int jobs_open(ps_group *g)
     pthread_cond_init(&q->more, NULL);
     pthread_cond_init(&q->fewer, NULL);
     g->jobs = q;
-    int failed = pthread_create(&q->thread, NULL, run, g);
+    int failed = ps_thread_start(&q->thread, run, g);
     if (!failed) return 0;
     g->jobs = NULL;
-    ps_free(q);
+    jobs_free(q);
     return ps_fail(PS_ENOMEM, "a group of ranks found no thread for its collectives: %s", strerror(failed));
 }
 
@@ -183,14 +197,6 @@ void group_jobs_close(ps_group *g)
     pthread_cond_signal(&q->more);
     pthread_mutex_unlock(&q->lock);
     pthread_join(q->thread, NULL);
-    pthread_mutex_destroy(&q->lock);
-    pthread_cond_destroy(&q->more);
-    pthread_cond_destroy(&q->fewer);
-    while (q->spare) {
-        ps_job *job = q->spare;
-        q->spare = job->next;
-        ps_free(job);
-    }
-    ps_free(q);
+    jobs_free(q);
     g->jobs = NULL;
 }

@@ -4,11 +4,11 @@
  * the communicator, so that the device goes on; what it computes from then on is of no use, and the owner's next call
  * says so. */
 #include "comm/line.h"
-#include <signal.h>
 #include <string.h>
 #include <time.h>
 #include "backend/backend.h"
 #include "base/alloc.h"
+#include "base/thread.h"
 #include "comm/watch.h"
 
 enum { TURNS_AT_ONCE = 50, NAP_NS = 20000 };
@@ -171,7 +171,6 @@ static void *run(void *arg)
 
 int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane, bool out, ps_line **out_line)
 {
-    sigset_t every, before;
     ps_line *l = ps_alloc0(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
     l->o = *owner;
@@ -179,10 +178,7 @@ int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane,
     l->peer = peer, l->lane = lane, l->out = out;
     memcpy(l->id, id, sizeof l->id);
     pthread_cond_init(&l->more, NULL);
-    sigfillset(&every);                    /* signals are the main thread's */
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    int failed = pthread_create(&l->thread, NULL, run, l);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int failed = ps_thread_start(&l->thread, run, l);
     if (!failed) {
         *out_line = l;
         return 0;

@@ -4,7 +4,6 @@
 #include "comm/link.h"
 #include <math.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +11,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
+#include "base/thread.h"
 
 typedef struct waiting { void *message; int peer; uint64_t slot; double due; } waiting;
 
@@ -59,14 +59,12 @@ static void *run(void *arg)
     return NULL;
 }
 
-static int start(ps_link *l)
+static void link_free(ps_link *l)
 {
-    sigset_t every, before;
-    sigfillset(&every);                    /* signals are the main thread's */
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    int failed = pthread_create(&l->thread, NULL, run, l);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return failed ? ps_fail(PS_ENOMEM, "no thread for the link of PS_SIM_LINK: %s", strerror(failed)) : 0;
+    pthread_mutex_destroy(&l->lock);
+    pthread_cond_destroy(&l->more);
+    ps_free(l->queue);
+    ps_free(l);
 }
 
 int ps_link_open(ps_link_send send, ps_link **out)
@@ -88,15 +86,13 @@ int ps_link_open(ps_link_send send, ps_link **out)
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&l->more, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    int rc = start(l);
-    if (rc == 0) {
-        *out = l;
-        return 0;
+    int failed = ps_thread_start(&l->thread, run, l);
+    if (failed) {
+        link_free(l);
+        return ps_fail(PS_ENOMEM, "no thread for the link of PS_SIM_LINK: %s", strerror(failed));
     }
-    pthread_mutex_destroy(&l->lock);
-    pthread_cond_destroy(&l->more);
-    ps_free(l);
-    return rc;
+    *out = l;
+    return 0;
 }
 
 int ps_link_put(ps_link *l, void *message, int peer, uint64_t slot, int64_t nbytes)
@@ -129,8 +125,5 @@ void ps_link_close(ps_link *l)
     pthread_cond_signal(&l->more);
     pthread_mutex_unlock(&l->lock);
     pthread_join(l->thread, NULL);
-    pthread_mutex_destroy(&l->lock);
-    pthread_cond_destroy(&l->more);
-    ps_free(l->queue);
-    ps_free(l);
+    link_free(l);
 }

@@ -7,13 +7,13 @@
  * its own kind. */
 #include "comm/p2p.h"
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "base/error.h"
+#include "base/thread.h"
 #include "backend/backend.h"
 #include "comm/group.h"
 #include "comm/line.h"
@@ -355,12 +355,8 @@ static void *deliver(void *arg)
 
 static int start(neighbour *with, bool *runs, pthread_t *thread, void *(*run)(void *))
 {
-    sigset_t every, before;
     if (*runs) return 0;
-    sigfillset(&every);                    /* signals are the main thread's */
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    int failed = pthread_create(thread, NULL, run, with);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int failed = ps_thread_start(thread, run, with);
     if (failed)
         return ps_fail(PS_ENOMEM, "no thread for messages between this rank and rank %d: %s", with->rank,
                        strerror(failed));

@@ -8,6 +8,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "base/thread.h"
 #include "comm/net.h"
 #include "comm/store_protocol.h"
 #include <errno.h>
@@ -439,7 +440,7 @@ int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_s
     if (rc == 0) rc = ps_net_address(s->fd, false, s->host, sizeof s->host);
     if (rc == 0 && fcntl(s->fd, F_SETFL, O_NONBLOCK) < 0) rc = ps_fail(PS_EIO, "no socket: %s", strerror(errno));
     if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "no pipe for the store: %s", strerror(errno));
-    if (rc == 0 && (errno = pthread_create(&s->thread, NULL, serve_all, s)) != 0)
+    if (rc == 0 && (errno = ps_thread_start(&s->thread, serve_all, s)) != 0)
         rc = ps_fail(PS_EIO, "no thread for the store: %s", strerror(errno));
     if (rc < 0) {
         server_free(s);

@@ -7,13 +7,13 @@
 #include "comm/watch_inner.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/thread.h"
 #include "comm/net.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -588,12 +588,7 @@ static int join(ps_watch *w, ps_store *store, const ps_watch_options *o)
 
 static int start_thread(ps_watch *w)
 {
-    sigset_t every, before;
-    sigfillset(&every);                    /* signals are the main thread's */
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    errno = pthread_create(&w->thread, NULL, run, w);
-    int why = errno;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int why = ps_thread_start(&w->thread, run, w);
     return why ? ps_fail(PS_EIO, "no thread to watch over the ranks: %s", strerror(why)) : 0;
 }
 

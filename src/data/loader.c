@@ -15,9 +15,9 @@
 #include "data/tokens.h"
 #include "base/alloc.h"
 #include "base/philox.h"
+#include "base/thread.h"
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -135,17 +135,12 @@ static void *maker(void *arg)
     return NULL;
 }
 
-/* Signals are for the thread that runs the script. */
 static int start_thread(ps_loader *l)
 {
-    sigset_t all, before;
     if (pthread_mutex_init(&l->lock, NULL) || pthread_cond_init(&l->ready, NULL) || pthread_cond_init(&l->wanted, NULL))
         return ps_fail(PS_ENOMEM, "no lock can be made for a loader");
     l->has_lock = true;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&l->thread, NULL, maker, l);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int rc = ps_thread_start(&l->thread, maker, l);
     if (rc) return ps_fail(PS_ENOMEM, "the loader's thread cannot be started: %s", strerror(rc));
     l->has_thread = true;
     return 0;

@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
+#include "base/thread.h"
 #include <pthread.h>
 #include <string.h>
 
@@ -122,7 +123,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
     for (int i = 0; i < n; i++) {
         parts[i].t = t, parts[i].block = block;
         if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
-        parts[i].started = i + 1 < n && pthread_create(&parts[i].thread, NULL, work, &parts[i]) == 0;
+        parts[i].started = i + 1 < n && ps_thread_start(&parts[i].thread, work, &parts[i]) == 0;
     }
     /* the last one, and what no thread took */
     for (int i = n - 1; i >= 0; i--) if (!parts[i].started) work(&parts[i]);

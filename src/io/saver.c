@@ -5,9 +5,9 @@
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
+#include "base/thread.h"
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -47,7 +47,6 @@ int ps_saver_new(ps_saver **out)
 
 int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes)
 {
-    sigset_t all, old;
     PS_NEED(writer);
     if (!s || s->running) {
         ps_stw_free(writer);
@@ -55,10 +54,7 @@ int ps_saver_start(ps_saver *s, ps_stw *writer, const void *data, int64_t nbytes
     }
     s->writer = writer, s->data = data, s->nbytes = nbytes, s->error.code = 0;
     atomic_store(&s->busy, true);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    int err = ps_alloc_should_fail() ? EAGAIN : pthread_create(&s->thread, NULL, work, s);
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    int err = ps_thread_start(&s->thread, work, s);
     if (err) {
         atomic_store(&s->busy, false);
         ps_stw_free(writer);

@@ -15,7 +15,6 @@
 #define _GNU_SOURCE                  /* pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,6 +31,7 @@
 #include "backend/cpu/cpu.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/thread.h"
 
 #define GIB ((int64_t)1 << 30)
 #define SLICE_S 0.002                /* modelled seconds a slice covers: waking up more often costs who computes */
@@ -302,14 +302,9 @@ static void *run_lane(void *arg)
     return NULL;
 }
 
-/* Signals are for the thread that runs the script. */
 static int start_thread(lane *l)
 {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = pthread_create(&l->thread, NULL, run_lane, l);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int rc = ps_thread_start(&l->thread, run_lane, l);
     if (rc) return ps_fail(PS_ENOMEM, "a thread for sim's copies cannot be started: %s", strerror(rc));
     l->has_thread = true;
     return 0;
