@@ -74,14 +74,10 @@ void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int r
     group_count_parts(g, g->parts, op != OP_BROADCAST || g->comm->rank == root, op != OP_REDUCE_SCATTER);
 }
 
-/* A call whose tensor has no bytes. A dry run of a step notes it; else what it would send to ranks that are not here is
- * counted. */
 static int without_bytes(ps_group *g, int op, const ps_tensor *t, int root)
 {
     place at = t->ctx->devices[t->device_]->is_host ? ON_HOST : ON_DEVICE;
-    if (t->ctx->step->dry) return group_note(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
-    if (g->comm->pretends) group_count(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
-    return 0;
+    return group_without_bytes(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
 }
 
 /* The place of a tensor's device, which is connected here if it is not. */

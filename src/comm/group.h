@@ -151,6 +151,9 @@ void group_enroll(ps_ctx *ctx, ps_group *g);
 void group_leave(ps_group *g);
 /* Notes a call in the dry run under way, as its header will be. PS_ENOMEM */
 int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
+/* A call of OP_* whose bytes are not there. In a dry run of a step it is noted; else, where the other ranks are not
+ * here, what it would send is counted. nbytes, root: as of group_count. PS_ENOMEM */
+int group_without_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
 
 /* -- plan.c */
 /* Takes those of the calls (NULL: none) that are the group's as the plan of the step that begins; none where there is

@@ -12,9 +12,9 @@
  * products: the collectives of collective.c.
  *
  * What may fail on this rank alone, memory, is asked for before the ranks compare their calls. */
-#include "base/dtype.h"
 #include "base/error.h"
 #include "comm/group.h"
+#include "comm/rows.h"
 #include "tensor/tensor.h"
 
 typedef ps_attrs_row_linear with_product;       /* the other ops' attributes begin with these */
@@ -31,23 +31,8 @@ typedef struct work {
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static const ps_view absent = { .ndim = -1 };
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-static int64_t row_nbytes(const ps_view *v) { return v->shape[1] * ps_dtype_bytes(v->dtype); }
-
-static int64_t nbytes_of(const ps_view *v) { return v->shape[0] * row_nbytes(v); }
-
-/* Rows [first, first + rows) of v [.., features]. */
-static ps_view rows_of(const ps_view *v, int64_t first, int64_t rows)
-{
-    ps_view part = *v;
-    part.data = (char *)v->data + first * row_nbytes(v);
-    part.shape[0] = rows;
-    part.numel = rows * v->shape[1];
-    return part;
-}
-
 /* Memory of `rows` rows as v has them, for the call's duration. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
@@ -55,14 +40,6 @@ static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
     size_t nbytes = (size_t)(rows * row_nbytes(v));
     out->data = w->call->scratch(w->call, nbytes ? nbytes : 1);
     return out->data ? 0 : PS_ENOMEM;           /* scratch() left the message */
-}
-
-static ps_view turned(const ps_view *v)
-{
-    ps_view t = *v;
-    t.shape[0] = v->shape[1], t.shape[1] = v->shape[0];
-    t.stride[0] = v->stride[1], t.stride[1] = v->stride[0];
-    return t;
 }
 
 /* Piece k of n rows: its first one, and how many. */
@@ -233,20 +210,16 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* A call without bytes: what it would gather of each rank's x, and add up. In a dry run of a step it is noted, as its
- * headers will be; else what it would send to ranks that are not here is counted. rc: the result of this rank's
- * preparation. */
+/* A call without bytes: what it would gather of each rank's x, and add up. A dry run of a step notes one call for all
+ * pieces. rc: the result of this rank's preparation. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
-    bool dry = w->g->ctx && w->g->ctx->step->dry, pieces = w->pieces > 1;
-    if (rc == 0 && dry && pieces)
-        return group_note(w->g, op, w->at, w->call->in[0].dtype, nbytes_of(adds ? adds : x), w->pieces);
-    if (rc == 0 && dry && x) rc = group_note(w->g, OP_ALL_GATHER, w->at, x->dtype, nbytes_of(x), 0);
-    if (rc == 0 && dry && adds) rc = group_note(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0);
-    if (dry || rc < 0 || !w->g->comm->pretends) return rc;
-    if (x) group_count(w->g, OP_ALL_GATHER, w->at, x->dtype, nbytes_of(x), 0);
-    if (adds) group_count(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0);
-    return 0;
+    const ps_view *some = adds ? adds : x;
+    if (rc < 0) return rc;
+    if (w->pieces > 1 && w->g->ctx->step->dry)
+        return group_without_bytes(w->g, op, w->at, w->call->in[0].dtype, nbytes_of(some), w->pieces);
+    if (x) PS_TRY(group_without_bytes(w->g, OP_ALL_GATHER, w->at, x->dtype, nbytes_of(x), 0));
+    return adds ? group_without_bytes(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0) : 0;
 }
 
 /* The end of a call whose ranks agreed. Where this rank fails beside its exchanges, the others must not wait for the

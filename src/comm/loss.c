@@ -5,14 +5,14 @@
  * 2019, "Megatron-LM", section 3). Where x is a rank's rows, all rows are gathered once, in front of the panels, and dx
  * is added up behind them, so that no exchange is made in backward.
  *
- * Panels depend on shapes alone, which are the same on all ranks. dw is rounded to its type once a panel. What may fail
- * on this rank alone goes into its next call of the ranks, which all of them then leave with that error. */
-#include "base/dtype.h"
+ * Panels (base/panels.h) depend on shapes alone, which are the same on all ranks. dw is rounded to its type once a
+ * panel. What may fail on this rank alone goes into its next call of the ranks, which all of them then leave with that
+ * error. */
 #include "base/error.h"
+#include "base/panels.h"
 #include "comm/group.h"
+#include "comm/rows.h"
 #include "tensor/tensor.h"
-
-enum { PANEL_NUMEL = 16 << 20, PANEL_MIN = 128, PANEL_MAX = 1024 };    /* of logits; rows: those of lm_loss */
 
 typedef struct head {
     ps_group *g;
@@ -25,8 +25,6 @@ typedef struct head {
     int64_t first, words;                       /* this rank's words; the columns behind them are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
 } head;
-
-static const ps_view absent = { .ndim = -1 };
 
 /* -- views --------------------------------------------------------------------------------------------------------- */
 static ps_view vector(void *data, int dtype, int64_t n)
@@ -41,8 +39,6 @@ static ps_view matrix(void *data, int dtype, int64_t rows, int64_t columns)
 }
 
 static char *place_in(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
-
-static int64_t nbytes_of(const ps_view *v) { return v->numel * ps_dtype_bytes(v->dtype); }
 
 static void *room(const head *h, int64_t n, int dtype)
 {
@@ -59,11 +55,6 @@ static int run(const head *h, bool dry, int op, const void *attrs, int n_in, con
 
 static ps_view logits_of(const head *h, int64_t n) { return matrix(h->logits, h->x.dtype, n, h->V); }
 
-static ps_view rows_of(const head *h, const ps_view *all, int64_t first, int64_t n)
-{
-    return matrix(place_in(all, first * h->C), all->dtype, n, h->C);
-}
-
 static ps_view targets_of(const head *h, int64_t first, int64_t n)
 {
     const ps_view *target = &h->call->in[2];
@@ -77,7 +68,7 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     ps_attrs_linear product = { .out_in = 1 };
     ps_attrs_logit_stats attrs = { .first = h->first, .words = h->words };
     ps_view logits = logits_of(h, n), mine = matrix(h->mine, h->wide, h->kinds, n);
-    ps_view multiplied[4] = { rows_of(h, &h->x, first, n), in[1], in[4], absent };
+    ps_view multiplied[4] = { rows_of(&h->x, first, n), in[1], in[4], absent };
     ps_view told[3] = { logits, targets_of(h, first, n), in[5] };
     PS_TRY(run(h, dry, PS_OP_linear, &product, 4, multiplied, 1, &logits));
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
@@ -90,9 +81,7 @@ static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, 
     ps_attrs_matmul product = { .accumulate = add };
     ps_attrs_sum sum = { .dims = 1, .accumulate = add };
     if (ps_has(dw)) {
-        ps_view in[2] = { *dlogits, *x };
-        in[0].shape[0] = dlogits->shape[1], in[0].shape[1] = dlogits->shape[0];
-        in[0].stride[0] = 1, in[0].stride[1] = dlogits->stride[0];
+        ps_view in[2] = { turned(dlogits), *x };
         PS_TRY(run(h, dry, PS_OP_matmul, &product, 2, in, 1, dw));
     }
     return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
@@ -109,12 +98,12 @@ static int lose(const head *h, int64_t first, int64_t n, bool dry)
     ps_view out[2] = { vector(place_in(&losses, first), h->wide, n), grads ? logits : absent };
     ps_view all = { .data = h->all, .dtype = h->wide, .ndim = 3, .numel = h->attrs->size * h->kinds * n,
                     .shape = { h->attrs->size, h->kinds, n }, .stride = { h->kinds * n, n, 1 } };
-    ps_view own = matrix(place_in(share, first), share->dtype, 3, n), x = rows_of(h, &h->x, first, n);
+    ps_view own = matrix(place_in(share, first), share->dtype, 3, n), x = rows_of(&h->x, first, n);
     own.stride[0] = h->N;
     ps_view from[5] = { logits, targets_of(h, first, n), all, own, in[5] };
     PS_TRY(run(h, dry, PS_OP_logit_loss, &attrs, 5, from, 2, out));
     if (ps_has(&h->dx)) {
-        ps_view dx = rows_of(h, &h->dx, first, n), multiplied[4] = { logits, in[1], absent, absent };
+        ps_view dx = rows_of(&h->dx, first, n), multiplied[4] = { logits, in[1], absent, absent };
         PS_TRY(run(h, dry, PS_OP_linear, &product, 4, multiplied, 1, &dx));
     }
     return add_weights(h, &logits, &x, first > 0, dry);
@@ -132,15 +121,6 @@ static int finish(const head *h, bool dry)
 }
 
 /* -- all ----------------------------------------------------------------------------------------------------------- */
-static int64_t panel_rows(int64_t N, int64_t V)
-{
-    int64_t rows = PANEL_NUMEL / V;
-    rows = rows < PANEL_MIN ? PANEL_MIN : rows > PANEL_MAX ? PANEL_MAX : rows;
-    int64_t panels = (N + rows - 1) / rows;                  /* of nearly equal size */
-    if (panels > 1) rows = ((N + panels - 1) / panels + 15) / 16 * 16;
-    return rows < N ? rows : N;
-}
-
 static int64_t in_panel(const head *h, int64_t first) { return h->N - first < h->rows ? h->N - first : h->rows; }
 
 /* Asks for this call's memory, and for that of its largest products. */
@@ -148,8 +128,8 @@ static int take_room(head *h)
 {
     const ps_view *x = &h->call->in[0], *dx = &h->call->out[1];
     bool parted = h->attrs->parted;
-    h->x = parted ? matrix(room(h, h->N * h->C, x->dtype), x->dtype, h->N, h->C) : *x;
-    h->dx = parted && ps_has(dx) ? matrix(room(h, h->N * h->C, dx->dtype), dx->dtype, h->N, h->C) : *dx;
+    h->x = matrix(parted ? room(h, h->N * h->C, x->dtype) : x->data, x->dtype, h->N, h->C);
+    if (ps_has(dx)) h->dx = matrix(parted ? room(h, h->N * h->C, dx->dtype) : dx->data, dx->dtype, h->N, h->C);
     h->logits = room(h, h->rows * h->V, x->dtype);
     h->mine = room(h, h->kinds * h->rows, h->wide);
     h->all = room(h, h->attrs->size * h->kinds * h->rows, h->wide);
@@ -164,22 +144,17 @@ static int take_room(head *h)
     return finish(h, true);
 }
 
-/* A call of ranks without bytes: notes it, or counts what it would send to ranks that are not here. */
-static int note(const head *h, int op, const ps_view *v, int64_t nbytes)
-{
-    if (h->g->ctx && h->g->ctx->step->dry) return group_note(h->g, op, h->at, v->dtype, nbytes, 0);
-    if (h->g->comm->pretends) group_count(h->g, op, h->at, v->dtype, nbytes, 0);
-    return 0;
-}
-
 static int without_bytes(const head *h)
 {
-    const ps_view *x = &h->call->in[0], said = { .dtype = h->wide };
-    if (h->attrs->parted) PS_TRY(note(h, OP_ALL_GATHER, x, nbytes_of(x)));
-    for (int64_t first = 0; first < h->N; first += h->rows)
-        PS_TRY(note(h, OP_ALL_GATHER, &said, h->kinds * in_panel(h, first) * ps_dtype_bytes(h->wide)));
+    const ps_view *x = &h->call->in[0];
+    if (h->attrs->parted) PS_TRY(group_without_bytes(h->g, OP_ALL_GATHER, h->at, x->dtype, nbytes_of(x), 0));
+    for (int64_t first = 0; first < h->N; first += h->rows) {
+        int64_t nbytes = h->kinds * in_panel(h, first) * ps_dtype_bytes(h->wide);
+        PS_TRY(group_without_bytes(h->g, OP_ALL_GATHER, h->at, h->wide, nbytes, 0));
+    }
     if (!ps_has(&h->dx)) return 0;
-    return note(h, h->attrs->parted ? OP_REDUCE_SCATTER : OP_ALL_REDUCE, &h->dx, nbytes_of(&h->dx));
+    return group_without_bytes(h->g, h->attrs->parted ? OP_REDUCE_SCATTER : OP_ALL_REDUCE, h->at, h->dx.dtype,
+                               nbytes_of(&h->dx), 0);
 }
 
 /* rc: of this rank's preparation. */
@@ -206,8 +181,8 @@ int group_lm_loss(ps_group *g, place at, ps_call *call)
     const ps_attrs_parallel_lm_loss *attrs = call->attrs;
     const ps_view *x = &call->in[0], *w = &call->in[1];
     head h = { .g = g, .at = at, .call = call, .attrs = attrs, .wide = call->out[0].dtype, .N = call->in[2].numel,
-               .V = w->shape[0], .C = w->shape[1], .kinds = ps_has(&call->in[5]) ? 4 : 3 };
-    h.rows = panel_rows(h.N, h.V);
+               .V = w->shape[0], .C = w->shape[1], .kinds = ps_has(&call->in[5]) ? 4 : 3, .dx = absent };
+    h.rows = ps_panel_rows(h.N, h.V);
     h.first = attrs->rank * h.V;
     h.words = attrs->words - h.first < h.V ? attrs->words - h.first : h.V;
     if (h.words < 0) h.words = 0;

@@ -2,10 +2,10 @@
  * Collectives as ops: dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and outputs are
  * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). Those with products are
  * carried out in linear.c and loss.c. */
-#include "base/dtype.h"
 #include "base/error.h"
 #include "base/grow.h"
 #include "comm/group.h"
+#include "comm/rows.h"
 #include "tensor/tensor.h"
 
 /* Finds the group that an op names, and checks the op's rank and size. All these ops have the attributes of
@@ -44,7 +44,7 @@ static int with_products(ps_group *g, place at, bool carried, ps_call *call)
 static int carry_out(ps_group *g, int call, place at, int root, const ps_view *in, const ps_view *out)
 {
     int dtype = in->dtype, rc = group_after_now(g, at);
-    int64_t nbytes = in->numel * ps_dtype_bytes(dtype);
+    int64_t nbytes = nbytes_of(in);
     char *x = in->data, *y = out->data;
     if (rc == 0 && (call == OP_ALL_REDUCE || call == OP_BROADCAST)) rc = group_copy(g, at, y, x, nbytes);
     switch (call) {
@@ -65,13 +65,10 @@ int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int roo
     return 0;
 }
 
-/* Notes the call that carry_out makes outside of a dry run, or counts what it sends to ranks that are not here. */
-static int without_bytes(ps_group *g, int call, place at, int root, const ps_view *in)
+int group_without_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
 {
-    int64_t nbytes = in->numel * ps_dtype_bytes(in->dtype);
-    if (call != OP_BROADCAST) root = 0;
-    if (g->ctx->step->dry) return group_note(g, call, at, in->dtype, nbytes, root);
-    group_count(g, call, at, in->dtype, nbytes, root);
+    if (g->ctx && g->ctx->step->dry) return group_note(g, op, at, dtype, nbytes, root);
+    if (g->comm->pretends) group_count(g, op, at, dtype, nbytes, root);
     return 0;
 }
 
@@ -84,7 +81,9 @@ static int group_op(ps_ctx *ctx, int device, ps_call *call)
     PS_TRY(find_group(ctx, attributes, &g));
     int as = call_of(call->op);
     if (call->dry && as < 0) return with_products(g, at, be->is_host || be->host_carries, call);
-    if (call->dry) return without_bytes(g, as, at, attributes->root, &call->in[0]);
+    if (call->dry)
+        return group_without_bytes(g, as, at, call->in[0].dtype, nbytes_of(&call->in[0]),
+                                   as == OP_BROADCAST ? attributes->root : 0);
     PS_TRY(group_place(g, ctx, device, &at));
     group_drain(g);
     int rc = as < 0 ? with_products(g, at, g->at[at].comm == g->comm, call)

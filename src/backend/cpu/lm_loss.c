@@ -5,14 +5,15 @@
  *
  * Rounding: logits and their gradients have the type of x, except where that type is multiplied as fp32 anyway: then
  * they are fp32. dw is summed over a panel's rows in fp32 and rounded to its type once per panel, db over all rows in
- * fp32, in row order; losses are added in double, in row order. The panels depend on the shapes alone. */
+ * fp32, in row order; losses are added in double, in row order. The panels depend on the shapes alone
+ * (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
 #include "base/half.h"
+#include "base/panels.h"
 #include <math.h>
 
 enum {
-    PANEL_NUMEL = 16 << 20, PANEL_MIN = 128, PANEL_MAX = 1024,    /* of logits (bf16: 32 MiB); rows */
     DB_COLUMNS = 1024,
     DW_ROWS = 2048              /* rows of dw at a time: the part in work stays in cache (+20% with 50257 words) */
 };
@@ -51,15 +52,6 @@ static int count_targets(const problem *p, int64_t *count)
         ++*count;
     }
     return 0;
-}
-
-static int64_t panel_rows(const problem *p)
-{
-    int64_t rows = PANEL_NUMEL / p->V;
-    rows = rows < PANEL_MIN ? PANEL_MIN : rows > PANEL_MAX ? PANEL_MAX : rows;
-    int64_t panels = (p->N + rows - 1) / rows;               /* of nearly equal size */
-    rows = ((p->N + panels - 1) / panels + 15) / 16 * 16;
-    return rows < p->N ? rows : p->N;
 }
 
 /* dw (+)= dlogits^T x, over rows [first, first + rows) of x. */
@@ -147,7 +139,7 @@ int ps_cpu_lm_loss(ps_call *call)
     int64_t count = 0;
     if (!call->dry) PS_TRY(count_targets(&p, &count));
     p.type = ps_cpu_gemm_native(dtype) ? dtype : PS_F32;
-    int64_t rows = panel_rows(&p);
+    int64_t rows = ps_panel_rows(p.N, p.V);
     p.loss = call->scratch(call, (size_t)p.N * sizeof *p.loss);
     p.logits = p.loss ? call->scratch(call, (size_t)(rows * p.V * ps_dtype_bytes(p.type))) : NULL;
     if (p.logits && p.db) p.db_sum = call->scratch(call, (size_t)p.V * sizeof *p.db_sum);

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The panels of rows in which a processor computes the loss of logits [N, V] (cpu/lm_loss.c), and ranks that share the
+ * words out (comm/loss.c). Panels depend on shapes alone. */
+#ifndef PS_BASE_PANELS_H
+#define PS_BASE_PANELS_H
+#include <stdint.h>
+
+/* Rows of a panel; the last one may have fewer. V: words, at least 1. */
+static inline int64_t ps_panel_rows(int64_t N, int64_t V)
+{
+    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* of logits (bf16: 32 MiB); rows */
+    int64_t rows = NUMEL / V;
+    rows = rows < LEAST ? LEAST : rows > MOST ? MOST : rows;
+    if (rows >= N) return N;
+    int64_t panels = (N + rows - 1) / rows;                    /* of nearly equal size */
+    rows = ((N + panels - 1) / panels + 15) / 16 * 16;
+    return rows < N ? rows : N;
+}
+#endif
