@@ -502,8 +502,8 @@ int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_
  * virtual stage's inputs and puts those of its parameters off, WEIGHT computes these. */
 enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_INPUT, PS_ACT_WEIGHT, PS_ACT_REDUCE, PS_ACT_NORM,
        PS_ACT_UPDATE, PS_ACT_COUNT };
-/* vstage: a part of the model; micro: a micro-batch; both from 0. A reduction ends the sums over
- * ranks of its virtual stage's backwards before it; without one they end with the backward. */
+/* vstage: a part of the model; micro: a micro-batch, less than the number of actions; both from 0. A reduction ends the
+ * sums over ranks of its virtual stage's backwards before it; without one they end with the backward. */
 typedef struct ps_action { int32_t kind, vstage, micro; } ps_action;
 /* The fields of a step that scripts may read at any time. */
 typedef struct ps_step_state {

@@ -2,7 +2,9 @@
  * A step's table from C. Forwards and backwards of several micro-batches and virtual stages give the same bits in other
  * orders, and calls that do not fit are refused. */
 #include "check.h"
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include "tensor/tensor.h"
 
 enum { N = 64, PARAMS = 2, STEPS = 3, MICROS = 2 };
@@ -199,6 +201,7 @@ static void test_tables(void)
     REFUSED("out of turn", F(0, 0), F(0, 1), I(0, 0), B(0, 1), W(0, 0), END);
     REFUSED("behind the norm", F(0, 0), I(0, 0), END, W(0, 0));
     REFUSED("without a backward", F(0, 0), END);
+    REFUSED("micro-batch 4", F(0, 4), B(0, 4), END);
     static const ps_action table[] = { F(0, 0), F(1, 0), I(1, 0), W(1, 0), B(0, 0), { PS_ACT_UPDATE, 0, 0 } };
     ps_step_config c = { .actions = table, .n_actions = 6, .trace = PS_TRACE_UNKNOWN };
     ps_rng *rng = ps_rng_get(ctx);
@@ -238,6 +241,41 @@ static void test_tables(void)
     FAILS(ps_step_next(step, PS_ACT_BACKWARD, &(ps_action_how){ .slot = 1 }), PS_EINVAL, "last backward");
     OK(ps_step_end(step, NULL));
     rng->op = 0, rng->sample = 0;
+}
+
+/* Seconds of this thread that a step of n micro-batches takes, without their computation. */
+static double seconds_of(int n)
+{
+    ps_action *table = malloc(sizeof *table * (size_t)n * 2);
+    ps_step_config c = { .actions = table, .n_actions = 2 * n, .trace = PS_TRACE_NONE };
+    ps_step *bare = NULL;
+    struct timespec began, ended;
+    for (int i = 0; i < n; i++) table[2 * i] = (ps_action)F(0, i), table[2 * i + 1] = (ps_action)B(0, i);
+    OK(ps_step_new(ctx, &bare));
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &began);
+    int rc = ps_step_begin(bare, &c);
+    for (int i = 0; i < 2 * n && rc == 0; i++) {
+        rc = ps_step_next(bare, table[i].kind, &(ps_action_how){ .scale = 1, .weight = 2 });
+        if (rc == 0) rc = ps_step_done(bare);
+    }
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &ended);
+    OK(rc);
+    CHECK(ps_step_look(bare)->micro == n && ps_step_look(bare)->weight == 2.0 * n);
+    OK(ps_step_end(bare, NULL));
+    ps_step_free(bare);
+    free(table);
+    return (double)(ended.tv_sec - began.tv_sec) + 1e-9 * (double)(ended.tv_nsec - began.tv_nsec);
+}
+
+/* Sixteen times as many micro-batches take about sixteen times as long; 256 times, if each one looked at all others. */
+static void test_many(void)
+{
+    double few = seconds_of(4000), many = seconds_of(64000);
+    for (int i = 0; i < 5; i++) {
+        double again = seconds_of(4000);
+        if (again > few) few = again;                          /* a short time may be cut by the clock's grain */
+    }
+    CHECK(many < 64 * few);
 }
 
 /* What was put off goes with the step. */
@@ -302,6 +340,7 @@ int main(void)
     test_orders(false);
     test_orders(true);
     test_roots();
+    test_many();
     test_refusals();
     ps_memory_info info;
     OK(ps_memory_get(ctx, 0, &info));

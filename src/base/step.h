@@ -29,8 +29,8 @@ struct ps_step {
     int32_t at;                   /* place of the action under way, or of the last one; -1: none yet */
     step_stage *stages;           /* [n_vstages] */
     int32_t n_vstages, stages_capacity;
-    double *weights;              /* [n_actions] of a micro-batch, at the place of its first backward */
-    int32_t weights_capacity;
+    int32_t *first_walk;          /* [n_actions] of micro-batch i: the place of its first BACKWARD or INPUT, or -1 */
+    int32_t first_walk_capacity;
     int32_t collected;            /* micro-batches that were done when Lua's garbage last went (ps_step_collects) */
     bool measures;                /* the table has a norm */
     bool ahead;                   /* several micro-batches of a virtual stage are in flight, or weight gradients are put

@@ -35,7 +35,7 @@ void ps_step_free(ps_step *s)
     if (!s || --s->refs > 0) return;
     ps_ctx_release(s->ctx);
     ps_free(s->actions);
-    ps_free(s->weights);
+    ps_free(s->first_walk);
     ps_free(s->stages);
     ps_free(s);
 }
@@ -85,7 +85,7 @@ static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_m
     for (int32_t i = 0; i < c->n_actions; i++) {
         const ps_action *a = &c->actions[i];
         if (a->kind <= PS_ACT_NONE || a->kind >= PS_ACT_COUNT || a->vstage < 0 || a->vstage >= MAX_VSTAGES ||
-            a->micro < 0)
+            a->micro < 0 || a->micro >= c->n_actions)
             return ps_fail(PS_EINVAL, "action %d of the step is of kind %d, virtual stage %d, micro-batch %d", i,
                            a->kind, a->vstage, a->micro);
         if (a->vstage >= *n_vstages) *n_vstages = a->vstage + 1;
@@ -95,14 +95,6 @@ static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_m
         if (a->kind == PS_ACT_NORM) *measures = true;
     }
     return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions without a backward", c->n_actions);
-}
-
-/* The action is the first BACKWARD or INPUT of its micro-batch: the weight given with it counts. */
-static bool comes_first(const ps_step *s, int32_t at)
-{
-    for (int32_t i = 0; i < at; i++)
-        if (walks(&s->actions[i]) && s->actions[i].micro == s->actions[at].micro) return false;
-    return walks(&s->actions[at]);
 }
 
 static int out_of_order(const ps_step_config *c, int32_t at)
@@ -147,12 +139,15 @@ static int take_table(ps_step *s, const ps_step_config *c)
     memset(s->stages, 0, sizeof *s->stages * (size_t)n_vstages);
     PS_TRY(check_order(s, c, &ahead));
     PS_TRY(ps_grow(s->actions, s->capacity, c->n_actions));
-    PS_TRY(ps_grow(s->weights, s->weights_capacity, c->n_actions));
+    PS_TRY(ps_grow(s->first_walk, s->first_walk_capacity, c->n_actions));
     memcpy(s->actions, c->actions, sizeof *s->actions * (size_t)c->n_actions);
-    memset(s->weights, 0, sizeof *s->weights * (size_t)c->n_actions);
     for (int32_t v = 0; v < n_vstages; v++) s->stages[v].last = c->n_actions;
-    for (int32_t i = 0; i < c->n_actions; i++)
-        if (adds(&s->actions[i])) s->stages[s->actions[i].vstage].last = i;
+    for (int32_t m = 0; m < c->n_actions; m++) s->first_walk[m] = -1;
+    for (int32_t i = 0; i < c->n_actions; i++) {
+        const ps_action *a = &s->actions[i];
+        if (adds(a)) s->stages[a->vstage].last = i;
+        if (walks(a) && s->first_walk[a->micro] < 0) s->first_walk[a->micro] = i;
+    }
     s->n_actions = c->n_actions;
     s->n_vstages = n_vstages;
     s->measures = measures;
@@ -367,7 +362,6 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
         s->forward_op = s->ctx->rng.op, s->forward_offset = s->ctx->rng.offset;
         if (how->numbered) s->ctx->rng.op = how->first_op, s->ctx->rng.sample = how->sample;
     }
-    if (comes_first(s, at)) s->weights[at] = how->weight;
     if (how->overlap || kind == PS_ACT_UPDATE) s->is.updating = 1;
     if (at == s->at) return 0;
     s->at = at;
@@ -397,7 +391,7 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    if (walks(&s->is.now)) s->is.weight += s->weights[s->at];
+    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* later ones' do not count */
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);
