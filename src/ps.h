@@ -1103,11 +1103,14 @@ int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_sp
  * alone; all actions are the caller's then. dry: no message goes and none is waited for; tensors have no contents,
  * losses are 0. tells: 1: every action of the step is an event before it is performed. PS_ESTATE: one is under way. */
 int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells);
+/* The micro-batches at a dry row's beginning that are performed: the first one makes gradients, those behind it have to
+ * do alike. The last one is performed, too, since it ends the sums of gradients. */
+enum { PS_PIPE_PERFORMED = 3 };
 /* In dry rows from now on the micro-batches [first, end) do again what first - 1 did: to memory, to chunks and to other
  * ranks. The step's actions are performed, and of events forwards alone come, with `again` set, so that the caller can
- * collect before them. Inputs have the shapes of first - 2 and first - 1, which must do alike: else the row fails with
- * PS_ESTATE, and ps_pipe_differed tells. first == end: none (the beginning). PS_ESTATE: a step is under way. PS_EINVAL:
- * the first three micro-batches, or the last, are among them. */
+ * collect before them. Inputs have the shapes of the PS_PIPE_PERFORMED - 1 micro-batches in front of them, which must
+ * do alike: else the row fails with PS_ESTATE, and ps_pipe_differed tells. first == end: none (the beginning).
+ * PS_ESTATE: a step is under way. PS_EINVAL: the first PS_PIPE_PERFORMED micro-batches, or the last, are among them. */
 int ps_pipe_repeat(ps_pipe *x, int first, int end);
 int ps_pipe_differed(const ps_pipe *x);  /* 1: the last dry row failed since micro-batches did not do alike */
 /* The caller's collector has run in a dry row: bytes that waited for it go. */

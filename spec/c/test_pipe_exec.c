@@ -598,8 +598,8 @@ static void test_misuse(void)
     FAILS(ps_pipe_expect(x, 2, 0, 1, &carry), PS_ERANGE, "virtual stage 2");
     FAILS(ps_pipe_expect(x, 0, 0, PS_PIPE_CARRY + 1, &carry), PS_EINVAL, "at most 16");
     FAILS(ps_pipe_measured(x, &times, &spans_), PS_ESTATE, "no virtual clock");
-    FAILS(ps_pipe_repeat(x, 1, 3), PS_EINVAL, "the first three and the last do their own");
-    FAILS(ps_pipe_repeat(x, 3, 1 << 20), PS_EINVAL, "the first three and the last do their own");
+    FAILS(ps_pipe_repeat(x, 1, 3), PS_EINVAL, "the first 3 and the last do their own");
+    FAILS(ps_pipe_repeat(x, 3, 1 << 20), PS_EINVAL, "the first 3 and the last do their own");
     OK(ps_pipe_repeat(x, 0, 0));
     CHECK(!ps_pipe_differed(x));
     OK(ps_pipe_expect(x, 0, 0, 1, &carry));

@@ -143,9 +143,9 @@ static int again(ps_pipe *x, const ps_action *a, int part)
 int ps_pipe_repeat(ps_pipe *x, int first, int end)
 {
     if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
-    if (first != end && (first < 3 || end < first || end >= x->t->spec.micro_batches))
-        return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot do again what earlier ones did: the first three "
-                       "and the last do their own", first, end - 1, x->t->spec.micro_batches);
+    if (first != end && (first < PS_PIPE_PERFORMED || end < first || end >= x->t->spec.micro_batches))
+        return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot do again what earlier ones did: the first %d "
+                       "and the last do their own", first, end - 1, x->t->spec.micro_batches, PS_PIPE_PERFORMED);
     x->first_again = first, x->end_again = end;
     x->differed = false;
     return 0;

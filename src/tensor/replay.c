@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parts of micro-batches, noted and done again (replay.h). Two micro-batches are noted, and must have done alike: then
- * the actions of those between the first and the last do not depend on their number. */
+ * Parts of micro-batches, noted and done again (replay.h). NOTED micro-batches must have done alike: then the actions
+ * of those between the first and the last do not depend on their number. */
 #include "tensor/replay.h"
 #include <stdlib.h>
 #include <string.h>
@@ -44,12 +44,12 @@ typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
 typedef struct taken { void *handle; int32_t device; } taken;
 
-enum { NOTED = 2 };
+enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* those behind the first micro-batch */
 
 struct ps_replay {
     ps_ctx *ctx;
     int32_t n_parts, n_micros, first, end;
-    notes notes[NOTED];           /* of micro-batches first - 2 and first - 1 */
+    notes notes[NOTED];           /* of micro-batches first - NOTED to first - 1 */
     int32_t part, micro;          /* under way; part -1: none */
     int32_t n_calls;              /* of ctx->calls, when it began */
     bool differs;
@@ -303,7 +303,7 @@ int ps_replay_leave(ps_ctx *ctx)
         find_ended(r, notes_of(r, r->micro), p);
         PS_TRY(append_calls(&p->calls, &ctx->calls.list[r->n_calls], ctx->calls.n - r->n_calls));
         p->whole = true;
-        if (r->micro == r->first - 1 && !same(p, &r->notes[0].parts[part])) r->differs = true;
+        if (r->micro > r->first - NOTED && !same(p, &r->notes[0].parts[part])) r->differs = true;
     }
     r->part = -1;
     if (!r->differs || r->first == r->end) return 0;

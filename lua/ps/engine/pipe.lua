@@ -236,17 +236,14 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
--- Micro-batches at the row's beginning that a dry run performs: the first one makes gradients, and the next two have to
--- do alike. The last one is performed, too: it ends the sums of gradients.
-local PERFORMED = 3
-
--- The micro-batches, from the first to before the second number, that in a dry run do again what those before them did:
--- all but the first PERFORMED and the last have the shapes of the second one. 0, 0: none.
+-- The micro-batches, from the first to before the second number, that in a dry run do again what those before them did
+-- (ps_pipe_repeat): all but the first PS_PIPE_PERFORMED and the last, if they have the shapes of the second one. 0, 0:
+-- none.
 local function repeated(self, row)
   local last = self.count - 1
-  if row.whole or last <= PERFORMED then return 0, 0 end
+  if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
   for i = 2, last - 1 do if self.micros[i].key ~= self.micros[1].key then return 0, 0 end end
-  return PERFORMED, last
+  return C.PS_PIPE_PERFORMED, last
 end
 
 --- Begins to perform the row of a step, dry or real, or of an evaluation.
@@ -278,7 +275,6 @@ function Pipe:drop_dry()
   C.ps_pipe_abort(row.c, nil)
   self.row = false
   local differed = C.ps_pipe_differed(row.c) ~= 0
-
   row.whole = row.whole or differed
   return differed
 end
