@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What many specs ask: whether a call fails with the right words, whether tensors have the same bytes, and what a
--- program of its own says.
+-- What many specs ask: whether a call fails with the right words, whether tensors have the same bytes or these values,
+-- and what a program of its own says.
 local ps = require "ps"
 local ffi = require "ffi"
 local paths = require "ps.paths"
@@ -58,6 +58,25 @@ end
 function lib.larger(a, b)
   if a ~= a or b ~= b then return 0 / 0 end
   return a > b and a or b
+end
+
+--- Whether a tensor has these values, as tolist() gives them, and this type.
+---@param expected any
+---@param t ps.Tensor
+---@param dtype? string default: any
+function lib.is(expected, t, dtype)
+  local expects = require "luassert"                          -- programs without busted use this file, too
+  expects.same(expected, t:tolist())
+  if dtype then expects.equal(dtype, t:dtype()) end
+end
+
+--- 0, 1, 2, ... in a shape.
+---@param ... integer
+---@return ps.Tensor fp32
+function lib.count(...)
+  local n = 1
+  for _, size in ipairs { ... } do n = n * size end
+  return ps.arange(n, { dtype = "fp32" }):reshape(...)
 end
 
 --- A tensor's bytes.
@@ -121,6 +140,20 @@ function lib.run(settings, code)
   p:close()
   os.remove(name)
   return text
+end
+
+--- Runs tools/merge.lua.
+---@param ... string its arguments
+---@return integer code
+---@return string text both streams
+function lib.merge(...)
+  local words = {}
+  for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
+  local p = assert(io.popen(("'%s' '%s/tools/merge.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
+    table.concat(words, " "))))
+  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return tonumber(code), text
 end
 
 return lib

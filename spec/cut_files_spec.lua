@@ -10,11 +10,10 @@ local encode = require "ps.checkpoints.encode"
 local json = require "cjson"
 local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
-local paths = require "ps.paths"
 local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.rectangles"
 local checkpoints, C = ps.checkpoints, ps.C
-local fails = check.fails_saying
+local fails, merge = check.fails_saying, check.merge
 local here = cut_lib.here()
 
 local folder
@@ -105,16 +104,6 @@ local function state_bits(state)
   local all = {}
   for name, t in pairs(state) do all[name] = t:dtype() .. check.bytes(t) end
   return all
-end
-
-local function merge(...)
-  local words = {}
-  for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
-  local pipe = io.popen(("'%s' '%s/tools/merge.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
-    table.concat(words, " ")))
-  local text, code = pipe:read("*a"):match("^(.*)|(%d+)\n$")
-  pipe:close()
-  return tonumber(code), text
 end
 
 describe("weights of cut parameters", function()

@@ -6,8 +6,7 @@ local gpt2 = require "models.gpt2"
 local json = require "cjson"
 local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
-local paths = require "ps.paths"
-local fails = check.fails_saying
+local fails, merge = check.fails_saying, check.merge
 
 local folder
 setup(function() folder = lib.folder() end)
@@ -29,16 +28,6 @@ local function names_in(at)
   for name in lfs.dir(at) do if name ~= "." and name ~= ".." then all[#all + 1] = name end end
   table.sort(all)
   return all
-end
-
-local function merge(...)
-  local words = {}
-  for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
-  local pipe = io.popen(("'%s' '%s/tools/merge.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
-    table.concat(words, " ")))
-  local text, code = pipe:read("*a"):match("^(.*)|(%d+)\n$")
-  pipe:close()
-  return tonumber(code), text
 end
 
 describe("a model in one process", function()

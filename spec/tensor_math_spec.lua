@@ -2,32 +2,10 @@
 -- Computing with ps.tensor as a PyTorch user expects it: arithmetic, comparisons, reductions, products, values read and
 -- printed, and what wrong uses are told.
 local ps = require "ps"
+local check = require "spec.check_lib"
+local count, fails, is = check.count, check.fails, check.is
 local tensor, F = ps.tensor, ps.F
 local nan, inf = 0 / 0, 1 / 0
-
---- The message of an error that fn must raise, holding all of the texts.
-local function fails(fn, ...)
-  local ok, err = pcall(fn)
-  assert(not ok, "no error was raised")
-  local text = tostring(err)
-  for i = 1, select("#", ...) do
-    local part = select(i, ...)
-    assert(text:find(part, 1, true), ("the message lacks '%s': %s"):format(part, text))
-  end
-  return err
-end
-
-local function is(expected, t, dtype)
-  assert.same(expected, t:tolist())
-  if dtype then assert.equal(dtype, t:dtype()) end
-end
-
---- 0, 1, 2, ... in a shape.
-local function count(...)
-  local n = 1
-  for _, size in ipairs { ... } do n = n * size end
-  return ps.arange(n, { dtype = "fp32" }):reshape(...)
-end
 
 describe("arithmetic", function()
   it("broadcasts", function()

@@ -49,10 +49,11 @@ local SCRIPT = [[
   local row, events = model.pipe:actions(4), 0
   local function follows()                                        -- whether it comes before the next event
     local n = 0
-    for _, a in ipairs(row) do
-      if not own[a[1] ] then n = n + 1 end
+    for _, action in ipairs(row) do
+      local kind, _, micro = unpack(action)
+      if not own[kind] then n = n + 1 end
       if n > events then return false end
-      if n == events and a[1] == IN_C[ACTION] and (ACTION == "REDUCE" or a[3] > 0) then return true end
+      if n == events and kind == IN_C[ACTION] and (ACTION == "REDUCE" or micro > 0) then return true end
     end
     return false
   end
