@@ -4,7 +4,8 @@
 -- JSON line:
 --   layouts              of each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
 --                        gradient at the first step, and of the gradients' norm
---   dropout_masks_equal  dropout and attention zero the same elements on two ranks of tp as on one rank
+--   dropout_masks_equal  true: the elements that dropout and attention zero on two ranks of tp are those that they
+--                        zero on one rank
 --   tp2_parameter_ratio  GPT-2's parameters on one of two ranks, over all
 --   sp_activation_ratio  what a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
 --                        with tp_keep_gathered; sp_activation_ratio_pieces: with tp_overlap_comm = 4
@@ -86,7 +87,7 @@ local function sent(layers, how)
   for out in model:micro_batches(x, x) do
     if not bytes then
       local before = group:bytes_sent()
-      -- The forward has run: what it sent is what a second forward sends.
+      -- This micro-batch's forward has run before `before` was read, so a second one stands for it.
       ps.no_grad(function() model.module:train(true)(x:narrow(0, 0, how.B), x:narrow(0, 0, how.B)) end)
       bytes = group:bytes_sent() - before
       before = group:bytes_sent()
@@ -246,7 +247,8 @@ local function latency()
     small_all_reduce_planned = planned / (#ours + 4) }
 end
 
--- A group without other ranks, for a block's computation alone: what comes from others is a copy.
+-- A group of two ranks in which this rank is alone, so that a block's computation can be timed without exchanges: the
+-- other rank's rows are a copy of its own.
 local function nobody(group)
   local alone = setmetatable({}, { __index = group })
   function alone:gathered_linear(x, w, b, how)
@@ -396,7 +398,7 @@ local function layout_rows()
   return rows
 end
 
--- Whether two ranks dropped what one rank drops.
+-- Whether the elements that two ranks of tp zeroed are those that one rank zeroes; false if none was zeroed.
 local function masks_equal()
   run(1, { what = "masks", tp = 1 })
   run(2, { what = "masks", tp = 2 })

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a small model on ranks that share out its rows, stages or layers, and compares it with the same training on
--- one rank. bench/mesh.lua and spec/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
--- files. mesh_lib.compare runs in a process beside the ranks, puts their tensors together and compares.
+-- Trains a small model on a mesh of ranks (dp, pp, tp), and compares it with the same training on one rank.
+-- bench/mesh.lua and spec/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes files.
+-- mesh_lib.compare runs in a process beside the ranks, puts their tensors together and compares.
 --
--- A gradient is what one step of plain SGD adds to a value, over the rate: so it is what reaches a parameter, wherever
--- a layout keeps gradients.
+-- There are two runs. The first one has a single step of SGD without momentum, from which gradients are worked out:
+-- (value before - value after) / learning rate. That is right wherever a layout keeps its gradients. The second run
+-- begins anew and has o.steps steps.
 local ps = require "ps"
 local cjson = require "cjson"
 local mesh = require "ps.mesh"
@@ -26,7 +27,7 @@ local lib = {}
 ---@field positions? integer default 16
 ---@field words? integer tokens are below it; default 256
 ---@field micros? integer default 1
----@field steps? integer steps of the second run, default 3; the first run is the one step that shows gradients
+---@field steps? integer steps of the second run, default 3; 0: there is no second run
 ---@field sgd? boolean the second run has SGD with momentum, and not AdamW
 ---@field clip? number default 1
 ---@field config? table of ps.initialize
@@ -64,7 +65,7 @@ local function mean(value)
   return group:all_reduce(ps.tensor({ value }, { dtype = "fp64" })):item() / group:size()
 end
 
--- A step on this rank's rows of a batch; gives its loss.
+-- A step on this rank's rows of batch `number`; gives the batch's loss.
 local function step(o, model, optimizer, number)
   ps.manual_seed(20 + number)
   local rows, T, words = o.rows or 4, o.positions or 16, o.words or 256
@@ -106,8 +107,9 @@ local function save(o, model, name)
   assert(f:close())
 end
 
---- Trains on this rank. It writes to o.folder the values before the first step, those after one step of SGD, and those
---- after o.steps further steps from the beginning, with all losses and the latter's norms, under o.name.
+--- Trains on this rank. To files of o.folder whose names begin with o.name it writes: the values before the first run
+--- (.begin), after it (.sgd) and after the second one (.end); and the losses of both runs, the norms of the second one
+--- and the number of elements (.run).
 ---@param o bench.Mesh
 function lib.rank(o)
   local model, optimizer = open(o, { type = "SGD", params = { lr = 100 } }, 0)

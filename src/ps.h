@@ -144,7 +144,8 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write
  * a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
-/* As ps_tensor_read, for a file (errors of it, too): zeros for a tensor without values where ps_machine_pretend. */
+/* As ps_tensor_read, for contents that go to a file: where ps_machine_pretend was called, a tensor without values gives
+ * zeros. Errors of ps_tensor_read. */
 int ps_tensor_save(const ps_tensor *t, void *dst, int64_t nbytes);
 /* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in host
  * memory. PS_ESTALE: its bytes are gone. */

@@ -434,10 +434,10 @@ function deferred.leave(parameter, text)
   leave(parameter)
 end
 
---- Gives a model that ps.deferred made its values, one tensor after the other. With `elsewhere` only some tensors get
---- values. It is called with the name (of a tied tensor, the first) and the tensor. It returns nil or false for a
---- tensor that gets values here, else the place for the error of using the tensor: "rank 1 (stage 1)". Such a tensor
---- keeps shape and type.
+--- Gives a model that ps.deferred made its values, one tensor after the other. With the option `elsewhere` some tensors
+--- get none: that function is called with each tensor's name (of a tied tensor, the first one) and the tensor. Where it
+--- returns nil or false, the tensor gets values. Else it returns a text that says where the values lie, such as
+--- "rank 1 (stage 1)": the tensor has its shape and type alone, and the error of using it has that text.
 ---@param model ps.nn.Module
 ---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
 ---  that of new tensors when ps.deferred was called

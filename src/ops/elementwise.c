@@ -80,7 +80,8 @@ static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
                         (long long)at->first, (long long)at->per_sample);
 }
 
-/* Every number that dropout is given is that of an element, in a whole that is as large as numbers go at most. */
+/* Elements of x have the numbers `first` to first + numel - 1 of the whole, or those of their rows. All of them must be
+ * numbers of 64 bits. */
 int infer_dropout(ps_infer *f)
 {
     ps_attrs_dropout *at = f->attrs;

@@ -1,12 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's lists of blocks: TransformerBlockList, and PipelineTransformerBlockList, whose blocks are dealt to stages.
 --
--- A model with stages runs on every rank, on rows of its own, but for the blocks of its pipeline lists: a rank has
--- those of its stage alone. A call of the list gathers the rows of all stages, cuts them into micro-batches, takes each
--- through the blocks of this stage, sends it to the next one, and gives every rank its rows of the last stage's results
--- back. All of it are ops, whose gradients are the same exchanges turned round: backward goes through the micro-batches
--- from the last to the first, and through the stages likewise (GPipe, Huang et al. 2019). What is outside of the list
--- is on all stages, and its gradients are added up over them (src/engine/ties.c).
+-- Every rank runs a model with stages on rows of its own. Of a pipeline list's blocks a rank has those of its stage
+-- alone. A call of the list gathers the rows of all stages and cuts them into micro-batches. A stage takes each of them
+-- through its blocks and sends it to the next stage. In the end every rank gets its own rows of the last stage's
+-- results.
+--
+-- All these exchanges are ops, so that their gradients go the other way: backward takes the micro-batches from the last
+-- to the first, and each of them from the last stage to the first (GPipe, Huang et al. 2019). Parameters outside of the
+-- list are on all stages, and their gradients are added up over the stages (src/engine/ties.c).
 --
 -- Sizes: n rows of a rank, p stages, m micro-batches.
 local ps = require "ps"

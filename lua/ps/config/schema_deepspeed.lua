@@ -31,7 +31,7 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Why a list has what is no call between processes, or nil.
+-- Nil if each item of a list names a call between processes, else an error's words about the first one that does not.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not comm_names[name] then
