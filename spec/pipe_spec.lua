@@ -96,6 +96,7 @@ describe("tools/pipeline.lua", function()
     assert.equal("pipeline.lua: schedule zb_v has 2 virtual stages a rank, and 3 are asked for; interleaved and "
       .. "looped_bfs take any number\n", text)
     assert.truthy(tool("--stages 4 --schedule gpipe"):find("give --schedule, --stages and --micro-batches", 1, true))
+    assert.truthy(tool("--read /"):find("/: Is a directory", 1, true))
     assert.truthy(tool("--read x.csv --stages 3"):find("--stages has no place beside it", 1, true))
     assert.truthy(tool("--stages 4 --micro-batches 8 --schedule 1f1b --out a.pdf"):find("ends in .svg or .png", 1,
       true))

@@ -39,8 +39,9 @@ local function table_of()
     end
     local f, why = io.open(args.read, "rb")
     if not f then error(why, 0) end
-    local text = f:read "*a"
+    local text, problem = f:read "*a"
     f:close()
+    if not text then error(("%s: %s"):format(args.read, problem), 0) end
     return pipe.read(text, args.read)
   end
   if not (args.schedule and args.stages and args.micro_batches) then
