@@ -160,6 +160,25 @@ describe("collectives on devices", function()
   end
   local SUM = "local t = ps.ones({ 8 }, { device = device }) for _ = 1, 4 do group:all_reduce(t) end"
 
+  -- A sum waits on the device for the exchange that failed. It goes on when that has ended, and its output went back.
+  it("that failed write to no memory that is another tensor's by then", function()
+    local env = emulated()
+    if not env then return end
+    local all = run(2, "cuda", [[
+      local x, wrong = ps.full({ 300000 }, 3, { device = device }), 0
+      assert(not pcall(group.sum, group, x))
+      local later = {}
+      for i = 1, 6 do later[i] = ps.full({ 300000 }, 7, { device = device }) end
+      for _ = 1, 2 do
+        for _, t in ipairs(later) do wrong = wrong + t:to("cpu"):ne(7):to("fp32"):sum():item() end
+        os.execute "sleep 0.2"
+      end
+      print(wrong .. " wrong")
+    ]], env .. " PS_EMULATE_NCCL=breaks=1 PS_EMULATE_STREAMS=mixed=1")
+    for rank = 0, 1 do
+      assert.equal("0 wrong\n", all[rank].text)
+    end
+  end)
   it("fail on all ranks where NCCL does", function()
     local env = emulated()
     if not env then return end

@@ -56,8 +56,8 @@ typedef struct ps_wire_table {
     int (*event_over)(ps_wire_event *e);                     /* 1, 0, or an error. Any thread */
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
-    /* Whatever is under way ends, as far as this rank can see to it; only memory_free and close follow. Both wait for
-     * other ranks some seconds at most. */
+    /* Whatever is under way ends, sums and copies, too, as far as this rank can see to it: nothing uses the callers'
+     * memory any more. Only memory_free and close follow. All wait for other ranks some seconds at most. */
     void (*abort)(ps_wire *w);
     void (*close)(ps_wire *w);
     /* Benches: begins the library's own all-gather or all-reduce of fp32; count: elements of `in`. Ends as lane 0. */

@@ -179,7 +179,22 @@ static void let_go(ps_wire *w, bool sound)
     if (comm) end_comm(comm, sound, sound ? CLOSE_S : ABORT_S);
 }
 
-static void abort_wire(ps_wire *w) { let_go(w, false); }
+/* Sums and copies go on when the exchanges in front of them have ended, however. They use the callers' memory. */
+static void wait_for_local(const ps_wire *w, double seconds)
+{
+    typedef std::chrono::steady_clock clock;
+    const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
+    while (cudaEventQuery(w->ended[PS_WIRE_LOCAL]) == cudaErrorNotReady && clock::now() < until)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    cudaGetLastError();
+}
+
+static void abort_wire(ps_wire *w)
+{
+    cudaSetDevice(w->number);
+    let_go(w, false);
+    wait_for_local(w, ABORT_S);
+}
 
 static void close_wire(ps_wire *w)
 {
