@@ -177,17 +177,19 @@ describe("a plan of a mesh", function()
         local said = plan(folder, 2, mesh_script(folder, "{ width = 256, positions = 128, rows = 8, micros = 2 }",
           layers, ("tensor_parallel = { size = 2%s }"):format(settings)))
         assert.truthy(said.fits, said.error and said.error.message)
-        return said.axes.tp, said.pieces
+        return said.axes.tp, said.pieces, said
       end
       -- (t - 1) / t of B T C fp32 numbers for each micro-batch; once a step the layer's six gradients of which both
       -- ranks have addends, with their marks.
       local rows = 2 * factor / 2 * 8 * 128 * 256 * 4
-      local more, more_pieces = sent(3)
+      local more, more_pieces, said = sent(3)
       local less, less_pieces = sent(2)
       assert.equal(rows + (6 * 256 + 16) * 4, more - less)
       if settings:find "overlap" then
         assert.equal(3, more_pieces.count)
         assert.equal(rows, more_pieces.nbytes - less_pieces.nbytes)
+        local text = table.concat(require("ps.planning.report").lines(said), "\n")
+        assert.truthy(text:find("beside products in 3 pieces", 1, true), text)
       else
         assert.is_nil(more_pieces)
       end

@@ -39,7 +39,10 @@ local function axes(lines, plan)
   for _, axis in ipairs { "dp", "pp", "tp" } do
     local nbytes = plan.axes and plan.axes[axis]
     if nbytes then
-      lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)"):format(axis, view.bytes(nbytes), AXES[axis])
+      local beside = axis == "tp" and plan.pieces and (", %s beside products in %d pieces"):format(
+        view.bytes(plan.pieces.nbytes), plan.pieces.count) or ""
+      lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)%s"):format(axis, view.bytes(nbytes), AXES[axis],
+        beside)
     end
   end
 end
