@@ -62,8 +62,10 @@ end
 
 local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
---- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). A mask is that of the whole batch,
---- whoever has which rows: where x is a part, `part` says which.
+--- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). Whether an element goes depends on the
+--- seed, the step, the number of the call and the element's place in the batch. Without `part` x's first dimension are
+--- samples, from ps.rng().sample on, so that ranks with other samples have other masks. Where ranks share a sample out,
+--- as rows along tp, `part` says which elements x has: without it all these ranks draw one mask.
 ---@param x ps.Tensor
 ---@param p number in [0, 1)
 ---@param training? boolean default true; false gives x back

@@ -404,6 +404,7 @@ local function check_targets(targets, counts, total, call)
   for row, target in ipairs(problem.name == "ERANGE" and known:reshape(-1):tolist() or {}) do
     if target < 0 or target >= total then
       problem.msg = ("%s: target %d of row %d is outside the vocabulary [0, %d)"):format(call, target, row - 1, total)
+      problem.op = nil                                             -- the script asked for no lookup
       break
     end
   end
