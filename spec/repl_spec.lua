@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The prompt (driven through a pipe), what it prints and what TAB offers.
+local check = require "spec.check_lib"
 local complete = require "ps.complete"
 local paths = require "ps.paths"
 local pretty = require "ps.pretty"
@@ -52,6 +53,41 @@ describe("psluajit -i of a script that fails", function()
     assert.matches("here", err, 1, true)
     assert.matches("variables of the script at its error: i, kept, loss, losses, step, turn\n", out, 1, true)
     assert.matches("> 500\n250\n7\n250\n> > 3\n> > 1\ntrue\n> \ncode 1\n", out, 1, true)
+  end)
+end)
+
+describe("psluajit -i of a script whose backward fails in C", function()
+  it("has the script's variables at the call of backward, of an engine and without one", function()
+    local script, output = os.tmpname(), os.tmpname()
+    for _, way in ipairs { "plain", "engine" } do
+      check.write(script, ([[
+        local ps = require "ps"
+        local function loss_of(x, w) return (x:matmul(w)):sum() end
+        local function train(way)
+          local x, seen, model, loss = ps.ones { 2, 8 }, 7, nil, nil
+          if way == "plain" then loss = loss_of(x, ps.ones({ 8, 8 }):requires_grad(true))
+          else
+            local function model_func() return ps.nn.Linear(8, 8) end
+            model = ps.initialize { quiet = true, model_func = model_func, config = { plan_print = false } }
+            loss = model(x):sum()
+          end
+          ps.C.ps_test_fail_alloc(0, 1e6)
+          if model then model:backward(loss) else loss:backward() end
+          return seen
+        end
+        print(train "%s")]]):format(way))
+      local p = assert(io.popen(("printf 'ps.C.ps_test_fail_alloc(-1, 0)\\nway, seen\\n' | env -u LUA_INIT '%s' "
+        .. "-i %s 2>%s"):format(paths.exe, script, output)))
+      local out = p:read "*a"
+      p:close()
+      local said = check.read(output)
+      assert.truthy(said:find("no memory for", 1, true), said)
+      assert.truthy(said:find("in function 'train'", 1, true), said)
+      assert.truthy(out:find("variables of the script at its error: ", 1, true), out)
+      assert.truthy(out:find(("> \"%s\"\n7\n"):format(way), 1, true), out)
+    end
+    os.remove(script)
+    os.remove(output)
   end)
 end)
 
