@@ -338,7 +338,8 @@ describe("batches by names", function()
         unlabelled.labels = nil
         local all = ps.no_grad(model:eval(), unlabelled)
         local rows = model:batch_of(batch).rows
-        assert.equal(unpad and counts:to("fp32"):sum():item() or nil, rows and rows:numel(), what)
+        local filled = math.ceil(counts:to("fp32"):sum():item() / 16) * 16     -- up to whole tiles of products
+        assert.equal(unpad and math.min(filled, 21) or nil, rows and rows:numel(), what)
         local out, grads = model:train()(batch), {}
         local loss = out.loss or out.last_hidden_state:mul(kept:reshape(3, 7, 1):to "fp32"):square():sum()
           + out.pooler_output:sum()
@@ -357,6 +358,10 @@ describe("batches by names", function()
       for name, t in pairs(all) do
         local each = #t:shape() == 3 and kept:reshape(3, 7, 1):to "fp32" or ps.ones { 1 }
         close(ours[name] * each, t * each, what .. " " .. name)
+      end
+      if task == "base" then
+        local left_out = kept:logical_not():reshape(3, 7, 1):to "fp32"
+        assert.equal(0, (ours.last_hidden_state * left_out):abs():amax():item())
       end
     end
     for _, case in ipairs {

@@ -2,7 +2,8 @@
 -- Batches without their padding: an encoder computes the rows of [B, T] that count, one after the other, [S, C], and
 -- only attention sees [B, T]. A row counts where its position is a key, where it is the first of its sequence (a pooler
 -- reads it), and where it has a label. Nothing reads the others, so the numbers are those of the padded batch up to the
--- rounding of products with fewer rows, and masks of dropout are the same.
+-- rounding of products with fewer rows, and masks of dropout are the same. A few rows that do not count are computed,
+-- too, so that products have few sizes; nothing reads them, either.
 local ps = require "ps"
 local IGNORED = require("ps.batch").IGNORED
 local F = ps.functional
@@ -10,12 +11,29 @@ local META = ps.device_index "meta"
 
 local unpad = {}
 
--- Numbers of rows that count, int64 [S], rising. A dry run and device meta know no values: all rows count there, which
--- is the most there can be.
+-- To how many rows n of them are filled up, for fewer sizes of products: kernels are made for each size, which takes
+-- as long as a layer or two. Tiles of products have 16 rows, so filling up to that costs nothing, and further at most
+-- 1/32.
+local function filled(n)
+  local step = 16
+  while n > 64 * step do step = 2 * step end
+  return math.ceil(n / step) * step
+end
+
+-- Numbers of rows that count, rising, and then of some that do not, int64 [S]. A dry run and device meta know no
+-- values: all rows count there, which is the most there can be.
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return ps.empty(all, { dtype = "int64", device = "meta" }) end
-  local ok, found = pcall(function() return kept:to("cpu"):nonzero():reshape(-1):to(kept:device()) end)
+  local ok, found = pcall(function()
+    local on_host = kept:to "cpu"
+    local rows = on_host:nonzero():reshape(-1)
+    local more = math.min(filled(rows:size(0)), all[1]) - rows:size(0)
+    if more > 0 then
+      rows = ps.cat({ rows, on_host:logical_not():nonzero():reshape(-1):narrow(0, 0, more) }, 0)
+    end
+    return rows:to(kept:device())
+  end)
   if ok then return found end
   if type(found) ~= "table" or found.name ~= "EDRY" then error(found, 0) end
   return ps.empty(all, { dtype = "int64", device = kept:device() })
@@ -24,7 +42,7 @@ end
 --- Which rows count. The host waits for a mask that lies on a device.
 ---@param mask ps.Tensor bool [B, T], the keys
 ---@param labels? ps.Tensor int [B, T], -100 where there is none
----@return ps.Tensor rows int64 [S], rising: their numbers among the B * T
+---@return ps.Tensor rows int64 [S]: their numbers among the B * T, rising, and then those of a few that do not count
 ---@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S where it does not count
 function unpad.plan(mask, labels)
   return ps.no_grad(function()
