@@ -1,13 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How fast BERT is fine-tuned to classify lines of natural length:
---   psluajit bench/bert.lua --text corpus.txt --dtype bf16 --batch 32 --rounds 4 [--padded] [--peer] [--compile]
--- A batch is consecutive lines that are not empty, padded to its longest; words and marks stand for tokens, since speed
--- does not depend on which they are. The model has unpad = true; with --padded it computes padding, too. A round is a
--- step on a batch of its own. --peer: transformers takes the same batches in turn (bench/peers/bert_torch.py with the
--- Python of PS_TORCH_PYTHON or python3), compiled by PyTorch where --compile asks for it. The first two rounds warm up.
--- The last line is one JSON object: step_s (median), tokens_per_s (without padding), padded_share, mfu (6 FLOPs a
--- parameter of the layers and token, with --padded those of padding, too, over gemm_peak_gflops of the same run) and
--- peer_step_s, peer_ratio.
+--   psluajit bench/bert.lua --text corpus.txt --dtype bf16 --batch 32 --rounds 8 [--grouped] [--padded]
+--     [--peer bf16|amp|fp32 [--compile] [--packed]]
+-- A batch is consecutive lines that are not empty, padded to its longest, with --grouped of lines of like length; words
+-- and marks stand for tokens, since speed does not depend on which they are. The model has unpad = true; with --padded
+-- it computes padding, too. A round is a step on a batch of its own. Before them the shortest and the longest batch
+-- warm up.
+-- --peer: transformers takes the same batches in turn (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or
+-- python3), with weights and Adam's state in bf16; with amp in fp32, computed in bf16, as its Trainer does with bf16;
+-- or in fp32. --compile: compiled by PyTorch. --packed: it gets several lines in a row of tokens, hidden from each
+-- other by a mask, in place of padding.
+-- The last line is one JSON object: seconds (of all rounds), step_s (median), tokens_per_s (without padding),
+-- padded_share, mfu (6 FLOPs a parameter of the layers and token, with --padded those of padding, too, over
+-- gemm_peak_gflops of the same run), peer_seconds, peer_step_s and peer_ratio (of all rounds' seconds).
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -20,10 +25,12 @@ parser:option("--text", "lines", "docs/memory.md")
 parser:option("--model", "preset of BERT", "bert-base")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
 whole(parser:option("--batch", "lines of a step", "32"), 1)
-whole(parser:option("--rounds", "steps", "8"), 3)
+whole(parser:option("--rounds", "steps", "8"), 1)
+parser:flag("--grouped", "batches are of lines of like length")
 parser:flag("--padded", "padding is computed, too")
-parser:flag("--peer", "transformers in turn with us")
+parser:option("--peer", "transformers in turn with us"):choices { "bf16", "amp", "fp32" }
 parser:flag("--compile", "the peer is compiled")
+parser:flag("--packed", "the peer has several lines in a row")
 parser:flag("--profile", "print where the kernels' time went, by op")
 local args = parser:parse()
 
@@ -44,9 +51,10 @@ local function read(n)
   return rows
 end
 
--- {input_ids, attention_mask: lists of lists, labels: list} of consecutive rows.
+-- {input_ids, attention_mask: lists of lists, labels: list} of consecutive rows, or of rows by length.
 local function batches()
   local rows, list = read(args.batch * args.rounds), {}
+  if args.grouped then table.sort(rows, function(a, b) return #a < #b end) end
   for b = 1, args.rounds do
     local batch, longest = { input_ids = {}, attention_mask = {}, labels = {} }, 0
     for i = 1, args.batch do longest = math.max(longest, #rows[(b - 1) * args.batch + i]) end
@@ -84,8 +92,8 @@ local function start_peer(list)
   out:write(cjson.encode(list))
   out:close()
   local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/bert_torch.py", file, "--dtype",
-    args.dtype, "--threads", ps.threads() }
-  if args.compile then words[#words + 1] = "--compile" end
+    args.peer, "--threads", ps.threads() }
+  for _, flag in ipairs { "compile", "packed" } do if args[flag] then words[#words + 1] = "--" .. flag end end
   local peer = process.start(words)
   peer:answer()
   os.remove(file)
@@ -98,34 +106,60 @@ local model = require("models.bert").new(args.model, { task = "sequence_classifi
   unpad = not args.padded })
 local optimizer = ps.optim.AdamW(model, { lr = 2e-5 })
 local peer = args.peer and start_peer(list)
-local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
-for i, batch in ipairs(list) do
-  if args.profile and i == 3 then ps.profiler.start() end
+
+for _, batch in ipairs(list) do
+  batch.given = {}
+  for _, name in ipairs { "input_ids", "attention_mask", "labels" } do
+    batch.given[name] = ps.tensor(batch[name], { dtype = "int32" }):keep()
+  end
+end
+
+-- A step: seconds of forward, backward and optimizer, and the loss.
+local function step(batch)
   local began = ps.now()
   optimizer:zero_grad()
-  local loss = model({ input_ids = ps.tensor(batch.input_ids, { dtype = "int32" }),
-    attention_mask = ps.tensor(batch.attention_mask, { dtype = "int32" }),
-    labels = ps.tensor(batch.labels, { dtype = "int32" }) }).loss
+  local loss = model(batch.given).loss
   local forward = ps.now()
   loss:backward()
   local backward = ps.now()
   optimizer:step()
-  local value, took = loss:item(), ps.now() - began
-  local other = peer and peer:ask("step " .. (i - 1)).seconds
-  print(("step %d loss %.4f, %d tokens of %d: %.0f ms (forward %.0f, backward %.0f, optimizer %.0f)%s"):format(i, value,
-    batch.tokens, batch.places, took * 1e3, (forward - began) * 1e3, (backward - forward) * 1e3,
-    (began + took - backward) * 1e3, other and ("; peer %.0f ms"):format(other * 1e3) or ""))
-  if i > 2 then
-    times[#times + 1], theirs[#theirs + 1] = took, other
-    tokens, places = tokens + batch.tokens, places + batch.places
-  end
+  local value = loss:item()
+  return { forward - began, backward - forward, ps.now() - backward }, value
+end
+local function step_of_peer(i) return peer and peer:ask("step " .. (i - 1)).seconds end
+
+local shortest, longest = 1, 1
+for i, batch in ipairs(list) do
+  if batch.places < list[shortest].places then shortest = i end
+  if batch.places > list[longest].places then longest = i end
+end
+for _, i in ipairs { shortest, longest } do
+  step(list[i])
+  step_of_peer(i)
+end
+local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
+if args.profile then ps.profiler.start() end
+for i, batch in ipairs(list) do
+  local other = i % 2 == 0 and step_of_peer(i)             -- each goes first in every other round
+  local took, loss = step(batch)
+  other = other or step_of_peer(i)
+  times[i], theirs[i] = took[1] + took[2] + took[3], other
+  tokens, places = tokens + batch.tokens, places + batch.places
+  print(("step %d loss %.4f, %d tokens of %d: %.0f ms (forward %.0f, backward %.0f, optimizer %.0f)%s"):format(i, loss,
+    batch.tokens, batch.places, times[i] * 1e3, took[1] * 1e3, took[2] * 1e3, took[3] * 1e3,
+    other and ("; peer %.0f ms"):format(other * 1e3) or ""))
 end
 if args.profile then ps.profiler.report() end
 if peer then peer:close() end
 peak = math.max(peak, gemm_peak())
-local sum, weights = 0, model:num_parameters() - model:costs().looked_up
-for _, t in ipairs(times) do sum = sum + t end
-local step, other = median(times), peer and median(theirs) or nil
-print(cjson.encode { step_s = step, tokens_per_s = tokens / sum, padded_share = 1 - tokens / places,
-  gemm_peak_gflops = peak, mfu = 6 * weights * (args.padded and places or tokens) / sum / (peak * 1e9),
-  peer_step_s = other, peer_ratio = other and other / step })
+
+local function sum(numbers)
+  local total = 0
+  for _, x in ipairs(numbers) do total = total + x end
+  return total
+end
+local ours, other, weights = sum(times), peer and sum(theirs) or nil, model:num_parameters() - model:costs().looked_up
+print(cjson.encode { seconds = ours, step_s = median(times), tokens_per_s = tokens / ours,
+  padded_share = 1 - tokens / places, gemm_peak_gflops = peak,
+  mfu = 6 * weights * (args.padded and places or tokens) / ours / (peak * 1e9), peer_seconds = other,
+  peer_step_s = peer and median(theirs) or nil, peer_ratio = other and other / ours })
