@@ -4,8 +4,8 @@
 --     [--peer bf16|amp|fp32 [--compile] [--packed]]
 -- A batch is consecutive lines that are not empty, padded to its longest, with --grouped of lines of like length; words
 -- and marks stand for tokens, since speed does not depend on which they are. The model has unpad = true; with --padded
--- it computes padding, too. A round is a step on a batch of its own. Before them the shortest and the longest batch
--- warm up.
+-- it computes padding, too. A round is a step on a batch of its own. Before them a step on each batch warms up,
+-- since both make kernels for each size.
 -- --peer: transformers takes the same batches in turn (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or
 -- python3), with weights and Adam's state in bf16; with amp in fp32, computed in bf16, as its Trainer does with bf16;
 -- or in fp32. --compile: compiled by PyTorch. --packed: it gets several lines in a row of tokens, hidden from each
@@ -128,13 +128,8 @@ local function step(batch)
 end
 local function step_of_peer(i) return peer and peer:ask("step " .. (i - 1)).seconds end
 
-local shortest, longest = 1, 1
 for i, batch in ipairs(list) do
-  if batch.places < list[shortest].places then shortest = i end
-  if batch.places > list[longest].places then longest = i end
-end
-for _, i in ipairs { shortest, longest } do
-  step(list[i])
+  step(batch)
   step_of_peer(i)
 end
 local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
