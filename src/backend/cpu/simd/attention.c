@@ -22,7 +22,7 @@ enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL };
 /* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S]; lse [B, H, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
-    int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to KEYS; nvec = Dp / 16 */
+    int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
     int64_t window;                                 /* keys that a query sees at most; 0: no such limit */
     int64_t bias_step[3];                           /* strides of the mask's samples, heads and queries; 0 where one
                                                        serves all */
@@ -242,14 +242,20 @@ static void gather_queries(const attn *a, const block *k, work *w, const float *
                 out + g * a->Dp, a->Dp);
     }
 }
+/* One draw serves as many queries as have all their keys in it: rows of few keys lie side by side in the stream. */
 static void draw_keep(const attn *a, const block *k, work *w)
 {
+    uint64_t n = (uint64_t)clamp(a->S - k->j0, 0, KEYS), at = 0, bits = 0;   /* bits: of 64 elements from `at` on */
     for (int i = 0; i < k->nq; i++) {
         uint64_t row = (uint64_t)((a->first_head + k->h) * a->T + k->i0 + i);
-        uint64_t bits = keep_bits(a->seed, (a->sample + (uint64_t)k->b) << 32, a->counter_hi,
-                                  row * (uint64_t)a->S + (uint64_t)k->j0, a->limit);
-        w->keep[i] = (uint32_t)bits;
-        w->keep[QUERIES + i] = (uint32_t)(bits >> 32);
+        uint64_t first = row * (uint64_t)a->S + (uint64_t)k->j0;
+        if (i == 0 || first - at + n > 64) {
+            bits = keep_bits(a->seed, (a->sample + (uint64_t)k->b) << 32, a->counter_hi, first, a->limit);
+            at = first;
+        }
+        uint64_t mine = bits >> (first - at);
+        w->keep[i] = (uint32_t)mine;
+        w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
 /* All ones in lanes of queries c .. that see key r. */
@@ -324,7 +330,7 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 {
     int nq = clamp(a->T - i0, 0, QUERIES);
     int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
-    load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
+    load_rows(a, &a->q, b, h, i0, nq, round_up(nq, VL), w->q);
     transpose_panel(a, w->q, (nq + VL - 1) / VL, w->qt);
     for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
     if (seen <= first) memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
@@ -401,8 +407,8 @@ static int sure_queries(const attn *a, const work *w, int64_t i0, int nq)
 static void load_delta(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, int nq)
 {
     float part[VL * VL], turned[VL * VL];
-    load_rows(a, &a->y, b, h, i0, nq, QUERIES, w->out);
-    for (int v = 0; v < QV; v++) {
+    load_rows(a, &a->y, b, h, i0, nq, round_up(nq, VL), w->out);
+    for (int v = 0; v < (nq + VL - 1) / VL; v++) {
         for (int i = 0; i < VL; i++) {
             const float *y = w->out + (v * VL + i) * a->Dp, *dy = w->dy + (v * VL + i) * a->Dp;
             vf sum = vf_zero();
@@ -430,13 +436,13 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
     int sure = sure_queries(a, w, i0, nq);
     int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
     bool want_ds = ps_has(&a->dq) || ps_has(&a->dk);
-    load_rows(a, &a->q, b, h, i0, nq, QUERIES, w->q);
-    load_rows(a, &a->dy, b, h, i0, nq, QUERIES, w->dy);
+    load_rows(a, &a->q, b, h, i0, nq, round_up(nq, VL), w->q);
+    load_rows(a, &a->dy, b, h, i0, nq, round_up(nq, VL), w->dy);
     transpose_panel(a, w->q, qv, w->qt);
     if (want_ds) transpose_panel(a, w->dy, qv, w->dyt);
     load_delta(a, w, b, h, i0, nq);
     load_lse(a, w, b, h, i0, nq);
-    memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
+    memset(w->out, 0, (size_t)(qv * VL * a->Dp) * sizeof *w->out);
     for (int64_t j0 = first; j0 < seen; j0 += KEYS) {
         block k = block_at(a, w, b, h, i0, nq, j0, seen);
         int64_t at = j0 * a->Dp;
@@ -523,7 +529,7 @@ static int run(attn *a, ps_call *call, bool backward)
         return PS_EUNSUP;
     a->B = a->q.shape[0], a->H = a->q.shape[1], a->T = a->q.shape[2], a->D = a->q.shape[3], a->S = a->k.shape[2];
     a->G = a->k.shape[1] > 0 ? a->k.shape[1] : 1;
-    a->Dp = round_up(a->D, VL), a->Sp = round_up(a->S, KEYS), a->nvec = a->Dp / VL;
+    a->Dp = round_up(a->D, VL), a->Sp = round_up(a->S, ROWS), a->nvec = a->Dp / VL;
     int64_t heads = a->H > 0 ? a->B * a->G : 0, shared = a->H / a->G, threads = omp_get_max_threads(), cuts = 1;
     int64_t per_head = (a->T + QUERIES - 1) / QUERIES, blocks = shared * per_head;
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
