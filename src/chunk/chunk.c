@@ -564,6 +564,12 @@ int ps_chunks_settle(ps_chunks *cs)
     return 0;
 }
 
+void ps_chunks_trim(ps_chunks *cs)
+{
+    for (int t = 0; t < cs->n_tiers; t++)
+        if (!is_disk(cs, t)) cache_clear(cs, t, INT64_MAX);
+}
+
 void ps_chunks_close(ps_chunks *cs)
 {
     if (!cs) return;

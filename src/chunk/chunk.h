@@ -39,6 +39,7 @@ ps_mem *ps_chunks_mem(ps_chunks *cs);
 void ps_chunks_tick(ps_chunks *cs);           /* an op begins: the next pin of a chunk is of another moment */
 /* Ends every copy under way and gives all memory back. Storages in chunks lose their bytes. */
 void ps_chunks_close(ps_chunks *cs);
+void ps_chunks_trim(ps_chunks *cs);           /* memory kept for other chunks goes back */
 
 /* A chunk of `nbytes` (a multiple of 4096) without contents: zeros. It takes memory when it is first pinned. */
 int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id);
