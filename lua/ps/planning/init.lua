@@ -68,9 +68,9 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Bytes that a process of the run holds at most, where all its tiers but the disk are memory of this machine: those of
--- the tiers, and those that a dry run itself has taken: it is a process of the same program, script and kernels' code
--- without any bytes of tensors. nil for a GPU, whose driver takes memory of the host, too.
+-- Bytes of a process of the run, where all its tiers but the disk are memory of this machine: those of the tiers, and
+-- those that a dry run itself has taken, a process of the same program and script without any bytes of tensors. What
+-- oneDNN keeps once products run is not in it. nil for a GPU, whose driver takes memory of the host, too.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum = 0

@@ -123,8 +123,8 @@ function report.lines(plan)
     end
     tiers(lines, plan)
     if plan.process then
-      say("process: up to %s of memory, of which %s are the program, Lua, libraries and kernels' code",
-        view.bytes(plan.process.nbytes), view.bytes(plan.process.besides))
+      say("process: %s of memory, of which %s are the program, Lua and libraries; oneDNN's code and buffers come on "
+        .. "top", view.bytes(plan.process.nbytes), view.bytes(plan.process.besides))
     end
     links(lines, plan)
     axes(lines, plan)
