@@ -4,7 +4,7 @@
 -- with one JSON line:
 --   settings           of each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
 --                      (sim: its counter; cpu: the high-water mark of the process less the plan's line `process`
---                      without tiers: what the dry run took);
+--                      without tiers, base_mib: what the dry run took, and what its products keep);
 --                      time_error, ln(predicted / measured) of the seconds of a step
 --                      counter_error: the same by the engine's own counter, on both
 --   ranks              of settings of two ranks with a thread each, cut into stages (pp) or layers (tp): time_error,
@@ -25,6 +25,7 @@ local cjson = require "cjson"
 local C = require "ps.declared"
 local command_line = require "ps.command_line"
 local course = require "ps.planning.course"
+local pages = require "ps.planning.pages"
 local paths = require "ps.paths"
 local plan_lib = require "bench.plan_lib"
 local search = require "ps.planning.search"
@@ -138,13 +139,15 @@ local function look_at(case)
     case.positions, case.rows, case.vocab, case.recompute and " recompute" or "") }
   local free = with(case, { disk = nil })
   free.disk = nil
-  local said = trial.run(request_of(free))
+  local said = trial.run(with(request_of(free), { pages = pages.of_files() }))
   if not said.fits then error(said.error.message, 0) end
   local before = probe(case.device, case.precision)
   local roomy, why = train(with(free, { steps = STEPS }))
   if not roomy then error(why, 0) end
   local probes = { before, probe(case.device, case.precision) }
-  local measured = case.device == "sim" and roomy.tiers[1].peak or roomy.rss - said.rss
+  local base = said.rss + assert(said.kept, "what products keep was not found out")
+  local measured = case.device == "sim" and roomy.tiers[1].peak or roomy.rss - base
+  row.base_mib = base / 2 ^ 20
   row.peak_error = said.tiers[1].peak / measured - 1
   row.counter_error = said.tiers[1].peak / roomy.tiers[1].peak - 1
   row.predicted_s, row.measured_s = predicted_seconds(said.ops, probes), roomy.seconds
@@ -291,9 +294,10 @@ local function main()
     local row = look_at(draw_case())
     rows[i], errors[i] = row, math.abs(row.time_error)
     if row.least_budget_right then right = right + 1 end
-    print(("%-48s peak %+.2f %% (counter %+.2f %%), %.3g s for %.3g s (ln %+.2f), least budget %.1f MiB %s"):format(
-      row.name, 100 * row.peak_error, 100 * row.counter_error, row.predicted_s, row.measured_s, row.time_error,
-      row.least_budget / 2 ^ 20, row.least_budget_right and "right" or "WRONG: " .. row.why))
+    print(("%-48s peak %+.2f %% (base %.0f MiB; counter %+.2f %%), %.3g s for %.3g s (ln %+.2f), least budget "
+      .. "%.1f MiB %s"):format(row.name, 100 * row.peak_error, row.base_mib, 100 * row.counter_error, row.predicted_s,
+      row.measured_s, row.time_error, row.least_budget / 2 ^ 20,
+      row.least_budget_right and "right" or "WRONG: " .. row.why))
     io.stdout:flush()
   end
   table.sort(errors)
@@ -302,7 +306,7 @@ local function main()
     ranks = {}, published = {} }
   for i, row in ipairs(rows) do
     out.settings[i] = { name = row.name, peak_error = round(row.peak_error),
-      counter_error = round(row.counter_error), time_error = round(row.time_error) }
+      counter_error = round(row.counter_error), time_error = round(row.time_error), base_mib = round(row.base_mib) }
   end
   for _ = 1, args.rank_settings do
     for _, axis in ipairs { "pp", "tp" } do

@@ -5,6 +5,7 @@ local caller = require "ps.caller"
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
 local hardware = require "ps.planning.hardware"
+local pages = require "ps.planning.pages"
 local search = require "ps.planning.search"
 local seconds = require "ps.planning.seconds"
 local trial = require "ps.planning.trial"
@@ -68,14 +69,15 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Bytes of a process of the run, where all its tiers but the disk are memory of this machine: those of the tiers, and
--- those that a dry run itself has taken, a process of the same program and script without any bytes of tensors. What
--- oneDNN keeps once products run is not in it. nil for a GPU, whose driver takes memory of the host, too.
+-- Bytes of a process of the run, where all its tiers but the disk are memory of this machine: those of the tiers, those
+-- that a dry run itself has taken, a process of the same program and script without any bytes of tensors, and those
+-- that such a process has besides (result.kept), if they were found out. nil for a GPU, whose driver takes memory of
+-- the host, too.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
-  local sum = 0
+  local sum, besides = 0, result.rss + (result.kept or 0)
   for _, tier in ipairs(result.tiers) do if tier.name ~= "disk" then sum = sum + tier.peak end end
-  return { nbytes = sum + result.rss, besides = result.rss }
+  return { nbytes = sum + besides, besides = besides, kept = result.kept }
 end
 
 local OPTIONS = { script = "string", args = "table", hardware = "string", find = "string", quiet = "boolean",
@@ -97,12 +99,14 @@ function planning.plan(options)
     machine = there and there.machine or { host_nbytes = options.host or 0, device_nbytes = 0 },
     rates = there and there.rates or rates_here() }
   local began = search.now()
+  request.pages = pages.of_files()
   local result = trial.run(request)
+  request.pages = nil
   local took = search.now() - began
   if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
   local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks,
     notes = {} }
-  for key, value in pairs(result) do if key ~= "rss" and key ~= "notes" then plan[key] = value end end
+  for key, value in pairs(result) do if key ~= "rss" and key ~= "kept" and key ~= "notes" then plan[key] = value end end
   for _, notes in ipairs { result.notes or {}, there and there.notes or {} } do
     for _, note in ipairs(notes) do table.insert(plan.notes, note) end
   end
@@ -112,7 +116,7 @@ function planning.plan(options)
   if there and result.fits and result.ops and result.parameters then
     plan.seconds = seconds.of(there, result, request.ranks_a_machine or ranks)
   end
-  for _, run in ipairs(plan.runs or {}) do run.ops = nil end
+  for _, run in ipairs(plan.runs or {}) do run.ops, run.kept = nil, nil end
   plan.process = process_of(result)
   if result.cut then plan.bubble = plan.seconds and plan.seconds.bubble or { course.bubble(result.cut) } end
   local limit = options.limit or LIMIT_S

@@ -123,8 +123,10 @@ function report.lines(plan)
     end
     tiers(lines, plan)
     if plan.process then
-      say("process: %s of memory, of which %s are the program, Lua and libraries; oneDNN's code and buffers come on "
-        .. "top", view.bytes(plan.process.nbytes), view.bytes(plan.process.besides))
+      local process = plan.process
+      say("process: %s of memory, of which %s are the program, Lua%s", view.bytes(process.nbytes),
+        view.bytes(process.besides), process.kept and ", libraries and what oneDNN keeps"
+        or " and libraries; oneDNN's code and buffers come on top")
     end
     links(lines, plan)
     axes(lines, plan)

@@ -26,6 +26,8 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field blocks? integer elements of the model's longest list of modules, instead of the script's
 ---@field seeks_owner? boolean a pipeline's run ends before its first step where another rank along dp owns more
 ---@field known? table what a run of another rank of the same mesh has found out (planning/known.lua)
+---@field pages? table<number, true> pages of files of this process (planning/pages.lua): the run performs its matrix
+---  products, to learn what a process keeps of them (`kept`)
 ---@field quiet? boolean notes of the engine go nowhere
 
 ---@class ps.planning.Result
@@ -42,6 +44,7 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field blocks? number
 ---@field ops? {name: string, flops: number, bytes: number}[] what the step's ops cost
 ---@field rss? number bytes of the dry run's process, at most
+---@field kept? number bytes that a process of the run has besides these and its tiers; nil: it was not found out
 ---@field plain? table<string, number> without an engine: peak bytes by device
 ---@field owned? number[] by rank along dp: parameters that it owns; nil where ranks share nothing out
 ---@field owner? integer the rank along dp, from 0, that owns most
@@ -158,7 +161,7 @@ local function owners(result)
 end
 
 -- -- several ranks ----------------------------------------------------------------------------------------------------
-local KEPT = { "tiers", "links", "axes", "pieces", "ops", "parameters", "rss" }
+local KEPT = { "tiers", "links", "axes", "pieces", "ops", "parameters", "rss", "kept" }
 
 local function note(runs, rank, result, about)
   local run = { rank = rank }
@@ -169,7 +172,7 @@ end
 
 -- One result for several ranks: of each tier the highest peak, of each link and axis the most bytes.
 local function joined(first, runs)
-  local out = {}
+  local out, kept = {}, 0
   for key, value in pairs(first) do if key ~= "known" then out[key] = value end end
   out.tiers, out.links, out.axes, out.runs, out.kinds = {}, {}, {}, runs, {}
   for number, run in ipairs(runs) do
@@ -183,7 +186,9 @@ local function joined(first, runs)
     end
     for axis, nbytes in pairs(run.axes or {}) do out.axes[axis] = math.max(out.axes[axis] or 0, nbytes) end
     out.rss = math.max(out.rss or 0, run.rss or 0)
+    kept = kept and run.kept and math.max(kept, run.kept)
   end
+  out.kept = kept
   if first.plain then out.tiers, out.links, out.axes = nil, nil, nil end
   return out
 end

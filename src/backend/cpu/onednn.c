@@ -3,9 +3,11 @@
  * differences end with the section "two APIs".
  *
  * A product is described by a key (sizes, strides, types, options, threads). Its primitive and memory objects are made
- * once and kept in a bounded table; later calls only set pointers. oneDNN allocates nothing per call: its scratchpad
- * comes from the call's scratch. What this machine has no instructions for (bf16, fp16), and mixtures of types that
- * oneDNN does not take, runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
+ * once and kept in a bounded table; later calls only set pointers. oneDNN's scratchpad comes from the call's scratch.
+ * Its "gemm" implementations take the buffers into which they pack matrices (some MiB a thread) from the C library's
+ * heap at each call, besides: no option gives them others. The heap keeps these pages; ps_products_rehearse is how a
+ * plan learns of them. What this machine has no instructions for (bf16, fp16), and mixtures of types that oneDNN does
+ * not take, runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
  *
  * One lock covers the table and the memory objects, so contexts of different threads may call at the same time. */
 #include "backend/cpu/gemm.h"
@@ -17,6 +19,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -136,6 +139,7 @@ typedef struct key {                                 /* no padding: compared and
 typedef struct entry {
     key key;
     bool supported;                                  /* false: oneDNN has nothing fast; run as panels or one by one */
+    int order;                                       /* of the table's entries: 0 was made first */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
     dnnl_memory_t a, b, dst, bias, residual, scratch;
@@ -324,7 +328,7 @@ static int entry_get(const key *k, entry **out)
         return fail_dnnl(st, "preparing a matrix product");
     }
     table[slot] = e;
-    table_count++;
+    e->order = table_count++;
     *out = e;
     return 0;
 }
@@ -376,6 +380,31 @@ static void key_of(const ps_gemm *g, key *k)
     k->threads = omp_get_max_threads();
 }
 
+/* Runs an entry's primitive, under the lock. bias and residual: as its key has them. */
+static int execute(entry *e, const void *a, const void *b, void *dst, const void *bias, const void *residual,
+                   void *work)
+{
+    dnnl_memory_set_data_handle(e->a, (void *)(uintptr_t)a);
+    dnnl_memory_set_data_handle(e->b, (void *)(uintptr_t)b);
+    dnnl_memory_set_data_handle(e->dst, dst);
+    dnnl_memory_set_data_handle(e->scratch, work);
+    dnnl_exec_arg_t arg[6] = { { DNNL_ARG_SRC, e->a }, { DNNL_ARG_WEIGHTS, e->b }, { DNNL_ARG_DST, e->dst },
+                               { DNNL_ARG_SCRATCHPAD, e->scratch } };
+    int n = 4;
+    if (e->bias) {
+        dnnl_memory_set_data_handle(e->bias, (void *)(uintptr_t)bias);
+        arg[n++] = (dnnl_exec_arg_t){ DNNL_ARG_BIAS, e->bias };
+    }
+    if (e->residual) {
+        int where = DNNL_ARG_ATTR_MULTIPLE_POST_OP(e->key.accumulate ? 1 : 0) | DNNL_ARG_SRC_1;
+        dnnl_memory_set_data_handle(e->residual, (void *)(uintptr_t)residual);
+        arg[n++] = (dnnl_exec_arg_t){ where, e->residual };
+    }
+    dnnl_status_t st = dnnl_primitive_execute(e->prim, stream, n, arg);
+    if (st == dnnl_success) st = dnnl_stream_wait(stream);
+    return st == dnnl_success ? 0 : fail_dnnl(st, "a matrix product");
+}
+
 /* Runs the product if oneDNN has it. 1: done, 0: it has not. */
 static int run_direct(ps_gemm_space *space, const ps_gemm *g)
 {
@@ -393,26 +422,9 @@ static int run_direct(ps_gemm_space *space, const ps_gemm *g)
         pthread_mutex_unlock(&lock);
         return 1;
     }
-    dnnl_memory_set_data_handle(e->a, g->a.data);
-    dnnl_memory_set_data_handle(e->b, g->b.data);
-    dnnl_memory_set_data_handle(e->dst, g->dst.data);
-    dnnl_memory_set_data_handle(e->scratch, space->work);
-    dnnl_exec_arg_t arg[6] = { { DNNL_ARG_SRC, e->a }, { DNNL_ARG_WEIGHTS, e->b }, { DNNL_ARG_DST, e->dst },
-                               { DNNL_ARG_SCRATCHPAD, e->scratch } };
-    int n = 4;
-    if (g->bias) {
-        dnnl_memory_set_data_handle(e->bias, (void *)(uintptr_t)g->bias);
-        arg[n++] = (dnnl_exec_arg_t){ DNNL_ARG_BIAS, e->bias };
-    }
-    if (g->residual) {
-        int where = DNNL_ARG_ATTR_MULTIPLE_POST_OP(k.accumulate ? 1 : 0) | DNNL_ARG_SRC_1;
-        dnnl_memory_set_data_handle(e->residual, (void *)(uintptr_t)g->residual);
-        arg[n++] = (dnnl_exec_arg_t){ where, e->residual };
-    }
-    dnnl_status_t st = dnnl_primitive_execute(e->prim, stream, n, arg);
-    if (st == dnnl_success) st = dnnl_stream_wait(stream);
+    rc = execute(e, g->a.data, g->b.data, g->dst.data, g->bias, g->residual, space->work);
     pthread_mutex_unlock(&lock);
-    return st == dnnl_success ? 1 : fail_dnnl(st, "a matrix product");
+    return rc < 0 ? rc : 1;
 }
 
 static const void *at(const void *p, int64_t i, int dtype) { return (const char *)p + i * ps_dtype_bytes(dtype); }
@@ -625,6 +637,48 @@ int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *d
     ps_gemm g = { .a = *a, .b = *b, .dst = *dst, .bias = bias, .bias_dtype = bias_dtype, .residual = residual,
                   .ld_residual = ld_residual, .accumulate = accumulate, .batch = 1 };
     return ps_cpu_gemm_run(&space, &g);
+}
+
+/* -- rehearsal ----------------------------------------------------------------------------------------------------- */
+static size_t nbytes_of(dnnl_memory_t m)
+{
+    shape_ref md = NULL;
+    return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
+}
+
+/* Inputs are pages that nobody wrote, of which the system has one for all; what products write goes back at the end. */
+static int rehearse(entry *e)
+{
+    size_t sizes[] = { nbytes_of(e->a), nbytes_of(e->b), nbytes_of(e->bias), nbytes_of(e->residual) }, zeros = 4096;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) zeros = sizes[i] > zeros ? sizes[i] : zeros;
+    size_t out = (nbytes_of(e->dst) + 4095) / 4096 * 4096, all = zeros + out + e->scratch_nbytes;
+    char *p = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) return ps_fail_nomem(all);
+    madvise(p, all, MADV_NOHUGEPAGE);
+    char *dst = p + all - out - e->scratch_nbytes;
+    dst -= (uintptr_t)dst % 64;
+    int rc = execute(e, p, p, dst, p, p, dst + out);
+    munmap(p, all);
+    return rc;
+}
+
+int ps_products_rehearse(double most, double *operations)
+{
+    entry *by_order[CACHE_MAX] = { NULL };
+    int rc = 0;
+    *operations = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < CACHE_SLOTS; i++) {
+        if (!table[i] || !table[i]->supported) continue;
+        const key *k = &table[i]->key;
+        *operations += 2.0 * (double)k->m * (double)k->n * (double)k->k * (double)k->batch;
+        by_order[table[i]->order] = table[i];
+    }
+    bool few = *operations <= most;
+    for (int i = 0; few && rc == 0 && i < CACHE_MAX; i++)
+        if (by_order[i]) rc = rehearse(by_order[i]);
+    pthread_mutex_unlock(&lock);
+    return rc < 0 ? rc : few;
 }
 
 /* -- opening ------------------------------------------------------------------------------------------------------- */
