@@ -4,7 +4,9 @@
 --   psluajit bench/train.lua --family llama --model llama-110m       (peer: bench/peers/llama_torch.py)
 -- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib,
 -- losses, gemm_peak_gflops (2048^3, or --gemm, in the same type on the same device, in the same run), mfu (6 N FLOPs
--- a token over that peak).
+-- a token over that peak). With --paired also mfu_paired: a product runs before the third step and after each from then
+-- on, and each step's rate is taken over the mean rate of its two neighbours; the median of these. Where a processor's
+-- rate changes by the second, the best product and the median step are of different times.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -17,25 +19,28 @@ parser:option("--model", "preset of the family", "gpt2")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
 whole(parser:option("--batch", "rows", "4"), 1)
 whole(parser:option("--seq", "positions", "256"), 1)
-whole(parser:option("--steps", "steps", "6"), 1)
+whole(parser:option("--steps", "steps, of which the first two are not counted", "6"), 3)
 parser:option("--device", "device", "cpu")
 whole(parser:option("--gemm", "size of the square products that measure the peak (0: not measured)", "2048"), 0)
 parser:flag("--profile", "print where the kernels' time went, by op")
+parser:flag("--paired", "products between the steps, and mfu_paired; not with --profile, which would show them")
 parser:flag("--recompute", "recompute blocks in backward")
 local args = parser:parse()
+if args.paired and args.profile then parser:error("--paired and --profile exclude each other") end
+if args.paired and args.gemm == 0 then parser:error("--paired compares with products; --gemm 0 leaves them out") end
 
 local function median(list)
   table.sort(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- GFLOP/s of a square product, the best of a few; a device that runs behind is waited for, after several at once.
-local function gemm_peak()
+--- GFLOP/s of a square product, the best of `tries`; a device that runs behind is waited for, after several at once.
+local function gemm_rate(tries)
   local n, best, count = args.gemm, 0, args.device == "cuda" and 10 or 1
   if n == 0 then return 0 end
   local on = { dtype = args.dtype, device = args.device }
   local a, b = ps.randn({ n, n }, on), ps.randn({ n, n }, on)
-  for _ = 1, 8 do
+  for _ = 1, tries do
     local t, c = ps.now(), nil
     for _ = 1, count do
       if c then c:release() end
@@ -61,9 +66,12 @@ local vocab = model.config.vocab_size
 local x = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
 local y = ps.randint(0, vocab, { args.batch, args.seq }, { dtype = "int32" })
 
-local times, losses, before_peak = {}, {}, gemm_peak()
+local PEAK_TRIES, PAIR_TRIES = 8, 2
+local step_flops = args.batch * args.seq * 6 * n_params
+local times, losses, shares, before_peak, before_step = {}, {}, {}, gemm_rate(PEAK_TRIES), nil
 for step = 1, args.steps do
   if args.profile and step == 3 then ps.profiler.start() end
+  if args.paired and step == 3 then before_step = gemm_rate(PAIR_TRIES) end
   local t = ps.now()
   optimizer:zero_grad()          -- before the forward, so that old gradients do not lie beside new activations
   local loss = model(x, y)
@@ -76,17 +84,23 @@ for step = 1, args.steps do
   if step > 2 then times[#times + 1] = dt end
   print(("step %d loss %.5f: %.1f ms (forward %.1f, backward %.1f, optimizer %.1f)"):format(step, losses[step],
     dt * 1e3, (t_forward - t) * 1e3, (t_backward - t_forward) * 1e3, (ps.now() - t_backward) * 1e3))
+  if before_step then
+    local after = gemm_rate(PAIR_TRIES)
+    shares[#shares + 1] = step_flops / dt / 1e9 / ((before_step + after) / 2)
+    before_step = after
+  end
 end
 for step, loss in ipairs(losses) do
   if loss ~= loss or math.abs(loss) == math.huge then error(("the loss of step %d is %f"):format(step, loss), 0) end
 end
 if args.profile then ps.profiler.report() end
-local peak = math.max(before_peak, gemm_peak())
+local peak = math.max(before_peak, gemm_rate(PEAK_TRIES))
 local step_s = median(times)
 local tokens_per_s = args.batch * args.seq / step_s
 print(cjson.encode {
   model = args.model, dtype = args.dtype, batch = args.batch, seq = args.seq, parameters = n_params, step_s = step_s,
   tokens_per_s = tokens_per_s, peak_rss_mib = ps.peak_rss() / 1048576, losses = losses, gemm_peak_gflops = peak,
   mfu = peak > 0 and tokens_per_s * 6 * n_params / (peak * 1e9) or nil,
+  mfu_paired = args.paired and median(shares) or nil,
   engine_peak_mib = ps.memory(args.device).peak / 1048576,
 })
