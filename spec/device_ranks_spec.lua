@@ -193,6 +193,90 @@ describe("collectives on devices", function()
     both(env .. " BACKEND=gloo", SUM, 'backend = "gloo"')
     both(env, "group:send(ps.ones({ 2 }, { device = device }), 1 - rank)", "all ranks call group:connect first")
   end)
+  it("fail where nobody waits for their bytes: at the script's end, and where the group is closed", function()
+    local env = emulated()
+    if not env then return end
+    local lost = "lost its connection to other ranks' devices in all_reduce (call 6)"        -- of the last exchange
+    both(env .. " PS_EMULATE_NCCL=breaks=8", SUM, lost)
+    both(env .. " PS_EMULATE_NCCL=breaks=8", SUM .. " os.exit(0)", lost)
+    both(env .. " PS_EMULATE_NCCL=breaks=8", SUM .. [[
+      local ok, why = pcall(group.close, group)
+      assert(not ok and pcall(group.close, group))
+      print(ps.ones({ 2 }, { device = device }):to("cpu"):sum():item() == 2 and tostring(why))
+      os.exit(1)]], lost)
+  end)
+
+  -- waits: of the script's thread for bytes of calls, from the record, and all of the emulator's.
+  local ASYNCHRONOUS = [[
+    local ffi, events = require "ffi", require "ps.profile_events"
+    ffi.cdef "void ps_emu_take_counts(int64_t *out);"
+    local plugin, seen = ffi.load(os.getenv "PS_CUDA_PLUGIN"), ffi.new("int64_t[5]")
+    local function waits(fn)
+      plugin.ps_emu_take_counts(seen)
+      fn()
+      plugin.ps_emu_take_counts(seen)
+      local n = tonumber(seen[0])                                     -- a record makes waits of its own
+      ps.profiler.start()
+      fn()
+      ps.profiler.stop()
+      local list, count = events.read()
+      for i = 0, count - 1 do
+        if list[i].kind == ps.C.PS_REC_WAIT and list[i].name == ps.C.PS_WAIT_COLLECTIVE then n = n + 1 end
+      end
+      return n
+    end
+    local x = ps.full({ 6, 4 }, rank + 1, { device = device }):requires_grad(true)
+    local w, half = ps.full({ 4, 4 }, 0.125, { device = device }), ps.full({ 1 }, 0.5, { device = device })
+    local all, part = ps.empty({ 12, 4 }, { device = device }), ps.empty({ 3, 4 }, { device = device })
+    local function calls()
+      local y = group:sum(x)                                          -- an op, and its gradient
+      for _ = 1, 3 do y = group:sum(y:matmul(w)) end
+      y:sum():backward()
+      group:all_reduce(y:detach())
+      group:reduce_scatter(part, y:detach())
+      group:all_gather(all, y:detach())
+      group:broadcast(all, 1)
+      for _ = 1, 100 do group:all_reduce(part) part:mul_(half) end    -- more than have a moment of their own
+      return y
+    end
+    local first = calls()
+    local second
+    local n = waits(function() second = calls() end) assert(n == 0, n .. " waits")
+    assert(first:to("cpu"):tolist()[6][4] == second:to("cpu"):tolist()[6][4])
+    assert(second:to("cpu"):tolist()[1][1] == 6 and part:to("cpu"):tolist()[1][1] == 12)
+    assert(waits(function() group:barrier() end) > 0)
+    print "never waited"
+  ]]
+  local STALLED = [[
+    local t = ps.ones({ 8 }, { device = device })
+    group:all_reduce(t)
+    local began = ps.now()
+    group:all_reduce(t)                                               -- stalls
+    local y, other = t * 2, ps.ones({ 3 }, { device = device })
+    for _ = 1, 3 do group:all_reduce(other) end                       -- behind it
+    assert(ps.now() - began < 2, "a call waited")
+    local ok, why = pcall(y.to, y, "cpu")
+    assert(not ok, "what did not come was read")
+    print(tostring(why))
+    ok, why = pcall(group.all_reduce, group, t)
+    assert(not ok and tostring(why):find("failed before", 1, true), tostring(why))
+    group:close()
+    assert(ps.ones({ 2 }, { device = device }):to("cpu"):sum():item() == 2)
+    os.exit(1)
+  ]]
+  it("wait for no bytes, and what is read of bytes that do not come is an error", function()
+    local env = emulated()
+    if not env then return end
+    for _, streams in ipairs { "late", "mixed=5" } do
+      local all = run(2, "cuda", ASYNCHRONOUS, env .. " PS_EMULATE_STREAMS=" .. streams)
+      for rank = 0, 1 do
+        assert.equal(0, all[rank].code, all[rank].text)
+        assert.truthy(all[rank].text:find("never waited", 1, true), all[rank].text)
+      end
+    end
+    both(env .. " PS_EMULATE_NCCL=stalls=3 TIMEOUT=3", STALLED,
+      "all_reduce (call 4) of rank 0", "all_reduce (call 4) of rank 1")
+  end)
   it("are those of a card for each rank, by its number on the machine", function()
     local env = emulated()
     if env then good(2, "cuda", "nccl", env .. " PS_EMULATE_CARDS=2") end
@@ -305,11 +389,17 @@ describe("collectives on devices", function()
       assert.truthy(r.norm_error <= 1e-6, ("%s: norm %g"):format(what, r.norm_error))
       assert.truthy(r.max_rel_param_error <= 1e-4, ("%s: values %g"):format(what, r.max_rel_param_error))
     end
-    return all[1].text
+    return all[0].text .. all[1].text
   end
   it("train layers that ranks share out as one rank does", function()
-    local said = trains("tp", { tp = 2 }, { { recompute = true }, { tensor_parallel = { sequence_parallel = false } } })
-    if said then assert.truthy(said:find("along tp: nccl", 1, true), said) end
+    local said = trains("tp", { tp = 2 }, { { recompute = true, tensor_parallel = { tp_overlap_comm = 2 } },
+      { tensor_parallel = { sequence_parallel = false } } })
+    if not said then return end
+    assert.truthy(said:find("along tp: nccl", 1, true), said)
+    assert.truthy(said:find("tp_overlap_comm: on cuda rows travel before and behind whole products", 1, true), said)
+  end)
+  it("train with ZeRO as one rank does", function()
+    trains("dp", {}, { { zero_optimization = { stage = 3 } }, { zero_optimization = { stage = 2 } } })
   end)
   it("train the stages of a pipeline as one rank does", function()
     local said = trains("pp", { pp = 2, micros = 2 }, { { pipeline = { schedule = "zb_h1" } },

@@ -294,6 +294,18 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     return ok;
 }
 
+/* What devices exchange with other ranks is over before a normal end; else the others, and stderr, are told why not. */
+static bool finish_exchanges(void)
+{
+    char why[1000];
+    if (ps_groups_settle() == 0) return true;
+    snprintf(why, sizeof why, "%s", ps_error_message());
+    fflush(stdout);
+    fprintf(stderr, "psluajit: %s\n", why);
+    ps_groups_end(why);
+    return false;
+}
+
 /* os.exit(code, close): close is true unless the caller says false, so that finalizers run. Other ranks are told. */
 static int os_exit(lua_State *L)
 {
@@ -305,7 +317,8 @@ static int os_exit(lua_State *L)
     if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
     if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);
     bool saved = !lua_toboolean(L, 2) || finish_checkpoint(L, code != 0);
-    if (!code) ps_groups_end(saved ? NULL : no_checkpoint);
+    if (!code && !finish_exchanges()) saved = false;
+    else if (!code) ps_groups_end(saved ? NULL : no_checkpoint);
     if (!code && !saved) lua_pushboolean(L, 0), lua_replace(L, 1);
     lua_pushvalue(L, lua_upvalueindex(1));
     lua_insert(L, 1);
@@ -563,6 +576,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
+    if (p->status == 0 && !finish_exchanges()) p->status = 1;
     if (!finish_checkpoint(L, p->status != 0)) {
         ps_groups_end(no_checkpoint);
         p->status = 1;

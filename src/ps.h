@@ -1009,6 +1009,9 @@ void ps_group_close(ps_group *group);
 /* This process is about to end: tells the other ranks of all its groups. why: its error message; the others get its
  * first line, and their calls fail. NULL: a normal end, a fault only to ranks that wait for this one. */
 void ps_groups_end(const char *why);
+/* Collectives on memory of devices return before their bytes are there; what reads the memory comes after them. This
+ * waits until those of all groups are. The error of one that failed meanwhile, unless a call has told it. */
+int ps_groups_settle(void);
 int ps_group_rank(const ps_group *group);
 int ps_group_size(const ps_group *group);
 int ps_group_number(const ps_group *group);                 /* attribute `group` of ops; -1: there are too many */

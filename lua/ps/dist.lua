@@ -402,12 +402,16 @@ function Group:gather_from(x, dim)
 end
 
 --- Closes the group and the groups that were cut from it, which cannot be used any more. Closing twice does nothing.
+--- Waits for bytes that its calls on memory of a GPU still move; if they do not come, that is an error, once the group
+--- is closed.
 function Group:close()
   if not self.c then return end
+  local settled, why = pcall(check, C.ps_groups_settle())
   for part in pairs(self.parts) do part:close() end
   C.ps_group_close(ffi.gc(self.c, nil))
   self.c = nil
   mesh.close(self)
+  if not settled then error(why, 0) end
 end
 
 local out = ffi.new("ps_group *[1]")

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between devices (comm/line.h) under comm/p2p.h. Ranks are threads of this process, their device is sim, and a
- * wire of this file's own moves its bytes in a thread, so that ThreadSanitizer sees who touches memory when. What an
+ * Messages between devices (comm/line.h) under comm/p2p.h. Ranks are threads of this process, their device is sim, and
+ * a wire of this file's own moves its bytes in a thread, so that ThreadSanitizer sees who touches memory when. What an
  * emulated NCCL does between processes is in device_ranks_spec. */
 #define _GNU_SOURCE
 #include "ranks_check.h"
@@ -144,7 +144,7 @@ static int wire_event_follow(ps_backend *be, ps_wire_event *e)
     return 0;
 }
 
-static void wire_abort(ps_wire *w)
+static void wire_abort(ps_wire *w, int code, const char *why)
 {
     pthread_mutex_lock(&lock);
     w->d->gone[w->end] = true;
@@ -154,7 +154,7 @@ static void wire_abort(ps_wire *w)
 
 static void wire_close(ps_wire *w)
 {
-    wire_abort(w);
+    wire_abort(w, 0, NULL);
     ps_free(w);
 }
 
@@ -185,8 +185,8 @@ static ps_p2p *lines_of(struct member *m, ps_ctx *ctx, ps_group *g, int *device)
     return p;
 }
 
-/* Writes value, value + 1, ... + 6, value, ... to a tensor on sim, whose memory the processor can touch, or sees whether
- * that is in it. */
+/* Writes value, value + 1, ... + 6, value, ... to a tensor on sim, whose memory the processor can touch, or sees
+ * whether that is in it. */
 static bool touch(ps_tensor *t, bool writes, double value)
 {
     void *bytes = NULL;

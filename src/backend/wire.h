@@ -2,7 +2,7 @@
  * What a backend gives for moving bytes between its memory and that of other processes' devices (NCCL): one exchange,
  * a sum and a copy, each begun and then asked about. comm/wired.c makes a communicator of it, with the waiting, the
  * time-outs and the checks; comm/line.c has messages of two ranks on it. A wire is used by one thread at a time, which
- * need not be the one that runs kernels; only `mark` is called by that one. */
+ * need not be the one that runs kernels; `mark` and what says so is called by that one. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>
@@ -52,14 +52,19 @@ typedef struct ps_wire_table {
     int (*event_now)(struct ps_backend *be, ps_wire_event *e);
     int (*event_follow)(struct ps_backend *be, ps_wire_event *e);
     int (*event_before)(ps_wire *w, ps_wire_event *e);       /* exchanges that begin from now on come after the event */
-    int (*event_end)(ps_wire *w, ps_wire_event *e);          /* sets it behind the last exchange, which is ready */
+    /* Sets it behind all exchanges, the last of which is ready, and all sums and copies. */
+    int (*event_end)(ps_wire *w, ps_wire_event *e);
     int (*event_over)(ps_wire_event *e);                     /* 1, 0, or an error. Any thread */
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
     /* Whatever is under way ends, sums and copies, too, as far as this rank can see to it: nothing uses the callers'
-     * memory any more. Only memory_free and close follow. All wait for other ranks some seconds at most. */
-    void (*abort)(ps_wire *w);
+     * memory any more. Events, memory_free and close alone follow. All wait for other ranks some seconds at most. `why`,
+     * with its code: what should have come is lost, and nobody has been told. Kernels go on without it, and reading the
+     * device's memory is this error, unless `lost` gave it. NULL: nothing is lost. */
+    void (*abort)(ps_wire *w, int code, const char *why);
     void (*close)(ps_wire *w);
+    /* That error, once, of whichever wire; 0: there is none. Any thread. */
+    int (*lost)(struct ps_backend *be);
     /* Benches: begins the library's own all-gather or all-reduce of fp32; count: elements of `in`. Ends as lane 0. */
     int (*raw)(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count);
 } ps_wire_table;

@@ -95,8 +95,8 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
     char why[900], call[GROUP_CALL_NBYTES];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
     group_drain(g);
-    for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one thread at a time drives a device */
-        if (g->ctx->groups[i]) group_drain(g->ctx->groups[i]);
+    for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one order (job.c in group.h) */
+        if (g->ctx->groups[i]) group_drain_device(g->ctx->groups[i]);
     mine.seq = g->seq++;
     g->recorded = (group_call){ op, group_call_begin(),
                                  op == OP_ALL_GATHER || op == OP_COLUMN ? nbytes * g->comm->size : nbytes };
@@ -109,7 +109,9 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
 int group_moved(ps_group *g, int op, place at, int rc)
 {
     char call[GROUP_CALL_NBYTES];
-    if (rc == 0) rc = group_settle(g, at);
+    int moment = rc == 0 ? group_hand_over(g, at, op, g->seq - 1) : rc;
+    rc = moment < 0 ? moment : group_catch_up(g, at, moment);
+    if (rc == 0 && group_call_is_timed(op)) rc = group_settle(g, at);
     group_done(g);
     group_call_end(g, &g->recorded);
     if (rc < 0)
@@ -295,7 +297,8 @@ int ps_group_broadcast(ps_group *g, ps_tensor *t, int root)
 
 int ps_group_barrier(ps_group *g)
 {
-    PS_TRY(group_agree_bytes(g, OP_BARRIER, ON_HOST, 0, 0, 0, 0));
+    int rc = group_settle(g, ON_DEVICE);
+    PS_TRY(group_agree_bytes(g, OP_BARRIER, ON_HOST, 0, 0, 0, rc));
     group_call_end(g, &g->recorded);
     return 0;
 }

@@ -318,6 +318,8 @@ int group_agree(ps_group *g, header *mine)
 {
     ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, -1);
     int rc = agree(g, mine);
+    ps_comm *device = g->at[ON_DEVICE].comm;
+    if (rc < 0 && device && device->table->told) device->table->told(device);
     if (rc < 0 || mine->nbytes == 0) group_done(g);
     return rc;
 }
@@ -381,6 +383,18 @@ int group_settle(ps_group *g, place at)
 {
     ps_comm *comm = g->at[at].comm;
     return comm && comm->table->settle ? comm->table->settle(comm) : 0;
+}
+
+int group_hand_over(ps_group *g, place at, int op, uint64_t call)
+{
+    ps_comm *comm = g->at[at].comm;
+    return comm->table->hand_over ? comm->table->hand_over(comm, op_names[op], call) : 0;
+}
+
+int group_catch_up(ps_group *g, place at, int moment)
+{
+    ps_comm *comm = g->at[at].comm;
+    return comm->table->catch_up ? comm->table->catch_up(comm, moment) : 0;
 }
 
 int group_mark(ps_group *g, place at)
@@ -545,6 +559,7 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
     if (want <= t->stage_nbytes) return 0;
+    if (t->stage) PS_TRY(group_settle(g, at));             /* sums under way use it */
     stage_free(t);
     if (t->comm->table->memory) {
         void *memory = NULL;

@@ -51,11 +51,21 @@ typedef struct ps_comm_table {
     void (*drop)(ps_comm_post *post);      /* NULL: nothing happens */
     /* (NULL: bytes are in host memory) Further calls for device memory. mark, after and follow are ps_wire_table's. sum
      * and copy return when they have begun; exchanges that begin later come after them. settle waits for the end of all
-     * that was begun, as finish does. */
+     * that was begun, as finish does.
+     *
+     * hand_over: the bytes of a call `op` are under way, and its caller goes on: from now on a thread of the
+     * communicator looks at them, as settle would. Returns a moment (>= 0) behind all that was begun, or an error.
+     * catch_up, called by the thread that runs kernels: what the device is given from now on comes after the moment,
+     * which may be taken for a later one; -1: this one, after a failure, too. A failure of bytes that nobody waits for
+     * is the error of the next call here, of the next read of the device's memory or of ps_groups_settle, whichever
+     * comes first; told: it was told otherwise. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
     int (*follow)(ps_comm *comm, int lane);
     int (*settle)(ps_comm *comm);
+    int (*hand_over)(ps_comm *comm, const char *op, uint64_t call);
+    int (*catch_up)(ps_comm *comm, int moment);
+    void (*told)(ps_comm *comm);
     int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);

@@ -114,6 +114,8 @@ static void print(const ps_calls_total *one)
     fflush(stdout);
 }
 
+bool group_call_is_timed(int op) { return counts() && (atomic_load(&counted) >> op & 1) != 0; }
+
 void group_call_end(const ps_group *g, const group_call *call)
 {
     if (call->began_ns == 0 || g->comm->pretends) return;

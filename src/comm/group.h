@@ -112,11 +112,14 @@ void group_describe(const header *h, char *text, size_t room);
 void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
 /* Moves the bytes of g->send and g->recv. On a device they are there for what the group begins next; a call that moved
- * bytes ends with group_settle. */
+ * bytes ends with group_hand_over and group_catch_up, and with them the device's kernels come after its bytes. */
 int group_exchange(ps_group *g, place at);
 int group_move_begin(ps_group *g, place at, int lane);       /* the same in two calls, on a lane that has none */
 int group_move_end(ps_group *g, place at, int lane);
 int group_settle(ps_group *g, place at);   /* waits until all that moves has moved, and all sums are taken */
+/* ps_comm_table's, of a call of OP_*. In host memory bytes are there when a call has moved them. */
+int group_hand_over(ps_group *g, place at, int op, uint64_t call);
+int group_catch_up(ps_group *g, place at, int moment);
 /* Adds up n elements of the ranks' addends, g->addends [size], in the order of ranks; `to` may be one of them. */
 int group_add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to);
 /* Makes the memory for addends. part_nbytes: of the largest part. reduce: PS_REDUCE_*. *piece_nbytes: bytes of a part
@@ -145,6 +148,7 @@ void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_c
 /* -- count.c. Any thread. */
 int64_t group_call_begin(void);            /* now, or 0: neither a record nor sums want the call */
 void group_call_end(const ps_group *g, const group_call *call);
+bool group_call_is_timed(int op);          /* sums of such calls are kept, so they wait for their bytes */
 
 /* -- op.c: ops find a group by its number, from group_enroll to group_leave */
 void group_enroll(ps_ctx *ctx, ps_group *g);
@@ -195,14 +199,28 @@ int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc);
 /* The place of a device's memory. A device that is not connected is connected here, which is a call of all ranks. */
 int group_place(ps_group *g, ps_ctx *ctx, int device, place *out);
 
-/* -- job.c: collectives on chunks, one after the other in the order of their start */
+/* -- job.c: collectives on chunks, one after the other in the order of their start
+ *
+ * One queue a device. The calls of all groups are given to a device in the order in which the script, and so the
+ * engine, comes to them: a call on a device begins once all jobs on it that any group was given earlier have been begun
+ * (their ranks agreed, their bytes are under way), and it does not wait for their bytes. All ranks of a group come to
+ * its calls in the same order, which the agreement of the call checks, and each rank's order over its groups is that of
+ * one program (jobs are those of one group, ZeRO's). So some order of all calls of all ranks is in keeping with each
+ * device's, and the first of them that has not ended waits for nothing but its own bytes: no circle of devices can wait
+ * for each other, even if each carries out one exchange at a time. The wait for agreements, on the host, ends by the
+ * same argument. */
 typedef struct ps_job ps_job;
 /* op: OP_CHUNK_*. parts: as for group_reduce, in memory of the place that stays until the job's end. failed: an error
  * of this rank, whose message is this thread's last one; the other ranks hear of it instead of waiting. Reductions
  * leave the sums in place. */
 int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64_t check, const ps_comm_part *parts,
                     int failed, ps_job **out);
-int group_job_wait(ps_group *g, ps_job *job);   /* the job's result; the job is gone afterwards */
-void group_drain(ps_group *g);             /* waits until all jobs have run; group_job_wait still gives their results */
+/* The job's result; the job is gone afterwards. Called by the thread that runs kernels: on a device it waits until the
+ * job's bytes are under way, and kernels come after them. */
+int group_job_wait(ps_group *g, ps_job *job);
+/* Waits until all jobs have run; on a device, until their bytes are under way. group_job_wait still gives their
+ * results. _device: those on a device alone. */
+void group_drain(ps_group *g);
+void group_drain_device(ps_group *g);
 void group_jobs_close(ps_group *g);
 #endif

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives on chunks that run beside the computation: a thread of the group carries them out, one after the other in
  * the order of their start, which must be the same on all ranks. A job that fails does not end the jobs that wait
- * behind it. Those fail by themselves where the connections are gone. */
+ * behind it. Those fail by themselves where the connections are gone. On a device a job is over for its thread once its
+ * bytes are under way; kernels come after them by the device's order. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,7 +17,7 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark;
+    int op, dtype, stripe, failed, rc, mark, moment;       /* moment: behind its bytes; -1: it failed */
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size], behind the struct */
@@ -58,7 +59,9 @@ static int carry_out(ps_group *g, ps_job *job)
     if (rc == 0 && job->op != OP_CHUNK_GATHER) rc = group_reduce(g, job->at, PS_REDUCE_SUM, job->dtype,
                                                                    job->parts, piece, NULL);
     if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->at, job->parts);
-    if (rc == 0) rc = group_settle(g, job->at);
+    if (rc == 0) rc = job->moment = group_hand_over(g, job->at, job->op, mine.seq);
+    if (rc > 0) rc = 0;
+    if (rc == 0 && group_call_is_timed(job->op)) rc = group_settle(g, job->at);
     group_done(g);
     if (rc < 0)
         ps_error_prefix("%s of stripe %d, call %llu of rank %d, moving its bytes: ", group_op_name(job->op),
@@ -146,7 +149,8 @@ int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64
     PS_TRY(jobs_open(g));
     ps_job *job = job_take(g);
     if (!job) return ps_fail_nomem(sizeof *job);
-    job->op = op, job->at = at, job->mark = mark, job->dtype = dtype, job->stripe = stripe, job->check = check;
+    job->op = op, job->at = at, job->mark = mark, job->moment = -1;
+    job->dtype = dtype, job->stripe = stripe, job->check = check;
     job->failed = failed;
     memcpy(job->parts, parts, sizeof *parts * (size_t)g->comm->size);
     if (failed) memcpy(job->text, why, sizeof job->text);
@@ -169,9 +173,9 @@ int group_job_wait(ps_group *g, ps_job *job)
     while (!job->done) pthread_cond_wait(&q->fewer, &q->lock);
     pthread_mutex_unlock(&q->lock);
     ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COLLECTIVE, .begin_ns = began, .id = -1 });
-    int rc = job->rc;
-    if (rc < 0) {
-        ps_fail(rc, "%s", job->text);
+    int rc = g->comm->pretends ? 0 : group_catch_up(g, job->at, job->moment);
+    if (job->rc < 0) {
+        rc = ps_fail(job->rc, "%s", job->text);
         ps_error_set_detail(&job->detail);
     }
     job->next = q->spare;
@@ -179,14 +183,24 @@ int group_job_wait(ps_group *g, ps_job *job)
     return rc;
 }
 
-void group_drain(ps_group *g)
+static bool is_busy(const ps_jobs *q, bool device)
+{
+    const ps_job *job = q->first;
+    while (job && device && job->at != ON_DEVICE) job = job->next;
+    return job != NULL;
+}
+
+static void drain(ps_group *g, bool device)
 {
     ps_jobs *q = g->jobs;
     if (!q) return;
     pthread_mutex_lock(&q->lock);
-    while (q->first) pthread_cond_wait(&q->fewer, &q->lock);
+    while (is_busy(q, device)) pthread_cond_wait(&q->fewer, &q->lock);
     pthread_mutex_unlock(&q->lock);
 }
+
+void group_drain(ps_group *g) { drain(g, false); }
+void group_drain_device(ps_group *g) { drain(g, true); }
 
 void group_jobs_close(ps_group *g)
 {

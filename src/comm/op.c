@@ -92,7 +92,7 @@ static int group_op(ps_ctx *ctx, int device, ps_call *call)
     if (rc == 0) return 0;
     ps_error_kept why;
     ps_error_keep(&why);
-    group_settle(g, at);                   /* the output's copy may be under way, and its bytes will go */
+    group_catch_up(g, at, -1);             /* the output's copy may be under way, and its bytes will go */
     return ps_error_again(&why);
 }
 

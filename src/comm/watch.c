@@ -780,14 +780,22 @@ static bool farewell_said(const ps_watch *w)
     return w->farewell_done >= w->farewell || (w->farewell == WATCH_FAILED && atomic_load(&w->over));
 }
 
-int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds, const char *text)
+/* op NULL: the call that this rank is in. */
+static int complain(ps_watch *w, int place, const char *op, uint64_t call, int what, int peer, double seconds,
+                    const char *text)
 {
     if (!w) return 0;
     if (ps_watch_over(w) && what != PS_WATCH_GIVES_UP) return ps_watch_verdict(w);
     pthread_mutex_lock(&w->lock);
-    const watch_place *at = &w->places.at[place];
-    w->asks = (watch_complaint){ .on = at->inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank,
-                                 .peer = peer, .seconds = seconds, .at = *at };
+    watch_place at = w->places.at[place];
+    if (op) {
+        snprintf(at.op, sizeof at.op, "%s", op);
+        at.call = call;
+        at.peer = -1;
+        at.inside = 1;
+    }
+    w->asks = (watch_complaint){ .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank,
+                                 .peer = peer, .seconds = seconds, .at = at };
     snprintf(w->asks.text, sizeof w->asks.text, "%s", text);
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
@@ -797,6 +805,17 @@ int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds
     if (what != PS_WATCH_GIVES_UP) wait_for(w, w->asks.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);
+}
+
+int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds, const char *text)
+{
+    return complain(w, place, NULL, 0, what, peer, seconds, text);
+}
+
+int ps_watch_complain_of(ps_watch *w, int place, const char *op, uint64_t call, int what, double seconds,
+                         const char *text)
+{
+    return complain(w, place, op, call, what, -1, seconds, text);
 }
 
 /* The first line of a message. */

@@ -60,6 +60,9 @@ enum { PS_WATCH_TIME_OUT, PS_WATCH_LOST, PS_WATCH_GIVES_UP };
  * ps_watch_verdict. 0: no verdict will come, so the caller reports its own error. PS_WATCH_GIVES_UP does not wait, and
  * leaves this thread's error as it is. */
 int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds, const char *text);
+/* The same of a collective that this rank has left while its bytes were under way. */
+int ps_watch_complain_of(ps_watch *w, int place, const char *op, uint64_t call, int what, double seconds,
+                         const char *text);
 
 #ifdef __cplusplus
 }

@@ -1,9 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A communicator over the memory of a device. A backend's wire (backend/wire.h) begins work, and this file waits for
- * its end, once a call: what a call does in turn is ordered on the device. While it waits it looks at the time and at
- * the watch of the group's host communicator, so that a rank that dies or stalls is named, although the device's
- * library names none. A failure here ends the whole group. */
+ * A communicator over the memory of a device. A backend's wire (backend/wire.h) begins work, which the device orders:
+ * within a call, and before kernels that come after the call (catch_up). So a call returns when its work is queued.
+ *
+ * From then on a thread, the communicator's, looks at the calls under way (hand_over). It looks at the time and at the
+ * watch of the group's host communicator, so that a rank that dies or stalls is named, although the device's library
+ * names none. A failure here ends the whole group. It has the communicator aborted, so that the device goes on, and
+ * nobody takes what is computed then for a result: the error is first known to the backend, whose next read fails. */
 #include "comm/comm.h"
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -12,60 +16,234 @@
 #include "backend/backend.h"
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
+#include "base/thread.h"
 #include "comm/watch.h"
 
 enum { TURNS_AT_ONCE = 200 };              /* turns without a nap: a small exchange takes tens of microseconds */
+enum { CALLS = 64 };                       /* under way, each with a moment of its own; more of them share the last */
+enum { CALL_TEXT = 40, CALM_S = 5 };
+
+/* A call whose bytes are under way. */
+typedef struct underway {
+    ps_wire_event *end;
+    uint64_t call;
+    char op[CALL_TEXT];
+} underway;
 
 typedef struct wired {
     ps_comm comm;                          /* first: the table's functions get its address */
     ps_comm *host;
+    ps_backend *be;
     const ps_wire_table *table;
     ps_wire *wire;
-    atomic_bool hung_up;                   /* atomic: `mark` reads it while another thread waits */
+    pthread_mutex_t lock;                  /* of the wire, and of what follows */
+    pthread_cond_t more;
+    pthread_t thread;
+    bool looks, closing;                   /* looks: there is a thread */
+    underway calls[CALLS + 1];             /* a ring; behind it one whose moment is used at once */
+    int first, n;
+    bool hung_up;
+    struct wired *next;                    /* in `all` */
 } wired;
+
+static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
+static wired *all;                         /* communicators of this process */
+/* The script has been told of a failure. It ends all groups, so there is nothing more to say before new ones are made.
+ */
+static atomic_bool known;
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-static void rest(int64_t turn)
+/* The lock is held around the call of the wire's function, and around nothing that takes long. */
+#define LOCKED(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (call)))
+static int unlocked(wired *w, int rc)
 {
-    struct timespec nap = { .tv_nsec = 20000 };
-    if (turn < TURNS_AT_ONCE) sched_yield();
-    else nanosleep(&nap, NULL);
+    pthread_mutex_unlock(&w->lock);
+    return rc;
 }
 
-static void give_up(wired *w)
+static void nap(int64_t ns)
 {
-    if (!atomic_exchange(&w->hung_up, true)) w->table->abort(w->wire);
+    struct timespec t = { .tv_nsec = ns };
+    nanosleep(&t, NULL);
+}
+
+static void rest(int64_t turn)
+{
+    if (turn < TURNS_AT_ONCE) sched_yield();
+    else nap(20000);
+}
+
+/* -- calls under way ----------------------------------------------------------------------------------------------- */
+/* The oldest call under way, after those that are over; NULL: none. The device's library says late what is over, so it
+ * is asked more than once where `sure`. The lock is held. */
+static underway *oldest(wired *w, bool sure)
+{
+    while (w->n > 0) {
+        int over = 0;
+        for (int turn = 0; over == 0 && turn < (sure ? 16 : 1); turn++)
+            over = w->table->event_over(w->calls[w->first].end);
+        if (over != 1) return &w->calls[w->first];
+        w->first = (w->first + 1) % CALLS;
+        w->n--;
+    }
+    return NULL;
+}
+
+/* Whether the wire failed; the lock is held. */
+static int sound(wired *w)
+{
+    for (int lane = 0; lane < PS_WIRE_LANES; lane++) {
+        int rc = w->table->ended(w->wire, lane);
+        if (rc < 0) return rc;
+    }
+    return 0;
+}
+
+/* -- failures ------------------------------------------------------------------------------------------------------ */
+/* Ends all that is under way. rc: this thread's error, or 0. */
+static void give_up(wired *w, int rc)
+{
+    char why[1000];
+    snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "its group of ranks was closed");
+    pthread_mutex_lock(&w->lock);
+    if (!w->hung_up) w->table->abort(w->wire, rc < 0 ? rc : PS_EIO, oldest(w, true) && !known ? why : NULL);
+    w->hung_up = true;
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* The call that a failure is of: the oldest one under way, or where there is none, that which this rank is in (false).
+ */
+static bool failed_call(wired *w, underway *out)
+{
+    pthread_mutex_lock(&w->lock);
+    const underway *first = oldest(w, true);
+    if (first) *out = *first;
+    pthread_mutex_unlock(&w->lock);
+    return first != NULL;
 }
 
 /* The wire failed with this thread's error. The watch says which rank is to blame, before this rank ends all that is
  * under way. The other ranks are told of an error of this rank alone. */
 static int failed(wired *w, int rc)
 {
+    ps_watch *watch = w->host->watch;
+    underway in;
     char why[900];
     snprintf(why, sizeof why, "%s", ps_error_message());
     bool mine = rc != PS_ETIME && rc != PS_EIO;
-    int verdict = mine ? 0 : ps_watch_complain(w->host->watch, w->host->place,
-                                               rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, -1,
-                                               w->host->timeout_s, why);
-    if (verdict == 0) {
-        ps_fail(rc, "%s", why);
-        w->host->table->hang_up(w->host);
-    } else {
-        snprintf(why, sizeof why, "%s", ps_error_message());
-        rc = verdict;
-    }
-    give_up(w);
-    return ps_fail(rc, "%s", why);
+    int what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, verdict = 0;
+    double seconds = w->host->timeout_s;
+    if (!mine && failed_call(w, &in))
+        verdict = ps_watch_complain_of(watch, w->host->place, in.op, in.call, what, seconds, why);
+    else if (!mine) verdict = ps_watch_complain(watch, w->host->place, what, -1, seconds, why);
+    if (verdict == 0) ps_fail(rc, "%s", why);
+    ps_error_kept error;
+    ps_error_keep(&error);
+    if (verdict == 0) w->host->table->hang_up(w->host);
+    ps_error_again(&error);
+    give_up(w, error.code);
+    return ps_error_again(&error);
 }
 
 /* Ends all that is under way here, since there is a verdict. */
 static int given_up(wired *w)
 {
-    give_up(w);
+    int rc = ps_watch_verdict(w->host->watch);
+    give_up(w, rc);
     return ps_watch_verdict(w->host->watch);
 }
 
+static int late(const wired *w, const char *what)
+{
+    return ps_fail(PS_ETIME, "rank %d: %s over %s took longer than %g s (init_distributed's timeout sets the seconds)",
+                   ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
+}
+
+/* rc: this thread's error, which the script gets. */
+static int told(wired *w, int rc)
+{
+    ps_error_kept error;
+    if (rc >= 0) return rc;
+    ps_error_keep(&error);
+    known = true;
+    w->table->lost(w->be);
+    return ps_error_again(&error);
+}
+
+/* False once all that was under way has been given up, and the backend knows. */
+static bool works(wired *w)
+{
+    pthread_mutex_lock(&w->lock);
+    bool up = !w->hung_up;
+    pthread_mutex_unlock(&w->lock);
+    return up;
+}
+
+/* 0, or the error of a wire that failed: the first time that of bytes that nobody waited for. */
+static int usable(wired *w)
+{
+    if (works(w)) return 0;
+    int rc = w->table->lost(w->be);
+    return told(w, rc < 0 ? rc : ps_watch_failed_before(w->host->watch));
+}
+
+static int failed_here(wired *w, int rc) { return told(w, failed(w, rc)); }
+
+/* -- the thread ---------------------------------------------------------------------------------------------------- */
+/* The thread found a failure, rc; the lock is held before and after. */
+static void say_why(wired *w, int rc)
+{
+    pthread_mutex_unlock(&w->lock);
+    if (ps_watch_over(w->host->watch)) given_up(w);
+    else failed(w, rc);
+    pthread_mutex_lock(&w->lock);
+}
+
+/* Looks at the oldest call until it is over, and so at each. */
+static void *look(void *arg)
+{
+    wired *w = arg;
+    double until = 0;
+    int64_t turn = 0;
+    uint64_t seen = PS_WATCH_NO_CALL;
+    pthread_mutex_lock(&w->lock);
+    while (!w->closing) {
+        const underway *c = w->hung_up ? NULL : oldest(w, false);
+        if (!c) {
+            seen = PS_WATCH_NO_CALL;
+            pthread_cond_wait(&w->more, &w->lock);
+            continue;
+        }
+        if (c->call != seen) until = ps_now() + w->host->timeout_s, turn = 0;
+        seen = c->call;
+        int rc = sound(w);
+        if (rc == 0 && ps_watch_over(w->host->watch)) rc = ps_watch_verdict(w->host->watch);
+        if (rc == 0 && ps_now() > until) rc = late(w, "an exchange");
+        if (rc < 0) {
+            say_why(w, rc);
+            continue;
+        }
+        pthread_mutex_unlock(&w->lock);
+        nap(turn++ < TURNS_AT_ONCE ? 20000 : 200000);
+        pthread_mutex_lock(&w->lock);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* Makes the moments, and the thread. */
+static int prepare(wired *w)
+{
+    for (int i = 0; i <= CALLS; i++) PS_TRY(w->table->event_new(w->be, &w->calls[i].end));
+    int rc = ps_thread_start(&w->thread, look, w);
+    if (rc) return ps_fail(PS_ENOMEM, "a group of ranks found no thread for its devices' calls: %s", strerror(rc));
+    w->looks = true;
+    return 0;
+}
+
+/* -- waiting ------------------------------------------------------------------------------------------------------- */
 enum { UNTIL_READY = -1 };
 
 /* Waits until the wire is ready for more (UNTIL_READY), or its work in `lane` has ended. */
@@ -73,29 +251,23 @@ static int wait_until(wired *w, int lane, const char *what)
 {
     double until = ps_now() + w->host->timeout_s;
     for (int64_t turn = 0;; turn++) {
-        int rc = lane == UNTIL_READY ? w->table->ready(w->wire) : w->table->ended(w->wire, lane);
+        int rc = LOCKED(w, w->hung_up ? 1 : lane == UNTIL_READY ? w->table->ready(w->wire)
+                                                                : w->table->ended(w->wire, lane));
+        if (!works(w)) return usable(w);
         if (rc == 1) return 0;
-        if (rc < 0) return failed(w, rc);
-        if (ps_watch_over(w->host->watch)) return given_up(w);
-        if (ps_now() > until)
-            return failed(w, ps_fail(PS_ETIME, "rank %d: %s over %s took longer than %g s (init_distributed's timeout "
-                                     "sets the seconds)", ps_comm_world(&w->comm, w->comm.rank), what,
-                                     w->table->name, w->host->timeout_s));
+        if (rc < 0) return failed_here(w, rc);
+        if (ps_watch_over(w->host->watch)) return told(w, given_up(w));
+        if (ps_now() > until) return failed_here(w, late(w, what));
         rest(turn);
     }
-}
-
-static int usable(const wired *w)
-{
-    return w->hung_up ? ps_watch_failed_before(w->host->watch) : 0;
 }
 
 static int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    int rc = w->table->begin(w->wire, lane - PS_COMM_DATA, send, recv);
-    return rc < 0 ? failed(w, rc) : wait_until(w, UNTIL_READY, "starting an exchange");
+    int rc = LOCKED(w, w->table->begin(w->wire, lane - PS_COMM_DATA, send, recv));
+    return rc < 0 ? failed_here(w, rc) : wait_until(w, UNTIL_READY, "starting an exchange");
 }
 
 static int finish(ps_comm *comm, int lane)
@@ -109,48 +281,87 @@ static int mark(ps_comm *comm)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    return w->table->mark(w->wire);
+    return LOCKED(w, w->table->mark(w->wire));
 }
+
+/* What the wire is asked to begin; a failure is the group's. */
+static int begun(wired *w, int rc) { return rc < 0 ? failed_here(w, rc) : rc; }
 
 static int after(ps_comm *comm, int mark_before)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    int rc = w->table->after(w->wire, mark_before);
-    return rc < 0 ? failed(w, rc) : 0;
+    return begun(w, LOCKED(w, w->table->after(w->wire, mark_before)));
 }
 
 static int follow(ps_comm *comm, int lane)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    int rc = w->table->follow(w->wire, lane - PS_COMM_DATA);
-    return rc < 0 ? failed(w, rc) : 0;
+    return begun(w, LOCKED(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
 /* Exchanges first: a sum behind one that failed would never end. */
+static int wait_for_all(wired *w)
+{
+    for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
+    return wait_until(w, PS_WIRE_LOCAL, "a sum or a copy");
+}
+
 static int settle(ps_comm *comm)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
-    return wait_until(w, PS_WIRE_LOCAL, "a sum or a copy");
+    int64_t since = ps_record_begin();
+    int rc = wait_for_all(w);
+    ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COLLECTIVE, .begin_ns = since, .id = -1 });
+    return rc;
+}
+
+/* Where CALLS are under way, the last one's moment stands for this call, too. A world of one has nobody to look at. */
+static int hand_over(ps_comm *comm, const char *op, uint64_t call)
+{
+    wired *w = self(comm);
+    PS_TRY(usable(w));
+    pthread_mutex_lock(&w->lock);
+    int at = (w->first + w->n - (w->n == CALLS)) % CALLS;
+    underway *c = &w->calls[at];
+    int rc = w->table->event_end(w->wire, c->end);
+    c->call = call;
+    snprintf(c->op, sizeof c->op, "%s", op);
+    if (comm->size > 1 && w->n < CALLS) w->n++;
+    pthread_cond_signal(&w->more);
+    pthread_mutex_unlock(&w->lock);
+    return begun(w, rc < 0 ? rc : at);
+}
+
+static int catch_up(ps_comm *comm, int moment)
+{
+    wired *w = self(comm);
+    ps_wire_event *end = w->calls[moment < 0 ? CALLS : moment].end;
+    pthread_mutex_lock(&w->lock);
+    int rc = moment < 0 ? w->table->event_end(w->wire, end) : 0;
+    return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
+}
+
+/* A call that the ranks disagreed about ends nothing. */
+static void is_told(ps_comm *comm)
+{
+    if (ps_watch_over(self(comm)->host->watch)) told(self(comm), PS_EIO);
 }
 
 static int sum(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    int rc = w->table->sum(w->wire, dtype, n, at, numel, to);
-    return rc < 0 ? failed(w, rc) : 0;
+    return begun(w, LOCKED(w, w->table->sum(w->wire, dtype, n, at, numel, to)));
 }
 
 static int copy(ps_comm *comm, void *to, const void *from, int64_t nbytes)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    int rc = w->table->copy(w->wire, to, from, nbytes);
-    return rc < 0 ? failed(w, rc) : 0;
+    return begun(w, LOCKED(w, w->table->copy(w->wire, to, from, nbytes)));
 }
 
 static int memory(ps_comm *comm, int64_t nbytes, void **out)
@@ -160,27 +371,63 @@ static int memory(ps_comm *comm, int64_t nbytes, void **out)
     return w->table->memory(w->wire, nbytes, out);
 }
 
-static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
+/* Sums under way may use it; a device that waits for ranks which never come would hold the host up. */
+static void memory_free(ps_comm *comm, void *p)
+{
+    wired *w = self(comm);
+    double until = ps_now() + CALM_S;
+    for (int64_t turn = 0; works(w) && LOCKED(w, oldest(w, true) != NULL); rest(turn++))
+        if (ps_now() > until || ps_watch_over(w->host->watch)) give_up(w, 0);
+    w->table->memory_free(w->wire, p);
+}
 
+/* The script gets this thread's error. */
 static void hang_up(ps_comm *comm)
 {
     wired *w = self(comm);
+    ps_error_kept error;
+    ps_error_keep(&error);
+    known = true;
     w->host->table->hang_up(w->host);
-    give_up(w);
+    give_up(w, 0);
+    ps_error_again(&error);
 }
 
 static void close_wire(ps_comm *comm)
 {
-    self(comm)->table->close(self(comm)->wire);
-    ps_free(comm);
+    wired *w = self(comm), **at = &all;
+    pthread_mutex_lock(&all_lock);
+    while (*at && *at != w) at = &(*at)->next;
+    if (*at) *at = w->next;
+    pthread_mutex_unlock(&all_lock);
+    pthread_mutex_lock(&w->lock);
+    w->closing = true;
+    pthread_cond_signal(&w->more);
+    pthread_mutex_unlock(&w->lock);
+    if (w->looks) pthread_join(w->thread, NULL);
+    w->table->close(w->wire);
+    for (int i = 0; i <= CALLS; i++) if (w->calls[i].end) w->table->event_free(w->calls[i].end);
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->more);
+    ps_free(w);
+}
+
+int ps_groups_settle(void)
+{
+    int rc = 0;
+    pthread_mutex_lock(&all_lock);
+    for (wired *w = all; w && rc == 0; w = w->next)
+        if (works(w)) rc = settle(&w->comm);
+        else rc = told(w, w->table->lost(w->be));
+    pthread_mutex_unlock(&all_lock);
+    return rc;
 }
 
 static int raw(ps_comm *comm, bool all_reduce, float *out, const float *in, int64_t count)
 {
     wired *w = self(comm);
     PS_TRY(usable(w));
-    int rc = w->table->raw(w->wire, all_reduce, out, in, count);
-    if (rc < 0) return failed(w, rc);
+    PS_TRY(begun(w, LOCKED(w, w->table->raw(w->wire, all_reduce, out, in, count))));
     PS_TRY(wait_until(w, UNTIL_READY, "starting the library's own collective"));
     return wait_until(w, 0, "the library's own collective");
 }
@@ -197,8 +444,8 @@ static int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
 
 static const ps_comm_table wire_table = {
     .name = "device", .begin = begin, .finish = finish, .hang_up = hang_up, .close = close_wire,
-    .mark = mark, .after = after, .follow = follow, .settle = settle, .sum = sum, .copy = copy, .memory = memory,
-    .memory_free = memory_free,
+    .mark = mark, .after = after, .follow = follow, .settle = settle, .hand_over = hand_over, .catch_up = catch_up,
+    .told = is_told, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
     .raw_all_gather = raw_all_gather, .raw_all_reduce = raw_all_reduce
 };
 
@@ -210,13 +457,22 @@ int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm *
     w->comm.table = &wire_table;
     w->comm.watch = NULL;                  /* host->watch is asked */
     w->host = host;
+    w->be = be;
     w->table = be->wire;
     int rc = w->table->open(be, id, host->rank, host->size, &w->wire);
     if (rc < 0) {
         ps_free(w);
         return rc;
     }
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->more, NULL);
+    pthread_mutex_lock(&all_lock);
+    if (!all) known = false;
+    w->next = all;
+    all = w;
+    pthread_mutex_unlock(&all_lock);
     rc = wait_until(w, UNTIL_READY, "connecting");
+    if (rc == 0) rc = prepare(w);
     if (rc < 0) {
         close_wire(&w->comm);
         return rc;

@@ -9,6 +9,8 @@
  * caller uses them again after copy_wait only. */
 #include "backend/cuda/nccl.h"
 #include "backend/cuda_rules.h"
+#include <atomic>
+#include <mutex>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -106,6 +108,26 @@ int ps_cuda_trapped(void)
                        ps_cuda_op_name(t.op), t.position, t.value > 0 ? "inf" : "-inf");
     return ps_fail(PS_ERANGE, "%s, on cuda: index %lld at position %lld is outside [0, %lld); its results since then "
                    "are wrong", ps_cuda_op_name(t.op), t.value, t.position, t.limit);
+}
+
+static std::mutex lost_lock;
+static std::atomic<int> lost_code;             /* 0: nothing is lost, or whoever used it knows */
+static char lost_text[1000];
+
+void ps_cuda_lose(int code, const char *why)
+{
+    std::lock_guard<std::mutex> guard(lost_lock);
+    if (lost_code) return;
+    snprintf(lost_text, sizeof lost_text, "%s", why);
+    lost_code = code;
+}
+
+int ps_cuda_lost(void)
+{
+    if (!lost_code) return 0;
+    std::lock_guard<std::mutex> guard(lost_lock);
+    int code = lost_code.exchange(0);
+    return code ? ps_fail(code, "%s", lost_text) : 0;
 }
 
 int ps_cuda_clear(void *p, size_t nbytes)
@@ -269,6 +291,7 @@ static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes)
     PS_TRY(move(ps_cu->compute, false, to, src, nbytes));
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
     if (to != dst) memcpy(dst, to, nbytes);
+    PS_TRY(ps_cuda_lost());
     return ps_cuda_trapped();
 }
 
@@ -341,11 +364,13 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
         cudaGetLastError();                    /* else the next kernel's start would be taken for what failed */
         return 0;
     }
+    bool to_device = c->to_device;
     int rc = ps_cuda_copy_times_read(&c->times, be->copied_ns);
     give_copy(c);
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
+    if (!to_device) PS_TRY(ps_cuda_lost());
     return 1;
 }
 

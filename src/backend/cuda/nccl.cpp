@@ -8,9 +8,10 @@
  *
  * Streams. `moving` has the exchanges, `adding` the sums and copies, which so run beside the next exchange. Events
  * order them: a sum comes after the exchange that it follows, an exchange after the sums before it. Both streams begin
- * after what `compute` had when the mark was made that `after` named. Whoever waits for a wire's end waits on the host;
- * kernels that are queued afterwards find everything there. Everything but `mark` may be called from another thread
- * than the backend's, and touches nothing of ps_cu but its numbers.
+ * after what `compute` had when the mark was made that `after` named. `compute` comes after a wire's end by an event
+ * (event_follow). Everything but `mark`, event_now and event_follow may be called from another thread than the
+ * backend's, and touches nothing of ps_cu but its numbers. An exchange that another rank never joins holds `compute` up
+ * until the communicator is aborted; what was computed since is worth nothing, and reads of memory say so (lost).
  *
  * The end. NCCL's own threads serve peers of the same machine until those have let go, too, so both ways of ending a
  * communicator may wait for other ranks: they run on a thread of their own, which is left behind after a few seconds.
@@ -179,6 +180,8 @@ static void let_go(ps_wire *w, bool sound)
     if (comm) end_comm(comm, sound, sound ? CLOSE_S : ABORT_S);
 }
 
+static int lost(ps_backend *be) { return ps_cuda_lost(); }
+
 /* Sums and copies go on when the exchanges in front of them have ended, however. They use the callers' memory. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
@@ -189,9 +192,11 @@ static void wait_for_local(const ps_wire *w, double seconds)
     cudaGetLastError();
 }
 
-static void abort_wire(ps_wire *w)
+/* The device goes on once the communicator is gone, so the error is known before that. */
+static void abort_wire(ps_wire *w, int code, const char *why)
 {
     cudaSetDevice(w->number);
+    if (why) ps_cuda_lose(code, why);
     let_go(w, false);
     wait_for_local(w, ABORT_S);
 }
@@ -388,7 +393,8 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    return check(cudaEventRecord(e->at, w->moving), "the end of a message");
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* the last of `adding`, so all of it */
+    return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 
 static int event_over(ps_wire_event *e)
@@ -434,5 +440,5 @@ static void memory_free(ps_wire *w, void *p)
 extern const ps_wire_table ps_cuda_nccl = {
     "nccl", load, device_name, PS_CUDA_MOST_RANKS, new_id, open_wire, ready, mark, after, begin, follow, sum, copy,
     ended, event_new, event_free, event_now, event_follow, event_before, event_end, event_over,
-    memory, memory_free, abort_wire, close_wire, raw
+    memory, memory_free, abort_wire, close_wire, lost, raw
 };
