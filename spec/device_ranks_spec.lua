@@ -389,14 +389,24 @@ describe("collectives on devices", function()
       assert.truthy(r.norm_error <= 1e-6, ("%s: norm %g"):format(what, r.norm_error))
       assert.truthy(r.max_rel_param_error <= 1e-4, ("%s: values %g"):format(what, r.max_rel_param_error))
     end
-    return all[0].text .. all[1].text
+    return all[1].text
   end
   it("train layers that ranks share out as one rank does", function()
-    local said = trains("tp", { tp = 2 }, { { recompute = true, tensor_parallel = { tp_overlap_comm = 2 } },
-      { tensor_parallel = { sequence_parallel = false } } })
-    if not said then return end
-    assert.truthy(said:find("along tp: nccl", 1, true), said)
-    assert.truthy(said:find("tp_overlap_comm: on cuda rows travel before and behind whole products", 1, true), said)
+    local said = trains("tp", { tp = 2 }, { { recompute = true }, { tensor_parallel = { sequence_parallel = false } } })
+    if said then assert.truthy(said:find("along tp: nccl", 1, true), said) end
+  end)
+  it("say that rows do not travel in pieces", function()
+    local env = emulated()
+    if not env then return end
+    local all = run(2, "cuda", [[
+      local gpt2 = require "models.gpt2"
+      local model = ps.initialize { model_func = function() return gpt2.new "tiny" end,
+        config = { device = "cuda", plan_print = false, tensor_parallel = { size = 2, tp_overlap_comm = true } } }
+      model:close()
+    ]], env)
+    for rank = 0, 1 do assert.equal(0, all[rank].code, all[rank].text) end
+    assert.truthy(all[0].text:find("tp_overlap_comm: on cuda rows travel before and behind whole products", 1, true),
+      all[0].text)
   end)
   it("train with ZeRO as one rank does", function()
     trains("dp", {}, { { zero_optimization = { stage = 3 } }, { zero_optimization = { stage = 2 } } })

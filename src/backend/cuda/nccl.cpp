@@ -289,7 +289,8 @@ static int after(ps_wire *w, int i)
 /* What a group of calls came to; the first failure counts, but the group is always ended. */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
-    ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent;
+    ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* an earlier exchange's */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;
