@@ -11,40 +11,79 @@ enum {
     WIDTH = 4096,                                    /* columns in a piece, of all rows: their sums stay in L1 */
     SUMS = 512,                                      /* of the parts, that a thread makes at a time */
     OUTPUTS = 32,                                    /* rows of b [N, K] in a piece */
-    LINES = 4                                        /* of which so many are read side by side */
+    LINES = 4                                        /* read side by side: the first of a quarter of a piece each */
 };
 
+/* Memory is faster in a few streams than in one, and faster where each of them goes on line by line for several pages
+ * than where lines side by side are neighbours. A piece of n lines is read as LINES quarters; step t reads those
+ * lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1, that there are. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
+static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) / quarter(n); }
+/* From a line of step t to the line that its stream reads next: behind the last step, to that of the next piece. */
+static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
 /* Asks for bytes that are read with the next lines: lines are too short for what the machine foresees itself. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
+/* Runs body(.., T), the type of g->b a constant T. Within a parallel region, which is a function of its own: a constant
+ * outside of it would be a variable inside. */
+#define BY_TYPE(body, ...) \
+    do { \
+        if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
+        else if (g->b.dtype == PS_BF16) body(__VA_ARGS__, 1); \
+        else body(__VA_ARGS__, 2); \
+    } while (0)
+
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* sum [n] += x b of a line of b. One line after the other, the matrix is read as it lies in memory, which is faster
- * than several lines at a time, though their sums would stay in registers. next: bytes from there to the next line, 0:
- * it was asked for. */
-SIMD void add_line(float *sum, float x, const char *b, int64_t next, int64_t n, int T)
+/* sum [n] += by[0] b + by[1] (b + ld) + ... of `lines` lines of b, which are ld bytes apart, in this order. next: bytes
+ * from there to the lines that are read next, 0: they were asked for. */
+SIMD void add_lines(float *sum, const float *by, const char *b, int64_t ld, int64_t next, int64_t n, int lines, int T)
 {
+    enum { PAIR = 2 * VL };
     int64_t size = T == 0 ? 4 : 2, j = 0;
-    vf by = vf_set(x);
-    for (; j + VL <= n; j += VL) {
-        if (next) ahead(b + next + j * size);
-        vf_store(sum + j, vf_fma(by, vf_get(b, j, T), vf_load(sum + j)));
+    vf x[LINES];
+#pragma GCC unroll 4
+    for (int i = 0; i < lines; i++) x[i] = vf_set(by[i]);
+    for (; j + PAIR <= n; j += PAIR) {
+        vf s = vf_load(sum + j), r = vf_load(sum + j + VL);
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i++) {
+            const char *line = b + i * ld;
+            if (next)
+                for (int64_t k = 0; k < PAIR * size; k += 64) ahead(line + next + j * size + k);
+            s = vf_fma(x[i], vf_get(line, j, T), s);
+            r = vf_fma(x[i], vf_get(line, j + VL, T), r);
+        }
+        vf_store(sum + j, s);
+        vf_store(sum + j + VL, r);
     }
-    if (j == n) return;
-    int rest = (int)(n - j);
-    vf_put_n(sum, j, 0, rest, vf_fma(by, vf_get_n(b, j, T, rest, 0), vf_get_n(sum, j, 0, rest, 0)));
+    for (; j < n; j += VL) {
+        int rest = n - j < VL ? (int)(n - j) : VL;
+        vf s = vf_get_n(sum, j, 0, rest, 0);
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i++) s = vf_fma(x[i], vf_get_n(b + i * ld, j, T, rest, 0), s);
+        vf_put_n(sum, j, 0, rest, s);
+    }
 }
 
 SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k0, int64_t j0, int64_t width, int T)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, size = T == 0 ? 4 : 2, ld = g->b.stride_row * size;
-    int64_t depth = least(DEPTH, K - k0), n = least(width, N - j0);
+    int64_t depth = least(DEPTH, K - k0), n = least(width, N - j0), apart = quarter(depth);
     float *sum = part + k0 / DEPTH * M * N + j0;
     for (int64_t m = 0; m < M; m++) memset(sum + m * N, 0, (size_t)n * 4);
-    for (int64_t k = k0; k < k0 + depth; k++) {
-        const char *b = (const char *)g->b.data + k * ld + j0 * size;
-        for (int64_t m = 0; m < M; m++) add_line(sum + m * N, x[m * K + k], b, m == 0 ? ld : 0, n, T);
+    for (int64_t t = 0; t < apart; t++) {
+        const char *b = (const char *)g->b.data + (k0 + t) * ld + j0 * size;
+        int64_t lines = lines_at(depth, t), next = to_next(depth, t) * ld;
+        for (int64_t m = 0; m < M; m++) {
+            float by[LINES], *to = sum + m * N;
+            for (int64_t i = 0; i < lines; i++) by[i] = x[m * K + k0 + t + i * apart];
+            if (lines == LINES && m == 0) add_lines(to, by, b, apart * ld, next, n, LINES, T);
+            else if (lines == LINES) add_lines(to, by, b, apart * ld, 0, n, LINES, T);
+            else for (int64_t i = 0; i < lines; i++) add_lines(to, by + i, b + i * apart * ld, 0, 0, n, 1, T);
+        }
     }
 }
 
@@ -59,7 +98,7 @@ SIMD void add_parts(float *c, const float *part, int64_t i, int64_t n, int64_t p
     }
 }
 
-SIMD void by_rows(const ps_gemm *g, const float *x, float *part, float *c, int T)
+static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, numel = M * N, width = WIDTH / (M < 3 ? M : 4);
     int64_t pieces = (K + DEPTH - 1) / DEPTH, blocks = (N + width - 1) / width;
@@ -67,7 +106,7 @@ SIMD void by_rows(const ps_gemm *g, const float *x, float *part, float *c, int T
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < pieces * blocks; i++)
-            piece_of_rows(g, x, part, i / blocks * DEPTH, i % blocks * width, width, T);
+            BY_TYPE(piece_of_rows, g, x, part, i / blocks * DEPTH, i % blocks * width, width);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < numel; i += SUMS) add_parts(c, part, i, least(SUMS, numel - i), pieces, numel);
     }
@@ -91,26 +130,41 @@ SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 #undef QUARTERS
 }
 
-/* c [M, N] from column n on: x [M, K] times LINES lines of b. */
-SIMD void dots(float *c, const float *x, const char *b, int64_t ld, int64_t K, int64_t N, int M, int T)
+/* out [M, LINES] = x [M, K] times LINES lines of b, which are ld bytes apart. next: bytes to those read next. */
+SIMD void dots(float *out, const float *x, const char *b, int64_t ld, int64_t next, int64_t K, int M, int T)
 {
     int64_t size = T == 0 ? 4 : 2, k = 0;
     vf s[PS_FEW_ROWS][LINES], w[LINES];
+#pragma GCC unroll 4
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
         for (int i = 0; i < LINES; i++) s[m][i] = vf_zero();
     for (; k + VL <= K; k += VL) {
-        for (int i = 0; i < LINES; i++) ahead(b + (LINES + i) * ld * size + k * size);
-        for (int i = 0; i < LINES; i++) w[i] = vf_get(b + i * ld * size, k, T);
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < LINES; i++) s[m][i] = vf_fma(vf_load(x + m * K + k), w[i], s[m][i]);
+#pragma GCC unroll 4
+        for (int i = 0; i < LINES; i++) {
+            if (T == 0 || k % (2 * VL) == 0) ahead(b + i * ld + next + k * size);
+            w[i] = vf_get(b + i * ld, k, T);
+        }
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            vf by = vf_load(x + m * K + k);
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; i++) s[m][i] = vf_fma(by, w[i], s[m][i]);
+        }
     }
     int rest = (int)(K - k);
     if (rest > 0) {
-        for (int i = 0; i < LINES; i++) w[i] = vf_get_n(b + i * ld * size, k, T, rest, 0);
-        for (int m = 0; m < M; m++)
-            for (int i = 0; i < LINES; i++) s[m][i] = vf_fma(vf_get_n(x + m * K, k, 0, rest, 0), w[i], s[m][i]);
+#pragma GCC unroll 4
+        for (int i = 0; i < LINES; i++) w[i] = vf_get_n(b + i * ld, k, T, rest, 0);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            vf by = vf_get_n(x + m * K, k, 0, rest, 0);
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; i++) s[m][i] = vf_fma(by, w[i], s[m][i]);
+        }
     }
-    for (int m = 0; m < M; m++) hsum4(c + m * N, s[m][0], s[m][1], s[m][2], s[m][3]);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) hsum4(out + m * LINES, s[m][0], s[m][1], s[m][2], s[m][3]);
 }
 
 /* The same with one line. */
@@ -124,32 +178,34 @@ SIMD float dot(const float *x, const char *b, int64_t K, int T)
     return vf_hsum(s);
 }
 
-SIMD void by_columns(const ps_gemm *g, const float *x, float *c, int T)
+SIMD void piece_of_columns(const ps_gemm *g, const float *x, float *c, int64_t n0, int T)
 {
-    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, ld = g->b.stride_col, size = T == 0 ? 4 : 2;
-#pragma omp parallel for schedule(static)
-    for (int64_t n0 = 0; n0 < N; n0 += OUTPUTS)
-        for (int64_t n = n0; n < least(n0 + OUTPUTS, N); n += LINES) {
-            const char *b = (const char *)g->b.data + n * ld * size;
-            if (n + LINES > N) {
-                for (int64_t m = 0; m < M; m++)
-                    for (int64_t i = n; i < N; i++) c[m * N + i] = dot(x + m * K, b + (i - n) * ld * size, K, T);
-            } else if (M == 1) dots(c + n, x, b, ld, K, N, 1, T);
-            else if (M == 2) dots(c + n, x, b, ld, K, N, 2, T);
-            else if (M == 3) dots(c + n, x, b, ld, K, N, 3, T);
-            else dots(c + n, x, b, ld, K, N, 4, T);
-        }
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols, ld = g->b.stride_col * (T == 0 ? 4 : 2);
+    int64_t count = least(OUTPUTS, N - n0), apart = quarter(count);
+    for (int64_t t = 0; t < apart; t++) {
+        const char *b = (const char *)g->b.data + (n0 + t) * ld;
+        int64_t lines = lines_at(count, t), next = to_next(count, t) * ld;
+        float out[PS_FEW_ROWS * LINES];
+        if (lines < LINES) {
+            for (int64_t m = 0; m < M; m++)
+                for (int64_t i = 0; i < lines; i++) out[m * LINES + i] = dot(x + m * K, b + i * apart * ld, K, T);
+        } else if (M == 1) dots(out, x, b, apart * ld, next, K, 1, T);
+        else if (M == 2) dots(out, x, b, apart * ld, next, K, 2, T);
+        else if (M == 3) dots(out, x, b, apart * ld, next, K, 3, T);
+        else dots(out, x, b, apart * ld, next, K, 4, T);
+        for (int64_t m = 0; m < M; m++)
+            for (int64_t i = 0; i < lines; i++) c[m * N + n0 + t + i * apart] = out[m * LINES + i];
+    }
 }
 
-#define BY_TYPE(body, ...) \
-    do { \
-        if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
-        else if (g->b.dtype == PS_BF16) body(__VA_ARGS__, 1); \
-        else body(__VA_ARGS__, 2); \
-    } while (0)
+static void by_columns(const ps_gemm *g, const float *x, float *c)
+{
+#pragma omp parallel for schedule(static)
+    for (int64_t n0 = 0; n0 < g->b.cols; n0 += OUTPUTS) BY_TYPE(piece_of_columns, g, x, c, n0);
+}
 
 void PS_ISA_FN(ps_cpu_few_rows)(const ps_gemm *g, const float *x, float *part, float *c)
 {
-    if (g->b.stride_col == 1) BY_TYPE(by_rows, g, x, part, c);
-    else BY_TYPE(by_columns, g, x, c);
+    if (g->b.stride_col == 1) by_rows(g, x, part, c);
+    else by_columns(g, x, c);
 }
