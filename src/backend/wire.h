@@ -58,9 +58,9 @@ typedef struct ps_wire_table {
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
     /* Whatever is under way ends, sums and copies, too, as far as this rank can see to it: nothing uses the callers'
-     * memory any more. Events, memory_free and close alone follow. All wait for other ranks some seconds at most. `why`,
-     * with its code: what should have come is lost, and nobody has been told. Kernels go on without it, and reading the
-     * device's memory is this error, unless `lost` gave it. NULL: nothing is lost. */
+     * memory any more. Events, memory_free and close alone follow. All wait for other ranks some seconds at most.
+     * `why`, with its code: what should have come is lost, and nobody has been told. Kernels go on without it, and
+     * reading the device's memory is this error, unless `lost` gave it. NULL: nothing is lost. */
     void (*abort)(ps_wire *w, int code, const char *why);
     void (*close)(ps_wire *w);
     /* That error, once, of whichever wire; 0: there is none. Any thread. */
