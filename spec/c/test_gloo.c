@@ -70,6 +70,41 @@ static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
     munmap(in, N);
     return 0;
 }
+
+/* Two threads wait for lanes of one communicator, for bytes that never come, when a third hangs it up: both find an
+ * error, and none of them uses buffers that another one has ended. */
+static void *wait_for_lane(void *arg)
+{
+    ps_comm *c = arg;
+    return c->table->finish(c, PS_COMM_DATA + 1) < 0 ? arg : NULL;
+}
+
+static int hung_up_itself(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    ps_comm *c = g->comm;
+    ps_comm_part send[MOST] = { { NULL, 0 } }, recv[MOST] = { { NULL, 0 } };
+    char *in = pages();
+    pthread_t waiter, closer;
+    void *failed = NULL;
+    expect(m, ps_group_barrier(g) == 0, "barrier");
+    if (m->rank == 1) {
+        usleep(100000);                    /* it sends nothing */
+        munmap(in, N);
+        return 0;
+    }
+    recv[1] = (ps_comm_part){ in, N };
+    usleep(20000);                         /* rank 1 has left the barrier, too */
+    for (int lane = 0; lane < 2; lane++)
+        expect(m, c->table->begin(c, PS_COMM_DATA + lane, send, recv) == 0, "begin");
+    pthread_create(&waiter, NULL, wait_for_lane, c);
+    pthread_create(&closer, NULL, hang_up, c);
+    expect(m, c->table->finish(c, PS_COMM_DATA) < 0, "a lane that was hung up");
+    pthread_join(closer, NULL);
+    pthread_join(waiter, &failed);
+    expect(m, failed == c, "the other lane");
+    munmap(in, N);
+    return 0;
+}
 #endif
 
 int main(void)
@@ -78,6 +113,8 @@ int main(void)
 #ifdef PS_HAVE_GLOO
     setenv("PS_SIM_LINK", "8e7", 1);
     with_group_for(4, 10, 5, hung_up_beside);
+    unsetenv("PS_SIM_LINK");
+    for (int i = 0; i < 10; i++) with_group_for(2, 10, 5, hung_up_itself);
 #endif
     return end_checks();
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -96,6 +97,7 @@ struct World {
     ps_link *link = nullptr;               /* a pretend one that messages pass, or NULL */
     std::atomic<bool> hung_up{ false };
     std::mutex lock;                       /* of `users`, their lanes and posts, whose waits the watch aborts */
+    std::condition_variable left;          /* the last thread of a communicator has left its lanes */
     std::vector<Gloo *> users;
 };
 
@@ -112,11 +114,25 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         world->users.erase(std::find(world->users.begin(), world->users.end(), this));
     }
-    /* Ends what this communicator has under way: its memory is the callers' again. A buffer's destructor waits until
-     * Gloo's thread is done with its bytes. */
-    void let_go()
+    /* Counts a thread that uses the lanes. False: the connections are closed, or being closed. */
+    bool enter()
     {
         std::lock_guard<std::mutex> guard(world->lock);
+        if (!world->hung_up) threads++;
+        return !world->hung_up;
+    }
+    void leave()
+    {
+        std::lock_guard<std::mutex> guard(world->lock);
+        if (--threads == 0) world->left.notify_all();
+    }
+    /* Ends what this communicator has under way, once the threads that use its lanes have left: its memory is the
+     * callers' again. Their waits have been aborted, or no thread is left. A buffer's destructor waits until Gloo's
+     * thread is done with its bytes. */
+    void let_go()
+    {
+        std::unique_lock<std::mutex> guard(world->lock);
+        world->left.wait(guard, [this] { return threads == 0; });
         for (auto &lane : lanes) {
             for (auto &buffer : lane.out) ps_link_drop(world->link, buffer.get());
             lane.in.clear();
@@ -128,6 +144,7 @@ struct Gloo {
     int32_t id = 0;                        /* of its slots; no two communicators of a pair of ranks have the same */
     std::vector<int32_t> ranks;            /* comm.ranks */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
+    int threads = 0;                       /* that use the lanes */
     std::vector<ps_comm_post *> posts;
 };
 
@@ -232,12 +249,16 @@ void on_verdict(void *arg) { abort_waits(static_cast<World *>(arg)); }    /* in 
 template <typename F> int guarded(Gloo *g, const int &peer, const char *const &what, const F &call)
 {
     int rc = 0;
-    if (g->world->hung_up) {
+    if (!g->enter()) {
         g->let_go();
         return ps_watch_failed_before(g->comm.watch);
     }
     try {
-        if (call()) return 0;
+        const bool done = call();
+        if (done) {
+            g->leave();
+            return 0;
+        }
         rc = ps_watch_verdict(g->comm.watch);
         if (rc == 0) rc = ps_watch_failed_before(g->comm.watch);
     } catch (const std::bad_alloc &) {
@@ -247,6 +268,7 @@ template <typename F> int guarded(Gloo *g, const int &peer, const char *const &w
     } catch (...) {
         rc = ps_fail(PS_EIO, "Gloo failed with rank %d", peer);
     }
+    g->leave();
     close_connections(g);
     return rc;
 }
