@@ -4,6 +4,7 @@
 -- step.
 local cjson = require "cjson"
 local lfs = require "lfs"
+local pages = require "ps.planning.pages"
 local paths = require "ps.paths"
 
 local PROGRAM = paths.exe
@@ -175,6 +176,7 @@ for step = 1, 3 do
   optimizer:step()
 end
 print(ps.peak_rss())]])
+    if not pages.resident() or not pages.of_files() then return pending "the system tells no pages of processes" end
     local said = plan("--find", "nothing", path)
     local out, problem, code = run { PROGRAM, path }
     assert.equal(0, code, problem)
@@ -197,7 +199,7 @@ model:backward(model(x, x))
 optimizer:step()]])
     local few, many = plan("--find", "nothing", path, "1"), plan("--find", "nothing", path, "9")
     assert.truthy(many.tiers[1].peak > few.tiers[1].peak + 8 * 12 * 512 ^ 2 * 12)
-    local more = many.process.besides - many.process.kept - (few.process.besides - few.process.kept)
+    local more = many.process.besides - (many.process.kept or 0) - (few.process.besides - (few.process.kept or 0))
     assert.truthy(more < 16 * 2 ^ 20, more)                 -- tables of Lua, and the plan's
   end)
 end)

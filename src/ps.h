@@ -915,10 +915,11 @@ int ps_file_diverted(const char *path, int writes, char *out, int64_t room);
  */
 double ps_now(void);                     /* seconds of a monotonic clock */
 int64_t ps_rss_peak(void);               /* bytes */
-/* Performs each matrix product that the processor was asked for since the program began, dry runs included, once, of
+/* Performs each matrix product that the processor was asked for on as many threads as now, dry runs included, once, of
  * zeros, in the order of their first use: the process then holds what oneDNN keeps of them (code, buffers in the heap,
- * pages of libraries). *operations: of all of them. Where they are more than `most` none is performed, and 0 is
- * returned, else 1. Or PS_ENOMEM: no room for the operands; PS_EBACKEND. */
+ * pages of libraries). *operations: of all of them. Where they are more than `most`, one of them writes more than
+ * 128 MiB, or they were too many kinds to know all, none is performed, and 0 is returned, else 1. Or PS_ENOMEM: no room
+ * for the operands; PS_EBACKEND. */
 int ps_products_rehearse(double most, double *operations);
 /* From now on the first Ctrl-C, SIGTERM or SIGHUP is counted; the next Ctrl-C or SIGTERM ends the process. PS_EINVAL:
  * the system refused. */

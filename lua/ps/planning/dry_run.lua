@@ -270,22 +270,22 @@ local STEADY = 2 ^ 18                      -- bytes
 -- Bytes that a process of the run has besides tensors, and this one has not: what oneDNN keeps once products were
 -- performed, and pages of files that only the process has which forked this one. Products are performed here, in rounds
 -- until the process grows no more: the heap lies in pieces between which a buffer does not fit at once. nil: that would
--- take long, or the system does not tell.
+-- take long or much memory, or the system does not tell. The second result is the seconds that it took.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
-  local began, left = pages.resident(), REHEARSED
+  local seconds = require("ps").now
+  local since, began, left = seconds(), pages.resident(), REHEARSED
   local now = began
-  if not began or not pages_before then return nil end
+  if not began then return nil end
   for round = 1, ROUNDS do
     local done = C.ps_products_rehearse(left, operations)
-    if done < 0 then error(require("ffi").string(C.ps_error_message()), 0) end
-    if done == 0 then break end
+    if done <= 0 then break end
     local before = now
     left, now = left - operations[0], pages.resident()
     if round > 1 and now - before < STEADY then break end
   end
-  if left == REHEARSED then return nil end
-  return now - began + pages.missing(pages_before, pages.of_files())
+  local missing = left < REHEARSED and pages.missing(pages_before)
+  return missing and now - began + missing or nil, seconds() - since
 end
 
 -- -- the run ----------------------------------------------------------------------------------------------------------
@@ -355,7 +355,9 @@ function dry_run.perform(request, give)
     local tiers = require("ps.engine.inspect").tiers()
     local result = tiers and of_engine(engine, seen, when, tiers, sent) or of_devices(engine, seen)
     result.ops, result.rss = ops(), require("ps").peak_rss()
-    if request.pages and result.device ~= "cuda" then result.kept = kept_by_products(C, request.pages) end
+    if request.pages and tiers and result.device ~= "cuda" then
+      result.kept, result.kept_s = kept_by_products(C, request.pages)
+    end
     give(result)
   end)
   local caller, said = require "ps.caller", keep_errors()

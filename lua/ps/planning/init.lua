@@ -102,11 +102,12 @@ function planning.plan(options)
   request.pages = pages.of_files()
   local result = trial.run(request)
   request.pages = nil
-  local took = search.now() - began
+  local took = search.now() - began - (result.kept_s or 0)
   if not result.fits and not trial.is_short(result) then error(result.error.message, 0) end
   local plan = { script = options.script, hardware = there and there.text or "this machine", ranks = ranks,
     notes = {} }
-  for key, value in pairs(result) do if key ~= "rss" and key ~= "kept" and key ~= "notes" then plan[key] = value end end
+  local own = { rss = true, kept = true, kept_s = true, notes = true }
+  for key, value in pairs(result) do if not own[key] then plan[key] = value end end
   for _, notes in ipairs { result.notes or {}, there and there.notes or {} } do
     for _, note in ipairs(notes) do table.insert(plan.notes, note) end
   end

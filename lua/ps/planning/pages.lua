@@ -4,7 +4,13 @@
 -- than one which was started for the script. Both are counted by the page, from what each of them has.
 local pages = {}
 
-local PAGE, PRESENT = 4096, 128            -- bytes; the highest bit of a page's eight bytes in /proc/self/pagemap
+local PAGE = 4096                          -- bytes, on x86-64
+local PRESENT = 128                        -- the highest bit of a page's eight bytes in /proc/self/pagemap
+local LARGEST = 2 ^ 28                     -- bytes of a mapping; larger ones are a script's data
+
+---@class ps.planning.Pages pages in a row that a process has in memory
+---@field first number the address of the first
+---@field count integer
 
 --- Bytes that this process has in memory now. nil: the system does not say.
 ---@return integer?
@@ -15,33 +21,56 @@ function pages.resident()
   return kib and tonumber(kib) * 1024
 end
 
---- The pages of files that this process has in memory, by address; a fork has them at the same addresses. nil: the
---- system does not say.
----@return table<number, true>?
+-- What the system says of pages in a row, 8 bytes each; nil: nothing.
+local function read(map, first, count)
+  local text = map:seek("set", first / PAGE * 8) and map:read(count * 8)
+  return text and #text == count * 8 and text or nil
+end
+
+--- The pages of files that this process has in memory; a fork has them at the same addresses. nil: the system does not
+--- say.
+---@return ps.planning.Pages[]?
 function pages.of_files()
-  local map, there = io.open("/proc/self/pagemap", "rb"), {}
+  local map, list = io.open("/proc/self/pagemap", "rb"), {}
   if not map then return nil end
   for line in io.lines "/proc/self/maps" do
     local first, last = line:match "^(%x+)%-(%x+) %S+ %S+ %S+ %S+ +/"
     first, last = tonumber(first or "", 16), tonumber(last or "", 16)
-    if first and map:seek("set", first / PAGE * 8) then
-      local text = map:read((last - first) / PAGE * 8) or ""
-      for i = 8, #text, 8 do
-        if text:byte(i) >= PRESENT then there[first + (i / 8 - 1) * PAGE] = true end
+    if first and last - first <= LARGEST then
+      local text, run = read(map, first, (last - first) / PAGE), nil
+      if not text then
+        map:close()
+        return nil
+      end
+      for i = 1, #text / 8 do
+        if text:byte(8 * i) < PRESENT then run = nil
+        elseif run then run.count = run.count + 1
+        else
+          run = { first = first + (i - 1) * PAGE, count = 1 }
+          list[#list + 1] = run
+        end
       end
     end
   end
   map:close()
-  return there
+  return list
 end
 
---- Bytes of the pages that are in one set and not in another.
----@param set table<number, true>
----@param other table<number, true>
----@return integer
-function pages.missing(set, other)
-  local n = 0
-  for address in pairs(set) do if not other[address] then n = n + 1 end end
+--- Bytes of those pages that this process does not have in memory. nil: the system does not say.
+---@param list ps.planning.Pages[]
+---@return integer?
+function pages.missing(list)
+  local map, n = io.open("/proc/self/pagemap", "rb"), 0
+  for _, run in ipairs(map and list or {}) do
+    local text = read(map, run.first, run.count)
+    if not text then
+      map:close()
+      return nil
+    end
+    for i = 1, run.count do if text:byte(8 * i) < PRESENT then n = n + 1 end end
+  end
+  if not map then return nil end
+  map:close()
   return n * PAGE
 end
 

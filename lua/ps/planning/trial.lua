@@ -26,7 +26,7 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field blocks? integer elements of the model's longest list of modules, instead of the script's
 ---@field seeks_owner? boolean a pipeline's run ends before its first step where another rank along dp owns more
 ---@field known? table what a run of another rank of the same mesh has found out (planning/known.lua)
----@field pages? table<number, true> pages of files of this process (planning/pages.lua): the run performs its matrix
+---@field pages? ps.planning.Pages[] pages of files of this process (planning/pages.lua): the run performs its matrix
 ---  products, to learn what a process keeps of them (`kept`)
 ---@field quiet? boolean notes of the engine go nowhere
 
@@ -45,6 +45,7 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field ops? {name: string, flops: number, bytes: number}[] what the step's ops cost
 ---@field rss? number bytes of the dry run's process, at most
 ---@field kept? number bytes that a process of the run has besides these and its tiers; nil: it was not found out
+---@field kept_s? number seconds that finding them out took
 ---@field plain? table<string, number> without an engine: peak bytes by device
 ---@field owned? number[] by rank along dp: parameters that it owns; nil where ranks share nothing out
 ---@field owner? integer the rank along dp, from 0, that owns most
@@ -184,7 +185,10 @@ local function joined(first, runs)
       local most = out.links[i]
       if not most or link.up + link.down > most.up + most.down then out.links[i] = link end
     end
-    for axis, nbytes in pairs(run.axes or {}) do out.axes[axis] = math.max(out.axes[axis] or 0, nbytes) end
+    for axis, nbytes in pairs(run.axes or {}) do
+      if axis == "tp" and nbytes > (out.axes.tp or -1) then out.pieces = run.pieces end
+      out.axes[axis] = math.max(out.axes[axis] or 0, nbytes)
+    end
     out.rss = math.max(out.rss or 0, run.rss or 0)
     kept = kept and run.kept and math.max(kept, run.kept)
   end

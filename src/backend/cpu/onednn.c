@@ -147,6 +147,7 @@ typedef struct entry {
 
 static entry *table[CACHE_SLOTS];
 static int table_count;
+static bool table_was_full;                          /* some were forgotten */
 
 static uint64_t key_hash(const key *k)
 {
@@ -317,6 +318,7 @@ static int entry_get(const key *k, entry **out)
         }
     if (table_count >= CACHE_MAX) {
         table_clear();
+        table_was_full = true;
         slot = key_hash(k) % CACHE_SLOTS;
     }
     entry *e = ps_alloc0(sizeof *e);
@@ -646,18 +648,21 @@ static size_t nbytes_of(dnnl_memory_t m)
     return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
 }
 
+enum { REHEARSED_NBYTES = 128 << 20 };       /* what one product may write: several plans may run side by side */
+
+static size_t written_by(const entry *e) { return (nbytes_of(e->dst) + 4095) / 4096 * 4096 + e->scratch_nbytes; }
+
 /* Inputs are pages that nobody wrote, of which the system has one for all; what products write goes back at the end. */
 static int rehearse(entry *e)
 {
     size_t sizes[] = { nbytes_of(e->a), nbytes_of(e->b), nbytes_of(e->bias), nbytes_of(e->residual) }, zeros = 4096;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) zeros = sizes[i] > zeros ? sizes[i] : zeros;
-    size_t out = (nbytes_of(e->dst) + 4095) / 4096 * 4096, all = zeros + out + e->scratch_nbytes;
+    zeros = (zeros + 4095) / 4096 * 4096;
+    size_t out = written_by(e) - e->scratch_nbytes, all = zeros + out + e->scratch_nbytes;
     char *p = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return ps_fail_nomem(all);
     madvise(p, all, MADV_NOHUGEPAGE);
-    char *dst = p + all - out - e->scratch_nbytes;
-    dst -= (uintptr_t)dst % 64;
-    int rc = execute(e, p, p, dst, p, p, dst + out);
+    int rc = execute(e, p, p, p + zeros, p, p, p + zeros + out);
     munmap(p, all);
     return rc;
 }
@@ -665,16 +670,19 @@ static int rehearse(entry *e)
 int ps_products_rehearse(double most, double *operations)
 {
     entry *by_order[CACHE_MAX] = { NULL };
+    size_t largest = 0;
     int rc = 0;
     *operations = 0;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < CACHE_SLOTS; i++) {
-        if (!table[i] || !table[i]->supported) continue;
+        if (!table[i] || !table[i]->supported || table[i]->key.threads != omp_get_max_threads()) continue;
         const key *k = &table[i]->key;
         *operations += 2.0 * (double)k->m * (double)k->n * (double)k->k * (double)k->batch;
+        size_t nbytes = written_by(table[i]);
+        largest = nbytes > largest ? nbytes : largest;
         by_order[table[i]->order] = table[i];
     }
-    bool few = *operations <= most;
+    bool few = !table_was_full && *operations <= most && largest <= REHEARSED_NBYTES;
     for (int i = 0; few && rc == 0 && i < CACHE_MAX; i++)
         if (by_order[i]) rc = rehearse(by_order[i]);
     pthread_mutex_unlock(&lock);
