@@ -322,13 +322,13 @@ end)
 -- memory that is not pinned, allocations and their reverse, and copies of any kind.
 local COUNTS = ([[
   local ffi = require "ffi"
-  ffi.cdef "void ps_emu_take_counts(int64_t *out);"
+  ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
   ps.device("cuda")
-  local plugin, seen = ffi.load(%q), ffi.new("int64_t[6]")
+  local plugin, seen = ffi.load(%q), ffi.new("int64_t[5]")
   local function counts(fn)
-    plugin.ps_emu_take_counts(seen)
+    plugin.ps_emu_take_counts(seen, 5)
     fn()
-    plugin.ps_emu_take_counts(seen)
+    plugin.ps_emu_take_counts(seen, 5)
     local result = {}
     for i, name in ipairs { "waits", "pageable", "taken", "given_back", "copies" } do
       result[name] = tonumber(seen[i - 1])

@@ -283,12 +283,13 @@ int64_t ps_emu_number(const char *name, int64_t otherwise)
 
 bool ps_emu_chance(unsigned one_of) { return mode == MIXED && random_below(one_of) == 0; }
 
-extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out);
-/* What was counted since the last call. out: [6], in the order of ps_emu_counts. */
-void ps_emu_take_counts(int64_t *out)
+extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out, int n);
+/* What was counted since the last call. out: [n], the first of ps_emu_counts. */
+void ps_emu_take_counts(int64_t *out, int n)
 {
     ps_emu_entry in;
-    memcpy(out, &ps_emu_count, sizeof ps_emu_count);
+    size_t room = (size_t)n * sizeof *out;
+    memcpy(out, &ps_emu_count, room < sizeof ps_emu_count ? room : sizeof ps_emu_count);
     memset(&ps_emu_count, 0, sizeof ps_emu_count);
 }
 
