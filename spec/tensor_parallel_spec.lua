@@ -157,6 +157,8 @@ describe("a model that cannot be shared out", function()
     function Two:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end
     function Net:init() self.two = Two() end
     for problem, gather in pairs { ["gather names 4 columns; it takes true, or a list of 1 to 3"] = { 1, 2, 3, 4 },
+      ["gather names 0 columns; it takes true, or a list of 1 to 3"] = {},
+      ["gather is a; it takes true, or a list of 1 to 3"] = "a",
       ["gather names x, which is no column of the module"] = { "a", "x" },
       ["gather leaves out b, a column of the module"] = { "a" } } do
       Net.tensor_parallel = { two = { "divide", gather = gather }, ["two.a"] = "column", ["two.b"] = "column" }

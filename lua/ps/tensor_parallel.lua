@@ -247,9 +247,10 @@ local function divide(cut, claim)
     rawset(module, "forward", whole)
     return
   end
-  if #names < 1 or #names > C.PS_MAX_COLUMNS then
-    caller.error(("%s: gather names %d columns; it takes true, or a list of 1 to %d"):format(claim.named, #names,
-      C.PS_MAX_COLUMNS))
+  local n = type(names) == "table" and #names
+  if not n or n < 1 or n > C.PS_MAX_COLUMNS then
+    caller.error(("%s: gather %s; it takes true, or a list of 1 to %d"):format(claim.named,
+      n and ("names %d columns"):format(n) or "is " .. tostring(names), C.PS_MAX_COLUMNS))
   end
   local prefix, left = claim.path .. ".", {}
   for _, other in ipairs(cut.claims) do
@@ -271,7 +272,7 @@ local function divide(cut, claim)
     if region.pieces == 1 or not region:has_part(x) then return whole(self, x, ...) end
     local list = {}
     for i, name in ipairs(names) do list[i] = self[name] end
-    nn.ColumnParallelLinear.begin_all(list, x)
+    region:begin_columns(list, x)
     return forward(self, x, ...)
   end)
 end
@@ -377,7 +378,7 @@ function tensor_parallel.cut(model, how)
     error(("tensor_parallel: %s has no methods parts() and batch_of(), by which its layers know the rows of a batch "
       .. "(docs/models.md)"):format(model.class_name), 0)
   end
-  if model.unpad then
+  if rawget(model, "unpad") == true then
     error("tensor_parallel: with unpad = true the rows of a batch are no equal shares of the ranks; make the model "
       .. "without it", 0)
   end

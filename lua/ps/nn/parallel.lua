@@ -203,15 +203,14 @@ end
 ---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
 function Column:forward(x)
   local region, gather, ready = self.region, self.gather_input, self.ready
+  local y
   if ready then
     rawset(self, "ready", nil)
     if not rawequal(x, ready.x) then
       error("nn.ColumnParallelLinear: its input is not the one of the columns that are computed with it")
     end
-    return ready.y
-  end
-  local y
-  if gather or gather == nil and region:has_part(x) then
+    y = ready.y
+  elseif gather or gather == nil and region:has_part(x) then
     y = region.group:gathered_linear(x, self.weight, self.bias,
       { out_in = self.out_in == 1, pieces = region.pieces, keep = region.keep })
   else
@@ -224,17 +223,14 @@ end
 
 --- Computes up to three columns of one input, whose rows the ranks share out: the rows travel once, beside the products
 --- of all. The next forward of each gives its outputs.
----@param columns ps.nn.ColumnParallelLinear[] 1 to 3 of one region, in the order in which forward calls them
+---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 of this region, in the order in which forward calls them
 ---@param x ps.Tensor [B T / t, inputs]
-function Column.begin_all(columns, x)
+function Region:begin_columns(columns, x)
   local first, layers = columns[1], {}
-  local region = first.region
   for i, column in ipairs(columns) do layers[i] = { column.weight, column.bias } end
-  local y = { region.group:gathered_linears(x, layers,
-    { out_in = first.out_in == 1, pieces = region.pieces, keep = region.keep }) }
-  for i, column in ipairs(columns) do
-    rawset(column, "ready", { x = x, y = y[i]:reshape(region.B, region.T, -1) })
-  end
+  local y = { self.group:gathered_linears(x, layers,
+    { out_in = first.out_in == 1, pieces = self.pieces, keep = self.keep }) }
+  for i, column in ipairs(columns) do rawset(column, "ready", { x = x, y = y[i] }) end
 end
 
 function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
