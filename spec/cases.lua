@@ -630,13 +630,14 @@ do
     local function lone(x, weight, b) return x, weight, b, NONE, NONE, NONE, NONE end
     local function column(at, ...)
       local one = { ... }
-      one.attrs, one.grads = attrs(at.keep), at.grads
+      one.attrs, one.grads, one.wrt = attrs(at.keep), at.grads, at.wrt
       return one
     end
     case { "column_linear", column({ keep = 1 }, lone(F { 5, 4 }, w(4, 6), F { 6 })),
            column({ keep = 0 }, lone(F { 3, 4 }, w(4, 2), NONE)),
-           column({ keep = 0 }, F { 3, 4 }, w(4, 2), NONE, w(4, 6), F { 6 }, w(4, 3), NONE),
-           column({ keep = 1 }, F { 5, 4 }, w(4, 6), F { 6 }, w(4, 1), F { 1 }, NONE, NONE),
+           -- gradients are those of the first output; of all outputs: spec/parallel_layers_spec.lua
+           column({ keep = 0, wrt = { 1, 2 } }, F { 3, 4 }, w(4, 2), NONE, w(4, 6), F { 6 }, w(4, 3), NONE),
+           column({ keep = 1, wrt = { 1, 2, 3 } }, F { 5, 4 }, w(4, 6), F { 6 }, w(4, 1), F { 1 }, NONE, NONE),
            column({ keep = 0, grads = false }, lone(F { 33, 65 }, w(65, 130), F { 130 })),
            column({ keep = 0, grads = false }, F { 33, 65 }, w(65, 130), F { 130 }, w(65, 23), NONE, w(65, 7), NONE),
            column({ keep = 0, grads = false }, lone(F { 0, 4 }, w(4, 6), F { 6 })), alive = group }

@@ -14,7 +14,7 @@ local NO_FLOOR = {}
 local GTOL = { fp32 = 2e-5, bf16 = 0.03 }
 
 local function differentiable(row, set)
-  if row.wrt then return row.wrt end
+  if set.wrt or row.wrt then return set.wrt or row.wrt end
   local list = {}
   for i = 1, #set do
     local spec = set[i]

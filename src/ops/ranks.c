@@ -161,6 +161,7 @@ int infer_column_linear_grad(ps_infer *f)
     if (x) PS_TRY(ps_rule_like(f, x, "x", dy->dtype_, 2, own));
     if (full) PS_TRY(ps_rule_like(f, full, "full", dy->dtype_, 2, all));
     if (at->want_w && !x && !full) return ps_rule_fail(f, "gradients of weights need x, or full");
+    if (at->want_b & ~at->want_w) return ps_rule_fail(f, "the gradient of a bias comes with that of its weight");
     f->out[0] = (ps_meta){ .dtype = dy->dtype_, .ndim = 2, .shape = { own[0], in } };
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
         const ps_tensor *d = f->in[i ? 2 + 2 * i : 0], *w = f->in[i ? 3 + 2 * i : 1];
