@@ -402,12 +402,15 @@ function Group:gather_from(x, dim)
 end
 
 --- Closes the group and the groups that were cut from it, which cannot be used any more. Closing twice does nothing.
---- Waits for bytes that its calls on memory of a GPU still move; if they do not come, that is an error, once the group
---- is closed.
+--- Waits for bytes that calls on memory of a GPU still move, in all groups of the process; if they do not come, that is
+--- an error, once the group is closed.
 function Group:close()
   if not self.c then return end
   local settled, why = pcall(check, C.ps_groups_settle())
-  for part in pairs(self.parts) do part:close() end
+  for part in pairs(self.parts) do
+    local ok, problem = pcall(part.close, part)
+    if settled and not ok then settled, why = false, problem end
+  end
   C.ps_group_close(ffi.gc(self.c, nil))
   self.c = nil
   mesh.close(self)
