@@ -33,6 +33,9 @@ parser:flag("--compile", "the peer is compiled")
 parser:flag("--packed", "the peer has several lines in a row")
 parser:flag("--profile", "print where the kernels' time went, by op")
 local args = parser:parse()
+if (args.compile or args.packed) and not args.peer then
+  parser:error("--compile and --packed are about the peer; they need --peer")
+end
 
 -- Lists of ids, of as many as the batches need; the text begins again at its end.
 local function read(n)

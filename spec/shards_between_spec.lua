@@ -152,8 +152,9 @@ describe("a model that fails in the middle of a pass", function()
   -- Finalizers run in any order at a script's end. Here the step's is the first, and the engine still looks at the step
   -- when it waits for the exchange that rank 0 comes to late. The C library fills memory that went back.
   it("waits for exchanges under way before memory goes, whatever goes first", function()
-    local late = failing(2, "one"):gsub("return tanh%(x%)",
+    local late, n = failing(2, "one"):gsub("return tanh%(x%)",
       [[if calls + 1 == fail_at and rank == 0 then os.execute("sleep 0.3") end %0]])
+    assert.equal(1, n)
     lib.check(folder, 2, late .. [[
       if rank == 1 then
         local ffi = require "ffi"
@@ -163,6 +164,7 @@ describe("a model that fails in the middle of a pass", function()
         repeat
           i = i + 1
           name, states = debug.getupvalue(steps.new, i)
+          assert(name, "steps.new has no states")
         until name == "states"
         free("ps_step_free", states[model].c)
         free("ps_ctx_free", ps.ctx)

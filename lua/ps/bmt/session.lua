@@ -78,7 +78,8 @@ local function configuration(given, level, tp_size, pipe_size)
     local schedule = key == "pipeline" and type(value) == "table" and value.schedule
     if schedule and schedule ~= "gpipe" then
       error(("bmt.init_distributed: config has pipeline.schedule = %s; a model of ps.bmt has gpipe alone, since its "
-        .. "loss is made of all micro-batches, behind the list (docs/bmtrain.md)"):format(tostring(schedule)))
+        .. "loss is made of all micro-batches, behind the list (docs/bmtrain.md); leave pipeline out, pipe_size says "
+        .. "how many stages there are"):format(tostring(schedule)))
     end
     if DECIDED[key] then
       error(("bmt.init_distributed: config has %s, which %s decides"):format(key, DECIDED[key]))

@@ -219,7 +219,7 @@ end
 ---@param pipeline ps.engine.Pipeline
 ---@return ps.engine.Stages
 function stages.new(module, costs, first, pipeline)
-  if module.unpad then
+  if rawget(module, "unpad") == true then
     error("pipeline: with unpad = true the rows that go from stage to stage are known only when a batch is there; make "
       .. "the model without it", 0)
   end

@@ -2,7 +2,6 @@
  * Products of a few rows with a large matrix, as a model makes them that continues a text token by token: each weight
  * is read once and used once, so the speed is that of memory. Threads share out the matrix in pieces of fixed sizes, so
  * that sums are the same for any number of threads, and the same for a row alone and among others. */
-#include <stdbool.h>
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
 
@@ -14,8 +13,8 @@ enum {
     LINES = 4                                        /* read side by side: the first of a quarter of a piece each */
 };
 
-/* Memory is faster in a few streams than in one, and faster where each of them goes on line by line for several pages
- * than where lines side by side are neighbours. A piece of n lines is read as LINES quarters; step t reads those
+/* Memory is faster in a few streams than in one. It is faster still where each stream goes on line by line for several
+ * pages, and the streams are far from each other. A piece of n lines is read as LINES quarters; step t reads those
  * lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1, that there are. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -27,8 +26,8 @@ static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n
 /* Asks for bytes that are read with the next lines: lines are too short for what the machine foresees itself. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T), the type of g->b a constant T. Within a parallel region, which is a function of its own: a constant
- * outside of it would be a variable inside. */
+/* Runs body(.., T), the type of g->b a constant T. It stands inside of parallel regions: the compiler makes a function
+ * of each, in which what was a constant outside is a variable. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
