@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * matmul, linear and lm_loss of the cpu backend against ref's, over types, strides, broadcasts, odd and empty sizes;
- * the same bits for 1 and 2 threads; targets out of range. Run it with DNNL_MAX_CPU_ISA=AVX2 for the fp32 panels. */
+ * the same bits for 1 and 2 threads; targets out of range; few rows: no byte behind their matrix is read. Run it with
+ * DNNL_MAX_CPU_ISA=AVX2 for the fp32 panels. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 #include "backend/cpu/cpu.h"
 #include "base/half.h"
 #include "cpu_scratch.h"
@@ -286,6 +289,48 @@ static void test_threads(int t, int64_t m, int64_t k, int64_t n, int trans_a, in
     drop();
 }
 
+/* The same numbers in memory that ends with a page, behind which lies one that cannot be read; *all: what to unmap. */
+static ps_view at_end_of_page(const ps_view *v, void **all, size_t *all_nbytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), nbytes = (size_t)(v->numel * ps_dtype_bytes(v->dtype));
+    size_t whole = (nbytes + page - 1) / page * page;
+    char *p = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED || mprotect(p + whole, page, PROT_NONE)) exit(3);
+    *all = p, *all_nbytes = whole + page;
+    ps_view c = *v;
+    c.data = memcpy(p + whole - nbytes, v->data, nbytes);
+    return c;
+}
+
+/* Products of one to four rows with a matrix [K, N] or, out_in, [N, K]: four rows are ref's, fewer have the bits of the
+ * first of four, whatever the number of threads. */
+static void test_few_rows(int t, int64_t K, int64_t N, int out_in)
+{
+    ps_view x = MAKE(t, 4, K), w = out_in ? MAKE(t, N, K) : MAKE(t, K, N), four = MAKE(t, 4, N), want = clone(&four);
+    struct ps_attrs_linear attrs = { .out_in = out_in };
+    ps_view in[4] = { x, w, absent, absent };
+    void *all;
+    size_t all_nbytes;
+    CHECK(run(ref, PS_OP_linear, in, 4, &want, 1, &attrs) == 0);
+    in[1] = at_end_of_page(&w, &all, &all_nbytes);
+    CHECK(run(cpu, PS_OP_linear, in, 4, &four, 1, &attrs) == 0);
+    CHECK(error(&want, &four, (double)K) <= 1);
+    int was = ps_threads(), same = 1;
+    for (int64_t rows = 1; rows <= 4; rows++)
+        for (int threads = 1; threads <= 2; threads++) {
+            ps_view y = MAKE(t, rows, N);
+            in[0].shape[0] = rows, in[0].numel = rows * K;
+            ps_set_threads(threads);
+            CHECK(run(cpu, PS_OP_linear, in, 4, &y, 1, &attrs) == 0);
+            same = same && memcmp(y.data, four.data, (size_t)(y.numel * ps_dtype_bytes(t))) == 0;
+        }
+    ps_set_threads(was);
+    if (!same) printf("few rows: bits differ: type %d, K %d, N %d, out_in %d\n", t, (int)K, (int)N, out_in);
+    CHECK(same);
+    munmap(all, all_nbytes);
+    drop();
+}
+
 /* Sums in parts (onednn.c: depth_of): the last part is a short one, and what is there already is added once. */
 static void test_long_sums(void)
 {
@@ -312,6 +357,11 @@ int main(void)
         for (int form = 0; form < 3; form++) {
             test_threads(types[i], 256, 192, 320, form == 1, form == 2);
             test_threads(types[i], 512, 768, 128, form == 1, form == 2);
+        }
+        for (int out_in = 0; out_in < 2; out_in++) {         /* pieces and vectors that are whole, and that are not */
+            test_few_rows(types[i], 128, 512, out_in);
+            test_few_rows(types[i], 67, 1003, out_in);
+            test_few_rows(types[i], 71, 4099, out_in);
         }
     }
     test_long_sums();
