@@ -7,11 +7,13 @@
 --
 -- --peer: transformers continues the same prompts, in a process of its own and in turn with each of our runs, and so
 -- does a read of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures,
--- each of its fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; memory_bytes_per_s, of PyTorch's sums
--- of 512 MiB for as long as our run took; memory_share, the bytes of weights that our tokens of one row read a second
--- over that; same_ids, whether both gave the same ids.
+-- each of its fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; sum_bytes_per_s, of PyTorch's sums of
+-- 512 MiB (a stream a thread) for as long as our run took; streams_bytes_per_s, of the engine's own walk over as much,
+-- four streams a thread (ps_probe_bandwidth); memory_bytes_per_s, the larger of the two; memory_share, the bytes of
+-- weights that our tokens of one row read a second over that; same_ids, whether both gave the same ids.
 local ps = require "ps"
 local argparse = require "argparse"
+local ffi = require "ffi"
 local json = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
@@ -66,21 +68,28 @@ local function same(a, b)
   return true
 end
 
+-- Bytes a second of the engine's reads of `nbytes` in four streams a thread.
+local function streams(nbytes)
+  local out = ffi.new "double[1]"
+  ps.check(ps.C.ps_probe_bandwidth(nbytes, 4, 0, 0, 5, out))
+  return out[0]
+end
+
 -- Adds the peer's figures to ours.
-local function compare(result, model, theirs, rows, memory)
+local function compare(result, model, theirs, rows)
   local item = ps.empty({ 1 }, { dtype = args.dtype }):nbytes()
   local weights = (model:num_parameters() - model:costs().looked_up) * item
   result.peer_tokens_per_s = added(theirs.ids, rows) / theirs.seconds
   result.peer_ratio = result.tokens_per_s / result.peer_tokens_per_s
-  result.memory_bytes_per_s = memory
-  result.memory_share = result.tokens_per_s / #rows * weights / memory
+  result.memory_bytes_per_s = math.max(result.sum_bytes_per_s, result.streams_bytes_per_s)
+  result.memory_share = result.tokens_per_s / #rows * weights / result.memory_bytes_per_s
   result.same_ids = same(result.ids, theirs.ids)
 end
 
 local function run()
   local rows, model = prompts(), ps.from_pretrained(args.folder, { dtype = args.dtype, quiet = true })
   local peer = args.peer and start_peer()
-  local best, theirs, out, memory = math.huge, { seconds = math.huge }, nil, 0
+  local best, theirs, out, summed, walked = math.huge, { seconds = math.huge }, nil, 0, 0
   for _ = 1, args.rounds do
     local began = ps.now()
     out = model:generate(rows, args.max_new, { do_sample = false, num_beams = args.num_beams })
@@ -89,13 +98,15 @@ local function run()
     if peer then
       local answer = peer:ask "generate"
       if answer.seconds < theirs.seconds then theirs = answer end
-      memory = math.max(memory, peer:ask("read " .. seconds).bytes_per_s)
+      summed = math.max(summed, peer:ask("read " .. seconds).bytes_per_s)
+      walked = math.max(walked, streams(2 ^ 29))
     end
   end
   local n = added(out, rows)
   local result = { ids = out, seconds = best, tokens_per_s = n / best }
   if peer then
-    compare(result, model, theirs, rows, memory)
+    result.sum_bytes_per_s, result.streams_bytes_per_s = summed, walked
+    compare(result, model, theirs, rows)
     peer:close()
   end
   if args.json then return print(json.encode(result)) end
@@ -104,7 +115,8 @@ local function run()
   if not peer then return end
   print(("transformers %.1f tokens/s, ours is %.2f times as fast; the ids are %s"):format(result.peer_tokens_per_s,
     result.peer_ratio, result.same_ids and "the same" or "others"))
-  print(("memory is read at %.1f GB/s; our weights at %.2f of that"):format(memory / 1e9, result.memory_share))
+  print(("memory is read at %.1f GB/s; our weights at %.2f of that"):format(result.memory_bytes_per_s / 1e9,
+    result.memory_share))
 end
 
 local ok, problem = pcall(run)

@@ -119,13 +119,13 @@ end)
 describe("the bandwidth probe", function()
   it("measures what it can and says what it cannot", function()
     local rate = ffi.new("double[1]")
-    for _, streams in ipairs { { 4, 3, 1 }, { 2, 1, 0 }, { 1, 1, 1 }, { 3, 5, 0 } } do
+    for _, streams in ipairs { { 4, 3, 1 }, { 2, 1, 0 }, { 1, 1, 1 }, { 3, 5, 0 }, { 4, 0, 0 }, { 3, 0, 0 } } do
       rate[0] = 0
       ps.check(C.ps_probe_bandwidth(2 ^ 20, streams[1], streams[2], streams[3], 3, rate))
       assert.truthy(rate[0] > 1e6 and rate[0] < 1e14, rate[0])
     end
     for text, a in pairs { ["few for a probe"] = { 100, 4, 3, 1, 3 }, ["3 streams read, 4 written in place"] =
-      { 2 ^ 20, 3, 4, 1, 3 }, ["0 streams read"] = { 2 ^ 20, 0, 1, 0, 3 }, ["0 written"] = { 2 ^ 20, 1, 0, 0, 3 },
+      { 2 ^ 20, 3, 4, 1, 3 }, ["0 streams read"] = { 2 ^ 20, 0, 1, 0, 3 }, ["-1 written"] = { 2 ^ 20, 1, -1, 0, 3 },
       ["32 passes"] = { 2 ^ 20, 1, 1, 0, 32 } } do
       local ok, err = pcall(function() ps.check(C.ps_probe_bandwidth(a[1], a[2], a[3], a[4], a[5], rate)) end)
       assert.falsy(ok)

@@ -77,7 +77,7 @@ void ps_plan_clear(ps_plan *plan);
 
 /* -- rates of the machine ----------------------------------------------------------------------------------------- */
 /* Bytes a second that the compute threads read and write (median of `passes`), walking `reads` fp32 streams and writing
- * `writes`: the first of those read when in_place, else others. nbytes: of all streams together. */
+ * `writes`, which may be 0: the first of those read when in_place, else others. nbytes: of all streams together. */
 int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s);
 /* The library's own all-gather or all-reduce of fp32, which nothing checks between ranks. */
 int ps_group_raw(ps_group *group, int all_reduce, ps_tensor *out, ps_tensor *in);

@@ -45,22 +45,43 @@ static double probe(int streams, int reads, int writes, int in_place)
     return rate;
 }
 
+/* Bytes a second of one array of four times the size that is only read: the words' parity. */
+static __attribute__((optimize("O3"), noinline)) double parity(void)
+{
+    size_t nbytes = 4ull * NUMEL * sizeof(float);
+    void *memory;
+    if (!OK(ps_host_region_new(NULL, nbytes, &memory))) return 0;
+    memset(memory, 0x3d, nbytes);
+    uint64_t *word = memory, bits = 0;
+    double began = ps_now();
+    for (size_t i = 0; i < nbytes / sizeof *word; i++) bits ^= word[i];
+    double seconds = ps_now() - began;
+    CHECK(bits == 0);
+    ps_host_region_free(NULL, memory, nbytes);
+    return (double)nbytes / seconds;
+}
+
 /* On one thread: a second one that waits for a processor would be measured with it. */
 static void test_triad(const char *set, triad_fn fn)
 {
-    double plain = 0, probed = 0, in_place = 0;
+    double plain = 0, probed = 0, in_place = 0, words = 0, only_read = 0;
     setenv("PS_CPU_ISA", set, 1);
     int round = 0;
     do {
         plain = fmax(plain, triad(fn, (float)round));
         probed = fmax(probed, probe(3, 2, 1, 0));
         in_place = fmax(in_place, probe(4, 4, 3, 1));
+        if (round >= FEWEST) continue;
+        words = fmax(words, parity());
+        only_read = fmax(only_read, probe(4, 4, 0, 0));
     } while (++round < FEWEST || (round < ROUNDS && fabs(probed / plain - 1) > 0.1));
     printf("%s: the probe tells %.1f GB/s, a plain triad %.1f (%d rounds)\n", set, probed / 1e9, plain / 1e9, round);
     CHECK(fabs(probed / plain - 1) < 0.15);
     /* What an optimizer does; no line is fetched only to be written, so no less moves. */
     printf("%s: four streams read, three written in place: %.1f GB/s\n", set, in_place / 1e9);
     CHECK(in_place > 0.8 * probed);
+    printf("%s: four streams read: %.1f GB/s, plain words %.1f\n", set, only_read / 1e9, words / 1e9);
+    CHECK(only_read > 0.8 * words && only_read < 8 * words);
 }
 
 int main(void)

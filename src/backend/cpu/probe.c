@@ -14,18 +14,21 @@ struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
 /* Each stream written is one stream read plus a part of the sum of all. A number is read twice, the second time from
- * the cache: only the sum lies in a register, so that nothing spills, however many streams there are. Counts that
- * benches ask for are constants. One vector of the machine's own width: GCC moves wider ones through memory. */
+ * the cache: only the sum lies in a register, so that nothing spills, however many streams there are. Where none is
+ * written, the sum of all is stored at the end, so that nothing read is for nothing. Counts that benches ask for are
+ * constants. One vector of the machine's own width: GCC moves wider ones through memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
     static inline __attribute__((always_inline, target)) void counted_##name( \
         const struct streams *given, int64_t first, int64_t last, int reads, int writes) \
     { \
         const struct streams s = *given;                     /* what is written cannot be these pointers */ \
+        vf_##name all = { 0 }; \
         for (int64_t i = first; i < last; i += (nbytes) / 4) { \
             vf_##name rest = { 0 }, x; \
             _Pragma("GCC unroll 8") \
             for (int k = 0; k < reads; k++) memcpy(&x, s.in[k] + i, sizeof x), rest += x; \
+            if (writes == 0) all += rest; \
             rest *= 0x1p-20f; \
             _Pragma("GCC unroll 8") \
             for (int k = 0; k < writes; k++) { \
@@ -34,12 +37,15 @@ typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
                 memcpy(s.out[k] + i, &x, sizeof x); \
             } \
         } \
+        volatile vf_##name stored = all; \
+        (void)stored; \
     } \
     static __attribute__((target)) void walk_##name(const struct streams *s, int64_t first, int64_t last) \
     { \
         if (s->reads == 4 && s->writes == 3) counted_##name(s, first, last, 4, 3); \
         else if (s->reads == 4 && s->writes == 4) counted_##name(s, first, last, 4, 4); \
         else if (s->reads == 2 && s->writes == 1) counted_##name(s, first, last, 2, 1); \
+        else if (s->reads == 4 && s->writes == 0) counted_##name(s, first, last, 4, 0); \
         else counted_##name(s, first, last, s->reads, s->writes); \
     }
 WALK(plain, unused, 16)
@@ -80,9 +86,9 @@ static double median(double *t, int n)
 
 int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int passes, double *bytes_per_s)
 {
-    if (reads < 1 || reads > STREAMS || writes < 1 || writes > STREAMS || passes < 1 || passes > PASSES ||
+    if (reads < 1 || reads > STREAMS || writes < 0 || writes > STREAMS || passes < 1 || passes > PASSES ||
         (in_place && writes > reads))
-        return ps_fail(PS_EINVAL, "a probe of %d streams read, %d written%s, %d passes; it takes 1 to %d, 1 to %d%s, 1 "
+        return ps_fail(PS_EINVAL, "a probe of %d streams read, %d written%s, %d passes; it takes 1 to %d, 0 to %d%s, 1 "
                        "to %d", reads, writes, in_place ? " in place" : "", passes, STREAMS, STREAMS,
                        in_place ? " and no more than are read" : "", PASSES);
     int vector_nbytes;
