@@ -124,6 +124,12 @@ describe("a profile", function()
       "traceEvents[1].args.chunk is 9, not a number")
     fails('{"psluajit":{"version":1},"traceEvents":[{"ph":"C","cat":"memory","name":"host","ts":1,'
       .. '"args":{"chunks":-1,"other":0}}]}', "args.chunks is -1, not a number of bytes")
+    fails('{"psluajit":{"version":1,"dropped":"9"},"traceEvents":[]}', "psluajit.dropped is 9, not a whole number")
+    fails('{"psluajit":{"version":1,"ranks":null},"traceEvents":[]}', "psluajit.ranks is ", "not a whole number")
+    fails('{"psluajit":{"version":1},"traceEvents":[{"ph":"i","cat":"chunk","ts":1,"args":{"chunk":9,"on":[{}]}}]}',
+      "traceEvents[1].args.on[1] is a table, not a text")
+    fails('{"psluajit":{"version":1,"chunks":[{"id":1,"kind":"grad","index":0,"nbytes":1,"tensors":[7]}]},'
+      .. '"traceEvents":[]}', "psluajit.chunks[1].tensors[1] is 7, not a text")
     fails('{"psluajit":{"version":1},"traceEvents":[{"ph":"i","ts":2},{"ph":"i","ts":1}]}', "after the event before it")
     check.fails_saying({ "cannot read", folder }, function() read.file(folder) end)
     check.fails_saying({ "cannot read", "nowhere.json" }, function() read.file(folder .. "/nowhere.json") end)
@@ -236,6 +242,21 @@ describe("tools/profile_visualizer.lua", function()
       assert.equal(1, code, out)
       assert.truthy(out:find(told, 1, true), out)
       assert.matches("^profile_visualizer.lua: [^\n]*\n$", out)
+    end
+    -- gnuplot has commands of the shell, behind a line's "!"
+    local function renamed(made)
+      for _, e in ipairs(made.traceEvents) do
+        if e.name == "device" then e.name = "gpu\n!touch ran\n#" end
+        if e.cat == "chunk" and e.args.on[1] == "device" then e.args.on[1] = "gpu\n!touch ran\n#" end
+      end
+      for _, chunk in ipairs(made.psluajit.chunks) do chunk.kind = chunk.kind .. "'\n!touch ran\n#" end
+    end
+    for _, words in ipairs { "--memory_type GPU --out a.svg", "--fig_type access --out a.svg" } do
+      local out, code = tool(changed(renamed) .. " " .. words)
+      assert.equal(nil, require("lfs").attributes(folder .. "/ran"), words)
+      assert.equal(1, code, out)
+      assert.matches("^profile_visualizer.lua: gnuplot cannot draw the name '[^\n]*', which has control characters\n$",
+        out)
     end
     local plain = changed(function(made)
       made.psluajit.chunks = {}

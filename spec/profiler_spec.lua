@@ -373,6 +373,8 @@ describe("a report", function()
       made.traceEvents[2] = { cat = "wait", name = "copy", ts = 1, args = { step = 1 } }
     end)
     damaged("traceEvents[3].args.dtype is no text", function(made) made.traceEvents[3].args.dtype = 1 end)
+    damaged("traceEvents[3].args.module is no text", function(made) made.traceEvents[3].args.module = { 1 } end)
+    damaged("psluajit.dropped is no number", function(made) made.psluajit.dropped = json.null end)
     damaged("traceEvents[1].args is no object", function(made)
       made.traceEvents[1] = { cat = "op", name = "linear", ts = 1, dur = 1 }
     end)

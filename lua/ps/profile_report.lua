@@ -15,6 +15,9 @@ local LEAST = 0.001            -- share of the time from which an op has a row o
 -- The fields that reports add up, by the category of their events.
 local FIELDS = { op = { "flops", "bytes", "step" }, wait = { "step" }, module = { "step" } }
 
+-- Those of their args that are texts, where they are there.
+local TEXTS = { "dtype", "device", "module", "path" }
+
 -- Refuses a file whose events or steps are not those of docs/profiling.md.
 local function check_fields(path, profile)
   local function numbers(t, what, names)
@@ -23,6 +26,7 @@ local function check_fields(path, profile)
       if type(t[name]) ~= "number" then error(("%s is damaged: %s.%s is no number"):format(path, what, name)) end
     end
   end
+  numbers(profile.psluajit, "psluajit", { "events", "dropped" })
   local steps = profile.psluajit.steps
   if type(steps) ~= "table" then error(path .. " is damaged: psluajit.steps is no list") end
   for i, step in ipairs(steps) do numbers(step, ("psluajit.steps[%d]"):format(i), { "begin", "end" }) end
@@ -34,7 +38,7 @@ local function check_fields(path, profile)
       numbers(e, what, { "ts", "dur" })
       numbers(e.args, what .. ".args", fields)
       if type(e.name) ~= "string" then error(("%s is damaged: %s.name is no text"):format(path, what)) end
-      for _, name in ipairs { "dtype", "device" } do
+      for _, name in ipairs(TEXTS) do
         if type(e.args[name] or "") ~= "string" then
           error(("%s is damaged: %s.args.%s is no text"):format(path, what, name))
         end

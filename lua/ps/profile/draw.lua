@@ -9,7 +9,13 @@ local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "
 local ORDER = { device = 1, host = 2, disk = 3 }
 local TIERS = { device = "#3385fe", host = "#e9616c", disk = "#e6ab02" }      -- PatrickStar's blue and red
 
-local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
+-- A text for gnuplot's script. A name from a stranger's file must not end its line: what followed would be a command.
+local function quote(text)
+  if text:find "%c" then
+    error(("gnuplot cannot draw the name '%s', which has control characters"):format((text:gsub("%c", "?"))), 0)
+  end
+  return "'" .. text:gsub("'", "''") .. "'"
+end
 
 -- Runs a script of gnuplot that draws into `path`.
 local function gnuplot(path, lines, height)

@@ -74,10 +74,12 @@ local function checks(path)
     if type(value) ~= "number" or value ~= value or math.abs(value) == math.huge then fail(what, value, "a number") end
     return value
   end
-  function check.nbytes(value, what)
-    if type(value) ~= "number" or value < 0 or value % 1 ~= 0 then fail(what, value, "a number of bytes") end
+  local function whole(value, what, wanted)
+    if type(value) ~= "number" or value < 0 or value % 1 ~= 0 then fail(what, value, wanted) end
     return value
   end
+  function check.nbytes(value, what) return whole(value, what, "a number of bytes") end
+  function check.count(value, what) return whole(value, what, "a whole number from 0 on") end
   function check.text(value, what)
     if type(value) ~= "string" then fail(what, value, "a text") end
     return value
@@ -122,6 +124,7 @@ local function chunks_of(head, check)
     local chunk = { id = check.number(given.id, at .. "id"), kind = check.text(given.kind, at .. "kind"),
       index = check.number(given.index, at .. "index"), nbytes = check.nbytes(given.nbytes, at .. "nbytes"),
       tensors = check.list(given.tensors or {}, at .. "tensors"), times = {}, on = {} }
+    for k, name in ipairs(chunk.tensors) do check.text(name, ("%stensors[%d]"):format(at, k)) end
     list[i], by_id[chunk.id] = chunk, chunk
   end
   return list, by_id
@@ -188,6 +191,7 @@ local function takers(self, find_tier, by_id, check)
       self.chunks[#self.chunks + 1], by_id[id] = chunk, chunk
     end
     local n, on = #chunk.times, check.list(args.on or {}, what .. ".args.on")[1] or false
+    if on then check.text(on, what .. ".args.on[1]") end
     if chunk.on[n] == on then return end
     if chunk.times[n] ~= ts then n = n + 1 end
     chunk.times[n], chunk.on[n] = ts, on
@@ -201,8 +205,9 @@ end
 function read.file(path)
   local all = decoded(path)
   local head, check = all.psluajit, checks(path)
-  local self = { path = path, rank = head.rank or 0, ranks = head.ranks or 1, dropped = head.dropped or 0, bands = {},
-    begin = math.huge, finish = -math.huge }
+  local function count(name, default) return check.count(head[name] or default, "psluajit." .. name) end
+  local self = { path = path, rank = count("rank", 0), ranks = count("ranks", 1), dropped = count("dropped", 0),
+    bands = {}, begin = math.huge, finish = -math.huge }
   local by_id, find
   self.chunks, by_id = chunks_of(head, check)
   self.tiers, find = tier_finder(head, check)
