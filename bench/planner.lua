@@ -16,6 +16,7 @@
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
 --   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 x tp 8, 32 of these machines, by kinds of
 --                      stage: seconds of it all, and the most that one of its processes took
+--   profiler_cost      what the record of events costs: event_ns, on and off of bench/profiler_cost.lua
 --   published          the largest models that others published, in billions, beside ours on the same machine, with
 --                      what a rank holds of it (sums), and the tier that refuses one layer more (full_first)
 -- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
@@ -28,6 +29,7 @@ local course = require "ps.planning.course"
 local pages = require "ps.planning.pages"
 local paths = require "ps.paths"
 local plan_lib = require "bench.plan_lib"
+local process_lib = require "bench.process_lib"
 local search = require "ps.planning.search"
 local trial = require "ps.planning.trial"
 
@@ -327,6 +329,12 @@ local function main()
   dry, out.plan_175b_s, out.plan_175b_mib = mesh.result, round(mesh.seconds), round(mesh.mib)
   print(("175 B on dp 4 x pp 8 x tp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message,
     out.plan_175b_s, tostring(out.plan_175b_mib)))
+  -- In a process of its own, since plans fork: this one has no context of psluajit.
+  local cost = process_lib.last_json(("'%s' '%s/bench/profiler_cost.lua'"):format(paths.exe, paths.root))
+  if not cost then error("bench/profiler_cost.lua gave no figures", 0) end
+  out.profiler_cost = { event_ns = cost.event_ns, on = cost.on, off = cost.off }
+  print(("the record of events: %.1f ns an event, on %+.2f %% of a step, off %s"):format(cost.event_ns, 100 * cost.on,
+    cost.off == cjson.null and "not counted" or ("%.4f %% of its instructions"):format(100 * cost.off)))
   for _, row in ipairs(args.no_published and {} or PUBLISHED) do
     local got = published(row)
     table.insert(out.published, got)

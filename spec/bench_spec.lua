@@ -42,6 +42,75 @@ describe("first_logits.lua", function()
   end)
 end)
 
+describe("profiler_cost.lua", function()
+  local check = require "spec.check_lib"
+  local instructions = require "bench.instructions_lib"
+
+  -- What the bench printed last, of so many steps that are counted.
+  local function run(count)
+    local p = assert(io.popen(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/profiler_cost.lua' --rounds 2 --steps 1 "
+      .. "--count-steps %d 2>&1; echo \"|$?\""):format(paths.exe, paths.root, count)))
+    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+    p:close()
+    assert.equal("0", code, text)
+    return require("cjson").decode(text:match("(%b{})\n$")), text
+  end
+
+  it("times an event, an op and a step, and says what it did not count", function()
+    local result, text = run(0)
+    assert.truthy(result.event_ns > 1 and result.event_ns < 1e6, text)
+    assert.truthy(math.abs(result.op_ns) < 1e6 and math.abs(result.on) < 10, text)
+    assert.equal(require("cjson").null, result.off)
+    assert.truthy(text:find("off: not counted", 1, true), text)
+  end)
+
+  if os.getenv "PS_FULL" and os.execute "command -v valgrind > /dev/null" == 0 then
+    it("counts the record's instructions where it is off", function()
+      local result, text = run(1)
+      assert.truthy(result.instructions > 1e6 and result.of_record > 100, text)
+      assert.truthy(result.off < 1e-3, text)
+    end)
+  end
+
+  it("reads instructions by line", function()
+    local at, plain
+    local lines = 0
+    for line in io.lines(paths.root .. "/src/tensor/dispatch.c") do
+      lines = lines + 1
+      if not at and line:find("= ps_record_begin()", 1, true) then at = lines end
+      if not plain and line:find("scratch_free(a)", 1, true) then plain = lines end
+    end
+    local name = os.tmpname()
+    check.write(name, ([[
+# callgrind format
+positions: line
+events: Ir
+fl=/usr/src/libc/math.c
+fn=pow
+12 1000
+fl=/build/src/tensor/dispatch.c
+fn=call_kernel
+%d 7
+fi=../src/base/record.h
+31 20
+fe=/build/src/tensor/dispatch.c
+cfi=/build/src/base/record.c
+cfn=ps_record_put
+calls=3 180
+%d 5000
+%d 400
+%d 1
+]]):format(at, plain, plain, plain))
+    local counts = instructions.read(name)
+    os.remove(name)
+    assert.equal(1428, counts.total)
+    local taken, all = instructions.of(counts, function(file, text)
+      return file == "base/record.h" or text:find("ps_record_", 1, true) ~= nil
+    end)
+    assert.same({ 27, 428 }, { taken, all })
+  end)
+end)
+
 describe("gpu_table.lua", function()
   local check = require "spec.check_lib"
 

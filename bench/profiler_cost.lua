@@ -1,0 +1,159 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/profiler_cost.lua [--rounds N] [--steps N] [--count-steps N]: what the record of events
+-- (ps.profiler) costs. Ends with one JSON line:
+--   event_ns   nanoseconds of an event, by a loop of calls of ps_module_enter and ps_module_leave, which read the clock
+--              twice and put one event into a ring of the usual size: the least of --rounds rounds
+--   op_ns      nanoseconds that the record adds to an op (its event, its operations and bytes, a look at the memory in
+--              use), by a loop of one that adds one element to another: the least of the rounds with it, less the
+--              least of those without
+--   on         what the record adds to a step of the model of examples/train_char.lua, as a share: the median of
+--              rounds that time --steps steps with it and as many without; each comes first in every other round
+--   off        the same where it was not started, by instructions that callgrind counts in --count-steps steps of one
+--              row, without LuaJIT's compiler: those of record.c, of record.h and of lines that call it or test the
+--              time that it gave, over all. They are more than the record's own, since the module and the action
+--              under way are noted there for errors of memory, too. null where it was not counted, and a line says why;
+--              --count-steps 0 leaves it out
+--   instructions, of_record    of such a step
+--   step_ms, events            of a step without the record; that the record has of one
+local argparse = require "argparse"
+local whole = require("ps.command_line").whole
+
+local parser = argparse("bench/profiler_cost.lua", "What the record of events costs.")
+whole(parser:option("--rounds", "times that each is measured", "100"), 1)
+whole(parser:option("--steps", "steps of the model in a round, with the record and without", "4"), 1)
+whole(parser:option("--count-steps", "steps whose instructions are counted; 0: none", "2"), 0)
+parser:flag("--only-steps", "train --count-steps steps and nothing else: what is counted")
+local args = parser:parse()
+
+local cjson = require "cjson"
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local instructions = require "bench.instructions_lib"
+local optim = require "ps.optim"
+local paths = require "ps.paths"
+local C = ps.C
+
+local EVENTS, CALLS, ROWS, WARM = 2 ^ 18, 2 ^ 14, 12, 3
+
+local function median(list)
+  table.sort(list)
+  local half = #list / 2
+  return (list[math.ceil(half)] + list[math.floor(half) + 1]) / 2
+end
+
+-- Seconds of fn(n).
+local function seconds(fn, n)
+  local began = ps.now()
+  fn(n)
+  return ps.now() - began
+end
+
+local function event_pairs(n)
+  for _ = 1, n do C.ps_module_leave(C.ps_module_enter(1)) end
+end
+
+local function event_seconds()
+  local least = math.huge
+  ps.profiler.start { events = EVENTS }
+  for _ = 1, args.rounds do least = math.min(least, seconds(event_pairs, EVENTS)) end
+  ps.profiler.stop()
+  return least / EVENTS
+end
+
+-- With the record and without, in one order and then in the other: seconds of both, by round.
+local function in_turn(fn, n)
+  local on, off = {}, {}
+  local function one(times, record)
+    if record then ps.profiler.start { events = EVENTS } end
+    fn(1)                                    -- the ring was just cleared: caches have other bytes
+    times[#times + 1] = seconds(fn, n)
+    ps.profiler.stop()
+  end
+  for round = 1, args.rounds do
+    one(round % 2 == 1 and off or on, round % 2 == 0)
+    one(round % 2 == 1 and on or off, round % 2 == 1)
+  end
+  return on, off
+end
+
+local function op_seconds()
+  local x, y = ps.zeros { 1 }, ps.ones { 1 }
+  local on, off = in_turn(function(n)
+    for _ = 1, n do x:add_(y) end
+  end, CALLS)
+  return (math.min(unpack(on)) - math.min(unpack(off))) / CALLS
+end
+
+-- Trains n steps of train_char.lua's model on a batch that is always the same.
+local function trainer(rows)
+  ps.manual_seed(1)
+  local model = gpt2.new({ vocab_size = 256, n_positions = 64, n_layer = 4, n_head = 4, n_embd = 128 },
+    { dtype = ps.fast_dtype() })
+  local opt = optim.AdamW(model, { lr = 1e-3, betas = { 0.9, 0.99 }, weight_decay = 0.1, max_norm = 1.0 })
+  local x = ps.randint(0, 256, { rows, 64 }, { dtype = "int32" })
+  return function(n)
+    for _ = 1, n do
+      model(x, x):backward()
+      opt:step()
+      opt:zero_grad()
+    end
+  end
+end
+
+-- The share of a step that the record adds, seconds of one without it, and events of one with it.
+local function step_cost(train)
+  local on, off = in_turn(train, args.steps)
+  for i = 1, #on do on[i] = on[i] / off[i] - 1 end
+  local dropped = ps.ffi.new "int64_t[1]"                    -- the last record was of a first step and of these
+  local events = tonumber(C.ps_record_count(dropped) + dropped[0]) / (args.steps + 1)
+  return median(on), median(off) / args.steps, events
+end
+
+-- What callgrind counts: its part begins with the call of ps_record_stop and ends with that of ps_record_is_on.
+local function counted_steps()
+  local train = trainer(1)
+  train(1)
+  C.ps_record_stop()
+  train(args.count_steps)
+  C.ps_record_is_on()
+end
+
+local function of_record(file, text)
+  return file == "base/record.c" or file == "base/record.h" or text:find("ps_record_", 1, true) ~= nil
+    or text:find "%f[%w_]began%f[^%w_]" ~= nil
+end
+
+-- Instructions of a step, and of the record in it; nil and why.
+local function counted()
+  if args.count_steps == 0 then return nil, "left out" end
+  local command = ("'%s' -joff '%s/bench/profiler_cost.lua' --only-steps --count-steps %d"):format(paths.exe,
+    paths.root, args.count_steps)
+  local counts, why = instructions.count(command, "ps_record_stop", "ps_record_is_on")
+  if not counts then return nil, why end
+  local sum, all = instructions.of(counts, of_record)
+  if all == 0 then return nil, "psluajit was built without -g" end
+  return counts.total / args.count_steps, sum / args.count_steps
+end
+
+local function round(x) return tonumber(("%.4g"):format(x)) end
+
+local function main()
+  local out = { event_ns = round(event_seconds() * 1e9), op_ns = round(op_seconds() * 1e9) }
+  local train = trainer(ROWS)
+  train(WARM)
+  local on, seconds_off, events = step_cost(train)
+  out.on, out.step_ms, out.events = round(on), round(1e3 * seconds_off), round(events)
+  print(("an event %.1f ns, of an op %.1f ns; on: %+.2f %% of a step of %.3f ms with %.0f events"):format(out.event_ns,
+    out.op_ns, 100 * out.on, out.step_ms, out.events))
+  local all, sum = counted()
+  if all then
+    out.instructions, out.of_record, out.off = round(all), round(sum), round(sum / all)
+    print(("off: %.0f of %.4g instructions a step, %.4f %%"):format(sum, all, 100 * sum / all))
+  else
+    out.off = cjson.null
+    print("off: not counted: " .. sum)
+  end
+  print(cjson.encode(out))
+end
+
+if args.only_steps then counted_steps() else main() end
