@@ -33,6 +33,9 @@ extern ps_cpu_few_rows_fn ps_cpu_few_rows;
 void ps_cpu_few_rows_sse2(const ps_gemm *, const float *, float *, float *);
 void ps_cpu_few_rows_avx2(const ps_gemm *, const float *, float *, float *);
 void ps_cpu_few_rows_avx512(const ps_gemm *, const float *, float *, float *);
+/* n neighbouring elements of a float type to fp32, and back, rounded to nearest even. */
+void ps_cpu_row_load(float *dst, const void *src, int64_t n, int dtype);
+void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype);
 /* True when oneDNN multiplies this type without conversion to fp32. */
 bool ps_cpu_gemm_native(int dtype);
 #endif

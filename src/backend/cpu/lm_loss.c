@@ -9,7 +9,6 @@
  * (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
-#include "base/half.h"
 #include "base/panels.h"
 #include <math.h>
 
@@ -69,30 +68,18 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
-static float load(const void *from, int dtype, int64_t i)
-{
-    if (dtype == PS_BF16) return ps_bf16_to_f32(((const uint16_t *)from)[i]);
-    if (dtype == PS_F16) return ps_f16_to_f32(((const uint16_t *)from)[i]);
-    return ((const float *)from)[i];
-}
-
 /* db_sum += the rows of a panel's dlogits, in their order; columns are shared out. */
 static void add_db(const problem *p, int64_t rows)
 {
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
     for (int64_t first = 0; first < p->V; first += DB_COLUMNS) {
-        int64_t last = first + DB_COLUMNS < p->V ? first + DB_COLUMNS : p->V;
-        for (int64_t i = 0; i < rows; i++)
-            for (int64_t v = first; v < last; v++) p->db_sum[v] += load(p->logits, p->type, i * p->V + v);
-    }
-}
-
-static void store_db(const problem *p)
-{
-    for (int64_t v = 0; v < p->V; v++) {
-        if (p->db->dtype == PS_BF16) ((uint16_t *)p->db->data)[v] = ps_f32_to_bf16(p->db_sum[v]);
-        else if (p->db->dtype == PS_F16) ((uint16_t *)p->db->data)[v] = ps_f32_to_f16(p->db_sum[v]);
-        else ((float *)p->db->data)[v] = p->db_sum[v];
+        int64_t n = p->V - first < DB_COLUMNS ? p->V - first : DB_COLUMNS, size = ps_dtype_bytes(p->type);
+        float row[DB_COLUMNS], *sum = p->db_sum + first;
+        for (int64_t i = 0; i < rows; i++) {
+            ps_cpu_row_load(row, (const char *)p->logits + (i * p->V + first) * size, n, p->type);
+#pragma omp simd
+            for (int64_t v = 0; v < n; v++) sum[v] += row[v];
+        }
     }
 }
 
@@ -149,7 +136,7 @@ int ps_cpu_lm_loss(ps_call *call)
     for (int64_t first = 0; first < p.N; first += rows)
         PS_TRY(run_panel(&p, first, p.N - first < rows ? p.N - first : rows, scale));
     if (call->dry) return 0;
-    if (p.db) store_db(&p);
+    if (p.db) ps_cpu_row_store(p.db->data, p.db_sum, p.V, p.db->dtype);
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
     bool mean = attrs->reduction == 1 && count > 0;          /* the mean of none is 0 */

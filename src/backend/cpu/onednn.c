@@ -472,7 +472,7 @@ static int64_t f16_store_f16c(uint16_t *dst, const float *src, int64_t n) { retu
 static bool has_f16c(void) { return false; }
 #endif
 
-static void row_load(float *dst, const void *src, int64_t n, int dtype)
+void ps_cpu_row_load(float *dst, const void *src, int64_t n, int dtype)
 {
     const uint16_t *h = src;
     if (dtype == PS_F32) {
@@ -486,7 +486,7 @@ static void row_load(float *dst, const void *src, int64_t n, int dtype)
     }
 }
 
-static void row_store(void *dst, const float *src, int64_t n, int dtype)
+void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype)
 {
     uint16_t *h = dst;
     if (dtype == PS_F32) {
@@ -513,11 +513,11 @@ static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, in
         else memset(sum, 0, (size_t)cols * 4);
         for (int t = 0; t < 3; t++) {
             if (!extra[t]) continue;
-            row_load(more, extra[t], cols, t == 0 ? g->bias_dtype : g->dst.dtype);
+            ps_cpu_row_load(more, extra[t], cols, t == 0 ? g->bias_dtype : g->dst.dtype);
 #pragma omp simd
             for (int64_t j = 0; j < cols; j++) sum[j] += more[j];
         }
-        row_store(dst, sum, cols, g->dst.dtype);
+        ps_cpu_row_store(dst, sum, cols, g->dst.dtype);
     }
 }
 
@@ -530,7 +530,8 @@ static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, in
     int64_t outer = t ? cols : rows, inner = t ? rows : cols, ld = t ? m->stride_col : m->stride_row;
     if (fresh) {
 #pragma omp parallel for schedule(static) if (outer * inner > PS_PAR_MIN)
-        for (int64_t i = 0; i < outer; i++) row_load(panel + i * inner, at(p, i * ld, m->dtype), inner, m->dtype);
+        for (int64_t i = 0; i < outer; i++)
+            ps_cpu_row_load(panel + i * inner, at(p, i * ld, m->dtype), inner, m->dtype);
     }
     return (ps_mat){ panel, PS_F32, rows, cols, t ? 1 : inner, t ? inner : 1 };
 }
@@ -586,9 +587,10 @@ static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
     if (space->call->dry) return 0;
     float *x = space->panels, *c = x + nx, *part = c + nc;
     for (int64_t i = 0; i < M; i++) {
-        if (g->a.stride_col == 1) row_load(x + i * K, at(g->a.data, i * g->a.stride_row, g->a.dtype), K, g->a.dtype);
+        const ps_mat *a = &g->a;
+        if (a->stride_col == 1) ps_cpu_row_load(x + i * K, moved(a, i * a->stride_row), K, a->dtype);
         else for (int64_t k = 0; k < K; k++)
-            row_load(x + i * K + k, moved(&g->a, i * g->a.stride_row + k * g->a.stride_col), 1, g->a.dtype);
+            ps_cpu_row_load(x + i * K + k, moved(a, i * a->stride_row + k * a->stride_col), 1, a->dtype);
     }
     ps_cpu_few_rows(g, x, part, c);
     for (int64_t j = 0; j < N; j += PANEL_N) finish(g, c + j, N, 0, M, j, least(PANEL_N, N - j));
