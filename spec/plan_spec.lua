@@ -6,6 +6,7 @@ local cjson = require "cjson"
 local lfs = require "lfs"
 local pages = require "ps.planning.pages"
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 local PROGRAM = paths.exe
 local FOLDER = os.tmpname()
@@ -289,6 +290,31 @@ optimizer:step()]])
     for _, name in ipairs { "a100-40", "a100-80", "h100", "h200", "v100-32", "xeon-amx-2", "probe.lua" } do
       assert.truthy(said:find(name, 1, true), said)
     end
+  end)
+
+  it("of a file that is no table of a machine says what it lacks, and leaves the other files alone", function()
+    local hardware = require "ps.planning.hardware"
+    local root, whole = paths.root, check.read(paths.root .. "/tools/hardware/xeon-amx-2.lua")
+    lfs.mkdir(FOLDER .. "/tools")
+    lfs.mkdir(FOLDER .. "/tools/hardware")
+    for name, text in pairs { good = whole, empty = "", cut = whole:sub(1, -20),
+      slow = (whole:gsub("up = [%w.]+, ", "")),
+      vague = (whole:gsub("memory = { 0.5, 1 }", "memory = { 0.5 }")), silent = (whole:gsub("text = ", "name = ")) } do
+      write("tools/hardware/" .. name .. ".lua", text)
+    end
+    paths.root = FOLDER
+    local ok, problem = pcall(function()
+      assert.same({ "cut", "empty", "good", "silent", "slow", "vague" }, hardware.names())
+      assert.equal(24e9, hardware.find("good").machine.host_nbytes)
+      for name, told in pairs { empty = "it returns nil, not a table", cut = "cut.lua:", slow = "links.up is nil",
+        vague = "efficiency.memory.2 is nil", silent = "text is nil" } do
+        check.fails_saying({ ("%s/tools/hardware/%s.lua is no table of a machine: "):format(FOLDER, name), told },
+          function() hardware.find(name) end)
+      end
+    end)
+    paths.root = root
+    os.execute(("rm -r '%s/tools'"):format(FOLDER))
+    assert.truthy(ok, problem)
   end)
 end)
 

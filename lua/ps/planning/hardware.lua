@@ -18,12 +18,13 @@ local hardware = {}
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
 ---@field links {up: number, down: number} bytes a second between host and GPU
 ---@field network? number bytes a second of a GPU to those of other machines, each way
----@field disk {read: number, write: number} bytes a second
+---@field disk? {read: number, write: number} bytes a second; nil: not measured
 ---@field adam {host: number, device?: number} parameters a second
 ---@field efficiency table<string, number[]> shares of these speeds that are reached, least and most: compute, links,
 ---  between, disk
 ---@field measured? boolean by probe.lua on the machine itself
 ---@field memory_alone? string why a plan counts its memory alone
+---@field path string the file
 
 local FOLDER = "/tools/hardware/"
 
@@ -39,17 +40,50 @@ local function over(base, other)
   return out
 end
 
--- All machines by name.
+-- All machines by name. Of a file that is no table there is what is wrong with it: it matters to who asks for it.
 local function machines()
   local all = {}
   for file in lfs.dir(paths.root .. FOLDER) do
     local stem = file:match "^([%w%-]+)%.lua$"
     if stem and stem ~= "probe" then
-      local t = dofile(paths.root .. FOLDER .. file)
-      for name, variant in pairs(t.variants or { [stem] = {} }) do all[name] = over(t, variant) end
+      local path = paths.root .. FOLDER .. file
+      local ok, t = pcall(dofile, path)
+      local wrong = not ok and tostring(t) or type(t) ~= "table" and ("it returns %s, not a table"):format(tostring(t))
+      for name, variant in pairs(not wrong and t.variants or { [stem] = {} }) do
+        all[name] = wrong and { wrong = wrong } or over(t, variant)
+        all[name].path = path
+      end
     end
   end
   return all
+end
+
+-- What every table has, of one with a GPU, too.
+local TEXTS = { "text", "source" }
+local NUMBERS = { "host.nbytes", "links.up", "links.down", "adam.host" }
+local OF_GPU = { "gpu.nbytes", "gpu.bandwidth", "gpu.between" }
+for _, what in ipairs { "compute", "memory", "links", "between", "disk" } do
+  for i = 1, 2 do NUMBERS[#NUMBERS + 1] = ("efficiency.%s.%d"):format(what, i) end
+end
+
+-- Refuses a table that lacks a field which plans read.
+local function check(t)
+  local function fail(wrong) error(("%s is no table of a machine: %s"):format(t.path, wrong), 0) end
+  if t.wrong then fail(t.wrong) end
+  local function look(names, fits, wanted)
+    for _, name in ipairs(names) do
+      local value = t
+      for key in name:gmatch "[^.]+" do
+        if type(value) ~= "table" then break end
+        value = value[tonumber(key) or key]
+      end
+      if not fits(value) then fail(("%s is %s, not %s"):format(name, tostring(value), wanted)) end
+    end
+  end
+  local function above_0(x) return type(x) == "number" and x > 0 and x < math.huge end
+  look(TEXTS, function(x) return type(x) == "string" end, "a text")
+  look(NUMBERS, above_0, "a number above 0")
+  if t.gpu then look(OF_GPU, above_0, "a number above 0") end
 end
 
 --- The names of the machines there are tables of.
@@ -89,6 +123,7 @@ function hardware.find(name, host_nbytes)
   local known = machines()
   local stem, count = split(name, known)
   local t = known[stem]
+  check(t)
   local notes, taken, left = { t.text .. ": " .. t.source }, {}, t.gpu and t.gpu.nbytes or 0
   for _, row in ipairs(t.taken or {}) do
     if count > 1 or not row.ranks then
