@@ -278,6 +278,20 @@ describe("collectives on devices", function()
     both(env .. " PS_EMULATE_NCCL=stalls=3 TIMEOUT=6", STALLED,
       "all_reduce (call 4) of rank 0", "all_reduce (call 4) of rank 1")
   end)
+  it("of chunks that stall beside the computation are named", function()
+    local env = emulated()
+    if not env then return end
+    both(env .. " PS_EMULATE_NCCL=stalls=9 TIMEOUT=3", [[
+      local gpt2 = require "models.gpt2"
+      local model, optimizer = ps.initialize { model_func = function() return gpt2.new "tiny" end,
+        config = { device = "cuda", zero_optimization = { stage = 3 }, plan_print = false } }
+      local x = ps.randint(0, 256, { 2, 8 }, { dtype = "int32" })
+      for _ = 1, 10 do
+        model:backward(model(x, x))
+        optimizer:step()
+      end
+    ]], "gather of chunks (call ", "reduction of chunks (call ")
+  end)
   it("are those of a card for each rank, by its number on the machine", function()
     local env = emulated()
     if env then good(2, "cuda", "nccl", env .. " PS_EMULATE_CARDS=2") end
