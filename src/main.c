@@ -316,10 +316,10 @@ static int os_exit(lua_State *L)
     lua_settop(L, 2);
     if (lua_isnil(L, 1)) lua_pushboolean(L, 1), lua_replace(L, 1);
     if (lua_isnil(L, 2)) lua_pushboolean(L, 1), lua_replace(L, 2);
-    bool saved = !lua_toboolean(L, 2) || finish_checkpoint(L, code != 0);
-    if (!code && !finish_exchanges()) saved = false;
-    else if (!code) ps_groups_end(saved ? NULL : no_checkpoint);
-    if (!code && !saved) lua_pushboolean(L, 0), lua_replace(L, 1);
+    bool whole = code || finish_exchanges();
+    bool saved = !lua_toboolean(L, 2) || finish_checkpoint(L, code != 0 || !whole);
+    if (!code && whole) ps_groups_end(saved ? NULL : no_checkpoint);
+    if (!code && !(whole && saved)) lua_pushboolean(L, 0), lua_replace(L, 1);
     lua_pushvalue(L, lua_upvalueindex(1));
     lua_insert(L, 1);
     lua_call(L, 2, 0);
