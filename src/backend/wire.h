@@ -58,13 +58,14 @@ typedef struct ps_wire_table {
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
     /* Whatever is under way ends, sums and copies, too, as far as this rank can see to it: nothing uses the callers'
-     * memory any more. Events, memory_free and close alone follow. All wait for other ranks some seconds at most.
-     * `why`, with its code: what should have come is lost, and nobody has been told. Kernels go on without it, and
-     * reading the device's memory is this error, unless `lost` gave it. NULL: nothing is lost. */
-    void (*abort)(ps_wire *w, int code, const char *why);
+     * memory any more. Events, memory_free and close alone follow. All wait for other ranks some seconds at most. */
+    void (*abort)(ps_wire *w);
     void (*close)(ps_wire *w);
-    /* That error, once, of whichever wire; 0: there is none. Any thread. */
-    int (*lost)(struct ps_backend *be);
+    /* Called before an abort after which kernels go on without bytes that they take for granted: the next read of the
+     * device's memory is this error, of PS_E* `code`. The first of them stays. lost: that error, of whichever wire, or
+     * 0; told: whoever asks has told the script, and nobody is told again. Any thread. */
+    void (*lose)(struct ps_backend *be, int code, const char *why);
+    int (*lost)(struct ps_backend *be, bool told);
     /* Benches: begins the library's own all-gather or all-reduce of fp32; count: elements of `in`. Ends as lane 0. */
     int (*raw)(ps_wire *w, bool all_reduce, float *out, const float *in, int64_t count);
 } ps_wire_table;

@@ -88,22 +88,29 @@ static int place_of(ps_group *g, ps_tensor *t, place *out)
     return group_place(g, t->ctx, t->device_, out);
 }
 
+/* The order of a group's calls, and of a device's (job.c in group.h). */
+static void drain_before(ps_group *g, place at)
+{
+    group_drain(g);
+    for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)
+        if (g->ctx->groups[i]) group_drain_device(g->ctx->groups[i]);
+}
+
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc)
 {
     header mine = { .op = op, .dtype = dtype, .nbytes = nbytes, .root = root, .failed = rc, .place = at,
                     .small = group_goes_small(g, op, at, nbytes) };
     char why[900], call[GROUP_CALL_NBYTES];
     snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "");
-    group_drain(g);
-    for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)    /* one order (job.c in group.h) */
-        if (g->ctx->groups[i]) group_drain_device(g->ctx->groups[i]);
+    drain_before(g, at);
     mine.seq = g->seq++;
     g->recorded = (group_call){ op, group_call_begin(),
                                  op == OP_ALL_GATHER || op == OP_COLUMN ? nbytes * g->comm->size : nbytes };
-    if (rc == 0) return group_agree(g, &mine);
+    if (rc == 0) return group_told(g, group_agree(g, &mine));
     group_agree(g, &mine);
-    return ps_fail(rc, "%s, call %llu of rank %d: %s", group_call_name(g, op, call), (unsigned long long)mine.seq,
-                   group_world(g, g->comm->rank), why);
+    ps_fail(rc, "%s, call %llu of rank %d: %s", group_call_name(g, op, call), (unsigned long long)mine.seq,
+            group_world(g, g->comm->rank), why);
+    return group_told(g, rc);
 }
 
 int group_moved(ps_group *g, int op, place at, int rc)
@@ -117,7 +124,7 @@ int group_moved(ps_group *g, int op, place at, int rc)
     if (rc < 0)
         ps_error_prefix("%s, call %llu of rank %d, moving its bytes: ", group_call_name(g, op, call),
                         (unsigned long long)g->seq - 1, group_world(g, g->comm->rank));
-    return rc;
+    return group_told(g, rc);
 }
 
 /* The sum over ranks that all have these values, in place. */
@@ -317,7 +324,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
     place at = t->ctx->devices[t->device_]->is_host ? ON_HOST : ON_DEVICE;
     int failed = use_begin(g, &u, t, op == OP_SEND ? PS_READ : PS_WRITE);
     snprintf(why, sizeof why, "%s", failed < 0 ? ps_error_message() : "");
-    group_drain(g);
+    drain_before(g, at);
     header mine = { .seq = g->pair_seq[peer]++, .op = op, .dtype = t->dtype_, .nbytes = ps_tensor_nbytes(t),
                     .failed = failed, .place = at };
     group_call call = { op, group_call_begin(), mine.nbytes };
@@ -333,7 +340,7 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
     group_done(g);
     group_call_end(g, &call);
     use_end(&u);
-    return rc;
+    return group_told(g, rc);
 }
 
 int ps_group_send(ps_group *g, ps_tensor *t, int peer) { return between(g, OP_SEND, t, peer); }

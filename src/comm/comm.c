@@ -114,12 +114,13 @@ int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(ho
 void ps_group_close(ps_group *g)
 {
     if (!g || --g->refs > 0) return;
-    group_leave(g);
+    bool two = g->at[ON_DEVICE].comm && g->at[ON_DEVICE].comm != g->comm;
     group_jobs_close(g);
-    bool two = g->at[ON_DEVICE].comm != g->comm;
+    if (two) g->at[ON_DEVICE].comm->table->leave(g->at[ON_DEVICE].comm);
+    group_leave(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
     g->comm->table->close(g->comm);        /* first: from now on the others know that this rank left */
-    if (two && g->at[ON_DEVICE].comm) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
+    if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
     ps_free(g->send);
@@ -318,9 +319,14 @@ int group_agree(ps_group *g, header *mine)
 {
     ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, -1);
     int rc = agree(g, mine);
-    ps_comm *device = g->at[ON_DEVICE].comm;
-    if (rc < 0 && device && device->table->told) device->table->told(device);
     if (rc < 0 || mine->nbytes == 0) group_done(g);
+    return rc;
+}
+
+int group_told(ps_group *g, int rc)
+{
+    const ps_comm *device = g->at[ON_DEVICE].comm;
+    if (rc < 0 && device && device->table->told) device->table->told(g->at[ON_DEVICE].comm);
     return rc;
 }
 

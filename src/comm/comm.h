@@ -58,7 +58,9 @@ typedef struct ps_comm_table {
      * catch_up, called by the thread that runs kernels: what the device is given from now on comes after the moment,
      * which may be taken for a later one; -1: this one, after a failure, too. A failure of bytes that nobody waits for
      * is the error of the next call here, of the next read of the device's memory or of ps_groups_settle, whichever
-     * comes first; told: it was told otherwise. */
+     * comes first; told: the script gets another error. What fails on a thread of the group's jobs is told by whoever
+     * waits for the job. leave: the host communicator is about to be closed. Ends what is under way within some
+     * seconds; no thread of the communicator uses that of the host afterwards. memory_free and close alone follow. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
     int (*follow)(ps_comm *comm, int lane);
@@ -66,6 +68,7 @@ typedef struct ps_comm_table {
     int (*hand_over)(ps_comm *comm, const char *op, uint64_t call);
     int (*catch_up)(ps_comm *comm, int moment);
     void (*told)(ps_comm *comm);
+    void (*leave)(ps_comm *comm);
     int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);

@@ -457,11 +457,11 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
 
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
                               nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-                              nullptr, raw_all_gather, raw_all_reduce };
+                              nullptr, nullptr, raw_all_gather, raw_all_reduce };
 /* A part has none of Gloo's own collectives, which are of all ranks. */
 const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
                                    post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-                                   nullptr, nullptr, nullptr, nullptr, nullptr };
+                                   nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
 
 /* The device at this machine's address for other ranks: the address by which it reached rank 0, or that of the
  * interface in GLOO_SOCKET_IFNAME. */

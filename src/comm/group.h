@@ -95,6 +95,7 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
  * and there are bytes to move, group_done follows once they have moved, or have failed to. */
 int group_agree(ps_group *g, header *mine);
 void group_done(ps_group *g);              /* tells the watch that this rank has finished its call */
+int group_told(ps_group *g, int rc);       /* rc; < 0: the script gets this thread's error, of a call of the group's */
 /* The same comparison between two ranks: one sends, the other receives as much. */
 int group_agree_pair(ps_group *g, header *mine, int peer);
 /* Whether each rank's nbytes come beside the headers of a call, so that it takes one exchange. Before group_agree this

@@ -149,7 +149,7 @@ static void fail(ps_line *l, int rc)
     l->failed = true;
     pthread_cond_broadcast(l->o.news);
     pthread_mutex_unlock(l->o.lock);
-    if (l->wire) l->table->abort(l->wire, 0, NULL);        /* the owner says so */
+    if (l->wire) l->table->abort(l->wire);
     pthread_mutex_lock(l->o.lock);
     l->rests = true;
     pthread_cond_broadcast(l->o.news);

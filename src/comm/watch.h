@@ -49,6 +49,8 @@ void ps_watch_leave(ps_watch *w, int place);
  * together, by the last of them, so that rank 0 gets 10,000 such messages a second at most. */
 void ps_watch_tell(ps_watch *w, int place);
 
+/* True the first time that it is asked: the caller has the ranks' failure told to the script. */
+bool ps_watch_first_to_tell(ps_watch *w);
 bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* the verdict, as this thread's error; 0: there is none */
 int ps_watch_failed_before(ps_watch *w);   /* the error of using a group that failed, with the verdict, if any */

@@ -92,7 +92,7 @@ struct ps_watch {
     bool leaving;                          /* this rank said BYE: a connection that ends is no death any more */
 
     /* Shared. */
-    atomic_int over;                       /* there is a verdict */
+    atomic_int over, told;                 /* over: there is a verdict; told: see ps_watch_first_to_tell */
     pthread_mutex_t lock;                  /* of the fields that follow, but for `next` */
     pthread_cond_t news;
     watch_places places;

@@ -5,11 +5,14 @@
  * From then on a thread, the communicator's, looks at the calls under way (hand_over). It looks at the time and at the
  * watch of the group's host communicator, so that a rank that dies or stalls is named, although the device's library
  * names none. A failure here ends the whole group. It has the communicator aborted, so that the device goes on, and
- * nobody takes what is computed then for a result: the error is first known to the backend, whose next read fails. */
+ * nobody takes what is computed then for a result: the error is first known to the backend, whose next read fails.
+ *
+ * The thread of the group's jobs and the one of the communicator find failures; the script's thread tells them (told).
+ * Until it has one as an error of a call, reads of the device's memory fail. */
 #include "comm/comm.h"
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -24,10 +27,11 @@ enum { TURNS_AT_ONCE = 200 };              /* turns without a nap: a small excha
 enum { CALLS = 64 };                       /* under way, each with a moment of its own; more of them share the last */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call whose bytes are under way. */
+/* A call whose bytes are under way, or the first of `n` that share a moment. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
+    int n;
     char op[CALL_TEXT];
 } underway;
 
@@ -49,14 +53,14 @@ typedef struct wired {
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static wired *all;                         /* communicators of this process */
-/* The script has been told of a failure. It ends all groups, so there is nothing more to say before new ones are made.
- */
-static atomic_bool known;
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* of what a backend has lost, and of who knows it */
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* The lock is held around the call of the wire's function, and around nothing that takes long. */
-#define LOCKED(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (call)))
+/* The result of a call of the wire's, or GONE without the call: all that was under way was given up. The lock is held
+ * around that, and around nothing that takes long but a wire's end. */
+enum { GONE = INT_MIN };
+#define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -102,13 +106,19 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends all that is under way. rc: this thread's error, or 0. */
+/* Ends all that is under way, with this thread's error, rc. Bytes are lost once in the life of the ranks' connections:
+ * one failure ends all their groups. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
-    snprintf(why, sizeof why, "%s", rc < 0 ? ps_error_message() : "its group of ranks was closed");
+    snprintf(why, sizeof why, "%s", ps_error_message());
     pthread_mutex_lock(&w->lock);
-    if (!w->hung_up) w->table->abort(w->wire, rc < 0 ? rc : PS_EIO, oldest(w, true) && !known ? why : NULL);
+    if (!w->hung_up) {
+        pthread_mutex_lock(&telling);
+        if (oldest(w, true) && ps_watch_first_to_tell(w->host->watch)) w->table->lose(w->be, rc, why);
+        pthread_mutex_unlock(&telling);
+        w->table->abort(w->wire);
+    }
     w->hung_up = true;
     pthread_mutex_unlock(&w->lock);
 }
@@ -125,24 +135,29 @@ static bool failed_call(wired *w, underway *out)
 }
 
 /* The wire failed with this thread's error. The watch says which rank is to blame, before this rank ends all that is
- * under way. The other ranks are told of an error of this rank alone. */
+ * under way. The other ranks are told of an error of this rank alone, by the watch: the group's other thread may be in
+ * a call over the host's connections, and finds the verdict there. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
     underway in;
     char why[900];
     snprintf(why, sizeof why, "%s", ps_error_message());
-    bool mine = rc != PS_ETIME && rc != PS_EIO;
-    int what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, verdict = 0;
+    bool alone = rc != PS_ETIME && rc != PS_EIO, left = failed_call(w, &in);
+    int what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, verdict = 0, rank = w->host->rank;
     double seconds = w->host->timeout_s;
-    if (!mine && failed_call(w, &in))
-        verdict = ps_watch_complain_of(watch, w->host->place, in.op, in.call, what, seconds, why);
-    else if (!mine) verdict = ps_watch_complain(watch, w->host->place, what, -1, seconds, why);
-    if (verdict == 0) ps_fail(rc, "%s", why);
+    if (!alone && left) verdict = ps_watch_complain_of(watch, w->host->place, in.op, in.call, what, seconds, why);
+    else if (!alone) verdict = ps_watch_complain(watch, w->host->place, what, -1, seconds, why);
+    if (verdict == 0) {
+        ps_fail(rc, "%s", why);
+        if (left)
+            ps_error_prefix("%s%s%s (call %llu) of rank %d: ", in.op, w->host->axis[0] ? " of " : "", w->host->axis,
+                            (unsigned long long)in.call, ps_comm_world(w->host, rank));
+        ps_watch_complain(watch, w->host->place, PS_WATCH_GIVES_UP, ps_comm_world(w->host, rank), 0,
+                          ps_error_message());
+    }
     ps_error_kept error;
     ps_error_keep(&error);
-    if (verdict == 0) w->host->table->hang_up(w->host);
-    ps_error_again(&error);
     give_up(w, error.code);
     return ps_error_again(&error);
 }
@@ -161,35 +176,30 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* rc: this thread's error, which the script gets. */
+/* The script gets this thread's error, rc. */
 static int told(wired *w, int rc)
 {
     ps_error_kept error;
     if (rc >= 0) return rc;
     ps_error_keep(&error);
-    known = true;
-    w->table->lost(w->be);
+    pthread_mutex_lock(&telling);
+    ps_watch_first_to_tell(w->host->watch);
+    w->table->lost(w->be, true);
+    pthread_mutex_unlock(&telling);
     return ps_error_again(&error);
 }
 
-/* False once all that was under way has been given up, and the backend knows. */
-static bool works(wired *w)
+/* The error of a communicator that was given up: that of bytes that nobody waited for, until the script has it. */
+static int gone(wired *w)
 {
-    pthread_mutex_lock(&w->lock);
-    bool up = !w->hung_up;
-    pthread_mutex_unlock(&w->lock);
-    return up;
+    int rc = w->table->lost(w->be, false);
+    return rc < 0 ? rc : ps_watch_failed_before(w->host->watch);
 }
 
-/* 0, or the error of a wire that failed: the first time that of bytes that nobody waited for. */
-static int usable(wired *w)
-{
-    if (works(w)) return 0;
-    int rc = w->table->lost(w->be);
-    return told(w, rc < 0 ? rc : ps_watch_failed_before(w->host->watch));
-}
+static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-static int failed_here(wired *w, int rc) { return told(w, failed(w, rc)); }
+/* What ON_WIRE came to; a failure of the wire is the group's. */
+static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 /* The thread found a failure, rc; the lock is held before and after. */
@@ -216,7 +226,7 @@ static void *look(void *arg)
             pthread_cond_wait(&w->more, &w->lock);
             continue;
         }
-        if (c->call != seen) until = ps_now() + w->host->timeout_s, turn = 0;
+        if (c->call != seen) until = ps_now() + w->host->timeout_s * c->n, turn = 0;
         seen = c->call;
         int rc = sound(w);
         if (rc == 0 && ps_watch_over(w->host->watch)) rc = ps_watch_verdict(w->host->watch);
@@ -251,13 +261,21 @@ static int wait_until(wired *w, int lane, const char *what)
 {
     double until = ps_now() + w->host->timeout_s;
     for (int64_t turn = 0;; turn++) {
-        int rc = LOCKED(w, w->hung_up ? 1 : lane == UNTIL_READY ? w->table->ready(w->wire)
-                                                                : w->table->ended(w->wire, lane));
-        if (!works(w)) return usable(w);
-        if (rc == 1) return 0;
-        if (rc < 0) return failed_here(w, rc);
-        if (ps_watch_over(w->host->watch)) return told(w, given_up(w));
-        if (ps_now() > until) return failed_here(w, late(w, what));
+        int rc = ON_WIRE(w, lane == UNTIL_READY ? w->table->ready(w->wire) : w->table->ended(w->wire, lane));
+        if (rc != 0) return rc == 1 ? 0 : result(w, rc);
+        if (ps_watch_over(w->host->watch)) return given_up(w);
+        if (ps_now() > until) return failed(w, late(w, what));
+        rest(turn);
+    }
+}
+
+/* Waits for calls that were handed over. The communicator's thread sees to it that each ends in time. */
+static int wait_for_calls(wired *w)
+{
+    for (int64_t turn = 0;; turn++) {
+        int rc = ON_WIRE(w, oldest(w, false) == NULL);
+        if (rc != 0) return rc == 1 ? 0 : result(w, rc);
+        if (ps_watch_over(w->host->watch)) return given_up(w);
         rest(turn);
     }
 }
@@ -265,40 +283,29 @@ static int wait_until(wired *w, int lane, const char *what)
 static int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    int rc = LOCKED(w, w->table->begin(w->wire, lane - PS_COMM_DATA, send, recv));
-    return rc < 0 ? failed_here(w, rc) : wait_until(w, UNTIL_READY, "starting an exchange");
+    PS_TRY(result(w, ON_WIRE(w, w->table->begin(w->wire, lane - PS_COMM_DATA, send, recv))));
+    return wait_until(w, UNTIL_READY, "starting an exchange");
 }
 
-static int finish(ps_comm *comm, int lane)
-{
-    wired *w = self(comm);
-    PS_TRY(usable(w));
-    return wait_until(w, lane - PS_COMM_DATA, "an exchange");
-}
+static int finish(ps_comm *comm, int lane) { return wait_until(self(comm), lane - PS_COMM_DATA, "an exchange"); }
 
 static int mark(ps_comm *comm)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    return LOCKED(w, w->table->mark(w->wire));
+    int rc = ON_WIRE(w, w->table->mark(w->wire));
+    return rc == GONE ? gone(w) : rc;
 }
-
-/* What the wire is asked to begin; a failure is the group's. */
-static int begun(wired *w, int rc) { return rc < 0 ? failed_here(w, rc) : rc; }
 
 static int after(ps_comm *comm, int mark_before)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    return begun(w, LOCKED(w, w->table->after(w->wire, mark_before)));
+    return result(w, ON_WIRE(w, w->table->after(w->wire, mark_before)));
 }
 
 static int follow(ps_comm *comm, int lane)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    return begun(w, LOCKED(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
+    return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
 /* Exchanges first: a sum behind one that failed would never end. */
@@ -311,28 +318,36 @@ static int wait_for_all(wired *w)
 static int settle(ps_comm *comm)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
     int64_t since = ps_record_begin();
-    int rc = wait_for_all(w);
+    int rc = wait_for_calls(w);
+    if (rc == 0) rc = wait_for_all(w);
     ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COLLECTIVE, .begin_ns = since, .id = -1 });
     return rc;
 }
 
-/* Where CALLS are under way, the last one's moment stands for this call, too. A world of one has nobody to look at. */
+/* Notes a call; its moment. Where CALLS are under way, the last one's moment stands for this call, too. A world of one
+ * has nobody to look at. The lock is held. */
+static int note(wired *w, const char *op, uint64_t call)
+{
+    bool shares = w->n == CALLS;
+    int at = (w->first + w->n - shares) % CALLS;
+    underway *c = &w->calls[at];
+    PS_TRY(w->table->event_end(w->wire, c->end));
+    if (shares) {
+        c->n++;
+    } else {
+        c->call = call, c->n = 1;
+        snprintf(c->op, sizeof c->op, "%s", op);
+        if (w->comm.size > 1) w->n++;
+    }
+    pthread_cond_signal(&w->more);
+    return at;
+}
+
 static int hand_over(ps_comm *comm, const char *op, uint64_t call)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    pthread_mutex_lock(&w->lock);
-    int at = (w->first + w->n - (w->n == CALLS)) % CALLS;
-    underway *c = &w->calls[at];
-    int rc = w->table->event_end(w->wire, c->end);
-    c->call = call;
-    snprintf(c->op, sizeof c->op, "%s", op);
-    if (comm->size > 1 && w->n < CALLS) w->n++;
-    pthread_cond_signal(&w->more);
-    pthread_mutex_unlock(&w->lock);
-    return begun(w, rc < 0 ? rc : at);
+    return result(w, ON_WIRE(w, note(w, op, call)));
 }
 
 static int catch_up(ps_comm *comm, int moment)
@@ -347,39 +362,29 @@ static int catch_up(ps_comm *comm, int moment)
 /* A call that the ranks disagreed about ends nothing. */
 static void is_told(ps_comm *comm)
 {
-    if (ps_watch_over(self(comm)->host->watch)) told(self(comm), PS_EIO);
+    wired *w = self(comm);
+    if (ps_watch_over(w->host->watch) || !works(w)) told(w, PS_EIO);
 }
 
 static int sum(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    return begun(w, LOCKED(w, w->table->sum(w->wire, dtype, n, at, numel, to)));
+    return result(w, ON_WIRE(w, w->table->sum(w->wire, dtype, n, at, numel, to)));
 }
 
 static int copy(ps_comm *comm, void *to, const void *from, int64_t nbytes)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    return begun(w, LOCKED(w, w->table->copy(w->wire, to, from, nbytes)));
+    return result(w, ON_WIRE(w, w->table->copy(w->wire, to, from, nbytes)));
 }
 
 static int memory(ps_comm *comm, int64_t nbytes, void **out)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    return w->table->memory(w->wire, nbytes, out);
+    return works(w) ? w->table->memory(w->wire, nbytes, out) : gone(w);
 }
 
-/* Sums under way may use it; a device that waits for ranks which never come would hold the host up. */
-static void memory_free(ps_comm *comm, void *p)
-{
-    wired *w = self(comm);
-    double until = ps_now() + CALM_S;
-    for (int64_t turn = 0; works(w) && LOCKED(w, oldest(w, true) != NULL); rest(turn++))
-        if (ps_now() > until || ps_watch_over(w->host->watch)) give_up(w, 0);
-    w->table->memory_free(w->wire, p);
-}
+static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
 
 /* The script gets this thread's error. */
 static void hang_up(ps_comm *comm)
@@ -387,24 +392,46 @@ static void hang_up(ps_comm *comm)
     wired *w = self(comm);
     ps_error_kept error;
     ps_error_keep(&error);
-    known = true;
     w->host->table->hang_up(w->host);
-    give_up(w, 0);
+    ps_error_again(&error);
+    give_up(w, error.code);
     ps_error_again(&error);
 }
 
-static void close_wire(ps_comm *comm)
+/* A device that waits for ranks which never come would hold the host up. */
+static void end_calls(wired *w)
 {
-    wired *w = self(comm), **at = &all;
-    pthread_mutex_lock(&all_lock);
-    while (*at && *at != w) at = &(*at)->next;
-    if (*at) *at = w->next;
-    pthread_mutex_unlock(&all_lock);
+    double until = ps_now() + CALM_S;
+    for (int64_t turn = 0; ON_WIRE(w, oldest(w, true) != NULL) == 1; rest(turn++)) {
+        if (ps_watch_over(w->host->watch)) given_up(w);
+        else if (ps_now() > until)
+            give_up(w, ps_fail(PS_EIO, "rank %d: a group of ranks was closed, whose bytes had not come %d s later",
+                               ps_comm_world(&w->comm, w->comm.rank), CALM_S));
+    }
+}
+
+static void leave(ps_comm *comm)
+{
+    wired *w = self(comm);
+    end_calls(w);
     pthread_mutex_lock(&w->lock);
     w->closing = true;
     pthread_cond_signal(&w->more);
     pthread_mutex_unlock(&w->lock);
     if (w->looks) pthread_join(w->thread, NULL);
+    w->looks = false;
+    pthread_mutex_lock(&all_lock);
+    for (wired **at = &all; *at; at = &(*at)->next)
+        if (*at == w) {
+            *at = w->next;
+            break;
+        }
+    pthread_mutex_unlock(&all_lock);
+}
+
+static void close_wire(ps_comm *comm)
+{
+    wired *w = self(comm);
     w->table->close(w->wire);
     for (int i = 0; i <= CALLS; i++) if (w->calls[i].end) w->table->event_free(w->calls[i].end);
     pthread_mutex_destroy(&w->lock);
@@ -417,8 +444,7 @@ int ps_groups_settle(void)
     int rc = 0;
     pthread_mutex_lock(&all_lock);
     for (wired *w = all; w && rc == 0; w = w->next)
-        if (works(w)) rc = settle(&w->comm);
-        else rc = told(w, w->table->lost(w->be));
+        rc = told(w, works(w) ? settle(&w->comm) : w->table->lost(w->be, false));
     pthread_mutex_unlock(&all_lock);
     return rc;
 }
@@ -426,8 +452,7 @@ int ps_groups_settle(void)
 static int raw(ps_comm *comm, bool all_reduce, float *out, const float *in, int64_t count)
 {
     wired *w = self(comm);
-    PS_TRY(usable(w));
-    PS_TRY(begun(w, LOCKED(w, w->table->raw(w->wire, all_reduce, out, in, count))));
+    PS_TRY(result(w, ON_WIRE(w, w->table->raw(w->wire, all_reduce, out, in, count))));
     PS_TRY(wait_until(w, UNTIL_READY, "starting the library's own collective"));
     return wait_until(w, 0, "the library's own collective");
 }
@@ -445,7 +470,7 @@ static int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
 static const ps_comm_table wire_table = {
     .name = "device", .begin = begin, .finish = finish, .hang_up = hang_up, .close = close_wire,
     .mark = mark, .after = after, .follow = follow, .settle = settle, .hand_over = hand_over, .catch_up = catch_up,
-    .told = is_told, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
+    .told = is_told, .leave = leave, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
     .raw_all_gather = raw_all_gather, .raw_all_reduce = raw_all_reduce
 };
 
@@ -467,13 +492,13 @@ int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm *
     pthread_mutex_init(&w->lock, NULL);
     pthread_cond_init(&w->more, NULL);
     pthread_mutex_lock(&all_lock);
-    if (!all) known = false;
     w->next = all;
     all = w;
     pthread_mutex_unlock(&all_lock);
     rc = wait_until(w, UNTIL_READY, "connecting");
     if (rc == 0) rc = prepare(w);
     if (rc < 0) {
+        leave(&w->comm);
         close_wire(&w->comm);
         return rc;
     }

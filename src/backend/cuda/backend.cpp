@@ -122,11 +122,11 @@ void ps_cuda_lose(int code, const char *why)
     lost_code = code;
 }
 
-int ps_cuda_lost(void)
+int ps_cuda_lost(bool told)
 {
     if (!lost_code) return 0;
     std::lock_guard<std::mutex> guard(lost_lock);
-    int code = lost_code.exchange(0);
+    int code = told ? lost_code.exchange(0) : lost_code.load();
     return code ? ps_fail(code, "%s", lost_text) : 0;
 }
 
@@ -291,7 +291,7 @@ static int copy_out(ps_backend *be, void *dst, const void *src, size_t nbytes)
     PS_TRY(move(ps_cu->compute, false, to, src, nbytes));
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
     if (to != dst) memcpy(dst, to, nbytes);
-    PS_TRY(ps_cuda_lost());
+    PS_TRY(ps_cuda_lost(true));
     return ps_cuda_trapped();
 }
 
@@ -370,7 +370,7 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost());
+    if (!to_device) PS_TRY(ps_cuda_lost(true));
     return 1;
 }
 

@@ -52,10 +52,10 @@ int ps_cuda_launched(void);                    /* after a launch: 0, or the erro
 int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 /* What kernels of finished work trapped on; call after waiting. */
 int ps_cuda_trapped(void);
-/* lose: bytes that kernels take for granted did not come from another rank. Any thread. lost: that error, once; call
- * after waiting. */
+/* lose: bytes that kernels take for granted did not come from another rank. lost: that error, or 0; call after waiting.
+ * told: whoever asks has it told, so it is forgotten. Any thread. */
 void ps_cuda_lose(int code, const char *why);
-int ps_cuda_lost(void);
+int ps_cuda_lost(bool told);
 
 const char *ps_cuda_op_name(int op);
 ps_kernel ps_cuda_kernel(int op);              /* for kernels that consist of others */

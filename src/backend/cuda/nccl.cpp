@@ -180,7 +180,8 @@ static void let_go(ps_wire *w, bool sound)
     if (comm) end_comm(comm, sound, sound ? CLOSE_S : ABORT_S);
 }
 
-static int lost(ps_backend *be) { return ps_cuda_lost(); }
+static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
+static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
 /* Sums and copies go on when the exchanges in front of them have ended, however. They use the callers' memory. */
 static void wait_for_local(const ps_wire *w, double seconds)
@@ -192,11 +193,9 @@ static void wait_for_local(const ps_wire *w, double seconds)
     cudaGetLastError();
 }
 
-/* The device goes on once the communicator is gone, so the error is known before that. */
-static void abort_wire(ps_wire *w, int code, const char *why)
+static void abort_wire(ps_wire *w)
 {
     cudaSetDevice(w->number);
-    if (why) ps_cuda_lose(code, why);
     let_go(w, false);
     wait_for_local(w, ABORT_S);
 }
@@ -441,5 +440,5 @@ static void memory_free(ps_wire *w, void *p)
 extern const ps_wire_table ps_cuda_nccl = {
     "nccl", load, device_name, PS_CUDA_MOST_RANKS, new_id, open_wire, ready, mark, after, begin, follow, sum, copy,
     ended, event_new, event_free, event_now, event_follow, event_before, event_end, event_over,
-    memory, memory_free, abort_wire, close_wire, lost, raw
+    memory, memory_free, abort_wire, close_wire, lose, lost, raw
 };
