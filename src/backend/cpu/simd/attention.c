@@ -7,8 +7,9 @@
  * thread count, the instruction set or addresses.
  *
  * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding columns, in the rows of hidden keys,
- * and in padding rows up to a multiple of 16. In a causal block, key r is seen by query c when c >= r + shift; for keys g .. g + 7 (g a multiple
- * of 8) scores exist from query vector lead(g) on; earlier places are neither written nor read. */
+ * and in padding rows up to a multiple of 16. In a causal block, key r is seen by query c when c >= r + shift; for keys
+ * g .. g + 7 (g a multiple of 8) scores exist from query vector lead(g) on; earlier places are neither written nor
+ * read. */
 #include "backend/cpu/cpu.h"
 #include "attention_tile.h"
 #include "base/error.h"
