@@ -746,7 +746,7 @@ void ps_watch_tell(ps_watch *w, int place)
     if (!awake) wake(w);
 }
 
-bool ps_watch_first_to_tell(ps_watch *w) { return w && !atomic_exchange(&w->told, 1); }
+bool ps_watch_first_to_tell(ps_watch *w) { return !w || !atomic_exchange(&w->told, 1); }
 
 bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 

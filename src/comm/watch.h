@@ -49,7 +49,7 @@ void ps_watch_leave(ps_watch *w, int place);
  * together, by the last of them, so that rank 0 gets 10,000 such messages a second at most. */
 void ps_watch_tell(ps_watch *w, int place);
 
-/* True the first time that it is asked: the caller has the ranks' failure told to the script. */
+/* True the first time that it is asked (NULL: always): the caller has the ranks' failure told to the script. */
 bool ps_watch_first_to_tell(ps_watch *w);
 bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* the verdict, as this thread's error; 0: there is none */

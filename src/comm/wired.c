@@ -176,17 +176,16 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* The script gets this thread's error, rc. */
-static int told(wired *w, int rc)
+/* The script gets this thread's error. False: it has had the ranks' failure already. */
+static bool told(wired *w)
 {
     ps_error_kept error;
-    if (rc >= 0) return rc;
     ps_error_keep(&error);
     pthread_mutex_lock(&telling);
-    ps_watch_first_to_tell(w->host->watch);
-    w->table->lost(w->be, true);
+    bool first = ps_watch_first_to_tell(w->host->watch), lost = w->table->lost(w->be, true) < 0;
     pthread_mutex_unlock(&telling);
-    return ps_error_again(&error);
+    ps_error_again(&error);
+    return first || lost;
 }
 
 /* The error of a communicator that was given up: that of bytes that nobody waited for, until the script has it. */
@@ -363,7 +362,7 @@ static int catch_up(ps_comm *comm, int moment)
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
-    if (ps_watch_over(w->host->watch) || !works(w)) told(w, PS_EIO);
+    if (ps_watch_over(w->host->watch) || !works(w)) told(w);
 }
 
 static int sum(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to)
@@ -443,8 +442,10 @@ int ps_groups_settle(void)
 {
     int rc = 0;
     pthread_mutex_lock(&all_lock);
-    for (wired *w = all; w && rc == 0; w = w->next)
-        rc = told(w, works(w) ? settle(&w->comm) : w->table->lost(w->be, false));
+    for (wired *w = all; w && rc == 0; w = w->next) {
+        rc = works(w) ? settle(&w->comm) : w->table->lost(w->be, false);
+        if (rc < 0 && !told(w)) rc = 0;
+    }
     pthread_mutex_unlock(&all_lock);
     return rc;
 }
