@@ -278,6 +278,26 @@ describe("collectives on devices", function()
     both(env .. " PS_EMULATE_NCCL=stalls=3 TIMEOUT=6", STALLED,
       "all_reduce (call 4) of rank 0", "all_reduce (call 4) of rank 1")
   end)
+  -- A storage whose copy to the host fails stays on the device, and the script hears nothing of that.
+  it("are an error of the next read, whatever was copied to the host meanwhile", function()
+    local env = emulated()
+    if not env then return end
+    both(env .. " PS_EMULATE_NCCL=breaks=7", [[
+      local t, w = ps.ones({ 8 }, { device = device }), ps.randn({ 48, 48 }, { device = device }):requires_grad()
+      local function block(x) return ps.F.gelu(x:matmul(w)) + x end
+      for _ = 1, 4 do group:all_reduce(t) end                         -- the last one breaks
+      os.execute "sleep 2"
+      ps.offload_activations(ps.scope, function()
+        local h = ps.randn({ 365, 48 }, { device = device })
+        for _ = 1, 6 do h = ps.scope(block, h) end
+        return h:square():mean()
+      end)
+      local ok, why = pcall(t.to, t, "cpu")
+      print(tostring(why))
+      assert(not ok and t:to("cpu"), "told once")
+      os.exit(1)
+    ]], "lost its connection to other ranks' devices in all_reduce (call 6)")
+  end)
   it("of chunks that stall beside the computation are named", function()
     local env = emulated()
     if not env then return end

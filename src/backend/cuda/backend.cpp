@@ -370,7 +370,7 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost(true));
+    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* it stays: who waits may go on without the copy */
     return 1;
 }
 
