@@ -195,6 +195,24 @@ static int next_call(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+/* The next call is an op that multiplies rows which are gathered. */
+static int next_op(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    struct sides s;
+    if (!connected(m, ctx, g, &s)) return 0;
+    ps_tensor *t = filled(ctx, s.device, 1), *in[1 + 2 * PS_MAX_COLUMNS] = { NULL }, *out[PS_MAX_OUT] = { NULL };
+    ps_attrs_column_linear at = { .group = ps_group_number(g), .size = m->size, .rank = m->rank, .pieces = 1 };
+    int64_t shape[2] = { 4, 4 };
+    for (int i = 0; i < 2; i++) expect(m, ps_tensor_new(ctx, PS_F32, s.device, 2, shape, &in[i]) == 0, "a tensor");
+    expect(m, ps_group_broadcast(g, t, 1) == 0, "the call returns");
+    expect(m, loses(&s), "it is lost");
+    expect(m, ps_apply(ctx, PS_OP_column_linear, 1 + 2 * PS_MAX_COLUMNS, in, &at, sizeof at, out) < 0 && says(lost),
+           "the op");
+    for (int i = 0; i < 2; i++) ps_tensor_release(in[i]);
+    told_once(m, &s, g, t);
+    return 0;
+}
+
 /* The other group has a call under way, too, whose end is the same failure. */
 static int next_read(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -298,6 +316,8 @@ int main(void)
     with_ranks(2, 20, 0, 1, closed);
     hub_hit = 1;
     with_ranks(2, 20, 1, 0, next_call);
+    hub_hit = 1;
+    with_ranks(2, 20, 1, 0, next_op);
     with_ranks(2, 0.5, 0, 1, next_read);
     with_ranks(2, 0.5, 0, 1, job_stalls);
     break_code = PS_EBACKEND, break_rank = 1;

@@ -377,8 +377,7 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* What follows finds the bytes there. On a device that is the order of its work, and nobody waits before the call's end
- * (group_settle). */
+/* What follows finds the bytes there: on a device by the order of its work, for which nobody waits. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;

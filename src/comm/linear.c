@@ -24,7 +24,7 @@ typedef struct work {
     place at;
     ps_call *call;
     const with_product *attrs;
-    int rank, size;
+    int rank, size, failed;                     /* failed: this rank's error before the op takes memory, or 0 */
     int32_t pieces;                             /* 1: whole */
     int64_t n, each;                            /* rows of a rank, of a piece; the last piece may be short */
     group_call *moving;                         /* [PS_COMM_LANES]: exchanges under way, for the record */
@@ -37,6 +37,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
+    if (w->failed < 0) return w->failed;
     size_t nbytes = (size_t)(rows * row_nbytes(v));
     out->data = w->call->scratch(w->call, nbytes ? nbytes : 1);
     return out->data ? 0 : PS_ENOMEM;           /* scratch() left the message */
@@ -256,7 +257,7 @@ static int column(work *w)
     const ps_view *x = &w->call->in[0];
     ps_view full = w->call->out[1];
     int64_t rows[2];
-    int rc = ps_has(&full) ? 0 : rows_new(w, x, w->size * w->n, &full), tries = tried_rows(w, rows);
+    int rc = ps_has(&full) ? w->failed : rows_new(w, x, w->size * w->n, &full), tries = tried_rows(w, rows);
     for (int i = 0; rc == 0 && i < tries; i++) rc = multiply_columns(w, &full, 0, rows[i], true);
     if (w->call->dry) return without_bytes(w, OP_COLUMN, x, NULL, rc);
     if (w->pieces > 1) {
@@ -345,8 +346,8 @@ static int column_grad(work *w)
     bool gathers = gathers_x(w), several = ps_has(dy_of(w, 1)) || ps_has(dy_of(w, 2));
     ps_view full = w->call->in[3], all, more = absent, addends = absent;
     int64_t rows[2];
-    int rc = gathers ? rows_new(w, x, w->size * w->n, &full) : 0, tries = tried_rows(w, rows);
-    if (rc == 0) rc = rows_new(w, dx, w->size * w->n, &all);
+    int rc = rows_new(w, dx, w->size * w->n, &all), tries = tried_rows(w, rows);
+    if (rc == 0 && gathers) rc = rows_new(w, x, w->size * w->n, &full);
     if (rc == 0 && several) rc = rows_new(w, dx, rows[0], &more);
     if (rc == 0 && w->pieces > 1) rc = rows_new(w, dx, (w->size - 1) * w->n, &addends);
     for (int i = 0; rc == 0 && i < tries; i++) rc = multiply_inputs(w, 0, rows[i], &all, &more, true);
@@ -392,8 +393,8 @@ int group_linear(ps_group *g, place at, bool carried, ps_call *call)
         w.pieces = (int32_t)((w.n + w.each - 1) / w.each);
     }
     int64_t sent = g->bytes_sent;
-    int rc = call->dry ? 0 : group_after_now(g, at);
-    if (rc == 0) rc = carry_out(&w);
+    w.failed = call->dry ? 0 : group_after_now(g, at);
+    int rc = carry_out(&w);
     if (rc == 0 && pieces) g->bytes_in_pieces += g->bytes_sent - sent;
     return rc;
 }
