@@ -52,6 +52,23 @@ describe("the sources", function()
     end))
   end)
 
+  -- Tables and code are as wide as they are.
+  it("keep the prose of their documents short", function()
+    local found = {}
+    for _, path in ipairs(lines_of "ls README.md ARCHITECTURE.md CONTRIBUTING.md spec/README.md docs/*.md") do
+      local number, code = 0, false
+      for line in io.lines(paths.root .. "/" .. path) do
+        number = number + 1
+        local fence = line:find "^%s*```" ~= nil
+        code = code ~= fence
+        if #line > LINE and not code and not line:find "^%s*|" and not line:find "^    " then
+          found[#found + 1] = ("%s:%d: %d columns, %d are allowed"):format(path, number, #line, LINE)
+        end
+      end
+    end
+    assert.same({}, found)
+  end)
+
   it("are plain ASCII without tabs, trailing blanks or carriage returns", function()
     assert.same({}, complaints(function(line, path)
       if line:find("[\128-\255]") then return "a byte that is not ASCII" end

@@ -7,9 +7,11 @@
 local ps = require "ps"
 local paths = require "ps.paths"
 local annotations = require "ps.annotations"
+local wrap = require "ps.wrap"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
+local LINE = 120
 
 -- Functions of these tables that are for psluajit itself.
 local INTERNAL = {}
@@ -34,6 +36,14 @@ end
 -- -- writing ----------------------------------------------------------------------------------------------------------
 local out = {}
 local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
+
+-- An item of a list, in lines; its text, if any, begins a line.
+local function put_item(indent, head, text)
+  wrap(out, head, LINE - 2, indent .. "  ", indent .. "- ")
+  if text == "" then return end
+  out[#out] = out[#out] .. "  "
+  wrap(out, text, LINE, indent .. "  ")
+end
 
 local op_docs = {}
 for _, info in pairs(ps.op_info) do op_docs[info.name] = info.doc end
@@ -88,10 +98,10 @@ local function put_function(call, name, fn, method)
     returns[i] = "`" .. entry.type .. "`" .. (entry.about ~= "" and " " .. entry.about or "")
   end
   returns = #returns > 0 and " -> " .. table.concat(returns, ", ") or ""
-  put("- **`%s%s(%s)`**%s%s", call, name, table.concat(names, ", "), returns, text ~= "" and "  \n  " .. text or "")
+  put_item("", ("**`%s%s(%s)`**%s"):format(call, name, table.concat(names, ", "), returns), text)
   for _, param in ipairs(about.params) do
     if param.name ~= "self" and param.type ~= "" then
-      put("  - `%s`: `%s`%s", param.name, param.type, param.about ~= "" and " " .. param.about or "")
+      put_item("  ", ("`%s`: `%s` %s"):format(param.name, param.type, param.about), "")
     end
   end
 end
@@ -121,7 +131,9 @@ end
 
 local function section(title, text)
   put("## %s\n", title)
-  if text then put("%s\n", text) end
+  if not text then return end
+  wrap(out, text, LINE, "")
+  put ""
 end
 
 -- What some functions give: how it is called, and how one is made.
@@ -195,7 +207,9 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   end)) do
     shared[#shared + 1] = "`" .. name .. "`"
   end
-  put("These methods of tensors are functions of `ps`, too, as `ps.exp(x)`: %s.\n", table.concat(shared, ", "))
+  wrap(out, ("These methods of tensors are functions of `ps`, too, as `ps.exp(x)`: %s."):format(table.concat(shared,
+    ", ")), LINE, "")
+  put ""
   section("Tensors", "`t` is a tensor. `+ - * / ^`, unary minus, `#t` and `t[i]`, `t[{ i, ps.all, { 0, 2 } }]` work as "
     .. "in PyTorch; `==` compares identity, `t:eq(u)` values.")
   put_functions("t:", methods, true)

@@ -4,6 +4,7 @@
 local annotations = require "ps.annotations"
 local caller = require "ps.caller"
 local nearest = require "ps.nearest"
+local wrap_to = require "ps.wrap"
 
 local help = {}
 
@@ -41,17 +42,7 @@ local function all_functions()
   return list
 end
 
-local function wrap(lines, text, indent)
-  local line = indent
-  for word in text:gmatch "%S+" do
-    if #line + #word + 1 > WIDTH and line:find "%S" then
-      lines[#lines + 1] = line
-      line = indent
-    end
-    line = line .. (line:find "%S" and " " or "") .. word
-  end
-  if line:find "%S" then lines[#lines + 1] = line end
-end
+local function wrap(lines, text, indent) wrap_to(lines, text, WIDTH, indent) end
 
 local function op_text(name)
   for _, info in pairs(require("ps").op_info) do

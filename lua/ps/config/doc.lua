@@ -2,6 +2,7 @@
 -- The schema as the reference tables of docs/config.md. tools/config_doc.lua writes them; a spec keeps them true.
 local schema = require "ps.config.schema"
 local check = require "ps.config.check"
+local wrap = require "ps.wrap"
 
 local doc = { BEGIN = "<!-- tables: psluajit tools/config_doc.lua -->", END = "<!-- end of tables -->" }
 
@@ -36,7 +37,10 @@ function doc.tables()
   local lines = {}
   for _, section in ipairs(schema.sections) do
     lines[#lines + 1] = "\n### " .. heading(section) .. "\n"
-    if section[2] ~= "" then lines[#lines + 1] = section[2] .. "\n" end
+    if section[2] ~= "" then
+      wrap(lines, section[2], 120, "")
+      lines[#lines + 1] = ""
+    end
     lines[#lines + 1] = "| key | takes | default | status | what it does, or why not |\n|---|---|---|---|---|"
     for _, row in ipairs(section[3]) do
       local status, words = meaning(row)

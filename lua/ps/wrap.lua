@@ -1,0 +1,27 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Texts in lines of a width: help at the prompt, and documents that tools write.
+
+-- Words that Markdown takes for the begin of a list, a heading or a table where a line begins with them.
+local function is_sign(word) return word:find "^[-+*#>=|]+$" or word:find "^%d+[.)]$" end
+
+--- Adds a text to a list of lines. Lines break at blanks; a word that is longer than a line stays whole.
+---@param lines string[]
+---@param text string
+---@param width integer columns
+---@param indent string in front of each line
+---@param first? string in front of the first line instead
+return function(lines, text, width, indent, first)
+  local units = {}
+  for word in text:gmatch "%S+" do
+    if is_sign(word) and #units > 0 then units[#units] = units[#units] .. " " .. word else units[#units + 1] = word end
+  end
+  local line, empty = first or indent, true
+  for _, unit in ipairs(units) do
+    if not empty and #line + 1 + #unit > width then
+      lines[#lines + 1] = line
+      line, empty = indent, true
+    end
+    line, empty = line .. (empty and "" or " ") .. unit, false
+  end
+  if not empty then lines[#lines + 1] = line end
+end
