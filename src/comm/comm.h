@@ -73,8 +73,8 @@ typedef struct ps_comm_table {
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);
     void (*memory_free)(ps_comm *comm, void *p);
-    /* (optional) The library's own collectives, to which benches compare ours. Both are fp32; count: elements of `in`.
-     */
+    /* (optional) The library's own collectives, to which benches compare ours. Both are of fp32. count: elements of
+     * `in`. */
     int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
     int (*raw_all_reduce)(ps_comm *comm, float *out, float *in, int64_t count);
 } ps_comm_table;

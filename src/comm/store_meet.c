@@ -149,8 +149,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
-/* The error of a rank 0 that cannot serve. It also says where another run, or another rank 0 of this run, serves there.
- */
+/* The error of a rank 0 that cannot serve. It also says where another run serves there, or another rank 0 of this
+ * run. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

@@ -802,8 +802,7 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
     /* Outside of a call (the group is being made) nobody judges a complaint, but a verdict on a rank that died may
-     * come.
-     */
+     * come. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, w->asks.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

@@ -123,8 +123,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* The call that a failure is of: the oldest one under way, or where there is none, that which this rank is in (false).
- */
+/* The call that a failure is of: the oldest one under way. Where there is none it is that which this rank is in:
+ * false. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
