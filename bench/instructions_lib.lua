@@ -71,8 +71,9 @@ end
 function lib.count(command, from, to)
   if os.execute "command -v valgrind > /dev/null" ~= 0 then return nil, "valgrind is not there" end
   local name, said = os.tmpname(), os.tmpname()
-  -- With these settings of OpenMP psluajit does not start itself again, which valgrind would not follow.
-  local code = os.execute(("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=100 valgrind --tool=callgrind "
+  -- With these settings psluajit does not start itself again, which valgrind would not follow.
+  local code = os.execute(("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=100 "
+    .. "GLIBC_TUNABLES=glibc.malloc.tcache_count=0 valgrind --tool=callgrind "
     .. "--dump-line=yes --compress-strings=no --compress-pos=no --zero-before=%s --dump-before=%s "
     .. "--callgrind-out-file='%s' %s > '%s' 2>&1"):format(from, to, name, command, said))
   local f = assert(io.open(said))

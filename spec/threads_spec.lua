@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compute threads: how many a process may have, and what they do while they wait.
+-- Compute threads: how many a process may have, what they do while they wait, and what they keep of freed memory.
 local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
 -- What a psluajit of this environment says (both streams), and its exit code.
 local function child(environment, arguments)
-  local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT %s timeout 300 '%s' %s 2>&1; echo \"|$?\""
+  local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u GLIBC_TUNABLES %s timeout 300 '%s' %s 2>&1; echo \"|$?\""
   local p = assert(io.popen(command:format(environment, paths.exe, arguments)))
   local said, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
@@ -109,5 +109,30 @@ describe("a waiting thread", function()
     loops:close()
     assert(ok, problem)
     assert.truthy(two < 3 * one, ("%.4f s on two threads, %.4f s on one"):format(two, one))
+  end)
+end)
+
+describe("a thread", function()
+  -- Bytes of freed blocks that count as in use since a thread keeps them; and GLIBC_TUNABLES as others get it.
+  local KEEPS = [[-e 'local ffi = require "ffi"
+    ffi.cdef "struct counts { size_t n[10]; }; struct counts mallinfo2(void); void *malloc(size_t n);"
+    ffi.cdef "void free(void *p);"
+    local function in_use() return tonumber(ffi.C.mallinfo2().n[7]) end
+    local before, blocks = in_use(), {}
+    for i = 1, 7 do blocks[i] = ffi.C.malloc(600) end
+    if in_use() == before then print "another allocator" return end
+    for i = 1, 7 do ffi.C.free(blocks[i]) end
+    print(in_use() - before, os.getenv "GLIBC_TUNABLES")']]
+
+  it("keeps no freed blocks, so that their neighbours can be used again, unless the environment says so", function()
+    if child("", KEEPS):find "another" then return pending("malloc is not the C library's here") end
+    assert.equal("0\tnil\n", (child("", KEEPS)))
+    assert.equal("0\tnil\n", (child("OMP_WAIT_POLICY=passive", KEEPS)))
+    local name = "glibc.malloc.tcache_count="
+    assert.equal(("%d\t%s7\n"):format(7 * 608, name), (child("GLIBC_TUNABLES=" .. name .. 7, KEEPS)))
+    assert.equal("0\tglibc.malloc.perturb=1\n", (child("GLIBC_TUNABLES=glibc.malloc.perturb=1", KEEPS)))
+    assert.equal("0\tnil\n", (child("GLIBC_TUNABLES=" .. name .. 0, KEEPS)))
+    assert.equal(("0\t%s0:glibc.malloc.perturb=1\n"):format(name),
+      (child(("GLIBC_TUNABLES=%s0:glibc.malloc.perturb=1"):format(name), KEEPS)))
   end)
 end)

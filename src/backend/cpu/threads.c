@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <unistd.h>
 #include "ps.h"
 
@@ -45,6 +46,33 @@ static unsigned long long first_number(const char *list)
     }
 }
 
+/* glibc keeps small blocks that were freed for the thread that freed them, wherever in the heap they lie. So the large
+ * ones beside them become no larger hole. Buffers that oneDNN makes anew for each product then fit none of the holes
+ * that others left, and a process takes more than it ever has in use. */
+#define TUNABLES "GLIBC_TUNABLES"
+#define NO_CACHE "glibc.malloc.tcache_count=0"
+
+/* Has this process's threads keep none. True: it has to start anew for that. Other programs that it starts keep theirs,
+ * since what this one has read goes from the environment. */
+static bool without_caches(void)
+{
+    const char *had = getenv(TUNABLES);
+    char now[1024];
+    if (getauxval(AT_SECURE)) return false;         /* where a program has rights of its own glibc unsets the variable */
+    if (!had || !strstr(had, "glibc.malloc.tcache_count=")) {
+        int n = snprintf(now, sizeof now, "%s%s" NO_CACHE, had ? had : "", had && *had ? ":" : "");
+        return n < (int)sizeof now && setenv(TUNABLES, now, 1) == 0;
+    }
+    size_t others = strlen(had) - (sizeof NO_CACHE - 1);
+    if (strlen(had) < sizeof NO_CACHE - 1 || strcmp(had + others, NO_CACHE) != 0) return false;
+    if (others == 0) unsetenv(TUNABLES);
+    else if (others < sizeof now && had[others - 1] == ':') {
+        snprintf(now, sizeof now, "%.*s", (int)others - 1, had);
+        setenv(TUNABLES, now, 1);
+    }
+    return false;
+}
+
 void ps_threads_start(char **argv)
 {
     const char *wanted = getenv("OMP_NUM_THREADS");
@@ -63,5 +91,6 @@ void ps_threads_start(char **argv)
     }
     if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
         again = setenv("GOMP_SPINCOUNT", SPIN, 1) == 0 || again;
+    again = without_caches() || again;
     if (again) execv("/proc/self/exe", argv);       /* where there is no such file, libgomp's own ways have to do */
 }

@@ -4,7 +4,8 @@
 #define PS_CPU_THREADS_H
 
 /* First thing in a program: has waiting threads sleep soon, unless OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, and bounds
- * OMP_NUM_THREADS by what can be had, or leaves it aside where it is no number. libgomp reads these before any code of
- * a program runs, so this starts the program anew (the same process, by exec) where it changes one. */
+ * OMP_NUM_THREADS by what can be had, or leaves it aside where it is no number. It also has the C library keep no freed
+ * blocks for each thread, unless GLIBC_TUNABLES has glibc.malloc.tcache_count. The libraries read these before any code
+ * of a program runs, so this starts the program anew (the same process, by exec) where it changes one. */
 void ps_threads_start(char **argv);
 #endif
