@@ -36,6 +36,6 @@ void ps_cpu_few_rows_avx512(const ps_gemm *, const float *, float *, float *);
 /* n neighbouring elements of a float type to fp32, and back, rounded to nearest even. */
 void ps_cpu_row_load(float *dst, const void *src, int64_t n, int dtype);
 void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype);
-/* True when oneDNN multiplies this type without conversion to fp32. */
+/* True when oneDNN multiplies this type without conversion to fp32, but for small products. */
 bool ps_cpu_gemm_native(int dtype);
 #endif

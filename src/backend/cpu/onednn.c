@@ -6,8 +6,8 @@
  * once and kept in a bounded table; later calls only set pointers. oneDNN's scratchpad comes from the call's scratch.
  * Its "gemm" implementations take the buffers into which they pack matrices (some MiB a thread) from the C library's
  * heap at each call, besides: no option gives them others. The heap keeps these pages; ps_products_rehearse is how a
- * plan learns of them. What this machine has no instructions for (bf16, fp16), and mixtures of types that oneDNN does
- * not take, runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
+ * plan learns of them. What this machine has no fast instructions for (bf16, fp16), and mixtures of types that oneDNN
+ * does not take, runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
  *
  * One lock covers the table and the memory objects, so contexts of different threads may call at the same time. */
 #include "backend/cpu/gemm.h"
@@ -225,17 +225,28 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
 /* Whether oneDNN may use all of a set. Newer sets contain the bits of the older. */
 static bool has_isa(int set) { return ((int)dnnl_get_effective_cpu_isa() & set) == set; }
 
+/* Whether this is a Sapphire Rapids or a successor of it, by an instruction set that all of them have. Clouds hide
+ * their AMX; it says nothing of their other units. */
+static bool is_rapids(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel") && __builtin_cpu_supports("avx512fp16") && has_isa(dnnl_cpu_isa_avx512_core);
+#else
+    return false;
+#endif
+}
+
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first. Measured on Zen 4, b not transposed:
  * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
- * high (5%). Measured on Sapphire Rapids, fp32: wide results of a transposed b (5 to 14%), and sums of 512 terms and
- * more with a bias (7%; GPT-2's [1024, 768] x [768, 3072] at twice the speed). Small results of long sums are left to
- * oneDNN's order: both split such sums over threads, "gemm" sooner. */
+ * high (5%). Measured on Sapphire Rapids and its successor, fp32: wide results of a transposed b (5 to 14%), and sums
+ * of 512 terms and more with a bias (7%; GPT-2's [1024, 768] x [768, 3072] at twice the speed). Small results of long
+ * sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
 static bool prefers_gemm(const key *k)
 {
     bool large = k->m * k->n * k->k > 1 << 28, plain = k->type_bias < 0 && !k->residual;
     if (k->batch > 1) return false;
     if (k->k > 16 * (k->m < k->n ? k->m : k->n) && k->m * k->n <= 1 << 17) return false;
-    bool rapids = k->type_a == PS_F32 && has_isa(dnnl_cpu_isa_avx512_core_amx);
+    bool rapids = k->type_a == PS_F32 && is_rapids();
     if (k->trans_b) return rapids && !k->residual && k->m >= 64 && k->n >= 512;
     if (rapids && k->k >= 512) return true;
     if (k->type_a == PS_F32) return plain || (k->residual && large);
@@ -253,6 +264,15 @@ static bool has_instructions(int dtype)
 #endif
 #endif
     return true;                                             /* or oneDNN says so itself */
+}
+
+/* Whether fp32 panels are faster than these instructions. Sapphire Rapids is fast with bf16 in AMX alone: its AVX-512
+ * instruction has 0.6 of the rate of fp32 (2048^3, one thread: 83 of 143 GFLOP/s; by panels 135). Below these sizes the
+ * conversion costs more. */
+static bool prefers_panels(const key *k)
+{
+    bool slow = k->type_a == PS_BF16 && is_rapids() && !has_isa(dnnl_cpu_isa_avx512_core_amx);
+    return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
 
 /* Moves the walk to the implementation to use. False: only the plain reference loops are left. */
@@ -283,7 +303,7 @@ static dnnl_status_t entry_fill(entry *e)
     dnnl_primitive_attr_t attr = NULL;
     impl_walk w;
     memset(&w, 0, sizeof w);
-    bool ours = has_instructions(k->type_a) && has_instructions(k->type_b);
+    bool ours = has_instructions(k->type_a) && has_instructions(k->type_b) && !prefers_panels(k);
     dnnl_status_t st = descs_new(k, &d);
     if (!ours) st = dnnl_unimplemented;
     if (st == dnnl_success) st = attr_new(k, &d, &attr);
@@ -715,14 +735,14 @@ static void shut(void)
     engine = NULL;
 }
 
-/* Makes the engine and asks it for a product of each type. */
+/* Makes the engine and asks it for a product of each type, of a usual size. */
 static int start(void)
 {
     dnnl_status_t st = dnnl_engine_create(&engine, dnnl_cpu, 0);
     if (st == dnnl_success) st = dnnl_stream_create(&stream, engine, dnnl_stream_default_flags);
     if (st != dnnl_success) return fail_dnnl(st, "opening the CPU engine");
     for (int dtype = PS_F32; dtype <= PS_F16; dtype++) {
-        key k = { .m = 64, .n = 64, .k = 64, .batch = 1, .ld_a = 64, .ld_b = 64, .ld_dst = 64, .type_a = dtype,
+        key k = { .m = 256, .n = 256, .k = 256, .batch = 1, .ld_a = 256, .ld_b = 256, .ld_dst = 256, .type_a = dtype,
                   .type_b = dtype, .type_dst = dtype, .type_bias = -1, .threads = omp_get_max_threads() };
         entry *e;
         PS_TRY(entry_get(&k, &e));
