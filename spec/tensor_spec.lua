@@ -359,6 +359,40 @@ describe("bytes of a tensor", function()
       end
     end
   end)
+
+  -- The processor does not reach the memory of sim, which bytes of a file get to by way of a buffer.
+  it("are those of a file's tensor, and a file that was cut is an error whichever thread meets it", function()
+    local MIB = 2 ^ 20
+    local path = os.tmpname()
+    local tensors = { few = ps.arange(0, 5, 1, { dtype = "int32", device = "cpu" }),
+      some = ps.arange(0, MIB + 7, 1, { dtype = "int32", device = "cpu" }),
+      z_many = ps.arange(0, 5 * MIB + 3, 1, { dtype = "int32", device = "cpu" }) }
+    ps.safetensors.save(path, tensors)
+    local file = ps.safetensors.open(path)
+    for name, t in pairs(tensors) do
+      for _, device in ipairs { "cpu", "ref", "sim" } do
+        local n = t:numel()
+        local all = ps.zeros({ n + 2 }, { dtype = "int32", device = "cpu" }):to(device)
+        file:read_into(name, all:narrow(0, 1, n))
+        all = all:to("cpu")
+        assert.equal(0, all:narrow(0, 1, n):ne(t):sum():item(), name .. " on " .. device)
+        assert.equal(0, all[0]:item())                        -- nothing in front of them and behind
+        assert.equal(0, all[n + 1]:item())
+      end
+    end
+    local length = io.open(path, "r+b"):seek("end")
+    assert.equal(0, os.execute(("truncate -s %d '%s'"):format(length - 4 * MIB - 100, path)))
+    for _, device in ipairs { "cpu", "ref", "sim" } do
+      local t = ps.zeros({ 5 * MIB + 3 }, { dtype = "int32", device = "cpu" }):to(device)
+      local ok, problem = pcall(file.read_into, file, "z_many", t)
+      assert.falsy(ok)
+      assert.equal("EIO", problem.name)
+      assert.truthy(tostring(problem):find(("%s was cut from %d to"):format(path, length), 1, true), tostring(problem))
+      assert.equal(0, t:fill_(0):to("cpu"):sum():item())      -- it is as usable as before
+    end
+    file:close()
+    os.remove(path)
+  end)
 end)
 
 describe("a NaN", function()

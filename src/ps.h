@@ -143,6 +143,11 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* goes up with every write
  * exactly. PS_ESTALE: the tensor's bytes are gone. PS_EUNSUP: not contiguous, or on a device without contents. PS_EDRY:
  * a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
+/* Reads bytes at .. at + nbytes of something to dst. Threads call it side by side. 0, or an error. */
+typedef int (*ps_reader)(const void *from, int64_t at, void *dst, int64_t nbytes);
+/* As ps_tensor_write, from what a reader reads, on all compute threads: into host memory without a copy in between.
+ * Errors of the reader, too; then the contents are partly the old ones. */
+int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* As ps_tensor_read, for contents that go to a file: where ps_machine_pretend was called, a tensor without values gives
  * zeros. Errors of ps_tensor_read. */
@@ -344,7 +349,7 @@ typedef struct ps_st ps_st;
 typedef struct ps_st_entry {
     int32_t dtype, ndim;
     int64_t shape[8];
-    int64_t nbytes;
+    int64_t at, nbytes;          /* at: where its bytes begin, for ps_st_read */
 } ps_st_entry; /* dtype -1: a type we lack */
 /* Maps the file and checks all of its header, and the header's checksum where there is one. PS_EIO: the file cannot be
  * read. PS_EFORMAT: it is no safetensors file, or damaged. */
@@ -359,6 +364,9 @@ int ps_st_meta_count(const ps_st *st);
 const char *ps_st_meta_key(const ps_st *st, int i);
 const char *ps_st_meta_value(const ps_st *st, int i);
 const void *ps_st_data(const ps_st *st, int i);             /* lent until close; entry's nbytes of it */
+/* A ps_reader of an open file's data, whose from is a ps_st: by read calls, so that the file takes no memory and one
+ * that is cut meanwhile is an error. PS_ERANGE: they are not all in the data. PS_EIO: they cannot be read. */
+int ps_st_read(const void *st, int64_t at, void *dst, int64_t nbytes);
 /* Elements first .. first + numel - 1, row-major, of the rectangle `shape` of tensor i that begins at `offset`: a
  * number each for every dimension of the tensor. PS_ERANGE: there is no tensor i, or what is asked for is not all in
  * it. PS_EUNSUP: of a type that we lack. PS_EIO: the file was cut. */

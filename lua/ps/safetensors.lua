@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files: read by memory map, written whole or not at all (a temporary file, fsync, rename). Files with
--- checksums (checkpoints have them) are compared with these when they are opened and as tensors are read.
+-- safetensors files. A whole tensor is read straight into its memory, a part of one by memory map. Files are written
+-- whole or not at all (a temporary file, fsync, rename). Files with checksums (checkpoints have them) are compared with
+-- these when they are opened and as tensors are read.
 local ps = require "ps"
 local caller = require "ps.caller"
 local ffi = require "ffi"
@@ -120,12 +121,16 @@ end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
-local function new_tensor(self, name, device)
-  local entry, i = entry_of(self, name)
+-- Fills a contiguous tensor of the file's type with all of `name`.
+local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
+  ps.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
+end
+
+local function new_tensor(self, name, device)
+  local entry = entry_of(self, name)
   local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
-  ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
-  C.ps_st_drop(self.st, i)
+  fill(self, name, entry, tensor)
   return tensor
 end
 
@@ -139,12 +144,10 @@ function File:tensor(name, device) return new_tensor(self, name, device):keep() 
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
-  local entry, i = entry_of(self, name)
+  local entry = entry_of(self, name)
   if not ps.is_tensor(tensor) then error("read_into takes a tensor behind the name, not a " .. type(tensor)) end
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
-    if self.compares then self:verify(name) end
-    ps.retry(C.ps_tensor_write, tensor, C.ps_st_data(self.st, i), entry.nbytes)
-    C.ps_st_drop(self.st, i)
+    fill(self, name, entry, tensor)
   else
     local shape = self:shape(name)
     if not rectangles.same(shape, tensor:shape()) then

@@ -72,6 +72,8 @@ struct ps_backend {
      * the call returns. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes);
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes);
+    /* (optional; host backends only) What a reader reads from `at` on, to dst; NULL: in one call of the reader. */
+    int (*load)(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes);
     int (*clear)(ps_backend *be, void *dst, size_t nbytes);   /* (optional) zeros; NULL: by copy_in */
     /* (optional; needed where !is_host) Copies that run beside the caller, each direction in the order of the calls.
      * copy_start begins one between host memory and device memory after copy `after` of the other direction (or NULL)

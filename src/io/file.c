@@ -76,6 +76,25 @@ int ps_map_check(const ps_map *m)
     return 0;
 }
 
+int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
+{
+    char *to = dst;
+    if (m->fd < 0 && nbytes > 0) memcpy(to, m->bytes + at, (size_t)nbytes);
+    while (m->fd >= 0 && nbytes > 0) {
+        ssize_t n = pread(m->fd, to, (size_t)nbytes, at);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0)
+            return ps_fail(PS_EIO, "cannot read %lld bytes of %s from byte %lld on: %s", (long long)nbytes, m->path,
+                           (long long)at, strerror(errno));
+        if (n == 0) {
+            PS_TRY(ps_map_check(m));
+            return ps_fail(PS_EIO, "%s was cut to %lld bytes or less while it was read", m->path, (long long)at);
+        }
+        to += n, at += n, nbytes -= n;
+    }
+    return 0;
+}
+
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
 {
     if (m->fd < 0 || nbytes <= 0) return;

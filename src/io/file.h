@@ -4,7 +4,8 @@
  *
  * A map cannot be protected from somebody who truncates the file under it (the kernel answers such a read with
  * SIGBUS), so readers call ps_map_check before they touch bytes: it turns every truncation up to that moment into an
- * error. Replacing a file by rename, as the writers here do, never disturbs a map: it keeps the old file. */
+ * error. ps_map_read touches none: there every truncation is an error. Replacing a file by rename, as the writers here
+ * do, never disturbs a map: it keeps the old file. */
 #ifndef PS_IO_FILE_H
 #define PS_IO_FILE_H
 #include <stdbool.h>
@@ -22,6 +23,8 @@ typedef struct ps_map {
 int ps_map_open(ps_map *m, const char *path);
 /* Bytes that are in memory already and outlive the map; path is only for messages. */
 int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes);
+/* Bytes at .. at + nbytes, which lie in the map, by read calls. PS_EIO: the file was cut, or the disk fails. */
+int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
 int ps_map_check(const ps_map *m);      /* PS_EIO when the file has become shorter than it was when mapped */
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* not needed soon: gives their pages back */
 void ps_map_close(ps_map *m);           /* also of a zeroed one */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading safetensors: opens and maps a file, has the header checked (st_header.c) and lends its contents. Only the
- * header's pages are touched here. The caller reads tensor bytes. */
+ * Reading safetensors: opens and maps a file, has the header checked (st_header.c), and lends its contents or reads
+ * them. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -108,7 +108,8 @@ int ps_st_get(const ps_st *st, int i, ps_st_entry *out)
     PS_NEED(out);
     const st_tensor *t = tensor_at(st, i);
     if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
-    *out = (ps_st_entry){ .dtype = t->type->dtype, .ndim = t->ndim, .nbytes = t->end - t->begin };
+    *out = (ps_st_entry){ .dtype = t->type->dtype, .ndim = t->ndim, .at = t->begin,
+                           .nbytes = t->end - t->begin };
     memcpy(out->shape, t->shape, sizeof out->shape);
     return 0;
 }
@@ -127,8 +128,7 @@ const char *ps_st_meta_value(const ps_st *st, int i)
 
 /* NULL leaves an error. The pointer is as aligned as the file's writer made it. The size is checked again on every
  * call: a file that was truncated since it was opened is an error here, and only one truncated between this call and
- * the reading of the bytes still kills the reader (a property of maps; copy soon, or keep checkpoints where nobody
- * edits them in place). */
+ * the reading of the bytes still kills the reader (a property of maps; ps_st_read has not got it). */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);
@@ -137,6 +137,16 @@ const void *ps_st_data(const ps_st *st, int i)
         return NULL;
     }
     return ps_map_check(&st->map) < 0 ? NULL : st->data + t->begin;
+}
+
+int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)
+{
+    const ps_st *st = from;
+    PS_NEED(st);
+    if (at < 0 || nbytes < 0 || at > st->data_nbytes || nbytes > st->data_nbytes - at || (nbytes && !dst))
+        return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were asked for, which has %lld",
+                       st->map.path, (long long)nbytes, (long long)at, (long long)st->data_nbytes);
+    return ps_map_read(&st->map, st->data - st->map.bytes + at, dst, nbytes);
 }
 
 int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,

@@ -487,13 +487,53 @@ static bool takes_bytes(const ps_tensor *t)
 
 uint32_t ps_tensor_version(const ps_tensor *t) { return t->storage->version; }
 
+/* All of a tensor is about to be written. False: its values have no place here. */
+static bool begin_write(ps_tensor *t)
+{
+    t->storage->version++;
+    if ((t->ctx->step->dry && !ps_tensor_has_data(t)) || !takes_bytes(t)) return false;
+    t->storage->written = true;
+    return true;
+}
+
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "writing"));
-    t->storage->version++;
-    if ((t->ctx->step->dry && !ps_tensor_has_data(t)) || !takes_bytes(t)) return 0;
-    t->storage->written = true;
+    if (!begin_write(t)) return 0;
     return copy_whole(t, (void *)(uintptr_t)src, nbytes, PS_WRITE);
+}
+
+enum { LOADED_NBYTES = 8 << 20 };
+
+/* What a reader reads to memory of a device: to the host's straight, to others' by way of a buffer. */
+static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
+{
+    if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);
+    if (!be->copy_in) return read(from, at, to, nbytes);
+    int64_t room = nbytes < LOADED_NBYTES ? nbytes : LOADED_NBYTES;
+    char *buffer = ps_alloc((size_t)room);
+    if (!buffer) return ps_fail_nomem((size_t)room);
+    int rc = 0;
+    for (int64_t done = 0, n; rc == 0 && done < nbytes; done += n) {
+        n = nbytes - done < room ? nbytes - done : room;
+        rc = read(from, at + done, buffer, n);
+        if (rc == 0) rc = be->copy_in(be, to + done, buffer, (size_t)n);
+    }
+    ps_free(buffer);
+    return rc;
+}
+
+int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, int64_t nbytes)
+{
+    void *p;
+    if (!read) return ps_fail(PS_EINVAL, "ps_tensor_load: the reader is missing (NULL)");
+    PS_TRY(check_whole(t, nbytes, "loading"));
+    if (!begin_write(t) || nbytes == 0) return 0;
+    PS_TRY(ps_storage_pin(t->storage, t->device_, PS_WRITE, &p));
+    int rc = load(t->ctx->devices[t->device_], (char *)p + t->offset * ps_dtype_bytes(t->dtype_), read, from, at,
+                  nbytes);
+    ps_storage_unpin(t->storage, t->device_);
+    return rc;
 }
 
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)

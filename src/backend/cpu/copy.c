@@ -1,25 +1,40 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies of the caller's bytes to tensors and back, on all compute threads where they are many: a file of weights is
- * read into memory that is touched for the first time, and the system clears that page by page. */
+ * Bytes of the caller, or of a file, to tensors and back, on all compute threads where they are many: weights go into
+ * memory that is touched for the first time, and the system clears that page by page. */
 #include "backend/cpu/cpu.h"
+#include <stdatomic.h>
 #include <string.h>
+#include "base/error.h"
 
 enum { PIECE = 2 << 20 };             /* a huge page: what the system clears at once */
 
-int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
+/* Behind an error the remaining pieces are left out. */
+int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes)
 {
     int64_t pieces = (int64_t)(nbytes / PIECE);
-    if (pieces < 2) {
-        memcpy(dst, src, nbytes);
-        return 0;
-    }
+    if (pieces < 2) return read(from, at, dst, (int64_t)nbytes);
     size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* pieces begin where huge pages do */
+    ps_error_kept error = { .code = 0 };
+    atomic_bool failed = false;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t i = 0; i <= pieces; i++) {
-        size_t from = i == 0 ? 0 : head + (size_t)(i - 1) * PIECE;
-        size_t to = i == pieces ? nbytes : head + (size_t)i * PIECE;
-        if (to > nbytes) to = nbytes;
-        if (from < to) memcpy((char *)dst + from, (const char *)src + from, to - from);
+        size_t begin = i == 0 ? 0 : head + (size_t)(i - 1) * PIECE;
+        size_t end = i == pieces ? nbytes : head + (size_t)i * PIECE;
+        if (end > nbytes) end = nbytes;
+        if (begin >= end || atomic_load(&failed)) continue;
+        int rc = read(from, at + (int64_t)begin, (char *)dst + begin, (int64_t)(end - begin));
+        if (rc < 0 && !atomic_exchange(&failed, true)) ps_error_keep(&error);
     }
+    return failed ? ps_error_again(&error) : 0;
+}
+
+static int read_memory(const void *from, int64_t at, void *dst, int64_t nbytes)
+{
+    memcpy(dst, (const char *)from + at, (size_t)nbytes);
     return 0;
+}
+
+int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
+{
+    return ps_cpu_load(be, dst, read_memory, src, 0, nbytes);
 }

@@ -179,6 +179,7 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     be->region_discard = ps_host_region_discard;
     be->bytes_available = ps_host_bytes_available;
     be->copy_in = be->copy_out = ps_cpu_copy;
+    be->load = ps_cpu_load;
     fill_kernels(set, be->kernel);
     ps_cpu_loss_row = set->loss_row;
     ps_cpu_few_rows = set->few_rows;

@@ -37,8 +37,9 @@ int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
 /* Bytes of a vector in the set that PS_CPU_ISA names, or the best there is; and whether this machine has a set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
-/* copy.c: copy_in and copy_out of backend.h. */
+/* copy.c: copy_in and copy_out, and load, of backend.h. */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes);
+int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes);
 const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */
