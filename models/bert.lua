@@ -47,8 +47,8 @@ local Embeddings = nn.class("BertEmbeddings")
 -- where.padded: positions have a row for padding, as well.
 function Embeddings:init(c, where)
   local function table_of(rows, padding)
-    return nn.Embedding(rows, c.hidden_size, { std = where.std, padding_idx = padding or nil, dtype = where.dtype,
-      device = where.device })
+    return nn.Embedding(rows, c.hidden_size, { std = where.std, dtype = where.dtype, device = where.device,
+      padding_idx = heads.padding_row(padding, rows) })
   end
   self.word_embeddings = table_of(c.vocab_size, c.pad_token_id)
   self.position_embeddings = table_of(c.max_position_embeddings, where.padded and c.pad_token_id)

@@ -20,7 +20,7 @@ local function rules(model_type, defaults)
     positive = { "layer_norm_eps", "initializer_range" },
     fixed = { model_type = { model_type, "another model" }, is_decoder = { false, "causal attention" },
       add_cross_attention = { false, "attention to an encoder" },
-      is_encoder_decoder = { false, "a model with an encoder" },
+      is_encoder_decoder = { false, "a model with an encoder" }, is_causal = { false, "causal attention" },
       position_embedding_type = { "absolute", "another kind of position" } },
     measures = {
       { "vocab_size", "embeddings.word_embeddings.weight", 1 },

@@ -157,6 +157,7 @@ local function read(self, given, body)
     error(("gpt2: %d positions, this model has %d"):format(ids:size(1), self.config.n_positions), 0)
   end
   heads.same_device("gpt2", ids, body.ln_f.weight)
+  heads.check_places("gpt2", self.config, given)
   return { input_ids = ids, mask = heads.mask(given.attention_mask), token_type_ids = given.token_type_ids,
     position_ids = given.position_ids }
 end

@@ -20,7 +20,8 @@ return settings.new {
   aliases = { num_attention_heads = "n_head", hidden_size = "n_embd", num_hidden_layers = "n_layer",
     max_position_embeddings = "n_positions" },
   fixed = { model_type = { "gpt2", "another model" }, add_cross_attention = { false, "attention to an encoder" },
-    is_encoder_decoder = { false, "a model with an encoder" } },
+    is_encoder_decoder = { false, "a model with an encoder" }, is_causal = { true, "attention to later positions" } },
+  any_pad = true,                                          -- ids are compared with it, and no table has a row for it
   measures = {
     { "vocab_size", "wte.weight", 1 }, { "n_embd", "wte.weight", 2 }, { "n_positions", "wpe.weight", 1 },
     { "n_inner", "h.0.mlp.c_fc.weight", 2, default = function(c) return 4 * c.n_embd end },

@@ -126,8 +126,8 @@ Body.base, Body.body, Body.inputs = "model", BODY, INPUTS
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function Body:init(config, given)
   local c, where = self:begin(config, given)
-  self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, { std = where.std, padding_idx = c.pad_token_id,
-    dtype = where.dtype, device = where.device })
+  self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, { std = where.std,
+    padding_idx = heads.padding_row(c.pad_token_id, c.vocab_size), dtype = where.dtype, device = where.device })
   self.layers = nn.ModuleList()
   for layer = 0, c.num_hidden_layers - 1 do self.layers:append(Layer(c, where, self.variant, layer)) end
   self.norm = norm(c.hidden_size, c, where)
@@ -168,6 +168,7 @@ local function read(self, given)
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
   local weight = body.norm.weight
   heads.same_device(who, ids, weight)
+  heads.check_places(who, self.config, given)
   local cos, sin = body.rope:angles(given.position_ids, ids:size(1), 0, ids:device(), weight:dtype())
   return { input_ids = ids, cos = cos, sin = sin, mask = mask_of(who, given) }
 end
@@ -344,7 +345,7 @@ local ForTokens = nn.class("LlamaTokens", Model)
 function ForTokens:init(config, given)
   local c, where = begin(self, config, given)
   self.dropout = nn.Dropout(c.classifier_dropout or c.hidden_dropout or 0.1)
-  self.score = linear(c.hidden_size, c.num_labels, true, where)
+  self.score = linear(c.hidden_size, c.num_labels, c.token_classification_bias ~= false, where)
   finish(self, given)
 end
 

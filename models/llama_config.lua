@@ -46,7 +46,7 @@ local function check(who)
   end
 end
 
-local function rules(model_type, defaults, optional, nullable)
+local function rules(model_type, defaults, optional, nullable, file_defaults)
   local all = {
     vocab_size = 32000, hidden_size = 4096, intermediate_size = 11008, num_hidden_layers = 32,
     num_attention_heads = 32, hidden_act = "silu", max_position_embeddings = 2048, initializer_range = 0.02,
@@ -55,17 +55,18 @@ local function rules(model_type, defaults, optional, nullable)
   for key, value in pairs(defaults) do all[key] = value end
   local kinds = { num_key_value_heads = "whole", head_dim = "whole", pad_token_id = "whole", rope_theta = "number",
     rope_scaling = "table", rope_parameters = "table", partial_rotary_factor = "number",
-    original_max_position_embeddings = "whole", classifier_dropout = "number", hidden_dropout = "number" }
+    original_max_position_embeddings = "whole", classifier_dropout = "number", hidden_dropout = "number",
+    token_classification_bias = "boolean" }
   for key, kind in pairs(optional or {}) do kinds[key] = kind end
   return settings.new {
-    model_type = model_type, defaults = all, optional = kinds, nullable = nullable,
+    model_type = model_type, defaults = all, optional = kinds, nullable = nullable, file_defaults = file_defaults,
     sizes = { "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
       "max_position_embeddings", "num_key_value_heads", "head_dim" },
     shares = { "attention_dropout", "classifier_dropout", "hidden_dropout" },
     positive = { "rms_norm_eps", "initializer_range" },
     fixed = { model_type = { model_type, "another model" }, is_encoder_decoder = { false, "a model with an encoder" },
-      add_cross_attention = { false, "attention to an encoder" } },
-    absent = { per_layer_config = "layers with settings of their own" },
+      add_cross_attention = { false, "attention to an encoder" },
+      is_causal = { true, "attention to later positions" } },
     measures = {
       { "vocab_size", "embed_tokens.weight", 1 }, { "hidden_size", "embed_tokens.weight", 2 },
       { "intermediate_size", "layers.0.mlp.gate_proj.weight", 1 },
@@ -79,12 +80,13 @@ local QWEN = { vocab_size = 151936, intermediate_size = 22016, max_position_embe
   use_sliding_window = false, sliding_window = 4096, max_window_layers = 28 }
 local QWEN3 = { head_dim = 128, attention_bias = false }
 for key, value in pairs(QWEN) do QWEN3[key] = value end
-local WINDOW = { sliding_window = true }
+local NULLABLE = { sliding_window = true, num_key_value_heads = true }
+local QWEN_FILE = { num_key_value_heads = 32 }
 
 return {
   llama = rules("llama", { attention_bias = false, mlp_bias = false }),
   mistral = rules("mistral", { intermediate_size = 14336, max_position_embeddings = 131072, num_key_value_heads = 8,
-    sliding_window = 4096 }, nil, WINDOW),
-  qwen2 = rules("qwen2", QWEN, { layer_types = "table" }, WINDOW),
-  qwen3 = rules("qwen3", QWEN3, { layer_types = "table" }, WINDOW),
+    sliding_window = 4096 }, nil, NULLABLE),
+  qwen2 = rules("qwen2", QWEN, { layer_types = "table" }, NULLABLE, QWEN_FILE),
+  qwen3 = rules("qwen3", QWEN3, { layer_types = "table" }, NULLABLE, QWEN_FILE),
 }

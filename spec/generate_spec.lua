@@ -244,6 +244,13 @@ describe("GPT-2's caches", function()
       attention_mask = ps.tensor({ { 1, 1, 0 }, { 0, 0, 1 } }, { dtype = "int32" }) }
     assert.same(model:generate({ { 1, 2 }, { 9 } }, 4, { temperature = 0 }), model:generate(batch, 4,
       { temperature = 0 }))
+    for ids, mask in pairs { [{ { 1, 2, 0 } }] = { { 1, 1 } }, [{ { 1, 2 }, { 3, 4 } }] = { { 1, 1 } } } do
+      fails({ "input_ids has ", "attention_mask " }, function()
+        model:generate({ input_ids = ids, attention_mask = mask }, 2)
+      end)
+    end
+    assert.same(model:generate({ 1, 2 }, 3, { temperature = 0 }),
+      model:generate({ input_ids = { 1, 2, 5 }, attention_mask = { 1, 1, 0 } }, 3, { temperature = 0 }))
   end)
 
   it("are those of chunks that move, with beams and prompts of several lengths", function()
@@ -391,12 +398,14 @@ describe("what a folder says of generation", function()
 
   it("is refused by name where it is not supported", function()
     for _, case in ipairs { { "typical_p", 0.9 }, { "bad_words_ids", { { 1 } } }, { "guidance_scale", 1.5 },
-      { "suppress_tokens", { 3 } }, { "num_beam_groups", 2 }, { "renormalize_logits", true } } do
+      { "suppress_tokens", { 3 } }, { "num_beam_groups", 2 }, { "renormalize_logits", true },
+      { "cache_implementation", "quantized" } } do
       fails({ "refused: " .. case[1] .. " = " }, function()
         with({ [case[1]] = case[2] }):generate({ 1 }, 2)
       end)
     end
-    with({ typical_p = 1, guidance_scale = json.null, bad_words_ids = json.null }):generate({ 1 }, 2)
+    with({ typical_p = 1, guidance_scale = json.null, bad_words_ids = json.null, cache_implementation = "static" })
+      :generate({ 1 }, 2)
     fails({ "temperature is a string" }, function() with({ temperature = "x" }):generate({ 1 }, 2) end)
     fails({ "refused: num_beams = 2", "temperature = 0" }, function()
       with({}):generate({ 1 }, 2, { num_beams = 2, temperature = 1 })
@@ -404,6 +413,7 @@ describe("what a folder says of generation", function()
     for words, options in pairs { ["eos_token_id is 256"] = { eos_token_id = 256 }, ["top_p is 0"] = { top_p = 0 },
       ["temperature is -1"] = { temperature = -1 }, ["num_beams is 0"] = { num_beams = 0 },
       ["num_return_sequences is 3, of 2 beams"] = { num_beams = 2, num_return_sequences = 3 },
+      ["length_penalty is nan"] = { num_beams = 2, length_penalty = 0 / 0 },
       ["on_token and on_text"] = { num_beams = 2, on_token = print }, ["min_p is 2"] = { min_p = 2 },
       ["but do_sample is false"] = { do_sample = false, temperature = 1 } } do
       fails({ words }, function() with({}):generate({ 1 }, 2, options) end)

@@ -7,6 +7,7 @@ local address = require("ps.nn.module").address
 local parts = require "ps.nn.parts"
 local rope = require "ps.pretrained.rope"
 local check = require "spec.check_lib"
+local json = require "cjson"
 
 local FAMILIES = { "llama", "mistral", "qwen2", "qwen3" }
 
@@ -36,6 +37,8 @@ describe("rotary embedding", function()
       { { rope_type = "dynamic", factor = 2 }, 60, { 1, 0.100000001, 0.00999999978, 0.00100000005 }, 1 },
       { { rope_type = "llama3", factor = 8, low_freq_factor = 1, high_freq_factor = 4,
           original_max_position_embeddings = 200 }, 8, { 1, 0.0761737153, 0.00124999997, 0.000125000006 }, 1 },
+      { { rope_type = "yarn", factor = json.null, original_max_position_embeddings = 16, beta_fast = 0, beta_slow = 0 },
+        8, { 1, 0.025, 0.00249999994, 0.000250000012 }, 1.138629436111989 },
       { { rope_type = "yarn", factor = 4 }, 8, { 1, 0.0625, 0.00249999994, 0.000250000012 }, 1.138629436111989 },
       { { rope_type = "yarn", factor = 5, mscale = 0.7, mscale_all_dim = 1.3, beta_fast = 6, beta_slow = 2,
           truncate = false, original_max_position_embeddings = 300 }, 8,
@@ -57,11 +60,33 @@ describe("rotary embedding", function()
       { { rope_scaling = { type = "linear" } }, "rope_type = linear need factor" },
       { { rope_parameters = { rope_theta = 0 } }, "rope_theta = 0: it must be above 0" },
       { { partial_rotary_factor = 0.5 }, "refused: partial_rotary_factor = 0.5" },
+      { { rope_parameters = { rope_type = "linear", factor = 0 } }, "rope_parameters (factor = 0, rope_theta = 10000, "
+        .. "rope_type = linear) give a frequency of inf" },
       { { rope_parameters = { full_attention = { rope_theta = 5 } } }, "refused: full_attention = {...}: rotary" },
       { { head_dim = 5 }, "a head has 5 columns; rotary embedding needs an even number" },
       { { num_key_value_heads = 3 }, "num_key_value_heads = 3 does not divide num_attention_heads = 4" },
     } do
       check.fails(function() llama.new("tiny", case[1]) end, "llama_spec.lua", case[2])
+    end
+  end)
+end)
+
+describe("a causal model's positions", function()
+  -- transformers' create_causal_mask: without a mask and a cache they tell the sequences of a row from each other.
+  it("that begin anew in a row are refused where use_cache is false", function()
+    local x, anew = ids(2, 5), ps.tensor({ { 0, 1, 2, 0, 1 } }, "int64")
+    for _, family in ipairs { "gpt2", "llama", "qwen3" } do
+      local model = tiny(family)
+      local same = model { input_ids = x, position_ids = anew }.logits
+      model.config.use_cache = false
+      check.fails(function() model { input_ids = x, position_ids = anew } end,
+        family .. ": refused: use_cache = false: position_ids that begin anew")
+      assert.equal(0, largest(model { input_ids = x, position_ids = anew,
+        attention_mask = ps.ones({ 2, 5 }, { dtype = "int32" }) }.logits - same))
+      local first = model { input_ids = x, position_ids = ps.arange(5) }.logits
+      assert.equal(0, largest(first - model { input_ids = x }.logits))
+      check.fails(function() model { input_ids = x, position_ids = ps.ones { 2, 5 } } end,
+        family .. ": position_ids is fp32; it must be int32 or int64")
     end
   end)
 end)

@@ -172,6 +172,14 @@ describe("GPT-2's settings", function()
       { { auto_map = { AutoModel = "x.Y" } }, "auto_map = {...}: code of the model's own" },
       { { pruned_heads = { ["0"] = { 1 } } }, "pruned_heads" }, { { model_type = "llama" }, "model_type = llama" },
       { { is_encoder_decoder = true }, "is_encoder_decoder" },
+      { { is_causal = false }, "refused: is_causal = false: attention to later positions is not supported" },
+      { { per_layer_config = { ["0"] = { n_head = 2 } } }, "refused: per_layer_config = {...}: a model of layers" },
+      { { compression_config = { bits = 4 } }, "refused: compression_config" },
+      { { architectures = "GPT2Model" }, "refused: architectures = GPT2Model: it is a list of names of classes" },
+      { { architectures = { 5 } }, "refused: architectures = 5" },
+      { { id2label = { x = "a" } }, "id2label = {...}: 'x' is no number of a label" },
+      { { num_labels = 1, problem_type = "single_label_classification" },
+        "problem_type = single_label_classification: num_labels is 1" },
       { { activation_function = "mish" }, "activation_function = mish: there are gelu, gelu_accurate, " },
       { { activation_function = "gelu_10" }, "activation_function" },
       { { num_attention_heads = 4 }, "num_attention_heads = 4, but n_head = 3: they are two names of one setting" },
@@ -187,6 +195,13 @@ describe("GPT-2's settings", function()
       fails({ "pretrained_spec.lua", case[2] }, function() gpt2.from_pretrained(path "refused") end)
     end
     fails({ "n_layer = 0" }, function() gpt2.new("tiny", { n_layer = 0 }) end)
+    fails({ "num_labels = 2: id2label has 3" }, function()
+      gpt2.new("tiny", { num_labels = 2, id2label = { "a", "b", "c" } })
+    end)
+    write_folder("refused", model)
+    fails({ "num_labels = 2: id2label has 3" }, function()
+      gpt2.from_pretrained(path "refused", { num_labels = 2, id2label = { "a", "b", "c" } })
+    end)
     fails({ "add_cross_attention" }, function() gpt2.new { add_cross_attention = true } end)
   end)
 

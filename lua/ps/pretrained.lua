@@ -130,6 +130,9 @@ function pretrained.class_of(family, task, architectures, where)
     return family.classes[caller.one_of(task, family.tasks, where .. ": task")]
   end
   local named = type(architectures) == "table" and architectures[1] or nil
+  if architectures ~= nil and type(named) ~= "string" then
+    settings.refuse(where, "architectures", named or architectures, "it is a list of names of classes")
+  end
   local name = named or family.default
   if not name then error(("%s names no architectures; say which by task (there are %s)"):format(where,
     table.concat(sorted(family.tasks), ", "))) end

@@ -47,17 +47,19 @@ ROPES = [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default
          {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 30, "beta_fast": 6.0, "beta_slow": 2.0, "truncate": False},
          {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7}, {"rope_type": "yarn", "factor": 5.0, "mscale": 0.7, "mscale_all_dim": 1.3}]
 LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3], "tie_word_embeddings": [False, True], "intermediate_size": [40, 23],
-         "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3], "classifier_dropout": [None, 0.3]}
+         "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3], "classifier_dropout": [None, 0.3],
+         "token_classification_bias": [True, False]}
 OWN = {"llama": {"attention_bias": [False, True], "mlp_bias": [False, True], "pretraining_tp": [1, 2]},
        "mistral": {"sliding_window": [4096, None, 1, 3]},
        "qwen2": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1]},
        "qwen3": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1], "attention_bias": [False, True]}}
 REFUSED = {"encoder": [{"is_decoder": True}, {"position_embedding_type": "relative_key"}, {"hidden_act": "mish"},
                        {"quantization_config": {"bits": 4}}, {"auto_map": {"AutoModel": "x.Y"}}, {"model_type": "mamba"},
-                       {"architectures": ["BertForNextSentencePrediction"]}],
+                       {"architectures": ["BertForNextSentencePrediction"]}, {"is_causal": True},
+                       {"per_layer_config": {"0": {"layer_norm_eps": 0.1}}}],
            "llama": [{"rope_type": "longrope"}, {"partial_rotary_factor": 0.5}, {"hidden_act": "mish"}, {"quantization_config": {"bits": 4}},
-                     {"architectures": ["LlamaForQuestionAnswering"]}, {"per_layer_config": {"0": {"head_dim": 4}}}],
-           "decoder": [{"add_cross_attention": True}, {"activation_function": "mish"}, {"architectures": ["GPT2DoubleHeadsModel"]}]}
+                     {"architectures": ["LlamaForQuestionAnswering"]}, {"per_layer_config": {"0": {"head_dim": 4}}}, {"is_causal": False}],
+           "decoder": [{"is_causal": False}, {"per_layer_config": {"0": {"layer_norm_epsilon": 0.1}}}, {"add_cross_attention": True}, {"activation_function": "mish"}, {"architectures": ["GPT2DoubleHeadsModel"]}]}
 STEPS = 20
 IGNORED = -100
 
@@ -84,7 +86,7 @@ def draw_case(rng, index):
     labels = rng.choice([1, 2, 2, 3]) if "Sequence" in name else rng.choice([2, 3]) if "Token" in name else 2
     case = {"family": family, "class": name, "fields": fields, "num_labels": labels, "vocab": rng.randint(20, 70), "width": width,
             "heads": heads, "layers": layers, "positions": positions, "rows": rng.randint(1, 4), "length": rng.randint(1, 11),
-            "pad": rng.choice([0, 1, 5]), "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
+            "pad": rng.choice([0, 1, 5, -1]), "use_cache": rng.random() < 0.8, "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
             "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "mask": rng.random() < 0.8,
             "types": rng.random() < 0.5, "places": rng.random() < 0.3, "problem": None, "refused": None}
     if family in LLAMAS:
@@ -99,7 +101,7 @@ def draw_case(rng, index):
 
 def config_of(case):
     common = {"vocab_size": case["vocab"], "num_labels": case["num_labels"], "problem_type": case["problem"], "pad_token_id": case["pad"],
-              "initializer_range": 0.2, "bos_token_id": 2, "eos_token_id": 3}
+              "use_cache": case["use_cache"], "initializer_range": 0.2, "bos_token_id": 2, "eos_token_id": 3}
     if case["family"] == "gpt2":
         return transformers.GPT2Config(n_embd=case["width"], n_layer=case["layers"], n_head=case["heads"], n_positions=case["positions"],
                                        **common, **case["fields"])
@@ -144,6 +146,8 @@ def write_folder(case, folder):
     name = os.path.join(folder, "config.json")
     with open(name) as f:
         text = json.load(f)
+    if case["family"].startswith("qwen") and case["seed"] % 2 and text["num_key_value_heads"] == case["heads"]:
+        text["num_key_value_heads"] = None
     rope = text.get("rope_parameters")
     if case.get("old_fields"):                     # as versions before 5 wrote them
         text["torch_dtype"] = text.pop("dtype", "float32")
@@ -170,7 +174,7 @@ def draw_batch(case):
         n = int(torch.randint(0, case["length"], ()))
         if n > 0:
             part = slice(0, n) if torch.rand(()) < 0.5 else slice(case["length"] - n, case["length"])
-            ids[row, part] = case["pad"]
+            ids[row, part] = max(case["pad"], 0)       # below 0 it is no id, and a row from the end has no gradient
             mask[row, part] = 0
     batch = {"input_ids": ids}
     if case["mask"]:
@@ -180,6 +184,9 @@ def draw_batch(case):
         batch["token_type_ids"] = torch.randint(0, top, shape)
     if case["places"]:
         batch["position_ids"] = torch.randint(0, case["positions"], shape)
+        if not case["mask"] and not case["use_cache"]:     # where others begin anew transformers sees several sequences
+            first = torch.randint(0, case["positions"] - case["length"] + 1, (case["rows"], 1))
+            batch["position_ids"] = first + torch.arange(case["length"])
     name, rows, k = case["class"], case["rows"], case["num_labels"]
     if "Sequence" in name:
         regression = case["problem"] == "regression" or case["problem"] is None and k == 1

@@ -80,6 +80,7 @@ local function prompts_of(prompt)
   if type(prompt) == "table" and prompt.input_ids ~= nil then
     mask, prompt = prompt.attention_mask, prompt.input_ids
     mask = ps.is_tensor(mask) and mask:tolist() or mask
+    if mask ~= nil then caller.typed(mask, "table", "generate: attention_mask") end
   end
   if type(prompt) ~= "table" and not ps.is_tensor(prompt) then
     error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
@@ -89,9 +90,15 @@ local function prompts_of(prompt)
   local prompts = {}
   for r, row in ipairs(single and { prompt } or prompt) do
     prompts[r] = {}
-    for i, id in ipairs(caller.typed(row, "table", "generate: a prompt")) do
+    caller.typed(row, "table", "generate: a prompt")
+    local seen = mask and (single and type(mask[1]) ~= "table" and mask or mask[r])
+    if mask and (type(seen) ~= "table" or #seen ~= #row) then
+      error(("generate: input_ids has %d ids in row %d, attention_mask %d numbers"):format(#row, r,
+        type(seen) == "table" and #seen or 0))
+    end
+    for i, id in ipairs(row) do
       caller.whole(id, "generate: a token id", 0)
-      if not mask or mask[r][i] ~= 0 and mask[r][i] ~= false then table.insert(prompts[r], id) end
+      if not mask or seen[i] ~= 0 and seen[i] ~= false then table.insert(prompts[r], id) end
     end
     if #prompts[r] == 0 then error(("generate: prompt %d is empty; it must have a token at least"):format(r)) end
   end

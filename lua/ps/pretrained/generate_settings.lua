@@ -29,7 +29,9 @@ local REFUSED = { typical_p = { 1 }, top_h = {}, epsilon_cutoff = { 0 }, eta_cut
   suppress_tokens = {}, begin_suppress_tokens = {}, forced_bos_token_id = {}, forced_eos_token_id = {},
   exponential_decay_length_penalty = {}, guidance_scale = { 1 }, diversity_penalty = { 0 }, num_beam_groups = { 1 },
   constraints = {}, force_words_ids = {}, renormalize_logits = { false }, remove_invalid_values = { false },
-  watermarking_config = {}, token_healing = { false }, dola_layers = {}, max_time = {}, min_length = { 0 } }
+  watermarking_config = {}, token_healing = { false }, dola_layers = {}, max_time = {}, min_length = { 0 },
+  use_mtp = { false }, cache_implementation = { "dynamic", "dynamic_full", "static", "offloaded", "offloaded_static",
+    "offloaded_hybrid", "offloaded_hybrid_chunked", "hybrid", "hybrid_chunked", "sliding_window" } }
 
 local function is_neutral(value, neutral)
   if value == json.null or type(value) == "table" and next(value) == nil then return true end
@@ -135,6 +137,7 @@ function settings.of(model, options)
   within(chosen, "top_p", 1e-300, math.huge, "above 0")
   within(chosen, "min_p", 0, 1, "in [0, 1]")
   within(chosen, "repetition_penalty", 1e-300, math.huge, "above 0")
+  within(chosen, "length_penalty", -math.huge, math.huge, "a number")
   if type(chosen.early_stopping) == "string" then
     caller.one_of(chosen.early_stopping, { never = "never" }, "generate: early_stopping")
   end

@@ -71,6 +71,42 @@ function heads.same_device(who, ids, weight)
     :format(who, ids:device(), weight:device(), weight:device(), weight:device()), 0)
 end
 
+--- The row of a table that belongs to padding, as PyTorch's tables have it: below 0 it counts from the end.
+---@param pad? integer|false the configuration's pad_token_id
+---@param rows integer
+---@return integer? row nil: there is none
+function heads.padding_row(pad, rows)
+  if not pad then return nil end
+  return pad < 0 and rows + pad or pad
+end
+
+-- Whether numbers [B, T] go up by one. A dry run, which knows no values, says so.
+local function go_up(places)
+  if places.device_ == META or places:size(1) < 2 then return true end
+  local ok, same = pcall(ps.no_grad, function()
+    local n = places:size(1) - 1
+    return (places:narrow(1, 1, n) - places:narrow(1, 0, n)):ne(1):to("int64"):sum():item() == 0
+  end)
+  if ok then return same end
+  if type(same) ~= "table" or same.name ~= "EDRY" then error(same, 0) end
+  return true
+end
+
+--- Positions of a causal model's batch are whole numbers. Without a cache and a mask, transformers takes those that
+--- begin anew in a row for several sequences, which do not see each other; this is refused.
+---@param who string
+---@param config table
+---@param given table
+function heads.check_places(who, config, given)
+  local places = given.position_ids
+  if places == nil then return end
+  if places:is_float() then error(("%s: position_ids is %s; it must be int32 or int64"):format(who, places:dtype())) end
+  if config.use_cache == false and given.attention_mask == nil and not go_up(places) then
+    settings.refuse(who, "use_cache", false, "position_ids that begin anew in a row are then several sequences to "
+      .. "transformers; give attention_mask, or make use_cache true")
+  end
+end
+
 --- Which keys count, bool [B, T], of a mask of ones and zeros.
 ---@param mask? ps.Tensor
 ---@return ps.Tensor?

@@ -52,6 +52,9 @@ function rope.parameters(who, config)
     p.original_max_position_embeddings = config.original_max_position_embeddings or p.original_max_position_embeddings
       or config.max_position_embeddings
   end
+  if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null, as DeepSeek's files have it
+    p.factor = config.max_position_embeddings / p.original_max_position_embeddings
+  end
   for key, needed in pairs(kind) do
     local value = p[key]
     if value == nil and needed then
@@ -91,11 +94,14 @@ local function llama3(p, D)
   return all, 1
 end
 
+-- A number that is not 0, which stands for none.
+local function above_0(x) return x ~= 0 and x or nil end
+
 -- YaRN (Peng et al. 2023): a ramp over the pairs, between those that turn often and seldom within the old length.
 local function yarn(p, D)
   local old, truncate = p.original_max_position_embeddings, p.truncate ~= false
   local function pair_of(turns) return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta)) end
-  local low, high = pair_of(p.beta_fast or 32), pair_of(p.beta_slow or 1)
+  local low, high = pair_of(above_0(p.beta_fast) or 32), pair_of(above_0(p.beta_slow) or 1)
   if truncate then low, high = math.floor(low), math.ceil(high) end
   low, high = math.max(low, 0), math.min(high, D - 1)
   if low == high then high = high + 0.001 end
@@ -147,6 +153,15 @@ function rope.new(who, config, D)
   if self.parameters.rope_type == "dynamic" then
     if D == 2 then error(who .. ": rope_type = dynamic needs heads of more than 2 columns") end
   else self.fixed = { rope.frequencies(self.parameters, D, self.most, 0) } end
+  for _, frequency in ipairs((rope.frequencies(self.parameters, D, self.most, 0))) do
+    local is_finite = math.abs(frequency) < math.huge
+    if not is_finite then
+      local list = {}
+      for key, value in pairs(self.parameters) do list[#list + 1] = ("%s = %s"):format(key, tostring(value)) end
+      table.sort(list)
+      error(("%s: rope_parameters (%s) give a frequency of %g"):format(who, table.concat(list, ", "), frequency))
+    end
+  end
   return self
 end
 

@@ -13,7 +13,7 @@ local error = caller.error
 ---@field defaults table<string, any> settings that a model has, and what they are when a script leaves them out
 ---@field file_defaults? table<string, any> the same where a config.json leaves them out, if that differs
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
----@field nullable? table<string, boolean> settings with a default whose null means none; they become false
+---@field nullable? table<string, boolean> settings whose null means none; they become false
 ---@field sizes string[] whole numbers from 1 on
 ---@field shares string[] probabilities, in [0, 1)
 ---@field positive? string[] numbers from 0 on
@@ -24,6 +24,7 @@ local error = caller.error
 ---@field width string the setting whose value `heads` divides
 ---@field heads string
 ---@field layers string the setting that counts the layers
+---@field any_pad? boolean pad_token_id may be no word of the vocabulary
 ---@field check? fun(full: table) raises errors for settings that do not go together
 ---@field layer string a pattern of the body's names, with a layer's number
 ---@field measures table[] sizes that the body's weights tell: { setting, name, dimension from 1, default = where the
@@ -38,7 +39,8 @@ local settings = {}
 
 -- Of every family: fields that must say nothing, whatever the model.
 local ABSENT = { quantization_config = "quantized weights", auto_map = "code of the model's own",
-  pruned_heads = "attention without some of its heads", adapters = "a model with adapters" }
+  compression_config = "compressed weights", pruned_heads = "attention without some of its heads",
+  adapters = "a model with adapters", per_layer_config = "a model of layers with settings of their own" }
 
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
 
@@ -68,7 +70,10 @@ local function names_of(t)
   return table.concat(names, ", ")
 end
 
-local function shown(value) return type(value) == "table" and "{...}" or tostring(value) end
+local function shown(value)
+  if value == json.null then return "null" end
+  return type(value) == "table" and "{...}" or tostring(value)
+end
 
 --- Raises the error for a field that is not supported: a ps.Error whose field `refused` is "FIELD = VALUE: why".
 ---@param who string the family, or the file that says so
@@ -90,14 +95,15 @@ local function is_empty(value) return value == nil or type(value) == "table" and
 
 local function check_types(self, given)
   local rules, who = self.rules, self.rules.model_type
+  local function says_none(key) return rules.nullable and rules.nullable[key] and given[key] == false end
   for key, default in pairs(rules.defaults) do
-    if not (rules.nullable and rules.nullable[key] and given[key] == false) then
-      caller.typed(given[key], type(default), who .. ": " .. key)
-    end
+    if not says_none(key) then caller.typed(given[key], type(default), who .. ": " .. key) end
   end
   for key, kind in pairs(rules.optional or {}) do
-    if given[key] ~= nil and kind == "whole" then caller.whole(given[key], who .. ": " .. key)
-    elseif given[key] ~= nil then caller.typed(given[key], kind, who .. ": " .. key) end
+    local value = given[key]
+    if says_none(key) then value = nil end
+    if value ~= nil and kind == "whole" then caller.whole(value, who .. ": " .. key)
+    elseif value ~= nil then caller.typed(value, kind, who .. ": " .. key) end
   end
 end
 
@@ -105,7 +111,7 @@ local function check_values(self, given)
   local rules, who = self.rules, self.rules.model_type
   for _, key in ipairs(rules.sizes) do
     local size = given[key]
-    if size ~= nil and caller.whole(size, who .. ": " .. key) < 1 then
+    if size ~= nil and size ~= false and caller.whole(size, who .. ": " .. key) < 1 then
       wrong(self, key, size, "it must be 1 or more")
     end
   end
@@ -121,8 +127,9 @@ local function check_values(self, given)
     local value = given[key]
     if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
   end
-  if given.pad_token_id and not (given.pad_token_id >= 0 and given.pad_token_id < given.vocab_size) then
-    wrong(self, "pad_token_id", given.pad_token_id, "the vocabulary has %d words", given.vocab_size)
+  local pad, V = given.pad_token_id, given.vocab_size                   -- below 0: of no id, and a row from the end
+  if pad and not rules.any_pad and not (pad >= -V and pad < V) then
+    wrong(self, "pad_token_id", pad, "the vocabulary has %d words", V)
   end
 end
 
@@ -169,12 +176,21 @@ local function count_labels(self, given)
   given.id2label = map
   if map ~= nil then caller.typed(map, "table", self.rules.model_type .. ": id2label") end
   if map ~= nil and next(map) == nil then map, given.id2label = nil, nil end
+  for id in pairs(map or {}) do
+    if type(id) ~= "string" or not id:match("^%d+$") then
+      wrong(self, "id2label", map, "'%s' is no number of a label", tostring(id))
+    end
+  end
   if given.num_labels == nil then
     given.num_labels = map and count(map) or 2
   elseif caller.whole(given.num_labels, self.rules.model_type .. ": num_labels") < 1 then
     wrong(self, "num_labels", given.num_labels, "it must be 1 or more")
   elseif map and count(map) ~= given.num_labels then
     wrong(self, "num_labels", given.num_labels, "id2label has %d", count(map))
+  end
+  if given.problem_type == "single_label_classification" and given.num_labels == 1 then
+    wrong(self, "problem_type", given.problem_type, "num_labels is 1, so there is nothing to choose from; one number "
+      .. "is regression")
   end
 end
 
@@ -221,7 +237,7 @@ function Settings:from_file(fields, changes)
     for alias, of in pairs(rules.aliases or {}) do if of == name then given[alias] = nil end end
     given[name] = value
   end
-  if changes and changes.num_labels and type(given.id2label) == "table"
+  if changes and changes.num_labels and not changes.id2label and type(given.id2label) == "table"
     and count(given.id2label) ~= changes.num_labels then
     given.id2label, given.label2id = nil, nil
   end
