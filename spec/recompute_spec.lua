@@ -61,6 +61,14 @@ describe("ps.recompute gives the bits of the plain run", function()
     compare(function(call) return call(block, call(block, call(block, x))):square():sum() end)
   end)
 
+  it("with dropout, whatever seed is set before backward", function()
+    compare(function(call)
+      local loss = call(block, x):square():sum()
+      ps.manual_seed(99)
+      return loss
+    end)
+  end)
+
   it("for values too", function()
     ps.manual_seed(3)
     local a = block(x):tolist()

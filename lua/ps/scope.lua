@@ -253,7 +253,7 @@ function M.recompute(fn, ...)
   caller.callable(fn, "ps.recompute")
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
-  local segment = { fn = fn, args = pack(...), op = rng.op, sample = rng.sample, step = rng.step,
+  local segment = { fn = fn, args = pack(...), seed = rng.seed, op = rng.op, sample = rng.sample, step = rng.step,
     module = C.ps_module_now(), states = states() }
   C.ps_segment_begin(ctx)
   enter(segment, false)
@@ -292,9 +292,9 @@ function M.run_again(id)
   local s = segments[id]
   if not s then error("the function of a recompute segment is gone", 0) end
   local rng = C.ps_rng_get(ctx)
-  local op, sample, step = rng.op, rng.sample, rng.step
+  local seed, op, sample, step = rng.seed, rng.op, rng.sample, rng.step
   local scope = M.begin()
-  rng.op, rng.sample, rng.step = s.op, s.sample, s.step
+  rng.seed, rng.op, rng.sample, rng.step = s.seed, s.op, s.sample, s.step
   local was = states()
   set_states(s.states)
   local args = lend_args(s)
@@ -302,7 +302,7 @@ function M.run_again(id)
   enter(s, true)
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
   leave()
-  rng.op, rng.sample, rng.step = op, sample, step
+  rng.seed, rng.op, rng.sample, rng.step = seed, op, sample, step
   set_states(was)
   local rc = 0
   if results[1] then
