@@ -276,8 +276,10 @@ describe("a pipeline", function()
   it("refuses stages with other batches, weights or settings", function()
     for _, case in ipairs {
       { "if rank == 1 then x = ps.randint(0, 256, { 6, 12 }, { dtype = 'int32' }) end", "", "",
-        "rank 1 has another batch than rank 0" },
+        "rank 1 has another batch, or weighs its losses otherwise, than rank 0" },
       { "", "", "ps.manual_seed(3 + rank)", "rank 1 goes on with another step count, learning rate" },
+      { "", "", "if rank == 1 then optimizer.groups[1].weight_decay = 1 end", "or other setting of the optimizer" },
+      { "", "", "if rank == 1 then model:parameters()[3]:requires_grad(false) end", "or other frozen parameters" },
       { "", ", { weight = rank == 0 and 1 or 5 }", "", "the stages of a pipeline weigh the step's losses differently" },
     } do
       local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. ([[
@@ -315,6 +317,48 @@ describe("a pipeline", function()
     assert.equal(one, first)
     assert.equal(one, second)
     assert.truthy(select(2, one:gsub("loss", "")) == 27, one)
+  end)
+
+  -- Stages are at other micro-batches than the turn, so each schedule would have numbers of its own.
+  it("refuses what changes the numbers within a loop, and on all ranks", function()
+    for change, words in pairs {
+      ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "parameter transformer.h.1.ln_1.bias was frozen within",
+      ["model:eval()"] = "the model left its training mode, or gradients were switched off, within",
+      ["ps.manual_seed(77)"] = "ps.manual_seed was called within",
+    } do
+      for _, turn in ipairs { 1, 3 } do
+        local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. ([[
+          local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+          local turn = 0
+          for out in model:micro_batches(x, y) do
+            out.loss:backward()
+            turn = turn + 1
+            if turn == %d then %s end
+          end
+        ]]):format(turn, change))
+        for rank = 0, 1 do
+          assert.equal(1, all[rank].code, all[rank].text)
+          assert.truthy(all[rank].text:find(words, 1, true), all[rank].text)
+        end
+      end
+    end
+  end)
+
+  it("names who has not come, where ranks wait in calls of different groups", function()
+    local begin = lib.begin(folder):gsub("quiet = true", "quiet = true, timeout = 2")
+    for _, call in ipairs { "ps.any_rank(true)", "ps.checkpoints.save(folder .. '/out', { model = model, step = 1 })" } do
+      local all = lib.run(folder, 2, begin .. BEGIN .. ([[
+        local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+        train(model, optimizer, x, y)
+        if rank == 1 then %s end
+        train(model, optimizer, x, y)
+      ]]):format(call))
+      for rank = 0, 1 do
+        assert.equal(1, all[rank].code, all[rank].text)
+        assert.truthy(all[rank].text:find "is alive but has not come to all_[^;]* within 2 s; it is in all_",
+          all[rank].text)
+      end
+    end
   end)
 
   it("refuses by name a backward outside of a loop or in an evaluation, and forwards that cannot be counted", function()

@@ -321,7 +321,8 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    if (rc < 0 && rc != PS_EIO && rc != PS_ESTATE) give_up(p, rc);    /* all ranks hear of it at once */
+    /* All ranks hear of it at once. A time-out is another call's, which ended the connection and complains itself. */
+    if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 

@@ -8,6 +8,7 @@ local hooks = require "ps.hooks"
 local agree = require "ps.dist.agree"
 local array = require "ps.array"
 local batch = require "ps.batch"
+local caller = require "ps.caller"
 local count = require "ps.engine.count"
 local mesh = require "ps.mesh"
 local own_loss = require "ps.engine.own_loss"
@@ -34,6 +35,8 @@ local pipe = {}
 ---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
 ---@field first_key? string PipeMicro.key of the first micro-batch of that loop, or of the last one
+---@field frozen string of the whole model's parameters in order, as that loop began: 0: frozen, 1: not
+---@field seed ffi.cdata*|number of random numbers, as that loop began
 ---@field count integer micro-batches of the loop
 ---@field tells boolean listeners hear of each action of the step under way, before and behind it
 ---@field performed? integer micro-batches that the last dry run performed; the others did again what these did
@@ -116,7 +119,7 @@ end
 ---@return ps.engine.Pipe
 function pipe.new(engine, stages, group)
   return setmetatable({ engine = engine, stages = stages, n = #stages.ranks, rank = group:rank(), size = group:size(),
-    group = group, rows = {}, row = false, counts = {}, event = ffi.new("ps_pipe_event"), n_out = 0, micros = false,
+    group = group, rows = {}, row = false, counts = {}, frozen = "", seed = 0, event = ffi.new("ps_pipe_event"), n_out = 0, micros = false,
     count = 0, tells = false, marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
 end
 
@@ -193,17 +196,42 @@ function Pipe:actions(micros)
   return list
 end
 
+-- Which parameters train decides which gradients go back between stages.
+local function frozen_of(self)
+  local trains = {}
+  for _, p in ipairs(self.engine.module:parameters()) do trains[#trains + 1] = p:needs_grad() and "1" or "0" end
+  return table.concat(trains)
+end
+
 --- Takes the micro-batches of a loop.
 ---@param micros ps.engine.PipeMicro[] from 0; n: how many
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
-  local trains = {}                                          -- decides which gradients go back between stages
-  for _, p in ipairs(self.engine.module:parameters()) do trains[#trains + 1] = p:needs_grad() and "1" or "0" end
-  local frozen = table.concat(trains)
+  self.frozen, self.seed = frozen_of(self), ps.rng().seed
   for i = 0, micros.n - 1 do
-    micros[i].key = (cached(micros[i]) and "cached " or "") .. frozen .. batch.signature(micros[i].args)
+    micros[i].key = (cached(micros[i]) and "cached " or "") .. self.frozen .. batch.signature(micros[i].args)
   end
   self.first_key = micros[0].key
+end
+
+--- Refuses what a turn of a loop that trains has changed: stages are before other micro-batches than the turn's when
+--- they come to it, so that the numbers would depend on the schedule.
+function Pipe:check_unchanged()
+  local function refuse(what)
+    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are then at other micro-batches "
+      .. "than the loop: do it before or behind the loop")
+  end
+  if not (self.engine.module.training and ps.grad_enabled()) then
+    refuse "the model left its training mode, or gradients were switched off,"
+  end
+  if ps.rng().seed ~= self.seed then refuse "ps.manual_seed was called" end
+  local frozen = frozen_of(self)
+  if frozen == self.frozen then return end
+  local at = 1
+  while frozen:byte(at) == self.frozen:byte(at) do at = at + 1 end
+  local names = {}
+  for name in self.engine.module:named_parameters() do names[#names + 1] = name end
+  refuse(("parameter %s was %s"):format(names[at] or "?", frozen:sub(at, at) == "0" and "frozen" or "thawed"))
 end
 
 --- A hash of the micro-batches: all stages of one copy of the model must have the same.
@@ -211,7 +239,7 @@ end
 function Pipe:fingerprint()
   local said = {}
   for i = 0, self.count - 1 do
-    said[#said + 1] = self.micros[i].key
+    said[#said + 1] = batch.signature(self.micros[i].args)
     for k = 1, self.micros[i].given.n do batch.add_hashes(said, self.micros[i].given[k]) end
   end
   return talk.text_hash(table.concat(said, " "))

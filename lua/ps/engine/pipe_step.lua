@@ -50,7 +50,7 @@ end
 ---@param loop ps.engine.Loop
 ---@return table out
 function pipe_step.turn(engine, loop)
-  if loop.at == 0 then enter(engine, loop) end
+  if loop.at == 0 then enter(engine, loop) else engine.pipe:check_unchanged() end
   local pipe, number = engine.pipe, step.advance_row(engine)
   loop.at = loop.at + 1
   assert(number == loop.at - 1, "yields come in order")
@@ -114,6 +114,7 @@ end
 ---@param loop ps.engine.Loop
 function pipe_step.drain(engine, loop)
   local rest
+  if loop.trains then engine.pipe:check_unchanged() end
   if loop.trains then rest = step.advance_row(engine) else rest = pipe_step.look(engine, loop) end
   assert(rest == nil, "no yield is left")
 end
