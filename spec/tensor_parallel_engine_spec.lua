@@ -101,7 +101,27 @@ describe("an engine on ranks with parts of the same layers", function()
     for rank = 0, 3 do
       local text = all[rank].text
       assert.truthy(text:find("micro-batch 5\n", 1, true) and not text:find("micro-batch 6", 1, true), text)
-      assert.truthy(text:find("rank 3 has another batch than rank 2, and both have parts of one model", 1, true), text)
+      assert.truthy(text:find("rank 3 has another batch, or weighs its losses otherwise, than rank 2, and both have "
+        .. "parts of one model", 1, true), text)
+    end
+  end)
+
+  it("finds that a rank weighed a loss otherwise, when the next step begins", function()
+    local all = run(4, [[
+      local model, optimizer = start { gradient_accumulation_steps = 2 }
+      local ok, problem = pcall(function()
+        for i = 0, 7 do
+          model:backward(model(ps.full({ 64 }, dp)), { weight = rank == 1 and i == 3 and 2 or 1 })
+          if i % 2 == 1 then optimizer:step() end
+          print("micro-batch " .. i)
+        end
+      end)
+      print("problem: " .. tostring(not ok and problem))
+    ]])
+    for rank = 0, 3 do
+      local text = all[rank].text
+      assert.truthy(text:find("micro-batch 3\n", 1, true) and not text:find("micro-batch 4", 1, true), text)
+      assert.truthy(text:find("rank 1 has another batch, or weighs its losses otherwise, than rank 0", 1, true), text)
     end
   end)
 

@@ -120,6 +120,30 @@ describe("two ranks that share out layers", function()
     ]])
   end)
 
+  it("lay their chunks out anew together, where one of them alone has no room for them", function()
+    lib.check(folder, 2, [[
+      local gpt2, x = require "models.gpt2", ps.randint(0, 256, { 12, 12 }, { dtype = "int32" })
+      -- Whether a step laid the chunks out anew, by the budget of rank 1.
+      local function anew(nbytes)
+        local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
+          config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
+            tensor_parallel = { size = 2 },
+            memory = { host = rank == 1 and nbytes or 2 ^ 30, disk = { path = folder, limit = 2 ^ 26 } } } }
+        local ok, problem = pcall(function()
+          model:backward(model(x, x))
+          optimizer:step()
+        end)
+        local was = false
+        for text in pairs(model.said) do was = was or text:find "laid out anew" ~= nil end
+        model:close()
+        assert(ok, tostring(problem))
+        return was
+      end
+      local budget = 3 * 2 ^ 20
+      while not anew(budget) do budget = budget - 2 ^ 17 end
+    ]])
+  end)
+
   it("generate what one rank generates, and say when they are asked for other things", function()
     local GENERATE = [[
       for _, family in ipairs { "gpt2", "llama" } do

@@ -23,7 +23,8 @@ local data_parallel = {}
 ---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are added up (ps/mesh.lua);
 --- this rank alone where the others have other parts of the model
 ---@field tp? ps.Group the ranks that have a part each of the same layers
----@field noted string[] hashes of the micro-batches since the last begin of a step, where there is tp
+---@field noted string[] hashes of the micro-batches, and weights of the losses, since the last begin of a step, where
+---  there is tp
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
@@ -106,8 +107,8 @@ local function compare_parts(rows, pipe)
   local tp = mesh.size "tp"
   for i, row in ipairs(rows) do
     local first = pipe and first_of_copy(i - 1) or math.floor((i - 1) / tp) * tp
-    for column, what in pairs { [6] = "has another batch than", [7] = "goes on with another step count, learning rate, "
-      .. "loss scale or random numbers than" } do
+    for column, what in pairs { [6] = "has another batch, or weighs its losses otherwise, than",
+      [7] = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than" } do
       if row[column] ~= rows[first + 1][column] then
         error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
           .. "with the same seed"):format(i - 1, what, first), 0)
@@ -125,11 +126,24 @@ function Ranks:note_batch(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
 end
 
--- A number that ranks with parts of one copy of the model have alike: of their micro-batches.
+--- Notes the weight of a loss, which is compared with the micro-batches: addends of gradients come from all ranks that
+--- have parts of the same layers, so these weigh a loss alike.
+---@param weight number
+function Ranks:note_weight(weight)
+  if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
+end
+
+-- A number that ranks with parts of one copy of the model have alike: of their micro-batches, and of the weights of
+-- losses.
 local function batch_number(self)
   local text, pipe = table.concat(self.noted, " "), self.engine.pipe
-  self.noted = {}
-  return pipe and pipe:fingerprint() or talk.text_hash(text)
+  return talk.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
+end
+
+-- The same of what decides the step besides: settings, and in a pipeline which parameters are frozen.
+local function settings_number(self)
+  local engine = self.engine
+  return talk.text_hash(replicas.settings(engine) .. (engine.pipe and engine.pipe.frozen or ""))
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
@@ -204,7 +218,7 @@ function Ranks:begin_step(fn, share, limit)
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
   local cut = self.engine.pipe or self.tp
-  if cut and ok then mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(self.engine)) end
+  if cut and ok then mine[6], mine[7] = batch_number(self), settings_number(self) end
   local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
   self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
   local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
@@ -213,7 +227,8 @@ function Ranks:begin_step(fn, share, limit)
     failed, short = failed or row[1] > 0, short or row[3] > 0
     least = math.min(least, row[4])
   end
-  if not failed and short then return least end
+  if not failed and short then return least end            -- which begins again, with what is noted
+  self.noted = {}
   for rank, row in ipairs(list) do
     same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
   end

@@ -3,10 +3,10 @@
 -- that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only where
 -- hashes differ do the texts travel, so that every rank ends with the same error, which names the first difference.
 -- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
--- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, learning rates, the loss
--- scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where each rank
--- has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to be compared
--- with.
+-- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the optimizer's settings,
+-- the loss scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where
+-- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to be
+-- compared with, so that settings which differ would never show.
 local ps = require "ps"
 local optim_groups = require "ps.optim_groups"
 local talk = require "ps.dist.agree"
@@ -132,14 +132,22 @@ end
 function replicas.cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every so many steps --------------------------------------------------------------------------------------------
+--- What settings() has, in words.
+replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
+
 --- Numbers that decide the next steps, and that all ranks must have alike, as text.
 ---@param engine ps.Engine
 ---@return string
 function replicas.settings(engine)
   local optimizer, rng = engine.optimizer, ps.rng()
-  local parts = { engine.steps, optimizer.steps, tostring(rng.seed), tostring(rng.step) }
+  local keys = optim_groups.SETTINGS[optimizer.kind]
+  local parts = { engine.steps, optimizer.steps, tostring(rng.seed), tostring(rng.step),
+    ("%.17g"):format(optimizer.max_norm or 0) }
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
-  for _, group in ipairs(optimizer.groups) do parts[#parts + 1] = ("%.17g"):format(group.lr) end
+  for _, group in ipairs(optimizer.groups) do
+    local text = optim_groups.to_text(group, keys)
+    for _, key in ipairs(keys) do parts[#parts + 1] = tostring(text[key]) end
+  end
   return table.concat(parts, " ")
 end
 
@@ -147,7 +155,7 @@ end
 -- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
 local function hashes(engine, axis)
   local settings = talk.text_hash(replicas.settings(engine))
-  local list = { { "step count, learning rate, loss scale or random numbers", settings } }
+  local list = { { replicas.OF_SETTINGS, settings } }
   local function add(name, tensor)
     ps.check(C.ps_tensor_hash(tensor, hash_out))
     list[#list + 1] = { name, talk.hash_number(hash_out[0]) }

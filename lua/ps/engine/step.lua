@@ -611,6 +611,7 @@ local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
   s.total = (engine.pipe and engine.pipe.total or s.is.weight) + weight
   if ranks and last then s.total = ranks:sum(s.total) end
+  if ranks then ranks:note_weight(weight) end
   if not scaler then return weight end
   if not s.unit and weigh.several(engine, s.is.n_micro) then
     s.unit = weigh.unit((ranks and ranks:sum(places) or places) * s.is.n_micro)
