@@ -69,6 +69,12 @@ local CALLS = {
     group:close()
     if not ok then error(problem, 0) end
   end, source = '"group:" .. call' },
+  { "group:linear_scattered", "keep", false, function(o)
+    local group = ps.dist.self()
+    local ok, problem = pcall(group.linear_scattered, group, x, ps.ones { 4, 3 }, o)
+    group:close()
+    if not ok then error(problem, 0) end
+  end, source = '"group:" .. call' },
   { "group:lm_loss", "word", "words", function(o)
     local group = ps.dist.self()
     local ok, problem = pcall(group.lm_loss, group, x, ps.ones { 4, 3 }, ps.zeros({ 2 }, { dtype = "int64" }),

@@ -346,7 +346,7 @@ local PIECES = [[
     end
     for _ = 1, 2 do                                            -- the second time gradients are added to
       local y = group:gathered_linear(t.x, t.up, t.bias, how)
-      local z = group:linear_scattered(F.gelu(y, "tanh"), t.down, how)
+      local z = group:linear_scattered(F.gelu(y, "tanh"), t.down, { out_in = out_in, pieces = pieces })
       ;(t.w * z):sum():backward()
       t.z = z:detach()
     end
@@ -563,9 +563,27 @@ local SHARED = [[
       near(g:float() / scale, right[name]:float() / scale, dtype .. ": " .. name .. "'s gradient", tol)
     end
   end
+  -- a forward that fails between two columns leaves nothing to the next one
+  local region = nn.Region.new(group, true, false, 2)
+  local one, two = nn.ColumnParallelLinear(4, 2 * size, { region = region }),
+    nn.ColumnParallelLinear(4, 2 * size, { region = region })
+  region:set(size, 3)
+  local part = ps.ones { 3, 4 }
+  region:begin_columns({ one, two }, part)
+  one(part)
+  region:set(size + 1, 1)                                        -- rows that the ranks do not share out
+  local rows = ps.ones { size + 1, 1, 4 }
+  near(two(rows), ps.ops.linear(rows, two.weight, two.bias, nil, 1), "a column behind a forward that failed", 0)
   -- what cannot be
+  local other = nn.ColumnParallelLinear(4, 2 * size, { region = region, out_in = false })
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
+    { "some weights are nn.Linear's", function() region:begin_columns({ one, other }, part) end },
+    { "its input is not the one", function()
+      region:set(size, 3)
+      region:begin_columns({ one, two }, part)
+      one(ps.ones { 3, 4 })
+    end },
     { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, { { w }, { w }, { w }, { w } }) end },
     { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, {}) end },
     { "layer 2 is a cdata, no pair", function() group:gathered_linears(x, { { w }, w }) end },

@@ -81,7 +81,7 @@ function Group:size() return C.ps_group_size(open(self)) end
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
 --- Of `bytes_sent` those of rows that travelled in pieces beside products.
----@return number
+---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
 --- Connects the ranks' devices of this name, so that the calls below take tensors there. All ranks call it. The first
@@ -167,7 +167,7 @@ local ops = E.ops
 local PRODUCT = {
   gathered_linear = { out_in = "boolean", pieces = "whole", keep = "boolean" },
   gathered_linears = { out_in = "boolean", pieces = "whole", keep = "boolean" },
-  linear_scattered = { out_in = "boolean", pieces = "whole", keep = "boolean", flat = "boolean" },
+  linear_scattered = { out_in = "boolean", pieces = "whole", flat = "boolean" },
 }
 
 local function attributes(self, call, t)

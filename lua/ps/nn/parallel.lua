@@ -25,6 +25,8 @@ local error = caller.error
 ---@field keep boolean backward keeps gathered rows
 ---@field pieces integer in which rows travel beside products; 1: before and behind them
 ---@field on boolean each rank has its B T / t rows between layers, flat: [B T / t, C]; else all have all, [B, T, C]
+---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> what begin_columns computed, until the
+---  column's forward takes it
 ---@field B integer
 ---@field T integer
 local Region = {}
@@ -42,15 +44,17 @@ function Region.new(group, sequence, keep, pieces)
     error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
   end
   return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
-    keep = keep or false, pieces = pieces or 1, on = false, B = 0, T = 0 }, Region)
+    keep = keep or false, pieces = pieces or 1, on = false, B = 0, T = 0, begun = {} }, Region)
 end
 
---- Says what rows the next forward has. Ranks share them out if that is wanted, and t divides their number.
+--- Says what rows the next forward has. Ranks share them out if that is wanted, and t divides their number. What
+--- begin_columns computed for a forward that did not come to its end goes.
 ---@param B integer samples
 ---@param T integer positions
 ---@param cached? boolean keys of earlier positions are kept, as in decoding: then all ranks have all rows
 function Region:set(B, T, cached)
   self.B, self.T, self.on = B, T, self.wanted and not cached and B * T % self.size == 0
+  if next(self.begun) then self.begun = {} end
 end
 
 --- For a function that backward runs again (ps.recompute): what `restore` takes.
@@ -202,14 +206,15 @@ end
 ---@param x ps.Tensor [B T / t, inputs] in a region whose rows are shared out, else [..., inputs]
 ---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
 function Column:forward(x)
-  local region, gather, ready = self.region, self.gather_input, self.ready
-  local y
-  if ready then
-    rawset(self, "ready", nil)
-    if not rawequal(x, ready.x) then
-      error("nn.ColumnParallelLinear: its input is not the one of the columns that are computed with it")
+  local region, gather = self.region, self.gather_input
+  local begun, y = region.begun[self], nil
+  if begun then
+    region.begun[self] = nil
+    if not rawequal(x, begun.x) then
+      error("nn.ColumnParallelLinear: its input is not the one of the columns that are computed with it, which a table "
+        .. "of the model lists (gather); gather = true is for columns of several inputs (docs/tensor_parallel.md)")
     end
-    y = ready.y
+    y = begun.y
   elseif gather or gather == nil and region:has_part(x) then
     y = region.group:gathered_linear(x, self.weight, self.bias,
       { out_in = self.out_in == 1, pieces = region.pieces, keep = region.keep })
@@ -227,10 +232,15 @@ end
 ---@param x ps.Tensor [B T / t, inputs]
 function Region:begin_columns(columns, x)
   local first, layers = columns[1], {}
-  for i, column in ipairs(columns) do layers[i] = { column.weight, column.bias } end
+  for i, column in ipairs(columns) do
+    if column.out_in ~= first.out_in then
+      error("region:begin_columns: some weights are nn.Linear's and others nn.Conv1D's; those of one input are alike")
+    end
+    layers[i] = { column.weight, column.bias }
+  end
   local y = { self.group:gathered_linears(x, layers,
     { out_in = first.out_in == 1, pieces = self.pieces, keep = self.keep }) }
-  for i, column in ipairs(columns) do rawset(column, "ready", { x = x, y = y[i] }) end
+  for i, column in ipairs(columns) do self.begun[column] = { x = x, y = y[i] } end
 end
 
 function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
