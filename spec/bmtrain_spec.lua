@@ -331,6 +331,15 @@ describe("schedules", function()
       assert.equal(rates.current_lr, other.current_lr)
     end)
   end
+
+  it("that have no rate for an iteration say so, where BMTrain divides by 0", function()
+    local optimizer = { param_groups = { { lr = 1 } } }
+    fails(function() bmt.lr_scheduler.Noam(optimizer, { start_lr = 0.01, warmup_iter = 0, end_iter = 40 }) end,
+      "bmt.lr_scheduler.Noam: the rate of iteration 0 is inf, with warmup_iter = 0 and end_iter = 40")
+    local rates = bmt.lr_scheduler.Linear(optimizer, { start_lr = 0.01, warmup_iter = 1, end_iter = 1 })
+    fails(function() rates:step() end, "bmt.lr_scheduler.Linear: the rate of iteration 1 is", "end_iter = 1")
+    assert.equal(0, optimizer.param_groups[1].lr)
+  end)
 end)
 
 describe("blocks", function()
@@ -569,12 +578,13 @@ describe("helpers", function()
     local said, print_was = {}, print
     _G.print = function(...) said[#said + 1] = table.concat({ ... }, " ") end
     finally(function() _G.print = print_was end)
-    bmt.print_dict("Sizes", { rank = 0, world_size = 4 })
+    bmt.print_dict("Sizes", { rank = 0, world_size = 4, [10] = "ten" })
     bmt.see_memory("before")
     bmt.print_rank("a", 1, { rank = 0 })
     bmt.print_rank("b", { rank = 1 })
     _G.print = print_was
-    assert.same({ ("="):rep(26) .. " Sizes " .. ("="):rep(27), "rank :       0\nworld_size : 4" }, { said[1], said[2] })
+    assert.same({ ("="):rep(26) .. " Sizes " .. ("="):rep(27),
+      "10 :         ten\nrank :       0\nworld_size : 4" }, { said[1], said[2] })
     assert.truthy(said[3]:find("^before\n.*cpu"), said[3])
     assert.same({ "a 1" }, { said[4], said[5] })
   end)

@@ -8,11 +8,13 @@
 --   Exponential  L n / w          L gamma^(n - w)
 -- They are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). The rate of every group is set, at once and by each step.
 local caller = require "ps.caller"
+local types = require "ps.config.types"
 local error = caller.error
 
 local lr_scheduler = {}
 
 ---@class ps.bmt.Scheduler
+---@field name string
 ---@field optimizer table with param_groups
 ---@field start_lr number
 ---@field warmup_iter integer
@@ -30,7 +32,12 @@ local KEPT = { "start_lr", "warmup_iter", "end_iter", "num_iter" }
 function Scheduler:step(num_iter)
   self.num_iter = num_iter and caller.whole(num_iter, "scheduler:step: num_iter", 0) or self.num_iter + 1
   local n = self.num_iter
-  self.current_lr = n < self.warmup_iter and self:get_lr_warmup(n) or self:get_lr_decay(n)
+  local lr = n < self.warmup_iter and self:get_lr_warmup(n) or self:get_lr_decay(n)
+  if not types.finite(lr) then
+    error(("bmt.lr_scheduler.%s: the rate of iteration %d is %s, with warmup_iter = %d and end_iter = %d: its formula "
+      .. "divides by 0 there%s"):format(self.name, n, tostring(lr), self.warmup_iter, self.end_iter, self.advice))
+  end
+  self.current_lr = lr
   for _, group in ipairs(self.optimizer.param_groups) do group.lr = self.current_lr end
 end
 
@@ -57,9 +64,11 @@ function Scheduler:load_state_dict(state)
   self:step(self.num_iter)
 end
 
--- A schedule: `decay` is its formula behind the rise, `rise` one of its own before; more: further options.
-local function schedule(name, decay, rise, more)
-  local class = setmetatable({ get_lr_decay = decay, get_lr_warmup = rise }, { __index = Scheduler })
+-- A schedule: `decay` is its formula behind the rise, `rise` one of its own before; more: further options; advice: what
+-- to change where a formula divides by 0.
+local function schedule(name, decay, rise, more, advice)
+  local class = setmetatable({ get_lr_decay = decay, get_lr_warmup = rise, name = name, advice = advice or "" },
+    { __index = Scheduler })
   local keys = {}
   for _, from in ipairs { OPTIONS, more or {} } do for key, kind in pairs(from) do keys[key] = kind end end
   --- BMTrain's schedule of that name: lua/ps/bmt/lr_scheduler.lua has the formulas.
@@ -88,11 +97,13 @@ end
 lr_scheduler.NoDecay = schedule("NoDecay", function(self) return self.start_lr end)
 
 lr_scheduler.Noam = schedule("Noam", function(self, n) return self.start_lr / math.sqrt(n) end,
-  function(self, n) return self.start_lr / math.sqrt(self.warmup_iter) * n / self.warmup_iter end)
+  function(self, n) return self.start_lr / math.sqrt(self.warmup_iter) * n / self.warmup_iter end, nil,
+  "; warmup_iter is 1 or more")
 
 lr_scheduler.Linear = schedule("Linear", function(self, n)
-  return math.max(0, self.start_lr * (self.end_iter - n) / (self.end_iter - self.warmup_iter))
-end)
+  local left = self.start_lr * (self.end_iter - n) / (self.end_iter - self.warmup_iter)
+  return left < 0 and 0 or left                      -- math.max could turn a NaN into 0
+end, nil, nil, "; end_iter is another number than warmup_iter")
 
 lr_scheduler.Cosine = schedule("Cosine", function(self, n)
   local progress = (n - self.warmup_iter) / math.max(1, self.end_iter - self.warmup_iter)

@@ -22,18 +22,16 @@ end
 
 --- Prints a table's values by name, in the order of names, below a title.
 ---@param title string
----@param content table<string, any>
+---@param content table<any, any>
 function utils.print_dict(title, content)
   caller.typed(content, "table", "bmt.print_dict: its table")
-  local names, widest, lines = {}, 0, {}
-  for name in pairs(content) do
-    names[#names + 1] = tostring(name)
+  local rows, widest, lines = {}, 0, {}
+  for name, value in pairs(content) do
+    rows[#rows + 1] = { tostring(name), tostring(value) }
     widest = math.max(widest, #tostring(name))
   end
-  table.sort(names)
-  for i, name in ipairs(names) do
-    lines[i] = ("%s :%s%s"):format(name, (" "):rep(widest - #name + 1), tostring(content[name]))
-  end
+  table.sort(rows, function(a, b) return a[1] < b[1] end)
+  for i, row in ipairs(rows) do lines[i] = ("%s :%s%s"):format(row[1], (" "):rep(widest - #row[1] + 1), row[2]) end
   utils.print_block(title, table.concat(lines, "\n"))
 end
 
