@@ -322,7 +322,7 @@ describe("a pipeline", function()
   -- Stages are at other micro-batches than the turn, so each schedule would have numbers of its own.
   it("refuses what changes the numbers within a loop, and on all ranks", function()
     for change, words in pairs {
-      ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "parameter transformer.h.1.ln_1.bias was frozen within",
+      ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "transformer.h.1.ln_1.bias was frozen within",
       ["model:eval()"] = "the model left its training mode, or gradients were switched off, within",
       ["ps.manual_seed(77)"] = "ps.manual_seed was called within",
     } do
@@ -346,7 +346,8 @@ describe("a pipeline", function()
 
   it("names who has not come, where ranks wait in calls of different groups", function()
     local begin = lib.begin(folder):gsub("quiet = true", "quiet = true, timeout = 2")
-    for _, call in ipairs { "ps.any_rank(true)", "ps.checkpoints.save(folder .. '/out', { model = model, step = 1 })" } do
+    for _, call in ipairs { "ps.any_rank(true)",
+      "ps.checkpoints.save(folder .. '/out', { model = model, step = 1 })" } do
       local all = lib.run(folder, 2, begin .. BEGIN .. ([[
         local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
         train(model, optimizer, x, y)

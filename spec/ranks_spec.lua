@@ -86,8 +86,8 @@ describe("several processes", function()
     ["a learning rate"] = { 3, "if ps.rank() == 2 then optimizer:set_lr(1e-2) end",
       "learning rate or other setting of the optimizer, loss scale or random numbers of rank 2:" },
     ["weight decay, where each rank has state of its own"] = { 3, "if ps.rank() == 1 then "
-      .. "optimizer.groups[1].weight_decay = 0.5 end", "or other setting of the optimizer, loss scale or random numbers "
-      .. "of rank 1:" },
+      .. "optimizer.groups[1].weight_decay = 0.5 end",
+      "or other setting of the optimizer, loss scale or random numbers of rank 1:" },
     ["a buffer"] = { 2, "if ps.rank() == 0 then ps.no_grad(function() model.count:add_(1) end) end",
       "buffer count of rank 0:" },
   } do

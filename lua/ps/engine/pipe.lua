@@ -119,8 +119,8 @@ end
 ---@return ps.engine.Pipe
 function pipe.new(engine, stages, group)
   return setmetatable({ engine = engine, stages = stages, n = #stages.ranks, rank = group:rank(), size = group:size(),
-    group = group, rows = {}, row = false, counts = {}, frozen = "", seed = 0, event = ffi.new("ps_pipe_event"), n_out = 0, micros = false,
-    count = 0, tells = false, marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
+    group = group, rows = {}, row = false, counts = {}, frozen = "", seed = 0, event = ffi.new("ps_pipe_event"),
+    n_out = 0, micros = false, count = 0, tells = false, marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
 end
 
 --- Closes the executors of all rows.
@@ -218,8 +218,8 @@ end
 --- they come to it, so that the numbers would depend on the schedule.
 function Pipe:check_unchanged()
   local function refuse(what)
-    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are then at other micro-batches "
-      .. "than the loop: do it before or behind the loop")
+    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches than "
+      .. "the loop: do it before or behind the loop")
   end
   if not (self.engine.module.training and ps.grad_enabled()) then
     refuse "the model left its training mode, or gradients were switched off,"

@@ -5,8 +5,8 @@
 -- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
 -- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the optimizer's settings,
 -- the loss scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where
--- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to be
--- compared with, so that settings which differ would never show.
+-- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to
+-- be compared with, so that settings which differ would never show in it.
 local ps = require "ps"
 local optim_groups = require "ps.optim_groups"
 local talk = require "ps.dist.agree"

@@ -207,7 +207,8 @@ end
 ---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
 function Column:forward(x)
   local region, gather = self.region, self.gather_input
-  local begun, y = region.begun[self], nil
+  local begun = region.begun[self]
+  local y
   if begun then
     region.begun[self] = nil
     if not rawequal(x, begun.x) then
