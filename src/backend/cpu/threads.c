@@ -58,7 +58,7 @@ static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
     char now[1024];
-    if (getauxval(AT_SECURE)) return false;         /* where a program has rights of its own glibc unsets the variable */
+    if (getauxval(AT_SECURE)) return false;         /* glibc unsets the variable of a program with rights of its own */
     if (!had || !strstr(had, "glibc.malloc.tcache_count=")) {
         int n = snprintf(now, sizeof now, "%s%s" NO_CACHE, had ? had : "", had && *had ? ":" : "");
         return n < (int)sizeof now && setenv(TUNABLES, now, 1) == 0;
