@@ -157,6 +157,7 @@ describe("collectives on devices", function()
       for _, word in ipairs { ... } do found = found or all[rank].text:find(word, 1, true) end
       assert.truthy(found, all[rank].text)
     end
+    return all
   end
   local SUM = "local t = ps.ones({ 8 }, { device = device }) for _ = 1, 4 do group:all_reduce(t) end"
 
@@ -523,8 +524,15 @@ describe("collectives on devices", function()
     local env = emulated()
     if not env then return end
     -- Three steps of four micro-batches: an exchange 12 of a way is the last one.
-    both(env .. " PS_EMULATE_NCCL=breaks=12", STAGES, "a link is down")
-    both(env .. " PS_EMULATE_NCCL=stalls=5 TIMEOUT=3", STAGES, "took longer than 3 s", "within 3 s")
+    local function named(all)                                          -- whichever call of the step finds the failure
+      for rank = 0, 1 do
+        local message = "rank %d, recv %%u of micro%%-batch %%d, stage %%d of pp with rank %d: "
+        message = message:format(rank, 1 - rank)
+        assert.truthy(all[rank].text:find(message), all[rank].text)
+      end
+    end
+    named(both(env .. " PS_EMULATE_NCCL=breaks=12", STAGES, "a link is down"))
+    named(both(env .. " PS_EMULATE_NCCL=stalls=5 TIMEOUT=3", STAGES, "took longer than 3 s", "within 3 s"))
     local all = run(2, "cuda", STAGES, env .. " PS_EMULATE_NCCL=breaks=13")
     for rank = 0, 1 do assert.equal(0, all[rank].code, all[rank].text) end
     all = run(2, "cuda", STAGES, env .. " VICTIM=1")

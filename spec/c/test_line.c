@@ -105,7 +105,9 @@ static int two_way(struct member *m, ps_ctx *ctx, ps_group *g, const char *word,
     expect(m, post(p, false, !m->rank, PS_P2P_UP, 0, in, &q[1]) == 0, "recv");
     if (m->rank == 1 && fate) fate(p);
     wait_in_vain(m, q[0], out, word);
-    if (wait_in_vain(m, q[1], in, word) == 0) expect(m, ps_p2p_settle(p) < 0, "the receive failed");
+    if (wait_in_vain(m, q[1], in, word) == 0)
+        expect(m, ps_p2p_settle(p) < 0 && strstr(ps_error_message(), "recv F of micro-batch 0, stage 0 of "),
+               "the receive failed, and is named");
     expect(m, ps_group_barrier(g) < 0 && strstr(ps_error_message(), word), "the group ended");
     ps_p2p_close(p);
     return 0;

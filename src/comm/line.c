@@ -26,6 +26,7 @@ struct ps_line {
     ps_error_kept why;
     ps_line_message *first, *last;         /* not begun */
     int64_t allowed, begun, over;          /* messages; over: so many ended, as is known */
+    char at[PS_LINE_NAME];                 /* the name of the message behind `over` */
 };
 
 /* Why the thread's work is at an end, or 0. */
@@ -83,10 +84,17 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
+/* The next message to begin is the one that the line is at, where none is under way; the lock is held. */
+static void come_to(ps_line *l, const ps_line_message *next)
+{
+    if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
+}
+
 /* Begins the first message; the lock is held before and after. */
 static int begin_first(ps_line *l)
 {
     ps_line_message *m = l->first;
+    come_to(l, m);
     pthread_mutex_unlock(l->o.lock);
     int rc = begin(l, m);
     pthread_mutex_lock(l->o.lock);
@@ -145,6 +153,7 @@ static void fail(ps_line *l, int rc)
     pthread_mutex_unlock(l->o.lock);
     if (mine) l->o.blame(l->o.arg, l->peer, rc);
     pthread_mutex_lock(l->o.lock);
+    come_to(l, l->first);                  /* the connection may have failed before it began */
     ps_error_keep(&l->why);
     l->failed = true;
     pthread_cond_broadcast(l->o.news);
@@ -228,6 +237,7 @@ void ps_line_stop(ps_line *l)
 
 bool ps_line_is_still(const ps_line *l) { return l->over == l->begun; }
 const ps_error_kept *ps_line_failed(const ps_line *l) { return l->failed ? &l->why : NULL; }
+const char *ps_line_at(const ps_line *l) { return l->at; }
 bool ps_line_rests(const ps_line *l) { return l->rests; }
 
 void ps_line_close(ps_line *l)

@@ -16,12 +16,15 @@
 
 typedef struct ps_line ps_line;
 
+enum { PS_LINE_NAME = 40 };
+
 typedef struct ps_line_message {
     struct ps_line_message *next;
     void *bytes;                           /* on the device; they stay until `end` */
     int64_t nbytes;
     ps_wire_event *ready, *end;            /* ready: the bytes may be sent, or written to. Owned by the message */
     bool begun;                            /* the device has been given the message, and `end` is set */
+    char name[PS_LINE_NAME];               /* for errors: "F of micro-batch 3, stage 1" */
 } ps_line_message;
 
 /* What a line shares with its owner. */
@@ -50,6 +53,7 @@ void ps_line_allow(ps_line *line);         /* the receiver was ready for one mor
 void ps_line_stop(ps_line *line);          /* nobody waits for its messages any more */
 bool ps_line_is_still(const ps_line *line);                  /* all messages that were begun have ended */
 const ps_error_kept *ps_line_failed(const ps_line *line);    /* NULL: it did not */
+const char *ps_line_at(const ps_line *line);                 /* the oldest message under way, or the one that failed */
 bool ps_line_rests(const ps_line *line);   /* after a failure: neither its thread nor the device uses any message */
 
 void ps_line_close(ps_line *line);         /* without lock; NULL: nothing happens */

@@ -98,7 +98,7 @@ struct ps_p2p {
 
 /* -- words --------------------------------------------------------------------------------------------------------- */
 
-enum { TEXT = 200, ACTION = 40 };
+enum { TEXT = 200, ACTION = PS_LINE_NAME };
 
 /* "F of micro-batch 3, stage 1" */
 static void action_text(int kind, int vstage, int micro, char text[ACTION])
@@ -442,6 +442,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     if (q->nbytes > 0 && p->be && t->device_ == p->device) {
         q->head.place = DEVICE;
         q->message.bytes = q->bytes, q->message.nbytes = q->nbytes;
+        action_text(tag->kind, tag->vstage, tag->micro, q->message.name);
         int rc = p->comm->pretends ? 0 : ps_line_message_prepare(p->be, &q->message);
         if (rc < 0) {
             request_end(q);
@@ -453,13 +454,17 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
 }
 
 /* Puts the message that failed here before this thread's error. */
+static void prefix_of(const ps_p2p *p, bool out, const char *action, int peer)
+{
+    ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank), out ? "send" : "recv",
+                    action, p->comm->axis, group_world(p->group, peer));
+}
+
 static void prefix(const ps_p2p_request *q)
 {
-    const ps_p2p *p = q->p2p;
     char action[ACTION];
     action_text(q->head.kind, q->head.vstage, q->head.micro, action);
-    ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank),
-                    q->out ? "send" : "recv", action, p->comm->axis, group_world(p->group, q->peer));
+    prefix_of(q->p2p, q->out, action, q->peer);
 }
 
 /* Ends a request whose message cannot begin. */
@@ -683,38 +688,42 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* The failure of a line that this rank receives by, or NULL; the lock is held. *still: no bytes are on their way. */
-static const ps_error_kept *failed_line(const ps_p2p *p, int *peer, bool *still)
+/* A line that this rank receives by: one that failed, or else one on which bytes are on their way, or NULL. The lock is
+ * held. */
+static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
-    *still = true;
+    const ps_line *busy = NULL;
     for (int r = 0; r < p->comm->size; r++)
         for (int lane = 0; lane < PS_P2P_LANES; lane++) {
             const ps_line *l = p->peers[r].lines[false][lane];
-            *peer = r;
-            if (l && ps_line_failed(l)) return ps_line_failed(l);
-            if (l && !ps_line_is_still(l)) *still = false;
+            bool failed = l && ps_line_failed(l);
+            if (failed || (l && !busy && !ps_line_is_still(l))) busy = l, *peer = r;
+            if (failed) return busy;
         }
-    return NULL;
+    return busy;
 }
 
 /* Whether lines failed; waits: until all is received, too. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
-    bool still;
+    char action[ACTION] = "";
     int rc = 0, peer = 0;
     pthread_mutex_lock(&p->lock);
-    for (;;) {
-        const ps_error_kept *failed = failed_line(p, &peer, &still);
+    while (rc == 0) {
+        const ps_line *busy = busy_line(p, &peer);
+        const ps_error_kept *failed = busy ? ps_line_failed(busy) : NULL;
+        if (busy) snprintf(action, sizeof action, "%s", ps_line_at(busy));
         if (failed) rc = ps_error_again(failed);
-        if (failed || still || !waits) break;
-        if (!wait_for_news(p, until)) {
+        if (!busy || !waits) break;
+        if (!failed && !wait_for_news(p, until))
             rc = ps_fail(PS_ETIME, "messages between devices did not end within %g s", p->comm->timeout_s);
-            break;
-        }
     }
     pthread_mutex_unlock(&p->lock);
-    return rc < 0 ? blame(p, peer, rc) : 0;
+    if (rc == 0) return 0;
+    rc = blame(p, peer, rc);
+    prefix_of(p, false, action, peer);
+    return rc;
 }
 
 int ps_p2p_check(ps_p2p *p) { return p->be ? look_at_lines(p, false) : 0; }
@@ -730,7 +739,11 @@ int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
     ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, peer));
     const next_letter wanted = { &p->peers[peer], lane };
     int rc = until_come(p, ps_now() + p->comm->timeout_s, has_letter, is_deaf, &wanted);
-    if (rc < 0) rc = blame(p, peer, rc);
+    if (rc < 0) {
+        rc = blame(p, peer, rc);
+        snprintf(text, sizeof text, "of lane %s", lane_names[lane]);
+        prefix_of(p, false, text, peer);
+    }
     leave(p);
     if (rc < 0) return rc;
     pthread_mutex_lock(&p->lock);
