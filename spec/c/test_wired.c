@@ -108,7 +108,7 @@ static int job_end(ps_group *g, ps_tensor *t, ps_job *job)
 {
     int rc = group_job_wait(g, job);
     ps_storage_unpin(t->storage, t->device_);
-    return rc;
+    return group_told(g, rc);
 }
 
 /* A gather of chunks stalls. The other group's calls are begun behind it, are there before it, and their order is that
@@ -260,15 +260,19 @@ static int beside_a_call(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A job finds the failure first. What is read meanwhile is an error all the same. */
+/* A job finds the failure first. What is read meanwhile is an error all the same, also where nobody wants to know what
+ * became of the job. */
 static int job_first(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
-    ps_job *job = NULL;
+    ps_job *job = NULL, *unused = NULL;
     if (!connected(m, ctx, g, &s)) return 0;
     ps_tensor *chunk = filled(ctx, s.device, m->rank), *t = filled(ctx, s.device, 1);
     expect(m, ps_group_broadcast(s.tp, t, 1) == 0, "the call returns");
     expect(m, loses(&s), "it is lost");
+    expect(m, job_start(g, chunk, OP_CHUNK_GATHER, &unused) && group_job_wait(g, unused) < 0, "a job nobody wants");
+    ps_storage_unpin(chunk->storage, chunk->device_);
+    expect(m, wire_lost(s.be, false) < 0 && says(alone), "a read behind it");
     expect(m, job_start(g, chunk, OP_CHUNK_GATHER, &job), "job");
     group_drain(g);
     expect(m, wire_lost(s.be, false) < 0 && says(alone), "a read");

@@ -59,8 +59,9 @@ typedef struct ps_comm_table {
      * which may be taken for a later one; -1: this one, after a failure, too. A failure of bytes that nobody waits for
      * is the error of the next call here, of the next read of the device's memory or of ps_groups_settle, whichever
      * comes first; told: the script gets another error. What fails on a thread of the group's jobs is told by whoever
-     * waits for the job. leave: the host communicator is about to be closed. Ends what is under way within some
-     * seconds; no thread of the communicator uses that of the host afterwards. memory_free and close alone follow. */
+     * gives the job's result to the script. leave: the host communicator is about to be closed. Ends what is under way
+     * within some seconds; no thread of the communicator uses that of the host afterwards. memory_free and close alone
+     * follow. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
     int (*follow)(ps_comm *comm, int lane);

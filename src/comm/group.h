@@ -217,7 +217,7 @@ typedef struct ps_job ps_job;
 int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64_t check, const ps_comm_part *parts,
                     int failed, ps_job **out);
 /* The job's result; the job is gone afterwards. Called by the thread that runs kernels: on a device it waits until the
- * job's bytes are under way, and kernels come after them. */
+ * job's bytes are under way, and kernels come after them. Who gives an error to the script says so (group_told). */
 int group_job_wait(ps_group *g, ps_job *job);
 /* Waits until all jobs have run; on a device, until their bytes are under way. group_job_wait still gives their
  * results. _device: those on a device alone. */

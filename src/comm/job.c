@@ -180,7 +180,7 @@ int group_job_wait(ps_group *g, ps_job *job)
     }
     job->next = q->spare;
     q->spare = job;
-    return group_told(g, rc);
+    return rc;
 }
 
 static bool is_busy(const ps_jobs *q, bool device)

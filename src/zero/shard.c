@@ -254,7 +254,7 @@ static int gather_end(ps_shard *sh, stripe *st)
     st->gathering = false;
     for (int r = 0; r < sh->size; r++)                       /* a part in which gradients lay took no part in it */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
-    int rc = job_end(sh, st, true);
+    int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
         for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->whole = false;
         close_stripe(sh, st);
@@ -481,7 +481,7 @@ int ps_shard_reduce_end(ps_shard *sh, int32_t number)
     stripe *st = &sh->stripes[sh->parts[number].c.stripe];
     if (!st->reducing) return 0;
     st->reducing = false;
-    int rc = job_end(sh, st, false);
+    int rc = group_told(sh->group, job_end(sh, st, false));
     for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->grads = false;
     if (st->pins == 0) close_stripe(sh, st);
     else st->stale = true;
