@@ -100,6 +100,14 @@ describe("GPT-2's tokenizer", function()
     assert.same({ { 33, END, S_THE }, { END, S_THE, S_CAT } }, batch.input_ids:tolist())
     assert.same({ { 0, 1, 1 }, { 1, 1, 1 } }, batch.attention_mask:tolist())
     assert.same({ { END, S_THE, S_CAT, S_THE } }, tok("the cat the cat", { truncation = true }).input_ids:tolist())
+    tok = gpt2 { ["tokenizer_config.json"] = { add_bos_token = true, add_eos_token = true } }
+    assert.same({ END, THE, END }, tok:encode "the")
+    local pair = tok("the", { text_pair = "the", token_type_ids = true })
+    assert.same({ { { END, THE, END, END, THE, END } }, { { 0, 0, 0, 1, 1, 1 } } }, { pair.input_ids:tolist(),
+      pair.token_type_ids:tolist() })
+    tok = gpt2 { ["tokenizer_config.json"] = { split_special_tokens = true } }
+    assert.same(gpt2():encode("<|endoftext|>", { split_special_tokens = true }), tok:encode "<|endoftext|>")
+    assert.same({ END }, tok:encode("<|endoftext|>", { split_special_tokens = false }))
   end)
 
   it("is byte-pair encoding as defined, for words of any length and merges in any order", function()
@@ -185,6 +193,11 @@ describe("BERT's tokenizer", function()
     local tok = bert()
     assert.equal("[CLS] unaffable, a! [SEP]", tok:decode(tok:encode "unaffable, a!"))
     assert.equal("unaffable", tok:decode(tok:encode "UNaffable", { skip_special_tokens = true }))
+    local words = { ["vocab.txt"] = table.concat(WORDS, "\n") .. "\n'\ns\nt\n" }
+    local text = "a's b't !"
+    assert.equal("a ' s b ' t!", bert({}, words):decode(bert({}, words):encode(text), { skip_special_tokens = true }))
+    tok = bert({ clean_up_tokenization_spaces = true }, words)
+    assert.equal("a's b't!", tok:decode(tok:encode(text), { skip_special_tokens = true }))
   end)
 
   it("makes batches of pairs, cut and filled", function()
@@ -353,6 +366,15 @@ describe("tokenizers' files that are no good", function()
       prepend_scheme = "first", split = false } }
     assert.same({ 263, 257, 260 }, tok:encode "ab<s>a")
     assert.same({ 262, 259, 261 }, tok:encode " a b")
+    for _, changes in ipairs { {}, { normalizer = json.null, pre_tokenizer = { type = "Metaspace", replacement = blank,
+      prepend_scheme = "always", split = false } } } do
+      local path = llama(changes).source
+      check_lib.write(path .. "/tokenizer_config.json", '{"tokenizer_class":"LlamaTokenizer","add_prefix_space":false}')
+      tok = ps.tokenizer.from_pretrained(path)
+      assert.same({ 260, 261, 262 }, tok:encode "ab a")
+      assert.equal(" ab", tok:decode(tok:encode " ab"))
+    end
+    tok = llama()
     -- A text is one word: long ones come to what short ones are, joined.
     local ids, want = tok:encode(("ab "):rep(5000)), {}
     for i = 1, 5000 do want[i] = 263 end
@@ -379,6 +401,34 @@ describe("tokenizers' files that are no good", function()
     fails(function() open(file("YQ=\n")) end, "qwen.tiktoken: line 1 is no token in base64 with its rank")
     fails(function() open(file("YQ== 0\nYQ== 1\n")) end, "is there twice")
     fails(function() ps.tokenizer.from_pretrained(file(ranks), { encoding = "gpt5" }) end, "gpt2")
+  end)
+
+  -- transformers' classes of tokenizers, which take these settings rather than tokenizer.json's.
+  it("follow what tokenizer_config.json says instead, where it names the class", function()
+    local function by(config, parts)
+      local files = json_of(parts)
+      files["tokenizer_config.json"] = config
+      return open(lib.folder(files))
+    end
+    local space = { tokenizer_class = "GPT2TokenizerFast", add_prefix_space = true }
+    assert.same(by(space):encode " the", by(space):encode "the")
+    assert.are_not.same(by(space):encode "the", by({ add_prefix_space = true }):encode "the")
+    local pieces = {}
+    for i, word in ipairs(WORDS) do pieces[word] = i - 1 end
+    local function cased(config)
+      config.tokenizer_class = "BertTokenizer"
+      return by(config, { model = { type = "WordPiece", vocab = pieces, unk_token = "[UNK]" }, pre_tokenizer = {
+        type = "BertPreTokenizer" }, normalizer = { type = "BertNormalizer", clean_text = true, lowercase = true,
+        handle_chinese_chars = true, strip_accents = json.null } }):encode "Cafe caf\195\169 a\228\184\173"
+    end
+    assert.same({ ID.cafe, ID.cafe, ID.a, ID["\228\184\173"] }, cased {})
+    assert.same({ 1, 1, ID.a, ID["\228\184\173"] }, cased { do_lower_case = false })
+    assert.same({ ID.cafe, 1, ID.a, ID["\228\184\173"] }, cased { strip_accents = false })
+    assert.same({ ID.cafe, ID.cafe, 1 }, cased { tokenize_chinese_chars = false })
+    assert.equal("left", by({ tokenizer_class = "LlamaTokenizer" }).padding_side)
+    assert.equal("right", by({ tokenizer_class = "LlamaTokenizer", padding_side = "right" }).padding_side)
+    local tok = by({}, { padding = { direction = "Left", pad_token = "!" }, truncation = { direction = "Left" } })
+    assert.same({ "left", "left", 33 }, { tok.padding_side, tok.truncation_side, tok.pad_token_id })
   end)
 
   it("may compose characters first", function()

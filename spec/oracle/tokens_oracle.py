@@ -17,6 +17,7 @@ import sys
 import unicodedata
 
 import tiktoken
+import transformers
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -133,7 +134,7 @@ def shuffled(tok, rng):
 
 
 def made(seed):
-    """name, tokenizer, form of its files"""
+    """name, tokenizer, form of its files; a form that is a dict is a tokenizer_config.json beside tokenizer.json"""
     rng = random.Random(seed)
     gpt2 = bpe(byte_level(), seed)
     yield "gpt2", gpt2, "vocab"
@@ -155,6 +156,11 @@ def made(seed):
     yield "qwen2, nfc", composed, "json"
     for scheme in ("normalizer", "always", "first", "never", "first, words"):
         yield "llama2, " + scheme, llama2(seed, scheme), "json"
+    space = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
+    yield "llama2, no blank in front by its configuration", llama2(seed, "first"), space
+    yield "gpt2, a blank in front by its configuration", gpt2, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    for setting, value in (("do_lower_case", False), ("strip_accents", False), ("tokenize_chinese_chars", False)):
+        yield "bert, %s by its configuration" % setting, wordpiece(True, seed), {"tokenizer_class": "BertTokenizer", setting: value}
     yield "bert", wordpiece(True, seed), "words"
     yield "bert json", wordpiece(True, seed), "json"
     yield "bert cased", wordpiece(False, seed), "json"
@@ -164,7 +170,11 @@ def made(seed):
 
 def write(tok, form, folder):
     os.makedirs(folder)
-    if form == "json":
+    if isinstance(form, dict):
+        tok.save(os.path.join(folder, "tokenizer.json"))
+        with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+            json.dump(form, f)
+    elif form == "json":
         tok.save(os.path.join(folder, "tokenizer.json"))
     elif form == "vocab":
         tok.model.save(folder)                       # which does not say which tokens are special
@@ -293,6 +303,8 @@ def main():
     for name, tok, form in made(run.seed):
         folder = os.path.join(run.folder, "tok%d" % index)
         write(tok, form, folder)
+        if isinstance(form, dict):                       # transformers' class puts another pipeline together
+            tok = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
         texts = drawn + (everything if name in WHOLE else everything[rng.randrange(40)::40])
         # The blanks that an added token took along are its own here, and tokenizers takes some off again.
         places = form != "vocab" and name != "prefix space, added tokens"

@@ -4,6 +4,7 @@
 -- is made by it. What a description asks for and is not here is refused by name; vocabularies and merges are read in C.
 local ps = require "ps"
 local caller = require "ps.caller"
+local classes = require "ps.tokenizer.classes"
 local ffi = require "ffi"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -338,6 +339,9 @@ local function new_handle(model)
   return ffi.gc(out[0], C.ps_tok_free)
 end
 
+-- A side as tokenizer_config.json has it, of tokenizer.json's "Left".
+local function side_of(node) return type(node.direction) == "string" and node.direction:lower() or nil end
+
 -- Makes t's handle what the description says. Its vocabulary has been read.
 local function configure(t, description)
   part(t, description, "model", MODELS)
@@ -368,25 +372,14 @@ local function configure(t, description)
   if kind == "BPE" and not t.byte_level and not t.decodes then
     refuse(t.path, "decoder", description.decoder, "tokens that spell characters need one with ByteFallback")
   end
-  local options = {}
-  options.max_length = listed(t.path, "truncation", description.truncation, true).max_length
-  return options
+  local truncation = listed(t.path, "truncation", description.truncation, true)
+  local padding = listed(t.path, "padding", description.padding, true)
+  return { max_length = truncation.max_length, pad_token = padding.pad_token,
+    truncation_side = side_of(truncation), padding_side = side_of(padding) }
 end
 
 -- -- folders ----------------------------------------------------------------------------------------------------------
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
-
--- What a class of transformers takes for granted where files do not say it.
-local BERT = { model = "wordpiece", unk = "[UNK]", sep = "[SEP]", pad = "[PAD]", cls = "[CLS]", mask = "[MASK]" }
-local CLASSES = {
-  GPT2Tokenizer = { model = "bpe", bos = "<|endoftext|>", eos = "<|endoftext|>", unk = "<|endoftext|>" },
-  RobertaTokenizer = { model = "bpe", bos = "<s>", eos = "</s>", sep = "</s>", cls = "<s>", unk = "<unk>",
-    pad = "<pad>",
-    mask = "<mask>" },
-  BertTokenizer = BERT, DistilBertTokenizer = BERT, ElectraTokenizer = BERT,
-}
-local CLASS_OF = { gpt2 = "GPT2Tokenizer", roberta = "RobertaTokenizer", bert = "BertTokenizer",
-  distilbert = "BertTokenizer", electra = "BertTokenizer" }
 
 -- "[SEP]", or { content = "[SEP]", ... }; nil for null.
 local function content_of(value)
@@ -432,6 +425,7 @@ local function settings_of(folder)
   return config, added
 end
 
+-- The class, and whether files name it.
 local function class_of(folder, config, has_words)
   local name = config.tokenizer_class
   if not is_null(name) and type(name) ~= "string" then
@@ -439,9 +433,10 @@ local function class_of(folder, config, has_words)
   end
   if is_null(name) then
     local model = object(folder .. "/config.json") or {}
-    name = CLASS_OF[model.model_type] or (has_words and "BertTokenizer" or "GPT2Tokenizer")
+    name = classes.of(model.model_type)
   end
-  return (name:gsub("Fast$", ""))
+  if not name then return has_words and "BertTokenizer" or "GPT2Tokenizer", false end
+  return (name:gsub("Fast$", "")), true
 end
 
 -- The description of a folder without tokenizer.json.
@@ -465,9 +460,12 @@ local function describe(t, class, defaults, config)
     description.post_processor = { type = "RobertaProcessing", trim_offsets = true, add_prefix_space = space,
       cls = { "", id_of(t, content_of(config.cls_token) or defaults.cls, "cls_token") },
       sep = { "", id_of(t, content_of(config.sep_token) or defaults.sep, "sep_token") } }
-  elseif config.add_bos_token == true then
-    local bos = id_of(t, content_of(config.bos_token) or defaults.bos, "bos_token")
-    description.bos = bos
+  else
+    for _, name in ipairs { "bos", "eos" } do
+      if config["add_" .. name .. "_token"] == true then
+        description[name] = id_of(t, content_of(config[name .. "_token"]) or defaults[name], name .. "_token")
+      end
+    end
   end
   return description
 end
@@ -498,17 +496,19 @@ local function add_named(t, class)
   end
 end
 
-local function finish(t, config, limits)
+local function finish(t, config, defaults, limits)
   check(C.ps_tok_ready(t.handle))
   local limit = config.model_max_length
   if type(limit) ~= "number" or limit >= NO_LIMIT then limit = limits.max_length end
   t.model_max_length = type(limit) == "number" and limit or nil
   for _, name in ipairs { "padding_side", "truncation_side" } do
     local side = config[name]
-    if is_null(side) then side = "right" end
+    if is_null(side) then side = limits[name] or defaults[name] or "right" end
     if side ~= "left" and side ~= "right" then refuse(t.path, name, side, "it is \"left\" or \"right\"") end
     t[name] = side
   end
+  t.splits_special = config.split_special_tokens == true
+  t.cleans_up = t.model == "wordpiece" and config.clean_up_tokenization_spaces == true
   local inputs = config.model_input_names
   t.type_ids = t.model == "wordpiece"
   if type(inputs) == "table" then
@@ -522,7 +522,8 @@ local function finish(t, config, limits)
   return t
 end
 
-local function from_json(t, path, config, defaults)
+-- class: the one that files name, or nil.
+local function from_json(t, path, config, defaults, class)
   local rest, n = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
   -- The kind of model is known only when the file has been read, which takes a tokenizer.
   t.path = path
@@ -538,9 +539,11 @@ local function from_json(t, path, config, defaults)
   if kind == nil and model.merges ~= nil then kind, model.type = "BPE", "BPE" end
   if not MODELS[kind] then refuse(path, "model.type", kind, "there are BPE and WordPiece") end
   if kind == "WordPiece" then description = load("wordpiece") end
+  if class then classes.apply(description, class, config) end
   local options = configure(t, description)
+  if is_null(config.pad_token) then config.pad_token = options.pad_token end
   name_tokens(t, config, defaults)
-  return finish(t, config, options)
+  return finish(t, config, defaults, options)
 end
 
 local function from_vocab(t, class, defaults, config, added, vocab, merges)
@@ -556,11 +559,17 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
   add_named(t, class)
   local description = describe(t, class, defaults, config)
   local options = configure(t, description)
-  if description.bos then
-    local bos = { id = description.bos, kind = 0 }
-    t.single, t.pair = { bos, { text = 1, kind = 0 } }, { bos, { text = 1, kind = 0 }, bos, { text = 2, kind = 1 } }
+  if description.bos or description.eos then
+    local function add(text, list)
+      local kind = text - 1
+      if description.bos then list[#list + 1] = { id = description.bos, kind = kind } end
+      list[#list + 1] = { text = text, kind = kind }
+      if description.eos then list[#list + 1] = { id = description.eos, kind = kind } end
+      return list
+    end
+    t.single, t.pair = add(1, {}), add(2, add(1, {}))
   end
-  return finish(t, config, options)
+  return finish(t, config, defaults, options)
 end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
@@ -606,7 +615,7 @@ local function from_tiktoken(t, path, given)
   end
   local ending = C.ps_tok_find(t.handle, "<|endoftext|>", 13)
   if ending >= 0 then t.special.eos = { "<|endoftext|>", ending } end
-  return finish(t, {}, {})
+  return finish(t, {}, {}, {})
 end
 
 local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
@@ -636,9 +645,9 @@ function read.open(path, options)
   elseif name == "vocab.json" or name == "encoder.json" then vocab, whole, words = path, nil, nil
   elseif name == "merges.txt" or name == "vocab.bpe" then merges, whole, words = path, nil, nil
   elseif name then whole = path end
-  local class = class_of(folder, config, words and not (vocab and merges))
-  local defaults = CLASSES[class] or {}
-  if whole then return from_json(t, whole, config, defaults) end
+  local class, is_named = class_of(folder, config, words and not (vocab and merges))
+  local defaults = classes.defaults(class)
+  if whole then return from_json(t, whole, config, defaults, is_named and class or nil) end
   if not defaults.model then
     refuse(folder .. "/tokenizer_config.json", "tokenizer_class", class, "without tokenizer.json this is not supported")
   end

@@ -5,6 +5,7 @@
 local ps = require "ps"
 local array = require "ps.array"
 local caller = require "ps.caller"
+local classes = require "ps.tokenizer.classes"
 local copied = require "ps.copied"
 local ffi = require "ffi"
 local nearest = require "ps.nearest"
@@ -82,7 +83,8 @@ function text.open(path, options)
     model_max_length = made.model_max_length }
   for name, one in pairs(made.special) do tokens[name] = one[1] end
   return setmetatable({ name = made.path, source = path, opened = { tokens = tokens, plain = copied(plain) },
-    handle = made.handle, special = made.special, type_ids = made.type_ids,
+    handle = made.handle, special = made.special, type_ids = made.type_ids, splits_special = made.splits_special,
+    cleans_up = made.cleans_up,
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
     nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
       made.pair or { { text = 1, kind = 0 }, { text = 2, kind = made.type_ids and 1 or 0 } } },
@@ -111,6 +113,13 @@ local function run(self, one, flags)
   return self.out
 end
 
+-- Whether special tokens in a text are text: as a call says, else as tokenizer_config.json does.
+local function plain_flag(self, options)
+  local splits = options.split_special_tokens
+  if splits == nil then splits = rawget(self, "splits_special") end
+  return splits and C.PS_TOK_PLAIN or 0
+end
+
 -- -- one text -------------------------------------------------------------------------------------------------------
 local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
 
@@ -122,7 +131,7 @@ local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean
 function Tokenizer:encode_buffer(one, options)
   caller.typed(one, "string", "encode: the text")
   options = caller.options(options, "tokenizer:encode_buffer", { split_special_tokens = "boolean" })
-  local out = run(self, one, options.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local out = run(self, one, plain_flag(self, options))
   local n = tonumber(out.n)
   local ids = int_array(math.max(n, 1))
   ffi.copy(ids, out.ids, 4 * n)
@@ -138,7 +147,7 @@ end
 function Tokenizer:encode(one, options)
   caller.typed(one, "string", "encode: the text")
   options = caller.options(options, "tokenizer:encode", ENCODE)
-  local out = run(self, one, options.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local out = run(self, one, plain_flag(self, options))
   local pieces = options.add_special_tokens == false and { { text = 1 } } or self.around[1]
   local ids = {}
   for _, piece in ipairs(pieces) do
@@ -158,7 +167,7 @@ end
 function Tokenizer:encode_line(one, options)
   caller.typed(one, "string", "encode_line: the text")
   options = caller.options(options, "tokenizer:encode_line", ENCODE)
-  local out = run(self, one, options.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local out = run(self, one, plain_flag(self, options))
   check(C.ps_tok_print(self.handle, out.ids, out.n, self.bytes, self.nbytes))
   local line = ffi.string(self.bytes[0], self.nbytes[0])
   if options.add_special_tokens == false or not self.around[1][2] then return line end
@@ -250,7 +259,8 @@ function Tokenizer:decode(ids, options)
   local buffer, n = buffer_of(ids, options.n)
   local flags = (options.skip_special_tokens and C.PS_TOK_SKIP or 0) + (options.bytes and C.PS_TOK_BYTES or 0)
   check(C.ps_tok_decode(self.handle, buffer, n, flags, self.bytes, self.nbytes))
-  return ffi.string(self.bytes[0], self.nbytes[0])
+  local spelt = ffi.string(self.bytes[0], self.nbytes[0])
+  return rawget(self, "cleans_up") and not options.bytes and classes.clean_up(spelt) or spelt
 end
 
 --- Texts of a list of lists, or of a tensor's rows.
@@ -416,7 +426,7 @@ local function rows_of(self, texts, asked)
   local limit = asked.max_length or self.model_max_length
   if asked.max_length then caller.whole(asked.max_length, "tokenizer: max_length", 1) end
   if way and not limit then error("truncation needs max_length: the tokenizer's files say none") end
-  local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + (asked.split_special_tokens and C.PS_TOK_PLAIN or 0)
+  local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + plain_flag(self, asked)
   local pieces, extra = {}, 0
   for _, piece in ipairs(self.around[second and 2 or 1]) do
     if piece.text or asked.add_special_tokens ~= false then pieces[#pieces + 1] = piece end

@@ -1,0 +1,96 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What transformers' classes of tokenizers say beside a tokenizer's files: special tokens that they take for granted,
+-- and settings of tokenizer_config.json that stand in for what tokenizer.json says.
+local json = require "cjson"
+
+local classes = {}
+
+local BERT = { model = "wordpiece", unk = "[UNK]", sep = "[SEP]", pad = "[PAD]", cls = "[CLS]", mask = "[MASK]" }
+local CLASSES = {
+  GPT2Tokenizer = { model = "bpe", bos = "<|endoftext|>", eos = "<|endoftext|>", unk = "<|endoftext|>" },
+  RobertaTokenizer = { model = "bpe", bos = "<s>", eos = "</s>", sep = "</s>", cls = "<s>", unk = "<unk>",
+    pad = "<pad>", mask = "<mask>" },
+  BertTokenizer = BERT, DistilBertTokenizer = BERT, ElectraTokenizer = BERT,
+  LlamaTokenizer = { bos = "<s>", eos = "</s>", unk = "<unk>", padding_side = "left" },
+  Qwen2Tokenizer = { eos = "<|endoftext|>", unk = "<|endoftext|>", pad = "<|endoftext|>" },
+}
+local CLASS_OF = { gpt2 = "GPT2Tokenizer", roberta = "RobertaTokenizer", bert = "BertTokenizer",
+  distilbert = "BertTokenizer", electra = "BertTokenizer", qwen2 = "Qwen2Tokenizer", qwen3 = "Qwen2Tokenizer",
+  llama = "PreTrainedTokenizer", mistral = "PreTrainedTokenizer" }
+
+--- What a class takes for granted where files do not say it: special tokens by name; model: the kind of vocabulary that
+--- it is made of without tokenizer.json; padding_side.
+---@param name string
+---@return table<string, string>
+function classes.defaults(name) return CLASSES[name] or {} end
+
+--- The class of a config.json's model_type.
+---@param model_type any
+---@return string? name
+function classes.of(model_type) return CLASS_OF[model_type] end
+
+-- A setting that the file has, neither left out nor null.
+local function given(config, key) return type(config[key]) == "boolean" end
+
+-- tokenizer_config.json's names of what BertNormalizer has.
+local NORMALIZER = { do_lower_case = "lowercase", strip_accents = "strip_accents",
+  tokenize_chinese_chars = "handle_chinese_chars" }
+
+local function of_bert(description, config)
+  local normalizer = description.normalizer
+  if type(normalizer) ~= "table" or normalizer.type ~= "BertNormalizer" then return end
+  for key, field in pairs(NORMALIZER) do if given(config, key) then normalizer[field] = config[key] end end
+end
+
+local function of_bytes(description, config)
+  if not given(config, "add_prefix_space") then return end
+  for _, name in ipairs { "pre_tokenizer", "post_processor" } do
+    local node = description[name]
+    local kind = type(node) == "table" and node.type
+    if kind == "ByteLevel" or kind == "RobertaProcessing" then node.add_prefix_space = config.add_prefix_space end
+  end
+end
+
+-- A sequence's steps of other types.
+local function without(node, list, kind)
+  if type(node) ~= "table" or node.type ~= "Sequence" or type(node[list]) ~= "table" then return end
+  local kept = {}
+  for _, one in ipairs(node[list]) do if type(one) ~= "table" or one.type ~= kind then kept[#kept + 1] = one end end
+  node[list] = kept
+end
+
+-- Without a blank in front of texts.
+local function of_llama(description, config)
+  if config.add_prefix_space ~= false then return end
+  local pre = description.pre_tokenizer
+  if type(pre) == "table" and pre.type == "Metaspace" then
+    pre.prepend_scheme, pre.add_prefix_space = "never", json.null
+  end
+  without(description.normalizer, "normalizers", "Prepend")
+  without(description.decoder, "decoders", "Strip")
+end
+
+local APPLY = { BertTokenizer = of_bert, DistilBertTokenizer = of_bert, ElectraTokenizer = of_bert,
+  GPT2Tokenizer = of_bytes, RobertaTokenizer = of_bytes, LlamaTokenizer = of_llama }
+
+--- Changes a tokenizer.json's description to what a class takes from tokenizer_config.json instead.
+---@param description table
+---@param class string
+---@param config table
+function classes.apply(description, class, config)
+  if APPLY[class] then APPLY[class](description, config) end
+end
+
+-- What transformers puts together again in texts of WordPiece, in this order.
+local TOGETHER = { { " %.", "." }, { " %?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" }, { " n't", "n't" },
+  { " 'm", "'m" }, { " 's", "'s" }, { " 've", "'ve" }, { " 're", "'re" } }
+
+--- A text without blanks in front of punctuation and short forms, as clean_up_tokenization_spaces asks for.
+---@param text string
+---@return string
+function classes.clean_up(text)
+  for _, pair in ipairs(TOGETHER) do text = text:gsub(pair[1], pair[2]) end
+  return text
+end
+
+return classes
