@@ -32,6 +32,7 @@ end
 local function check(who)
   return function(c)
     local groups = c.num_key_value_heads or c.num_attention_heads
+    c.num_key_value_heads = groups                         -- a file of Qwen's without it means another number
     if c.num_attention_heads % groups ~= 0 then
       error(("%s: num_key_value_heads = %d does not divide num_attention_heads = %d"):format(who, groups,
         c.num_attention_heads))
