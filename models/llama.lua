@@ -304,7 +304,8 @@ function CausalLM:forward(idx, targets)
   return targets ~= nil and out.loss or out.logits
 end
 
-function CausalLM:positions() return self.config.max_position_embeddings end
+-- Rotary embedding has no last position: past those that the model was trained on it goes on, as transformers does.
+function CausalLM:positions() return math.huge end -- luacheck: no self
 
 -- {k, v [B, G, S, D]} for each layer that is on this rank.
 function CausalLM:new_caches(B, S)

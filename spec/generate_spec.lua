@@ -396,6 +396,22 @@ describe("what a folder says of generation", function()
       with({ repetition_penalty = 2 }):generate({ 1, 2 }, 6))
   end)
 
+  it("is looked for in config.json where there is no such file", function()
+    local greedy = with({ repetition_penalty = 2, eos_token_id = { 9 } }):generate({ 1, 2 }, 6)
+    os.remove(folder .. "/generation_config.json")
+    local fields = json.decode(check.read(folder .. "/config.json"))
+    local function by(more)
+      for key, value in pairs(more) do fields[key] = value end
+      check.write(folder .. "/config.json", json.encode(fields))
+      return ps.from_pretrained(folder, { quiet = true })
+    end
+    assert.same(greedy, by({ repetition_penalty = 2, do_sample = false, eos_token_id = { 9 } }):generate({ 1, 2 }, 6))
+    fails({ "/config.json: refused: bad_words_ids = " }, function()
+      by({ bad_words_ids = { { 5 } } }):generate({ 1 }, 2)
+    end)
+    by { bad_words_ids = json.null, repetition_penalty = json.null, do_sample = json.null, eos_token_id = json.null }
+  end)
+
   it("is refused by name where it is not supported", function()
     for _, case in ipairs { { "typical_p", 0.9 }, { "bad_words_ids", { { 1 } } }, { "guidance_scale", 1.5 },
       { "suppress_tokens", { 3 } }, { "num_beam_groups", 2 }, { "renormalize_logits", true },

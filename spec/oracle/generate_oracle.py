@@ -23,7 +23,7 @@ NEARBY = 8
 # by model_type: what its configuration and its language model are called
 FAMILIES = {name.lower(): (getattr(transformers, name + "Config"), getattr(transformers, model)) for name, model in [
     ("GPT2", "GPT2LMHeadModel")] + [(n, n + "ForCausalLM") for n in ("Llama", "Mistral", "Qwen2", "Qwen3")]}
-ROPES = [{"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0},
+ROPES = [{"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 300.0},
          {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
          {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}]
 
@@ -33,7 +33,8 @@ def draw_sizes(rng, family, vocab):
     if family == "gpt2":
         return dict(vocab_size=vocab, n_positions=40, n_layer=layers, n_head=heads, n_embd=heads * 8)
     groups = rng.choice([1, 2])                      # heads that share their keys and values
-    sizes = dict(vocab_size=vocab, max_position_embeddings=40, num_hidden_layers=layers, num_attention_heads=heads * groups,
+    # past the last of them a model goes on
+    sizes = dict(vocab_size=vocab, max_position_embeddings=rng.choice([40, 12, 5]), num_hidden_layers=layers, num_attention_heads=heads * groups,
                  num_key_value_heads=heads, hidden_size=heads * groups * 8, intermediate_size=rng.randint(20, 40), head_dim=rng.choice([6, 8]),
                  tie_word_embeddings=rng.random() < 0.5)
     if rng.random() < 0.5:
@@ -153,8 +154,14 @@ def make_folder(case):
     model.generation_config.eos_token_id = None
     model.save_pretrained(case["model"])
     options = {k: v for k, v in case["options"].items() if v is not None}
-    with open(os.path.join(case["model"], "generation_config.json"), "w") as f:
-        json.dump(options if case["in_file"] else {}, f)
+    old = case["in_file"] and case["seed"] % 3 == 0         # in config.json, as before there was generation_config.json
+    path = os.path.join(case["model"], "config.json" if old else "generation_config.json")
+    with open(os.path.join(case["model"], "config.json")) as f:
+        fields = json.load(f) if old else {}
+    with open(path, "w") as f:
+        json.dump(fields | options if case["in_file"] else {}, f)
+    if old:
+        os.remove(os.path.join(case["model"], "generation_config.json"))
     return model
 
 

@@ -116,7 +116,8 @@ local function count(n, file, prompts)
   return caller.whole(n, "generate: the number of tokens", 0)
 end
 
---- Continues token sequences. Keys and values are cached; when all positions are full, it goes on from the last half.
+--- Continues token sequences. Keys and values are cached. When all positions of GPT-2 are full, it goes on from the
+--- last half; rotary embedding has no last position.
 --- Settings that are left out are those of the model's generation_config.json, where it came with one.
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],

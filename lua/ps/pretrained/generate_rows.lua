@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Sequences that a causal model continues: their tokens in one tensor, padded left, and the keys and values of what the
 -- model has read. A model gives:
---   positions()                  how many positions it has
+--   positions()                  how many positions it has; math.huge: any number
 --   new_caches(R, S)             by layer a table of tensors [R rows, ., S positions, .]
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
 --                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
@@ -85,7 +85,7 @@ local function read_from(self, base)
   end
 end
 
---- Makes room in the caches. When all positions are full, reading begins again with the last half of them.
+--- Makes room in the caches. When all positions that a model has are full, reading begins again with the last half.
 function Rows:ready()
   if not self.base then read_from(self, math.max(0, self.length - self.window))
   elseif self.at >= self.window then read_from(self, self.length - math.ceil(self.window / 2)) end

@@ -39,14 +39,15 @@ local function is_neutral(value, neutral)
   return false
 end
 
--- generation_config.json of a model, checked; config.json's ids stand in where there is no such file.
+-- generation_config.json of a model, checked. Where there is no such file, config.json may say the same, as it did.
 local function file_of(model)
   local known = rawget(model, "generation_config")
   if known then return known end
   local path, fields = model.source and model.source .. "/generation_config.json", nil
   if path and lfs.attributes(path, "mode") == "file" then fields = folder.read_json(path) end
   local given = { file = fields ~= nil }
-  for key, value in pairs(fields or {}) do
+  if not fields then path = (model.source and model.source .. "/" or "") .. "config.json" end
+  for key, value in pairs(fields or model.config) do
     if REFUSED[key] and not is_neutral(value, REFUSED[key]) then
       rules.refuse(path, key, value, "generate does not follow it; take it out of the file")
     end
@@ -55,7 +56,6 @@ local function file_of(model)
       given[key] = value
     end
   end
-  if not fields then given.eos_token_id = model.config.eos_token_id end
   rawset(model, "generation_config", given)
   return given
 end
@@ -85,7 +85,7 @@ end
 local function choose_temperature(chosen, given, file)
   local asked = given.temperature or given.top_k or given.top_p or given.min_p
   local sample = given.do_sample
-  if sample == nil and not asked and file.file then sample = file.do_sample or false end
+  if sample == nil and not asked and (file.file or file.do_sample ~= nil) then sample = file.do_sample or false end
   if sample == nil and (chosen.num_beams > 1 and not given.temperature) then sample = false end
   if sample == false then
     if (given.temperature or 0) ~= 0 then
