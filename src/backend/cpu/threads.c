@@ -26,9 +26,30 @@ int ps_threads_most(void)
     return processors > 16 ? (int)processors * 4 : 64;
 }
 
-/* Turns of a waiting thread's loop before it sleeps. libgomp's own 300,000 are milliseconds, in which the thread that
- * is waited for has no processor where programs share one: steps take many times as long as on a single thread. */
-#define SPIN "100"
+/* How long a waiting thread looks for work before it sleeps. libgomp's own 300,000 turns of its loop are milliseconds,
+ * in which the thread that is waited for has no processor where programs share one: steps take many times as long as on
+ * a single thread. Where the wait is much shorter than a wake-up, two threads of a small model are as slow as one: its
+ * regions lie a few microseconds apart, and a virtual machine wakes a thread in tens of them. A turn takes a few
+ * nanoseconds on one processor and fifty on another, so turns are measured. */
+#define SPIN_S 50e-6
+enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
+
+static int turns(void)
+{
+    double least = 1;
+    for (int i = 0; i < TRIES; i++) {
+        double began = ps_now();
+        for (volatile int turn = 0; turn < MEASURED_TURNS; turn++) {
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+        double took = ps_now() - began;
+        if (took < least) least = took;
+    }
+    double n = SPIN_S * MEASURED_TURNS / (least > 0 ? least : 1e-9);
+    return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
+}
 
 /* The first of the numbers in a list with commas, as OpenMP has them for nested regions; 0 where they are none. */
 static unsigned long long first_number(const char *list)
@@ -76,7 +97,7 @@ static bool without_caches(void)
 void ps_threads_start(char **argv)
 {
     const char *wanted = getenv("OMP_NUM_THREADS");
-    char most[16];
+    char most[16], spins[16];
     unsigned long long n = wanted ? first_number(wanted) : 0;
     bool again = false;
     if (wanted && n == 0) {
@@ -89,8 +110,10 @@ void ps_threads_start(char **argv)
         snprintf(most, sizeof most, "%d", ps_threads_most());
         again = setenv("OMP_NUM_THREADS", most, 1) == 0;
     }
-    if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
-        again = setenv("GOMP_SPINCOUNT", SPIN, 1) == 0 || again;
+    if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT")) {
+        snprintf(spins, sizeof spins, "%d", turns());
+        again = setenv("GOMP_SPINCOUNT", spins, 1) == 0 || again;
+    }
     again = without_caches() || again;
     if (again) execv("/proc/self/exe", argv);       /* where there is no such file, libgomp's own ways have to do */
 }
