@@ -71,6 +71,7 @@ local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATC
 local length = ps.randint(LENGTH / 2, LENGTH + 1, { BATCH, 1 }, { dtype = "int32" })
 local input, mask = sent:narrow(1, 0, LENGTH):contiguous(), pos:lt(length)
 local targets = ps.where(mask, sent:narrow(1, 1, LENGTH), -100)
+ps.manual_seed(1234)                                              -- all ranks train with one seed
 
 local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100, parallel = true }
 local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { weight_decay = 1e-2 })

@@ -142,8 +142,9 @@ describe("ps.bmt on several ranks", function()
       for loss in text:gmatch "| loss: ([%d.]+)" do losses[#losses + 1] = tonumber(loss) end
       return losses, text
     end
-    local losses, text = losses_of(2, "--iters 30 --dtype bf16 --save gpt.safetensors")
-    assert(#losses == 3 and losses[3] < losses[1] - 0.5, text)
+    -- Behind 100 steps ranks compare what they hold alike.
+    local losses, text = losses_of(2, "--iters 101 --dtype bf16 --save gpt.safetensors")
+    assert(#losses == 11 and losses[3] < losses[1] - 0.5, text)
     local n = 0
     for _ in pairs(ps.load(folder .. "/gpt.safetensors")) do n = n + 1 end
     assert.equal(2 + 2 + 4 * 16, n)

@@ -125,6 +125,26 @@ describe("an engine on ranks with parts of the same layers", function()
     end
   end)
 
+  it("finds that a rank froze a parameter of which all have a copy", function()
+    local all = run(2, [[
+      local model, optimizer = start {}
+      local ok, problem = pcall(function()
+        for i = 0, 3 do
+          model:backward(model(ps.ones { 64 }))
+          optimizer:step()
+          print("step " .. i)
+          if rank == 1 and i == 1 then model.whole:requires_grad(false) end
+        end
+      end)
+      print("problem: " .. tostring(not ok and problem))
+    ]])
+    for rank = 0, 1 do
+      local text = all[rank].text
+      assert.truthy(text:find("step 1\n", 1, true) and not text:find("step 2", 1, true), text)
+      assert.truthy(text:find("other frozen parameters, than rank 0", 1, true), text)
+    end
+  end)
+
   it("finds that a rank has no gradient of a parameter", function()
     local all = run(2, [[
       local model = start {}

@@ -140,10 +140,18 @@ local function batch_number(self)
   return talk.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
 end
 
--- The same of what decides the step besides: settings, and in a pipeline which parameters are frozen.
+-- Which parameters are frozen, as text: in a pipeline those of the whole model, else those of this rank, which are the
+-- same ones on all ranks with parts of the same layers.
+local function frozen_of(engine)
+  if engine.pipe then return engine.pipe.frozen end
+  local trains = {}
+  for i, row in ipairs(engine.built.list) do trains[i] = row.param:needs_grad() and "1" or "0" end
+  return table.concat(trains)
+end
+
+-- The same of what decides the step besides: settings, and which parameters are frozen.
 local function settings_number(self)
-  local engine = self.engine
-  return talk.text_hash(replicas.settings(engine) .. (engine.pipe and engine.pipe.frozen or ""))
+  return talk.text_hash(replicas.settings(self.engine) .. " " .. frozen_of(self.engine))
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------

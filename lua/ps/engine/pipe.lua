@@ -218,8 +218,8 @@ end
 --- they come to it, so that the numbers would depend on the schedule.
 function Pipe:check_unchanged()
   local function refuse(what)
-    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches than "
-      .. "the loop: do it before or behind the loop")
+    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches "
+      .. "than the loop: do it before or behind the loop")
   end
   if not (self.engine.module.training and ps.grad_enabled()) then
     refuse "the model left its training mode, or gradients were switched off,"

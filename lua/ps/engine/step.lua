@@ -670,7 +670,7 @@ end
 function step.backward(engine, loss, options)
   ps.check_running "model:backward"
   step.check_whole(engine)
-  if not ps.is_tensor(loss) then error(weigh.no_loss(loss), 2) end
+  if not ps.is_tensor(loss) then caller.error(weigh.no_loss(loss)) end
   local s = states[engine]
   local is = s.is
   if s.loop then check_of_loop(engine, s, loss)
@@ -681,8 +681,8 @@ function step.backward(engine, loss, options)
     caller.error "backward of a loss of a loop over micro-batches that has ended: it belongs into the loop's turn"
   end
   if not engine.pipe and is.open == 1 and is.micro == is.n_micro then
-    error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d"):format(
-      is.micro + 1, is.n_micro), 2)
+    caller.error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d, "
+      .. "which says how many backwards a step has"):format(is.micro + 1, is.n_micro))
   end
   local weight, places = step.weight_of(engine, loss, options)
   if is.micro == 0 then engine.optimizer:check_no_gradients() end
@@ -796,13 +796,13 @@ function step.update(engine)
   step.check_no_loop(engine, "optimizer:step()")
   if not (s.torn and s.torn.again) then step.check_whole(engine, 2) end
   local is, opt = s.is, engine.optimizer
-  if is.micro == 0 then error(opt.NO_BACKWARD, 3) end
+  if is.micro == 0 then caller.error(opt.NO_BACKWARD) end
   local info = { skipped = false, accumulating = is.micro < is.n_micro }
   if info.accumulating then return info end
   local settings = opt:checked_settings()
   if is.updating == 1 and settings ~= s.settings then
-    error("the optimizer's settings were changed between backward and step(), but backward has updated parameters "
-      .. "already: change them after step(), or set overlap_optimizer = false", 3)
+    caller.error("the optimizer's settings were changed between backward and step(), but backward has updated "
+      .. "parameters already: change them after step(), or set overlap_optimizer = false")
   end
   s.settings = settings
   local ok, problem = pcall(update, engine, s)
@@ -827,10 +827,10 @@ function step.zero_grad(engine)
   local s = states[engine]
   local is = s.is
   if is.micro > 0 and is.micro < is.n_micro then return end
-  if s.torn and s.torn.again then error(s.torn.text, 3) end
+  if s.torn and s.torn.again then caller.error(s.torn.text) end
   if overlapped(s) then
-    error("the step cannot be given up any more: backward has updated the parameters already; call optimizer:step(), "
-      .. "or set overlap_optimizer = false", 3)
+    caller.error("the step cannot be given up any more: backward has updated the parameters already; call "
+      .. "optimizer:step(), or set overlap_optimizer = false")
   end
   if is.micro > 0 then return step.give_up(engine) end
   engine.optimizer:drop()
