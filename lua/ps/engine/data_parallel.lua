@@ -101,12 +101,12 @@ local function same_stage(a, b)
 end
 
 -- Refuses ranks with parts of one copy of the model that take other rows, or go on by other settings. rows: what all
--- ranks sent; pipe: the engine's pipeline, whose stages take the same rows. (Those of a model that goes through them in
--- its own forward take rows of their own.)
-local function compare_parts(rows, pipe)
+-- ranks sent; stages: ranks with other stages are compared, too, which take the same rows. (Those of a model that goes
+-- through them in its own forward take rows of their own, and have noted none.)
+local function compare_parts(rows, stages)
   local tp = mesh.size "tp"
   for i, row in ipairs(rows) do
-    local first = pipe and first_of_copy(i - 1) or math.floor((i - 1) / tp) * tp
+    local first = stages and first_of_copy(i - 1) or math.floor((i - 1) / tp) * tp
     for column, what in pairs { [6] = "has another batch, or weighs its losses otherwise, than",
       [7] = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than" } do
       if row[column] ~= rows[first + 1][column] then
@@ -149,8 +149,12 @@ local function frozen_of(engine)
   return table.concat(trains)
 end
 
+-- Whether ranks have a stage each of a model that goes through them in its own forward, and all of its stage's layers.
+local function are_apart(self) return self.engine.stages and not self.engine.pipe and not self.tp end
+
 -- The same of what decides the step besides: settings, and which parameters are frozen.
 local function settings_number(self)
+  if are_apart(self) then return talk.text_hash(replicas.settings(self.engine, true)) end
   return talk.text_hash(replicas.settings(self.engine) .. " " .. frozen_of(self.engine))
 end
 
@@ -225,7 +229,8 @@ function Ranks:begin_step(fn, share, limit)
   for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
-  local cut = self.engine.pipe or self.tp
+  local stages = self.engine.pipe or are_apart(self)
+  local cut = stages or self.tp
   if cut and ok then mine[6], mine[7] = batch_number(self), settings_number(self) end
   local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
   self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
@@ -241,7 +246,7 @@ function Ranks:begin_step(fn, share, limit)
     same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
   end
   if not failed and not short then
-    if cut then compare_parts(list, self.engine.pipe) end
+    if cut then compare_parts(list, stages) end
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     begin_plans(self, list, 8)

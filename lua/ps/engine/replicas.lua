@@ -137,11 +137,12 @@ replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimi
 
 --- Numbers that decide the next steps, and that all ranks must have alike, as text.
 ---@param engine ps.Engine
+---@param own_seeds? boolean ranks may have random numbers of their own
 ---@return string
-function replicas.settings(engine)
+function replicas.settings(engine, own_seeds)
   local optimizer, rng = engine.optimizer, ps.rng()
   local keys = optim_groups.SETTINGS[optimizer.kind]
-  local parts = { engine.steps, optimizer.steps, tostring(rng.seed), tostring(rng.step),
+  local parts = { engine.steps, optimizer.steps, own_seeds and "" or tostring(rng.seed), tostring(rng.step),
     ("%.17g"):format(optimizer.max_norm or 0) }
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
   for _, group in ipairs(optimizer.groups) do
