@@ -225,9 +225,11 @@ describe("tools/profile_visualizer.lua", function()
   it("says in a line what is wrong with its words or its file", function()
     profile_lib.write(folder .. "/profile.json")
     check.write(folder .. "/cut.json", check.read(folder .. "/profile.json"):sub(1, 500))
+    check.write(folder .. "/text.json", "no profile\n")
     assert(require("lfs").link("/dev/full", folder .. "/full.html", true))
     for words, told in pairs {
       ["cut.json"] = "cut.json is no profile: it is cut off after 500 bytes",
+      ["text.json"] = "text.json is no profile: it is not JSON",
       ["profile.json --memory_type=DISK"] = "has no memory of type DISK; it has GPU (device), CPU (host)",
       ["profile.json --memory_type=TPU"] = "--memory_type TPU: it takes GPU, CPU, DISK",
       ["profile.json --fig_type=time"] = "--fig_type time: it takes memory, access",

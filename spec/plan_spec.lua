@@ -98,6 +98,9 @@ describe("the plan of a script", function()
     out = table.concat(require("ps.planning.report").lines(bound), "\n")
     assert.truthy(out:find("largest model: at least 1 blocks", 1, true), out)
     assert.truthy(out:find("the search ended after 0.001 s", 1, true), out)
+    bound = plan("--limit", "0.001", "--find", "batch", path, "cpu", "128KiB")
+    out = table.concat(require("ps.planning.report").lines(bound), "\n")
+    assert.truthy(out:find("largest micro-batch: not found in time", 1, true), out)
     said, code = plan(path, "cpu", "600KiB")
     assert.equal(2, code)
     assert.truthy(said.short.least_budget > said.short.budget and said.short.budget == 600 * 2 ^ 10)
@@ -282,6 +285,23 @@ optimizer:step()]])
     local said = plan("--find", "nothing", "--hardware", "v100-32", path)
     assert.is_nil(said.seconds)
     assert.truthy(table.concat(said.notes, "\n"):find("by memory alone", 1, true))
+  end)
+
+  it("refuses a host memory that is none, and one of which a share is nothing, by the option and the key", function()
+    local own = write("own.lua", SCRIPT:gsub("memory = memory,", ""))
+    for _, words in ipairs { "0", "0.5", "nan", "1e30", "many", "10%" } do
+      local _, said, code = run { PROGRAM, "tools/plan.lua", "--host", words, own, "cpu" }
+      assert.equal(1, code)
+      assert.truthy(said:find(("--host %s: it takes bytes above 0"):format(words), 1, true), said)
+    end
+    local _, said, code = run { PROGRAM, "tools/plan.lua", "--host", "1", own, "cpu" }
+    assert.equal(1, code)
+    assert.truthy(said:find("config: memory.host is 80% of the 1 bytes that there are", 1, true), said)
+    local out
+    out, _, code = run { PROGRAM, "tools/plan.lua", "--find", "nothing", "--host", "1MB", own, "cpu" }
+    assert.equal(2, code)
+    assert.truthy(out:find("there are only 976.6 KiB left on this machine, and 64 MiB have to stay free", 1, true), out)
+    assert.truthy(out:find("The model has [^\n]+\nthe largest of "), out)                   -- a list stands at the end
   end)
 
   it("of an unknown name lists the known", function()

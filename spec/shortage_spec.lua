@@ -54,7 +54,7 @@ describe("a model far too large for its budgets", function()
         config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } }, memory = { host = 2 ^ 23 } } }))
     ]])
     check_lib.fails(function() error(text) end, "wanted on tier host, whose budget of 8.0 MiB has room for it",
-      "left of its address space (ulimit -v), of which 64 MiB stay free")
+      "left of its address space (ulimit -v), and 64 MiB have to stay free")
     assert.is_nil(text:find("raise memory.host,", 1, true), text)
   end)
 

@@ -18,7 +18,8 @@ local MOST = 4 * 2 ^ 20                                    -- bytes of the log i
 -- The log of a run: the file, or the only .jsonl file of the folder.
 local function log_of(run)
   local mode = lfs.attributes(run, "mode")
-  if mode == "file" then return run end
+  if mode == "file" and run:match "%.jsonl$" then return run end
+  if mode == "file" then error(("%s is no log: name the run's folder, or its .jsonl file"):format(run), 0) end
   if mode ~= "directory" then error(("there is no %s"):format(run), 0) end
   local found = {}
   for name in lfs.dir(run) do if name:match "%.jsonl$" then found[#found + 1] = run .. "/" .. name end end

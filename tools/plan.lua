@@ -10,6 +10,7 @@ local command_line = require "ps.command_line"
 local hardware = require "ps.planning.hardware"
 local planning = require "ps.planning"
 local report = require "ps.planning.report"
+local types = require "ps.config.types"
 
 local DOES_NOT_FIT = 2
 
@@ -30,11 +31,9 @@ local function split(words)
 end
 
 local function bytes(text)
-  local ok, value = require("ps.config.types").bytes.take(text)
-  if not ok or type(value) ~= "number" then
-    return nil, ("'%s' is no number of bytes (512GiB, 2TB, ...)"):format(text)
-  end
-  return value
+  local ok, value = types.bytes.take(tonumber(text) or text)
+  if ok then return value end
+  return nil, ("--host %s: it takes %s"):format(text, types.bytes.text)
 end
 
 local function arguments()

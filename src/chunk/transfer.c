@@ -428,7 +428,7 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->budget).s, bytes_text(at->be->bytes_available(at->be)).s,
                             at->be->is_host ? ps_host_limited_by() : "on the device",
-                            at->be->is_host ? ", of which 64 MiB stay free" : "", at->name);
+                            at->be->is_host ? ", and 64 MiB have to stay free" : "", at->name);
     if (!last) {
         int64_t room = tier_room(cs, t + 1);
         below[0] = 0;

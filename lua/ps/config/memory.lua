@@ -106,7 +106,9 @@ local function resolve(state, path, budget, there)
     state:fail("%s is \"%g%%\", but how much there is is not known here; write bytes", path, budget.share * 100)
   end
   local bytes = math.floor(budget.share * there)
-  if bytes < 1 then state:fail("%s is %g%% of %.14g bytes: that is nothing", path, budget.share * 100, there) end
+  if bytes < 1 then
+    state:fail("%s is %g%% of the %.14g bytes that there are: that is nothing", path, budget.share * 100, there)
+  end
   return bytes
 end
 
@@ -119,7 +121,8 @@ local function budget(state, tier, given, ratio_key, share, there)
     end
     return resolve(state, path, given, there)
   end
-  if there then return resolve(state, state:shown(TRACER .. ratio_key), { share = share }, there) end
+  if state.given[TRACER .. ratio_key] then path = state:shown(TRACER .. ratio_key) end
+  if there then return resolve(state, path, { share = share }, there) end
 end
 
 ---@param state ps.config.State

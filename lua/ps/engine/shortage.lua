@@ -60,11 +60,12 @@ function shortage.explain(problem, counted, options, stage, size)
   local text, sum = budgets()
   local whole = ("%s of state (%.0f parameters, %.4g bytes for each that trains%s)"):format(view.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")
+  local said, holders = problem.msg:match "^([^\n]*)(.*)$"            -- the largest tensors are a list behind it
   if state > sum then
     problem.msg = ("the model does not fit: it has %s, and the budgets hold %s: %s; %s. It stopped at: %s"):format(
       whole, view.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)
   else
-    problem.msg = ("%s. The model has %s; the budgets: %s"):format(problem.msg, whole, text)
+    problem.msg = ("%s. The model has %s; the budgets: %s%s"):format(said, whole, text, holders)
   end
   return problem
 end

@@ -136,8 +136,10 @@ function report.lines(plan)
     for _, line in ipairs(plan.seconds.lines) do lines[#lines + 1] = line end
   end
   if plan.largest_batch then
-    say("largest micro-batch: %s%d rows%s", plan.largest_batch_is_bound and "at least " or "", plan.largest_batch,
-      plan.rows and (" (the script has %d)"):format(plan.rows) or "")
+    local is_bound = plan.largest_batch_is_bound
+    local rows = is_bound and plan.largest_batch == 0 and "not found in time"
+      or ("%s%d rows"):format(is_bound and "at least " or "", plan.largest_batch)
+    say("largest micro-batch: %s%s", rows, plan.rows and (" (the script has %d)"):format(plan.rows) or "")
   end
   if plan.largest_model then
     say("largest model: %s%d blocks, %s parameters (the script has %d blocks)", plan.largest_model.is_bound

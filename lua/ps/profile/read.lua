@@ -49,7 +49,7 @@ local function decoded(path)
   if not text then error(("cannot read %s: %s"):format(path, why or "it is no file"), 0) end
   local ok, all = pcall(json.decode, text)
   if not ok then
-    local cut = not text:find "[%]}]%s*$"
+    local cut = text == "" or text:find "^%s*{" and not text:find "[%]}]%s*$"
     error(("%s is no profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
       or "it is not JSON", tostring(all):match "^[^\n]*"), 0)
   end
