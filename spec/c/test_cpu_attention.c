@@ -356,6 +356,45 @@ static void test_packed(const ps_kernel *k)
     view_free(&qkv), view_free(&y), view_free(&lse), view_free(&dy), view_free(&dqkv);
 }
 
+static bool same_rows(const ps_view *x, int64_t i, const ps_view *y, int64_t j)
+{
+    size_t size = (size_t)ps_dtype_bytes(x->dtype);
+    bool same = true;
+    for (int64_t b = 0; b < x->shape[0]; b++)
+        for (int64_t h = 0; h < x->shape[1]; h++)
+            for (int64_t d = 0; d < x->shape[3]; d++)
+                same = same && !memcmp((char *)x->data + (size_t)place(x, b, h, i, d) * size,
+                                       (char *)y->data + (size_t)place(y, b, h, j, d) * size, size);
+    return same;
+}
+
+/* One query has a way of its own, and the bits that it has as the last of two. */
+static void test_one_query(const ps_kernel *k, const char *set)
+{
+    static const int64_t lengths[] = { 1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 72, 128, 200 };
+    static const int64_t widths[] = { 1, 8, 16, 40, 64, 72, 80, 128 };
+    char name[160];
+    for (int n = 0; n < 14 * 8 * 3; n++) {
+        shape two = { 2, 3, 2, lengths[n % 14], widths[n / 14 % 8], n / 112, n % 5 > 0, 0, 0, n % 7 ? 0.3 : -40 };
+        arrays a = arrays_new(&two), one = a;
+        snprintf(name, sizeof name, "%s, S %d D %d, type %d", set, (int)two.S, (int)two.D, two.dtype);
+        if (n % 11 == 3) put(&a.k, place(&a.k, 1, 2, two.S - 1, 0), NAN);
+        if (n % 11 == 5) put(&a.k, place(&a.k, 1, 2, two.S / 2, 0), INFINITY);
+        shape single = two;
+        single.T = one.q.shape[2] = 1;
+        one.q.data = (char *)one.q.data + one.q.stride[2] * ps_dtype_bytes(one.q.dtype);
+        one.y = view4(two.dtype, two.B, two.H, 1, two.D, n % 3, n % 2);
+        one.lse = view4(PS_F32, two.B, two.H, 1, 1, 0, false);
+        ps_set_threads(1 + n % 3);
+        check(forward(k, &two, &a) == 0 && forward(k, &single, &one) == 0, "the call failed", name);
+        check(same_rows(&a.y, 1, &one.y, 0), "y of one query has other bits", name);
+        check(same_rows(&a.lse, 1, &one.lse, 0), "lse of one query has other bits", name);
+        check(canaries_alive(&one.y) && canaries_alive(&one.lse), "bytes around an output changed", name);
+        view_free(&one.y), view_free(&one.lse);
+        arrays_free(&a);
+    }
+}
+
 static void test_refusals(const ps_kernel *k)
 {
     shape s = { 1, 1, 4, 4, 8, PS_F32, 0, 0, 0, 1 };
@@ -410,6 +449,7 @@ int main(void)
         if (!sets[i].have) continue;
         sets[i].fill(k);
         test_packed(k);
+        test_one_query(k, sets[i].name);
         test_refusals(k);
     }
     free(memory);

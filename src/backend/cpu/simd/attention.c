@@ -353,6 +353,98 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
     finish_queries(a, w, b, h, i0, nq);
 }
 
+/* -- forward of one query ----------------------------------------------------------------------------------------- */
+/* A model that continues a text asks for one query of each head. Blocks have the cost of 16, and make panels of all
+ * keys that one query reads. Here lanes are keys, or the output's elements. Each sum has its order in blocks, and so
+ * the bits of that query among others. */
+static bool is_one_query(const attn *a)
+{
+    return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
+}
+/* w->p [n] = the scores of n keys of head (b, g), from j0 on; w->k has the query. */
+static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
+{
+    int vectors = (n + VL - 1) / VL;
+    vf sum[KEYS / VL];
+    for (int v = 0; v < KEYS / VL; v++) sum[v] = vf_zero();
+    load_rows(a, &a->k, b, g, j0, n, vectors * VL, w->q);
+    for (int64_t d0 = 0; d0 < a->D; d0 += VL) {
+        int depth = clamp(a->D - d0, 0, VL);
+        for (int v = 0; v < vectors; v++) transpose16(w->q + v * VL * a->Dp + d0, a->Dp, w->qt + v * VL, KEYS);
+        for (int d = 0; d < depth; d++) {
+            vf x = vf_set(w->k[d0 + d]);
+#pragma GCC unroll 4
+            for (int v = 0; v < KEYS / VL; v++)
+                if (v < vectors) sum[v] = vf_fma(vf_load(w->qt + d * KEYS + v * VL), x, sum[v]);
+        }
+    }
+    for (int v = 0; v < vectors; v++) vf_store(w->p + v * VL, sum[v]);
+}
+/* The n scores become weights relative to the new running maximum; older sums must be scaled by the result. */
+static float softmax_of_one(const attn *a, work *w, int n)
+{
+    vn scale = vn_set(a->scale2);
+    float old = w->max[0], now = old, sum[2] = { 0, 0 }, top[LANES];
+    vn most = vn_set(old), factor;
+    memset(w->p + n, 0, (size_t)(KEYS - n) * sizeof *w->p);
+    for (int r = 0; r < n; r += LANES)
+        most = vn_max(vn_select(vn_lanes(r) < n, vn_load(w->p + r) * scale, vn_set(NO_SCORE)), most);
+    vn_store(top, most);
+    for (int i = 0; i < LANES; i++) now = top[i] > now ? top[i] : now;
+    for (int r = 0; r < n; r += LANES)
+        vn_store(w->p + r, vn_exp2_neg(vn_fma(vn_load(w->p + r), scale, vn_set(-now))));
+    for (int r = 0; r < n; r++) sum[r % 2] += w->p[r];
+    factor = vn_exp2_neg(vn_set(old - now));
+    w->max[0] = now;
+    w->sum[0] = fmaf(w->sum[0], factor[0], sum[0] + sum[1]);
+    return factor[0];
+}
+/* out [16 * vectors] += weights p [n] times rows of values, of which `left` elements are there; dtype, vectors:
+ * constants. */
+SIMD void weigh(int dtype, int vectors, const char *src, int64_t row_nbytes, int n, int64_t left, const float *p,
+                float *out)
+{
+    int there = left < VL ? (int)left : VL;
+    vf s[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) s[v] = vf_load(out + v * VL);
+    for (int r = 0; r < n; r++, src += row_nbytes) {
+        vf x = vf_set(p[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) s[v] = vf_fma(x, vf_get_n(src, v * VL, dtype, there, 0), s[v]);
+    }
+    /* Blocks end with zero weights of zero rows: -0 becomes 0. */
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) vf_store(out + v * VL, n % ROWS ? s[v] + vf_zero() : s[v]);
+}
+SIMD void weigh_as(int dtype, const attn *a, work *w, const char *src, int64_t row_nbytes, int n)
+{
+    int64_t d = 0, size = ps_dtype_bytes(dtype);
+    for (; d + 4 * VL <= a->D; d += 4 * VL)
+        weigh(dtype, 4, src + d * size, row_nbytes, n, VL, w->p, w->out + d);
+    for (; d < a->D; d += VL)
+        weigh(dtype, 1, src + d * size, row_nbytes, n, a->D - d, w->p, w->out + d);
+}
+static void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t g)
+{
+    int64_t row_nbytes = a->v.stride[2] * ps_dtype_bytes(a->v.dtype);
+    load_rows(a, &a->q, b, h, 0, 1, 1, w->k);
+    for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
+    memset(w->out, 0, (size_t)a->Dp * sizeof *w->out);
+    for (int64_t j0 = 0; j0 < a->S; j0 += KEYS) {
+        int n = clamp(a->S - j0, 0, KEYS);
+        const char *src = row_of(&a->v, b, g, j0);
+        scores_of_one(a, w, b, g, j0, n);
+        float factor = softmax_of_one(a, w, n);
+        if (j0 > 0 && factor != 1.0f)
+            for (int64_t d = 0; d < a->Dp; d += VL) vf_store(w->out + d, vf_load(w->out + d) * vf_set(factor));
+        if (a->v.dtype == PS_F32) weigh_as(PS_F32, a, w, src, row_nbytes, n);
+        else if (a->v.dtype == PS_BF16) weigh_as(PS_BF16, a, w, src, row_nbytes, n);
+        else weigh_as(PS_F16, a, w, src, row_nbytes, n);
+    }
+    finish_queries(a, w, b, h, 0, 1);
+}
+
 /* -- backward ----------------------------------------------------------------------------------------------------- */
 /* Weights of key r and the gradients of dropped weights, for queries c ..; masked, drop: constants. */
 SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, bool masked)
@@ -533,6 +625,7 @@ static int run(attn *a, ps_call *call, bool backward)
     a->Dp = round_up(a->D, VL), a->Sp = round_up(a->S, ROWS), a->nvec = a->Dp / VL;
     int64_t heads = a->H > 0 ? a->B * a->G : 0, shared = a->H / a->G, threads = omp_get_max_threads(), cuts = 1;
     int64_t per_head = (a->T + QUERIES - 1) / QUERIES, blocks = shared * per_head;
+    bool one = !backward && is_one_query(a);
     if (heads == 0 || (a->T == 0 && !backward)) return 0;
     if ((double)heads * (double)shared * (double)a->T * (double)a->S * (double)a->D < 16.0 * PS_PAR_MIN) threads = 1;
     if (!backward && heads < threads) cuts = (threads + heads - 1) / heads;
@@ -556,9 +649,10 @@ static int run(attn *a, ps_call *call, bool backward)
                 backward_group(a, &w, b, g);
                 continue;
             }
-            load_keys(a, &w, b, g);
+            if (!one) load_keys(a, &w, b, g);
             for (int64_t i = item % cuts; i < blocks; i += cuts)
-                forward_queries(a, &w, b, g * shared + i / per_head, i % per_head * QUERIES);
+                if (one) forward_one(a, &w, b, g * shared + i, g);
+                else forward_queries(a, &w, b, g * shared + i / per_head, i % per_head * QUERIES);
         }
     }
     return 0;
