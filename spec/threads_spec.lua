@@ -58,6 +58,32 @@ describe("OMP_NUM_THREADS", function()
 end)
 
 describe("ps.set_threads", function()
+  -- oneDNN keeps them with AVX-512, not with AVX2.
+  local wide = ps.device("cpu").description:find("oneDNN.*AVX%-512") ~= nil
+  local function of_several(a, b, what)
+    local was, one = ps.threads(), nil
+    for _, n in ipairs { 1, 2, 3, 7 } do
+      ps.set_threads(n)
+      local y = a:matmul(b)
+      one = one or y
+      local far = (y - one):abs():max():item()
+      ps.set_threads(was)
+      assert.truthy(far == 0, ("%s: %g on %d threads from one"):format(what, far, n))
+    end
+  end
+  it("leaves a product with a transposed operand its bits, where oneDNN has wide vectors", function()
+    if not wide then return end
+    for _, rows in ipairs { 100, 352, 1024 } do
+      for _, inner in ipairs { 257, 512, 768, 1000, 1024, 2048 } do
+        for _, columns in ipairs { 512, 768, 2304 } do
+          ps.scope(function()
+            local a, b = ps.randn { rows, inner }, ps.randn { columns, inner }
+            of_several(a, b:t(), ("[%d, %d] x [%d, %d]^T"):format(rows, inner, columns, inner))
+          end)
+        end
+      end
+    end
+  end)
   it("refuses more than can be had", function()
     for _, n in ipairs { 1000000, 2 ^ 31, 2 ^ 40 } do
       check.fails_saying({ "ps.set_threads takes up to " .. ps.C.ps_threads_most() }, function() ps.set_threads(n) end)

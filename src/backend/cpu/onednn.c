@@ -236,6 +236,18 @@ static bool is_rapids(void)
 #endif
 }
 
+/* Whether "gemm" adds up a product with a transposed b in one order on every number of threads. On one thread it packs
+ * operands that it takes as they are on several, and cuts sums into equal blocks of at most BLOCK terms, else into
+ * blocks of BLOCK. Only of large results with an even stride it packs the operands on all (nocopy_checker_avx512 of
+ * gemm_driver.cpp). */
+static bool has_one_order(const key *k)
+{
+    enum { BLOCK = 384, EVEN = 256 };
+    bool packs = 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196;
+    bool even = k->ld_a % EVEN == 0 || k->ld_b % EVEN == 0 || k->ld_dst % EVEN == 0;
+    return k->k <= BLOCK || k->k % BLOCK == 0 || (packs && even);
+}
+
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first. Measured on Zen 4, b not transposed:
  * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
  * high (5%). Measured on Sapphire Rapids and its successor, fp32: wide results of a transposed b (5 to 14%), and sums
@@ -247,7 +259,7 @@ static bool prefers_gemm(const key *k)
     if (k->batch > 1) return false;
     if (k->k > 16 * (k->m < k->n ? k->m : k->n) && k->m * k->n <= 1 << 17) return false;
     bool rapids = k->type_a == PS_F32 && is_rapids();
-    if (k->trans_b) return rapids && !k->residual && k->m >= 64 && k->n >= 512;
+    if (k->trans_b) return rapids && !k->residual && k->m >= 64 && k->n >= 512 && has_one_order(k);
     if (rapids && k->k >= 512) return true;
     if (k->type_a == PS_F32) return plain || (k->residual && large);
     return plain && large && k->trans_a && k->n > k->m;
