@@ -120,6 +120,26 @@ describe("two ranks that share out layers", function()
     ]])
   end)
 
+  it("share out a table that was resized, and the head that it is", function()
+    lib.check(folder, 2, [[
+      local x = ps.randint(0, 250, { 2, 16 }, { dtype = "int32" })
+      for _, family in ipairs { "gpt2", "llama" } do
+        local function made()
+          ps.manual_seed(3)
+          local model = require("models." .. family).new("tiny", { dropout = 0, tie_word_embeddings = true })
+          return model:resize_token_embeddings(263)
+        end
+        local want = ps.no_grad(made(), x, x):item()
+        local model = ps.initialize { quiet = true, model_func = made, config = { plan_print = false,
+          optimizer = { type = "AdamW", params = { lr = 1e-3 } }, tensor_parallel = { size = 2 } } }
+        local loss = model(x, x)
+        assert(math.abs(loss:item() - want) < 1e-5, ("%s: %.9g, not %.9g"):format(family, loss:item(), want))
+        model:backward(loss)
+        model:close()
+      end
+    ]])
+  end)
+
   it("lay their chunks out anew together, where one of them alone has no room for them", function()
     lib.check(folder, 2, [[
       local gpt2, x = require "models.gpt2", ps.randint(0, 256, { 12, 12 }, { dtype = "int32" })

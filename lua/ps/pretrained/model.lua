@@ -254,6 +254,8 @@ function Model:resize_token_embeddings(n)
     resize(owner, key, n, key == "bias" and init.zeros_ or normal)
     if owner.class_name == "Embedding" then owner.rows = n elseif owner.outputs then owner.outputs = n end
   end
+  local head = rawget(self, "tied_head")                   -- that of the token table, whose weight it has
+  if head then head.outputs = n end
   for _, module in self:named_modules() do if module.config then module.config = config end end
   return self
 end
