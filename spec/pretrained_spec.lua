@@ -221,6 +221,11 @@ describe("GPT-2's settings", function()
     assert.same({ 3, 48, { ["0"] = "a" }, { 1 }, 37 },
       { fields.n_head, fields.n_embd, fields.id2label, fields.unknown, fields.n_ctx })
     assert.is_nil(fields.num_attention_heads)
+    assert.same({ a = 0 }, fields.label2id)
+    local options = { task = "sequence_classification", quiet = true, id2label = { "no", "yes" }, num_labels = 2 }
+    gpt2.from_pretrained(path "again", options):save_pretrained(path "named")
+    fields = config_of "named"
+    assert.same({ { ["0"] = "no", ["1"] = "yes" }, { no = 0, yes = 1 } }, { fields.id2label, fields.label2id })
   end)
 end)
 

@@ -237,6 +237,7 @@ function Settings:from_file(fields, changes)
     for alias, of in pairs(rules.aliases or {}) do if of == name then given[alias] = nil end end
     given[name] = value
   end
+  if changes and changes.id2label and not changes.label2id then given.label2id = nil end
   if changes and changes.num_labels and not changes.id2label and type(given.id2label) == "table"
     and count(given.id2label) ~= changes.num_labels then
     given.id2label, given.label2id = nil, nil
@@ -259,6 +260,10 @@ function Settings:to_file(full, architecture, dtype)
     for i = 0, fields.num_labels - 1 do
       fields.id2label[tostring(i)], fields.label2id["LABEL_" .. i] = "LABEL_" .. i, i
     end
+  end
+  if fields.id2label and not fields.label2id then
+    fields.label2id = {}
+    for id, label in pairs(fields.id2label) do fields.label2id[label] = tonumber(id) end
   end
   fields.num_labels = nil                                  -- Hugging Face's count is that of id2label
   fields.dtype, fields.torch_dtype = dtype, dtype          -- the second is for versions before 4.56
