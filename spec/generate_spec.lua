@@ -422,7 +422,12 @@ describe("what a folder says of generation", function()
     end
     with({ typical_p = 1, guidance_scale = json.null, bad_words_ids = json.null, cache_implementation = "static" })
       :generate({ 1 }, 2)
-    fails({ "temperature is a string" }, function() with({ temperature = "x" }):generate({ 1 }, 2) end)
+    for words, fields in pairs { ["temperature is a string"] = { temperature = "x" },
+      ["stop_strings is a number; it must be a table"] = { stop_strings = 5 },
+      ["early_stopping is a number; it must be a boolean"] = { early_stopping = 1 },
+      ["top_p is 2; it must be above 0, and 1 at most"] = { top_p = 2 } } do
+      fails({ words }, function() with(fields):generate({ 1 }, 2) end)
+    end
     fails({ "refused: num_beams = 2", "temperature = 0" }, function()
       with({}):generate({ 1 }, 2, { num_beams = 2, temperature = 1 })
     end)

@@ -103,6 +103,7 @@ end
 local function stop_strings(chosen)
   local strings = chosen.stop_strings
   if type(strings) == "string" then strings = { strings } end
+  if strings ~= nil then caller.typed(strings, "table", "generate: stop_strings") end
   for _, one in ipairs(strings or {}) do
     caller.typed(one, "string", "generate: a stop string")
     if one == "" then error("generate: a stop string is empty") end
@@ -134,13 +135,13 @@ function settings.of(model, options)
   end
   for _, key in ipairs { "num_beams", "num_return_sequences" } do caller.whole(chosen[key], "generate: " .. key, 1) end
   within(chosen, "temperature", 0, math.huge, "0 or more")
-  within(chosen, "top_p", 1e-300, math.huge, "above 0")
+  within(chosen, "top_p", 1e-300, 1, "above 0, and 1 at most")
   within(chosen, "min_p", 0, 1, "in [0, 1]")
   within(chosen, "repetition_penalty", 1e-300, math.huge, "above 0")
   within(chosen, "length_penalty", -math.huge, math.huge, "a number")
   if type(chosen.early_stopping) == "string" then
     caller.one_of(chosen.early_stopping, { never = "never" }, "generate: early_stopping")
-  end
+  else caller.typed(chosen.early_stopping, "boolean", "generate: early_stopping") end
   choose_temperature(chosen, given, file)
   if chosen.num_beams > 1 and (chosen.on_token or chosen.on_text) then
     error("generate: beams change as they grow, so that on_token and on_text cannot follow them")
