@@ -310,6 +310,16 @@ describe("GPT-2's files", function()
     assert.truthy(fresh.lm_head.weight:abs():amax():item() > 0)
   end)
 
+  it("of a type that is not read are refused by it", function()
+    local at = write_folder("typed", gpt2.new(SMALL)) .. "/model.safetensors"
+    local text, n = check.read(at):gsub('("transformer%.ln_f%.weight":{"dtype":")F32', "%1U32")
+    assert.equal(1, n)
+    check.write(at, text)
+    fails({ "config.json: refused: dtype = U32: the files have transformer.ln_f.weight of that type" }, function()
+      gpt2.from_pretrained(path "typed")
+    end)
+  end)
+
   it("are as large as config.json says, which is seen before a model is made", function()
     local model = model_of { tie_word_embeddings = false, n_inner = 96 }
     for _, case in ipairs {

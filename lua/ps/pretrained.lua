@@ -170,9 +170,15 @@ local function check_sizes(family, class, config, files, from)
   local rules, names, shapes = family.settings.rules, {}, {}
   local state = state_of.open(files, function(name) return name end)
   local ok, problem = pcall(function()
-    for _, name in ipairs(state.names()) do
+    local list = state.names()
+    table.sort(list)                                       -- so that a refusal names the same tensor each time
+    for _, name in ipairs(list) do
       local bare = name:match("^" .. class.base .. "%.(.*)$") or name
       names[bare] = name
+      local dtype, other = state:dtype(name)
+      if not dtype and class.body[bare:match("^[^.]+")] then
+        settings.refuse(from, "dtype", other, ("the files have %s of that type, which is not supported"):format(name))
+      end
     end
     for _, row in ipairs(rules.measures) do
       if names[row[2]] then shapes[row[2]] = state:shape(names[row[2]]) end
