@@ -114,8 +114,7 @@ local function run(self, one, flags)
 end
 
 -- Whether special tokens in a text are text: as a call says, else as tokenizer_config.json does.
-local function plain_flag(self, options)
-  local splits = options.split_special_tokens
+local function plain_flag(self, splits)
   if splits == nil then splits = rawget(self, "splits_special") end
   return splits and C.PS_TOK_PLAIN or 0
 end
@@ -131,7 +130,7 @@ local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean
 function Tokenizer:encode_buffer(one, options)
   caller.typed(one, "string", "encode: the text")
   options = caller.options(options, "tokenizer:encode_buffer", { split_special_tokens = "boolean" })
-  local out = run(self, one, plain_flag(self, options))
+  local out = run(self, one, plain_flag(self, options.split_special_tokens))
   local n = tonumber(out.n)
   local ids = int_array(math.max(n, 1))
   ffi.copy(ids, out.ids, 4 * n)
@@ -147,7 +146,7 @@ end
 function Tokenizer:encode(one, options)
   caller.typed(one, "string", "encode: the text")
   options = caller.options(options, "tokenizer:encode", ENCODE)
-  local out = run(self, one, plain_flag(self, options))
+  local out = run(self, one, plain_flag(self, options.split_special_tokens))
   local pieces = options.add_special_tokens == false and { { text = 1 } } or self.around[1]
   local ids = {}
   for _, piece in ipairs(pieces) do
@@ -167,7 +166,7 @@ end
 function Tokenizer:encode_line(one, options)
   caller.typed(one, "string", "encode_line: the text")
   options = caller.options(options, "tokenizer:encode_line", ENCODE)
-  local out = run(self, one, plain_flag(self, options))
+  local out = run(self, one, plain_flag(self, options.split_special_tokens))
   check(C.ps_tok_print(self.handle, out.ids, out.n, self.bytes, self.nbytes))
   local line = ffi.string(self.bytes[0], self.nbytes[0])
   if options.add_special_tokens == false or not self.around[1][2] then return line end
@@ -426,7 +425,7 @@ local function rows_of(self, texts, asked)
   local limit = asked.max_length or self.model_max_length
   if asked.max_length then caller.whole(asked.max_length, "tokenizer: max_length", 1) end
   if way and not limit then error("truncation needs max_length: the tokenizer's files say none") end
-  local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + plain_flag(self, asked)
+  local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + plain_flag(self, asked.split_special_tokens)
   local pieces, extra = {}, 0
   for _, piece in ipairs(self.around[second and 2 or 1]) do
     if piece.text or asked.add_special_tokens ~= false then pieces[#pieces + 1] = piece end
