@@ -96,10 +96,7 @@ local release = C.ps_tensor_release
 --- pointer before it asked for __add.
 ---@param t ffi.cdata* ps_tensor*, a reference of ours
 ---@return ps.Tensor
-function M.own(t)
-  local owned = ffi.gc(t[0], release)        -- in a tail call LuaJIT would not compile the op that ends here
-  return owned
-end
+function M.own(t) return ffi.gc(t[0], release) end
 local own = M.own
 
 --- Gives our reference back at once. For tensors that nobody can name any more: the cdata dangles afterwards.
