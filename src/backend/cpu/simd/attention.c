@@ -361,24 +361,38 @@ static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
+/* sum [n] += terms [count] times rows [count, ld] of n lanes' elements; n: a constant. Lanes are the machine's own. */
+SIMD void add_rows_to(int n, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
+{
+    vn s[8];
+#pragma GCC unroll 8
+    for (int v = 0; v < n; v++) s[v] = vn_load(sum + v * LANES);
+    for (int64_t r = 0; r < count; r++, rows += ld) {
+        vn x = vn_set(terms[r]);
+#pragma GCC unroll 8
+        for (int v = 0; v < n; v++) s[v] = vn_fma(vn_load(rows + v * LANES), x, s[v]);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < n; v++) vn_store(sum + v * LANES, s[v]);
+}
+/* The same for 16 * vectors elements, up to 64 at a time where the registers hold as many. */
+static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
+{
+    enum { EACH = VL / LANES, MOST = 8 / EACH < 4 ? 8 / EACH : 4 };
+    for (; vectors >= MOST; vectors -= MOST, rows += MOST * VL, sum += MOST * VL)
+        add_rows_to(MOST * EACH, count, terms, rows, ld, sum);
+    for (; vectors > 0; vectors--, rows += VL, sum += VL) add_rows_to(EACH, count, terms, rows, ld, sum);
+}
 /* w->p [n] = the scores of n keys of head (b, g), from j0 on; w->k has the query. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
 {
     int vectors = (n + VL - 1) / VL;
-    vf sum[KEYS / VL];
-    for (int v = 0; v < KEYS / VL; v++) sum[v] = vf_zero();
+    memset(w->p, 0, (size_t)(vectors * VL) * sizeof *w->p);
     load_rows(a, &a->k, b, g, j0, n, vectors * VL, w->q);
     for (int64_t d0 = 0; d0 < a->D; d0 += VL) {
-        int depth = clamp(a->D - d0, 0, VL);
         for (int v = 0; v < vectors; v++) transpose16(w->q + v * VL * a->Dp + d0, a->Dp, w->qt + v * VL, KEYS);
-        for (int d = 0; d < depth; d++) {
-            vf x = vf_set(w->k[d0 + d]);
-#pragma GCC unroll 4
-            for (int v = 0; v < KEYS / VL; v++)
-                if (v < vectors) sum[v] = vf_fma(vf_load(w->qt + d * KEYS + v * VL), x, sum[v]);
-        }
+        add_rows(vectors, clamp(a->D - d0, 0, VL), w->k + d0, w->qt, KEYS, w->p);
     }
-    for (int v = 0; v < vectors; v++) vf_store(w->p + v * VL, sum[v]);
 }
 /* The n scores become weights relative to the new running maximum; older sums must be scaled by the result. */
 static float softmax_of_one(const attn *a, work *w, int n)
@@ -399,48 +413,32 @@ static float softmax_of_one(const attn *a, work *w, int n)
     w->sum[0] = fmaf(w->sum[0], factor[0], sum[0] + sum[1]);
     return factor[0];
 }
-/* out [16 * vectors] += weights p [n] times rows of values, of which `left` elements are there; dtype, vectors:
- * constants. */
-SIMD void weigh(int dtype, int vectors, const char *src, int64_t row_nbytes, int n, int64_t left, const float *p,
-                float *out)
+/* w->out [Dp] += weights w->p [n] times the values of n keys from j0 on. */
+static void weigh(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
 {
-    int there = left < VL ? (int)left : VL;
-    vf s[4];
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) s[v] = vf_load(out + v * VL);
-    for (int r = 0; r < n; r++, src += row_nbytes) {
-        vf x = vf_set(p[r]);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) s[v] = vf_fma(x, vf_get_n(src, v * VL, dtype, there, 0), s[v]);
-    }
+    const float *rows = w->q;
+    int64_t ld = a->Dp;
+    if (a->v.dtype == PS_F32 && a->D == a->Dp) {
+        rows = (const float *)row_of(&a->v, b, g, j0);
+        ld = a->v.stride[2];
+    } else load_rows(a, &a->v, b, g, j0, n, n, w->q);
+    add_rows(a->nvec, n, w->p, rows, ld, w->out);
+    if (n % ROWS == 0) return;
     /* Blocks end with zero weights of zero rows: -0 becomes 0. */
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) vf_store(out + v * VL, n % ROWS ? s[v] + vf_zero() : s[v]);
+    for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(w->out + d, vn_load(w->out + d) + vn_set(0));
 }
-SIMD void weigh_as(int dtype, const attn *a, work *w, const char *src, int64_t row_nbytes, int n)
+static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t g)
 {
-    int64_t d = 0, size = ps_dtype_bytes(dtype);
-    for (; d + 4 * VL <= a->D; d += 4 * VL)
-        weigh(dtype, 4, src + d * size, row_nbytes, n, VL, w->p, w->out + d);
-    for (; d < a->D; d += VL)
-        weigh(dtype, 1, src + d * size, row_nbytes, n, a->D - d, w->p, w->out + d);
-}
-static void forward_one(const attn *a, work *w, int64_t b, int64_t h, int64_t g)
-{
-    int64_t row_nbytes = a->v.stride[2] * ps_dtype_bytes(a->v.dtype);
     load_rows(a, &a->q, b, h, 0, 1, 1, w->k);
     for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
     memset(w->out, 0, (size_t)a->Dp * sizeof *w->out);
     for (int64_t j0 = 0; j0 < a->S; j0 += KEYS) {
         int n = clamp(a->S - j0, 0, KEYS);
-        const char *src = row_of(&a->v, b, g, j0);
         scores_of_one(a, w, b, g, j0, n);
         float factor = softmax_of_one(a, w, n);
         if (j0 > 0 && factor != 1.0f)
-            for (int64_t d = 0; d < a->Dp; d += VL) vf_store(w->out + d, vf_load(w->out + d) * vf_set(factor));
-        if (a->v.dtype == PS_F32) weigh_as(PS_F32, a, w, src, row_nbytes, n);
-        else if (a->v.dtype == PS_BF16) weigh_as(PS_BF16, a, w, src, row_nbytes, n);
-        else weigh_as(PS_F16, a, w, src, row_nbytes, n);
+            for (int64_t d = 0; d < a->Dp; d += LANES) vn_store(w->out + d, vn_load(w->out + d) * vn_set(factor));
+        weigh(a, w, b, g, j0, n);
     }
     finish_queries(a, w, b, h, 0, 1);
 }
