@@ -262,7 +262,9 @@ local LOSS = [[
     local plain = whole:loss(b, targets)
     plain:backward()
     local tol = dtype == "fp32" and 1e-6 or 0.01
-    near(loss, plain, dtype .. " loss", 1e-6)
+    -- Where the processor multiplies a type as fp32, the whole head's logits are fp32, and those of a part are rounded.
+    local as_fp32 = ps.device("cpu").description:find(dtype .. " as fp32", 1, true)
+    near(loss, plain, dtype .. " loss", as_fp32 and 5e-5 or 1e-6)
     near(a:grad() * N, b:grad() * N, dtype .. " x's gradient", tol * 10)
     local desc = shard.of(head.weight)
     near(head.weight:grad() * 100, shard.cut(desc, whole.weight:grad()) * 100, dtype .. " weight's gradient", tol)
@@ -608,15 +610,19 @@ local KILLED = [[
   print(why)
 ]]
 
--- Without memory for the kernel of a product whose rows are here, while others travel.
+-- Without memory for the kernel of a product whose rows are here, while others travel. Instruction sets differ in how
+-- many allocations are left then.
 local FAILED = [[
   local x, w = ps.ones { 64, 256 }, ps.ones { 128, 256 }
   local function product() return ps.no_grad(group.gathered_linear, group, x, w, nil, { pieces = 4 }) end
   product()
-  if rank == 1 then ps.C.ps_test_fail_alloc(12, 1000000) end
-  local ok, why = pcall(product)
-  if ok and rank == 0 then ok, why = pcall(product) end          -- rank 1 may fail when its rows are gone
-  ps.C.ps_test_fail_alloc(-1, 0)
+  local ok, why
+  for left = 12, 0, -1 do                                        -- rank 1 may fail when its rows are gone
+    if rank == 1 then ps.C.ps_test_fail_alloc(left, 1000000) end
+    ok, why = pcall(product)
+    ps.C.ps_test_fail_alloc(-1, 0)
+    if not ok then break end
+  end
   assert(not ok)
   print(why)
 ]]
@@ -642,7 +648,9 @@ describe("layers of which ranks have parts", function()
     assert.matches("reduction in a row layer, call 0 of rank 0, moving its bytes: rank 1 [^:]*died", out[0].text)
     out = lib.run(folder, 2, lib.begin(folder) .. FAILED, "OMP_WAIT_POLICY=passive")
     assert.matches("^no memory", out[1].text)
-    assert.matches("rank 1 [^:]*gave up: ", out[0].text)
+    -- The last allocation may be that of a product behind all rows: then rank 0 hears of it at its next call.
+    assert.truthy(out[0].text:find "rank 1 [^:]*gave up: " or out[0].text:find "rank 1 [^:]*ended after gather",
+      out[0].text)
     out = lib.run(folder, 2, lib.begin(folder), "PS_SIM_LINK=fast")
     for rank = 0, 1 do assert.matches("PS_SIM_LINK is 'fast'; it takes bytes a second", out[rank].text) end
   end)
