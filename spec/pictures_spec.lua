@@ -226,6 +226,12 @@ describe("tools/profile_visualizer.lua", function()
     profile_lib.write(folder .. "/profile.json")
     check.write(folder .. "/cut.json", check.read(folder .. "/profile.json"):sub(1, 500))
     check.write(folder .. "/text.json", "no profile\n")
+    local begins = check.read(folder .. "/profile.json"):sub(1, 700)
+    for length = 1, #begins - 1, 3 do                               -- wherever it is cut
+      check.write(folder .. "/part.json", begins:sub(1, length))
+      local _, why = pcall(read.file, folder .. "/part.json")
+      assert.truthy(tostring(why):find(("it is cut off after %d bytes"):format(length), 1, true), why)
+    end
     assert(require("lfs").link("/dev/full", folder .. "/full.html", true))
     for words, told in pairs {
       ["cut.json"] = "cut.json is no profile: it is cut off after 500 bytes",

@@ -49,9 +49,12 @@ local function decoded(path)
   if not text then error(("cannot read %s: %s"):format(path, why or "it is no file"), 0) end
   local ok, all = pcall(json.decode, text)
   if not ok then
-    local cut = text == "" or text:find "^%s*{" and not text:find "[%]}]%s*$"
+    local what = tostring(all):match "^[^\n]*"
+    -- A file that was cut is wrong at its end, but for the few characters of a word or an escape.
+    local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
+    local cut = text == "" or text:find "^%s*{" and at_end
     error(("%s is no profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
-      or "it is not JSON", tostring(all):match "^[^\n]*"), 0)
+      or "it is not JSON", what), 0)
   end
   if type(all) ~= "table" or type(all.psluajit) ~= "table" then
     error(path .. " is no profile of psluajit: it has no object 'psluajit'. ps.profiler.save writes one", 0)
