@@ -361,27 +361,13 @@ static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;
 }
-/* sum [n] += terms [count] times rows [count, ld] of n lanes' elements; n: a constant. Lanes are the machine's own. */
-SIMD void add_rows_to(int n, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
-{
-    vn s[8];
-#pragma GCC unroll 8
-    for (int v = 0; v < n; v++) s[v] = vn_load(sum + v * LANES);
-    for (int64_t r = 0; r < count; r++, rows += ld) {
-        vn x = vn_set(terms[r]);
-#pragma GCC unroll 8
-        for (int v = 0; v < n; v++) s[v] = vn_fma(vn_load(rows + v * LANES), x, s[v]);
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < n; v++) vn_store(sum + v * LANES, s[v]);
-}
-/* The same for 16 * vectors elements, up to 64 at a time where the registers hold as many. */
+/* sum [16 * vectors] += terms [count] times rows [count, ld]: one row of a product, in as many sums as `tile` has. */
 static void add_rows(int64_t vectors, int64_t count, const float *terms, const float *rows, int64_t ld, float *sum)
 {
-    enum { EACH = VL / LANES, MOST = 8 / EACH < 4 ? 8 / EACH : 4 };
+    enum { MOST = 4 * LANES / VL };
     for (; vectors >= MOST; vectors -= MOST, rows += MOST * VL, sum += MOST * VL)
-        add_rows_to(MOST * EACH, count, terms, rows, ld, sum);
-    for (; vectors > 0; vectors--, rows += VL, sum += VL) add_rows_to(EACH, count, terms, rows, ld, sum);
+        tile(1, MOST, 1, count, terms, 0, 1, rows, ld, sum, 0);
+    for (; vectors > 0; vectors--, rows += VL, sum += VL) tile(1, 1, 1, count, terms, 0, 1, rows, ld, sum, 0);
 }
 /* w->p [n] = the scores of n keys of head (b, g), from j0 on; w->k has the query. */
 static void scores_of_one(const attn *a, work *w, int64_t b, int64_t g, int64_t j0, int n)
