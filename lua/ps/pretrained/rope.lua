@@ -153,7 +153,8 @@ function rope.new(who, config, D)
   if self.parameters.rope_type == "dynamic" then
     if D == 2 then error(who .. ": rope_type = dynamic needs heads of more than 2 columns") end
   else self.fixed = { rope.frequencies(self.parameters, D, self.most, 0) } end
-  for _, frequency in ipairs((rope.frequencies(self.parameters, D, self.most, 0))) do
+  local frequencies = self.fixed and self.fixed[1] or rope.frequencies(self.parameters, D, self.most, 0)
+  for _, frequency in ipairs(frequencies) do
     local is_finite = math.abs(frequency) < math.huge
     if not is_finite then
       local list = {}
