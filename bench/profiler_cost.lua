@@ -22,7 +22,7 @@ local parser = argparse("bench/profiler_cost.lua", "What the record of events co
 whole(parser:option("--rounds", "times that each is measured", "100"), 1)
 whole(parser:option("--steps", "steps of the model in a round, with the record and without", "4"), 1)
 whole(parser:option("--count-steps", "steps whose instructions are counted; 0: none", "2"), 0)
-parser:flag("--only-steps", "train --count-steps steps and nothing else: what is counted")
+parser:flag("--only-steps", "only train --count-steps steps, for a count of their instructions")
 local args = parser:parse()
 
 local cjson = require "cjson"

@@ -113,7 +113,7 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
         if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
             snprintf(file, sizeof file, "%s/memory.stat", dir);
             if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
-            if (usage < 0) usage = 0;             /* read at different times; "no limit" less that would overflow */
+            if (usage < 0) usage = 0;             /* the two counts are of different moments */
             int64_t room = limit > usage ? limit - usage : 0;
             least = room < least ? room : least;
         }

@@ -240,7 +240,7 @@ function Ranks:begin_step(fn, share, limit)
     failed, short = failed or row[1] > 0, short or row[3] > 0
     least = math.min(least, row[4])
   end
-  if not failed and short then return least end            -- which begins again, with what is noted
+  if not failed and short then return least end            -- the step begins again, and compares what is noted then
   self.noted = {}
   for rank, row in ipairs(list) do
     same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))

@@ -50,7 +50,7 @@ local function decoded(path)
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"
-    -- A file that was cut is wrong at its end, but for the few characters of a word or an escape.
+    -- The parser finds a cut at the file's end, or at the word or escape that it has cut, a few characters before.
     local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
     local cut = text == "" or text:find "^%s*{" and at_end
     error(("%s is no profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
