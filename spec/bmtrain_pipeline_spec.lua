@@ -202,38 +202,41 @@ end
 describe("ps.bmt in stages", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("finds that a stage's optimizer has other settings, when the next step begins", function()
-    local _, all = bmtrain.run(folder, 2, [[
-      begin { pipe_size = 2 }
-      local Block = nn.class("Block", bmt.DistributedModule)
-      function Block:init() self.fc = bmt.nn.Linear(4, 4) end
-      function Block:forward(x) return x + self.fc(x) end
-      local Net = nn.class("Net", bmt.DistributedModule)
-      function Net:init() self.blocks = bmt.PipelineTransformerBlockList { Block(), Block() } end
-      function Net:forward(x) return self.blocks(x):sum() end
-      local model = Net()
-      bmt.init_parameters(model)
-      local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { lr = 1e-2 })
-      local manager = bmt.optim.OptimManager()
-      manager:add_optimizer(optimizer)
-      ps.manual_seed(7 + bmt.rank())                       -- rows of its own
-      print(select(2, pcall(function()
-        for step = 1, 3 do
-          manager:zero_grad()
-          manager:backward(model(ps.randn { 2, 4 }))
-          manager:step()
-          print("step " .. step)
-          if step == 2 and bmt.rank() == 1 then optimizer.param_groups[1].lr = 1 end
-        end
-      end)))
-    ]])
-    for rank = 0, 1 do
-      assert.truthy(all[rank].text:find("step 2\n", 1, true) and not all[rank].text:find("step 3", 1, true),
-        all[rank].text)
-      assert.truthy(all[rank].text:find("rank 1 goes on with another step count, learning rate or other setting of the "
-        .. "optimizer", 1, true), all[rank].text)
-    end
-  end)
+  for _, tp in ipairs { 1, 2 } do
+    it("finds that a stage's optimizer has other settings, when the next step begins, tp_size = " .. tp, function()
+      local _, all = bmtrain.run(folder, 2 * tp, ("local tp = %d\n"):format(tp) .. [[
+        begin { pipe_size = 2, tp_size = tp, config = { tensor_parallel = { sequence_parallel = false } } }
+        local stage = math.floor(bmt.rank() / tp)
+        local Block = nn.class("Block", bmt.DistributedModule)
+        function Block:init() self.fc = bmt.nn.Linear(4, 4) end
+        function Block:forward(x) return x + self.fc(x) end
+        local Net = nn.class("Net", bmt.DistributedModule)
+        function Net:init() self.blocks = bmt.PipelineTransformerBlockList { Block(), Block() } end
+        function Net:forward(x) return self.blocks(x):sum() end
+        local model = Net()
+        bmt.init_parameters(model)
+        local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { lr = 1e-2 })
+        local manager = bmt.optim.OptimManager()
+        manager:add_optimizer(optimizer)
+        ps.manual_seed(7 + stage)                            -- rows of its own
+        print(select(2, pcall(function()
+          for step = 1, 3 do
+            manager:zero_grad()
+            manager:backward(model(ps.randn { 2, 4 }))
+            manager:step()
+            print("step " .. step)
+            if step == 2 and stage == 1 then optimizer.param_groups[1].lr = 1 end
+          end
+        end)))
+      ]])
+      for rank = 0, 2 * tp - 1 do
+        local text = all[rank].text
+        assert.truthy(text:find("step 2\n", 1, true) and not text:find("step 3", 1, true), text)
+        assert.truthy(text:find(("rank %d goes on with another step count, learning rate or other setting of the "
+          .. "optimizer"):format(tp), 1, true), text)
+      end
+    end)
+  end
 
   it("has one rank's losses, gradients, masks and files, whatever the micro-batches", function()
     local numbers, begin, first, last = run(1, {})

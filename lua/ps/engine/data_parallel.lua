@@ -13,6 +13,7 @@ local random_state = require "ps.random_state"
 local replicas = require "ps.engine.replicas"
 local shard = require "ps.nn.shard"
 local step = require "ps.engine.step"
+local trained = require "ps.engine.trained"
 local zero = require "ps.engine.zero"
 local ffi, C = ps.ffi, ps.C
 
@@ -100,18 +101,22 @@ local function same_stage(a, b)
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
+-- What ranks with parts of one copy of the model have alike, by column of what they sent. stages: whichever stage they
+-- have. The rest is a stage's own where a model goes through its stages in its own forward: each takes rows of its own,
+-- and may have a seed of its own and freeze what is its.
+local GOES_ON = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
+local ALIKE = { { column = 6, what = "has another batch, or weighs its losses otherwise, than" },
+  { column = 7, what = GOES_ON, stages = true }, { column = 8, what = GOES_ON } }
+
 -- Refuses ranks with parts of one copy of the model that take other rows, or go on by other settings. rows: what all
--- ranks sent; stages: ranks with other stages are compared, too, which take the same rows. (Those of a model that goes
--- through them in its own forward take rows of their own, and have noted none.)
-local function compare_parts(rows, stages)
-  local tp = mesh.size "tp"
+-- ranks sent; pipe: the model's stages are at the same rows.
+local function compare_parts(rows, pipe)
   for i, row in ipairs(rows) do
-    local first = stages and first_of_copy(i - 1) or math.floor((i - 1) / tp) * tp
-    for column, what in pairs { [6] = "has another batch, or weighs its losses otherwise, than",
-      [7] = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than" } do
-      if row[column] ~= rows[first + 1][column] then
+    for _, alike in ipairs(ALIKE) do
+      local first = (pipe or alike.stages) and first_of_copy(i - 1) or mesh.line_of("tp", i - 1)
+      if row[alike.column] ~= rows[first + 1][alike.column] then
         error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
-          .. "with the same seed"):format(i - 1, what, first), 0)
+          .. "with the same seed"):format(i - 1, alike.what, first), 0)
       end
     end
   end
@@ -138,24 +143,6 @@ end
 local function batch_number(self)
   local text, pipe = table.concat(self.noted, " "), self.engine.pipe
   return talk.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
-end
-
--- Which parameters are frozen, as text: in a pipeline those of the whole model, else those of this rank, which are the
--- same ones on all ranks with parts of the same layers.
-local function frozen_of(engine)
-  if engine.pipe then return engine.pipe.frozen end
-  local trains = {}
-  for i, row in ipairs(engine.built.list) do trains[i] = row.param:needs_grad() and "1" or "0" end
-  return table.concat(trains)
-end
-
--- Whether ranks have a stage each of a model that goes through them in its own forward, and all of its stage's layers.
-local function are_apart(self) return self.engine.stages and not self.engine.pipe and not self.tp end
-
--- The same of what decides the step besides: settings, and which parameters are frozen.
-local function settings_number(self)
-  if are_apart(self) then return talk.text_hash(replicas.settings(self.engine, true)) end
-  return talk.text_hash(replicas.settings(self.engine) .. " " .. frozen_of(self.engine))
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
@@ -225,13 +212,16 @@ function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
-    part or ok and limit() or 1, 0, 0, 0 }
+    part or ok and limit() or 1, 0, 0, 0, 0 }
   for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
-  local stages = self.engine.pipe or are_apart(self)
-  local cut = stages or self.tp
-  if cut and ok then mine[6], mine[7] = batch_number(self), settings_number(self) end
+  local engine = self.engine
+  local cut = engine.stages or self.tp
+  if cut and ok then
+    mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(engine))
+    mine[8] = talk.text_hash(("%s %s"):format(tostring(ps.rng().seed), trained.text(engine.module)))
+  end
   local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
   self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
   local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
@@ -246,10 +236,10 @@ function Ranks:begin_step(fn, share, limit)
     same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
   end
   if not failed and not short then
-    if cut then compare_parts(list, stages) end
+    if cut then compare_parts(list, engine.pipe) end
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
-    begin_plans(self, list, 8)
+    begin_plans(self, list, 9)
     return
   end
   local said = talk.texts(self.world, ok and "" or tostring(problem))

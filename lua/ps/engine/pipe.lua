@@ -16,6 +16,7 @@ local parts = require "ps.nn.parts"
 local replicas = require "ps.engine.replicas"
 local talk = require "ps.dist.agree"
 local tables = require "ps.pipe"
+local trained = require "ps.engine.trained"
 local ffi, C = ps.ffi, ps.C
 
 local pipe = {}
@@ -35,7 +36,7 @@ local pipe = {}
 ---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
 ---@field first_key? string PipeMicro.key of the first micro-batch of that loop, or of the last one
----@field frozen string of the whole model's parameters in order, as that loop began: 0: frozen, 1: not
+---@field trains string which of the whole model's parameters trained as that loop began (trained.text)
 ---@field seed ffi.cdata*|number of random numbers, as that loop began
 ---@field count integer micro-batches of the loop
 ---@field tells boolean listeners hear of each action of the step under way, before and behind it
@@ -119,7 +120,7 @@ end
 ---@return ps.engine.Pipe
 function pipe.new(engine, stages, group)
   return setmetatable({ engine = engine, stages = stages, n = #stages.ranks, rank = group:rank(), size = group:size(),
-    group = group, rows = {}, row = false, counts = {}, frozen = "", seed = 0, event = ffi.new("ps_pipe_event"),
+    group = group, rows = {}, row = false, counts = {}, trains = "", seed = 0, event = ffi.new("ps_pipe_event"),
     n_out = 0, micros = false, count = 0, tells = false, marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
 end
 
@@ -196,20 +197,13 @@ function Pipe:actions(micros)
   return list
 end
 
--- Which parameters train decides which gradients go back between stages.
-local function frozen_of(self)
-  local trains = {}
-  for _, p in ipairs(self.engine.module:parameters()) do trains[#trains + 1] = p:needs_grad() and "1" or "0" end
-  return table.concat(trains)
-end
-
---- Takes the micro-batches of a loop.
+--- Takes the micro-batches of a loop. Which parameters train decides which gradients go back between stages.
 ---@param micros ps.engine.PipeMicro[] from 0; n: how many
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
-  self.frozen, self.seed = frozen_of(self), ps.rng().seed
+  self.trains, self.seed = trained.text(self.engine.module), ps.rng().seed
   for i = 0, micros.n - 1 do
-    micros[i].key = (cached(micros[i]) and "cached " or "") .. self.frozen .. batch.signature(micros[i].args)
+    micros[i].key = (cached(micros[i]) and "cached " or "") .. self.trains .. batch.signature(micros[i].args)
   end
   self.first_key = micros[0].key
 end
@@ -225,13 +219,13 @@ function Pipe:check_unchanged()
     refuse "the model left its training mode, or gradients were switched off,"
   end
   if ps.rng().seed ~= self.seed then refuse "ps.manual_seed was called" end
-  local frozen = frozen_of(self)
-  if frozen == self.frozen then return end
+  local trains = trained.text(self.engine.module)
+  if trains == self.trains then return end
   local at = 1
-  while frozen:byte(at) == self.frozen:byte(at) do at = at + 1 end
+  while trains:byte(at) == self.trains:byte(at) do at = at + 1 end
   local names = {}
   for name in self.engine.module:named_parameters() do names[#names + 1] = name end
-  refuse(("parameter %s was %s"):format(names[at] or "?", frozen:sub(at, at) == "0" and "frozen" or "thawed"))
+  refuse(("parameter %s was %s"):format(names[at] or "?", trains:sub(at, at) == "0" and "frozen" or "thawed"))
 end
 
 --- A hash of the micro-batches: all stages of one copy of the model must have the same.

@@ -135,15 +135,14 @@ function replicas.cut(group, module, stages) compare(group, "model", cut_lines(m
 --- What settings() has, in words.
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- Numbers that decide the next steps, and that all ranks must have alike, as text.
+--- Numbers that decide the next steps, and that all ranks must have alike, as text. The seed is none of them, since
+--- stages may have seeds of their own.
 ---@param engine ps.Engine
----@param own_seeds? boolean ranks may have random numbers of their own
 ---@return string
-function replicas.settings(engine, own_seeds)
-  local optimizer, rng = engine.optimizer, ps.rng()
+function replicas.settings(engine)
+  local optimizer = engine.optimizer
   local keys = optim_groups.SETTINGS[optimizer.kind]
-  local parts = { engine.steps, optimizer.steps, own_seeds and "" or tostring(rng.seed), tostring(rng.step),
-    ("%.17g"):format(optimizer.max_norm or 0) }
+  local parts = { engine.steps, optimizer.steps, tostring(ps.rng().step), ("%.17g"):format(optimizer.max_norm or 0) }
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
   for _, group in ipairs(optimizer.groups) do
     local text = optim_groups.to_text(group, keys)
@@ -155,7 +154,7 @@ end
 -- A {name, hash} for each compared state, in the same order on all ranks of the axis. Of state that ranks of dp share
 -- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
 local function hashes(engine, axis)
-  local settings = talk.text_hash(replicas.settings(engine))
+  local settings = talk.text_hash(("%s %s"):format(tostring(ps.rng().seed), replicas.settings(engine)))
   local list = { { replicas.OF_SETTINGS, settings } }
   local function add(name, tensor)
     ps.check(C.ps_tensor_hash(tensor, hash_out))

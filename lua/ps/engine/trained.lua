@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An engine trains the parameters that its module had when the engine was made. A parameter that came to the module
 -- afterwards would take part in the forward and never be updated, and so would one that was frozen then and is not now:
--- it has no place for a gradient, nor an optimizer state.
+-- it has no place for a gradient, nor an optimizer state. Which parameters are frozen meanwhile, ranks compare.
 local core = require "ps.nn.module"
 
 local trained = {}
@@ -34,6 +34,16 @@ function trained.check(engine)
     end
   end
   engine.changes_seen = core.changes
+end
+
+--- Which parameters of a model train, in order, as text: "1" one that does, "0" a frozen one. Parameters that lie on
+--- other ranks are among them.
+---@param module ps.nn.Module
+---@return string
+function trained.text(module)
+  local list = {}
+  for i, param in ipairs(module:parameters()) do list[i] = param:needs_grad() and "1" or "0" end
+  return table.concat(list)
 end
 
 --- engine:to(...): an error.
