@@ -43,6 +43,15 @@ local MODEL = [[
 
 local function run(size, body) return lib.check(folder, size, MODEL .. body) end
 
+-- Each rank said these words; where `last` is given, after that line and before `beyond`.
+local function all_say(all, words, last, beyond)
+  for rank = 0, #all do
+    local text = all[rank].text
+    assert.truthy(text:find(words, 1, true), text)
+    if last then assert.truthy(text:find(last .. "\n", 1, true) and not text:find(beyond, 1, true), text) end
+  end
+end
+
 describe("an engine on ranks with parts of the same layers", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
@@ -66,7 +75,7 @@ describe("an engine on ranks with parts of the same layers", function()
       end
       print "done: "
     ]])
-    for rank = 0, 3 do assert.truthy(all[rank].text:find("done", 1, true), all[rank].text) end
+    all_say(all, "done")
   end)
 
   it("begins with the values of the first of them", function()
@@ -98,12 +107,8 @@ describe("an engine on ranks with parts of the same layers", function()
       end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    for rank = 0, 3 do
-      local text = all[rank].text
-      assert.truthy(text:find("micro-batch 5\n", 1, true) and not text:find("micro-batch 6", 1, true), text)
-      assert.truthy(text:find("rank 3 has another batch, or weighs its losses otherwise, than rank 2, and both have "
-        .. "parts of one model", 1, true), text)
-    end
+    all_say(all, "rank 3 has another batch, or weighs its losses otherwise, than rank 2, and both have parts of one "
+      .. "model", "micro-batch 5", "micro-batch 6")
   end)
 
   it("finds that a rank weighed a loss otherwise, when the next step begins", function()
@@ -118,11 +123,8 @@ describe("an engine on ranks with parts of the same layers", function()
       end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    for rank = 0, 3 do
-      local text = all[rank].text
-      assert.truthy(text:find("micro-batch 3\n", 1, true) and not text:find("micro-batch 4", 1, true), text)
-      assert.truthy(text:find("rank 1 has another batch, or weighs its losses otherwise, than rank 0", 1, true), text)
-    end
+    all_say(all, "rank 1 has another batch, or weighs its losses otherwise, than rank 0", "micro-batch 3",
+      "micro-batch 4")
   end)
 
   it("finds that a rank froze a parameter of which all have a copy", function()
@@ -138,11 +140,7 @@ describe("an engine on ranks with parts of the same layers", function()
       end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    for rank = 0, 1 do
-      local text = all[rank].text
-      assert.truthy(text:find("step 1\n", 1, true) and not text:find("step 2", 1, true), text)
-      assert.truthy(text:find("other frozen parameters, than rank 0", 1, true), text)
-    end
+    all_say(all, "other frozen parameters, than rank 0", "step 1", "step 2")
   end)
 
   it("finds that a rank has no gradient of a parameter", function()
@@ -201,11 +199,8 @@ describe("an engine on ranks with parts of the same layers", function()
       local ok, problem = pcall(function() return model(ps.ones { 64 }) end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    for rank = 0, 3 do
-      assert.truthy(all[rank].text:find("the ranks of tp plan other calls: the first that differs is number 2 of the "
-        .. "step: rank 2 plans all_gather (call 1, fp32, 256 bytes), rank 3 all_reduce (call 1, fp32, 256 bytes)", 1,
-        true), all[rank].text)
-    end
+    all_say(all, "the ranks of tp plan other calls: the first that differs is number 2 of the step: rank 2 plans "
+      .. "all_gather (call 1, fp32, 256 bytes), rank 3 all_reduce (call 1, fp32, 256 bytes)")
   end)
 
   it("names ranks that leave what they foresaw", function()
@@ -222,10 +217,8 @@ describe("an engine on ranks with parts of the same layers", function()
       local ok, problem = pcall(function() return model(ps.ones { 64 }) end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    for rank = 0, 1 do
-      assert.truthy(all[rank].text:find("the ranks of tp disagree: rank 0 is in all_reduce", 1, true), all[rank].text)
-      assert.truthy(all[rank].text:find("rank 1 in all_gather", 1, true), all[rank].text)
-    end
+    all_say(all, "the ranks of tp disagree: rank 0 is in all_reduce")
+    all_say(all, "rank 1 in all_gather")
   end)
 
   for _, stage in ipairs { 0, 3 } do
@@ -246,11 +239,7 @@ describe("an engine on ranks with parts of the same layers", function()
         end)
         print("problem: " .. tostring(not ok and problem))
       ]]):format(stage))
-      for rank = 0, 3 do
-        local text = all[rank].text
-        assert.truthy(text:find("step 3\n", 1, true) and not text:find("step 4\n", 1, true), text)
-        assert.truthy(text:find("drifted apart by step 4: parameter whole of rank", 1, true), text)
-      end
+      all_say(all, "drifted apart by step 4: parameter whole of rank", "step 3", "step 4\n")
     end)
   end
 end)
