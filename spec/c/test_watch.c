@@ -270,6 +270,16 @@ static void test_blame(void)
     all_hear(SIZE, PS_EIO, ") gave up: shapes differ", 2);
     end(SIZE);
 
+    if (!begin(SIZE, 5)) return;           /* the same of a reason that the watch has not taken yet */
+    for (int r = 0; r < SIZE - 1; r++) enter(r, "barrier", 0, -1);
+    CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "shapes differ") == 0);
+    FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 2, 1, "reset"), PS_EIO, ") gave up: shapes differ");
+    end(SIZE);
+    if (!begin(SIZE, 5)) return;
+    CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "shapes differ") == 0);
+    FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 2, 1, "reset"), PS_EIO, ") gave up: shapes differ");
+    end(SIZE);
+
     if (!begin(SIZE, 5)) return;           /* the message of a process that ends */
     ps_groups_end("first line\nsecond line");
     all_hear(SIZE, PS_EIO, ") failed: first line", 2);

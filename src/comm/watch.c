@@ -186,12 +186,17 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Takes a complaint. Rank 0 asks all ranks how far they are; another rank passes the complaint to rank 0. There is one
- * at a time, since its verdict is for all. A complaint of another kind replaces that of a lost connection, since a rank
- * that hung up has a better reason. */
+/* Whether a complaint takes the place of an earlier one. There is one at a time, since its verdict is for all. One of
+ * another kind replaces that of a lost connection, since a rank that hung up has a better reason. */
+static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
+{
+    return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
+}
+
+/* Takes a complaint. Rank 0 asks all ranks how far they are; another rank passes the complaint to rank 0. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
-    if (w->pending.on && (w->pending.what != PS_WATCH_LOST || c->what == PS_WATCH_LOST)) return;
+    if (!replaces(c, &w->pending)) return;
     w->pending = *c;
     w->pending.since = ps_now();
     if (w->rank == 0) {
@@ -796,14 +801,15 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
         at.peer = -1;
         at.inside = 1;
     }
-    w->asks = (watch_complaint){ .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank,
-                                 .peer = peer, .seconds = seconds, .at = at };
-    snprintf(w->asks.text, sizeof w->asks.text, "%s", text);
+    watch_complaint c = { .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank, .peer = peer,
+                          .seconds = seconds, .at = at };
+    snprintf(c.text, sizeof c.text, "%s", text);
+    if (replaces(&c, &w->asks)) w->asks = c;               /* else that of another thread stays */
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
     /* Outside of a call (the group is being made) nobody judges a complaint, but a verdict on a rank that died may
      * come. */
-    if (what != PS_WATCH_GIVES_UP) wait_for(w, w->asks.on ? w->silence_s + SLACK_S : SLACK_S, answered);
+    if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);
 }
