@@ -233,6 +233,22 @@ describe("the watch over the ranks", function()
     end
   end)
 
+  it("names ranks that wait for each other in calls of two groups, long before the time-out", function()
+    local out = groups(3, { 1 }, [[
+      local g = join()
+      local pair = g:split(rank == 2 and { 2 } or { 0, 1 }, "tp")
+      g:barrier()
+      local own = rank == 0 and pair or g
+      dies(own.all_reduce, own, ps.ones { 100 })
+    ]])
+    for rank = 0, 2 do
+      local r = out[1][rank]
+      assert.matches("ranks wait for each other: rank 0 %(%S+%) is in all_reduce of tp %(call %d+%), to which rank 1 "
+        .. "has not come; rank 1 %(%S+%) is in all_reduce %(call %d+%), to which rank 0 has not come; rank 2", r.text)
+      assert.is_truthy(r.code == 1 and r.seconds < 5, r.text)
+    end
+  end)
+
   it("ends a wait between two ranks when a third dies, and names who does not come to it", function()
     local out = groups(3, { 1 }, [[
       local g = join()

@@ -101,7 +101,7 @@ static void test_quiet(void)
     if (!begin(SIZE, 0.4)) return;
     for (int i = 0; i < 200; i++)
         for (int r = 0; r < SIZE; r++) {
-            ps_watch_enter(members[r].watch, 0, "barrier", (uint64_t)i, -1);
+            ps_watch_enter(members[r].watch, 0, "barrier", (uint64_t)i, -1, false);
             ps_watch_leave(members[r].watch, 0);
             if (r == 0) poll(NULL, 0, 5);
         }
@@ -112,7 +112,7 @@ static void test_quiet(void)
     double from = ps_now();
     end(SIZE);
     CHECK(ps_now() - from < 0.9);          /* nobody lingers for another */
-    ps_watch_enter(NULL, 0, "barrier", 0, -1);
+    ps_watch_enter(NULL, 0, "barrier", 0, -1, false);
     ps_watch_leave(NULL, 0);
     ps_watch_close(NULL);
     CHECK(!ps_watch_over(NULL) && ps_watch_verdict(NULL) == 0);
@@ -141,7 +141,7 @@ static void both(struct complainer *a, struct complainer *b, int code, const cha
 
 static void enter(int rank, const char *op, uint64_t call, int peer)
 {
-    ps_watch_enter(members[rank].watch, 0, op, call, peer);
+    ps_watch_enter(members[rank].watch, 0, op, call, peer, false);
 }
 
 static void test_missing(void)
@@ -187,8 +187,8 @@ static void test_groups(void)
     for (int r = 1; r < SIZE; r++) CHECK((tp[r] = ps_watch_join(members[r].watch, TP, "tp")) == 1);
     for (int r = 0; r < SIZE; r++) CHECK((pp[r] = ps_watch_join(members[r].watch, PP, "pp")) > 0);
     enter(2, "barrier", 9, -1);            /* far in other groups, it has not come to this one's call */
-    ps_watch_enter(members[2].watch, pp[2], "all_gather", 40, -1);
-    ps_watch_enter(members[1].watch, tp[1], "all_reduce", 3, -1);
+    ps_watch_enter(members[2].watch, pp[2], "all_gather", 40, -1, false);
+    ps_watch_enter(members[1].watch, tp[1], "all_reduce", 3, -1, false);
     a.place = b.place = tp[1];
     both(&a, &b, PS_ETIME, ") is alive but has not come to all_reduce of tp (call 3) within 7 s; it is in all_gather "
          "of pp (call 40) and in barrier (call 9)");
@@ -198,9 +198,9 @@ static void test_groups(void)
 
     if (!begin(SIZE, 5)) return;           /* who ended while others of its group wait; rank 0 is in no call */
     for (int r = 1; r < SIZE; r++) tp[r] = ps_watch_join(members[r].watch, TP, "tp");
-    ps_watch_enter(members[2].watch, tp[2], "barrier", 0, -1);
+    ps_watch_enter(members[2].watch, tp[2], "barrier", 0, -1, false);
     ps_watch_leave(members[2].watch, tp[2]);
-    ps_watch_enter(members[1].watch, tp[1], "barrier", 1, -1);
+    ps_watch_enter(members[1].watch, tp[1], "barrier", 1, -1, false);
     ps_watch_close(members[2].watch);
     members[2].watch = NULL;
     a.what = PS_WATCH_LOST;
@@ -218,6 +218,40 @@ static void test_groups(void)
     CHECK(ps_watch_join(members[0].watch, 99, "g") == 5 && ps_watch_join(NULL, 1, "g") == 0);
     ps_watch_part(NULL, 1);
     end(1);
+}
+
+/* Scripts that wait for each other in calls of two groups. */
+static void test_circle(void)
+{
+    enum { TP = 7 };
+    int tp[SIZE] = { 0 };
+    struct { const char *what; int place, peer; bool inside, waits, moves, over; } const cases[] = {
+        { "a circle", 0, -1, false, true, false, true },
+        { "a circle with a send", 0, 2, false, true, false, true },
+        { "a call beside the script", 0, -1, false, false, false, false },
+        { "a rank that is in the group's last call", 0, -1, true, true, false, false },
+        { "a rank that moves", 0, -1, false, true, true, false },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        if (!begin(SIZE, 1)) return;
+        for (int r = 0; r < SIZE; r++) tp[r] = ps_watch_join(members[r].watch, TP, "tp");
+        if (cases[i].inside) ps_watch_enter(members[1].watch, tp[1], "all_reduce", 2, -1, false);
+        ps_watch_enter(members[2].watch, tp[2], "all_reduce", 3, -1, true);
+        ps_watch_enter(members[1].watch, 0, "barrier", 9, cases[i].peer, cases[i].waits);
+        for (double until = ps_now() + (cases[i].over ? 4 : 1.5); ps_now() < until; poll(NULL, 0, 20)) {
+            if (ps_watch_over(members[0].watch)) break;
+            if (!cases[i].moves) continue;
+            ps_watch_leave(members[1].watch, 0);
+            ps_watch_enter(members[1].watch, 0, "barrier", 9, -1, true);
+        }
+        if (cases[i].over) {
+            all_hear(SIZE, PS_EINVAL, ") is in all_reduce of tp (call 3), to which rank 1 has not come", 1);
+            if (!CHECK(!strncmp(ps_error_message(), "ranks wait for each other: rank 1 (", 35) &&
+                       strstr(ps_error_message(), ", to which rank 2 has not come; rank 2 (")))
+                printf("    %s: %s\n", cases[i].what, ps_error_message());
+        } else if (!CHECK(!ps_watch_over(members[0].watch))) printf("    %s\n", cases[i].what);
+        end(SIZE);
+    }
 }
 
 static void test_blame(void)
@@ -595,6 +629,7 @@ int main(void)
     test_quiet();
     test_missing();
     test_groups();
+    test_circle();
     test_blame();
     test_death_and_silence();
     test_strangers();

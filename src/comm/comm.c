@@ -317,7 +317,8 @@ static int agree(ps_group *g, header *mine)
 
 int group_agree(ps_group *g, header *mine)
 {
-    ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, -1);
+    ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, -1,
+                   mine->op < OP_CHUNK_GATHER);
     int rc = agree(g, mine);
     if (rc < 0 || mine->nbytes == 0) group_done(g);
     return rc;
@@ -363,7 +364,8 @@ static int agree_pair(ps_group *g, header *mine, int peer)
 
 int group_agree_pair(ps_group *g, header *mine, int peer)
 {
-    ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, group_world(g, peer));
+    ps_watch_enter(g->comm->watch, g->comm->place, op_names[mine->op], mine->seq, group_world(g, peer),
+                   true);
     int rc = agree_pair(g, mine, peer);
     if (rc < 0 || mine->nbytes == 0) group_done(g);
     return rc;

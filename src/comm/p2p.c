@@ -140,7 +140,7 @@ static void enter(ps_p2p_request *q)
     ps_p2p *p = q->p2p;
     action_text(q->head.kind, q->head.vstage, q->head.micro, action);
     snprintf(text, sizeof text, "%s %s", q->out ? "send" : "recv", action);
-    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, q->peer));
+    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, q->peer), false);
 }
 
 static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
@@ -736,7 +736,7 @@ int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
     channel *l = &p->peers[peer].lanes[lane];
     char text[ACTION];
     snprintf(text, sizeof text, "recv (lane %s)", lane_names[lane]);
-    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, peer));
+    ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, peer), false);
     const next_letter wanted = { &p->peers[peer], lane };
     int rc = until_come(p, ps_now() + p->comm->timeout_s, has_letter, is_deaf, &wanted);
     if (rc < 0) {
@@ -764,7 +764,7 @@ void ps_p2p_at(ps_p2p *p, const ps_p2p_tag *tag)
     leave(p);
     if (tag) {
         action_text(tag->kind, tag->vstage, tag->micro, text);
-        ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, -1);
+        ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, -1, false);
     }
     ps_watch_tell(p->comm->watch, p->comm->place);
 }

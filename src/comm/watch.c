@@ -121,7 +121,8 @@ static void post_places(ps_watch *w, watch_peer *p)
     watch_own_places(w, &own);
     for (int i = 0; i < PS_WATCH_PLACES; i++) n += own.known[i];
     for (int i = 0; i < PS_WATCH_PLACES; i++)
-        if (own.known[i]) post(w, p, (watch_message){ .kind = WATCH_BEAT, .at = own.at[i], .places = n-- }, NULL);
+        if (own.known[i])
+            post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .at = own.at[i], .places = n-- }, NULL);
 }
 
 /* Beats and pokes are left out while earlier bytes to this peer wait to be sent. Messages of other kinds are few, so
@@ -269,6 +270,8 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     watch_place at = { .peer = -1 };
     if (m->places > 0) at = note_place(&p->places, m->at);
     if (m->kind == WATCH_BEAT && m->places <= 1) p->fresh = true;
+    if (m->kind == WATCH_BEAT && m->places <= 1 && w->rank == 0) w->rests[p->rank].heard = m->code;
+    if (m->kind == WATCH_BEAT && w->rank != 0) w->n_beats = m->code;
     if (m->kind == WATCH_BEAT) {
         if (w->pending.on) judge(w);
     } else if (m->kind == WATCH_PLACE) {
@@ -390,6 +393,7 @@ static void forgive(ps_watch *w, double seconds)
 
 static void beat(ps_watch *w, double now)
 {
+    if (w->rank == 0) w->n_beats++, watch_circle(w);
     for (int r = 0; r < w->size; r++) {
         watch_peer *p = w->peers[r];
         beat_to(w, p);
@@ -610,6 +614,7 @@ static void watch_free(ps_watch *w)
         ps_free(w->peers[r]);
     }
     ps_free(w->peers);
+    ps_free(w->rests);
     const int fds[] = { w->listener, w->epoll, w->wake[0], w->wake[1] };
     for (size_t i = 0; i < sizeof fds / sizeof *fds; i++)
         if (fds[i] >= 0) close(fds[i]);
@@ -651,7 +656,9 @@ int ps_watch_start(ps_store *store, const ps_watch_options *o, ps_watch **out)
     pthread_condattr_destroy(&monotonic);
     if (gethostname(w->host, sizeof w->host - 1) < 0 || !w->host[0]) snprintf(w->host, sizeof w->host, "host unknown");
     w->peers = ps_alloc0(sizeof *w->peers * (size_t)o->size);
-    int rc = w->peers ? open_thread_files(w) : ps_fail_nomem(sizeof *w->peers * (size_t)o->size);
+    w->rests = ps_alloc0(sizeof *w->rests * (size_t)o->size);
+    bool room = w->peers && w->rests;
+    int rc = room ? open_thread_files(w) : ps_fail_nomem((sizeof *w->peers + sizeof *w->rests) * (size_t)o->size);
     if (rc == 0) rc = o->rank == 0 ? serve(w, store, o) : join(w, store, o);
     if (rc == 0) rc = start_thread(w);
     if (rc < 0) {
@@ -713,7 +720,7 @@ void ps_watch_part(ps_watch *w, int place)
     pthread_mutex_unlock(&w->lock);
 }
 
-void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer)
+void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer, bool waits)
 {
     if (!w) return;
     pthread_mutex_lock(&w->lock);
@@ -722,6 +729,7 @@ void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int p
     at->call = call;
     at->peer = peer;
     at->inside = 1;
+    at->waits = waits;
     at->turn = ++w->turn;
     if (peer < 0 && call != PS_WATCH_NO_CALL) at->calls = call + 1;
     pthread_mutex_unlock(&w->lock);
@@ -736,7 +744,7 @@ void ps_watch_leave(ps_watch *w, int place)
         memcpy(at->last_op, at->op, sizeof at->op);
         at->last_call = at->call;
     }
-    at->inside = 0;
+    at->inside = at->waits = 0;
     at->turn = ++w->turn;
     pthread_mutex_unlock(&w->lock);
 }

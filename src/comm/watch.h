@@ -3,7 +3,8 @@
  * rank 0 sends beats to all. A rank that dies, falls silent, fails or leaves the others waiting is named in one
  * verdict, which every rank gets. Rank 0 gives the verdict; the others find one about rank 0 by themselves. A group has
  * one verdict in its life, and cannot be used after it. Collectives note their calls here, and ask here before they
- * blame a peer. All functions may be called from any thread. NULL (a world of one) is a watch that sees nothing. */
+ * blame a peer. Ranks whose scripts wait for each other in calls of different groups get a verdict after a few beats.
+ * All functions may be called from any thread. NULL (a world of one) is a watch that sees nothing. */
 #ifndef PS_COMM_WATCH_H
 #define PS_COMM_WATCH_H
 #include <stdbool.h>
@@ -40,9 +41,11 @@ enum { PS_WATCH_PLACES = 32 };
 int ps_watch_join(ps_watch *w, uint64_t key, const char *axis);
 void ps_watch_part(ps_watch *w, int place);            /* the group is closed here; place 0 and -1: nothing happens */
 /* enter: this rank comes to a call in a place. leave: it has finished the call. peer: the other rank of a send or recv,
- * else -1. call: the call's number, or PS_WATCH_NO_CALL: it has none. One thread at a time uses a place. */
+ * else -1. call: the call's number, or PS_WATCH_NO_CALL: it has none. waits: the script waits until all ranks of the
+ * call, or the peer, have come to it, and goes nowhere else meanwhile. A call that runs beside the script does not say
+ * so, nor does a message whose bytes may be on their way. One thread at a time uses a place. */
 #define PS_WATCH_NO_CALL UINT64_MAX
-void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer);
+void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer, bool waits);
 void ps_watch_leave(ps_watch *w, int place);
 /* Others hear of this place at once, and not with the next beat: for calls that the others' verdict should name if this
  * rank dies in one. It costs the caller a system call at most. Changes within size x 0.1 ms of each other are told

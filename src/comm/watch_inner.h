@@ -17,7 +17,8 @@ typedef struct watch_place {
     uint64_t turn;                         /* of a rank's places, the one entered or left last has the highest */
     uint64_t calls;                        /* collectives that the rank has come to */
     uint64_t call, last_call;              /* numbers: the call that it is or was in last; the collective it finished */
-    int32_t peer, inside;                  /* peer: of send and recv, else -1; inside: 1 in a call, else 0 */
+    int32_t peer;                          /* of send and recv, else -1 */
+    int16_t inside, waits;                 /* 1 or 0; inside: in a call; waits: the script waits in it */
     char op[WATCH_OP], last_op[WATCH_OP];  /* names of `call` and `last_call`; empty: none yet */
     char axis[WATCH_AXIS];                 /* the group's name; "": all ranks */
 } watch_place;
@@ -31,7 +32,7 @@ typedef struct watch_places {
 /* A message between ranks is this head, then `nbytes` of text. */
 typedef struct watch_message {
     uint32_t magic;
-    int32_t kind, rank, code;              /* code: of a verdict */
+    int32_t kind, rank, code;              /* code: of a verdict; BEAT: the number of rank 0's beat heard last */
     int32_t what, peer;                    /* of a complaint; peer: also the rank that a verdict blames */
     double seconds;                        /* of a complaint; HELLO and WELCOME: the silence that is allowed */
     watch_place at;                        /* one of the sender's places; of a complaint: that of the call */
@@ -67,6 +68,14 @@ typedef struct watch_complaint {
     char text[PS_WATCH_TEXT];
 } watch_complaint;
 
+/* What rank 0 knows of how long a rank has been where it is. */
+typedef struct watch_rest {
+    uint64_t turn;                         /* the highest one of the rank's places */
+    int32_t since;                         /* number of the first beat of rank 0 that left once it knew that turn */
+    int32_t heard;                         /* and of the last one that the rank had heard when it told its places */
+    bool held;                             /* its script waits for a rank whose script waits, too (watch_circle) */
+} watch_rest;
+
 enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
 
 struct ps_watch {
@@ -87,6 +96,8 @@ struct ps_watch {
     watch_peer **peers;                    /* [size]; rank 0: all others, NULL: not come; else: rank 0 only */
     watch_peer *strangers;
     watch_complaint pending;               /* rank 0: the one that it has to judge; else: the one it told rank 0 */
+    watch_rest *rests;                     /* [size]; rank 0 uses them */
+    int32_t n_beats;                       /* the number of rank 0's last beat, as this rank has heard */
     double beat_at;                        /* ps_now() of the next beat */
     double told_at;                        /* ps_now() of the last PLACE */
     bool leaving;                          /* this rank said BYE: a connection that ends is no death any more */
@@ -119,4 +130,5 @@ void watch_silent(ps_watch *w, const watch_peer *p, double now);
 void watch_failed(ps_watch *w, int rank, const char *host, const char *text);
 /* Gives the verdict on the pending complaint once there is enough to judge by. False: there never will be one. */
 bool watch_judge(ps_watch *w, double now);
+void watch_circle(ps_watch *w);            /* on rank 0, in front of each beat: looks for ranks that wait in a circle */
 #endif

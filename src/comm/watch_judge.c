@@ -210,6 +210,91 @@ static void broke(ps_watch *w, const watch_complaint *c)
                  call, c->text);
 }
 
+/* -- circles
+ *
+ * Ranks that wait for each other in calls of different groups would do so for the calls' time-out. Rank 0 finds them by
+ * the places that beats tell. What it knows of two ranks may be of different moments. So it looks at the one moment at
+ * which an earlier beat of its own went out. A rank was then where it is if it had told that place before, and told the
+ * same when it had heard that beat. A rank whose script waits comes to no other call. So a circle of such ranks has no
+ * end. */
+enum { EARLIER = 2 };                      /* the beat that is looked at, counted back from the next one */
+
+/* The call in which a rank's script waits; NULL: in none. */
+static const watch_place *waiting(const watch_places *places)
+{
+    for (int i = 0; i < PS_WATCH_PLACES; i++)
+        if (places->known[i] && places->at[i].waits) return &places->at[i];
+    return NULL;
+}
+
+static uint64_t last_turn(const watch_places *places)
+{
+    uint64_t turn = 0;
+    for (int i = 0; i < PS_WATCH_PLACES; i++)
+        if (places->known[i] && places->at[i].turn > turn) turn = places->at[i].turn;
+    return turn;
+}
+
+/* own: rank 0's. NULL: the rank has not come yet, or has left. */
+static const watch_places *places_of(const ps_watch *w, const watch_places *own, int rank)
+{
+    const watch_peer *p = w->peers[rank];
+    return rank == 0 ? own : p && !p->left ? &p->places : NULL;
+}
+
+/* A rank that waits and keeps rank `rank` waiting, or -1. It is of the same group, and in no call of that. */
+static int held_by(const ps_watch *w, const watch_places *own, int rank)
+{
+    const watch_place *at = waiting(places_of(w, own, rank));
+    for (int r = 0; r < w->size; r++) {
+        if (r == rank || !w->rests[r].held || (at->peer >= 0 && at->peer != r)) continue;
+        const watch_place *theirs = watch_find(places_of(w, own, r), at->key);
+        if (theirs && !theirs->inside && (at->peer >= 0 || theirs->calls <= at->call)) return r;
+    }
+    return -1;
+}
+
+static void in_a_circle(ps_watch *w, const watch_places *own)
+{
+    char text[PS_WATCH_TEXT - 200], call[96];
+    size_t at = 0;
+    int n = 0;
+    for (int r = 0; r < w->size; r++) {
+        if (!w->rests[r].held || n++ >= MAX_NAMED || at >= sizeof text) continue;
+        int by = held_by(w, own, r);
+        call_text(waiting(places_of(w, own, r)), call, sizeof call);
+        at += (size_t)snprintf(text + at, sizeof text - at, "%srank %d (%s) is in %s, to which rank %d has not come",
+                               n > 1 ? "; " : "", r, host_of(w, r), call, by);
+    }
+    watch_decide(w, PS_EINVAL, -1, "ranks wait for each other: %s%s; all ranks must make the calls of all their "
+                 "groups in one order", text, n > MAX_NAMED ? "; and so on" : "");
+}
+
+void watch_circle(ps_watch *w)
+{
+    watch_places own;
+    int n = 0;
+    if (atomic_load(&w->over)) return;
+    watch_own_places(w, &own);
+    for (int r = 0; r < w->size; r++) {
+        const watch_places *places = places_of(w, &own, r);
+        watch_rest *rest = &w->rests[r];
+        uint64_t turn = places ? last_turn(places) : 0;
+        if (turn != rest->turn) rest->turn = turn, rest->since = w->n_beats;
+        int32_t then = w->n_beats - EARLIER;
+        rest->held = places && waiting(places) && rest->since <= then && (r == 0 || rest->heard >= then);
+        n += rest->held;
+    }
+    for (int before = n + 1; n > 0 && n < before;) {       /* who waits for a rank that can come on is in no circle */
+        before = n;
+        for (int r = 0; r < w->size; r++)
+            if (w->rests[r].held && held_by(w, &own, r) < 0) w->rests[r].held = false, n--;
+    }
+    if (n > 0) in_a_circle(w, &own);
+}
+
+/* -- complaints */
+
 /* On a rank other than 0: rank 0 judges, unless it left. False: there will be no verdict. */
 static bool judge_rank_0(ps_watch *w)
 {
