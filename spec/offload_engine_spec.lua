@@ -219,6 +219,32 @@ describe("recompute", function()
     end
   end)
 
+  it("ends with its model, although that holds an output whose backward never came", function()
+    local Keeps = nn.class "Keeps"
+    function Keeps:init() self.a, self.b = nn.Linear(96, 96), nn.Linear(96, 96) end
+    function Keeps:forward(x)
+      self.inner = ps.recompute(function(t) return self.a(t) end, x)
+      return ps.recompute(function(t) return self.b(t) end, self.inner):sum()
+    end
+    ps.collect_all()
+    local before, seen = ps.memory("cpu").used, setmetatable({}, { __mode = "v" })
+    do
+      local mine = ps.ones({ 3 }, { requires_grad = true })
+      local own = ps.recompute(function(t) return t * 2 end, mine)
+      local module = Keeps()
+      local model = ps.initialize { quiet = true, model = module, config = { plan_print = false } }
+      model(ps.randn { 24, 96 })
+      seen.module = module
+      model:close()
+      fails(function() module.inner:sum():backward() end, "call backward before model:close()")
+      own:sum():backward()                                     -- read no parameter of the model
+      assert.same({ 2, 2, 2 }, mine:grad():tolist())
+    end
+    ps.collect_all()
+    assert.is_nil(seen.module)
+    assert.equal(before, ps.memory("cpu").used)
+  end)
+
   it("of a larger model before does not count in a plan", function()
     local function others(layers, fits)
       local model = ps.initialize { quiet = true,

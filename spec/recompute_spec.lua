@@ -263,6 +263,57 @@ describe("a recompute segment", function()
     assert.is_nil(kept.fn)
   end)
 
+  -- Whether a model goes that holds an output of its own last forward, once a backward of that has failed and nobody
+  -- else holds the model. `last(h)` makes the output of that of two segments; fails(model) has the backward fail.
+  local function goes(last, fail)
+    ps.collect_all()
+    local before, seen = ps.memory("cpu").used, setmetatable({}, { __mode = "v" })
+    do
+      local model = { weight = random { 64, 64 }, runs = 0 }
+      seen.model = model
+      local function part(t)
+        model.runs = model.runs + 1
+        if model.fails then error "this run was to fail" end
+        return t:matmul(model.weight)
+      end
+      local h = ps.recompute(part, random { 64, 64 })
+      model.output = last(ps.recompute(part, h * 2) + h)
+      fail(model)
+      model.fails = false
+      fails(function() model.output:sum():backward() end, "second time")
+    end
+    ps.collect_all()
+    assert.is_nil(seen.model)
+    assert.equal(before, ps.memory("cpu").used)
+  end
+
+  it("is forgotten when it fails, with those behind it, although its model holds an output", function()
+    goes(function(y) return y end, function(model)
+      model.fails = true
+      fails(function() model.output:sum():backward() end, "was to fail")
+    end)
+  end)
+
+  it("that the walk had not come to when another failed can still be passed", function()
+    local h = ps.recompute(function(t) return t * 3 end, x)
+    local fail = false
+    local y = ps.recompute(function(t)
+      if fail then error "this run was to fail" end
+      return t * 2
+    end, h)
+    fail = true
+    fails(function() y:sum():backward() end, "was to fail")
+    h:sum():backward()
+    assert.same({ 3, 3, 3, 3, 3, 3 }, x:grad():tolist()[1])
+  end)
+
+  it("is forgotten when backward fails ahead of it, although its model holds an output", function()
+    goes(function(y) return y:exp() end, function(model)
+      ps.no_grad(function() model.output:mul_(2) end)
+      fails(function() model.output:sum():backward() end, "backward of exp", "changed in place")
+    end)
+  end)
+
   it("goes at once with all before it when no backward comes", function()
     local start = random { 64, 64 }
     ps.collect()

@@ -331,7 +331,8 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
 void ps_backward_end(ps_ctx *ctx);
 /* A recompute segment (Chen et al. 2016): outputs computed without gradients become functions of `in` whose backward is
  * a re-run. `segment` is the caller's number for it. The inputs are kept alive until the walk has passed. PS_EINVAL: no
- * output, or an output that has a history already. */
+ * output, or an output that has a history already. Result 1: the function read parameters of an engine, so that it
+ * cannot run again once that is closed. */
 void ps_segment_begin(ps_ctx *ctx);      /* before its function runs first: notes which parameters it reads */
 int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment);
 void ps_segment_cancel(ps_ctx *ctx);     /* instead of ps_segment_new, when the function failed */

@@ -70,6 +70,14 @@ local function forget_reaped()
   end
 end
 
+--- Forgets the functions that read parameters of an engine: it was closed. Such a function may hold, by way of its
+--- model, an output of the model, and so the segment itself: a circle through C that no collector sees.
+function M.engine_closed()
+  for id, segment in pairs(segments) do
+    if segment.reads_engine then forget(id) end
+  end
+end
+
 M.segments_end = newproxy(true)                -- forgets the segments that are left when the program ends
 getmetatable(M.segments_end).__gc = function() for id in pairs(segments) do forget(id) end end
 
@@ -245,7 +253,9 @@ end
 
 --- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
 --- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
---- give the same outputs. Dropout draws the same numbers again.
+--- give the same outputs. Dropout draws the same numbers again. fn is kept, with all that it refers to, until backward
+--- has passed, or failed, or its outputs are gone. If it refers to what holds such an output (self.last, say), only
+--- backward, or model:close() of ps.initialize's model, ends that.
 ---@param fn function returns tensors only
 ---@param ... any tensors and other values for fn
 ---@return ps.Tensor ... the results of fn
@@ -281,6 +291,7 @@ function M.recompute(fn, ...)
     C.ps_segment_cancel(ctx)
     F.raise(rc)
   end
+  segment.reads_engine = rc == 1
   hold_args(segment)
   segments[tonumber(id_out[0])] = segment
   return unpack(results, 1, results.n)
@@ -290,7 +301,9 @@ end
 ---@param id integer
 function M.run_again(id)
   local s = segments[id]
-  if not s then error("the function of a recompute segment is gone", 0) end
+  if not s then
+    error("a recompute segment read parameters of a model that was closed since: call backward before model:close()", 0)
+  end
   local rng = C.ps_rng_get(ctx)
   local seed, op, sample, step = rng.seed, rng.op, rng.sample, rng.step
   local scope = M.begin()
@@ -341,7 +354,10 @@ local function walk_on(rc)
   if rc ~= 0 then                                           -- the usual walk of a model without segments is over
     local ok, err = xpcall(walk, trace, rc)
     C.ps_backward_end(ctx)
-    if not ok then error(err, 0) end
+    if not ok then
+      forget_reaped()
+      error(err, 0)
+    end
   end
   if next(segments) then forget_reaped() end
 end

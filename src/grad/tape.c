@@ -211,6 +211,30 @@ static void reap(ps_ctx *ctx, int64_t segment)
     ctx->reaped.ids[ctx->reaped.n++] = segment;
 }
 
+static void release_edges(ps_node *node)
+{
+    for (int i = 0; i < node->n_in; i++) {
+        edge e = node->edges[i];
+        node->edges[i] = (edge){ .node = NULL };
+        if (e.node) ps_node_release(e.node);
+        if (e.leaf) ps_tensor_release(e.leaf);
+    }
+}
+
+/* Of a node at which a walk failed, or which such a walk had still to pass: no other may pass it. What it leads to goes
+ * now, and the caller hears that a segment's function is not needed. Neither can wait until the node goes, since that
+ * function may hold, by way of its model, an output that holds the node: a circle that no collector sees. */
+static void give_up(ps_node *node)
+{
+    node->passed = true;
+    if (node->listed) return;                                /* weights_of reads its edges */
+    if (node->op == SEGMENT && node->segment >= 0) {
+        reap(node->ctx, node->segment);
+        node->segment = -1;
+    }
+    release_edges(node);
+}
+
 /* Freed one after another rather than by recursion: chains of nodes are as long as a program runs. */
 void ps_node_release(ps_node *node)
 {
@@ -229,12 +253,9 @@ void ps_node_release(ps_node *node)
         release_reads(node->reads, node->n_reads);
         ps_free(node->reads);
         if (node->holder) ps_tensor_release(node->holder);
-        for (int i = 0; i < node->n_in; i++) {
-            if (node->edges[i].node) ps_node_release(node->edges[i].node);
-            if (node->edges[i].leaf) ps_tensor_release(node->edges[i].leaf);
-        }
+        release_edges(node);
         ps_ctx *ctx = node->ctx;
-        if (node->op == SEGMENT && !ctx->closed) reap(ctx, node->segment);
+        if (node->op == SEGMENT && node->segment >= 0 && !ctx->closed) reap(ctx, node->segment);
         ps_free(node);
         ps_ctx_release(ctx);
     }
@@ -416,8 +437,9 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     *segment = node->segment;
     if (ctx->offload) ps_away_round(ctx->away);
     for (int i = 0; i < n_in; i++) if (in[i]) ps_storage_leave(ctx, in[i]->storage);
+    rc = node->n_reads > 0;
     ps_node_release(node);
-    return 0;
+    return rc;
 }
 
 int64_t ps_segment_reap(ps_ctx *ctx) { return ctx->reaped.n > 0 ? ctx->reaped.ids[--ctx->reaped.n] : -1; }
@@ -991,6 +1013,7 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
         } else {
             rc = tape_pass(ctx, w, node);
         }
+        if (rc < 0) give_up(node);
         ps_node_release(node);
     }
     ps_set_grad_enabled(ctx, enabled);
@@ -1024,27 +1047,27 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     release_reads(node->reads, node->n_reads);
     node->n_reads = 0;
     w->stopped = NULL;
+    if (rc < 0) give_up(node);
     ps_node_release(node);
     return rc;
+}
+
+/* Of a node that a walk had still to pass when it failed. */
+static void drop(ps_node *node)
+{
+    tape_uncount(node);
+    tape_release_all(node);
+    give_up(node);
+    ps_node_release(node);
 }
 
 void ps_backward_end(ps_ctx *ctx)
 {
     ps_walk *w = ctx->walk;
     if (!w || !w->active) return;
-    while (w->n > 0) {
-        ps_node *node = tape_dequeue(w);
-        tape_uncount(node);
-        tape_release_all(node);
-        node->passed = true;
-        ps_node_release(node);
-    }
-    if (w->stopped) {
-        w->stopped->passed = true;
-        tape_uncount(w->stopped);
-        ps_node_release(w->stopped);
-        w->stopped = NULL;
-    }
+    while (w->n > 0) drop(tape_dequeue(w));
+    if (w->stopped) drop(w->stopped);
+    w->stopped = NULL;
     w->active = false;
     if (ctx->away) ps_away_backward(ctx->away, false);
 }

@@ -25,6 +25,7 @@ local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local pipe = require "ps.engine.pipe"
 local pipe_generate = require "ps.engine.pipe_generate"
@@ -204,7 +205,10 @@ function Engine:close()
   if self.masters then self.masters:close() end
   if self.pipe then self.pipe:close() end
   if self.report then self.report:close() end
-  if had_chunks then C.ps_engine_close(ps.ctx) end
+  if had_chunks then
+    C.ps_engine_close(ps.ctx)
+    scope.engine_closed()
+  end
   ps.collect_all()
 end
 
