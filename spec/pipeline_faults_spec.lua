@@ -58,6 +58,47 @@ local function others(victim, schedule, heartbeat, how, words)
   end
 end
 
+-- Three stages whose script catches an error in the turn of micro-batch 1 of step 2, on the ranks FAILS, and does NEXT.
+local CAUGHT = [[
+  local ps = require "ps"
+  ps.init_distributed { seed = 3, quiet = true, timeout = 60, heartbeat = 1,
+    rendezvous = "file://FOLDER/rendezvous" }
+  local model, optimizer = ps.initialize { quiet = true, config = { gradient_accumulation_steps = 4,
+      plan_print = false, pipeline = { stages = 3, schedule = "1f1b" } },
+    model_func = function() return require("models.gpt2").new("tiny", { n_layer = 3, dropout = 0 }) end }
+  local x = ps.randint(0, 250, { 8, 16 }, { dtype = "int32" })
+  local function train(step)
+    optimizer:zero_grad()
+    local n = 0
+    for out in model:micro_batches(x, x) do
+      n = n + 1
+      if step == 2 and n == 2 and (FAILS) then error "no such luck" end
+      model:backward(out.loss)
+    end
+    optimizer:step()
+  end
+  local began = ps.now()
+  for step = 1, 4 do
+    local ok, problem = pcall(train, step)
+    print(("step %d: %s"):format(step, ok and "trained" or tostring(problem)))
+    if not ok then NEXT end
+  end
+  print(("after %.1f s"):format(ps.now() - began))
+]]
+
+-- What each rank says of step 2 to 4: patterns by rank.
+local function caught(fails, next_call, wanted)
+  local script = CAUGHT:gsub("FOLDER", folder):gsub("FAILS", fails):gsub("NEXT", next_call)
+  local all = lib.run(folder, 3, script)
+  for rank = 0, 2 do
+    local text = all[rank].text
+    for step, pattern in pairs(wanted[rank]) do
+      assert.matches(pattern, text:match("step " .. step .. ": ([^\n]*)"), rank .. ": " .. text)
+    end
+    assert.truthy(tonumber(text:match "after ([%d.]+) s") < 10, text)
+  end
+end
+
 describe("a stage of a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
@@ -77,5 +118,27 @@ describe("a stage of a pipeline", function()
 
   it("whose script fails is named by all, with its words", function()
     others(1, "1f1b", 1, 'print "fails" error "no such luck"', { "rank 1 %(", "no such luck" })
+  end)
+
+  local LEFT = "%S*script%.lua:%d+: optimizer:zero_grad%(%) came before the end of a loop over micro%-batches, at "
+    .. "micro%-batch 2 of 4: .*go on from a checkpoint"
+  local LUCK = "script%.lua:%d+: no such luck"
+  local OVER = "this group failed before and can be used no more; close it %(rank %d %(%S+%) gave up: " .. LEFT
+
+  it("whose script catches its error and goes on is named by all, with the line", function()
+    local others_say = { [2] = "rank 1 %(%S+%) gave up: " .. LEFT, [3] = OVER, [4] = OVER }
+    caught("ps.rank() == 1", "", { [0] = others_say, { [2] = LUCK, [3] = LEFT, [4] = OVER }, others_say })
+  end)
+
+  it("whose script catches its error and calls a collective is named long before the time-out", function()
+    local circle = "ranks wait for each other: .*rank 1 %(%S+%) is in all_reduce %(call %d+%), to which rank %d has "
+      .. "not come"
+    local both = { [2] = "with rank 1: " .. circle, [3] = "failed before" }
+    caught("ps.rank() == 1", "pcall(ps.any_rank, true)", { [0] = both, { [2] = LUCK }, both })
+  end)
+
+  it("goes on no more where all ranks caught an error in the same turn", function()
+    local all = { [4] = OVER }
+    caught("true", "", { [0] = all, all, all })
   end)
 end)

@@ -254,6 +254,28 @@ static void test_circle(void)
     }
 }
 
+/* A script that waits for a message, of which none, one or all that were sent have come. */
+static void test_messages(void)
+{
+    enum { PP = 8 };
+    int pp[SIZE] = { 0 };
+    for (int sent = 0; sent < 3; sent++) {
+        bool over = sent != 1;
+        if (!begin(SIZE, 1)) return;
+        for (int r = 0; r < SIZE; r++) pp[r] = ps_watch_join(members[r].watch, PP, "pp");
+        ps_watch_enter(members[1].watch, pp[1], "recv F", PS_WATCH_NO_CALL, 2, false);
+        ps_watch_waits(members[1].watch, pp[1], true);
+        if (sent > 0) ps_watch_sent(members[2].watch, pp[2]);
+        if (sent > 1) ps_watch_came(members[1].watch, pp[1]);
+        if (sent > 1) ps_watch_waits(members[1].watch, pp[1], true);   /* it was another one */
+        ps_watch_enter(members[2].watch, 0, "barrier", 9, -1, true);
+        wait_over(members[0].watch, over ? 4 : 1.5);
+        if (over) all_hear(SIZE, PS_EINVAL, ") is in recv F of pp with rank 2, to which rank 2 has not come; ", 1);
+        else CHECK(!ps_watch_over(members[0].watch));
+        end(SIZE);
+    }
+}
+
 static void test_blame(void)
 {
     struct complainer a = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" }, b = a;
@@ -630,6 +652,7 @@ int main(void)
     test_missing();
     test_groups();
     test_circle();
+    test_messages();
     test_blame();
     test_death_and_silence();
     test_strangers();

@@ -284,6 +284,7 @@ static int arrive(neighbour *from, const wire *h)
     if (!ours)
         return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent what is no message of a "
                             "pipeline", group_world(p->group, from->rank));
+    ps_watch_came(p->comm->watch, p->comm->place);
     letter *got = p->spare_letters;
     if (got) p->spare_letters = got->next;
     else if (!(got = ps_alloc(sizeof *got))) return ps_fail_nomem(sizeof *got);
@@ -522,6 +523,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
         q->head.when = note->when;
         memcpy(q->head.value, note->value, sizeof note->value);
     }
+    ps_watch_sent(p->comm->watch, p->comm->place);
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
@@ -578,18 +580,21 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` is true, or `over` gives why it never will be, or the time is over. The lock is not held. */
+/* Waits until `come` is true, or `over` gives why it never will be, or the time is over. header: what comes is a header
+ * that the peer's script sends. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
-                      const void *arg)
+                      const void *arg, bool header)
 {
     int rc = 0;
     pthread_mutex_lock(&p->lock);
     while (rc == 0 && !come(arg)) {
         const ps_error_kept *why = over(arg);
+        if (header) ps_watch_waits(p->comm->watch, p->comm->place, true);
         if (why) rc = ps_error_again(why);
         else if (!wait_for_news(p, until))
             rc = ps_fail(PS_ETIME, "no message came or went within %g s", p->comm->timeout_s);
     }
+    ps_watch_waits(p->comm->watch, p->comm->place, false);
     pthread_mutex_unlock(&p->lock);
     return rc;
 }
@@ -628,7 +633,7 @@ static const ps_error_kept *is_over(const void *request)
 static int wait_for(ps_p2p_request *q, double until)
 {
     ps_p2p *p = q->p2p;
-    PS_TRY(until_come(p, until, has_come, is_over, q));
+    PS_TRY(until_come(p, until, has_come, is_over, q, !q->out && !p->be));
     if (q->line) return p->be->wire->event_follow(p->be, q->message.end);
     return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
@@ -738,7 +743,7 @@ int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
     snprintf(text, sizeof text, "recv (lane %s)", lane_names[lane]);
     ps_watch_enter(p->comm->watch, p->comm->place, text, PS_WATCH_NO_CALL, group_world(p->group, peer), false);
     const next_letter wanted = { &p->peers[peer], lane };
-    int rc = until_come(p, ps_now() + p->comm->timeout_s, has_letter, is_deaf, &wanted);
+    int rc = until_come(p, ps_now() + p->comm->timeout_s, has_letter, is_deaf, &wanted, true);
     if (rc < 0) {
         rc = blame(p, peer, rc);
         snprintf(text, sizeof text, "of lane %s", lane_names[lane]);

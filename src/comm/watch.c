@@ -703,7 +703,7 @@ int ps_watch_join(ps_watch *w, uint64_t key, const char *axis)
     while (place < PS_WATCH_PLACES && w->places.known[place]) place++;
     if (place < PS_WATCH_PLACES) {
         watch_place *at = &w->places.at[place];
-        *at = (watch_place){ .key = key, .peer = -1, .turn = ++w->turn };
+        *at = (watch_place){ .key = key, .peer = -1, .turn = ++w->turn, .moved = w->turn };
         snprintf(at->axis, sizeof at->axis, "%s", axis);
         w->places.known[place] = true;
     }
@@ -730,7 +730,7 @@ void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int p
     at->peer = peer;
     at->inside = 1;
     at->waits = waits;
-    at->turn = ++w->turn;
+    at->turn = at->moved = ++w->turn;
     if (peer < 0 && call != PS_WATCH_NO_CALL) at->calls = call + 1;
     pthread_mutex_unlock(&w->lock);
 }
@@ -745,7 +745,30 @@ void ps_watch_leave(ps_watch *w, int place)
         at->last_call = at->call;
     }
     at->inside = at->waits = 0;
-    at->turn = ++w->turn;
+    at->turn = at->moved = ++w->turn;
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void count_message(ps_watch *w, int place, int n)
+{
+    if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    watch_place *at = &w->places.at[place];
+    at->under_way += n;
+    if (n < 0) at->waits = 0;
+    at->moved = ++w->turn;
+    pthread_mutex_unlock(&w->lock);
+}
+
+void ps_watch_sent(ps_watch *w, int place) { count_message(w, place, 1); }
+void ps_watch_came(ps_watch *w, int place) { count_message(w, place, -1); }
+
+void ps_watch_waits(ps_watch *w, int place, bool waits)
+{
+    if (!w) return;
+    pthread_mutex_lock(&w->lock);
+    watch_place *at = &w->places.at[place];
+    if (at->waits != waits) at->waits = waits, at->moved = ++w->turn;
     pthread_mutex_unlock(&w->lock);
 }
 

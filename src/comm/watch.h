@@ -42,11 +42,16 @@ int ps_watch_join(ps_watch *w, uint64_t key, const char *axis);
 void ps_watch_part(ps_watch *w, int place);            /* the group is closed here; place 0 and -1: nothing happens */
 /* enter: this rank comes to a call in a place. leave: it has finished the call. peer: the other rank of a send or recv,
  * else -1. call: the call's number, or PS_WATCH_NO_CALL: it has none. waits: the script waits until all ranks of the
- * call, or the peer, have come to it, and goes nowhere else meanwhile. A call that runs beside the script does not say
- * so, nor does a message whose bytes may be on their way. One thread at a time uses a place. */
+ * call, or the peer, have come to it, and goes nowhere else meanwhile. A call that runs beside the script is none of
+ * these; of messages ps_watch_waits says it. One thread at a time uses a place. */
 #define PS_WATCH_NO_CALL UINT64_MAX
 void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer, bool waits);
 void ps_watch_leave(ps_watch *w, int place);
+/* Messages of a place. sent: before one is sent. came: one has come here, so that a script which waits for one looks
+ * again. waits: whether the script, which is in a call without a number, waits until the peer's script sends one. */
+void ps_watch_sent(ps_watch *w, int place);
+void ps_watch_came(ps_watch *w, int place);
+void ps_watch_waits(ps_watch *w, int place, bool waits);
 /* Others hear of this place at once, and not with the next beat: for calls that the others' verdict should name if this
  * rank dies in one. It costs the caller a system call at most. Changes within size x 0.1 ms of each other are told
  * together, by the last of them, so that rank 0 gets 10,000 such messages a second at most. */

@@ -15,8 +15,10 @@ enum { WATCH_HOST = 64, WATCH_OP = 40, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_O
 typedef struct watch_place {
     uint64_t key;                          /* of the group; 0: of all ranks */
     uint64_t turn;                         /* of a rank's places, the one entered or left last has the highest */
+    uint64_t moved;                        /* the same where a message that was sent or has come counts, too */
     uint64_t calls;                        /* collectives that the rank has come to */
     uint64_t call, last_call;              /* numbers: the call that it is or was in last; the collective it finished */
+    int64_t under_way;                     /* messages sent, less those that came; of all ranks: those on their way */
     int32_t peer;                          /* of send and recv, else -1 */
     int16_t inside, waits;                 /* 1 or 0; inside: in a call; waits: the script waits in it */
     char op[WATCH_OP], last_op[WATCH_OP];  /* names of `call` and `last_call`; empty: none yet */
@@ -39,7 +41,7 @@ typedef struct watch_message {
     uint32_t nbytes;
     int32_t places;                        /* messages left, this one included, of the sender's places; 0: no `at` */
 } watch_message;
-_Static_assert(sizeof(watch_message) == 32 + 144 + 8, "what goes over the wire has no holes");
+_Static_assert(sizeof(watch_message) == 32 + 160 + 8, "what goes over the wire has no holes");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
 /* PLACE: one place of the sender, between two beats, which tell all of them. */
@@ -70,10 +72,11 @@ typedef struct watch_complaint {
 
 /* What rank 0 knows of how long a rank has been where it is. */
 typedef struct watch_rest {
-    uint64_t turn;                         /* the highest one of the rank's places */
-    int32_t since;                         /* number of the first beat of rank 0 that left once it knew that turn */
+    uint64_t moved;                        /* the highest one of the rank's places */
+    int32_t since;                         /* number of the first beat of rank 0 that left once it knew that */
     int32_t heard;                         /* and of the last one that the rank had heard when it told its places */
-    bool held;                             /* its script waits for a rank whose script waits, too (watch_circle) */
+    bool rests;                            /* the rank was at an earlier moment where it is (watch_circle) */
+    bool held;                             /* and its script waits for a rank whose script waits, too */
 } watch_rest;
 
 enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };

@@ -227,12 +227,12 @@ static const watch_place *waiting(const watch_places *places)
     return NULL;
 }
 
-static uint64_t last_turn(const watch_places *places)
+static uint64_t last_move(const watch_places *places)
 {
-    uint64_t turn = 0;
+    uint64_t moved = 0;
     for (int i = 0; i < PS_WATCH_PLACES; i++)
-        if (places->known[i] && places->at[i].turn > turn) turn = places->at[i].turn;
-    return turn;
+        if (places->known[i] && places->at[i].moved > moved) moved = places->at[i].moved;
+    return moved;
 }
 
 /* own: rank 0's. NULL: the rank has not come yet, or has left. */
@@ -242,14 +242,30 @@ static const watch_places *places_of(const ps_watch *w, const watch_places *own,
     return rank == 0 ? own : p && !p->left ? &p->places : NULL;
 }
 
-/* A rank that waits and keeps rank `rank` waiting, or -1. It is of the same group, and in no call of that. */
+/* Whether no message of a group is on its way. That can be told where all ranks rest. */
+static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
+{
+    int64_t under_way = 0;
+    for (int r = 0; r < w->size; r++) {
+        const watch_places *places = places_of(w, own, r);
+        const watch_place *at = places ? watch_find(places, key) : NULL;
+        if (!w->rests[r].rests) return false;
+        if (at) under_way += at->under_way;
+    }
+    return under_way == 0;
+}
+
+/* A rank that waits and keeps rank `rank` waiting, or -1. It is of the same group: in no call of that, or to send a
+ * message. */
 static int held_by(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_place *at = waiting(places_of(w, own, rank));
+    bool message = at->call == PS_WATCH_NO_CALL;
+    if (message && !is_quiet(w, own, at->key)) return -1;
     for (int r = 0; r < w->size; r++) {
         if (r == rank || !w->rests[r].held || (at->peer >= 0 && at->peer != r)) continue;
         const watch_place *theirs = watch_find(places_of(w, own, r), at->key);
-        if (theirs && !theirs->inside && (at->peer >= 0 || theirs->calls <= at->call)) return r;
+        if (message || (theirs && !theirs->inside && (at->peer >= 0 || theirs->calls <= at->call))) return r;
     }
     return -1;
 }
@@ -279,10 +295,11 @@ void watch_circle(ps_watch *w)
     for (int r = 0; r < w->size; r++) {
         const watch_places *places = places_of(w, &own, r);
         watch_rest *rest = &w->rests[r];
-        uint64_t turn = places ? last_turn(places) : 0;
-        if (turn != rest->turn) rest->turn = turn, rest->since = w->n_beats;
+        uint64_t moved = places ? last_move(places) : 0;
+        if (moved != rest->moved) rest->moved = moved, rest->since = w->n_beats;
         int32_t then = w->n_beats - EARLIER;
-        rest->held = places && waiting(places) && rest->since <= then && (r == 0 || rest->heard >= then);
+        rest->rests = places && rest->since <= then && (r == 0 || rest->heard >= then);
+        rest->held = rest->rests && waiting(places);
         n += rest->held;
     }
     for (int before = n + 1; n > 0 && n < before;) {       /* who waits for a rank that can come on is in no circle */

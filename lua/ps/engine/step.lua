@@ -379,13 +379,18 @@ local function named(s, at, out, ...)
   return out, ...
 end
 
---- Ends the step by a script's mistake in a loop over micro-batches. The ranks of other stages hear of it.
+--- Ends the step by a script's mistake in a loop over micro-batches. The ranks of other stages hear of it, with the
+--- script's line.
 ---@param engine ps.Engine
 ---@param text string
 function step.give_loop_up(engine, text)
-  if engine.pipe then engine.pipe:abandon(text) end
+  text = caller.position() .. text
+  if engine.pipe then
+    text = text .. "; its messages are on their way between the stages, so the run ends: go on from a checkpoint"
+    engine.pipe:abandon(text)
+  end
   step.give_up(engine)
-  caller.error(text)
+  caller.error(text, 0)
 end
 
 --- Refuses a call that does not belong into a loop over micro-batches, if there is one, and gives the step up.
