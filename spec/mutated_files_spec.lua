@@ -232,8 +232,8 @@ describe("a changed file of a tokenizer", function()
     local letters, lines = { "YWFh", "YmFh", "Y2Fh" }, {}
     for i, letter in ipairs(letters) do lines[i] = letter .. ("YWFh"):rep(20000) .. " " .. (i - 1) .. "\n" end
     check.write(path "long.tiktoken", table.concat(lines))
-    local began = ps.now()
+    local began = os.clock()
     pcall(ps.tokenizer.from_pretrained, path "long.tiktoken", { encoding = "gpt2" })
-    assert.truthy(ps.now() - began < 1, ps.now() - began)
+    assert.truthy(os.clock() - began < 1, os.clock() - began)
   end)
 end)

@@ -183,7 +183,7 @@ describe("the watch over the ranks", function()
     all_name(out, "all_reduce, call 1 of rank %d: RANK failed: %S+:%d+: no such thing\n", 3)
     for _, group in ipairs(out) do
       assert.equal(1, group[group.victim].code)
-      assert.is_truthy(group[2].seconds < 0.3, group[2].text)
+      assert.is_truthy(group[2].seconds < 1, group[2].text)      -- a rank that had to ask would wait 1.5 s
       for rank = 0, 2 do
         if rank ~= group.victim then assert.not_matches("second line", group[rank].text, 1, true) end
       end
@@ -345,7 +345,7 @@ describe("the watch over the ranks", function()
         g:barrier()
         local start = ps.now()
         g:close()
-        assert(ps.now() - start < 0.5)
+        assert(ps.now() - start < 0.9)                         -- who waits for another waits a second
       end
     ]])
     for rank = 0, 2 do assert.same({ text = "", code = 0 }, out[1][rank]) end

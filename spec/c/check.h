@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static _Atomic int passed, failed;          /* tests may check in threads of their own */
 
@@ -33,6 +34,14 @@ static inline void fails(int rc, int code, const char *word, int line, const cha
     char text[1400];
     snprintf(text, sizeof text, "returned %d, wanted %d and '%s'; message: %s", rc, code, word, ps_error_message());
     check(rc == code && strstr(ps_error_message(), word), line, what, text);
+}
+
+/* Seconds of a processor that this thread has had: what other programs have of it does not count. */
+static inline double thread_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 /* Prints the sums; the program's exit status. */

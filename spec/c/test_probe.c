@@ -45,7 +45,8 @@ static double probe(int streams, int reads, int writes, int in_place)
     return rate;
 }
 
-/* Bytes a second of one array of four times the size that is only read: the words' parity. */
+/* Bytes a second of one array of four times the size that is only read: the words' parity. It takes longer than a
+ * program may have a processor for itself where others wait, so seconds of this thread count. */
 static __attribute__((optimize("O3"), noinline)) double parity(void)
 {
     size_t nbytes = 4ull * NUMEL * sizeof(float);
@@ -53,9 +54,9 @@ static __attribute__((optimize("O3"), noinline)) double parity(void)
     if (!OK(ps_host_region_new(NULL, nbytes, &memory))) return 0;
     memset(memory, 0x3d, nbytes);
     uint64_t *word = memory, bits = 0;
-    double began = ps_now();
+    double began = thread_now();
     for (size_t i = 0; i < nbytes / sizeof *word; i++) bits ^= word[i];
-    double seconds = ps_now() - began;
+    double seconds = thread_now() - began;
     CHECK(bits == 0);
     ps_host_region_free(NULL, memory, nbytes);
     return (double)nbytes / seconds;
@@ -71,10 +72,10 @@ static void test_triad(const char *set, triad_fn fn)
         plain = fmax(plain, triad(fn, (float)round));
         probed = fmax(probed, probe(3, 2, 1, 0));
         in_place = fmax(in_place, probe(4, 4, 3, 1));
-        if (round >= FEWEST) continue;
+        if (round >= FEWEST && only_read > 0.8 * words) continue;
         words = fmax(words, parity());
         only_read = fmax(only_read, probe(4, 4, 0, 0));
-    } while (++round < FEWEST || (round < ROUNDS && fabs(probed / plain - 1) > 0.1));
+    } while (++round < FEWEST || (round < ROUNDS && (fabs(probed / plain - 1) > 0.1 || only_read <= 0.8 * words)));
     printf("%s: the probe tells %.1f GB/s, a plain triad %.1f (%d rounds)\n", set, probed / 1e9, plain / 1e9, round);
     CHECK(fabs(probed / plain - 1) < 0.15);
     /* What an optimizer does; no line is fetched only to be written, so no less moves. */
