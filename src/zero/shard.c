@@ -572,7 +572,7 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 static void part_end(ps_shard *sh, part *p)
 {
     stripe *st = &sh->stripes[p->c.stripe];
-    stripe_settle(sh, st);                 /* other ranks' bytes may be arriving in the part, or leaving it */
+    stripe_settle(sh, st);                 /* other ranks' bytes may be arriving in the part */
     if (p->pins == 0) buffer_drop(p);
     p->used = false;
     st->parts[p->c.owner] = -1;
@@ -696,6 +696,7 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
+    if (p->n_lent == 1) stripe_settle(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes go with the last one */
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);
