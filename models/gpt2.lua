@@ -44,6 +44,7 @@ function Attention:init(config, where, layer)
   local scale                                                           -- nil: 1 / sqrt(D)
   if not config.scale_attn_weights then scale = 1 end
   if config.scale_attn_by_inverse_layer_idx then scale = (scale or 1 / math.sqrt(C / config.n_head)) / (layer + 1) end
+  self.scale = scale
   self.plain = { causal = true, dropout = 0, scale = scale }
 end
 
@@ -51,26 +52,14 @@ end
 -- mask bool [B, T], or nil: false hides a position as a key.
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
-  if cache then return self.c_proj(self:attend_cached(qkv, cache, at, mask), x) end
+  if cache then return self.c_proj(heads.attend_cached(self, cache, at, mask, qkv), x) end
   local options, drops = self.plain, self.attn_dropout:active()
   if drops or mask ~= nil then
-    options = { causal = true, dropout = drops and self.attn_dropout.p or 0, scale = options.scale, mask = mask,
+    options = { causal = true, dropout = drops and self.attn_dropout.p or 0, scale = self.scale, mask = mask,
       first_head = self.first_head }
   end
   local y = F.attention_packed(qkv, self.heads, options)
   return project(self.c_proj, self.resid_dropout, y, x)
-end
-
--- Few and large steps, since one token of a small model costs more calls than memory.
-function Attention:attend_cached(qkv, cache, at, mask)
-  local B, T, C, H = qkv:size(0), qkv:size(1), self.width, self.heads
-  local parts_of = qkv:reshape(B, T, 3 * H, C / H):permute(0, 2, 1, 3)   -- [B, 3H, T, D]: q, k and v
-  cache.kv:narrow(2, at, T):copy_(parts_of:narrow(1, H, 2 * H))
-  local seen = cache.kv:narrow(2, 0, at + T)
-  local options = self.plain
-  if mask ~= nil then options = { causal = true, dropout = 0, scale = options.scale, mask = mask } end
-  local y = F.attention(parts_of:narrow(1, 0, H), seen:narrow(1, 0, H), seen:narrow(1, H, H), options)
-  return y:permute(0, 2, 1, 3):reshape(B, T, C)
 end
 
 local MLP = nn.class("MLP")

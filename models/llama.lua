@@ -65,20 +65,26 @@ end
 -- (false hides a position as a key), or of 4 dimensions, which says all, or nil. cache: {k, v [B, G, S, D]} filled up
 -- to position `at`, or nil.
 function Attention:forward(h, x, seen, cache, at)
+  if cache then return self.o_proj(self:attend_cached(h, seen, cache, at), x) end
   local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
   local B, T, mask = q:size(0), q:size(2), seen.mask
   local k = F.rope(split(self, self.k_proj(h), self.groups, self.k_norm), seen.cos, seen.sin)
   local v = split(self, self.v_proj(h), self.groups)
-  if cache then
-    cache.k:narrow(2, at, T):copy_(k)
-    cache.v:narrow(2, at, T):copy_(v)
-    k, v = cache.k:narrow(2, 0, at + T), cache.v:narrow(2, 0, at + T)
-  end
   local causal = mask == nil or mask:dim() == 2
   if self.first_head and not causal and mask:size(1) > 1 then mask = mask:narrow(1, self.first_head, self.heads) end
   local y = F.attention(q, k, v, { causal = causal, window = causal and self.window or nil, mask = mask,
     dropout = self.dropout:active() and self.dropout.p or 0, first_head = self.first_head })
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
+end
+
+-- [B, T, H D] of a step of generate's.
+function Attention:attend_cached(h, seen, cache, at)
+  local q, k = self.q_proj(h), self.k_proj(h)
+  if self.q_norm then
+    local B, T = q:size(0), q:size(1)
+    q, k = self.q_norm(q:reshape(B, T, self.heads, self.width)), self.k_norm(k:reshape(B, T, self.groups, self.width))
+  end
+  return heads.attend_cached(self, cache, at, seen.mask, q, k, self.v_proj(h), seen.cos, seen.sin)
 end
 
 local MLP = nn.class("LlamaMLP")

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Generation: a model whose logits are a table written here, so that the ids are known; GPT-2 with its caches against
--- the same model without; chunks that move, ranks, programs. oracle/generate_oracle.py holds ids to transformers'.
+-- the same model without; attention with caches against the ops that it runs; chunks that move, ranks, programs.
+-- oracle/generate_oracle.py holds ids to transformers'.
 local ps = require "ps"
 local nn = ps.nn
 local gpt2 = require "models.gpt2"
@@ -12,6 +13,7 @@ local ranks = require "spec.ranks_lib"
 local text = require "ps.pretrained.generate_text"
 local tokens = require "spec.tokenizer_lib"
 local fails = check.fails_saying
+local heads = require "ps.pretrained.heads"
 
 -- A model whose next token depends on the last one alone: logits[a][b] for b behind a, rows from 0.
 local Chain = nn.class("Chain")
@@ -303,6 +305,105 @@ describe("GPT-2's caches", function()
     end
     local line = table.concat(want, " ")
     for rank = 0, 1 do assert.equal(line .. " " .. line, out[rank].text:match("ids (%C*)"), out[rank].text) end
+  end)
+end)
+
+-- A step of attention against the same in calls of its own, each view and each op.
+describe("attention with caches", function()
+  local B, H, G, S, D, at = 2, 4, 2, 9, 8, 5
+  local F, where
+
+  -- [B, T, n D] as [B, n, T, D]
+  local function split(y, n) return y:reshape(B, y:size(1), n, D):permute(0, 2, 1, 3) end
+
+  local function apart(q, k, v, caches, options, cos, sin)
+    local T = q:size(2)
+    if cos then q, k = F.rope(q, cos, sin), F.rope(k, cos, sin) end
+    caches.k:narrow(2, at, T):copy_(k)
+    caches.v:narrow(2, at, T):copy_(v)
+    local y = F.attention(q, caches.k:narrow(2, 0, at + T), caches.v:narrow(2, 0, at + T), options)
+    return y:permute(0, 2, 1, 3):reshape(B, T, H * D)
+  end
+
+  local function same(a, b) assert.same(a:tolist(), b:tolist()) end
+  local function rand(...) return ps.randn({ ... }, where) end
+
+  -- fn(T, mask): steps of one and of several positions, with and without hidden ones, on two devices, in two types.
+  local function each(fn)
+    F = ps.functional
+    for _, device in ipairs { "cpu", "ref" } do
+      for _, dtype in ipairs { "fp32", "bf16" } do
+        where = { dtype = dtype, device = device }
+        for _, T in ipairs { 1, 3 } do
+          local shown = {}
+          for b = 1, B do
+            shown[b] = {}
+            for i = 1, at + T do shown[b][i] = i > b end
+          end
+          ps.no_grad(fn, T, nil)
+          ps.no_grad(fn, T, ps.tensor(shown, { dtype = "bool", device = device }))
+        end
+      end
+    end
+  end
+
+  it("of queries, keys and values side by side has the bits of the ops apart", function()
+    ps.manual_seed(3)
+    each(function(T, mask)
+      local qkv, kv = rand(B, T, 3 * H * D), rand(B, 2 * H, S, D)
+      local other = kv:clone()
+      local q, k, v = qkv:narrow(2, 0, H * D), qkv:narrow(2, H * D, H * D), qkv:narrow(2, 2 * H * D, H * D)
+      local halves = { k = other:narrow(1, 0, H), v = other:narrow(1, H, H) }
+      local want = apart(split(q, H), split(k, H), split(v, H), halves, { causal = true, mask = mask, scale = 0.3 })
+      same(want, heads.attend_cached({ heads = H, scale = 0.3 }, { kv = kv }, at, mask, qkv))
+      same(other, kv)
+      local turned = qkv:permute(1, 0, 2):contiguous():permute(1, 0, 2)
+      same(want, heads.attend_cached({ heads = H, scale = 0.3 }, { kv = kv }, at, mask, turned))
+    end)
+  end)
+
+  it("of queries, keys and values apart, turned or not, has the bits of the ops apart", function()
+    ps.manual_seed(4)
+    each(function(T, mask)
+      local angles = ps.randn({ 1, T, D / 2 }, { device = where.device })
+      local q, k, v, caches = rand(B, T, H * D), rand(B, T, G * D), rand(B, T, G * D),
+        { k = rand(B, G, S, D), v = rand(B, G, S, D) }
+      for _, turned in ipairs { false, true } do
+        local cos, sin = turned and angles:cos() or nil, turned and angles:sin() or nil
+        local others = { k = caches.k:clone(), v = caches.v:clone() }
+        local want = apart(split(q, H), split(k, G), split(v, G), others, { causal = true, mask = mask, window = 4 },
+          cos, sin)
+        local attention = { heads = H, groups = G, window = 4 }
+        same(want, heads.attend_cached(attention, caches, at, mask, q:reshape(B, T, H, D), k, v, cos, sin))
+        same(others.k, caches.k)
+        same(others.v, caches.v)
+      end
+    end)
+  end)
+
+  it("is refused with a gradient, without room and with operands that do not fit", function()
+    F, where = ps.functional, {}
+    local qkv, kv, k = rand(B, 1, 3 * H * D), rand(B, 2 * H, S, D), rand(B, 1, H * D)
+    local function says(words, ...)
+      local args = { n = select("#", ...), ... }
+      check.fails_as("EINVAL", words, function()
+        ps.no_grad(heads.attend_cached, { heads = H }, unpack(args, 1, args.n))
+      end)
+    end
+    says({ "a cache is [2, 8, 9, 8]; [2, 8, 10 or more, 8]" }, { kv = kv }, 9, nil, qkv)
+    says({ "a cache is [2, 8, 9, 8]" }, { kv = kv }, -1, nil, qkv)
+    says({ "a cache is [2, 8, 9, 8]; [2, 4, 6 or more, 8]" }, { k = kv, v = kv }, at, nil, k, k, k)
+    says({ "2 rows of 1 positions with 12 heads of 8 are needed, not [2, 1, 32]" }, { kv = kv }, at, nil, k)
+    says({ "the mask has 4 dimensions; it must be bool [2, 6]" }, { kv = kv }, at,
+      ps.ones({ 1, 1, 1, 6 }, { dtype = "bool" }), qkv)
+    says({ "the mask must be bool [2, 6]" }, { kv = kv }, at, ps.ones({ 2, 5 }, { dtype = "bool" }), qkv)
+    says({ "q, k, v and two caches" }, { kv = kv }, at, nil, qkv, k, k)
+    says({ "q, k, v and two caches" }, { k = kv }, at, nil, k, k, k)
+    says({ "q, k, v and two caches" }, { kv = kv }, at, nil, qkv, nil, nil, ps.ones { 1, 1, 4 }, ps.ones { 1, 1, 4 })
+    qkv:requires_grad(true)
+    fails({ "has no gradient; call it inside ps.no_grad()" }, function()
+      heads.attend_cached({ heads = H }, { kv = kv }, at, nil, qkv)
+    end)
   end)
 end)
 

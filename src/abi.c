@@ -12,6 +12,7 @@ static const struct { const char *name; int64_t size; } entries[] = {
     ENTRY(ps_memory_info, limit)
     ENTRY(ps_holder, pad)
     ENTRY(ps_op_cost_info, bytes)
+    ENTRY(ps_cached_attention, scale)
     ENTRY(ps_record_event, to)
     ENTRY(ps_record_total, flops)
     ENTRY(ps_calls_total, axis)

@@ -188,6 +188,20 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
  * groups). */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
+/* Attention of T positions that follow `at` others, whose keys and values are in caches: it writes those of the T
+ * behind them, and gives what each sees of all up to itself, [B, T, H D]. Runs the ops copy_, rope and attention over
+ * views that it makes, and has no gradient. q [B, T, H D], k, v [B, T, G D] (also [B, T, H or G, D]) with caches keys,
+ * values [B, G, S, D], and cos, sin of rope or neither; or q [B, T, (H + 2 G) D], queries, keys and values side by
+ * side, with one cache keys [B, 2 G, S, D], keys then values, and k, v, values, cos, sin NULL. mask bool [B, at + T],
+ * or NULL. PS_EINVAL: also where a gradient would be asked for. Errors of ps_apply. */
+typedef struct ps_cached_attention {
+  int64_t heads, groups, at;   /* H, G, at */
+  int32_t window, pad;         /* as attention's */
+  double scale;                /* 0: 1 / sqrt(D) */
+} ps_cached_attention;
+int ps_attention_cached(ps_ctx *ctx, const ps_cached_attention *how, ps_tensor *q, ps_tensor *k, ps_tensor *v,
+                        ps_tensor *keys, ps_tensor *values, ps_tensor *cos, ps_tensor *sin, ps_tensor *mask,
+                        ps_tensor **out);
 /* What an op costs: FLOPs are the multiplications and additions of matrix products and attention (in attention, those
  * of pairs of query and key that see each other), 0 of other ops. bytes: those that it reads and writes, each once. */
 typedef struct ps_op_cost_info { int64_t flops, bytes; } ps_op_cost_info;

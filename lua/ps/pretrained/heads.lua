@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What heads share, with transformers' meaning: batches by names, masks, the losses of classification and of question
--- answering.
+-- answering; and what models share that generate: caches and attention with them.
 local ps = require "ps"
 local caller = require "ps.caller"
 local settings = require "ps.pretrained.settings"
 local same_shape = require("ps.nn.module").same_shape
+local E = require "ps.ffi"
 local F = ps.functional
 local IGNORED = require("ps.batch").IGNORED
 local error = caller.error
@@ -249,6 +250,29 @@ function heads.caches(names, shape, layers, weight_of)
     end
   end
   return caches
+end
+
+local how, attended = E.ffi.new "ps_cached_attention", E.ffi.new "ps_tensor *[1]"
+
+--- Attention of T positions that follow `at` others, whose keys and values are in caches: writes theirs behind them.
+--- One call, since a token of a small model costs more calls than memory. Without gradients only.
+---@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H, G heads of keys (default H)
+---@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} kv [B, 2 G, S, D], keys, then values; or k and v
+---  [B, G, S, D]
+---@param at integer
+---@param mask? ps.Tensor bool [B, at + T], false hides a position as a key
+---@param q ps.Tensor [B, T, H D]; with kv [B, T, (H + 2 G) D]: queries, keys and values side by side
+---@param k? ps.Tensor [B, T, G D]
+---@param v? ps.Tensor [B, T, G D]
+---@param cos? ps.Tensor of F.rope, by which q and k are turned
+---@param sin? ps.Tensor
+---@return ps.Tensor [B, T, H D]
+function heads.attend_cached(attention, caches, at, mask, q, k, v, cos, sin)
+  how.heads, how.groups, how.at = attention.heads, attention.groups or attention.heads, at
+  how.window, how.scale = attention.window or 0, attention.scale or 0
+  if E.placer then E.placer() end
+  E.retry(E.C.ps_attention_cached, E.ctx, how, q, k, v, caches.kv or caches.k, caches.v, cos, sin, mask, attended)
+  return E.own(attended[0])
 end
 
 return heads

@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Attention of positions whose forerunners' keys and values are in caches, as a model attends that continues a text
+ * token by token. It is no op of its own: it makes the views of a step, and the ops copy_, rope and attention run over
+ * them as if they had been called one by one. A token of a small model has more calls than products. */
+#include "tensor/tensor.h"
+#include <math.h>
+#include "base/error.h"
+
+enum { OWNED = 16 };                      /* enough for every way through a call */
+
+/* One call. B samples, T positions, D columns of a head. */
+typedef struct cached {
+    ps_ctx *ctx;
+    const ps_cached_attention *how;
+    ps_tensor *q, *k, *v, *keys, *values, *cos, *sin, *mask;          /* as they were given */
+    int64_t B, T, D;
+    ps_tensor *owned[OWNED];                  /* references that end with the call */
+    int n_owned;
+} cached;
+
+static ps_tensor *own(cached *c, ps_tensor *t) { return c->owned[c->n_owned++] = t; }
+
+/* Runs an op of one output; *out is lent. */
+static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t nbytes, ps_tensor **out)
+{
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_apply(c->ctx, op, n_in, in, attrs, nbytes, all));
+    *out = own(c, all[0]);
+    return 0;
+}
+
+/* Heads first .. first + count of x [B, T, all D], contiguous, as [B, count, T, D]; *out is lent. */
+static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64_t all, ps_tensor **out)
+{
+    int64_t row = all * c->D;
+    ps_meta m = { .dtype = x->dtype_, .ndim = 4, .shape = { c->B, count, c->T, c->D },
+                  .stride = { c->T * row, c->D, row, 1 }, .offset = x->offset + first * c->D };
+    PS_TRY(ps_tensor_view(x, &m, out));
+    own(c, *out);
+    return 0;
+}
+
+/* Positions from .. from + n of heads first .. first + count of a cache; *out is lent. */
+static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, int64_t from, int64_t n, ps_tensor **out)
+{
+    ps_meta m = ps_tensor_meta(cache);
+    m.offset += first * m.stride[1] + from * m.stride[2];
+    m.shape[1] = count;
+    m.shape[2] = n;
+    PS_TRY(ps_tensor_view(cache, &m, out));
+    own(c, *out);
+    return 0;
+}
+
+/* Writes what [B, n, T, D] has behind the `at` positions of a cache. */
+static int append(cached *c, ps_tensor *cache, ps_tensor *what)
+{
+    ps_attrs_copy_ none = { 0 };
+    ps_tensor *to, *same;
+    PS_TRY(part_of(c, cache, 0, cache->shape_[1], c->how->at, c->T, &to));
+    return run(c, PS_OP_copy_, 2, (ps_tensor *[]){ to, what }, &none, sizeof none, &same);
+}
+
+static int turn(cached *c, ps_tensor **x)
+{
+    ps_attrs_rope attrs = { .inverse = 0 };
+    return c->cos ? run(c, PS_OP_rope, 3, (ps_tensor *[]){ *x, c->cos, c->sin }, &attrs, sizeof attrs, x) : 0;
+}
+
+/* x [B, T, ..] of `all` heads in a row, made contiguous where it is not. */
+static int rows_of(cached *c, ps_tensor **x, int64_t all)
+{
+    ps_attrs_contiguous none = { 0 };
+    ps_tensor *t = *x;
+    char text[160];
+    if (t->ndim < 3 || t->shape_[0] != c->B || t->shape_[1] != c->T || t->numel_ != c->B * c->T * all * c->D)
+        return ps_fail(PS_EINVAL, "attention with caches: %lld rows of %lld positions with %lld heads of %lld are "
+                       "needed, not %s", (long long)c->B, (long long)c->T, (long long)all, (long long)c->D,
+                       ps_shape_text(t->ndim, t->shape_, text, sizeof text));
+    if (ps_tensor_is_contiguous(t)) return 0;
+    return run(c, PS_OP_contiguous, 1, &t, &none, sizeof none, x);
+}
+
+static int check_cache(const cached *c, const ps_tensor *cache, int64_t heads)
+{
+    char text[160];
+    if (cache->ndim == 4 && cache->shape_[0] == c->B && cache->shape_[1] == heads && cache->shape_[3] == c->D &&
+        c->how->at >= 0 && c->how->at <= cache->shape_[2] - c->T) return 0;
+    return ps_fail(PS_EINVAL, "attention with caches: a cache is %s; [%lld, %lld, %lld or more, %lld] is needed",
+                   ps_shape_text(cache->ndim, cache->shape_, text, sizeof text), (long long)c->B, (long long)heads,
+                   (long long)(c->how->at + c->T), (long long)c->D);
+}
+
+static int check(cached *c)
+{
+    const ps_cached_attention *how = c->how;
+    ps_tensor *all[] = { c->q, c->k, c->v, c->keys, c->values, c->mask };
+    if (!c->q || !c->keys || !c->k != !c->v || !c->k != !c->values || !c->cos != !c->sin || (c->cos && !c->k))
+        return ps_fail(PS_EINVAL, "attention with caches: q, k, v and two caches, with or without cos and sin, or qkv "
+                       "and one cache are needed");
+    if (how->heads < 1 || how->groups < 1 || c->q->ndim < 3 || c->q->numel_ == 0 || c->keys->ndim != 4)
+        return ps_fail(PS_EINVAL, "attention with caches: %lld heads, %lld of keys; both, and all sizes, must be 1 or "
+                       "more", (long long)how->heads, (long long)how->groups);
+    if (c->mask && c->mask->ndim != 2)
+        return ps_fail(PS_EINVAL, "attention with caches: the mask has %d dimensions; it must be bool [%lld, %lld]",
+                       c->mask->ndim, (long long)c->q->shape_[0], (long long)(how->at + c->q->shape_[1]));
+    for (int i = 0; i < 6; i++)
+        if (all[i] && ps_tape_needs(c->ctx, 1, &all[i]))
+            return ps_fail(PS_EINVAL, "attention with caches has no gradient; call it inside ps.no_grad()");
+    c->B = c->q->shape_[0], c->T = c->q->shape_[1], c->D = c->keys->shape_[3];
+    PS_TRY(check_cache(c, c->keys, c->values ? how->groups : 2 * how->groups));
+    return c->values ? check_cache(c, c->values, how->groups) : 0;
+}
+
+/* Keys and values go into the caches. *q: [B, H, T, D], as attention takes it. */
+static int write_caches(cached *c, ps_tensor **q)
+{
+    int64_t H = c->how->heads, G = c->how->groups;
+    ps_tensor *rows = c->q, *k = c->k, *v = c->v;
+    if (!c->k) {
+        PS_TRY(rows_of(c, &rows, H + 2 * G));
+        PS_TRY(heads_of(c, rows, 0, H, H + 2 * G, q));
+        PS_TRY(heads_of(c, rows, H, 2 * G, H + 2 * G, &k));
+        return append(c, c->keys, k);
+    }
+    PS_TRY(rows_of(c, &rows, H));
+    PS_TRY(rows_of(c, &k, G));
+    PS_TRY(rows_of(c, &v, G));
+    PS_TRY(heads_of(c, rows, 0, H, H, q));
+    PS_TRY(heads_of(c, k, 0, G, G, &k));
+    PS_TRY(heads_of(c, v, 0, G, G, &v));
+    PS_TRY(turn(c, q));
+    PS_TRY(turn(c, &k));
+    PS_TRY(append(c, c->keys, k));
+    return append(c, c->values, v);
+}
+
+static int attend(cached *c, ps_tensor **out)
+{
+    int64_t G = c->how->groups, seen = c->how->at + c->T;
+    ps_attrs_attention attrs = { .scale = c->how->scale, .causal = 1, .window = c->how->window };
+    ps_tensor *q, *k, *v, *y;
+    PS_TRY(write_caches(c, &q));
+    PS_TRY(part_of(c, c->keys, 0, G, 0, seen, &k));
+    PS_TRY(part_of(c, c->values ? c->values : c->keys, c->values ? 0 : G, G, 0, seen, &v));
+    if (attrs.scale == 0) attrs.scale = 1 / sqrt((double)c->D);
+    PS_TRY(run(c, PS_OP_attention, 4, (ps_tensor *[]){ q, k, v, c->mask }, &attrs, sizeof attrs, &y));
+    ps_meta m = { .dtype = y->dtype_, .ndim = 3, .shape = { c->B, c->T, c->how->heads * c->D } };
+    ps_meta_set_contiguous(&m);                              /* attention's bytes lie as [B, T, H, D] */
+    m.offset = y->offset;
+    return ps_tensor_view(y, &m, out);
+}
+
+int ps_attention_cached(ps_ctx *ctx, const ps_cached_attention *how, ps_tensor *q, ps_tensor *k, ps_tensor *v,
+                        ps_tensor *keys, ps_tensor *values, ps_tensor *cos, ps_tensor *sin, ps_tensor *mask,
+                        ps_tensor **out)
+{
+    if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
+    cached c = { .ctx = ctx, .how = how, .q = q, .k = k, .v = v, .keys = keys, .values = values, .cos = cos,
+                 .sin = sin, .mask = mask };
+    int rc = check(&c);
+    if (rc == 0) rc = attend(&c, out);
+    while (c.n_owned > 0) ps_tensor_release(c.owned[--c.n_owned]);
+    return rc;
+}
