@@ -105,7 +105,7 @@ local function number(self)
 end
 
 local function forward(self, ...)
-  if self.recomputes and self.training and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
+  if self.training and self.recomputes and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
   return ps.scope(self.forward, self, ...)
 end
