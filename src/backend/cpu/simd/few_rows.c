@@ -36,34 +36,55 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
     } while (0)
 
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
-/* sum [n] += by[0] b + by[1] (b + ld) + ... of `lines` lines of b, which are ld bytes apart, in this order. next: bytes
- * from there to the lines that are read next, 0: they were asked for. */
-SIMD void add_lines(float *sum, const float *by, const char *b, int64_t ld, int64_t next, int64_t n, int lines, int T)
+/* Row m of sums, sum + m * apart [n], += by[m][0] b + by[m][1] (b + ld) + ... of `lines` lines of b, which are ld bytes
+ * apart, in this order. Each weight is read and made fp32 once for all M rows. next: bytes from there to the lines that
+ * are read next, which are asked for; 0: none are. */
+SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
+                    int lines, int M, int T)
 {
-    enum { PAIR = 2 * VL };
+#ifdef __AVX512F__
+    enum { MOST = 2, SEVERAL = 2 };
+#else
+    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows fill the registers */
+#endif
+    int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line at a time */
     int64_t size = T == 0 ? 4 : 2, j = 0;
-    vf x[LINES];
+    vf x[PS_FEW_ROWS][LINES];
 #pragma GCC unroll 4
-    for (int i = 0; i < lines; i++) x[i] = vf_set(by[i]);
-    for (; j + PAIR <= n; j += PAIR) {
-        vf s = vf_load(sum + j), r = vf_load(sum + j + VL);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i++) x[m][i] = vf_set(by[m][i]);
+    for (; j + of * VL <= n; j += of * VL) {
+        vf s[PS_FEW_ROWS][MOST], w[MOST];
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int v = 0; v < of; v++) s[m][v] = vf_load(sum + m * apart + j + v * VL);
 #pragma GCC unroll 4
         for (int i = 0; i < lines; i++) {
             const char *line = b + i * ld;
-            if (next)
-                for (int64_t k = 0; k < PAIR * size; k += 64) ahead(line + next + j * size + k);
-            s = vf_fma(x[i], vf_get(line, j, T), s);
-            r = vf_fma(x[i], vf_get(line, j + VL, T), r);
+            if (next && j * size % 64 == 0)
+                for (int64_t k = 0; k < of * VL * size; k += 64) ahead(line + next + j * size + k);
+#pragma GCC unroll 2
+            for (int v = 0; v < of; v++) w[v] = vf_get(line, j + v * VL, T);
+#pragma GCC unroll 4
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+                for (int v = 0; v < of; v++) s[m][v] = vf_fma(x[m][i], w[v], s[m][v]);
         }
-        vf_store(sum + j, s);
-        vf_store(sum + j + VL, r);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+            for (int v = 0; v < of; v++) vf_store(sum + m * apart + j + v * VL, s[m][v]);
     }
     for (; j < n; j += VL) {
         int rest = n - j < VL ? (int)(n - j) : VL;
-        vf s = vf_get_n(sum, j, 0, rest, 0);
+        for (int m = 0; m < M; m++) {
+            vf s = vf_get_n(sum + m * apart, j, 0, rest, 0);
 #pragma GCC unroll 4
-        for (int i = 0; i < lines; i++) s = vf_fma(x[i], vf_get_n(b + i * ld, j, T, rest, 0), s);
-        vf_put_n(sum, j, 0, rest, s);
+            for (int i = 0; i < lines; i++) s = vf_fma(x[m][i], vf_get_n(b + i * ld, j, T, rest, 0), s);
+            vf_put_n(sum + m * apart, j, 0, rest, s);
+        }
     }
 }
 
@@ -76,13 +97,17 @@ SIMD void piece_of_rows(const ps_gemm *g, const float *x, float *part, int64_t k
     for (int64_t t = 0; t < apart; t++) {
         const char *b = (const char *)g->b.data + (k0 + t) * ld + j0 * size;
         int64_t lines = lines_at(depth, t), next = to_next(depth, t) * ld;
-        for (int64_t m = 0; m < M; m++) {
-            float by[LINES], *to = sum + m * N;
-            for (int64_t i = 0; i < lines; i++) by[i] = x[m * K + k0 + t + i * apart];
-            if (lines == LINES && m == 0) add_lines(to, by, b, apart * ld, next, n, LINES, T);
-            else if (lines == LINES) add_lines(to, by, b, apart * ld, 0, n, LINES, T);
-            else for (int64_t i = 0; i < lines; i++) add_lines(to, by + i, b + i * apart * ld, 0, 0, n, 1, T);
-        }
+        float by[PS_FEW_ROWS][LINES];
+        for (int64_t m = 0; m < M; m++)
+            for (int64_t i = 0; i < lines; i++) by[m][i] = x[m * K + k0 + t + i * apart];
+        if (lines < LINES) {
+            for (int64_t m = 0; m < M; m++)
+                for (int64_t i = 0; i < lines; i++)
+                    add_lines(sum + m * N, 0, (float(*)[LINES])&by[m][i], b + i * apart * ld, 0, 0, n, 1, 1, T);
+        } else if (M == 1) add_lines(sum, N, by, b, apart * ld, next, n, LINES, 1, T);
+        else if (M == 2) add_lines(sum, N, by, b, apart * ld, next, n, LINES, 2, T);
+        else if (M == 3) add_lines(sum, N, by, b, apart * ld, next, n, LINES, 3, T);
+        else add_lines(sum, N, by, b, apart * ld, next, n, LINES, 4, T);
     }
 }
 
@@ -106,7 +131,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < pieces * blocks; i++)
             BY_TYPE(piece_of_rows, g, x, part, i / blocks * DEPTH, i % blocks * width, width);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < numel; i += SUMS) add_parts(c, part, i, least(SUMS, numel - i), pieces, numel);
     }
 }
