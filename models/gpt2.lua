@@ -75,13 +75,16 @@ function MLP:init(config, where)
   self.gelu, self.activation = settings.activation(config.activation_function)
 end
 
-function MLP:forward(h, x)
-  if self.gelu == "tanh" and not self.parallel and ps.prefers_fused(h:device()) then return self:fused(h, x) end
+-- cached: the step of generate's. There the cpu has one call instead of three, of the same bits.
+function MLP:forward(h, x, cached)
+  local one = self.gelu == "tanh" and not self.parallel
+  if one and (cached and h:device() == "cpu" or ps.prefers_fused(h:device())) then return self:fused(h, x) end
   local y = self.c_fc(h)                                                -- [B, T, 4C]
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
--- The same in one op, which a GPU has fast kernels for; its roundings in half types are fewer, so not quite the same.
+-- The same in one op, which a GPU has fast kernels for; there its roundings in half types are fewer, so not quite the
+-- same.
 function MLP:fused(h, x)
   local fc, proj, drops = self.c_fc, self.c_proj, self.dropout:active()
   local y = F.mlp(h, fc.weight, fc.bias, proj.weight, proj.bias, { out_in = false, residual = not drops and x or nil })
@@ -100,7 +103,7 @@ end
 
 function Block:forward(x, cache, at, mask)
   x = self.attn(self.ln_1(x), x, cache, at, mask)
-  return self.mlp(self.ln_2(x), x)
+  return self.mlp(self.ln_2(x), x, cache ~= nil)
 end
 
 local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor" }

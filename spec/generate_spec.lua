@@ -228,6 +228,19 @@ describe("GPT-2's caches", function()
     assert.same(plain(long, 20, 24), model:generate(long, 20, { temperature = 0 }))
   end)
 
+  it("come with an MLP in one call, whose bits are those of its ops", function()
+    for _, dtype in ipairs { "fp32", "bf16" } do
+      ps.manual_seed(5)
+      local wide = gpt2.new({ vocab_size = 61, n_positions = 24, n_layer = 1, n_head = 2, n_embd = 160,
+        initializer_range = 0.3 }, { dtype = dtype }):eval()
+      local mlp = wide.transformer.h[0].mlp
+      for _, rows in ipairs { 1, 3, 9 } do
+        local h, x = ps.randn({ 1, rows, 160 }, { dtype = dtype }), ps.randn({ 1, rows, 160 }, { dtype = dtype })
+        ps.no_grad(function() assert.same(mlp(h, x):tolist(), mlp(h, x, true):tolist()) end)
+      end
+    end
+  end)
+
   it("are of parts that a run lists once", function()
     local calls, parts = 0, model.parts
     rawset(model, "parts", function(self)
