@@ -3,6 +3,7 @@
 -- cannot be had. Each is an error that says what and where, nothing leaks, no file stays, and training that was
 -- interrupted before an update goes on with the bits it would have had. Errors of scripts: engine_misuse_spec.lua.
 local ps = require "ps"
+local paths = require "ps.paths"
 local gpt2 = require "models.gpt2"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
 local check = require "spec.check_lib"
@@ -71,6 +72,20 @@ describe("budgets that are too small", function()
     end)
     fails({ "device", "raise memory.device" }, function() gpt({ device = 8 * KIB }, { device = "sim" }) end)
     fails({ "tier device", "raise memory.device" }, function() gpt({ device = 150 * KIB }, { device = "sim" }) end)
+  end)
+
+  it("are refused before a plan is printed that cannot be kept", function()
+    local p = assert(io.popen(("'%s' - 2>&1 <<'END'\n%s\nEND\n"):format(paths.exe, [[
+      local ps = require "ps"
+      local model = ps.initialize { model_func = function() return require("models.gpt2").new "tiny" end,
+        config = { memory = { host = "700KiB" }, chunk_size = 4096 } }
+      local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
+      model:backward(model(x, x))
+    ]])))
+    local said = p:read "*a"
+    p:close()
+    assert.truthy(said:find("the step does not fit: all chunks are", 1, true), said)
+    assert.is_nil(said:find("plan:", 1, true), said)
   end)
 
   it("are refused before the step changes anything, and a larger budget then does", function()
