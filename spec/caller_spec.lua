@@ -22,6 +22,15 @@ local function misplaced(text)
   return file ~= nil and file ~= "wrong.lua"
 end
 
+describe("a traceback", function()
+  it("has no C function whose caller Lua left out", function()
+    local own = "\t" .. paths.root .. "/lua/ps/batch.lua:3: in function 'f'\n"
+    assert.equal("x\nstack traceback:\n\ta.lua:1: in main chunk\n\t[C]: at 0x1", caller.trace(
+      "x\nstack traceback:\n" .. own .. "\t[C]: in function 'pcall'\n\t...\n" .. own
+      .. "\ta.lua:1: in main chunk\n\t[C]: at 0x1"))
+  end)
+end)
+
 describe("errors of a script's mistakes", function()
   local text, names
 

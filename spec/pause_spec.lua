@@ -132,6 +132,8 @@ describe("Ctrl-C on a terminal", function()
     assert.equal("249", t:ask "#losses - 1")
     assert.equal("true", t:ask "ps.randn({ 3 }):sum():item() ~= ps.randn({ 3 }):sum():item()")
     assert.equal("true", t:ask "net(ps.ones { 2, 8 }):sum():item() ~= 0")
+    local said = t:ask "ps.zeros { 2 } + ps.zeros { 3 }"    -- a mistake of the prompt's, at no line of the script
+    assert.truthy(said:find "^add: " and not said:find("script.lua", 1, true), said)
     assert.truthy(t:ask("net.weight:zero_()"):find("to write into a parameter has to wait", 1, true))
     assert.truthy(t:ask("loss:backward()"):find("backward has to wait", 1, true))
     assert.truthy(t:ask("opt:step()"):find("optimizer:step() has to wait", 1, true))

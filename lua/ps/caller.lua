@@ -29,19 +29,26 @@ local function is_own(source)
   return false
 end
 
---- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is.
+local pause                                                -- the C function between a paused script and its prompt
+
+--- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is. What is typed at the
+--- prompt of a pause is at no line of the script below it.
 ---@return string
 local function position()
   local level = 2
   while true do
-    local info = debug.getinfo(level, "Sl")
-    if not info then return "" end
+    local info = debug.getinfo(level, "Slf")
+    if not info or info.func == pause then return "" end
     if info.what ~= "C" and not is_own(info.source) then return ("%s:%d: "):format(info.short_src, info.currentline) end
     level = level + 1
   end
 end
 
 caller.position, caller.is_own = position, is_own
+
+--- Tells the C function that a paused script is below.
+---@param func function
+function caller.pauses(func) pause = func end
 
 --- "script.lua:12" of the innermost Lua function that is not psluajit's; "" where none is.
 ---@return string
@@ -125,7 +132,7 @@ function caller.trace(text)
     local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")
     if file == "[C]" then in_c[#in_c + 1] = frame
     else
-      if not (file and is_own_shown(file)) then
+      if frame ~= "\t..." and not (file and is_own_shown(file)) then       -- "...": frames that Lua left out
         for _, c in ipairs(in_c) do kept[#kept + 1] = c end
         kept[#kept + 1] = frame
       end

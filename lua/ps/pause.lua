@@ -62,6 +62,7 @@ function pause.begin()
     scope = id[0]
   end
   where, doubtful = caller.where(), false
+  caller.pauses(debug.getinfo(2, "f").func)
   locals.keep(function(func) doubtful = doubtful or not (exact[func] or paths.interprets) end)
 end
 
