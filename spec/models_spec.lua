@@ -497,6 +497,16 @@ describe("bench/hf.lua", function()
     assert.same({ 2, "refused: is_decoder = true: causal attention is not supported, only false\n" }, { run "hf" })
     assert.equal(1, (run "nowhere"))
   end)
+
+  it("refuses weights that PyTorch wrote before 1.6 by status 2, with the way to convert them", function()
+    bert.new("tiny", { task = "base" }):save_pretrained(path "old")
+    os.remove(path "old/model.safetensors")
+    check.write(path "old/pytorch_model.bin", "\128\2\138\10l\252\156F\249 j\168P\25." .. ("\0"):rep(64))
+    local status, said = run "old"
+    assert.equal(2, status, said)
+    assert.truthy(said:find "^refused: pytorch_model%.bin = an old format: this is the format that PyTorch wrote", said)
+    assert.truthy(said:find('torch.save(torch.load("' .. path "old/pytorch_model.bin", 1, true), said)
+  end)
 end)
 
 describe("examples/finetune_bert.lua", function()

@@ -22,12 +22,12 @@ static int check_format(const ps_map *map)
     if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
         return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; give it that name", map->path);
     if (n >= 16 && b[0] == 0x80 && !memcmp(b + 2, magic, sizeof magic))
-        return ps_fail(PS_EFORMAT, "%s: this is the format that PyTorch wrote before 1.6 (or with "
-                       "_use_new_zipfile_serialization=False), which is not read; convert it" CONVERT, map->path,
-                       map->path);
+        return ps_fail_sub(PS_EFORMAT, PS_SUB_OLD_TORCH, "%s: this is the format that PyTorch wrote before 1.6 (or "
+                           "with _use_new_zipfile_serialization=False), which is not read; convert it" CONVERT,
+                           map->path, map->path);
     if (n >= 512 && !memcmp(b + 257, "ustar", 5))
-        return ps_fail(PS_EFORMAT, "%s: this is a tar archive, the format of PyTorch's first versions, which is not "
-                       "read; convert it" CONVERT, map->path, map->path);
+        return ps_fail_sub(PS_EFORMAT, PS_SUB_OLD_TORCH, "%s: this is a tar archive, the format of PyTorch's first "
+                           "versions, which is not read; convert it" CONVERT, map->path, map->path);
     if (n >= 2 && b[0] == 0x80 && b[1] <= 5)
         return ps_fail(PS_EFORMAT, "%s: this is a bare pickle, not a file of torch.save; convert it in Python",
                        map->path);

@@ -66,6 +66,9 @@ end
 function folder.find(name, revision)
   caller.typed(name, "string", "from_pretrained: the folder")
   if is(name, "directory") then return name end
+  if is(name, "file") then
+    error(("from_pretrained: %s is a file; give the folder that it is in, with config.json"):format(name))
+  end
   if not name:match("^[%w%-_.]+$") and not name:match("^[%w%-_.]+/[%w%-_.]+$") or name:match("^%.+/") then
     error(("no model file: there is no %s/config.json"):format(name))
   end

@@ -108,6 +108,9 @@ end
 -- Tokens to add, where a call leaves that to the model's files.
 local function count(n, file, prompts)
   if n == nil then n = file.max_new_tokens end
+  if type(n) == "table" then
+    error "generate(prompt, n, options): the number of tokens to add stands before the options: (ids, 20, { ... })"
+  end
   if n == nil and file.max_length then
     n = file.max_length
     for _, prompt in ipairs(prompts) do n = math.min(n, file.max_length - #prompt) end

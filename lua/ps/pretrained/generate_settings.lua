@@ -147,7 +147,8 @@ function settings.of(model, options)
     error("generate: beams change as they grow, so that on_token and on_text cannot follow them")
   end
   if chosen.num_beams > 1 and chosen.num_return_sequences > chosen.num_beams then
-    error(("generate: num_return_sequences is %d, of %d beams"):format(chosen.num_return_sequences, chosen.num_beams))
+    error(("generate: num_return_sequences is %d, of %d beams; raise num_beams"):format(
+      chosen.num_return_sequences, chosen.num_beams))
   end
   if given.seed then caller.seed(given.seed, "generate: seed") end
   chosen.eos, chosen.eos_count = ends(chosen.eos_token_id, model.config.vocab_size)

@@ -7,8 +7,20 @@ local ffi = require "ffi"
 local folder = require "ps.pretrained.folder"
 local pieces = require "ps.pieces"
 local rectangles = require "ps.rectangles"
+local settings = require "ps.pretrained.settings"
 
 local state_of = {}
+
+-- A file of weights, whose tensors stay in it. A format that is known and not read is a refusal.
+local function open_file(path)
+  local ok, file = pcall(ps.load, path, { lazy = true })
+  if ok then return file end
+  if type(file) == "table" and file.sub == "OLD_TORCH" then
+    local at, name = path:match "^(.*)/([^/]*)$"
+    settings.refuse(at or ".", name or path, "an old format", file.msg:sub(#path + #": " + 1))
+  end
+  return error(file, 0)
+end
 
 -- The tensors that a placement has in pieces, of open files by path, as one file.
 local function pieced_of(placement, path, by_path)
@@ -54,7 +66,7 @@ function state_of.open(paths, own_name)
   local ok, problem = pcall(function()
     local by_path = {}
     for i, path in ipairs(paths) do
-      files[i] = ps.load(path, { lazy = true })
+      files[i] = open_file(path)
       by_path[path] = files[i]
       for _, name in ipairs(files[i]:names()) do
         local elsewhere = placement and placement.weight_map[name]     -- the same is in the files of all ranks along tp
