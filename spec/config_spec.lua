@@ -208,6 +208,9 @@ describe("config files", function()
     } do
       with_file(".json", case[1], function(path) has(failure(path), path .. ":", case[2]) end)
     end
+    local library = require "cjson"                        -- what a script decoded itself is the same
+    local text = '{"gradient_clipping": null, "activation_checkpointing": {"number_checkpoints": null}}'
+    with_file(".json", text, function(path) assert.same(config.read(path), (config.read(library.decode(text)))) end)
     local value = json.decode('{"a":[1,-2.5e3,true,null,"\\u00e9\\ud83d\\ude00\\n"],"b":{},' ..
       '"c":12345678901234567890}', "t")
     assert.same({ 1, -2500, true, json.null, "\195\169\240\159\152\128\n" }, value.a)

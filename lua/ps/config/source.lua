@@ -2,6 +2,7 @@
 -- The sources of a configuration: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
 -- file, or base64 of one. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
+local lib_null = require("cjson").null                     -- null of a table that a script decoded itself
 
 local source = {}
 
@@ -9,6 +10,7 @@ local DEEPEST = 32
 
 -- A copy without metatables; a table that holds itself is refused by depth.
 local function copy(value, name, depth)
+  if rawequal(value, lib_null) then return json.null end
   if type(value) ~= "table" or value == json.null then return value end
   if depth > DEEPEST then error(("%s: nested deeper than %d; does it hold itself?"):format(name, DEEPEST), 0) end
   local out = {}
