@@ -587,6 +587,15 @@ describe("what a folder says of generation", function()
     local tok = ps.tokenizer.from_pretrained(vocab)
     given = ps.from_pretrained(vocab):generate({ tok:encode("ab"), tok:encode("ab") }, 5, { temperature = 1, seed = 7 })
     for _, row in ipairs(given) do assert.truthy(out:find(tok:decode(row), 1, true), out) end
+
+    out, code = run(("tools/generate.lua %s --start ab --repetition-penalty 0"):format(vocab))
+    assert.same({ "generate: repetition_penalty is 0; it must be above 0\n", 1 }, { out, code })
+    local plain = run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab))
+    check.write(vocab .. "/generation_config.json", '{"num_beams": 3}')      -- beams are for who asks for them
+    assert.same({ plain, 0 }, { run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab)) })
+    out, code = run(("tools/generate.lua %s/config.json --start ab"):format(vocab))
+    assert.same({ ("generate: from_pretrained: %s/config.json is a file; give the folder that it is in, with "
+      .. "config.json\n"):format(vocab), 1 }, { out, code })
     tokens.remove(vocab)
   end)
 end)

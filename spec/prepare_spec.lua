@@ -126,6 +126,17 @@ describe("tools/prepare.lua", function()
     end
   end)
 
+  it("tells of shards that an older run left behind its own", function()
+    local a = write("a.txt", drawn(1, 500))
+    local out = prepare("--shard-tokens 100 --out " .. folder .. "/o " .. a)
+    local n = tonumber(out:match "in (%d+) shards")
+    assert.truthy(n > 2 and not out:find "older", out)
+    out = prepare("--shard-tokens 100000 --out " .. folder .. "/o " .. a)
+    assert.truthy(out:find(("%s/o_000001.bin to %s/o_%06d.bin are of an older run"):format(folder, folder, n - 1), 1,
+      true), out)
+    assert.truthy(out:find("in 1 shard,", 1, true), out)
+  end)
+
   it("says what is wrong in a line", function()
     local a = write("a.txt", "the")
     for arguments, words in pairs { ["--out " .. folder .. "/x --mark nope " .. a] = "no token 'nope'",
@@ -136,7 +147,13 @@ describe("tools/prepare.lua", function()
       assert.truthy(out:find(words, 1, true), out)
       assert.is_nil(out:find("traceback", 1, true))
     end
-    local out, code = prepare("--out " .. folder .. "/m --mark none " .. a)
+    local lines = write("lines.json", '[{"text":"the"}]\n')
+    local out, code = prepare("--out " .. folder .. "/x " .. lines)
+    assert.same({ ("prepare: %s: line 1: a line must be an object whose 'text' is a string: JSON: byte 0: '{' "
+      .. "expected\n"):format(lines), 1 }, { out, code })
+    out = prepare("--out " .. folder .. "/x " .. folder)
+    assert.equal(("prepare: %s: Is a directory\n"):format(folder), out)
+    out, code = prepare("--out " .. folder .. "/m --mark none " .. a)
     assert.equal(0, code, out)
     assert.same(tok:encode "the", shard "m_000000.bin")
   end)

@@ -61,7 +61,7 @@ local function main()
     io.write(args.model)
     local add, rest = writer(stop)
     model:generate({ tok:encode(text) }, args.max_new, { temperature = args.temperature, top_k = args.top_k,
-      top_p = args.top_p, seed = seed, tokenizer = tok, on_text = add })
+      top_p = args.top_p, num_beams = 1, seed = seed, tokenizer = tok, on_text = add })
     text, seed = text .. rest() .. "\n", seed + 1
     io.write("\n")
   end

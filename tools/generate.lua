@@ -73,16 +73,19 @@ local function main()
   local text = start()
   local prompt, prompts, streams = ids_of(tok, text), {}, args.num_samples == 1 and not args.num_beams
   local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
-    repetition_penalty = args.repetition_penalty, num_beams = args.num_beams, seed = args.seed, tokenizer = tok,
+    repetition_penalty = args.repetition_penalty, num_beams = args.num_beams or 1, seed = args.seed, tokenizer = tok,
     stop_strings = #args.stop > 0 and args.stop or nil }
   if args.num_beams and args.num_beams > 1 then options.num_return_sequences = args.num_samples
   elseif not args.temperature then options.do_sample = true end
   for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
   if streams then
-    say(text)
-    options.on_text = say
+    local begun = false
+    function options.on_text(piece)                        -- the text to continue comes with the first piece
+      say(begun and piece or text .. piece)
+      begun = true
+    end
     model:generate(prompts, args.max_new, options)
-    return say "\n"
+    return say(begun and "\n" or text .. "\n")
   end
   for i, row in ipairs(model:generate(prompts, args.max_new, options)) do
     if i > 1 then say "---------------\n" end

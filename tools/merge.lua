@@ -8,7 +8,8 @@
 -- The exit code is 1 when it failed; no file is left then.
 local ps = require "ps"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local command_line = require "ps.command_line"
+local whole = command_line.whole
 local lfs = require "lfs"
 local merge = require "ps.merge"
 local restore = require "ps.checkpoints.restore"
@@ -134,10 +135,9 @@ local function note(text)
   if notes <= NOTES then say(text) end
 end
 ps.catch_interrupts()                                      -- Ctrl-C, SIGTERM and SIGHUP end it between two pieces
-local ok, total, files = pcall(function()
+local total, files = command_line.try("merge", function()
   if from then return merge.folder(from, args.out) end
   return merge.run(paths, { out = args.out, strict = args.strict, note = note, pieces = pieces }), #paths
 end)
-if not ok then fail(tostring(total)) end
 if notes > NOTES then say(("%d more differ"):format(notes - NOTES)) end
 print(("%s: %d tensors, %.1f MB, from %d files"):format(args.out, total.tensors, total.nbytes / 1e6, files))

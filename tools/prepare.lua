@@ -8,7 +8,9 @@
 local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
-local whole = require("ps.command_line").whole
+local lfs = require "lfs"
+local command_line = require "ps.command_line"
+local whole = command_line.whole
 local C, check = ps.C, ps.check
 
 local parser = argparse("tools/prepare.lua", "Turns text and JSON lines into token shards.")
@@ -23,17 +25,14 @@ whole(parser:option("--threads", "threads (default: as many as kernels have)"), 
 parser:flag("--json", "the last line is one JSON object")
 local args = parser:parse()
 
-local function fail(message)
-  io.stderr:write("prepare: ", message, "\n")
-  os.exit(1, true)
-end
-
 local function mark_of(tok)
   if args.mark == "none" then return -1 end
   local name = args.mark or tok.eos_token or tok.sep_token
   if not name then error("the tokenizer has no eos_token: say --mark TOKEN or --mark none", 0) end
   return tok:token_to_id(name) or error(("the tokenizer has no token '%s' (--mark)"):format(name), 0)
 end
+
+local function name_of(shard) return ("%s_%06d.bin"):format(args.out, shard) end
 
 -- A list of shards that is written one after the other.
 local function writer(width)
@@ -51,7 +50,7 @@ local function writer(width)
       if self.room == 0 then
         self.close()
         local out = ffi.new("ps_tokw *[1]")
-        check(C.ps_tokw_new(("%s_%06d.bin"):format(args.out, self.shards), width, out))
+        check(C.ps_tokw_new(name_of(self.shards), width, out))
         self.handle = ffi.gc(out[0], C.ps_tokw_free)
         self.shards, self.room = self.shards + 1, args.shard_tokens
       end
@@ -61,6 +60,16 @@ local function writer(width)
     end
   end
   return self
+end
+
+-- Shards that an older run left behind the new ones: who reads all of OUT_*.bin would read them, too.
+local function tell_older(count)
+  local last = count
+  while lfs.attributes(name_of(last), "mode") do last = last + 1 end
+  if last == count then return end
+  io.stderr:write(("prepare: %s%s of an older run: remove %s, unless all files of that name are to be read\n"):format(
+    name_of(count), last - count > 1 and " to " .. name_of(last - 1) .. " are" or " is",
+    last - count > 1 and "them" or "it"))
 end
 
 local function run()
@@ -81,11 +90,10 @@ local function run()
   if args.json then
     print(require("cjson").encode { tokens = shards.tokens, shards = shards.shards, bytes = bytes, seconds = seconds })
   else
-    print(("%d tokens of %d bytes in %d shards, %.1f s (%.1f MB/s)"):format(shards.tokens, bytes, shards.shards,
-      seconds,
-      bytes / 1e6 / seconds))
+    print(("%d tokens of %d bytes in %d shard%s, %.1f s (%.1f MB/s)"):format(shards.tokens, bytes, shards.shards,
+      shards.shards == 1 and "" or "s", seconds, bytes / 1e6 / seconds))
   end
+  tell_older(shards.shards)
 end
 
-local ok, why = pcall(run)
-if not ok then fail(tostring(why)) end
+command_line.try("prepare", run)

@@ -53,8 +53,10 @@ function command_line.try(program, fn, ...)
   local function finish(ok, ...)
     if ok then return ... end
     local text = tostring((...))
-    local script = text:match("^(%S-):%d+: ")              -- caller.error's, which is the program's own line
-    if script and arg and script == arg[0] then text = text:match("^%S-:%d+: (.*)$") end
+    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- caller.error's, which is the program's own line
+    local tail = script and script:match "^%.%.%.(.+)$"    -- Lua cuts long names
+    if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
+    if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end
     io.stderr:write(program, ": ", text, "\n")
     require("ps").C.ps_groups_end(text)
     os.exit(1, true)

@@ -87,6 +87,7 @@ static int json_lines(part *p)
         while (j.at < j.end && (*j.at <= ' ')) j.at++;
         if (j.at == j.end) continue;                /* an empty line */
         rc = document(&j, p->block->field);
+        if (rc == PS_EFORMAT) ps_error_prefix("a line must be an object whose '%s' is a string: ", p->block->field);
         if (rc == 0 && p->block->mark >= 0) rc = tok_ints_add(&p->state.ids, p->block->mark);
         if (rc == 0) rc = tok_encode(p->t, &p->state, j.text.at, j.text.n, p->block->flags);
     }
