@@ -128,13 +128,14 @@ local function fortune_files()
   return files
 end
 
--- Cuts each text in two at a line end: what is learned, and what is held out.
+-- Cuts each text in two, at a line end where one is near: what is learned, and what is held out.
 local function split_texts(paths)
   local learned, held_out = {}, {}
   for _, path in ipairs(paths) do
     local text = read(path)
     local cut = math.floor(#text * (1 - settings.held_out))
-    cut = text:find("\n", cut, true) or cut
+    local line_end = text:find("\n", cut, true)
+    if line_end and line_end - cut <= (#text - cut) / 2 then cut = line_end end
     learned[#learned + 1], held_out[#held_out + 1] = text:sub(1, cut), text:sub(cut + 1)
   end
   return table.concat(learned), table.concat(held_out)

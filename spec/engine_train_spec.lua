@@ -91,6 +91,20 @@ describe("a loader", function()
     end
     assert.equal(#plain, n)
     assert.equal(n, optimizer.steps)
+    data:seek { epoch = 0, batch = 0 }
+    model:eval()
+    local batch, none = data()                             -- PyTorch's `for x, y in loader`: y is nil
+    assert.is_nil(none)
+    assert.equal(model(batch):item(), model(batch, none):item())
+  end)
+
+  it("tells at the prompt what it reads, and where it is", function()
+    local data = loader { last = 100, shuffle = false }
+    data:next()
+    local text = tostring(data)
+    assert.truthy(text:find(("batches of %d x %d, %d an epoch; next: batch 1 of epoch 0)"):format(data.batch, data.seq,
+      data.batches), 1, true), text)
+    assert.truthy(tostring(data.shards[1]):find("Tokens(", 1, true))
   end)
 end)
 

@@ -32,12 +32,14 @@ local function is_plain_table(value)
   return mt == nil or mt == Output or mt == Partial
 end
 
---- The arguments of a model's call, and their number n: a list of tensors in one table is spread.
+--- The arguments of a model's call, and their number n: a list of tensors in one table is spread. A nil behind it is
+--- the y of `for x, y in loader do`, whose turns give one table.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
   local only = given[1]
-  if given.n == 1 and type(only) == "table" and not core.is_module(only) and #only > 0 then
+  local alone = given.n == 1 or given.n == 2 and rawequal(given[2], nil)
+  if alone and type(only) == "table" and not core.is_module(only) and #only > 0 then
     return { n = #only, unpack(only) }
   end
   return given

@@ -18,6 +18,7 @@ local data = {}
 ---@field width integer
 local Tokens = {}
 Tokens.__index = Tokens
+function Tokens:__tostring() return ("Tokens(%s, %.0f)"):format(self.path, self:count()) end
 
 local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- 20240520 and 20240801, little-endian
 
@@ -237,6 +238,14 @@ end
 ---@field batches integer full batches an epoch, the same on every rank
 local Loader = {}
 Loader.__index = Loader
+function Loader:__tostring()
+  local tokens = 0
+  for _, shard in ipairs(self.shards) do tokens = tokens + shard:count() end
+  local at = self:position()
+  return ("Loader(%.0f tokens of %s, batches of %d x %d, %d an epoch; next: batch %d of epoch %d)"):format(tokens,
+    #self.shards == 1 and self.shards[1].path or #self.shards .. " shards", self.batch, self.seq, self.batches,
+    at.batch, at.epoch)
+end
 
 -- Options that loaders and windows share.
 local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
@@ -425,7 +434,10 @@ function data.windows(options)
   local tokens, seq = shards[1], options.seq
   local count = math.floor((last - first - 1) / seq)
   local given = math.min(count, options.limit or count)
-  if given < 1 then error(("%d tokens hold no window of %d and its targets"):format(last - first, seq)) end
+  if given < 1 then
+    error(("%s: %d tokens hold no window of %d and its targets, which take %d; give more text, or a smaller seq")
+      :format(tokens.path, last - first, seq, seq + 1))
+  end
   if options.device ~= nil then ps.device(options.device) end
   local self, at = { device = options.device }, 0
   return function()
