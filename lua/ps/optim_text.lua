@@ -7,7 +7,8 @@ local LINES = 10
 local function line(number, group, params)
   local numel = 0
   for _, p in ipairs(params) do numel = numel + p:numel() end
-  local parts = { ("  group %d: %d tensors, %d numbers, lr %g"):format(number, #params, numel, group.lr) }
+  local parts = { ("  group %d: %d tensor%s, %d numbers, lr %g"):format(number, #params, #params == 1 and "" or "s",
+    numel, group.lr) }
   if group.betas then parts[#parts + 1] = ("betas %g, %g"):format(group.betas[1], group.betas[2]) end
   for _, key in ipairs { "momentum", "eps", "weight_decay" } do
     if group[key] then parts[#parts + 1] = ("%s %g"):format(key, group[key]) end
@@ -19,7 +20,7 @@ end
 ---@param params_of fun(number: integer): ps.Tensor[] the parameters of group `number`, from 1
 ---@return string
 return function(optimizer, params_of)
-  local lines = { ("%s, %d steps%s"):format(optimizer.kind, optimizer.steps,
+  local lines = { ("%s, %d step%s%s"):format(optimizer.kind, optimizer.steps, optimizer.steps == 1 and "" or "s",
     optimizer.max_norm and (", max_norm %g"):format(optimizer.max_norm) or "") }
   local n = #optimizer.groups
   local shown = n < LINES and n or LINES - 2

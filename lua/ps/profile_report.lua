@@ -202,9 +202,9 @@ end
 
 -- What holds for the step as a whole.
 local function summary(self)
-  local lines = { ("a step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d steps")
+  local lines = { ("a step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d step%s")
     :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
-    self.flops / math.max(self.wall, 1e-12) * 1e-9, self.steps) }
+    self.flops / math.max(self.wall, 1e-12) * 1e-9, self.steps, self.steps == 1 and "" or "s") }
   if self.limits then
     local rates = rates_text(self.limits.flops)
     lines[#lines + 1] = ("the limit: %s%s%.1f GB/s; an op takes at least the longer of its two times"):format(rates,
@@ -247,7 +247,8 @@ local function show(self)
     end
   end
   if rest > 0 then
-    lines[#lines + 1] = ("and %d ops with less than %.1f%% of the time each"):format(rest, LEAST * 100)
+    lines[#lines + 1] = ("and %d op%s with less than %.1f%% of the time%s"):format(rest, rest == 1 and "" or "s",
+      LEAST * 100, rest == 1 and "" or " each")
   end
   lines = view.lines(columns, lines)
   lines[#lines + 1] = summary(self)

@@ -422,7 +422,7 @@ static int check_has_data(const ps_tensor *t)
     if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "device meta holds no data");
     if (t->ctx->devices[t->device_]->pretends && !t->ctx->step->dry)
         return ps_fail(PS_EDRY, "a value was asked for before the end of the first optimizer:step(), and a dry run of "
-                       "a script computes none");
+                       "a script computes none; ask for it behind that step");
     return ps_fail(PS_EDRY, "a value was asked for in a dry run of the step, which computes none");
 }
 
