@@ -305,7 +305,7 @@ local INNER = {
   ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
   ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
-  ["lua/ps/tokenizer/read.lua"] = "add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
+  ["lua/ps/tokenizer/description.lua"] = "description.add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
   ["lua/ps/tokenizer.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
   ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/trace_view.lua"] = "trace.trace",

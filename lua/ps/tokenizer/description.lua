@@ -1,0 +1,331 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- From a description of a tokenizer, as tokenizer.json has it (normalizer, pre_tokenizer, model, post_processor,
+-- decoder, added_tokens), to the engine's tokenizer. What a description asks for and is not here is refused by name.
+local ps = require "ps"
+local caller = require "ps.caller"
+local object = require "ps.tokenizer.object"
+local ffi = require "ffi"
+local error = caller.error
+local C, check = ps.C, ps.check
+local fields, is_null, listed, refuse = object.fields, object.is_null, object.listed, object.refuse
+
+local description = {}
+
+--- GPT-2's words: short forms, letters, digits, other characters, blanks (the last of which goes to the next word).
+description.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
+
+local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == true and 1 or value or 0)) end
+
+--- The id of a token that the vocabulary has to have.
+---@param t table the tokenizer
+---@param token any
+---@param what string the token's name in errors
+---@return integer
+function description.id_of(t, token, what)
+  local id = type(token) == "string" and C.ps_tok_find(t.handle, token, #token) or -1
+  if id < 0 then error(("%s: %s is '%s', which the vocabulary lacks"):format(t.path, what, tostring(token))) end
+  return id
+end
+
+local MODELS = {
+  BPE = function(t, node)
+    fields(t.path, "model", node, { dropout = { 0 }, unk_token = "string", continuing_subword_prefix = { "" },
+      end_of_word_suffix = { "" }, fuse_unk = "boolean", byte_fallback = "boolean", ignore_merges = "boolean",
+      vocab = "any", merges = "any" })
+    if not is_null(node.unk_token) then set(t, "unk", description.id_of(t, node.unk_token, "model.unk_token")) end
+    set(t, "whole_words", node.ignore_merges == true)
+    set(t, "byte_fallback", node.byte_fallback == true)
+    set(t, "fuse_unk", node.fuse_unk == true)
+  end,
+  WordPiece = function(t, node)
+    fields(t.path, "model", node, { unk_token = "string", continuing_subword_prefix = { "##" },
+      max_input_chars_per_word = "number", vocab = "any" })
+    set(t, "unk", description.id_of(t, node.unk_token, "model.unk_token"))
+    local longest = node.max_input_chars_per_word
+    set(t, "longest_word", is_null(longest) and 100 or longest)
+  end,
+}
+
+local BLANK = "\u{2581}"                                    -- a blank, as SentencePiece writes it
+
+local NORMALIZERS
+NORMALIZERS = {
+  NFC = function(t) check(C.ps_tok_normalize(t.handle, "nfc", "", "")) end,
+  Prepend = function(t, node)
+    fields(t.path, "normalizer", node, { prepend = "string" })
+    check(C.ps_tok_normalize(t.handle, "prepend", "", node.prepend))
+  end,
+  Replace = function(t, node)
+    fields(t.path, "normalizer", node, { pattern = "table", content = "string" })
+    fields(t.path, "normalizer.pattern", node.pattern, { String = "string" })
+    check(C.ps_tok_normalize(t.handle, "replace", node.pattern.String, node.content))
+  end,
+  Sequence = function(t, node)
+    fields(t.path, "normalizer", node, { normalizers = "table" })
+    for i, one in ipairs(listed(t.path, "normalizer.normalizers", node.normalizers)) do
+      if type(one) ~= "table" or not NORMALIZERS[one.type] or one.type == "BertNormalizer" then
+        refuse(t.path, "normalizer.normalizers[" .. i - 1 .. "].type", type(one) == "table" and one.type or one,
+          "this is not supported")
+      end
+      NORMALIZERS[one.type](t, one)
+    end
+  end,
+  BertNormalizer = function(t, node)
+    fields(t.path, "normalizer", node, { clean_text = "boolean", handle_chinese_chars = "boolean",
+      strip_accents = "boolean", lowercase = "boolean" })
+    set(t, "clean_text", node.clean_text == true)
+    set(t, "chinese", node.handle_chinese_chars == true)
+    set(t, "lower_case", node.lowercase == true)
+    local strip = node.strip_accents
+    if is_null(strip) then strip = node.lowercase end
+    set(t, "strip_accents", strip == true)
+  end,
+}
+
+local SCHEMES = { always = 1, first = 2, never = 3 }
+
+local SPLITS
+SPLITS = {
+  ByteLevel = function(t, node)
+    fields(t.path, "pre_tokenizer", node, { add_prefix_space = "boolean", trim_offsets = "any", use_regex = "boolean" })
+    set(t, "byte_level", true)
+    set(t, "prefix_space", node.add_prefix_space == true)
+    if node.use_regex ~= false then check(C.ps_tok_split(t.handle, description.GPT2, #description.GPT2)) end
+    t.byte_level = true
+  end,
+  Split = function(t, node)
+    fields(t.path, "pre_tokenizer", node, { pattern = "table", behavior = { "Isolated" }, invert = { false } })
+    local pattern = node.pattern
+    fields(t.path, "pre_tokenizer.pattern", pattern, { Regex = "string", String = "string" })
+    local text = pattern.Regex or "\\Q" .. tostring(pattern.String):gsub("\\E", "\\E\\\\E\\Q") .. "\\E"
+    local rc = C.ps_tok_split(t.handle, text, #text)
+    if rc < 0 then error(("%s: pre_tokenizer: %s"):format(t.path, ffi.string(C.ps_error_message()))) end
+  end,
+  Sequence = function(t, node)
+    fields(t.path, "pre_tokenizer", node, { pretokenizers = "table" })
+    for i, one in ipairs(listed(t.path, "pre_tokenizer.pretokenizers", node.pretokenizers)) do
+      local name = "pre_tokenizer.pretokenizers[" .. i - 1 .. "].type"
+      if type(one) ~= "table" or not SPLITS[one.type] then
+        refuse(t.path, name, type(one) == "table" and one.type, "this is not supported")
+      end
+      if one.add_prefix_space == true and i > 1 then
+        refuse(t.path, "add_prefix_space", true, "behind another pre-tokenizer this is not supported")
+      end
+      SPLITS[one.type](t, one)
+    end
+  end,
+  BertPreTokenizer = function(t) t.bert_words = true end,
+  Metaspace = function(t, node)
+    fields(t.path, "pre_tokenizer", node, { replacement = { BLANK }, prepend_scheme = "string", split = "boolean",
+      add_prefix_space = "boolean", str_rep = { BLANK } })
+    local scheme = node.prepend_scheme
+    if is_null(scheme) then scheme = node.add_prefix_space == false and "never" or "always" end
+    local number = SCHEMES[scheme]
+    if not number then refuse(t.path, "pre_tokenizer.prepend_scheme", scheme, "this is not supported") end
+    set(t, "metaspace", number)
+    t.metaspace = true
+    if node.split ~= false then
+      local words = BLANK .. "[^" .. BLANK .. "]*+|[^" .. BLANK .. "]++"
+      check(C.ps_tok_split(t.handle, words, #words))
+    end
+  end,
+}
+
+-- A whole number from 0 on, as ids and types of tokens are.
+local function whole_number(t, field, value)
+  if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
+    refuse(t.path, field, value, "a whole number from 0 on expected")
+  end
+  return value
+end
+
+-- The id of { token, id }, as BertProcessing and RobertaProcessing have it.
+local function second(t, field, value)
+  return whole_number(t, field .. "[1]", listed(t.path, field, value)[2])
+end
+
+-- What stands around texts: lists of { id = } and { text = 1 or 2 }, each with the type of its tokens.
+local function template(t, list, where)
+  local out = {}
+  for _, piece in ipairs(listed(t.path, where, list, true)) do
+    local special, sequence, node
+    if type(piece) == "table" then special, sequence = piece.SpecialToken, piece.Sequence end
+    node = special or sequence
+    if type(node) ~= "table" then refuse(t.path, where, piece, "a SpecialToken or a Sequence expected") end
+    local kind = is_null(node.type_id) and 0 or whole_number(t, where .. ".type_id", node.type_id)
+    if special then
+      local ids = t.template_tokens[special.id]
+      if not ids then refuse(t.path, where, special.id, "special_tokens lacks this one") end
+      for _, id in ipairs(ids) do out[#out + 1] = { id = id, kind = kind } end
+    else
+      out[#out + 1] = { text = sequence.id == "B" and 2 or 1, kind = kind }
+    end
+  end
+  return out
+end
+
+-- Offsets without a token's blanks.
+local function trim(t, node)
+  set(t, "trim_offsets", node.trim_offsets ~= false)
+  set(t, "keep_first", node.add_prefix_space ~= false)
+end
+
+local POST
+POST = {
+  ByteLevel = function(t, node)
+    fields(t.path, "post_processor", node, { add_prefix_space = "boolean", trim_offsets = "boolean",
+      use_regex = "any" })
+    trim(t, node)
+  end,
+  TemplateProcessing = function(t, node)
+    fields(t.path, "post_processor", node, { single = "table", pair = "table", special_tokens = "table" })
+    t.template_tokens = {}
+    local where = "post_processor.special_tokens"
+    for name, one in pairs(listed(t.path, where, node.special_tokens, true)) do
+      local field = ("%s['%s']"):format(where, tostring(name))
+      local ids = listed(t.path, field .. ".ids", listed(t.path, field, one).ids)
+      for _, id in ipairs(ids) do whole_number(t, field .. ".ids", id) end
+      t.template_tokens[name] = ids
+    end
+    t.single = template(t, node.single, "post_processor.single")
+    t.pair = template(t, node.pair, "post_processor.pair")
+  end,
+  BertProcessing = function(t, node)
+    fields(t.path, "post_processor", node, { sep = "table", cls = "table" })
+    local cls, sep = second(t, "post_processor.cls", node.cls), second(t, "post_processor.sep", node.sep)
+    t.single = { { id = cls, kind = 0 }, { text = 1, kind = 0 }, { id = sep, kind = 0 } }
+    t.pair = { { id = cls, kind = 0 }, { text = 1, kind = 0 }, { id = sep, kind = 0 }, { text = 2, kind = 1 },
+      { id = sep, kind = 1 } }
+  end,
+  RobertaProcessing = function(t, node)
+    fields(t.path, "post_processor", node, { sep = "table", cls = "table", trim_offsets = "boolean",
+      add_prefix_space = "boolean" })
+    local cls = { id = second(t, "post_processor.cls", node.cls), kind = 0 }
+    local sep = { id = second(t, "post_processor.sep", node.sep), kind = 0 }
+    local a, b = { text = 1, kind = 0 }, { text = 2, kind = 0 }
+    trim(t, node)
+    t.single, t.pair = { cls, a, sep }, { cls, a, sep, sep, b, sep }
+  end,
+  Sequence = function(t, node)
+    fields(t.path, "post_processor", node, { processors = "table" })
+    for i, one in ipairs(listed(t.path, "post_processor.processors", node.processors)) do
+      if type(one) ~= "table" or not POST[one.type] then
+        refuse(t.path, "post_processor.processors[" .. i - 1 .. "]", one, "this is not supported")
+      end
+      POST[one.type](t, one)
+    end
+  end,
+}
+
+local DECODERS = {
+  ByteLevel = function(t)
+    if not t.byte_level then refuse(t.path, "decoder.type", "ByteLevel", "its pre_tokenizer is not ByteLevel") end
+  end,
+  WordPiece = function(t, node) fields(t.path, "decoder", node, { prefix = { "##" }, cleanup = { true } }) end,
+  -- Llama 2's: blanks, bytes, all in one, and perhaps without a blank in front.
+  Sequence = function(t, node)
+    fields(t.path, "decoder", node, { decoders = "table" })
+    local kinds = {}
+    for i, one in ipairs(listed(t.path, "decoder.decoders", node.decoders)) do
+      local where = "decoder.decoders[" .. i - 1 .. "]"
+      kinds[i] = type(one) == "table" and one.type
+      if kinds[i] == "Replace" then
+        fields(t.path, where, one, { pattern = "table", content = { " " } })
+        fields(t.path, where .. ".pattern", one.pattern, { String = { BLANK } })
+      elseif kinds[i] == "Strip" then
+        fields(t.path, where, one, { content = { " " }, start = { 0, 1 }, stop = { 0 } })
+        set(t, "strip_first", one.start == 1)
+      end
+    end
+    local list = table.concat(kinds, " ")
+    if t.byte_level or list ~= "Replace ByteFallback Fuse" and list ~= "Replace ByteFallback Fuse Strip" then
+      refuse(t.path, "decoder.decoders", list, "there is Replace, ByteFallback, Fuse, Strip in this order")
+    end
+    t.decodes = true
+  end,
+}
+
+-- Calls what `kinds` has for a part of a description.
+local function part(t, all, name, kinds)
+  local node = all[name]
+  if is_null(node) then return end
+  local kind = type(node) == "table" and kinds[node.type]
+  if not kind then refuse(t.path, name .. ".type", type(node) == "table" and node.type or node,
+    "this is not supported") end
+  kind(t, node)
+end
+
+--- Adds a token that is looked for in texts.
+---@param t table the tokenizer
+---@param content any
+---@param id any
+---@param options table as added_tokens has it: special, lstrip, rstrip, normalized
+function description.add_token(t, content, id, options)
+  if type(content) ~= "string" or type(id) ~= "number" then
+    refuse(t.path, "added_tokens", { content = content, id = id }, "a token has a content and an id")
+  end
+  if options.single_word == true then
+    refuse(t.path, ("added_tokens['%s'].single_word"):format(content), true, "this is not supported")
+  end
+  local flags = (options.special and C.PS_TOK_SPECIAL or 0) + (options.lstrip and C.PS_TOK_LSTRIP or 0)
+    + (options.rstrip and C.PS_TOK_RSTRIP or 0) + (options.normalized and C.PS_TOK_NORMALIZED or 0)
+  check(C.ps_tok_add(t.handle, content, #content, id, flags))
+end
+
+--- The engine's tokenizer, still without words.
+---@param model "bpe"|"wordpiece"
+---@return ffi.cdata*
+function description.new_handle(model)
+  local out = ffi.new("ps_tok *[1]")
+  check(C.ps_tok_new(model, out))
+  return ffi.gc(out[0], C.ps_tok_free)
+end
+
+-- A side as tokenizer_config.json has it, of tokenizer.json's "Left".
+local function side_of(node) return type(node.direction) == "string" and node.direction:lower() or nil end
+
+--- Whether there is a kind of model.
+---@param kind any
+---@return boolean
+function description.has_model(kind) return MODELS[kind] ~= nil end
+
+--- Makes a tokenizer what a description says. Its vocabulary has been read.
+---@param t table the tokenizer
+---@param all table the description
+---@return {max_length: any, pad_token: any, truncation_side: any, padding_side: any}
+function description.apply(t, all)
+  part(t, all, "model", MODELS)
+  part(t, all, "normalizer", NORMALIZERS)
+  part(t, all, "pre_tokenizer", SPLITS)
+  local kind = all.model.type
+  for _, name in ipairs { "byte_fallback", "fuse_unk" } do
+    if t.byte_level and all.model[name] == true then
+      refuse(t.path, "model." .. name, true, "with ByteLevel this is not supported")
+    end
+  end
+  if kind == "BPE" and t.metaspace and t.byte_level then
+    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "ByteLevel with Metaspace is not supported")
+  end
+  if kind == "WordPiece" and (t.byte_level or not t.bert_words) then
+    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "WordPiece is supported with BertPreTokenizer alone")
+  end
+  local normalizer = not is_null(all.normalizer) and all.normalizer.type
+  if normalizer and (normalizer == "BertNormalizer") ~= (kind == "WordPiece") then
+    refuse(t.path, "normalizer.type", normalizer, "this is not supported with a " .. kind)
+  end
+  for _, one in ipairs(listed(t.path, "added_tokens", all.added_tokens, true)) do
+    listed(t.path, "added_tokens", one)
+    description.add_token(t, one.content, one.id, one)
+  end
+  part(t, all, "post_processor", POST)
+  part(t, all, "decoder", DECODERS)
+  if kind == "BPE" and not t.byte_level and not t.decodes then
+    refuse(t.path, "decoder", all.decoder, "tokens that spell characters need one with ByteFallback")
+  end
+  local truncation = listed(t.path, "truncation", all.truncation, true)
+  local padding = listed(t.path, "padding", all.padding, true)
+  return { max_length = truncation.max_length, pad_token = padding.pad_token,
+    truncation_side = side_of(truncation), padding_side = side_of(padding) }
+end
+
+return description

@@ -1,0 +1,93 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Objects of JSON in a tokenizer's files. Errors about them name the file, the field and the value.
+local caller = require "ps.caller"
+local json = require "cjson"
+local lfs = require "lfs"
+local error = caller.error
+
+local object = {}
+
+--- The object or list that a text is.
+---@param text string
+---@param path string of its file, for errors
+---@return table
+function object.decode(text, path)
+  local ok, value = pcall(json.decode, text)
+  if not ok or type(value) ~= "table" then
+    error(("%s: %s"):format(path, ok and "it holds no JSON object" or tostring(value)))
+  end
+  return value
+end
+
+--- The object in a file.
+---@param path string
+---@return table? value nil: there is no such file
+function object.of_file(path)
+  if lfs.attributes(path, "mode") ~= "file" then return nil end
+  local file, why = io.open(path, "rb")
+  if not file then error("no tokenizer: " .. why) end
+  local text = file:read("*a")
+  file:close()
+  return object.decode(text or "", path)
+end
+
+--- Whether a field is absent or null.
+---@param value any
+---@return boolean
+function object.is_null(value) return value == nil or value == json.null end
+
+-- A value as an error shows it.
+local function shown(value)
+  if value == json.null then return "null" end
+  local ok, text = pcall(json.encode, value)
+  text = ok and text or tostring(value)
+  return #text > 60 and text:sub(1, 57) .. "..." or text
+end
+
+--- Raises an error about a field's value.
+---@param path string
+---@param field string
+---@param value any
+---@param why string
+function object.refuse(path, field, value, why)
+  error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
+end
+
+--- A list or an object of a file; null, where a file may leave it out, is an empty one.
+---@param path string
+---@param field string
+---@param value any
+---@param may_lack? boolean
+---@return table
+function object.listed(path, field, value, may_lack)
+  if may_lack and object.is_null(value) then return {} end
+  if type(value) ~= "table" then object.refuse(path, field, value, "a list or an object expected") end
+  return value
+end
+
+--- Refuses an object with a field that is not known. Its value is one of the Lua type that `known` names, or null; or
+--- anything where that is "any"; or one of a list.
+---@param path string
+---@param where string the object's place in the file
+---@param node any
+---@param known table<string, string|any[]>
+function object.fields(path, where, node, known)
+  if type(node) ~= "table" then object.refuse(path, where, node, "an object expected") end
+  for name, value in pairs(node) do
+    local want = known[name]
+    local field = where .. "." .. tostring(name)
+    if want == nil and name ~= "type" then object.refuse(path, field, value, "this is not supported") end
+    if want and want ~= "any" and not object.is_null(value) then
+      local kind = type(want) == "table" and "value" or want
+      if kind == "value" then
+        local fits = false
+        for _, one in ipairs(want) do fits = fits or value == one end
+        if not fits then object.refuse(path, field, value, "this is not supported") end
+      elseif type(value) ~= kind then
+        object.refuse(path, field, value, "a " .. kind .. " expected")
+      end
+    end
+  end
+end
+
+return object
