@@ -227,8 +227,10 @@ describe("several processes", function()
         assert.truthy(all[rank].text:find("another stripe of chunks", 1, true), all[rank].text)
         assert.truthy(all[rank].text:find("every rank must use the same parameters in a step", 1, true), all[rank].text)
       end
+      -- Rank 0 compares, unless it hears first that rank 1 has; of that error it hears the beginning.
+      local heard = all[0].text:find "rank 1 [^:]*failed: .*in a step"
       local where = stage == 0 and "without a gradient on rank 0: " or "stripe %d+ holds "
-      assert.truthy(all[0].text:find(where .. "[^\n;]*list%.3%.weight"), all[0].text)
+      assert.truthy(heard or all[0].text:find(where .. "[^\n;]*list%.3%.weight"), all[0].text)
     end
   end)
 

@@ -147,9 +147,9 @@ describe("GPT-2's tokenizer", function()
     local function seconds(n)
       local best = math.huge
       for _ = 1, 5 do
-        local t = ps.now()
+        local t = os.clock()
         local _, count = tok:encode_buffer(("a"):rep(n))
-        best = math.min(best, ps.now() - t)
+        best = math.min(best, os.clock() - t)
         assert.equal(n / 8, count)
       end
       return best
