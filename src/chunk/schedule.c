@@ -455,7 +455,7 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
-    PS_TRY(check_total(cs, trace));
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* no level below, whose plan would find too little room */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
