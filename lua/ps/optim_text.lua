@@ -7,8 +7,8 @@ local LINES = 10
 local function line(number, group, params)
   local numel = 0
   for _, p in ipairs(params) do numel = numel + p:numel() end
-  local parts = { ("  group %d: %d tensor%s, %d numbers, lr %g"):format(number, #params, #params == 1 and "" or "s",
-    numel, group.lr) }
+  local parts = { ("  group %d: %d tensor%s, %d number%s, lr %g"):format(number, #params,
+    #params == 1 and "" or "s", numel, numel == 1 and "" or "s", group.lr) }
   if group.betas then parts[#parts + 1] = ("betas %g, %g"):format(group.betas[1], group.betas[2]) end
   for _, key in ipairs { "momentum", "eps", "weight_decay" } do
     if group[key] then parts[#parts + 1] = ("%s %g"):format(key, group[key]) end
