@@ -74,13 +74,24 @@ describe("ps.set_threads", function()
   it("leaves a product with a transposed operand its bits, where oneDNN has wide vectors", function()
     if not wide then return end
     for _, rows in ipairs { 100, 352, 1024 } do
-      for _, inner in ipairs { 257, 512, 768, 1000, 1024, 2048 } do
+      for _, inner in ipairs { 257, 512, 768, 1000, 1024, 2048, 3072 } do
         for _, columns in ipairs { 512, 768, 2304 } do
           ps.scope(function()
             local a, b = ps.randn { rows, inner }, ps.randn { columns, inner }
             of_several(a, b:t(), ("[%d, %d] x [%d, %d]^T"):format(rows, inner, columns, inner))
           end)
         end
+      end
+    end
+  end)
+  it("leaves a high weight gradient of a short sum its bits, where oneDNN has wide vectors", function()
+    if not wide then return end
+    for _, rows in ipairs { 256, 512 } do
+      for _, sizes in ipairs { { 2048, 768 }, { 1400, 1000 }, { 8192, 256 } } do
+        ps.scope(function()
+          local a, b = ps.randn { rows, sizes[1] }, ps.randn { rows, sizes[2] }
+          of_several(a:t(), b, ("[%d, %d]^T x [%d, %d]"):format(rows, sizes[1], rows, sizes[2]))
+        end)
       end
     end
   end)

@@ -236,6 +236,9 @@ static bool is_rapids(void)
 #endif
 }
 
+/* Whether "gemm" packs both operands on several threads, too, by the size of the result. */
+static bool packs_all(const key *k) { return 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196; }
+
 /* Whether "gemm" adds up a product with a transposed b in one order on every number of threads. On one thread it packs
  * operands that it takes as they are on several, and cuts sums into equal blocks of at most BLOCK terms, else into
  * blocks of BLOCK. Only of large results with an even stride it packs the operands on all (nocopy_checker_avx512 of
@@ -243,23 +246,28 @@ static bool is_rapids(void)
 static bool has_one_order(const key *k)
 {
     enum { BLOCK = 384, EVEN = 256 };
-    bool packs = 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196;
     bool even = k->ld_a % EVEN == 0 || k->ld_b % EVEN == 0 || k->ld_dst % EVEN == 0;
-    return k->k <= BLOCK || k->k % BLOCK == 0 || (packs && even);
+    return k->k <= BLOCK || k->k % BLOCK == 0 || (packs_all(k) && even);
 }
 
 /* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first. Measured on Zen 4, b not transposed:
  * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
  * high (5%). Measured on Sapphire Rapids and its successor, fp32: wide results of a transposed b (5 to 14%), and sums
- * of 512 terms and more with a bias (7%; GPT-2's [1024, 768] x [768, 3072] at twice the speed). Small results of long
- * sums are left to oneDNN's order: both split such sums over threads, "gemm" sooner. */
+ * of 512 terms and more with a bias (7%; GPT-2's [1024, 768] x [768, 3072] at twice the speed); not where it reads a
+ * transposed b of LONG terms as it lies (6% slower at [1024, 3072] x [768, 3072]^T), and not for high, NARROW weight
+ * gradients of SHORT sums (2 to 8% slower in panels of the LM head's). Small results of long sums are left to oneDNN's
+ * order: both split such sums over threads, "gemm" sooner. */
 static bool prefers_gemm(const key *k)
 {
+    enum { LONG = 3072, SHORT = 512, MANY = 1 << 20, NARROW = 1024 };
     bool large = k->m * k->n * k->k > 1 << 28, plain = k->type_bias < 0 && !k->residual;
     if (k->batch > 1) return false;
     if (k->k > 16 * (k->m < k->n ? k->m : k->n) && k->m * k->n <= 1 << 17) return false;
     bool rapids = k->type_a == PS_F32 && is_rapids();
-    if (k->trans_b) return rapids && !k->residual && k->m >= 64 && k->n >= 512 && has_one_order(k);
+    bool read_well = k->k < LONG || packs_all(k);
+    if (k->trans_b) return rapids && !k->residual && k->m >= 64 && k->n >= 512 && read_well && has_one_order(k);
+    bool thin = k->k <= SHORT && k->n < NARROW && k->m * k->n >= MANY;
+    if (rapids && k->trans_a && thin) return false;
     if (rapids && k->k >= 512) return true;
     if (k->type_a == PS_F32) return plain || (k->residual && large);
     return plain && large && k->trans_a && k->n > k->m;
