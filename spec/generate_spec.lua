@@ -241,13 +241,13 @@ describe("GPT-2's caches", function()
           assert.same(apart, mlp(h, x, true):tolist())
           return apart
         end
-        local before, plain = ps.no_grad(same), mlp.c_fc
+        local before, ours = ps.no_grad(same), mlp.c_fc
         local Twice = nn.class("Twice", nn.Conv1D)
         function Twice:forward(...) return nn.Conv1D.forward(self, ...) * 2 end
         mlp.c_fc = Twice(160, 640, { dtype = dtype })
-        mlp.c_fc.weight, mlp.c_fc.bias = plain.weight, plain.bias
+        mlp.c_fc.weight, mlp.c_fc.bias = ours.weight, ours.bias
         assert.is_not.same(before, ps.no_grad(same))                     -- a script's own layer runs in both
-        mlp.c_fc = plain
+        mlp.c_fc = ours
       end
     end
   end)
