@@ -3,8 +3,9 @@
 -- (tools/plan.lua) beside what happens. Draws settings of a GPT-2 and trains them. Prints a line for each, and ends
 -- with one JSON line:
 --   settings           of each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
---                      (sim: its counter; cpu: the high-water mark of the process less the plan's line `process`
---                      without tiers, base_mib: what the dry run took, and what its products keep);
+--                      (sim, whose device has 8 GiB: its counter; cpu: the high-water mark of the process less the
+--                      plan's line `process` without tiers, base_mib: what the dry run took, and what its products
+--                      keep);
 --                      time_error, ln(predicted / measured) of the seconds of a step
 --                      counter_error: the same by the engine's own counter, on both
 --   ranks              of settings of two ranks with a thread each, cut into stages (pp) or layers (tp): time_error,
@@ -44,6 +45,9 @@ local args = parser:parse()
 local CASE, with, on_hardware = plan_lib.CASE, plan_lib.with, plan_lib.on_hardware
 local STEPS, BELOW, APART = 10, 0.97, 1.2
 local DISK = os.getenv "TMPDIR" or "/tmp"
+
+-- The simulated device's memory is no budget of a setting: 1 GiB, which it has by itself, would be one.
+require("posix.stdlib").setenv("PS_SIM_MEMORY", "8GiB")
 
 local random = args.seed * 2654435761 % 2 ^ 31 + 1
 local function draw(list)

@@ -34,7 +34,11 @@ local made, model, optimizer = pcall(ps.initialize, { quiet = true, config = con
   return gpt2.new { n_layer = case.layers, n_embd = case.width, n_head = case.heads, n_positions = case.positions,
     vocab_size = case.vocab, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
 end })
-if not made then error("refused while the model was made: " .. tostring(model), 0) end
+if not made then                                            -- as the table that it is: a dry run asks what was short
+  local why = "refused while the model was made: " .. tostring(model)
+  if type(model) == "table" then model.msg = why else model = why end
+  error(model, 0)
+end
 local x = ps.randint(0, case.vocab, { case.rows * (case.micros or 1), case.positions }, { dtype = "int32" })
 local loss, times = nil, {}
 if case.record then ps.profiler.start { events = 16 } end
