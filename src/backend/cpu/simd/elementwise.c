@@ -65,7 +65,7 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x <= vf_set(-9.9f), vf_zero(), s);
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* "x <= -9.9: 0, else s" would divide twice */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
