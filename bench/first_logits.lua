@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- From a program's start to the first logits of a model that lies in a folder of Hugging Face's.
---   psluajit bench/first_logits.lua DIR [--make gpt2-xl] [--dtype bf16] [--ids "1 2"] [--rounds 3] [--cold] [--peer]
+--   psluajit bench/first_logits.lua DIR [--make gpt2-xl] [--dtype bf16] [--ids "1 2"] [--rounds 3] [--mmap] [--cold]
+--     [--peer]
 -- Each round starts a process that loads the folder, runs one row of ids, and tells logits. --make: writes
--- the folder first, where it is not there, with random weights of a preset of models/gpt2.lua in --dtype. --cold: the
--- weights' file is dropped from the page cache before each run (`dd iflag=nocache`). --peer: transformers does the same
--- in turn with us (bench/peers/first_logits_torch.py, with the Python of PS_TORCH_PYTHON or python3), and `dd` reads
--- the file. Prints one JSON line; seconds are medians of the rounds:
+-- the folder first, where it is not there, with random weights of a preset of models/gpt2.lua in --dtype. --mmap: the
+-- weights stay in the file (from_pretrained's mmap = true). --cold: the weights' file is dropped from the page cache
+-- before each run (`dd iflag=nocache`). --peer: transformers does the same in turn with us
+-- (bench/peers/first_logits_torch.py, with the Python of PS_TORCH_PYTHON or python3), and `dd` reads the file. Prints
+-- one JSON line; seconds are medians of the rounds:
 --   file_bytes, seconds, peak_mib (VmHWM of our process), over_model_mib (peak_mib less the file)
 --   peer_seconds, peer_peak_mib, peer_ratio (theirs over ours), logits_error (largest difference over largest logit)
 --   read_bytes_per_s (dd's, through a buffer of 8 MiB), read_share (the file's bytes a second of our whole run over it)
@@ -22,6 +24,7 @@ parser:option("--make", "preset to write with random weights, where the folder i
 parser:option("--dtype", "type of the weights", "bf16")
 parser:option("--ids", "the row, ids with blanks between", "464 2068 7586 21831")
 whole(parser:option("--rounds", "runs, of which the median counts", "3"), 1)
+parser:flag("--mmap", "leave the weights in the file")
 parser:flag("--cold", "drop the file from the page cache before each run")
 parser:flag("--peer", "transformers in turn with us")
 parser:flag("--child", "(for this script) load, run, tell")
@@ -32,7 +35,7 @@ for id in args.ids:gmatch("%d+") do IDS[#IDS + 1] = tonumber(id) end
 
 if args.child then
   local ps = require "ps"
-  local model = ps.from_pretrained(args.folder, { dtype = args.dtype, quiet = true }):eval()
+  local model = ps.from_pretrained(args.folder, { dtype = args.dtype, quiet = true, mmap = args.mmap or nil }):eval()
   local logits = ps.no_grad(function()
     local out = model { input_ids = ps.tensor({ IDS }, { dtype = "int32" }) }
     return out.logits[0][#IDS - 1]:narrow(0, 0, TOLD):to("fp32"):tolist()
@@ -92,15 +95,15 @@ end
 
 if args.make then make() end
 local bytes = lfs.attributes(file, "size") or error("there is no file " .. file .. "; --make PRESET writes one", 0)
-local us = ("%s %s/bench/first_logits.lua %s --dtype %s --ids '%s' --child"):format(quoted(paths.exe),
-  quoted(paths.root), quoted(args.folder), args.dtype, table.concat(IDS, " "))
+local us = ("%s %s/bench/first_logits.lua %s --dtype %s --ids '%s' --child%s"):format(quoted(paths.exe),
+  quoted(paths.root), quoted(args.folder), args.dtype, table.concat(IDS, " "), args.mmap and " --mmap" or "")
 local peer = ("%s %s/bench/peers/first_logits_torch.py %s --dtype %s --threads %d --told %d --ids %s"):format(
   os.getenv "PS_TORCH_PYTHON" or "python3", quoted(paths.root), quoted(args.folder), args.dtype,
   require("ps").threads(), TOLD, table.concat(IDS, " "))
 
 if not args.cold then read_file() end                     -- so that the first round finds it in the cache, too
 local seconds, reads, theirs = {}, {}, {}
-local result = { file_bytes = bytes, cold = args.cold or false, dtype = args.dtype }
+local result = { file_bytes = bytes, mmap = args.mmap or false, cold = args.cold or false, dtype = args.dtype }
 for round = 1, args.rounds do
   local told, told_by_peer
   told, seconds[round] = run(us)

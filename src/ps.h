@@ -148,6 +148,20 @@ typedef int (*ps_reader)(const void *from, int64_t at, void *dst, int64_t nbytes
 /* As ps_tensor_write, from what a reader reads, on all compute threads: into host memory without a copy in between.
  * Errors of the reader, too; then the contents are partly the old ones. */
 int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, int64_t nbytes);
+/* Bytes that somebody lends: a tensor may have them for its own, and write to them. */
+typedef struct ps_loan {
+    void *bytes;
+    int (*check)(void *lender);          /* before each use: 0 where they are what they were, else an error */
+    void (*end)(void *lender);           /* they are used no more */
+    void *lender;
+} ps_loan;
+/* Lends bytes at .. at + nbytes of something. 0, or an error. */
+typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
+/* As ps_tensor_load, but the tensor's bytes are those that are lent from now on, without a copy; its own go back. The
+ * loan ends with the tensor, or when its bytes move into a chunk. PS_EUNSUP, and nothing happened: a tensor that is a
+ * part of another, or not in plain memory of the host, or its elements would not lie at multiples of their size.
+ * PS_ESTATE: it is in use. Errors of the lender. */
+int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes);
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* As ps_tensor_read, for contents that go to a file: where ps_machine_pretend was called, a tensor without values gives
  * zeros. Errors of ps_tensor_read. */
@@ -387,6 +401,10 @@ int ps_st_read(const void *st, int64_t at, void *dst, int64_t nbytes);
  * it. PS_EUNSUP: of a type that we lack. PS_EIO: the file was cut. */
 int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
                int64_t numel);
+/* A ps_lender of an open file's data, whose from is a ps_st. What is written to the bytes never reaches the file. The
+ * file's map stays until the last loan ends, also behind ps_st_close. PS_EIO, here and at a use of the bytes: the file
+ * was written to. PS_ERANGE: they lie outside of the data. */
+int ps_st_lend(void *st, int64_t at, int64_t nbytes, ps_loan *out);
 void ps_st_drop(const ps_st *st, int i);                    /* read: its pages need not stay in memory */
 /* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums. PS_EFORMAT: damaged. PS_EIO:
  * the file was cut. PS_ERANGE: there is no tensor i. */

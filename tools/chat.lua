@@ -49,7 +49,7 @@ end
 local function main()
   local path = folder.find(args.folder)
   local tok = ps.tokenizer.from_pretrained(path)
-  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device })
+  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
   local text, seed, stop = args.system, args.seed, "\n" .. args.user
   while true do

@@ -49,7 +49,9 @@ end
 
 -- The model, or this process's stages of it, of which nothing trains.
 local function open(path)
-  if not args.pipeline then return ps.from_pretrained(path, { dtype = args.dtype, device = args.device }) end
+  if not args.pipeline then
+    return ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
+  end
   ps.init_distributed { quiet = true }
   return (ps.initialize { quiet = true, model_func = function()
     local model = ps.from_pretrained(path, { dtype = args.dtype })

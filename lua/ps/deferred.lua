@@ -152,7 +152,7 @@ function Record:loads(t, state, name)
   local path, own_name, open = deferred.origin(state, name)
   if path then
     local function opened(files)
-      files[path] = files[path] or (open and open() or ps.load(path, { lazy = true }))
+      files[path] = files[path] or (open and open() or ps.load(path, { lazy = true, mmap = state.mmap }))
       return files[path]
     end
     function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end

@@ -272,7 +272,8 @@ function ps.load(path, options) return require("ps.serialize").load(path, option
 ---@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
 ---  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":
 ---  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes begins anew),
----  dropout, and settings that stand in for config.json's: num_labels, hidden_dropout_prob, ...
+---  mmap (true: weights stay in their safetensors files, see docs/pretrained.md; "auto": where they can), dropout, and
+---  settings that stand in for config.json's: num_labels, hidden_dropout_prob, ...
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options) return require("ps.pretrained").load(name, options) end
 

@@ -6,6 +6,7 @@ local caller = require "ps.caller"
 local core = require "ps.ffi"
 local folder = require "ps.pretrained.folder"
 local hooks = require "ps.hooks"
+local serialize = require "ps.serialize"
 local settings = require "ps.pretrained.settings"
 local state_of = require "ps.pretrained.state"
 local lfs = require "lfs"
@@ -26,7 +27,8 @@ local pretrained = {}
 local families = {}                                        -- by model_type
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
-local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean" }
+local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean",
+  mmap = "boolean|string" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
 -- What sets several settings at once: { dropout = { "embd_pdrop", ... } }.
@@ -214,6 +216,35 @@ local function asks_for_fewer(family, config, fields)
   return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
 end
 
+-- Why no tensor could have its bytes in the files; nil: some can.
+local function not_mapped(files, dtype, device)
+  if device ~= "cpu" and device ~= "meta" then             -- meta: values come later, by ps.materialize
+    return ("weights in a file are for device cpu, and the model is for %s"):format(device)
+  end
+  for _, path in ipairs(files) do
+    if serialize.format(path) ~= "safetensors" then return path .. " is no safetensors file" end
+  end
+  local state, found, other = state_of.open(files, function(name) return name end), false, nil
+  for _, name in ipairs(state.names()) do
+    local its = state:dtype(name)
+    found = found or its == dtype
+    other = other or its and its ~= dtype and ("%s is %s"):format(name, its)
+  end
+  state.close()
+  if not found then return ("the files have no weights of %s (%s); leave dtype out"):format(dtype, other or "none") end
+end
+
+-- Whether weights stay in the files, by the option mmap.
+local function maps(wanted, files, dtype, device)
+  if wanted == nil or wanted == false then return nil end
+  if wanted ~= true and wanted ~= "auto" then
+    error(("from_pretrained: mmap is true, false or \"auto\", not '%s'"):format(wanted))
+  end
+  local why = not_mapped(files, dtype or "fp32", device)
+  if why and wanted == true then error("from_pretrained: mmap = true: " .. why) end
+  return not why
+end
+
 --- ps.from_pretrained, of a family that it must be, or of any.
 ---@param name string
 ---@param options? table
@@ -230,17 +261,18 @@ function pretrained.load(name, options, family)
   local config = family.settings:from_file(fields, changes)
   config = family.settings:complete(config)
   local class = pretrained.class_of(family, rest.task, config.architectures, where)
-  local dtype = rest.dtype
+  local dtype = rest.dtype or (rest.mmap == true and "auto" or nil)
   if dtype == "auto" then dtype = select(2, said_dtype(fields)) or "fp32" end
   local files = folder.files(path)
   check_sizes(family, class, config, files, where)
-  files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes,
+  local mmap = maps(rest.mmap, files, dtype, rest.device or ps.empty({ 0 }):device())
+  files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes, mmap = mmap,
     shorter = asks_for_fewer(family, changes, fields) }
   local function make(device)
     local model = class(config, { dtype = dtype, device = device, recompute = rest.recompute, unpad = rest.unpad })
     rawset(model, "source", path)
     rawset(model, "quiet", rest.quiet)
-    if not rest.dtype then tell_dtype(fields, model, where) end
+    if not dtype then tell_dtype(fields, model, where) end
     return model:load_weights(unpack(files))
   end
   if core.recorder or hooks.heard "parameter" then return make(rest.device) end

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files. A whole tensor is read straight into its memory, a part of one by memory map. Files are written
+-- safetensors files. A whole tensor is read straight into its memory, a part of one by memory map. With mmap = true a
+-- tensor's bytes are those of the map itself: nothing is read before it is used. Files are written
 -- whole or not at all (a temporary file, fsync, rename). Files with checksums (checkpoints have them) are compared with
 -- these when they are opened and as tensors are read.
 local ps = require "ps"
@@ -19,22 +20,24 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 ---@field path string
 ---@field metadata table<string, string>
 ---@field private compares boolean tensors are compared with their checksums
+---@field private mmap boolean tensors have their bytes in the file, where they can
 ---@field private compared table<integer, boolean> those that were
 local File = {}
 File.__index = File
 
-local OPEN, SAVE = { verify = "boolean" }, { checksums = "boolean" }
+local OPEN, SAVE = { verify = "boolean", mmap = "boolean" }, { checksums = "boolean" }
 
 --- Opens a file and checks its whole header.
 ---@param path string
----@param options? {verify?: boolean} false: tensors are read without comparing their checksums
+---@param options? {verify?: boolean, mmap?: boolean} verify = false: tensors are read without comparing their
+---  checksums. mmap = true: see ps.load
 ---@return ps.SafeTensors
 function safetensors.open(path, options)
   options = caller.options(options, "ps.safetensors.open", OPEN)
   local out = ffi.new("ps_st *[1]")
   check(C.ps_st_open(caller.typed(path, "string", "ps.safetensors.open: the path"), out))
   local self = setmetatable({ path = path, metadata = {}, compared = {}, st = ffi.gc(out[0], C.ps_st_close),
-    compares = options.verify ~= false }, File)
+    compares = options.verify ~= false, mmap = options.mmap or false }, File)
   for i = 0, C.ps_st_meta_count(self.st) - 1 do
     self.metadata[ffi.string(C.ps_st_meta_key(self.st, i))] = ffi.string(C.ps_st_meta_value(self.st, i))
   end
@@ -124,6 +127,10 @@ function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 -- Fills a contiguous tensor of the file's type with all of `name`.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
+  if self.mmap then
+    local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
+    if rc ~= C.PS_EUNSUP then return check(rc) end         -- else it is read: of another device, or a part of a tensor
+  end
   ps.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
 
@@ -182,7 +189,7 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
 end
 
---- Unmaps the file; tensors read from it stay.
+--- Unmaps the file; tensors read from it stay, and so does the map for tensors that have their bytes in it.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.st then

@@ -82,19 +82,28 @@ function serialize.format(path)
   if #head == 9 and head:sub(9) == "{" then return "safetensors" end
 end
 
-local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string" }
+local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap = "boolean" }
 
 --- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and gives
 --- the open file, a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
 ---@param path string
----@param options? {lazy?: boolean, device?: string, verify?: boolean} device: of the tensors, default "cpu"; verify =
----  false: checksums are not compared
+--- With mmap = true tensors on the cpu have their bytes in a safetensors file: its pages come into memory as they are
+--- used, the system may take them back, processes share them, and no budget counts them. What is written to such a
+--- tensor stays in memory, and the file as it is. Once somebody writes to the file, using the tensors is an error; to
+--- replace the file by another is none.
+---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: of the tensors, default
+---  "cpu"; verify = false: checksums are not compared
 ---@return any
 function serialize.load(path, options)
   if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path)) end
   options = caller.options(options, "ps.load", OPTIONS)
   local format = serialize.format(path) or by_name(path) or "pt"
-  local file = (format == "pt" and torch_pt or safetensors).open(path, { verify = options.verify })
+  if options.mmap and format == "pt" then
+    error(("ps.load: mmap = true is for safetensors, and %s is a file of PyTorch's; leave it out"):format(path))
+  end
+  local file
+  if format == "pt" then file = torch_pt.open(path, { verify = options.verify })
+  else file = safetensors.open(path, { verify = options.verify, mmap = options.mmap }) end
   if options.lazy then return file end
   local ok, result = pcall(function()
     if format == "pt" then return file:value(options.device) end

@@ -363,6 +363,70 @@ static void test_failing_device(void)
     }
 }
 
+/* -- bytes that are lent ------------------------------------------------------------------------------------------- */
+static float lent[BIG + 1];
+static int loans, gone;
+
+static int lent_check(void *lender) { return gone ? ps_fail(PS_EIO, "the lender's bytes are gone") : 0; }
+static void lent_end(void *lender) { loans--; }
+static int lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
+{
+    if (at < 0) return ps_fail(PS_ERANGE, "nothing is lent from byte %lld on", (long long)at);
+    *out = (ps_loan){ (char *)from + at, lent_check, lent_end, NULL };
+    loans++;
+    return 0;
+}
+
+static void test_lent(void)
+{
+    int64_t before = used(), inner = scope_begin();
+    int meta = -1;
+    ps_tensor *t = filled(BIG, 3), *part = slice(t, 4, 8), *none = tensor(0), *later;
+    OK(ps_device_find(ctx, "meta", &meta));
+    OK(ps_tensor_new(ctx, PS_F32, meta, 1, (int64_t[]){ 4 }, &later));
+    for (int i = 0; i <= BIG; i++) lent[i] = 2;
+    FAILS(ps_tensor_borrow(t, NULL, lent, 0, BIG * 4), PS_EINVAL, "lender");
+    FAILS(ps_tensor_borrow(t, lend, lent, 0, BIG * 4 - 4), PS_EINVAL, "bytes given");
+    FAILS(ps_tensor_borrow(t, lend, lent, -1, BIG * 4), PS_ERANGE, "nothing is lent");
+    FAILS(ps_tensor_borrow(t, lend, lent, 2, BIG * 4), PS_EUNSUP, "a multiple of an element's size");
+    FAILS(ps_tensor_borrow(part, lend, lent, 0, 16), PS_EUNSUP, "a part of another tensor");
+    FAILS(ps_tensor_borrow(later, lend, lent, 0, 16), PS_EUNSUP, "");
+    ps_test_fail_alloc(0, 1);
+    FAILS(ps_tensor_borrow(t, lend, lent, 0, BIG * 4), PS_ENOMEM, "");
+    ps_test_fail_alloc(-1, 0);
+    CHECK(loans == 0 && item(t) == 3 && item(part) == 3);
+
+    uint32_t version = ps_tensor_version(t);
+    OK(ps_tensor_borrow(t, lend, lent, 4, BIG * 4));
+    OK(ps_tensor_borrow(none, lend, lent, 0, 0));
+    CHECK(loans == 1 && used() == before && ps_tensor_version(t) > version);
+    FAILS(ps_tensor_borrow(t, lend, lent, 0, BIG * 4), PS_EUNSUP, "plain host memory");
+    void *address = NULL;
+    OK(ps_tensor_address(t, &address));
+    CHECK(address == lent + 1);
+    ps_tensor *total = sum(t);
+    CHECK(item(total) == 2.0 * BIG && item(part) == 2);
+    lent[5] = 7;                                          /* element 4 of t */
+    CHECK(item(part) == 7);
+    OK(ps_tensor_write(t, memset(lent, 0, sizeof lent), BIG * 4));
+
+    gone = 1;                                             /* from here on every use is the lender's error */
+    float out[4];
+    FAILS(ps_tensor_read(part, out, 16), PS_EIO, "the lender's bytes are gone");
+    static const int32_t no_attrs;
+    ps_tensor *in[] = { t, t }, *made[PS_MAX_OUT] = { NULL };
+    FAILS(ps_apply(ctx, PS_OP_add, 2, in, &no_attrs, sizeof no_attrs, made), PS_EIO, "the lender's bytes are gone");
+    gone = 0;
+    ps_tensor_release(t);
+    CHECK(loans == 1);                                    /* the view has them */
+    OK(ps_scope_end(ctx, inner, 0, NULL));                /* drops the bytes, headers stay */
+    CHECK(loans == 0 && !ps_tensor_alive(part));
+    FAILS(ps_tensor_read(part, out, 16), PS_ESTALE, "");
+    ps_tensor *rest[] = { part, none, later, total };
+    for (int i = 0; i < 4; i++) ps_tensor_release(rest[i]);
+    CHECK(used() == before);
+}
+
 int main(void)
 {
     test_failing_new();
@@ -370,6 +434,7 @@ int main(void)
     OK(ps_ctx_new(&ctx));
     test_headers();
     test_set_data();
+    test_lent();
     test_refusals();
     test_scopes();
     test_tape();

@@ -132,6 +132,57 @@ static void test_st_copy(void)
     unlink(path);
 }
 
+/* Bytes that are lent: of the file until they are written to, and there until the last loan ends. */
+static void test_st_lend(void)
+{
+    const char *path = in_folder("l.safetensors"), *other = in_folder("m.safetensors");
+    static int32_t all[4096], back[4096];
+    int64_t shape[] = { 4096 };
+    ps_stw *w = NULL;
+    ps_st *st = NULL;
+    ps_loan loan[2] = { { 0 } }, none;
+    for (int i = 0; i < 4096; i++) all[i] = i;
+    OK(ps_stw_new(path, &w));
+    OK(ps_stw_add(w, "x", PS_I32, 1, shape));
+    OK(ps_stw_begin(w));
+    OK(ps_stw_write(w, "x", all, sizeof all));
+    OK(ps_stw_commit(w));
+    ps_stw_free(w);
+    if (!OK(ps_st_open(path, &st))) return;
+    FAILS(ps_st_lend(NULL, 0, 4, &none), PS_EINVAL, "'st'");
+    FAILS(ps_st_lend(st, 0, 4, NULL), PS_EINVAL, "'out'");
+    FAILS(ps_st_lend(st, 4, sizeof all, &none), PS_ERANGE, "from byte 4 of the data on");
+    OK(ps_st_lend(st, 0, sizeof all / 2, &loan[0]));
+    OK(ps_st_lend(st, sizeof all / 2, sizeof all / 2, &loan[1]));
+    int32_t *x = loan[0].bytes;
+    x[1] = -1;
+    ps_st_drop(st, 0);                                    /* gives no page back that was written to */
+    CHECK(x[1] == -1 && x[2] == 2 && ((int32_t *)loan[1].bytes)[0] == 2048);
+    OK(ps_st_read(st, 0, back, sizeof back));
+    CHECK(!memcmp(all, back, sizeof all));                /* the file has what it had */
+    ps_st_close(st);
+    OK(loan[0].check(loan[0].lender));
+    CHECK(x[1] == -1 && x[4] == 4);
+    write_file(other, all, sizeof all);
+    CHECK(rename(other, path) == 0);                      /* the map keeps the old file */
+    OK(loan[0].check(loan[0].lender));
+    loan[0].end(loan[0].lender);
+    CHECK(((int32_t *)loan[1].bytes)[1] == 2049);
+    loan[1].end(loan[1].lender);
+
+    if (!OK(write_sample(path)) || !OK(ps_st_open(path, &st))) return;
+    OK(ps_st_lend(st, 0, 8, &loan[0]));
+    struct timespec times[2] = { { .tv_nsec = UTIME_OMIT }, { .tv_sec = 1 } };
+    CHECK(utimensat(AT_FDCWD, path, times, 0) == 0);
+    FAILS(loan[0].check(loan[0].lender), PS_EIO, "was written to");
+    FAILS(ps_st_lend(st, 0, 8, &none), PS_EIO, "was written to");
+    CHECK(truncate(path, 100) == 0);
+    FAILS(loan[0].check(loan[0].lender), PS_EIO, "was cut");
+    loan[0].end(loan[0].lender);
+    ps_st_close(st);
+    unlink(path);
+}
+
 static void test_st_writer_errors(void)
 {
     const char *path = in_folder("w.safetensors");
@@ -565,6 +616,7 @@ int main(void)
     begin_tests();
     test_st_round_trip();
     test_st_copy();
+    test_st_lend();
     test_st_writer_errors();
     test_st_bad_headers();
     test_st_damage();

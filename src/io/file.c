@@ -21,6 +21,11 @@
 #include <unistd.h>
 
 /* -- maps -------------------------------------------------------------------------------------------------------- */
+static int64_t time_of(const struct stat *st)
+{
+    return (int64_t)st->st_mtim.tv_sec * 1000000000 + st->st_mtim.tv_nsec;
+}
+
 static int map_file(ps_map *m)
 {
     /* O_NONBLOCK: opening a pipe must fail below instead of waiting for a writer. */
@@ -36,11 +41,13 @@ static int map_file(ps_map *m)
         return ps_fail(PS_EIO, "cannot read %s: it is %s, not a file", m->path,
                        S_ISDIR(st.st_mode) ? "a folder" : "a pipe or device");
     m->nbytes = st.st_size;
+    m->written = time_of(&st);
     if (!m->nbytes) {
         m->bytes = (const uint8_t *)"";
         return 0;
     }
-    void *p = mmap(NULL, (size_t)m->nbytes, PROT_READ, MAP_PRIVATE, m->fd, 0);
+    /* MAP_NORESERVE: a map that is lent (ps_map_lend) claims no memory for what nobody may ever write. */
+    void *p = mmap(NULL, (size_t)m->nbytes, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, m->fd, 0);
     if (p == MAP_FAILED)
         return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot map %s (%lld bytes): %s", m->path,
                        (long long)m->nbytes, strerror(errno));
@@ -65,14 +72,39 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
     return 0;
 }
 
+/* PS_EIO when the file is shorter than it was when mapped. */
+static int check_size(const ps_map *m, struct stat *st)
+{
+    if (fstat(m->fd, st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
+    if (st->st_size < m->nbytes)
+        return ps_fail(PS_EIO, "%s was cut from %lld to %lld bytes while it was in use", m->path, (long long)m->nbytes,
+                       (long long)st->st_size);
+    return 0;
+}
+
 int ps_map_check(const ps_map *m)
 {
     struct stat st;
+    return m->fd < 0 ? 0 : check_size(m, &st);
+}
+
+int ps_map_unchanged(const ps_map *m)
+{
+    struct stat st;
     if (m->fd < 0) return 0;
-    if (fstat(m->fd, &st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
-    if (st.st_size < m->nbytes)
-        return ps_fail(PS_EIO, "%s was cut from %lld to %lld bytes while it was in use", m->path, (long long)m->nbytes,
-                       (long long)st.st_size);
+    PS_TRY(check_size(m, &st));
+    if (time_of(&st) == m->written) return 0;
+    return ps_fail(PS_EIO, "%s was written to while tensors have their bytes in it (mmap = true): load it again, and "
+                   "replace such a file instead of writing to it", m->path);
+}
+
+int ps_map_lend(ps_map *m)
+{
+    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s: no file whose bytes could be lent", m->path);
+    if (!m->lent && mprotect((void *)(uintptr_t)m->bytes, (size_t)m->nbytes, PROT_READ | PROT_WRITE) < 0)
+        return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot lend the map of %s (%lld bytes): %s", m->path,
+                       (long long)m->nbytes, strerror(errno));
+    m->lent = true;
     return 0;
 }
 
@@ -97,7 +129,7 @@ int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
 
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
 {
-    if (m->fd < 0 || nbytes <= 0) return;
+    if (m->fd < 0 || m->lent || nbytes <= 0) return;
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)begin & ~(page - 1);
     madvise((void *)from, (uintptr_t)begin + (uintptr_t)nbytes - from, MADV_DONTNEED);
 }

@@ -60,6 +60,13 @@ int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **
     return open_map(&map, out);
 }
 
+static void end_if_unused(ps_st *st)
+{
+    if (!st->closed || st->loans > 0) return;
+    ps_map_close(&st->map);
+    ps_free(st);
+}
+
 void ps_st_close(ps_st *st)
 {
     if (!st) return;
@@ -67,8 +74,8 @@ void ps_st_close(ps_st *st)
     ps_free(st->by_name);
     ps_free(st->meta);
     ps_free(st->text);
-    ps_map_close(&st->map);
-    ps_free(st);
+    st->closed = true;
+    end_if_unused(st);
 }
 
 static const st_tensor *tensor_at(const ps_st *st, int i)
@@ -139,14 +146,41 @@ const void *ps_st_data(const ps_st *st, int i)
     return ps_map_check(&st->map) < 0 ? NULL : st->data + t->begin;
 }
 
+static int check_range(const ps_st *st, int64_t at, int64_t nbytes, const void *out)
+{
+    if (at >= 0 && nbytes >= 0 && at <= st->data_nbytes && nbytes <= st->data_nbytes - at && (!nbytes || out)) return 0;
+    return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were asked for, which has %lld",
+                   st->map.path, (long long)nbytes, (long long)at, (long long)st->data_nbytes);
+}
+
 int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)
 {
     const ps_st *st = from;
     PS_NEED(st);
-    if (at < 0 || nbytes < 0 || at > st->data_nbytes || nbytes > st->data_nbytes - at || (nbytes && !dst))
-        return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were asked for, which has %lld",
-                       st->map.path, (long long)nbytes, (long long)at, (long long)st->data_nbytes);
+    PS_TRY(check_range(st, at, nbytes, dst));
     return ps_map_read(&st->map, st->data - st->map.bytes + at, dst, nbytes);
+}
+
+static int loan_check(void *lender) { return ps_map_unchanged(&((const ps_st *)lender)->map); }
+
+static void loan_end(void *lender)
+{
+    ps_st *st = lender;
+    st->loans--;
+    end_if_unused(st);
+}
+
+int ps_st_lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
+{
+    ps_st *st = from;
+    PS_NEED(st);
+    PS_NEED(out);
+    PS_TRY(check_range(st, at, nbytes, st));
+    PS_TRY(ps_map_unchanged(&st->map));
+    PS_TRY(ps_map_lend(&st->map));
+    *out = (ps_loan){ (void *)(uintptr_t)(st->data + at), loan_check, loan_end, st };
+    st->loans++;
+    return 0;
 }
 
 int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,

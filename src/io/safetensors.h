@@ -49,6 +49,8 @@ struct ps_st {
     const st_tensor **by_name;  /* [count] */
     st_meta *meta;          /* [meta_count], by key */
     int count, tensors_room, meta_count, meta_room;
+    int64_t loans;          /* under way */
+    bool closed;            /* but for the map, which loans need */
 };
 
 /* Reads and checks st->map's header into st, whose other fields are zero. On failure the caller closes st. */

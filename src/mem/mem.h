@@ -105,6 +105,11 @@ int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* one more device, 
 void ps_mem_plain_undo(ps_mem *mem);                        /* the last one again, before it was used */
 bool ps_storage_is_plain(const ps_storage *s);              /* its keeper is memory of plain.c */
 
+/* lent.c: a storage whose bytes somebody else has and lends. Its own bytes go back, and the loan is the storage's until
+ * its bytes end. */
+int ps_storage_lend(ps_storage *s, const ps_loan *loan);
+bool ps_storage_is_lent(const ps_storage *s);
+
 /* arena.c: carves regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;
 typedef struct ps_block ps_block;

@@ -536,6 +536,26 @@ int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, i
     return rc;
 }
 
+int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes)
+{
+    if (!lend) return ps_fail(PS_EINVAL, "ps_tensor_borrow: the lender is missing (NULL)");
+    PS_TRY(check_whole(t, nbytes, "borrowing"));
+    ps_storage *s = t->storage;
+    const ps_backend *be = t->ctx->devices[t->device_];
+    if (!be->is_host || be->pretends || !ps_storage_is_plain(s) || ps_storage_is_of(s, t->ctx->dry_mem))
+        return ps_fail(PS_EUNSUP, "only a tensor in plain host memory can have bytes that are lent");
+    if (s->nbytes != nbytes) return ps_fail(PS_EUNSUP, "a part of another tensor cannot have bytes that are lent");
+    if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot get other bytes");
+    if (nbytes == 0) return 0;
+    ps_loan loan;
+    PS_TRY(lend(from, at, nbytes, &loan));
+    int rc = (uintptr_t)loan.bytes % (uintptr_t)ps_dtype_bytes(t->dtype_) == 0 ? ps_storage_lend(s, &loan)
+             : ps_fail(PS_EUNSUP, "the bytes that are lent do not lie at a multiple of an element's size");
+    if (rc < 0) loan.end(loan.lender);
+    else begin_write(t);
+    return rc;
+}
+
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "reading"));
@@ -558,7 +578,7 @@ int ps_tensor_address(ps_tensor *t, void **out)
     PS_TRY(check_has_data(t));
     ps_storage *s = t->storage;
     const ps_backend *be = t->ctx->devices[t->device_];
-    bool plain = be->is_host && !be->no_data && !be->pretends && ps_storage_is_plain(s);
+    bool plain = be->is_host && !be->no_data && !be->pretends && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
     if (!plain || !ps_tensor_is_contiguous(t) || !t->numel_)
         return ps_fail(PS_EUNSUP, "only bytes that lie together in plain host memory have an address that stays");
     PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));

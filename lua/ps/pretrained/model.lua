@@ -159,7 +159,7 @@ function Model:load_weights(...)
     names[name] = own
     if own or fits(name, BUFFERS) then return own end
     table.insert(is_body(self, name) and lost or left, name)
-  end)
+  end, how.mmap)
   local ok, problem = pcall(function()
     take_tied(self, state, paths)
     take(self, state, names, left, lost, how)

@@ -12,8 +12,8 @@ local settings = require "ps.pretrained.settings"
 local state_of = {}
 
 -- A file of weights, whose tensors stay in it. A format that is known and not read is a refusal.
-local function open_file(path)
-  local ok, file = pcall(ps.load, path, { lazy = true })
+local function open_file(path, mmap)
+  local ok, file = pcall(ps.load, path, { lazy = true, mmap = mmap })
   if ok then return file end
   if type(file) == "table" and file.sub == "OLD_TORCH" then
     local at, name = path:match "^(.*)/([^/]*)$"
@@ -50,9 +50,10 @@ end
 --- Close it when it was read.
 ---@param paths string[]
 ---@param own_name fun(name: string): string?
+---@param mmap? boolean tensors have their bytes in the files (ps.load)
 ---@return table state
-function state_of.open(paths, own_name)
-  local home, files, state = {}, {}, { whole = true }      -- home: our name -> {file, its name}
+function state_of.open(paths, own_name, mmap)
+  local home, files, state = {}, {}, { whole = true, mmap = mmap }      -- home: our name -> {file, its name}
   local placement, path_of_all = folder.placed(paths)
   local placed = placement and placement.pieces or {}
   function state.close() for _, file in ipairs(files) do file:close() end end
@@ -66,7 +67,7 @@ function state_of.open(paths, own_name)
   local ok, problem = pcall(function()
     local by_path = {}
     for i, path in ipairs(paths) do
-      files[i] = open_file(path)
+      files[i] = open_file(path, mmap)
       by_path[path] = files[i]
       for _, name in ipairs(files[i]:names()) do
         local elsewhere = placement and placement.weight_map[name]     -- the same is in the files of all ranks along tp
@@ -89,7 +90,8 @@ function state_of.open(paths, own_name)
   --- The file that a tensor is in, and its name there; for one in pieces, the folder, and a function that opens it.
   function state.origin(_, name)
     local file = home[name][1]
-    local open = getmetatable(file) == Pieced and function() return state_of.open(paths, function(n) return n end) end
+    local pieced = getmetatable(file) == Pieced
+    local open = pieced and function() return state_of.open(paths, function(n) return n end, mmap) end
     return file.path, home[name][2], open or nil
   end
   --- Gives a tensor another name, or leaves it out.

@@ -1,0 +1,216 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tensors whose bytes stay in a file (mmap = true of ps.load, ps.safetensors.open and ps.from_pretrained).
+local check = require "spec.check_lib"
+local ps = require "ps"
+local ffi = ps.ffi
+local gpt2 = require "models.gpt2"
+
+local function folder()
+  local name = os.tmpname()
+  os.remove(name)
+  assert(require("lfs").mkdir(name))
+  return name
+end
+
+local made
+before_each(function() made = {} end)
+after_each(function()
+  collectgarbage()
+  for _, name in ipairs(made) do os.execute("rm -rf '" .. name .. "'") end
+end)
+local function place()
+  made[#made + 1] = folder()
+  return made[#made]
+end
+
+local function bytes_of(path)
+  local file = assert(io.open(path, "rb"))
+  local text = file:read "*a"
+  file:close()
+  return text
+end
+
+local function write(path, text)
+  local file = assert(io.open(path, "wb"))
+  file:write(text)
+  file:close()
+end
+
+local function used()
+  collectgarbage()
+  collectgarbage()
+  return ps.memory("cpu").used
+end
+
+local function same(a, b)
+  assert.same(a:shape(), b:shape())
+  assert.equal(a:dtype(), b:dtype())
+  assert.equal(0, (a:to("fp32") - b:to("fp32")):abs():max():item())
+end
+
+local function saved(tensors)
+  local path = place() .. "/x.safetensors"
+  ps.safetensors.save(path, tensors)
+  return path
+end
+
+describe("ps.load with mmap = true", function()
+  it("leaves a tensor's bytes in the file, and gives the same values", function()
+    local want = ps.randn { 512, 1024 }
+    local path = saved { a = want, b = ps.arange(7) }
+    local before = used()
+    local got = ps.load(path, { mmap = true })
+    assert.truthy(used() - before < 4096, used() - before)
+    local read = ps.load(path)
+    assert.truthy(used() - before >= 2 ^ 21)
+    same(want, got.a)
+    same(want, read.a)
+    assert.same({ 0, 1, 2, 3, 4, 5, 6 }, got.b:tolist())
+    same(got.a:narrow(0, 3, 2):t():contiguous(), want:narrow(0, 3, 2):t():contiguous())
+  end)
+
+  it("leaves the file as it is when such a tensor is written to, also behind its close", function()
+    local path = saved { a = ps.ones { 3000 }, b = ps.ones { 5 } }
+    local before, file = bytes_of(path), ps.load(path, { mmap = true, lazy = true })
+    local a = file:tensor "a"
+    a:add_(2)
+    a:narrow(0, 10, 1):fill_(7)
+    local b = file:tensor "b"                              -- lies in a page with the end of a
+    file:close()
+    collectgarbage()
+    assert.equal(3 * 2999 + 7, a:sum():item())
+    assert.equal(5, b:sum():item())
+    assert.equal(before, bytes_of(path))
+    assert.equal(3000, ps.load(path).a:sum():item())
+  end)
+
+  it("reads what cannot lie in the file: another type, a part, elements that lie askew", function()
+    local path = saved { a = ps.arange(6):to("fp32"):reshape(2, 3) }
+    local file = ps.load(path, { mmap = true, lazy = true })
+    local half, part = ps.zeros({ 2, 3 }, { dtype = "bf16" }), ps.zeros { 4, 3 }
+    file:read_into("a", half)
+    file:read_into("a", part:narrow(0, 1, 2))
+    file:close()
+    assert.same({ { 0, 1, 2 }, { 3, 4, 5 } }, half:tolist())
+    assert.same({ { 0, 0, 0 }, { 0, 1, 2 }, { 3, 4, 5 }, { 0, 0, 0 } }, part:tolist())
+    -- One byte more of header: all numbers begin at odd addresses.
+    local text = bytes_of(path)
+    local n = ffi.cast("const uint64_t *", text)[0]
+    local head = text:sub(9, 8 + tonumber(n)) .. " "
+    local size = ffi.new("uint64_t[1]", #head)
+    local odd = place() .. "/odd.safetensors"
+    write(odd, ffi.string(size, 8) .. head .. text:sub(9 + tonumber(n)))
+    assert.same({ { 0, 1, 2 }, { 3, 4, 5 } }, ps.load(odd, { mmap = true, verify = false }).a:tolist())
+  end)
+
+  it("is an error at the next use once somebody wrote to the file, or cut it, not where it was replaced", function()
+    local a = ps.randn { 4096 }
+    local path = saved { a = a }
+    local got = ps.load(path, { mmap = true }).a
+    assert(os.rename(saved { a = ps.zeros { 4096 } }, path))                  -- the map keeps the old file
+    same(got, a)
+    got = ps.load(path, { mmap = true }).a
+    local file = assert(io.open(path, "r+b"))
+    file:seek("end", -8)
+    file:write "\1\2\3\4\1\2\3\4"
+    file:close()
+    check.fails_saying({ path, "was written to", "load it again" }, function() got:sum() end)
+    got = ps.load(path, { mmap = true, verify = false }).a
+    assert.equal(0, os.execute(("truncate -s 512 '%s'"):format(path)))
+    check.fails_saying({ path, "was cut from", "to 512 bytes" }, function() got:sum() end)
+  end)
+
+  it("refuses files of PyTorch's", function()
+    local path = place() .. "/x.pt"
+    ps.save({ a = ps.ones { 2 } }, path)
+    check.fails_saying({ path, "mmap = true is for safetensors" }, function() ps.load(path, { mmap = true }) end)
+  end)
+end)
+
+describe("ps.from_pretrained with mmap = true", function()
+  local CONFIG = { n_layer = 2, n_head = 2, n_embd = 32, vocab_size = 61, n_positions = 32, embd_pdrop = 0,
+    attn_pdrop = 0, resid_pdrop = 0 }
+  local function model_in(dtype)
+    ps.manual_seed(3)
+    local where = place()
+    gpt2.new(CONFIG, { dtype = dtype or "fp32" }):save_pretrained(where)
+    return where
+  end
+  local ids = ps.tensor({ { 3, 1, 4, 1, 5, 9, 2, 6 } }, { dtype = "int32" }):keep()
+  local function open(where, mmap, dtype)
+    return ps.from_pretrained(where, { mmap = mmap, dtype = dtype, quiet = true })
+  end
+
+  it("computes and continues the same, in the type of the files", function()
+    for _, dtype in ipairs { "fp32", "bf16" } do
+      local where = model_in(dtype)
+      local before = used()
+      local mapped = open(where, true)
+      assert.truthy(used() - before < 16384, used() - before)
+      local read = open(where, nil, dtype)
+      assert.equal(dtype, mapped:parameters()[1]:dtype())
+      ps.no_grad(function()
+        same(mapped { input_ids = ids }.logits, read { input_ids = ids }.logits)
+      end)
+      assert.same(read:generate(ids, 9, { temperature = 0 }), mapped:generate(ids, 9, { temperature = 0 }))
+      mapped:save_pretrained(where)                        -- over the file that the weights lie in
+      local again = open(where, nil, dtype)
+      ps.no_grad(function()
+        same(mapped { input_ids = ids }.logits, again { input_ids = ids }.logits)
+      end)
+    end
+  end)
+
+  it("trains the same, by an optimizer and by an engine, and leaves the file as it is", function()
+    local where = model_in()
+    local before = bytes_of(where .. "/model.safetensors")
+    local function by_optimizer(mmap)
+      local model = open(where, mmap)
+      local adam = ps.optim.AdamW(model:parameters(), { lr = 1e-2 })
+      for _ = 1, 3 do
+        local loss = model { input_ids = ids, labels = ids }.loss
+        adam:zero_grad()
+        loss:backward()
+        adam:step()
+      end
+      return model:state_dict()
+    end
+    local function by_engine(mmap)
+      local engine, optimizer = ps.initialize { model = open(where, mmap), quiet = true,
+        config = { optimizer = { type = "AdamW", params = { lr = 1e-2 } }, plan_print = false } }
+      local losses = {}
+      for i = 1, 3 do
+        local loss = engine { input_ids = ids, labels = ids }.loss
+        losses[i] = loss:item()
+        engine:backward(loss)
+        optimizer:step()
+        optimizer:zero_grad()
+      end
+      engine:close()
+      return losses
+    end
+    local mapped, read = by_optimizer(true), by_optimizer(nil)
+    for name, t in pairs(read) do same(t, mapped[name]) end
+    assert.same(by_engine(nil), by_engine(true))
+    assert.equal(before, bytes_of(where .. "/model.safetensors"))
+  end)
+
+  it("refuses what no tensor can have, and with \"auto\" reads it", function()
+    local where = model_in "bf16"
+    check.fails_saying({ "mmap = true", "no weights of fp32", "leave dtype out" }, function()
+      open(where, true, "fp32")
+    end)
+    assert.equal("fp32", open(where, "auto", "fp32"):parameters()[1]:dtype())
+    check.fails_saying({ 'true, false or "auto", not \'yes\'' }, function() open(where, "yes") end)
+    check.fails_saying({ "mmap = true", "device cpu", "sim" }, function()
+      ps.from_pretrained(where, { mmap = true, device = "sim", quiet = true })
+    end)
+    local pt = model_in()
+    local state = {}
+    for name, t in pairs(ps.load(pt .. "/model.safetensors")) do state[name] = t end
+    ps.save(state, pt .. "/pytorch_model.bin")
+    os.remove(pt .. "/model.safetensors")
+    check.fails_saying({ "pytorch_model.bin is no safetensors file" }, function() open(pt, true) end)
+    assert.truthy(open(pt, "auto"))
+  end)
+end)

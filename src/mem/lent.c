@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The keeper of a storage whose bytes are somebody else's, such as a file's that is mapped. A pin asks the lender
+ * whether they still are what they were. No budget counts them. Called by tensor/. */
+#include "base/alloc.h"
+#include "base/error.h"
+#include "mem/mem.h"
+
+typedef struct lent {
+    ps_keeper keeper;             /* stays first; of one storage */
+    ps_keeper *before;            /* the storage's keeper before, and again when it has no bytes */
+    ps_loan loan;
+} lent;
+
+static void lent_free(ps_keeper *keeper, ps_storage *s)
+{
+    lent *l = (lent *)keeper;
+    s->keeper = l->before;
+    s->block = NULL;
+    l->loan.end(l->loan.lender);
+    ps_free(l);
+}
+
+static int lent_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out)
+{
+    const lent *l = (const lent *)keeper;
+    PS_TRY(l->loan.check(l->loan.lender));
+    *out = l->loan.bytes;
+    s->pins++;
+    return 0;
+}
+
+static void lent_unpin(ps_keeper *keeper, ps_storage *s, int device) { s->pins--; }
+
+static const ps_keeper_table lent_keeper = { .name = "lent", .free = lent_free, .pin = lent_pin, .unpin = lent_unpin };
+
+bool ps_storage_is_lent(const ps_storage *s) { return s->keeper->table == &lent_keeper; }
+
+int ps_storage_lend(ps_storage *s, const ps_loan *loan)
+{
+    lent *l = ps_alloc(sizeof *l);
+    if (!l) return ps_fail_nomem(sizeof *l);
+    *l = (lent){ { &lent_keeper }, s->keeper, *loan };
+    ps_storage_free(s);
+    s->keeper = &l->keeper;
+    s->block = l;
+    return 0;
+}
