@@ -29,6 +29,30 @@ local function check_layers(who, c)
   c.layer_types = kept
 end
 
+-- What a script says of rotary embedding stands in for what the file says, in whichever of the two ways it does: a
+-- table for the table, rope_theta for rope_theta, which a table without one leaves as it is.
+local function change(who)
+  return function(given, changes)
+    local kind, theta = changes.rope_scaling or changes.rope_parameters, changes.rope_theta
+    if not kind and not theta then return changes end
+    if changes.rope_scaling and changes.rope_parameters then
+      error(who .. ": rope_scaling and rope_parameters are two names of one setting; give one of them")
+    end
+    if kind and kind.rope_theta and theta and theta ~= kind.rope_theta then
+      error(("%s: rope_theta = %s, and %s in the table beside it"):format(who, theta, tostring(kind.rope_theta)))
+    end
+    local old, merged, all = given.rope_scaling or given.rope_parameters or {}, {}, {}
+    for key, value in pairs(kind or old) do merged[key] = value end
+    for key, value in pairs(changes) do all[key] = value end
+    theta = theta or merged.rope_theta or type(old.rope_theta) == "number" and old.rope_theta or given.rope_theta
+    local is_new = given.rope_parameters or changes.rope_parameters
+    given.rope_scaling, given.rope_theta, merged.rope_theta = nil, nil, is_new and theta or nil
+    all.rope_theta, all.rope_scaling, all.rope_parameters = nil, nil, nil
+    if is_new then all.rope_parameters = merged else all.rope_theta, all.rope_scaling = theta, merged end
+    return all
+  end
+end
+
 local function check(who)
   return function(c)
     local groups = c.num_key_value_heads or c.num_attention_heads
@@ -72,7 +96,7 @@ local function rules(model_type, defaults, optional, nullable, file_defaults)
       { "vocab_size", "embed_tokens.weight", 1 }, { "hidden_size", "embed_tokens.weight", 2 },
       { "intermediate_size", "layers.0.mlp.gate_proj.weight", 1 },
     },
-    layer = "^layers%.(%d+)%.", check = check(model_type),
+    layer = "^layers%.(%d+)%.", check = check(model_type), change = change(model_type),
     activation = "hidden_act", width = "hidden_size", heads = "num_attention_heads", layers = "num_hidden_layers",
   }
 end

@@ -71,6 +71,62 @@ describe("rotary embedding", function()
   end)
 end)
 
+describe("what a script says of rotary embedding", function()
+  local folder
+  setup(function()
+    folder = os.tmpname()
+    os.remove(folder)
+  end)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+
+  local LINEAR = { rope_type = "linear", factor = 3 }
+
+  it("stands in for what the file says in either way", function()
+    local x = ids(2, 9)
+    local model = tiny("llama", { rope_parameters = { rope_theta = 50 } })
+    model:save_pretrained(folder)
+    local fields = json.decode(check.read(folder .. "/config.json"))
+    -- rope_theta and the kind that come out, of a file with fields and a script's options
+    local function found(changed, options)
+      local all = {}
+      for key, value in pairs(fields) do if key ~= "rope_parameters" then all[key] = value end end
+      for key, value in pairs(changed) do all[key] = value end
+      check.write(folder .. "/config.json", json.encode(all))
+      options.quiet = true
+      local loaded = require("models.llama").from_pretrained(folder, options):eval()
+      loaded:save_pretrained(folder .. "/again")
+      local again = require("models.llama").from_pretrained(folder .. "/again"):eval()
+      assert.equal(check.bytes(loaded(x)), check.bytes(again(x)))
+      local p = loaded.model.rope.parameters
+      return { p.rope_theta, p.rope_type, p.factor }, again.config
+    end
+    local new = { rope_parameters = { rope_type = "default", rope_theta = 50 } }
+    local old = { rope_theta = 50, rope_scaling = { type = "dynamic", factor = 2 } }
+    for _, file in ipairs { new, old, { rope_theta = 50 } } do
+      assert.same({ 50, "linear", 3 }, found(file, { rope_scaling = LINEAR }))
+      assert.same({ 50, "linear", 3 }, found(file, { rope_parameters = LINEAR }))
+      assert.same({ 70, "linear", 3 }, found(file, { rope_parameters = LINEAR, rope_theta = 70 }))
+      assert.same({ 70, "linear", 3 }, found(file, { rope_scaling = { type = "linear", factor = 3, rope_theta = 70 } }))
+    end
+    assert.same({ 70, "default" }, found(new, { rope_theta = 70 }))
+    local got, config = found(old, { rope_theta = 70 })
+    assert.same({ 70, "dynamic", 2 }, got)
+    assert.same({ 70, "dynamic" }, { config.rope_theta, config.rope_scaling.type })    -- as older versions read it
+    check.fails_saying({ "llama: rope_scaling and rope_parameters are two names of one setting" }, function()
+      found(new, { rope_scaling = LINEAR, rope_parameters = LINEAR })
+    end)
+    check.fails_saying({ "llama: rope_theta = 8, and 7 in the table beside it" }, function()
+      found(new, { rope_scaling = { rope_type = "linear", factor = 3, rope_theta = 7 }, rope_theta = 8 })
+    end)
+  end)
+
+  it("stands in for a preset's", function()
+    local model = require("models.llama").new("llama-3-8b", { vocab_size = 256, hidden_size = 32, intermediate_size = 8,
+      num_hidden_layers = 1, head_dim = 4, rope_theta = 70 })
+    assert.equal(70, model.model.rope.parameters.rope_theta)
+  end)
+end)
+
 describe("a causal model's positions", function()
   -- transformers' create_causal_mask: without a mask and a cache they tell the sequences of a row from each other.
   it("that begin anew in a row are refused where use_cache is false", function()

@@ -173,6 +173,8 @@ describe("GPT-2's settings", function()
       { { pruned_heads = { ["0"] = { 1 } } }, "pruned_heads" }, { { model_type = "llama" }, "model_type = llama" },
       { { is_encoder_decoder = true }, "is_encoder_decoder" },
       { { is_causal = false }, "refused: is_causal = false: attention to later positions is not supported" },
+      { { is_causal = json.null }, "refused: is_causal = false" },
+      { { transformers_weights = "x.safetensors" }, "refused: transformers_weights = x.safetensors: weights are read" },
       { { per_layer_config = { ["0"] = { n_head = 2 } } }, "refused: per_layer_config = {...}: a model of layers" },
       { { compression_config = { bits = 4 } }, "refused: compression_config" },
       { { architectures = "GPT2Model" }, "refused: architectures = GPT2Model: it is a list of names of classes" },
@@ -226,6 +228,32 @@ describe("GPT-2's settings", function()
     gpt2.from_pretrained(path "again", options):save_pretrained(path "named")
     fields = config_of "named"
     assert.same({ { ["0"] = "no", ["1"] = "yes" }, { no = 0, yes = 1 } }, { fields.id2label, fields.label2id })
+  end)
+
+  it("go by their other names in a script, too", function()
+    local model, x = gpt2.new(SMALL), ids(2, 7)
+    model:save_pretrained(path "script")
+    local function loaded(options) return gpt2.from_pretrained(path "script", options):eval() end
+    local other, want = loaded { num_attention_heads = 6 }, loaded { n_head = 6 }
+    assert.equal(6, other.config.n_head)
+    assert.equal(check.bytes(want(x)), check.bytes(other(x)))
+    assert.not_equal(check.bytes(model(x)), check.bytes(other(x)))
+    assert.equal(2, loaded { num_hidden_layers = 2, quiet = true }.config.n_layer)
+    assert.equal(6, loaded { num_attention_heads = 6, n_head = 6 }.config.n_head)
+    fails({ "num_attention_heads = 4, but n_head = 6: they are two names" }, function()
+      loaded { num_attention_heads = 4, n_head = 6 }
+    end)
+    local c = gpt2.new("tiny", { dropout = 0.3, attn_pdrop = 0.2 }).config             -- one says it, the other all
+    assert.same({ 0.2, 0.3, 0.3 }, { c.attn_pdrop, c.embd_pdrop, c.resid_pdrop })
+  end)
+
+  it("are written as numbers of the kind that transformers 5 wants", function()
+    gpt2.new("tiny", { layer_norm_epsilon = 0, initializer_range = 1, attn_pdrop = 0 }):save_pretrained(path "floats")
+    local text = check.read(path "floats/config.json")
+    assert.truthy(text:find('"layer_norm_epsilon":0.0,', 1, true) and text:find('"initializer_range":1.0,', 1, true))
+    assert.truthy(text:find('"n_layer":2,', 1, true))
+    gpt2.from_pretrained(path "floats", { layer_norm_epsilon = 1.25e-5 }):save_pretrained(path "floats")
+    assert.truthy(check.read(path "floats/config.json"):find('"layer_norm_epsilon":1.25e-05,', 1, true))
   end)
 end)
 
@@ -370,6 +398,8 @@ describe("GPT-2's files", function()
       local back = gpt2.from_pretrained(path "typed-again", { dtype = dtype })
       assert.same(bytes_of(loaded:state_dict()), bytes_of(back:state_dict()))
       assert.truthy(back:state_dict()["lm_head.weight"])
+      write_folder("typed-again", back, { tie_word_embeddings = false })              -- which says no type
+      assert.equal(dtype, gpt2.from_pretrained(path "typed-again", { dtype = "auto" }):parameters()[1]:dtype())
     end
   end)
 

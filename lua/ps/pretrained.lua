@@ -31,12 +31,24 @@ local LOADING = { task = "string", revision = "string", quiet = "boolean", ignor
   mmap = "boolean|string" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
--- What sets several settings at once: { dropout = { "embd_pdrop", ... } }.
-local function spread(family, given, config, rest)
+-- A script's options: settings, under their own names, and the rest. shorthands set several settings at once:
+-- { dropout = { "embd_pdrop", ... } }.
+local function spread(family, given)
+  local config, rest, aliases = {}, {}, family.settings.rules.aliases or {}
   for key, value in pairs(given) do
-    if family.shorthands[key] then for _, name in ipairs(family.shorthands[key]) do config[name] = value end
-    else (family.kinds[key] and config or rest)[key] = value end
+    local name = aliases[key] or key
+    if name ~= key and given[name] ~= nil and given[name] ~= value then
+      error(("%s: %s = %s, but %s = %s: they are two names of one setting"):format(family.model_type, key,
+        tostring(value), name, tostring(given[name])))
+    end
+    if not family.shorthands[key] then (family.kinds[name] and config or rest)[name] = value end
   end
+  for short, names in pairs(family.shorthands) do
+    for _, name in ipairs(given[short] ~= nil and names or {}) do
+      if config[name] == nil then config[name] = given[short] end
+    end
+  end
+  return config, rest
 end
 
 local function sorted(t)
@@ -69,14 +81,15 @@ function pretrained.family(family)
   --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that change it,
   --- task, dtype, device and recompute; of families that can, unpad: padding is left out of what is computed.
   function family.new(preset, options)
-    local config, rest = {}, {}
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
       error(("%s: no preset '%s' (there are %s)"):format(who, tostring(preset),
         table.concat(sorted(family.presets), ", ")))
     end
+    local config = {}
     for key, value in pairs(caller.options(base, who .. ".new", family.kinds)) do config[key] = value end
-    spread(family, caller.options(options, who .. ".new", options_of), config, rest)
+    local changes, rest = spread(family, caller.options(options, who .. ".new", options_of))
+    family.settings:change(config, changes)
     local class = pretrained.class_of(family, rest.task, nil, who .. ".new")
     return class(config, { dtype = rest.dtype, device = rest.device, recompute = rest.recompute, unpad = rest.unpad })
   end
@@ -167,9 +180,19 @@ local function tell_dtype(fields, model, from)
     made, dtype))
 end
 
+local WIDTHS = { bf16 = 2, fp16 = 2, fp32 = 4, fp64 = 8 }
+
+-- A type that has the values of both.
+local function wider(a, b)
+  if a == b or not WIDTHS[b] then return a end
+  if a and WIDTHS[a] == WIDTHS[b] then return "fp32" end
+  return a and WIDTHS[a] > WIDTHS[b] and a or b
+end
+
 -- Refuses a config.json of other sizes than the weights beside it, before memory and time go into a model of them.
+-- Gives a type that has the values of all of the body's weights.
 local function check_sizes(family, class, config, files, from)
-  local rules, names, shapes = family.settings.rules, {}, {}
+  local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
   local state = state_of.open(files, function(name) return name end)
   local ok, problem = pcall(function()
     local list = state.names()
@@ -178,8 +201,11 @@ local function check_sizes(family, class, config, files, from)
       local bare = name:match("^" .. class.base .. "%.(.*)$") or name
       names[bare] = name
       local dtype, other = state:dtype(name)
-      if not dtype and class.body[bare:match("^[^.]+")] then
-        settings.refuse(from, "dtype", other, ("the files have %s of that type, which is not supported"):format(name))
+      if class.body[bare:match("^[^.]+")] then
+        if not dtype then
+          settings.refuse(from, "dtype", other, ("the files have %s of that type, which is not supported"):format(name))
+        end
+        widest = wider(widest, dtype)
       end
     end
     for _, row in ipairs(rules.measures) do
@@ -205,6 +231,7 @@ local function check_sizes(family, class, config, files, from)
         table.concat(shape, ", ")))
     end
   end
+  return widest or "fp32"
 end
 
 -- Whether a script asks for fewer layers than the file has: then it has more tensors than the model.
@@ -256,15 +283,14 @@ function pretrained.load(name, options, family)
   local where = path .. "/config.json"
   local fields = folder.config(path)
   if not family then family = pretrained.find(fields.model_type, where) end
-  local changes, rest = {}, {}
-  spread(family, caller.options(options, "from_pretrained", family.options_of_loading), changes, rest)
+  local changes, rest = spread(family, caller.options(options, "from_pretrained", family.options_of_loading))
   local config = family.settings:from_file(fields, changes)
   config = family.settings:complete(config)
   local class = pretrained.class_of(family, rest.task, config.architectures, where)
-  local dtype = rest.dtype or (rest.mmap == true and "auto" or nil)
-  if dtype == "auto" then dtype = select(2, said_dtype(fields)) or "fp32" end
   local files = folder.files(path)
-  check_sizes(family, class, config, files, where)
+  local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
+  if dtype == "auto" then dtype = select(2, said_dtype(fields)) or widest end
+  if rest.mmap == true then dtype = dtype or widest end
   local mmap = maps(rest.mmap, files, dtype, rest.device or ps.empty({ 0 }):device())
   files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes, mmap = mmap,
     shorter = asks_for_fewer(family, changes, fields) }

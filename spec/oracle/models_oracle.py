@@ -33,10 +33,10 @@ CLASSES = [("bert", "Bert" + ("For" if h == "MaskedLM" else "") + h) for h in HE
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = ["gelu", "gelu_new", "relu", "silu", "tanh", "quick_gelu", "gelu_fast"]
 # field -> values, of which the first is usual; those of a family, and what no family follows
-ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5], "type_vocab_size": [2, 3], "tie_word_embeddings": [True, False],
+ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5, 1.0], "type_vocab_size": [2, 3], "tie_word_embeddings": [True, False],
            "classifier_dropout": [None, 0.3], "hidden_dropout_prob": [0.1, 0.0], "intermediate_size": [40, 23],
            "chunk_size_feed_forward": [0, 1]}
-DECODER = {"activation_function": ["gelu_new"] + ACTIVATIONS, "layer_norm_epsilon": [1e-5, 1e-3], "tie_word_embeddings": [True, False],
+DECODER = {"activation_function": ["gelu_new"] + ACTIVATIONS, "layer_norm_epsilon": [1e-5, 1e-3, 1.0], "tie_word_embeddings": [True, False],
            "scale_attn_weights": [True, False], "scale_attn_by_inverse_layer_idx": [False, True], "n_inner": [None, 23],
            "reorder_and_upcast_attn": [False, True]}
 # the first is what the family has where a file says nothing; old: the names of files before transformers 5
@@ -46,7 +46,7 @@ ROPES = [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default
          {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9},
          {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 30, "beta_fast": 6.0, "beta_slow": 2.0, "truncate": False},
          {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7}, {"rope_type": "yarn", "factor": 5.0, "mscale": 0.7, "mscale_all_dim": 1.3}]
-LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3], "tie_word_embeddings": [False, True], "intermediate_size": [40, 23],
+LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3, 1.0], "tie_word_embeddings": [False, True], "intermediate_size": [40, 23],
          "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3], "classifier_dropout": [None, 0.3],
          "token_classification_bias": [True, False]}
 OWN = {"llama": {"attention_bias": [False, True], "mlp_bias": [False, True], "pretraining_tp": [1, 2]},

@@ -82,7 +82,7 @@ function folder.find(name, revision)
     revision ~= "main" and " --revision " .. revision or ""))
 end
 
---- The config.json of a folder; a folder that holds an adapter is refused.
+--- The config.json of a folder; a folder that holds an adapter, or whose weights have a name of their own, is refused.
 ---@param path string
 ---@return table
 function folder.config(path)
@@ -91,7 +91,13 @@ function folder.config(path)
     settings.refuse(path, "adapter_config.json", folder.read_json(adapter).peft_type or "present",
       "adapters are not supported; merge it into its model first (peft's merge_and_unload)")
   end
-  return folder.read_json(path .. "/config.json")
+  local fields = folder.read_json(path .. "/config.json")
+  local named = fields.transformers_weights
+  if named ~= nil and named ~= json.null then
+    settings.refuse(path .. "/config.json", "transformers_weights", named, "weights are read from model.safetensors or "
+      .. "model.safetensors.index.json; give the file that name, and take the field out")
+  end
+  return fields
 end
 
 -- The files that an index names, each once, in order of name.

@@ -55,7 +55,7 @@ end
 -- -- names ----------------------------------------------------------------------------------------------------------
 -- Buffers that files of older versions carry: masks, and numbers of positions.
 local BUFFERS = { "%.attn%.bias$", "%.attn%.masked_bias$", "embeddings%.position_ids$",
-  "%.rotary_emb%.inv_freq$" }
+  "embeddings%.token_type_ids$", "%.rotary_emb%.inv_freq$" }
 
 local function fits(name, patterns)
   for _, pattern in ipairs(patterns or {}) do if name:find(pattern) then return true end end

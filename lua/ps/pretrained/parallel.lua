@@ -116,7 +116,7 @@ end
 --- that is under way goes on behind it, with its gradients.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
----@param config_of fun(dtype: string): table config.json's fields, given the type of the weights
+---@param config_of fun(dtype: string): string config.json, given the type of the weights
 ---@param whole boolean one file of all stages
 ---@param source? string the folder that the model came from, whose tokenizer and generation settings go along
 function parallel.save(model, path, config_of, whole, source)
@@ -141,7 +141,7 @@ function parallel.save(model, path, config_of, whole, source)
     end
     agree.run(group, function()
       if rank > 0 then return end
-      write_text(temp .. "/config.json", encode(config_of(save.dtype_of(all)), "config.json"))
+      write_text(temp .. "/config.json", config_of(save.dtype_of(all)))
       if not whole then write_text(temp .. "/placement.json", encode(placement_of(model, all), "placement.json")) end
       if source then folder.copy_companions(source, temp) end
       check(C.ps_file_swap_folder(temp, path))

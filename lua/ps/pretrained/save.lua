@@ -317,7 +317,7 @@ end
 --- steps, and an error of one is an error of all.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
----@param config_of fun(dtype: string): table config.json's fields, given the type of the weights
+---@param config_of fun(dtype: string): string config.json, given the type of the weights
 ---@param more? {max_shard_size?: integer|string, source?: string} bytes of a file at most (a tensor is not cut),
 ---  default 50 GB; source: the folder that the model came from, whose tokenizer and generation settings go along
 function save.run(model, path, config_of, more)
@@ -338,7 +338,7 @@ function save.run(model, path, config_of, more)
   write_all(path, split(entries, most), group)
   agree.run(group, function()
     if rank > 0 then return end
-    write_text(path .. "/config.json", encode(config_of(save.dtype_of(entries)), "config.json"))
+    write_text(path .. "/config.json", config_of(save.dtype_of(entries)))
     if more.source then folder.copy_companions(more.source, path) end
   end)
 end

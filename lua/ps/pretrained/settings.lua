@@ -3,6 +3,7 @@
 -- changes the model's numbers is done or refused by name; other fields (names, generation, caches) are kept and written
 -- again. A refusal reads "gpt2: refused: FIELD = VALUE: why".
 local caller = require "ps.caller"
+local encode = require "ps.checkpoints.encode"
 local json = require "cjson"
 local ps = require "ps"
 local F = ps.functional
@@ -26,6 +27,8 @@ local error = caller.error
 ---@field layers string the setting that counts the layers
 ---@field any_pad? boolean pad_token_id may be no word of the vocabulary
 ---@field check? fun(full: table) raises errors for settings that do not go together
+---@field change? fun(given: table, changes: table): table what to put into `given` for a script's `changes`; it takes
+---  out what says the same by other names
 ---@field layer string a pattern of the body's names, with a layer's number
 ---@field measures table[] sizes that the body's weights tell: { setting, name, dimension from 1, default = where the
 ---  setting is absent }
@@ -222,34 +225,44 @@ end
 
 --- What a config.json says, as Hugging Face reads it: null is as if left out, but where it means none.
 ---@param fields table the decoded file
----@param changes? table<string, any> what a script gives instead
+---@param changes? table<string, any> what a script gives instead, see change
 ---@return table
 function Settings:from_file(fields, changes)
   local rules, given = self.rules, {}
   for key, value in pairs(fields) do
     if rules.nullable and rules.nullable[key] and value == json.null then given[key] = false
+    elseif key == "is_causal" and value == json.null then given[key] = false        -- transformers asks for its truth
     -- An empty table was a list or an object, which Lua cannot tell when it is written again.
     elseif type(value) ~= "userdata" and not (type(value) == "table" and next(value) == nil) then given[key] = value end
   end
   for key, default in pairs(rules.file_defaults or {}) do if given[key] == nil then given[key] = default end end
-  for key, value in pairs(changes or {}) do
-    local name = rules.aliases and rules.aliases[key] or key
+  return self:change(given, changes or {})
+end
+
+--- Puts what a script says, under its own names, in the place of what a file or a preset says.
+---@param given table
+---@param changes table<string, any>
+---@return table given
+function Settings:change(given, changes)
+  local rules = self.rules
+  if rules.change then changes = rules.change(given, changes) end
+  for name, value in pairs(changes) do
     for alias, of in pairs(rules.aliases or {}) do if of == name then given[alias] = nil end end
     given[name] = value
   end
-  if changes and changes.id2label and not changes.label2id then given.label2id = nil end
-  if changes and changes.num_labels and not changes.id2label and type(given.id2label) == "table"
+  if changes.id2label and not changes.label2id then given.label2id = nil end
+  if changes.num_labels and not changes.id2label and type(given.id2label) == "table"
     and count(given.id2label) ~= changes.num_labels then
     given.id2label, given.label2id = nil, nil
   end
   return given
 end
 
---- The fields to write: those of a model, with the type of its weights.
+--- The text of a config.json: a model's fields, with the type of its weights.
 ---@param full table
 ---@param architecture string
 ---@param dtype string Hugging Face's name of it: "float32"
----@return table
+---@return string
 function Settings:to_file(full, architecture, dtype)
   local fields = { model_type = self.rules.model_type, architectures = { architecture } }
   for key, value in pairs(full) do fields[key] = value end
@@ -267,7 +280,11 @@ function Settings:to_file(full, architecture, dtype)
   end
   fields.num_labels = nil                                  -- Hugging Face's count is that of id2label
   fields.dtype, fields.torch_dtype = dtype, dtype          -- the second is for versions before 4.56
-  return fields
+  local text = encode(fields, "config.json")
+  for _, key in ipairs(self.rules.positive or {}) do       -- transformers 5 wants 1.0, not 1
+    text = text:gsub(('("%s":%%d+)([,}])'):format(key), "%1.0%2")
+  end
+  return text
 end
 
 --- The kinds of the settings that a script may give, for caller.options.
