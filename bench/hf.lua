@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/hf.lua DIR [--train N] [--unpad]: runs a folder of Hugging Face's in evaluation mode (no dropout), in
--- fp32: the class that its config.json names among the architectures, on the tensors of DIR/inputs.safetensors
--- (input_ids, labels, start_positions, end_positions, token_type_ids, position_ids, attention_mask, with transformers'
--- meaning). --unpad: the model has unpad = true.
+-- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap]: runs a folder of Hugging Face's in evaluation mode (no
+-- dropout), in fp32: the class that its config.json names among the architectures, on the tensors of
+-- DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions, token_type_ids, position_ids,
+-- attention_mask, with transformers' meaning). --unpad: the model has unpad = true. --mmap: weights stay in the
+-- folder's files where they can.
 -- It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model without a head: last_hidden_state,
 -- pooler_output), and with labels loss and grad.NAME, with the names and shapes of the tensors in the folder's files.
 -- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; then `losses` [N] is written, too, and
@@ -58,8 +59,9 @@ local function check_names(model, batch)
   end
 end
 
-local function run(folder, steps, unpad)
-  local model = ps.from_pretrained(folder, { dtype = "fp32", quiet = true, unpad = unpad }):eval()
+local function run(folder, steps, unpad, mmap)
+  local model = ps.from_pretrained(folder, { dtype = "fp32", quiet = true, unpad = unpad, mmap = mmap and "auto" })
+  model:eval()
   local batch, out = inputs_of(folder .. "/inputs.safetensors"), {}
   check_names(model, batch)
   for name, t in pairs(ps.no_grad(model, part(batch, false))) do out[name] = t end
@@ -82,8 +84,9 @@ local parser = require "argparse" ("bench/hf.lua", "Runs a folder of Hugging Fac
 parser:argument "folder"
 require("ps.command_line").whole(parser:option("--train", "steps of AdamW"), 1)
 parser:flag("--unpad", "padding is left out of what is computed")
+parser:flag("--mmap", "weights stay in the files where they can")
 local args = parser:parse()
-local ok, problem = pcall(run, args.folder, args.train, args.unpad)
+local ok, problem = pcall(run, args.folder, args.train, args.unpad, args.mmap)
 if not ok then
   local refused = type(problem) == "table" and problem.refused
   io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")

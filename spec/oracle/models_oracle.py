@@ -9,7 +9,7 @@ folder written again without training, are loaded by transformers: every key, an
 A case is off where |ours - float64| is above 1e-5 (|float64| + 1e-3 of the model's largest gradient) and above twice what
 transformers itself is off in fp32 (gradients that are 0 but for rounding, such as those of the keys' biases, are noise in both).
 
-Half of the encoders that have a mask leave padding out (unpad = true): their outputs are held where a position counts.
+Half of the models leave their weights in the files (mmap). Half of the encoders that have a mask leave padding out (unpad = true): their outputs are held where a position counts.
 
 A drawn share of folders asks for what is not supported: it must be refused by the name of that field, with exit status 2.
 """
@@ -96,6 +96,7 @@ def draw_case(rng, index):
     if rng.random() < 0.12:
         case["refused"] = rng.choice(REFUSED["decoder" if family == "gpt2" else "llama" if family in LLAMAS else "encoder"])
     case["unpad"] = family in ("bert", "roberta") and "Question" not in name and case["mask"] and rng.random() < 0.5
+    case["mmap"] = rng.random() < 0.5
     return case
 
 
@@ -286,7 +287,7 @@ def loads(case, folder):
 def judge(run, case):
     batch = load_file(os.path.join(case["model"], "inputs.safetensors"))
     labelled = any(n in batch for n in ("labels", "start_positions"))
-    lines = [os.path.join(runs.HERE, "../../bench/hf.lua"), case["model"]] + (["--train", str(STEPS)] if labelled else []) + ["--unpad"] * case["unpad"]
+    lines = [os.path.join(runs.HERE, "../../bench/hf.lua"), case["model"]] + (["--train", str(STEPS)] if labelled else []) + ["--unpad"] * case["unpad"] + ["--mmap"] * case["mmap"]
     env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
     done = subprocess.run([run.program, *lines], env=env, timeout=runs.LIMIT_S, capture_output=True, text=True)
     if case["refused"]:
