@@ -30,11 +30,13 @@ SIMD vf exp_below(vf x)
 #endif
 }
 /* Largest of n > 0 numbers. Seen as integers, with the lower bits of negative ones flipped, floats have the order of
- * their values: the compiler makes vectors of it, and halves need no conversion. NaN counts as largest or smallest. */
+ * their values: the compiler makes vectors of it, and halves need no conversion. NaN counts as largest or smallest.
+ * Without the pragma -O2 leaves a loop of unknown length scalar. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
     type m = (type)(p[0] ^ ((p[0] < 0 ? -1 : 0) & mask)); \
-    for (int64_t i = 1; i < n; i++) { \
+    _Pragma("omp simd reduction(max : m)") \
+    for (int64_t i = 0; i < n; i++) { \
         type v = (type)(p[i] ^ ((p[i] < 0 ? -1 : 0) & mask)); \
         m = v > m ? v : m; \
     } \
