@@ -58,18 +58,29 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 
+/* 2 PAIR elements of the next block, which its maximum reads at the speed of memory otherwise. */
+SIMD void fetch_next(const void *x, int64_t i, int dtype)
+{
+    __builtin_prefetch(ps_at(x, i + BLOCK, dtype));
+    __builtin_prefetch(ps_at(x, i + BLOCK + PAIR, dtype));
+    if (dtype != PS_F32) return;
+    __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
+    __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
+}
 /* Sum of e^(x - m) over n numbers; kept in `keep`, which may be x for fp32, in the order of pairs, unless NULL. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
     int64_t i = first, last = first + n;
-    for (; i + 2 * PAIR <= last; i += 2 * PAIR)
+    for (; i + 2 * PAIR <= last; i += 2 * PAIR) {
+        fetch_next(x, i, dtype);
         EACH_PART(j) {
             vp u = vp_get(x, i, j, dtype), v = vp_get(x, i + PAIR, j, dtype);
             u.a = exp_below(u.a - mm), u.b = exp_below(u.b - mm), v.a = exp_below(v.a - mm), v.b = exp_below(v.b - mm);
             if (keep) vp_store(keep + i, j, u), vp_store(keep + i + PAIR, j, v);
             s0[j] += u.a, s1[j] += u.b, s2[j] += v.a, s3[j] += v.b;
         }
+    }
     for (; i < last; i += PAIR) {
         vp e[PARTS];
         EACH_PART(j) {
