@@ -16,6 +16,7 @@
 #include <omp.h>
 
 enum { QUERIES = 64, KEYS = 64, QV = QUERIES / VL };
+enum { READ = 5, WRITTEN = 3 };        /* tensors of heads in backward; forward has fewer */
 #define NO_SCORE (-3e38f)             /* the maximum over no keys; finite, so that differences are never NaN */
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
@@ -35,7 +36,7 @@ typedef struct attn {
     int64_t first_head;                             /* of this rank, where ranks share out the heads */
 } attn;
 
-/* Rows that will be loaded soon. */
+/* Rows that will be loaded or stored soon. */
 typedef struct stream { const char *at; int64_t row_nbytes, used_nbytes, rows; } stream;
 
 /* A thread's memory. Forward uses k .. sum, backward all but sum; out is y or dq of the block. */
@@ -50,8 +51,8 @@ typedef struct work {
     uint8_t *hidden;                                /* [Sp]: keys that nobody sees */
     bool any_hidden;                                /* is there one below S? */
     int64_t second;                                 /* the second key that the mask shows; S: there is none */
-    int n_next;
-    stream next[5];                                 /* of this thread's next head, fetched into the cache bit by bit */
+    stream ahead[READ + WRITTEN];                   /* fetched into the cache bit by bit: what this thread's next head
+                                                       reads, and what this block writes */
 } work;
 
 /* Queries i0 .. i0 + nq and keys j0 .. j0 + nk of head h of sample b. */
@@ -112,23 +113,32 @@ static void store_rows(const attn *a, const ps_view *x, int64_t b, int64_t h, in
     else store_as(PS_F16, dst, row_nbytes, n, a->D, src, a->Dp, factor, step);
 }
 
-/* A head's rows lie far apart, so that the hardware does not foresee them, and come from main memory in backward;
- * fetched a few at a time between products, they cost next to nothing (a tenth of the time otherwise). */
+/* A head's rows lie far apart, so that the hardware does not foresee them, and come from main memory; fetched a few at
+ * a time between products, they cost next to nothing (a tenth of the time otherwise). Rows to be written are fetched in
+ * the block that ends with it. */
+static stream rows_ahead(const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
+{
+    int64_t size = ps_dtype_bytes(x->dtype);
+    return (stream){ row_of(x, b, h, first), x->stride[2] * size, x->shape[3] * size, n };
+}
 static void next_head(const attn *a, work *w, int64_t item)
 {
-    const ps_view *x[] = { &a->q, &a->k, &a->v, &a->dy, &a->y };
+    const ps_view *x[READ] = { &a->q, &a->k, &a->v, &a->dy, &a->y };
     int64_t b = item / a->G, g = item % a->G;
-    w->n_next = b >= a->B ? 0 : ps_has(&a->dy) ? 5 : 3;
-    for (int i = 0; i < w->n_next; i++) {
-        int64_t size = ps_dtype_bytes(x[i]->dtype), h = x[i]->shape[1] == a->G ? g : g * (a->H / a->G);
-        w->next[i] = (stream){ row_of(x[i], b, h, 0), x[i]->stride[2] * size, a->D * size, x[i]->shape[2] };
-    }
+    int n = b >= a->B ? 0 : ps_has(&a->dy) ? READ : 3;
+    memset(w->ahead, 0, sizeof w->ahead);
+    for (int i = 0; i < n; i++)
+        w->ahead[i] = rows_ahead(x[i], b, x[i]->shape[1] == a->G ? g : g * (a->H / a->G), 0, x[i]->shape[2]);
+}
+static void will_write(work *w, int i, const ps_view *x, int64_t b, int64_t h, int64_t first, int64_t n)
+{
+    if (ps_has(x)) w->ahead[READ + i] = rows_ahead(x, b, h, first, n);
 }
 SIMD void fetch_some(work *w)
 {
-    for (int i = 0; i < w->n_next; i++) {
-        stream *s = &w->next[i];
-        for (int n = 0; n < 2 && s->rows > 0; n++, s->rows--, s->at += s->row_nbytes)
+    for (int i = 0; i < READ + WRITTEN; i++) {
+        stream *s = &w->ahead[i];
+        for (int n = i < READ ? 2 : 4; n > 0 && s->rows > 0; n--, s->rows--, s->at += s->row_nbytes)
             for (int64_t at = 0; at < s->used_nbytes; at += 64) __builtin_prefetch(s->at + at, 0, 2);
     }
 }
@@ -333,6 +343,7 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
     int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
     load_rows(a, &a->q, b, h, i0, nq, round_up(nq, VL), w->q);
     transpose_panel(a, w->q, (nq + VL - 1) / VL, w->qt);
+    will_write(w, 0, &a->y, b, h, i0, nq);
     for (int i = 0; i < QUERIES; i++) w->max[i] = NO_SCORE, w->sum[i] = 0;
     if (seen <= first) memset(w->out, 0, (size_t)(QUERIES * a->Dp) * sizeof *w->out);
     for (int64_t j0 = first; j0 < seen; j0 += KEYS) {
@@ -520,6 +531,7 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
     load_delta(a, w, b, h, i0, nq);
     load_lse(a, w, b, h, i0, nq);
     memset(w->out, 0, (size_t)(qv * VL * a->Dp) * sizeof *w->out);
+    will_write(w, 0, &a->dq, b, h, i0, nq);
     for (int64_t j0 = first; j0 < seen; j0 += KEYS) {
         block k = block_at(a, w, b, h, i0, nq, j0, seen);
         int64_t at = j0 * a->Dp;
@@ -552,7 +564,13 @@ static void backward_group(const attn *a, work *w, int64_t b, int64_t g)
     memset(w->dk, 0, (size_t)(a->Sp * a->Dp) * sizeof *w->dk);
     memset(w->dv, 0, (size_t)(a->Sp * a->Dp) * sizeof *w->dv);
     for (int64_t h = g * heads; h < (g + 1) * heads; h++)
-        for (int64_t i0 = 0; i0 < a->T; i0 += QUERIES) backward_queries(a, w, b, h, i0);
+        for (int64_t i0 = 0; i0 < a->T; i0 += QUERIES) {
+            if (h == (g + 1) * heads - 1 && i0 + QUERIES >= a->T) {
+                will_write(w, 1, &a->dk, b, g, 0, a->S);
+                will_write(w, 2, &a->dv, b, g, 0, a->S);
+            }
+            backward_queries(a, w, b, h, i0);
+        }
     if (ps_has(&a->dk)) store_rows(a, &a->dk, b, g, 0, a->S, w->dk, &a->scale, 0);
     if (ps_has(&a->dv)) store_rows(a, &a->dv, b, g, 0, a->S, w->dv, &one, 0);
 }
