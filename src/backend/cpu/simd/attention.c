@@ -295,6 +295,7 @@ SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, boo
         int n = rows_of(k, c);
         vn old = vn_load(w->max + c), top[2] = { old, old }, sum[2] = { vn_set(0), vn_set(0) };
         for (int r = 0; r < n; r += 2)
+#pragma GCC unroll 2
             for (int u = 0; u < 2; u++) {
                 vn x = vn_load(s + (r + u) * QUERIES) * scale;
                 if (masked) x = vn_select(seen_by(w, k, r + u, c), x, vn_set(NO_SCORE));
@@ -302,6 +303,7 @@ SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, boo
             }
         vn now = vn_max(top[0], top[1]), factor = vn_exp2_neg(old - now);
         for (int r = 0; r < n; r += 2)
+#pragma GCC unroll 2
             for (int u = 0; u < 2; u++) {
                 vn x = vn_exp2_neg(vn_fma(vn_load(s + (r + u) * QUERIES), scale, -now));
                 if (masked) x = vn_and(seen_by(w, k, r + u, c), x);
@@ -466,6 +468,7 @@ SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool ma
         if (alone) {
             vn all[2] = { vn_set(0), vn_set(0) }, sum[2] = { vn_set(0), vn_set(0) };
             for (int r = 0; r < n; r += 2)
+#pragma GCC unroll 2
                 for (int u = 0; u < 2; u++) {
                     vn p = weight_of(a, k, w, r + u, c, masked);
                     all[u] += p;

@@ -40,7 +40,18 @@ SIMD vn vn_load(const float *p) { vn v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vn_store(float *p, vn v) { memcpy(p, &v, sizeof v); }
 SIMD vn vn_and(vni mask, vn v) { return (vn)(mask & (vni)v); }
 SIMD vn vn_select(vni mask, vn a, vn b) { return (vn)((mask & (vni)a) | (~mask & (vni)b)); }
-SIMD vn vn_max(vn a, vn b) { return vn_select(a > b, a, b); }       /* b where either is NaN */
+SIMD vn vn_max(vn a, vn b)        /* b where either is NaN */
+{
+#if defined(__AVX512F__)
+    return vf_max(a, b);
+#elif defined(__FMA__)
+    return (vn)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (vn)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return vn_select(a > b, a, b);
+#endif
+}
 /* first, first + 1, ... */
 SIMD vni vn_lanes(int first)
 {
@@ -117,7 +128,7 @@ SIMD void product(int add, int64_t vectors, int64_t depth, const float *a, int64
 /* 2^x for x at most a little above 0, as softmax needs it: within an ulp or two, 0 below -125, NaN stays NaN. */
 SIMD vn vn_exp2_neg(vn x)
 {
-    vn xc = vn_select(x < vn_set(-125.0f), vn_set(-125.0f), x);
+    vn xc = vn_max(vn_set(-125.0f), x);
     vn shifted = xc + vn_set(12582912.0f);                                  /* rounds to an integer in the low bits */
     vn f = xc - (shifted - vn_set(12582912.0f));                            /* exact, |f| <= 1/2 */
     vn p = vn_set(1.54531629e-4f);
