@@ -134,14 +134,27 @@ SIMD void vp_store(float *p, int j, vp v) { vf_store(p + j * VL, v.a), vf_store(
 SIMD float sum_lanes(const vf *given)
 {
     vf s[PARTS];
-    float x[VL];
     EACH_PART(j) s[j] = given[j];
     if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
     if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
+#if defined(__SSE2__)                          /* as below; GCC's -O2 would do that lane by lane, through memory */
+#if defined(__AVX512F__)
+    __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)s[0]), _mm512_extractf32x8_ps((__m512)s[0], 1));
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+#elif PS_LANES == 8
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128((__m256)s[0]), _mm256_extractf128_ps((__m256)s[0], 1));
+#else
+    __m128 x = (__m128)s[0];
+#endif
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+#else
+    float x[VL];
     memcpy(x, &s[0], sizeof x);
     for (int w = VL / 2; w > 0; w /= 2)
         for (int i = 0; i < w; i++) x[i] += x[i + w];
     return x[0];
+#endif
 }
 
 /* body(args..., PS_F32) and so on: bodies are always_inline, so the type is a constant inside of them. */
