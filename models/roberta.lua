@@ -9,6 +9,7 @@ local pretrained = require "ps.pretrained"
 local settings = require "ps.pretrained.settings"
 local pieces = require("models.bert").pieces
 local F = ps.functional
+local error = require("ps.caller").error
 
 ---@class RobertaModel: BertModel
 local RobertaModel = nn.class("RobertaModel", pieces.BertModel)
@@ -26,7 +27,13 @@ end
 function RobertaModel:places(ids)
   local pad = self.config.pad_token_id
   local counts = ids:ne(pad):to("int64")
-  return counts:cumsum(1) * counts + pad
+  local places, most = counts:cumsum(1) * counts + pad, self.config.max_position_embeddings - pad - 1
+  local longest = ids:size(1) > most and heads.known(places, function(t) return t:max():item() end) or 0
+  if longest - pad > most then
+    error(("roberta: %d positions besides padding, this model has %d: max_position_embeddings = %d, counted from "
+      .. "pad_token_id + 1 = %d on"):format(longest - pad, most, self.config.max_position_embeddings, pad + 1), 0)
+  end
+  return places
 end
 
 local LMHead = nn.class("RobertaLMHead")

@@ -43,6 +43,8 @@ describe("rotary embedding", function()
       { { rope_type = "yarn", factor = 5, mscale = 0.7, mscale_all_dim = 1.3, beta_fast = 6, beta_slow = 2,
           truncate = false, original_max_position_embeddings = 300 }, 8,
         { 1, 0.0833652616, 0.00200000009, 0.000199999995 }, 0.9201421400228534 },
+      { { rope_type = "yarn", factor = 8, mscale = 0.707, original_max_position_embeddings = 8192,
+          truncate = json.null }, 8, { 1, 0.100000001, 0.00773313316, 0.000191975938 }, 1.2079441541679836 },
     } do
       for _, field in ipairs { "rope_parameters", "rope_scaling" } do
         local p = rope.parameters("llama", { [field] = case[1], max_position_embeddings = 64 })
@@ -68,6 +70,17 @@ describe("rotary embedding", function()
     } do
       check.fails(function() llama.new("tiny", case[1]) end, "llama_spec.lua", case[2])
     end
+  end)
+end)
+
+describe("a head for tokens", function()
+  it("has no bias where config.json says null of it", function()
+    local rules = require("models.llama_config").llama
+    local config = rules:from_file { token_classification_bias = json.null }
+    assert.is_false(config.token_classification_bias)
+    config.head_dim, config.vocab_size, config.num_hidden_layers, config.hidden_size = 4, 16, 1, 16
+    local model = require("models.llama").new(config, { task = "token_classification", num_attention_heads = 2 })
+    assert.is_nil(model.score.bias)
   end)
 end)
 

@@ -434,6 +434,12 @@ describe("batches by names", function()
     } do
       fails({ case[2] }, function() model(case[1]) end)
     end
+    local counted = roberta.new("tiny", { task = "masked_lm" })                  -- 34 rows, the first 2 for padding
+    local long = ps.full({ 2, 33 }, 7, { dtype = "int64" })
+    fails({ "roberta: 33 positions besides padding, this model has 32: max_position_embeddings = 34, counted from "
+      .. "pad_token_id + 1 = 2 on" }, function() counted { input_ids = long } end)
+    long:narrow(1, 0, 1):fill_(1)
+    assert.same({ 2, 33, 256 }, counted({ input_ids = long }).logits:shape())
     fails({ "no pad_token_id" }, function()
       gpt2.new("tiny", { task = "sequence_classification" }) { input_ids = x }
     end)

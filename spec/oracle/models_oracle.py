@@ -45,10 +45,11 @@ ROPES = [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default
          {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
          {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9},
          {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 30, "beta_fast": 6.0, "beta_slow": 2.0, "truncate": False},
+         {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "truncate": None},
          {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7}, {"rope_type": "yarn", "factor": 5.0, "mscale": 0.7, "mscale_all_dim": 1.3}]
 LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3, 1.0], "tie_word_embeddings": [False, True], "intermediate_size": [40, 23],
          "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3], "classifier_dropout": [None, 0.3],
-         "token_classification_bias": [True, False]}
+         "token_classification_bias": [True, False, None]}
 OWN = {"llama": {"attention_bias": [False, True], "mlp_bias": [False, True], "pretraining_tp": [1, 2]},
        "mistral": {"sliding_window": [4096, None, 1, 3]},
        "qwen2": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1]},

@@ -81,16 +81,24 @@ function heads.padding_row(pad, rows)
   return pad < 0 and rows + pad or pad
 end
 
--- Whether numbers [B, T] go up by one. A dry run, which knows no values, says so.
+--- What a function reads of a batch's values. A dry run and device meta know none: nil.
+---@param t ps.Tensor whose values are read
+---@param fn fun(t: ps.Tensor): any
+---@return any
+function heads.known(t, fn)
+  if t.device_ == META then return nil end
+  local ok, value = pcall(ps.no_grad, fn, t)
+  if ok then return value end
+  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
+  return nil
+end
+
+-- Whether numbers [B, T] go up by one; where they are not known, yes.
 local function go_up(places)
-  if places.device_ == META or places:size(1) < 2 then return true end
-  local ok, same = pcall(ps.no_grad, function()
-    local n = places:size(1) - 1
-    return (places:narrow(1, 1, n) - places:narrow(1, 0, n)):ne(1):to("int64"):sum():item() == 0
-  end)
-  if ok then return same end
-  if type(same) ~= "table" or same.name ~= "EDRY" then error(same, 0) end
-  return true
+  local n = places:size(1) - 1
+  return n < 1 or heads.known(places, function(t)
+    return (t:narrow(1, 1, n) - t:narrow(1, 0, n)):ne(1):to("int64"):sum():item() == 0
+  end) ~= false
 end
 
 --- Positions of a causal model's batch are whole numbers. Without a cache and a mask, transformers takes those that

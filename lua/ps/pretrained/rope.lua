@@ -55,6 +55,7 @@ function rope.parameters(who, config)
   if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null, as DeepSeek's files have it
     p.factor = config.max_position_embeddings / p.original_max_position_embeddings
   end
+  if type(given.truncate) == "userdata" then p.truncate = false end         -- there null is no
   for key, needed in pairs(kind) do
     local value = p[key]
     if value == nil and needed then

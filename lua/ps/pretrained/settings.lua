@@ -45,6 +45,9 @@ local ABSENT = { quantization_config = "quantized weights", auto_map = "code of 
   compression_config = "compressed weights", pruned_heads = "attention without some of its heads",
   adapters = "a model with adapters", per_layer_config = "a model of layers with settings of their own" }
 
+-- Fields that transformers asks for their truth, so that null is no, and that are yes where they are left out.
+local TRUTHS = { is_causal = true, token_classification_bias = true }
+
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
 
 -- Hugging Face's activations: gelu's form (F.gelu), or a function.
@@ -231,7 +234,7 @@ function Settings:from_file(fields, changes)
   local rules, given = self.rules, {}
   for key, value in pairs(fields) do
     if rules.nullable and rules.nullable[key] and value == json.null then given[key] = false
-    elseif key == "is_causal" and value == json.null then given[key] = false        -- transformers asks for its truth
+    elseif TRUTHS[key] and value == json.null then given[key] = false
     -- An empty table was a list or an object, which Lua cannot tell when it is written again.
     elseif type(value) ~= "userdata" and not (type(value) == "table" and next(value) == nil) then given[key] = value end
   end
