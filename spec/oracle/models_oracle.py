@@ -3,8 +3,9 @@
 
 transformers makes a small model of odd sizes with a drawn set of config.json's fields and writes its folder (whole, in shards or
 as .bin, in fp32 or half types, with older names or other models' heads in it). bench/hf.lua reads it and a batch with padding
-left, right and inside: logits, loss, gradients and losses of some steps are held against float64. Then what it trained, and the
-folder written again without training, are loaded by transformers: every key, and of the latter every bit.
+left, right and inside, of whole rows, or a mask of 4 dimensions: logits, loss, gradients and losses of some steps are held
+against float64. Then what it trained, and the folder written again without training, are loaded by transformers: every key, and
+of the latter every bit.
 
 A case is off where |ours - float64| is above 1e-5 (|float64| + 1e-3 of the model's largest gradient) and above twice what
 transformers itself is off in fp32 (gradients that are 0 but for rounding, such as those of the keys' biases, are noise in both).
@@ -88,10 +89,13 @@ def draw_case(rng, index):
     case = {"family": family, "class": name, "fields": fields, "num_labels": labels, "vocab": rng.randint(20, 70), "width": width,
             "heads": heads, "layers": layers, "positions": positions, "rows": rng.randint(1, 4), "length": rng.randint(1, 11),
             "pad": rng.choice([0, 1, 5, -1]), "use_cache": rng.random() < 0.8, "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
-            "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "mask": rng.random() < 0.8,
+            "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "mask": rng.random() < 0.8 and rng.choice(["ends", "ends", "holes", "a row"]),
             "types": rng.random() < 0.5, "places": rng.random() < 0.3, "problem": None, "refused": None}
+    if rng.random() < 0.15:
+        case["length"], case["positions"] = rng.randint(30, 140), 150
     if family in LLAMAS:
         case["types"], case["old_fields"] = False, rng.random() < 0.4
+        case["mask"] = rng.choice([case["mask"]] * 3 + ["square", "added"])
     if "Sequence" in name:
         case["problem"] = rng.choice([None, None, "regression", "multi_label_classification"])
     if rng.random() < 0.12:
@@ -164,7 +168,7 @@ def write_folder(case, folder):
     with open(name, "w") as f:
         json.dump(text | refused, f)
     batch = draw_batch(case)
-    save_file({k: v.to(torch.int32 if k == "input_ids" else torch.int64).contiguous() for k, v in batch.items()},
+    save_file({k: (v.int() if k == "input_ids" else v).contiguous() for k, v in batch.items()},
               os.path.join(folder, "inputs.safetensors"))
 
 
@@ -179,6 +183,17 @@ def draw_batch(case):
             ids[row, part] = max(case["pad"], 0)       # below 0 it is no id, and a row from the end has no gradient
             mask[row, part] = 0
     batch = {"input_ids": ids}
+    if case["mask"] == "holes":
+        mask = (torch.rand(shape) < 0.7).long()
+    elif case["mask"] == "a row":                      # of which no position counts
+        mask[0] = 0
+    elif case["mask"]:
+        square = (shape[0], case["heads"] if case["seed"] % 2 else 1, shape[1], shape[1])
+        sees = (torch.rand(square) < 0.6) | torch.eye(shape[1]).bool()
+        if case["mask"] == "square":
+            mask = sees
+        elif case["mask"] == "added":
+            mask = torch.where(sees, torch.randn(square), -torch.inf)
     if case["mask"]:
         batch["attention_mask"] = mask
     if case["types"]:
@@ -207,7 +222,7 @@ def draw_batch(case):
 
 
 def as_theirs(case, batch, dtype):
-    batch = {n: t.long() for n, t in batch.items()}
+    batch = {n: t.to(dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.long() for n, t in batch.items()}
     kinds = case["problem"] or ("regression" if case["num_labels"] == 1 else None)
     if "labels" in batch and "Sequence" in case["class"] and kinds in ("regression", "multi_label_classification"):
         batch["labels"] = batch["labels"].to(dtype)
