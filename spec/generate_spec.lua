@@ -449,6 +449,27 @@ describe("text", function()
     assert.equal("\239\191\189", stream:finish())
   end)
 
+  it("of a first token keeps the blank that stands behind the prompt", function()
+    local blank = "\u{2581}"
+    local llama = tokens.folder { ["tokenizer.json"] = { model = { type = "BPE", merges = {}, byte_fallback = true,
+        vocab = { [blank .. "a"] = 0, [blank .. "b"] = 1, ["<0xC3>"] = 2, ["<0xA9>"] = 3 } },
+      decoder = { type = "Sequence", decoders = { { type = "Replace", pattern = { String = blank }, content = " " },
+        { type = "ByteFallback" }, { type = "Fuse" }, { type = "Strip", content = " ", start = 1, stop = 0 } } } } }
+    local words, shown = ps.tokenizer.from_pretrained(llama), {}
+    tokens.remove(llama)
+    local model = Chain { { 0, 1, 0, 0 }, { 1, 0, 0, 0 }, { 0, 0, 0, 1 }, { 1, 0, 0, 0 } }
+    local function stream(prompt)
+      shown = {}
+      return words:decode(generate(model, prompt, 3, { temperature = 0, tokenizer = words, on_text = function(piece)
+        shown[#shown + 1] = piece
+      end }))
+    end
+    assert.equal("a b a b", stream { 0 })
+    assert.same({ " b", " a", " b" }, shown)
+    stream { 0, 2 }                                        -- a prompt that ends within a character
+    assert.same({ "\u{e9}", " a", " b" }, shown)
+  end)
+
   it("ends with a stop string, which may begin in the prompt, and not with one that the prompt has", function()
     -- the letters of "one two " again and again
     local order = { o = "n", n = "e", e = " ", [" "] = "o" }

@@ -56,7 +56,7 @@ local function run(model, prompts, n, chosen)
   local results, ended, streams, left = {}, {}, {}, rows.count
   for r = 1, rows.count do
     results[r] = copied(prompts[math.floor((r - 1) / copies) + 1])
-    if chosen.on_text then streams[r] = text.stream(chosen.tokenizer) end
+    if chosen.on_text then streams[r] = text.stream(chosen.tokenizer, results[r]) end
   end
   for i = 1, n do
     rows:ready()

@@ -5,19 +5,29 @@ local copied = require "ps.copied"
 local text = {}
 
 local BROKEN = "\239\191\189"                              -- U+FFFD: of a character whose last bytes are still to come
+local BEFORE = 8                                           -- tokens of the prompt that a first piece is decoded behind
 
 ---@class ps.pretrained.Stream
 ---@field tokenizer ps.Tokenizer
 ---@field ids integer[]
+---@field first boolean no piece has come yet
 local Stream = {}
 Stream.__index = Stream
 
 --- Pieces of text of one sequence. A piece is decoded behind the one before it, since a token's text can depend on what
---- stands in front of it.
+--- stands in front of it: a blank of Llama 2's is none at a text's beginning.
 ---@param tokenizer ps.Tokenizer
+---@param prompt? integer[] what the sequence goes on from
 ---@return ps.pretrained.Stream
-function text.stream(tokenizer)
-  return setmetatable({ tokenizer = tokenizer, before = {}, ids = {} }, Stream)
+function text.stream(tokenizer, prompt)
+  local before = {}
+  for i = math.max(1, #(prompt or {}) - BEFORE + 1), #(prompt or {}) do before[#before + 1] = prompt[i] end
+  return setmetatable({ tokenizer = tokenizer, before = before, ids = {}, first = true }, Stream)
+end
+
+local function without_broken(shown)
+  while shown:sub(-3) == BROKEN do shown = shown:sub(1, -4) end
+  return shown
 end
 
 local function joined(a, b)
@@ -28,9 +38,11 @@ end
 
 local function give(self, last)
   local shown = self.tokenizer:decode(self.before)
+  if self.first then shown = without_broken(shown) end     -- a prompt may end within a character
   local all = self.tokenizer:decode(joined(self.before, self.ids))
   if not last and all:sub(-3) == BROKEN then return nil end
-  self.before, self.ids = self.ids, {}
+  self.before, self.ids = self.first and joined(self.before, self.ids) or self.ids, {}
+  self.first = false
   return all:sub(#shown + 1)
 end
 
@@ -62,10 +74,9 @@ function text.stops(strings, tokenizer)
   for _, s in ipairs(strings) do longest = math.max(longest, #s) end
   return function(tail)
     local last = table.remove(tail)
-    local before = tokenizer:decode(tail)
+    local before = without_broken(tokenizer:decode(tail))
     tail[#tail + 1] = last
     local all = tokenizer:decode(tail)
-    while before:sub(-3) == BROKEN do before = before:sub(1, -4) end
     for _, s in ipairs(strings) do
       local found, stop = all:find(s, math.max(1, #before - #s + 2), true)
       if found and stop > #before then return true end
