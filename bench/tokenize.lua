@@ -31,6 +31,18 @@ local function line_of(text)
   return tok:decode(ids, { skip_special_tokens = plain or false })
 end
 
+-- Lines, without their ends, of what comes in, whose bytes may be any (io.lines stops at a zero).
+local function lines()
+  local all, at = io.read "*a", 1
+  return function()
+    if at > #all then return nil end
+    local stop = all:find("\n", at, true) or #all + 1
+    local line = all:sub(at, stop - 1)
+    at = stop + 1
+    return line
+  end
+end
+
 local function run()
   if args.count then
     local _, n = tok:encode_buffer(io.read("*a"))
@@ -38,7 +50,7 @@ local function run()
     return
   end
   io.stdout:setvbuf("full", 2 ^ 16)
-  for line in io.lines() do io.write(line_of(line), "\n") end
+  for line in lines() do io.write(line_of(line), "\n") end
 end
 
 local done, why = pcall(run)

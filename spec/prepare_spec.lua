@@ -77,6 +77,44 @@ describe("a file's tokens", function()
     assert.same(whole, cut)
   end)
 
+  it("are those of its text at once where words, normalizers or added tokens reach from line to line", function()
+    local function split(regex)
+      return { type = "Sequence", pretokenizers = {
+        { type = "Split", pattern = { Regex = regex }, behavior = "Isolated", invert = false },
+        { type = "ByteLevel", use_regex = false, add_prefix_space = false } } }
+    end
+    local bytes, vocab = { type = "ByteLevel", add_prefix_space = false }, lib.vocab(MERGES)
+    local blank = { type = "Replace", pattern = { String = "e\nT" }, content = "the" }
+    local characters = { ["\u{2581}"] = 0, t = 1, h = 2, e = 3, ["\n"] = 4, ["\u{2581}t"] = 5, ["e\n"] = 6,
+      ["e\nt"] = 7 }
+    local function open(whole)
+      whole.model = whole.model or { type = "BPE", vocab = vocab, merges = { "t h", "th e", "\196\160 the" } }
+      local path = lib.folder { ["tokenizer.json"] = whole }
+      local opened = ps.tokenizer.from_pretrained(path)
+      lib.remove(path)
+      return opened
+    end
+    local plain, text = tok, drawn(4, 4000) .. ("the\nthe"):rep(30000)
+    local path = write("text.txt", text)
+    for _, whole in ipairs { { pre_tokenizer = split "(?:.|\\n){1,5}" }, { pre_tokenizer = split "[a-z]+\\n?[a-z]+" },
+      { pre_tokenizer = bytes, added_tokens = { { id = 300, content = "the\nthe" } } },
+      { pre_tokenizer = bytes, added_tokens = { { id = 300, content = "The", lstrip = true } } },
+      { pre_tokenizer = bytes, normalizer = blank },
+      { pre_tokenizer = bytes, normalizer = { type = "Prepend", prepend = "x" } },
+      { pre_tokenizer = { type = "Metaspace", replacement = "\u{2581}", prepend_scheme = "always" },
+        model = { type = "BPE", vocab = characters, merges = { "\u{2581} t", "e \n", { "e\n", "t" } } },
+        decoder = { type = "Sequence", decoders = {
+          { type = "Replace", pattern = { String = "\u{2581}" }, content = " " }, { type = "ByteFallback" },
+          { type = "Fuse" } } } } } do
+      tok = open(whole)
+      local want = tok:encode(text, { split_special_tokens = true })
+      local got, others = ids_of(path, { block = 64 }), ids_of(path, { threads = 4 })
+      tok = plain
+      assert.same(want, got)
+      assert.same(want, others)
+    end
+  end)
+
   it("of JSON lines are its documents', each behind a mark", function()
     local want, lines = {}, {}
     for i = 1, 50 do

@@ -196,6 +196,15 @@ describe("BERT's tokenizer", function()
     local words = { ["vocab.txt"] = table.concat(WORDS, "\n") .. "\n'\ns\nt\n" }
     local text = "a's b't !"
     assert.equal("a ' s b ' t!", bert({}, words):decode(bert({}, words):encode(text), { skip_special_tokens = true }))
+    local added = {}
+    for i, token in ipairs { "...", ".net", "##x", "a . b", "Foo" } do
+      added[tostring(#WORDS + i - 1)] = { content = token, normalized = true }
+    end
+    tok = bert { added_tokens_decoder = added }
+    -- as the package tokenizers decodes them
+    local ids = tok:encode("a ... b .net a . b FOO", { add_special_tokens = false })
+    assert.equal("a... b.net a. b foo", tok:decode(ids))
+    assert.equal("ax", tok:decode { ID.a, #WORDS + 2 })
     tok = bert({ clean_up_tokenization_spaces = true }, words)
     assert.equal("a's b't!", tok:decode(tok:encode(text), { skip_special_tokens = true }))
   end)
@@ -236,6 +245,24 @@ describe("what a tokenizer is asked for", function()
     fails(function() tok:decode { 266 } end, "there is no token 266")
     fails(function() tok:decode { -1 } end, "no token -1")
     fails(function() bert()("a", { truncation = true, max_length = 1 }) end, "2 special tokens")
+    tok.pad_token = tok.eos_token
+    fails(function() tok("the cat the", { truncation = "only_second", max_length = 2 }) end, "there is no text_pair")
+    assert.same({ { THE } }, tok("the", { truncation = "only_second", max_length = 2 }).input_ids:tolist())
+    local odd = { truncation = true, max_length = 3, padding = true, pad_to_multiple_of = 2 }
+    fails(function() tok("the cat", odd) end, "truncation to 3 tokens and pad_to_multiple_of = 2")
+    -- the second text's type is 1 where nothing in the files says another
+    assert.same({ { 0, 1, 1 } }, tok("the", { text_pair = "the cat", token_type_ids = true }).token_type_ids:tolist())
+  end)
+end)
+
+describe("bench/tokenize.lua", function()
+  it("reads lines of any bytes", function()
+    local path = folder(lib.gpt2(MERGES))
+    check_lib.write(path .. "/text", "a\0b\n\n\0\0\nthe")
+    local p = assert(io.popen(("'%s' '%s/bench/tokenize.lua' '%s' <'%s/text' 2>&1"):format(paths.exe, paths.root, path,
+      path)))
+    assert.equal(("97 0 98\n\n0 0\n%d\n"):format(THE), p:read "*a")
+    p:close()
   end)
 end)
 
@@ -335,6 +362,18 @@ describe("tokenizers' files that are no good", function()
     refused(json_of { added_tokens = { { id = 3, content = "the" } } }, "'the' has id 3", "as 257")
     refused(json_of { added_tokens = { { id = 3, content = "new" } } }, "have the same id, 3")
     refused(json_of { decoder = { type = "Metaspace" } }, 'decoder.type = "Metaspace"')
+    local bytes, blanks, words = { type = "ByteLevel", use_regex = false, add_prefix_space = false }, {
+      type = "Metaspace", replacement = "\u{2581}" }, { type = "BertPreTokenizer" }
+    local cut = { type = "Split", pattern = { String = "a" }, behavior = "Isolated", invert = false }
+    for _, list in ipairs { { bytes, bytes }, { bytes, cut }, { words, bytes }, { cut, blanks }, { cut, words },
+      { { type = "Sequence", pretokenizers = { cut, bytes } } } } do
+      refused(json_of { pre_tokenizer = { type = "Sequence", pretokenizers = list } },
+        "in this place it is not supported")
+    end
+    refused(json_of { pre_tokenizer = words }, "with BPE BertPreTokenizer is not supported")
+    refused(json_of { pre_tokenizer = { type = "Metaspace", replacement = "\u{2581}", prepend_scheme = "first",
+      add_prefix_space = false } }, "add_prefix_space = false", 'prepend_scheme is "first"')
+    refused(json_of { pre_tokenizer = { type = "Split", pattern = {}, behavior = "Isolated" } }, "a Regex or a String")
     refused(json_of { post_processor = { type = "TemplateProcessing",
       single = { { SpecialToken = { id = "[X]" } } } } },
       "post_processor.single", "[X]")
@@ -374,6 +413,11 @@ describe("tokenizers' files that are no good", function()
       assert.same({ 260, 261, 262 }, tok:encode "ab a")
       assert.equal(" ab", tok:decode(tok:encode " ab"))
     end
+    -- bytes are decoded whether or not the model makes them, and a character that the unknown token spells is none
+    local model = { type = "BPE", vocab = words, merges = {}, unk_token = "b", byte_fallback = false, fuse_unk = true }
+    tok = llama { model = model }
+    assert.equal("A", tok:decode { 1 + 0x41 })
+    assert.same({ 259, 261, 261, 261, 260 }, tok:encode "bb\u{4e2d}\u{4e2d}a")
     tok = llama()
     -- A text is one word: long ones come to what short ones are, joined.
     local ids, want = tok:encode(("ab "):rep(5000)), {}
@@ -431,6 +475,43 @@ describe("tokenizers' files that are no good", function()
     assert.same({ "left", "left", 33 }, { tok.padding_side, tok.truncation_side, tok.pad_token_id })
   end)
 
+  it("follow the tokens that tokenizer_config.json names beside tokenizer.json's, as transformers does", function()
+    local function by(config, added)
+      local files = json_of { added_tokens = added }
+      files["tokenizer_config.json"] = config
+      return open(lib.folder(files))
+    end
+    local plain, fast = by({}):encode "<|endoftext|>", "PreTrainedTokenizerFast"
+    assert.truthy(#plain > 1)
+    local text = "the<|endoftext|> the"
+    for _, config in ipairs { { eos_token = "<|endoftext|>" }, { tokenizer_class = fast, pad_token = "<|endoftext|>" },
+      { additional_special_tokens = { "<|endoftext|>" } }, { extra_special_tokens = { image = "<|endoftext|>" } },
+      { tokenizer_class = "GPT2Tokenizer" },
+      { added_tokens_decoder = { ["265"] = { content = "<|endoftext|>", special = true } } } } do
+      local tok = by(config)
+      assert.same({ 257, END, 32, 257 }, tok:encode(text))
+      assert.equal("the the", tok:decode(tok:encode(text), { skip_special_tokens = true }))
+    end
+    local tok = by({ eos_token = { content = "the", lstrip = true } })
+    assert.same({ 257, 257 }, tok:encode "the  the")
+    assert.equal("", tok:decode(tok:encode "the  the", { skip_special_tokens = true }))
+    -- one that is added already keeps its blanks; a new one has the next id
+    tok = by({ eos_token = { content = "<x>", lstrip = true }, extra_special_tokens = { "<y>" } },
+      { { id = 266, content = "<x>" } })
+    assert.same({ 32, 266, 267 }, tok:encode " <x><y>")
+    assert.equal(" ", tok:decode(tok:encode " <x><y>", { skip_special_tokens = true }))
+    -- the word of added_tokens_decoder counts more than that of tokenizer.json
+    tok = by({ added_tokens_decoder = { ["266"] = { content = "<x>", rstrip = true } } },
+      { { id = 266, content = "<x>" } })
+    assert.same({ 266, 257 }, tok:encode "<x>  the")
+  end)
+
+  it("may add tokens that begin with the blanks which the one before takes along", function()
+    local tok = open(lib.folder(json_of { added_tokens = { { id = 267, content = "<x>", rstrip = true },
+      { id = 268, content = " <y>" } } }))
+    assert.same({ 267, 268, 257 }, tok:encode "<x> <y>the")
+  end)
+
   it("may compose characters first", function()
     local tok = open(lib.folder(json_of { normalizer = { type = "NFC" } }))
     for _, pair in ipairs { { "e\u{301}x", "\u{e9}x" }, { "\u{1100}\u{1161}\u{11a8}", "\u{ac01}" },
@@ -457,5 +538,34 @@ describe("tokenizers' files that are no good", function()
     assert.same({ THE }, tok:encode "the")
     tok = open(lib.folder(split "x*"))
     assert.same({ 97, 98 }, tok:encode "ab")
+  end)
+
+  it("have patterns of Oniguruma, which mean here what they mean there or are refused", function()
+    local small = lib.vocab { { "b", "\196\138" } }                 -- b and a line's end
+    local function split(pattern)
+      return { ["tokenizer.json"] = { model = { type = "BPE", vocab = small, merges = { "b \196\138" } },
+        pre_tokenizer = { type = "Sequence", pretokenizers = {
+          { type = "Split", pattern = { Regex = pattern }, behavior = "Isolated", invert = false },
+          { type = "ByteLevel", add_prefix_space = false, use_regex = false } } } } }
+    end
+    for pattern, ids in pairs { ["[^\n]+$"] = { 97, 98, 10, 98 }, ["^b|x"] = { 97, 256, 98 },
+      ["[b$^]+"] = { 97, 98, 10, 98 },
+      ["\\$|[[:alpha:]]"] = { 97, 98, 10, 98 }, ["[\\[b]"] = { 97, 98, 10, 98 }, ["[]b]"] = { 97, 98, 10, 98 } } do
+      assert.same(ids, open(lib.folder(split(pattern))):encode "ab\nb")
+    end
+    for pattern, what in pairs { ["\\w+"] = "\\w", ["[\\w]"] = "\\w", ["\\bx"] = "\\b", ["[a-z&&[^b]]"] = "&&",
+      ["[a[b]]"] = "[ within [ ]", ["\\p{N}{1,3}+"] = "{1,3}+", ["a{,2}"] = "{,2}", ["(?m:.)"] = "(?m",
+      ["a{2}?"] = "{2}?",
+      ["\\h"] = "\\h", ["\\X"] = "\\X", ["a\\Kb"] = "\\K", ["\\Qa\\E"] = "\\Q" } do
+      refused(split(pattern), "pre_tokenizer.pattern.Regex", ("'%s' is read in another way here"):format(what))
+    end
+    local ranks = lib.folder { ["x.tiktoken"] = "YQ== 0\nYg== 1\nCg== 2\nYgo= 3\nYWI= 4\nCgo= 5\n" } .. "/x.tiktoken"
+    local function by(pattern)
+      return ps.tokenizer.from_pretrained(ranks, { pattern = pattern, special_tokens = {} })
+    end
+    assert.same({ 4, 5, 1 }, by("\\n+|[ab]+$|[ab]+"):encode "ab\n\nb")
+    assert.same({ 0, 3 }, by("b\n$|b$|a"):encode "ab\n")      -- "$" is the end of the text alone, as in Rust
+    fails(function() by "[a&&b]" end, "pattern", "'&&' is read in another way here")
+    lib.remove(ranks:match "^(.*)/")
   end)
 end)

@@ -26,8 +26,8 @@ function tokenizer.bytes() return setmetatable({}, Bytes) end
 --- characters with byte_fallback as Llama 2's, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe
 --- (GPT-2, RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions say the rest, and where that names
 --- the class, add_prefix_space, do_lower_case, strip_accents and tokenize_chinese_chars instead of tokenizer.json, as
---- transformers' classes do. What files ask for and is not here is an error that names it. Or of a file of ranks,
---- .tiktoken, by its encoding.
+--- transformers' classes do. Special tokens that it names, and its added_tokens_decoder, are added to tokenizer.json's.
+--- What files ask for and is not here is an error that names it. Or of a file of ranks, .tiktoken, by its encoding.
 --- A name of neither is looked for in Hugging Face's cache, as ps.from_pretrained does.
 ---@param path string
 ---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} of a file of ranks:

@@ -1,12 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Runs the cases of tokens_oracle.py: tokens_cases.lua TOKENIZER IN OUT. IN holds texts, each behind its length in
 -- bytes and a line's end; OUT gets for each a line of ids, of offsets, and the text of the ids, behind its length. An
--- error is its text.
+-- error is its text. With a last argument "decode" IN is JSON, a list of lists of ids, and OUT gets, as JSON, the two
+-- texts of each, with special tokens and without.
 local ps = require "ps"
+local json = require "cjson"
 
 local tok = ps.tokenizer.from_pretrained(arg[1])
 local input, output = assert(io.open(arg[2], "rb")), assert(io.open(arg[3], "wb"))
-while true do
+if arg[4] == "decode" then
+  local texts = {}
+  for i, ids in ipairs(json.decode(input:read "*a")) do
+    texts[i] = { tok:decode(ids), tok:decode(ids, { skip_special_tokens = true }) }
+  end
+  output:write(json.encode(texts))
+end
+while arg[4] ~= "decode" do
   local length = input:read("*l")
   if not length then break end
   local text = length == "0" and "" or input:read(tonumber(length))

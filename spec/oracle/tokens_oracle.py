@@ -141,7 +141,7 @@ def made(seed):
     yield "gpt2 json", gpt2, "json"
     yield "gpt2, merges in any order", shuffled(gpt2, rng), "json"
     spaced = bpe(byte_level(True), seed, post=processors.ByteLevel(trim_offsets=True))
-    spaced.add_special_tokens([AddedToken("<mask>", lstrip=True), AddedToken("<|end|>", rstrip=True)])
+    spaced.add_special_tokens([AddedToken("<mask>", lstrip=True), AddedToken("<|end|>", rstrip=True), AddedToken(" <x>")])
     spaced.add_tokens([AddedToken("foxes"), AddedToken("<|"), AddedToken("<|endof")])
     yield "prefix space, added tokens", spaced, "json"
     roberta = bpe(byte_level(), seed)
@@ -159,6 +159,20 @@ def made(seed):
     space = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
     yield "llama2, no blank in front by its configuration", llama2(seed, "first"), space
     yield "gpt2, a blank in front by its configuration", gpt2, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    more = bpe(byte_level(), seed)                   # tokens that the configuration alone calls special
+    more.add_tokens([AddedToken("<mask>", lstrip=True), AddedToken("foxes")])
+    token = {"content": "the", "special": False, "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+    word = min(t for t in more.get_vocab() if t.isascii() and t.isalpha() and len(t) > 3 and t != "foxes")
+    yield "tokens of the configuration", more, {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": token | {"content": word, "__type": "AddedToken"},
+        "added_tokens_decoder": {str(more.token_to_id("the")): token}, "additional_special_tokens": ["12", "<|end|>"]}
+    odd = llama2(seed, "never")                      # a character that is the unknown token, too
+    whole = json.loads(odd.to_str())
+    whole["model"] |= {"unk_token": "a", "fuse_unk": True}
+    yield "llama2, an unknown token of a letter", Tokenizer.from_str(json.dumps(whole)), "json"
+    words = wordpiece(True, seed)
+    words.add_tokens([AddedToken(t) for t in ("...", ".net", "a . b", "##x", "THE", "'LL", " do not", "?!")])
+    yield "bert, added tokens of punctuation", words, "json"
     for setting, value in (("do_lower_case", False), ("strip_accents", False), ("tokenize_chinese_chars", False)):
         yield "bert, %s by its configuration" % setting, wordpiece(True, seed), {"tokenizer_class": "BertTokenizer", setting: value}
     yield "bert", wordpiece(True, seed), "words"
@@ -219,6 +233,26 @@ def reordered(text):
     """Whether decomposing puts marks in another order: tokenizers then says other origins of the word than its characters."""
     marks = [unicodedata.combining(x) for c in text for x in unicodedata.normalize("NFD", c)]
     return any(0 < b < a for a, b in zip(marks, marks[1:]))
+
+
+def judge_decoded(run, name, index, tok, folder):
+    """Texts of ids in any order, with and without special tokens."""
+    rng, off = run.random(index), 0
+    rows = [[rng.randrange(tok.get_vocab_size()) for _ in range(rng.randrange(1, 9))] for _ in range(300)]
+    given, got = os.path.join(run.folder, "%d.ids" % index), os.path.join(run.folder, "%d.texts" % index)
+    with open(given, "w") as f:
+        json.dump(rows, f)
+    run.psluajit("tokens_cases.lua", folder, given, got, "decode")
+    with open(got, encoding="utf-8") as f:
+        for ids, texts in zip(rows, json.load(f)):
+            # tokenizers takes the letters of an added token for GPT-2's letters of bytes; here it stands for itself
+            if "ByteLevel" in str(tok.decoder) and any(not t.content.isascii() for i, t in tok.get_added_tokens_decoder().items() if i in ids):
+                continue
+            want = [tok.decode(ids, skip_special_tokens=skip) for skip in (False, True)]
+            if want != texts and off < 5:
+                print("  %s: decoded %s: %r, not %r" % (name, ids, texts, want))
+            off += want != texts
+    return off
 
 
 def judge(run, name, index, tok, folder, texts, offsets):
@@ -295,7 +329,8 @@ def main():
     count = len(run.indices)
     rng = run.random(0)
     letters = "".join(chr(c) for c in list(range(32, 127)) + [0xE9, 0xDF, 0x130, 0x131, 0x3C3, 0x430, 0x4E2D, 0xAC00, 0x301, 0x1F600])
-    alphabet = list(letters) + ["the", " the", "'s", "'LL", "\u017f", "<|endoftext|>", "<mask>", " <mask> ", "foxes", "[CLS]", "[MASK]", "\r\n"]
+    alphabet = list(letters) + ["the", " the", "'s", "'LL", "\u017f", "<|endoftext|>", "<mask>", " <mask> ", "foxes", "[CLS]", "[MASK]", "\r\n",
+                                "<|end|> <x>", "<|end|>", "...", ".net", "a . b", "THE", " do not", "?!", " lazy", "12"]
     everything = list(code_points())
     drawn = [drawn_string(rng, alphabet) for _ in range(count)] + list(lines_of_tree())[rng.randrange(20)::20]
     drawn += [rng.randbytes(rng.randrange(60)) for _ in range(count // 5)]
@@ -307,8 +342,8 @@ def main():
             tok = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
         texts = drawn + (everything if name in WHOLE else everything[rng.randrange(40)::40])
         # The blanks that an added token took along are its own here, and tokenizers takes some off again.
-        places = form != "vocab" and name != "prefix space, added tokens"
-        off = judge(run, name, index, tok, folder, texts, offsets=places)
+        places = form != "vocab" and name not in ("prefix space, added tokens", "tokens of the configuration")
+        off = judge(run, name, index, tok, folder, texts, offsets=places) + judge_decoded(run, name, index, tok, folder)
         run.judged(index, ["%d texts of %d" % (off, len(texts))] if off else [], name)
         index += 1
     gpt2 = next(tok for name, tok, _ in made(run.seed) if name == "gpt2")

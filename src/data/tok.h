@@ -161,9 +161,10 @@ int tok_normalize(tok_text turns[2], bool mapped, const tok_step *steps, int n, 
 /* -- added tokens ------------------------------------------------------------------------------------------------ */
 /* s: as the text has it where the token is looked for: normalized with NORMALIZED. */
 typedef struct tok_added { uint8_t *s; size_t n; int32_t id; int flags; } tok_added;
-/* The first added token in s from *begin on whose flag NORMALIZED is as given, of several the longest: NULL: none. */
-const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t *begin,
-                                size_t *end);
+/* The first added token in s from *at on whose flag NORMALIZED is as given, of several the longest; NULL: none. *at is
+ * then behind it. begin, end: with the blanks that it takes along, which begin behind `done`. */
+const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t done,
+                                size_t *at, size_t *begin, size_t *end);
 /* Ids of a whole text to st->ids. flags: of ps_tok_encode. */
 int tok_encode(const ps_tok *t, tok_state *st, const uint8_t *text, size_t n, int flags);
 void tok_state_free(tok_state *st);
@@ -182,6 +183,7 @@ struct ps_tok {
      * fuse_unk (neighbours without a token are one unknown token), strip_first (decoded: a blank less in front).
      * metaspace: blanks are U+2581, and one comes in front of 1: each part of a text, 2: its beginning, 3: nothing. */
     int byte_fallback, fuse_unk, strip_first, metaspace;
+    int cuts;                   /* no word of the patterns reaches past a line's end between characters of ASCII */
     int32_t unk;                /* -1: none */
     int64_t longest_word;       /* WordPiece: in characters; longer ones are unknown */
     int32_t longest_token;      /* in bytes */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Long texts and JSON lines to ids on several threads. A text is cut only where no word of a known pattern reaches
  * across: after a line's end between two characters of ASCII that are no blanks; so the ids are those of the text as a
- * whole. */
+ * whole. Where a word, a normalizer or an added token may reach across, a text is not cut. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -44,6 +44,20 @@ static size_t cut_before(const uint8_t *s, size_t n)
         if (s[i - 2] == '\n' && s[i - 1] > ' ' && s[i - 1] < 0x7f && i > 3 && s[i - 3] > ' ' &&
             s[i - 3] < 0x7f) return i - 1;
     return 0;
+}
+
+/* Whether the ids of a text's parts are those of the text. PLAIN: special tokens are not looked for. */
+static bool may_cut(const ps_tok *t, int flags)
+{
+    if (t->model == TOK_BPE && (!t->n_splits || !t->cuts || t->metaspace)) return false;
+    for (int i = 0; i < t->n_steps; i++) if (t->step[i].kind != TOK_NFC) return false;
+    for (int i = 0; i < t->n_added; i++) {
+        const tok_added *a = &t->added[i];
+        if (flags & PS_TOK_PLAIN && a->flags & PS_TOK_SPECIAL) continue;
+        if (a->flags & PS_TOK_LSTRIP || memchr(a->s, '\n', a->n)) return false;
+        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;      /* a line's end may become it */
+    }
+    return true;
 }
 
 static size_t line_after(const uint8_t *s, size_t n, size_t from)
@@ -164,7 +178,7 @@ int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_
     if (block->flags & PS_TOK_OFFSETS) return ps_fail(PS_EUNSUP, "blocks have no offsets");
     const uint8_t *s = (const uint8_t *)text;
     size_t n = (size_t)nbytes;
-    bool whole = t->model == TOK_BPE && !t->n_splits && !block->field;      /* the text is one word: it is not cut */
+    bool whole = !block->field && !may_cut(t, block->flags);
     if (whole && !block->last) n = 0;
     else if (!block->last) {
         const uint8_t *end = block->field && n ? memrchr(s, '\n', n) : NULL;

@@ -49,6 +49,7 @@ static inline pair find(const tok_merges *m, int32_t a, int32_t b)
 static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
 {
     int32_t n = 0;
+    bool after_unknown = false;
     for (size_t i = 0, len; i < word.n; i += len) {
         len = (size_t)ps_utf8(word.s + i, word.n - i);
         int32_t id = len ? tok_vocab_find(&t->vocab, word.s + i, len) : -1, to = (int32_t)(i + len);
@@ -57,10 +58,11 @@ static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
         for (size_t k = 0; bytes && k < len; k++) bytes = t->byte_id[word.s[i + k]] >= 0;
         for (size_t k = 0; bytes && k < len; k++)
             sym[n++] = (symbol){ t->byte_id[word.s[i + k]], (int32_t)(i + k), (int32_t)(i + k) + 1 };
-        if (bytes) continue;
-        if (id < 0) id = t->unk;
-        if (id == t->unk && t->fuse_unk && n && sym[n - 1].id == id) sym[n - 1].to = to;
+        bool unknown = !bytes && id < 0;
+        if (unknown) id = t->unk;
+        if (unknown && after_unknown && t->fuse_unk && id >= 0) sym[n - 1].to = to;
         else if (id >= 0) sym[n++] = (symbol){ id, (int32_t)i, to };
+        after_unknown = unknown;
     }
     return n;
 }

@@ -2,6 +2,7 @@
  * Tokenizers as ps.h declares them: made from files, then texts to ids and ids to text. A text is cut at added tokens;
  * what is between them is made plain (WordPiece), cut at added tokens that are looked for in plain text, and cut into
  * words. */
+#define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
 #include "base/text.h"
@@ -119,9 +120,10 @@ int ps_tok_set(ps_tok *t, const char *name, int64_t value)
     }
     struct { const char *name; int *at; } flags[] = {
         { "byte_fallback", &t->byte_fallback }, { "fuse_unk", &t->fuse_unk }, { "strip_first", &t->strip_first },
-        { "prefix_space", &t->prefix_space }, { "byte_level", &t->byte_level }, { "whole_words", &t->whole_words },
-        { "trim_offsets", &t->trim_offsets }, { "keep_first", &t->keep_first }, { "clean_text", &t->clean_text },
-        { "chinese", &t->chinese }, { "strip_accents", &t->strip_accents }, { "lower_case", &t->lower_case } };
+        { "cuts", &t->cuts }, { "prefix_space", &t->prefix_space }, { "byte_level", &t->byte_level },
+        { "whole_words", &t->whole_words }, { "trim_offsets", &t->trim_offsets }, { "keep_first", &t->keep_first },
+        { "clean_text", &t->clean_text }, { "chinese", &t->chinese }, { "strip_accents", &t->strip_accents },
+        { "lower_case", &t->lower_case } };
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++)
         if (!strcmp(name, flags[i].name)) return *flags[i].at = value != 0, 0;
     return ps_fail(PS_EINVAL, "a tokenizer has no setting \"%s\"", name);
@@ -297,27 +299,23 @@ static bool is_blank(const uint8_t *s, size_t n, size_t *len)
            c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f || c == 0x3000;
 }
 
-const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t *begin,
-                                size_t *end)
+const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t done,
+                                size_t *at, size_t *begin, size_t *end)
 {
-    size_t least = *begin, len;
+    size_t len;
     if (!t->n_kind[normalized]) return NULL;
-    for (size_t i = least; i < n; i++) {
+    for (size_t i = *at; i < n; i++) {
         if (!t->starts[s[i]]) continue;
         for (int k = 0; k < t->n_added; k++) {
             const tok_added *a = &t->added[k];
             if (!a->n || a->n > n - i || a->s[0] != s[i] || !(a->flags & PS_TOK_NORMALIZED) == normalized) continue;
             if ((plain && a->flags & PS_TOK_SPECIAL) || memcmp(a->s, s + i, a->n)) continue;
-            *begin = i, *end = i + a->n;
-            if (a->flags & PS_TOK_LSTRIP) {
-                size_t at = i;
-                while (at > least) {
-                    size_t p = at - 1;
-                    while (p > least && (s[p] & 0xc0) == 0x80) p--;
-                    if (!is_blank(s + p, at - p, &len) || len != at - p) break;
-                    at = p;
-                }
-                *begin = at;
+            *begin = i, *at = *end = i + a->n;
+            while (a->flags & PS_TOK_LSTRIP && *begin > done) {
+                size_t p = *begin - 1;
+                while (p > done && (s[p] & 0xc0) == 0x80) p--;
+                if (!is_blank(s + p, *begin - p, &len) || len != *begin - p) break;
+                *begin = p;
             }
             if (a->flags & PS_TOK_RSTRIP) while (*end < n && is_blank(s + *end, n - *end, &len)) *end += len;
             return a;
@@ -382,17 +380,18 @@ static int word_part(const ps_tok *t, tok_state *st, tok_span text)
     return t->model == TOK_BPE ? bpe_part(t, st, text) : tok_bert_words(t, st, text);
 }
 
-/* Cuts at added tokens of one kind; each part between them goes on to `part`. */
+/* Cuts at added tokens of one kind; each part between them goes on to `part`. As in the package tokenizers, the blanks
+ * that a token takes along may be part of the next one, too. */
 static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normalized, bool plain,
                      int (*part)(const ps_tok *, tok_state *, tok_span, bool))
 {
-    size_t from = 0, begin = 0, end;
+    size_t from = 0, at = 0, begin, end;
     const tok_added *a;
-    while ((a = tok_added_find(t, text.s, text.n, normalized, plain, &begin, &end))) {
+    while ((a = tok_added_find(t, text.s, text.n, normalized, plain, from, &at, &begin, &end))) {
         if (begin > from) PS_TRY(part(t, st, tok_cut(text, from, begin), plain));
         PS_TRY(tok_id(st, a->id, tok_begin(&text, begin), tok_end(&text, end - 1)));
         st->continued = false, st->begun = true;
-        from = begin = end;
+        from = end;
     }
     return text.n > from ? part(t, st, tok_cut(text, from, text.n), plain) : 0;
 }
@@ -489,17 +488,33 @@ static int find_raw(ps_tok *t)
     return 0;
 }
 
-/* WordPiece: tokens with blanks between, "##" joined, and the blanks before punctuation and short forms taken out, as
- * the package tokenizers does. */
+/* Puts `to`, which is not longer, in the place of each `from` behind byte `first`. */
+static void shorten(tok_bytes *b, size_t first, const char *from, const char *to)
+{
+    size_t n_from = strlen(from), n_to = strlen(to);
+    for (uint8_t *at = b->at + first; (at = memmem(at, (size_t)(b->at + b->n - at), from, n_from)); at += n_to) {
+        memcpy(at, to, n_to);
+        memmove(at + n_to, at + n_from, (size_t)(b->at + b->n - at) - n_from);
+        b->n -= n_from - n_to;
+    }
+}
+
+/* WordPiece: tokens with blanks between, "##" joined, and the blanks before punctuation and short forms of each taken
+ * out, as the package tokenizers does, in its order. */
 static int add_piece(tok_bytes *out, const uint8_t *s, size_t n, bool first)
 {
-    static const char *const joined[] = { ".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re" };
-    bool blank = !first;
-    if (!first && n >= 2 && !memcmp(s, "##", 2)) s += 2, n -= 2, blank = false;
-    for (size_t i = 0; blank && i < sizeof joined / sizeof *joined; i++)
-        if (strlen(joined[i]) == n && !memcmp(s, joined[i], n)) blank = false;
-    if (blank) PS_TRY(tok_bytes_add(out, " ", 1));
-    return tok_bytes_add(out, s, n);
+    static const char *const short_of[][2] = { { " .", "." }, { " ?", "?" }, { " !", "!" }, { " ,", "," },
+        { " ' ", "'" }, { " n't", "n't" }, { " 'm", "'m" }, { " do not", " don't" }, { " 's", "'s" }, { " 've", "'ve" },
+        { " 're", "'re" } };
+    size_t begin = out->n;
+    bool joins = !first && n >= 2 && !memcmp(s, "##", 2);
+    if (joins) s += 2, n -= 2;
+    else if (!first) PS_TRY(tok_bytes_add(out, " ", 1));
+    PS_TRY(tok_bytes_add(out, s, n));
+    if (out->n == begin) return 0;
+    for (size_t i = 0; i < sizeof short_of / sizeof *short_of; i++)
+        shorten(out, begin, short_of[i][0], short_of[i][1]);
+    return 0;
 }
 
 static int repair_decoded(tok_state *st)
@@ -543,7 +558,7 @@ static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids,
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
         const uint8_t *s = a ? a->s : tok_name(&t->vocab, ids[i]);       /* an added one as texts have it */
         size_t len = a ? a->n : (size_t)t->vocab.entry[ids[i]].n;
-        int byte = t->byte_fallback ? byte_of_token(s, len) : -1;
+        int byte = byte_of_token(s, len);
         if (byte >= 0) {
             uint8_t one = (uint8_t)byte;
             if (run == SIZE_MAX) run = st->decoded.n;
@@ -580,8 +595,9 @@ int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const cha
         PS_TRY(check_id(t, ids[i]));
         const tok_added *a = t->byte_level && t->raw_entry[ids[i]].n >= 0 ? NULL : added_of(t, ids[i]);
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
-        const uint8_t *s = tok_name(&t->vocab, ids[i]);
-        size_t len = (size_t)t->vocab.entry[ids[i]].n;
+        bool made_plain = a && !t->byte_level;              /* an added one as texts have it */
+        const uint8_t *s = made_plain ? a->s : tok_name(&t->vocab, ids[i]);
+        size_t len = made_plain ? a->n : (size_t)t->vocab.entry[ids[i]].n;
         if (!t->byte_level) PS_TRY(add_piece(&st->decoded, s, len, first));
         else if (a) PS_TRY(tok_bytes_add(&st->decoded, s, len));
         else PS_TRY(tok_bytes_add(&st->decoded, t->raw.at + t->raw_entry[ids[i]].at, (size_t)t->raw_entry[ids[i]].n));

@@ -4,6 +4,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local object = require "ps.tokenizer.object"
+local patterns = require "ps.tokenizer.pattern"
 local ffi = require "ffi"
 local error = caller.error
 local C, check = ps.C, ps.check
@@ -11,10 +12,20 @@ local fields, is_null, listed, refuse = object.fields, object.is_null, object.li
 
 local description = {}
 
---- GPT-2's words: short forms, letters, digits, other characters, blanks (the last of which goes to the next word).
-description.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
-
 local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == true and 1 or value or 0)) end
+
+--- Cuts words by a regular expression.
+---@param t table the tokenizer
+---@param field string for errors
+---@param given string
+---@param dialect? "onig"|"rust" nil: it is PCRE2's
+function description.split(t, field, given, dialect)
+  local text = dialect and patterns.of(t.path, field, given, dialect) or given
+  t.cuts = t.cuts ~= false and patterns.is_of_lines(given)
+  set(t, "cuts", t.cuts)
+  local rc = C.ps_tok_split(t.handle, text, #text)
+  if rc < 0 then error(("%s: %s: %s"):format(t.path, field, ffi.string(C.ps_error_message()))) end
+end
 
 --- The id of a token that the vocabulary has to have.
 ---@param t table the tokenizer
@@ -90,16 +101,19 @@ SPLITS = {
     fields(t.path, "pre_tokenizer", node, { add_prefix_space = "boolean", trim_offsets = "any", use_regex = "boolean" })
     set(t, "byte_level", true)
     set(t, "prefix_space", node.add_prefix_space == true)
-    if node.use_regex ~= false then check(C.ps_tok_split(t.handle, description.GPT2, #description.GPT2)) end
+    if node.use_regex ~= false then description.split(t, "pre_tokenizer", patterns.GPT2) end
     t.byte_level = true
   end,
   Split = function(t, node)
     fields(t.path, "pre_tokenizer", node, { pattern = "table", behavior = { "Isolated" }, invert = { false } })
     local pattern = node.pattern
     fields(t.path, "pre_tokenizer.pattern", pattern, { Regex = "string", String = "string" })
-    local text = pattern.Regex or "\\Q" .. tostring(pattern.String):gsub("\\E", "\\E\\\\E\\Q") .. "\\E"
-    local rc = C.ps_tok_split(t.handle, text, #text)
-    if rc < 0 then error(("%s: pre_tokenizer: %s"):format(t.path, ffi.string(C.ps_error_message()))) end
+    if not is_null(pattern.Regex) then
+      return description.split(t, "pre_tokenizer.pattern.Regex", pattern.Regex, "onig")
+    end
+    if is_null(pattern.String) then refuse(t.path, "pre_tokenizer.pattern", pattern, "a Regex or a String expected") end
+    description.split(t, "pre_tokenizer.pattern.String",
+      "\\Q" .. pattern.String:gsub("\\E", "\\E\\\\E\\Q") .. "\\E")
   end,
   Sequence = function(t, node)
     fields(t.path, "pre_tokenizer", node, { pretokenizers = "table" })
@@ -108,8 +122,14 @@ SPLITS = {
       if type(one) ~= "table" or not SPLITS[one.type] then
         refuse(t.path, name, type(one) == "table" and one.type, "this is not supported")
       end
-      if one.add_prefix_space == true and i > 1 then
+      local before = i > 1 and node.pretokenizers[i - 1].type
+      if before and one.type == "ByteLevel" and one.add_prefix_space == true then
         refuse(t.path, "add_prefix_space", true, "behind another pre-tokenizer this is not supported")
+      end
+      -- bytes are letters behind ByteLevel; blanks in front come once; words of BERT and others are not cut further
+      if one.type == "Sequence" or before and (one.type ~= "Split" and one.type ~= "ByteLevel" or before == "ByteLevel")
+        or i < #node.pretokenizers and one.type == "BertPreTokenizer" then
+        refuse(t.path, name, one.type, "in this place it is not supported")
       end
       SPLITS[one.type](t, one)
     end
@@ -119,14 +139,17 @@ SPLITS = {
     fields(t.path, "pre_tokenizer", node, { replacement = { BLANK }, prepend_scheme = "string", split = "boolean",
       add_prefix_space = "boolean", str_rep = { BLANK } })
     local scheme = node.prepend_scheme
-    if is_null(scheme) then scheme = node.add_prefix_space == false and "never" or "always" end
+    if is_null(scheme) then scheme = node.add_prefix_space == false and "never" or "always"
+    elseif node.add_prefix_space == false and scheme ~= "never" then
+      refuse(t.path, "pre_tokenizer.add_prefix_space", false, ("prepend_scheme is \"%s\""):format(scheme))
+    end
     local number = SCHEMES[scheme]
     if not number then refuse(t.path, "pre_tokenizer.prepend_scheme", scheme, "this is not supported") end
     set(t, "metaspace", number)
     t.metaspace = true
     if node.split ~= false then
       local words = BLANK .. "[^" .. BLANK .. "]*+|[^" .. BLANK .. "]++"
-      check(C.ps_tok_split(t.handle, words, #words))
+      description.split(t, "pre_tokenizer", words)
     end
   end,
 }
@@ -308,6 +331,9 @@ function description.apply(t, all)
   end
   if kind == "WordPiece" and (t.byte_level or not t.bert_words) then
     refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "WordPiece is supported with BertPreTokenizer alone")
+  end
+  if kind == "BPE" and t.bert_words then
+    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "with BPE BertPreTokenizer is not supported")
   end
   local normalizer = not is_null(all.normalizer) and all.normalizer.type
   if normalizer and (normalizer == "BertNormalizer") ~= (kind == "WordPiece") then

@@ -7,6 +7,7 @@ local caller = require "ps.caller"
 local classes = require "ps.tokenizer.classes"
 local description = require "ps.tokenizer.description"
 local object = require "ps.tokenizer.object"
+local patterns = require "ps.tokenizer.pattern"
 local ffi = require "ffi"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -124,14 +125,51 @@ local function name_tokens(t, config, defaults)
   end
 end
 
--- Special tokens are looked for in texts; those that added_tokens names are so already.
-local function add_named(t, class)
+-- Special tokens are looked for in texts; those that added_tokens names are so already. given: those alone that the
+-- settings name, and not those that a class takes for granted.
+local function add_named(t, class, given)
   for name, one in pairs(t.special) do
-    if not t.added[one[2]] then
-      t.added[one[2]] = true
-      local node = one[3] or {}
+    local known = t.added[one[2]]
+    if not (given and is_null(given[name .. "_token"])) and not (known and known.special) then
+      local node = known or one[3] or {}
+      t.added[one[2]] = node
       description.add_token(t, one[1], one[2], { special = true, rstrip = node.rstrip == true,
-        lstrip = node.lstrip == true or (class == "RobertaTokenizer" and name == "mask") })
+        normalized = node.normalized == true,
+        lstrip = node.lstrip == true or (not known and class == "RobertaTokenizer" and name == "mask") })
+    end
+  end
+end
+
+-- Tokens that the settings add to those of tokenizer.json: added_tokens_decoder, whose word counts more, and lists of
+-- further special tokens, of which a new one has the next id.
+local function add_more(t, path, config, added)
+  for _, one in ipairs(added) do
+    if type(one.content) ~= "string" then refuse(path, "added_tokens_decoder", one.node, "a token has a content") end
+    local node, known = one.node, t.added[one.id]
+    description.add_token(t, one.content, one.id, { special = node.special == true or known and known.special == true,
+      lstrip = node.lstrip == true, rstrip = node.rstrip == true, normalized = node.normalized == true,
+      single_word = node.single_word })
+    if not (known and known.special) then t.added[one.id] = node end
+  end
+  for _, key in ipairs { "additional_special_tokens", "extra_special_tokens" } do
+    local more = listed(path, key, config[key], true)
+    local list, names = {}, {}
+    for name in pairs(more) do if type(name) == "string" then names[#names + 1] = name end end
+    table.sort(names)
+    for i, one in ipairs(more) do list[i] = one end
+    for _, name in ipairs(names) do list[#list + 1] = more[name] end
+    for _, one in ipairs(list) do
+      local content, node = content_of(one)
+      if type(content) ~= "string" then refuse(path, key, more, "a list of tokens expected") end
+      local id = C.ps_tok_find(t.handle, content, #content)
+      if id < 0 then id = tonumber(C.ps_tok_count(t.handle)) end
+      local known = t.added[id]
+      if not (known and known.special) then
+        node = known or node or {}
+        t.added[id] = node
+        description.add_token(t, content, id, { special = true, lstrip = node.lstrip == true,
+          rstrip = node.rstrip == true, normalized = node.normalized == true })
+      end
     end
   end
 end
@@ -163,7 +201,7 @@ local function finish(t, config, defaults, limits)
 end
 
 -- class: the one that files name, or nil.
-local function from_json(t, path, config, defaults, class)
+local function from_json(t, path, config, defaults, class, added)
   local rest, n = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
   -- The kind of model is known only when the file has been read, which takes a tokenizer.
   t.path = path
@@ -182,7 +220,11 @@ local function from_json(t, path, config, defaults, class)
   if class then classes.apply(all, class, config) end
   local options = description.apply(t, all)
   if is_null(config.pad_token) then config.pad_token = options.pad_token end
+  t.added = {}
+  for _, one in ipairs(listed(path, "added_tokens", all.added_tokens, true)) do t.added[one.id] = one end
+  add_more(t, (path:match("^(.*)/[^/]*$") or ".") .. "/tokenizer_config.json", config, added)
   name_tokens(t, config, defaults)
+  add_named(t, class, not class and config or nil)
   return finish(t, config, defaults, options)
 end
 
@@ -192,7 +234,7 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
   if merges then check(C.ps_tok_read(t.handle, "merges.txt", merges)) end
   t.added = {}
   for _, one in ipairs(added) do
-    t.added[one.id or -1] = true
+    t.added[one.id or -1] = one.node
     description.add_token(t, one.content, one.id, one.node)
   end
   name_tokens(t, config, defaults)
@@ -214,23 +256,15 @@ end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
 -- What the package tiktoken has in its code, and Qwen and Llama 3 in theirs: how a text is cut, and special tokens.
-local CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
-  .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
-local LLAMA3 = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*]]
-  .. [[|\s*[\r\n]+|\s+(?!\S)|\s+]]
-local SHORT = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)?]]
-local O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+]] .. SHORT
-  .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
-  .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
-local OF_GPT2 = { pattern = description.GPT2, special = { ["<|endoftext|>"] = 50256 } }
+local OF_GPT2 = { pattern = patterns.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
   gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,
-  cl100k_base = { pattern = CL100K, special = { ["<|endoftext|>"] = 100257, ["<|fim_prefix|>"] = 100258,
+  cl100k_base = { pattern = patterns.CL100K, special = { ["<|endoftext|>"] = 100257, ["<|fim_prefix|>"] = 100258,
     ["<|fim_middle|>"] = 100259, ["<|fim_suffix|>"] = 100260, ["<|endofprompt|>"] = 100276 } },
-  o200k_base = { pattern = O200K, special = { ["<|endoftext|>"] = 199999, ["<|endofprompt|>"] = 200018 } },
-  qwen = { pattern = (LLAMA3:gsub("{1,3}", "")), special = { ["<|endoftext|>"] = 151643, ["<|im_start|>"] = 151644,
+  o200k_base = { pattern = patterns.O200K, special = { ["<|endoftext|>"] = 199999, ["<|endofprompt|>"] = 200018 } },
+  qwen = { pattern = patterns.QWEN, special = { ["<|endoftext|>"] = 151643, ["<|im_start|>"] = 151644,
     ["<|im_end|>"] = 151645 } },
-  llama3 = { pattern = LLAMA3, special = { ["<|begin_of_text|>"] = 128000, ["<|end_of_text|>"] = 128001,
+  llama3 = { pattern = patterns.LLAMA3, special = { ["<|begin_of_text|>"] = 128000, ["<|end_of_text|>"] = 128001,
     ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
 }
 
@@ -246,9 +280,7 @@ local function from_tiktoken(t, path, given)
   t.path, t.model, t.handle, t.special, t.byte_level = path, "bpe", description.new_handle "bpe", {}, true
   check(C.ps_tok_read(t.handle, "tiktoken", path))
   for _, setting in ipairs { "byte_level", "whole_words" } do check(C.ps_tok_set(t.handle, setting, 1)) end
-  local pattern = given.pattern or encoding.pattern
-  local rc = C.ps_tok_split(t.handle, pattern, #pattern)
-  if rc < 0 then error(("%s: pattern: %s"):format(path, ffi.string(C.ps_error_message()))) end
+  description.split(t, "pattern", given.pattern or encoding.pattern, given.pattern and "rust")
   for content, id in pairs(given.special_tokens or encoding and encoding.special or {}) do
     description.add_token(t, content, id, { special = true })
   end
@@ -286,7 +318,7 @@ function read.open(path, options)
   elseif name then whole = path end
   local class, is_named = class_of(folder, config, words and not (vocab and merges))
   local defaults = classes.defaults(class)
-  if whole then return from_json(t, whole, config, defaults, is_named and class or nil) end
+  if whole then return from_json(t, whole, config, defaults, is_named and class or nil, added) end
   if not defaults.model then
     refuse(folder .. "/tokenizer_config.json", "tokenizer_class", class, "without tokenizer.json this is not supported")
   end

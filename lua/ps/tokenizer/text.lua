@@ -87,7 +87,7 @@ function text.open(path, options)
     cleans_up = made.cleans_up,
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
     nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
-      made.pair or { { text = 1, kind = 0 }, { text = 2, kind = made.type_ids and 1 or 0 } } },
+      made.pair or { { text = 1, kind = 0 }, { text = 2, kind = 1 } } },
     plain = plain }, META)
 end
 
@@ -324,8 +324,9 @@ local function truncate(self, way, parts, extra, limit)
   local over = a.n + (b and b.n or 0) - room
   if over <= 0 then return end
   if not b or way ~= "longest_first" then
-    local one = way == "only_second" and b or a
-    if not one or one.n < over then error(("truncation = \"%s\": %d tokens are too many"):format(way, over)) end
+    local one = a
+    if way == "only_second" then one = b or error("truncation = \"only_second\": there is no text_pair") end
+    if one.n < over then error(("truncation = \"%s\": %d tokens are too many"):format(way, over)) end
     return cut(self, one, one.n - over)
   end
   local short = math.min(a.n, b.n)
@@ -383,7 +384,6 @@ local function width_of(self, asked, rows)
   end
   local multiple = asked.pad_to_multiple_of
   if multiple then
-    caller.whole(multiple, "tokenizer: pad_to_multiple_of", 1)
     longest = math.ceil(longest / multiple) * multiple
   end
   return longest
@@ -425,6 +425,12 @@ local function rows_of(self, texts, asked)
   local limit = asked.max_length or self.model_max_length
   if asked.max_length then caller.whole(asked.max_length, "tokenizer: max_length", 1) end
   if way and not limit then error("truncation needs max_length: the tokenizer's files say none") end
+  local multiple = asked.pad_to_multiple_of
+  if multiple then caller.whole(multiple, "tokenizer: pad_to_multiple_of", 1) end
+  if way and multiple and asked.padding and asked.padding ~= "do_not_pad" and limit % multiple ~= 0 then
+    error(("tokenizer: truncation to %d tokens and pad_to_multiple_of = %d: rows could be longer than max_length; "
+      .. "give a multiple of %d as max_length"):format(limit, multiple, multiple))
+  end
   local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + plain_flag(self, asked.split_special_tokens)
   local pieces, extra = {}, 0
   for _, piece in ipairs(self.around[second and 2 or 1]) do

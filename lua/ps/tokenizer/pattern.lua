@@ -1,0 +1,74 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Regular expressions of tokenizers' files, which are others' (Oniguruma's in tokenizer.json, Rust's in tiktoken's
+-- encodings), as PCRE2 reads them. What it would read in another way is refused.
+local object = require "ps.tokenizer.object"
+local refuse = object.refuse
+
+local pattern = {}
+
+--- GPT-2's words: short forms, letters, digits, other characters, blanks (the last of which goes to the next word).
+pattern.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
+pattern.CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
+  .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
+pattern.LLAMA3 = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*]]
+  .. [[|\s*[\r\n]+|\s+(?!\S)|\s+]]
+pattern.QWEN = (pattern.LLAMA3:gsub("{1,3}", ""))
+local SHORT = [[(?i:'s|'t|'re|'ve|'m|'ll|'d)?]]
+pattern.O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+]] .. SHORT
+  .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
+  .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
+
+-- Of these no match reaches past a line's end between two characters of ASCII that are no blanks.
+local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3] = true, [pattern.QWEN] = true,
+  [pattern.O200K] = true, [ [['s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
+  [ [['(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
+  [ [=[\p{N}{1,3}]=] ] = true, [ [=[\p{N}]=] ] = true, [ [=[[0-9]]=] ] = true, [ [=[\d]=] ] = true,
+  [ [=[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*]=]
+    .. [=[|\s*[\r\n]+|\s+(?!\S)|\s+]=] ] = true }
+
+--- Whether every text may be cut where a line ends between two characters of ASCII that are no blanks.
+---@param text string
+---@return boolean
+function pattern.is_of_lines(text) return LINES[text] == true end
+
+-- Escapes that PCRE2 takes for something else, or for more or fewer characters.
+local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", h = "hexadecimal digits",
+  H = "hexadecimal digits", X = "characters of several code points", K = "what is kept", y = "ends of characters",
+  Y = "ends of characters", Q = "quotes", E = "quotes", C = "bytes" }
+
+--- The same regular expression for PCRE2.
+---@param path string for errors
+---@param field string for errors
+---@param text string
+---@param dialect "onig"|"rust"
+---@return string
+function pattern.of(path, field, text, dialect)
+  local function bad(what) refuse(path, field, text, ("'%s' is read in another way here"):format(what)) end
+  local out, i, in_class, lines = {}, 1, false, false
+  while i <= #text do
+    local c, one, given = text:sub(i, i), nil, nil
+    if c == "\\" then
+      one = text:sub(i, i + 1)
+      if OTHER[one:sub(2)] and not (in_class and one == "\\b") then bad(one) end
+    elseif in_class then
+      local posix = text:match("^%[:%^?%a+:%]", i)
+      if text:sub(i, i + 1) == "&&" then bad "&&" end
+      if c == "[" and not posix then bad "[ within [ ]" end
+      if c == "]" then in_class = false end
+      one = posix
+    elseif c == "[" then
+      in_class, one = true, text:match("^%[%^?%]?", i)
+    elseif c == "(" and text:match("^%(%?[%-a-zA-Z]*m", i) then bad(text:match("^%(%?[%-a-zA-Z]*", i))
+    elseif text:match("^{,%d+}", i) then bad(text:match("^{,%d+}", i))
+    elseif dialect == "onig" and text:match("^{[%d,]+}%+", i) then bad(text:match("^{[%d,]+}%+", i))
+    elseif dialect == "onig" and text:match("^{%d+}%?", i) then bad(text:match("^{%d+}%?", i))
+    elseif c == "$" and dialect == "rust" then given = "\\z"
+    elseif c == "^" or c == "$" then lines = true
+    end
+    one = one or c
+    out[#out + 1], i = given or one, i + #one
+  end
+  return (lines and dialect == "onig" and "(?m)" or "") .. table.concat(out)
+end
+
+return pattern
