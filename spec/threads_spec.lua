@@ -95,6 +95,19 @@ describe("ps.set_threads", function()
       end
     end
   end)
+  it("leaves a small weight gradient of a long sum its bits, where oneDNN has wide vectors", function()
+    if not wide then return end
+    for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
+      for _, rows in ipairs { 2048, 3000, 16384 } do
+        for _, sizes in ipairs { { 32, 64 }, { 48, 128 }, { 512, 64 }, { 768, 100 }, { 1000, 128 } } do
+          ps.scope(function()
+            local a, b = ps.randn({ rows, sizes[1] }):to(dtype), ps.randn({ rows, sizes[2] }):to(dtype)
+            of_several(a:t(), b, ("%s [%d, %d]^T x [%d, %d]"):format(dtype, rows, sizes[1], rows, sizes[2]))
+          end)
+        end
+      end
+    end
+  end)
   it("refuses more than can be had", function()
     for _, n in ipairs { 1000000, 2 ^ 31, 2 ^ 40 } do
       check.fails_saying({ "ps.set_threads takes up to " .. ps.C.ps_threads_most() }, function() ps.set_threads(n) end)

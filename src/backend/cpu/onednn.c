@@ -28,6 +28,7 @@ enum {
     CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* open addressing, at most half full */
     PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* fp32 panels: 20 MiB in all */
     DEPTH = 512,                                    /* terms of a sum that is taken in parts */
+    SHARED = 2048,                                  /* terms from which on oneDNN shares a sum out over threads */
     SCRATCH_MAX = 64 << 20,                         /* an implementation that wants more is passed over if it can be */
     GEMM_SCRATCH_MAX = 24 << 20                     /* the same for one that is only a little faster */
 };
@@ -273,6 +274,14 @@ static bool prefers_gemm(const key *k)
     return plain && large && k->trans_a && k->n > k->m;
 }
 
+/* Whether "brgemm" would share the sums of this product out over threads, so that bits depend on their number: those
+ * of a transposed `a` from SHARED terms on, of bf16 a power of two of them. */
+static bool shares_sums(const key *k)
+{
+    if (!k->trans_a || k->batch > 1 || k->k < SHARED || !has_isa(dnnl_cpu_isa_avx512_core)) return false;
+    return (k->type_a == PS_F32 || (k->k & (k->k - 1)) == 0) && !prefers_gemm(k);
+}
+
 /* Whether the machine multiplies such numbers by instructions of its own. oneDNN emulates bf16 on AVX-512 machines
  * without them, at a third of the speed of converting panels to fp32. */
 static bool has_instructions(int dtype)
@@ -294,6 +303,10 @@ static bool prefers_panels(const key *k)
     bool slow = k->type_a == PS_BF16 && is_rapids() && !has_isa(dnnl_cpu_isa_avx512_core_amx);
     return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
+
+/* Whether panels keep a small product of half types from having its sums shared out. Large ones have other work for the
+ * threads. */
+static bool half_shares(const key *k) { return k->type_a != PS_F32 && k->m * k->n <= 1 << 18 && shares_sums(k); }
 
 /* Moves the walk to the implementation to use. False: only the plain reference loops are left. */
 static bool choose(impl_walk *w, const key *k, descs *d, dnnl_primitive_attr_t attr, dnnl_status_t *st)
@@ -323,7 +336,7 @@ static dnnl_status_t entry_fill(entry *e)
     dnnl_primitive_attr_t attr = NULL;
     impl_walk w;
     memset(&w, 0, sizeof w);
-    bool ours = has_instructions(k->type_a) && has_instructions(k->type_b) && !prefers_panels(k);
+    bool ours = has_instructions(k->type_a) && has_instructions(k->type_b) && !prefers_panels(k) && !half_shares(k);
     dnnl_status_t st = descs_new(k, &d);
     if (!ours) st = dnnl_unimplemented;
     if (st == dnnl_success) st = attr_new(k, &d, &attr);
@@ -387,18 +400,6 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
 /* With one column the rows may lie any distance apart; otherwise row-major means that columns are neighbours. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* How many terms of its sums a product takes at a time: all, or DEPTH. The columns of a high transposed `a` lie a page
- * and more apart; where the result is narrow oneDNN reads them where they are, and a whole long sum does not fit the
- * caches (fp32 weight gradients of 1024 x 256 over 2048 rows: 1.4 times as fast in parts). By shape alone, so that no
- * bit depends on the machine. */
-static int64_t depth_of(const ps_gemm *g)
-{
-    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
-    bool fp32 = g->a.dtype == PS_F32 && g->b.dtype == PS_F32 && g->dst.dtype == PS_F32;
-    bool narrow = N < 768 || M * N < 1 << 20, plain = !g->bias && !g->residual;
-    return fp32 && plain && is_transposed(&g->a) && M >= 1024 && narrow && K >= 2 * DEPTH ? DEPTH : K;
-}
-
 /* The leading dimension of a matrix whose unit stride is known; where a size of 1 leaves it open, the dense one. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
@@ -420,6 +421,23 @@ static void key_of(const ps_gemm *g, key *k)
     k->residual = g->residual != NULL;
     k->accumulate = g->accumulate != 0;
     k->threads = omp_get_max_threads();
+}
+
+/* How many terms of its sums a product takes at a time: all, DEPTH or SHARED / 2. The columns of a high transposed `a`
+ * lie a page and more apart; where the result is narrow oneDNN reads them where they are, and a whole long sum does not
+ * fit the caches (fp32 weight gradients of 1024 x 256 over 2048 rows: 1.4 times as fast in parts). Sums that oneDNN
+ * would share out over threads go in parts, too: on two threads in 0.85 to 0.98 of the time for results of 128 x 128
+ * and more, in up to 1.9 of it for 1,000 elements. Never by the number of threads, so that no bit depends on it. */
+static int64_t depth_of(const ps_gemm *g)
+{
+    int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
+    bool fp32 = g->a.dtype == PS_F32 && g->b.dtype == PS_F32 && g->dst.dtype == PS_F32;
+    bool narrow = N < 768 || M * N < 1 << 20, plain = !g->bias && !g->residual;
+    if (!fp32) return K;
+    if (plain && is_transposed(&g->a) && M >= 1024 && narrow && K >= 2 * DEPTH) return DEPTH;
+    key k;
+    key_of(g, &k);
+    return shares_sums(&k) ? SHARED / 2 : K;
 }
 
 /* Runs an entry's primitive, under the lock. bias and residual: as its key has them. */
@@ -484,6 +502,7 @@ static int run_deep(ps_gemm_space *space, const ps_gemm *g)
         part.b.data = moved(&g->b, k * g->b.stride_row);
         part.a.cols = part.b.rows = least(depth, K - k);
         part.accumulate = g->accumulate || k > 0;
+        if (k > 0) part.bias = part.residual = NULL;
         rc = run_direct(space, &part);
         if (rc == 0 && k > 0) rc = ps_fail(PS_EBACKEND, "oneDNN offers no fp32 matrix product for this shape");
     }
