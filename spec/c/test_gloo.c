@@ -85,7 +85,7 @@ static int hung_up_itself(struct member *m, ps_ctx *ctx, ps_group *g)
     ps_comm_part send[MOST] = { { NULL, 0 } }, recv[MOST] = { { NULL, 0 } };
     char *in = pages();
     pthread_t waiter, closer;
-    void *failed = NULL;
+    void *rc = NULL;
     expect(m, ps_group_barrier(g) == 0, "barrier");
     if (m->rank == 1) {
         usleep(100000);                    /* it sends nothing */
@@ -100,8 +100,8 @@ static int hung_up_itself(struct member *m, ps_ctx *ctx, ps_group *g)
     pthread_create(&closer, NULL, hang_up, c);
     expect(m, c->table->finish(c, PS_COMM_DATA) < 0, "a lane that was hung up");
     pthread_join(closer, NULL);
-    pthread_join(waiter, &failed);
-    expect(m, failed == c, "the other lane");
+    pthread_join(waiter, &rc);
+    expect(m, rc == c, "the other lane");
     munmap(in, N);
     return 0;
 }

@@ -580,16 +580,16 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` is true, or `over` gives why it never will be, or the time is over. header: what comes is a header
+/* Waits until `come` is true, or `over` gives why it never will be, or the time is over. heads: what comes is a header
  * that the peer's script sends. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
-                      const void *arg, bool header)
+                      const void *arg, bool heads)
 {
     int rc = 0;
     pthread_mutex_lock(&p->lock);
     while (rc == 0 && !come(arg)) {
         const ps_error_kept *why = over(arg);
-        if (header) ps_watch_waits(p->comm->watch, p->comm->place, true);
+        if (heads) ps_watch_waits(p->comm->watch, p->comm->place, true);
         if (why) rc = ps_error_again(why);
         else if (!wait_for_news(p, until))
             rc = ps_fail(PS_ETIME, "no message came or went within %g s", p->comm->timeout_s);
