@@ -71,6 +71,25 @@ describe("ps.load with mmap = true", function()
     assert.equal(3000, ps.load(path).a:sum():item())
   end)
 
+  it("gives each tensor bytes of its own, and parts and checksums as the file has them", function()
+    local path = saved { a = ps.ones { 3000 } }
+    local file = ps.load(path, { mmap = true, lazy = true })
+    local one, other, part = file:tensor "a", file:tensor "a", ps.zeros { 10 }
+    one:add_(2)
+    file:read_part("a", part, { 5 })
+    assert.same({ 9000, 3000, 10 }, { one:sum():item(), other:sum():item(), part:sum():item() })
+    assert.equal(3000, file:tensor "a":sum():item())
+    local first, second = ps.nn.Linear(3, 2), ps.nn.Linear(3, 2)
+    path = saved(first:state_dict())
+    file = ps.load(path, { mmap = true, lazy = true })
+    first:load_state_dict(file)
+    second:load_state_dict(file)
+    file:close()
+    local before = second.weight:tolist()
+    ps.no_grad(function() first.weight:fill_(5) end)
+    assert.same(before, second.weight:tolist())
+  end)
+
   it("reads what cannot lie in the file: another type, a part, elements that lie askew", function()
     local path = saved { a = ps.arange(6):to("fp32"):reshape(2, 3) }
     local file = ps.load(path, { mmap = true, lazy = true })
@@ -106,6 +125,8 @@ describe("ps.load with mmap = true", function()
     got = ps.load(path, { mmap = true, verify = false }).a
     assert.equal(0, os.execute(("truncate -s 512 '%s'"):format(path)))
     check.fails_saying({ path, "was cut from", "to 512 bytes" }, function() got:sum() end)
+    ps.load(saved { a = a }, { mmap = true, lazy = true }):read_into("a", got)
+    same(got, a)
   end)
 
   it("refuses files of PyTorch's", function()

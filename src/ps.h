@@ -401,9 +401,9 @@ int ps_st_read(const void *st, int64_t at, void *dst, int64_t nbytes);
  * it. PS_EUNSUP: of a type that we lack. PS_EIO: the file was cut. */
 int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
                int64_t numel);
-/* A ps_lender of an open file's data, whose from is a ps_st. What is written to the bytes never reaches the file. The
- * file's map stays until the last loan ends, also behind ps_st_close. PS_EIO, here and at a use of the bytes: the file
- * was written to. PS_ERANGE: they lie outside of the data. */
+/* A ps_lender of an open file's data, whose from is a ps_st. What is written to the bytes never reaches the file, nor
+ * another loan of the same bytes. The file stays open until the last loan ends, also behind ps_st_close. PS_EIO, here
+ * and at a use of the bytes: the file was written to. PS_ERANGE: they lie outside of the data. */
 int ps_st_lend(void *st, int64_t at, int64_t nbytes, ps_loan *out);
 void ps_st_drop(const ps_st *st, int i);                    /* read: its pages need not stay in memory */
 /* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums. PS_EFORMAT: damaged. PS_EIO:

@@ -86,11 +86,11 @@ local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap 
 
 --- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and gives
 --- the open file, a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
----@param path string
 --- With mmap = true tensors on the cpu have their bytes in a safetensors file: its pages come into memory as they are
 --- used, the system may take them back, processes share them, and no budget counts them. What is written to such a
 --- tensor stays in memory, and the file as it is. Once somebody writes to the file, using the tensors is an error; to
 --- replace the file by another is none.
+---@param path string
 ---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: of the tensors, default
 ---  "cpu"; verify = false: checksums are not compared
 ---@return any

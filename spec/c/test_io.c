@@ -160,6 +160,17 @@ static void test_st_lend(void)
     CHECK(x[1] == -1 && x[2] == 2 && ((int32_t *)loan[1].bytes)[0] == 2048);
     OK(ps_st_read(st, 0, back, sizeof back));
     CHECK(!memcmp(all, back, sizeof all));                /* the file has what it had */
+    OK(ps_st_copy(st, 0, (int64_t[]){ 0 }, shape, 0, back, 4096));
+    CHECK(!memcmp(all, back, sizeof all));                /* and so does its map */
+    ps_loan again;
+    OK(ps_st_lend(st, 4, 8, &again));
+    CHECK(((int32_t *)again.bytes)[0] == 1 && ((int32_t *)again.bytes)[1] == 2);
+    again.end(again.lender);
+    ps_test_fail_alloc(0, 1);
+    FAILS(ps_st_lend(st, 0, 8, &again), PS_ENOMEM, "");
+    ps_test_fail_alloc(-1, 0);
+    OK(ps_st_lend(st, 0, 0, &again));
+    again.end(again.lender);
     ps_st_close(st);
     OK(loan[0].check(loan[0].lender));
     CHECK(x[1] == -1 && x[4] == 4);

@@ -46,8 +46,7 @@ static int map_file(ps_map *m)
         m->bytes = (const uint8_t *)"";
         return 0;
     }
-    /* MAP_NORESERVE: a map that is lent (ps_map_lend) claims no memory for what nobody may ever write. */
-    void *p = mmap(NULL, (size_t)m->nbytes, PROT_READ, MAP_PRIVATE | MAP_NORESERVE, m->fd, 0);
+    void *p = mmap(NULL, (size_t)m->nbytes, PROT_READ, MAP_PRIVATE, m->fd, 0);
     if (p == MAP_FAILED)
         return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot map %s (%lld bytes): %s", m->path,
                        (long long)m->nbytes, strerror(errno));
@@ -98,14 +97,25 @@ int ps_map_unchanged(const ps_map *m)
                    "replace such a file instead of writing to it", m->path);
 }
 
-int ps_map_lend(ps_map *m)
+int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
 {
+    *out = (ps_lent_map){ 0 };
     if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s: no file whose bytes could be lent", m->path);
-    if (!m->lent && mprotect((void *)(uintptr_t)m->bytes, (size_t)m->nbytes, PROT_READ | PROT_WRITE) < 0)
-        return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot lend the map of %s (%lld bytes): %s", m->path,
-                       (long long)m->nbytes, strerror(errno));
-    m->lent = true;
+    if (!nbytes) return 0;
+    int64_t before = at % sysconf(_SC_PAGESIZE);
+    /* MAP_NORESERVE: it claims no memory for what nobody may ever write. */
+    void *p = mmap(NULL, (size_t)(before + nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, m->fd,
+                   (off_t)(at - before));
+    if (p == MAP_FAILED)
+        return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot map %lld bytes of %s from byte %lld on: %s",
+                       (long long)nbytes, m->path, (long long)at, strerror(errno));
+    *out = (ps_lent_map){ p, before + nbytes, (char *)p + before };
     return 0;
+}
+
+void ps_map_unlend(const ps_lent_map *lent)
+{
+    if (lent->pages) munmap(lent->pages, (size_t)lent->nbytes);
 }
 
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
@@ -129,7 +139,7 @@ int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
 
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
 {
-    if (m->fd < 0 || m->lent || nbytes <= 0) return;
+    if (m->fd < 0 || nbytes <= 0) return;
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = (uintptr_t)begin & ~(page - 1);
     madvise((void *)from, (uintptr_t)begin + (uintptr_t)nbytes - from, MADV_DONTNEED);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Files as the readers and writers of src/io use them: a map that knows its path, and a temporary file that
+ * Files as the readers and writers of src/io use them: a read-only map that knows its path, and a temporary file that
  * takes the place of another only when it is complete. Included by src/io only.
  *
  * A map cannot be protected from somebody who truncates the file under it (the kernel answers such a read with
@@ -20,7 +20,6 @@ typedef struct ps_map {
     int64_t nbytes;
     int64_t written;        /* when the file was last written to, ns */
     int fd;                 /* -1: the bytes are the caller's, nothing to check or unmap */
-    bool lent;              /* ps_map_lend was called */
 } ps_map;
 int ps_map_open(ps_map *m, const char *path);
 /* Bytes that are in memory already and outlive the map; path is only for messages. */
@@ -28,11 +27,16 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
 /* Bytes at .. at + nbytes, which lie in the map, by read calls. PS_EIO: the file was cut, or the disk fails. */
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
 int ps_map_check(const ps_map *m);      /* PS_EIO when the file has become shorter than it was when mapped */
-/* The map's bytes may be written to from now on; what is written stays in memory, and the file as it is. */
-int ps_map_lend(ps_map *m);
+/* Bytes of the file in pages of their own: what is written to them stays there, neither file nor map see it. */
+typedef struct ps_lent_map {
+    void *pages;            /* NULL: no bytes */
+    int64_t nbytes;         /* of the pages */
+    void *bytes;            /* the first of those that were asked for */
+} ps_lent_map;
+int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out);     /* at: in the file */
+void ps_map_unlend(const ps_lent_map *lent);
 /* PS_EIO when the file was written to, by whomever, or became shorter since it was mapped. */
 int ps_map_unchanged(const ps_map *m);
-/* Nothing happens to a map that is lent: its pages may hold what was written. */
 void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* not needed soon: gives their pages back */
 void ps_map_close(ps_map *m);           /* also of a zeroed one */
 /* Copies elements first .. first + numel - 1, row-major, of a strided tensor, whose element 0 is at `data`, to dst.

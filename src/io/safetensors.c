@@ -161,13 +161,20 @@ int ps_st_read(const void *from, int64_t at, void *dst, int64_t nbytes)
     return ps_map_read(&st->map, st->data - st->map.bytes + at, dst, nbytes);
 }
 
-static int loan_check(void *lender) { return ps_map_unchanged(&((const ps_st *)lender)->map); }
+typedef struct loan {
+    ps_st *st;
+    ps_lent_map map;
+} loan;
+
+static int loan_check(void *lender) { return ps_map_unchanged(&((const loan *)lender)->st->map); }
 
 static void loan_end(void *lender)
 {
-    ps_st *st = lender;
-    st->loans--;
-    end_if_unused(st);
+    loan *l = lender;
+    ps_map_unlend(&l->map);
+    l->st->loans--;
+    end_if_unused(l->st);
+    ps_free(l);
 }
 
 int ps_st_lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
@@ -177,9 +184,16 @@ int ps_st_lend(void *from, int64_t at, int64_t nbytes, ps_loan *out)
     PS_NEED(out);
     PS_TRY(check_range(st, at, nbytes, st));
     PS_TRY(ps_map_unchanged(&st->map));
-    PS_TRY(ps_map_lend(&st->map));
-    *out = (ps_loan){ (void *)(uintptr_t)(st->data + at), loan_check, loan_end, st };
+    loan *l = ps_alloc(sizeof *l);
+    if (!l) return ps_fail_nomem(sizeof *l);
+    int rc = ps_map_lend(&st->map, st->data - st->map.bytes + at, nbytes, &l->map);
+    if (rc < 0) {
+        ps_free(l);
+        return rc;
+    }
+    l->st = st;
     st->loans++;
+    *out = (ps_loan){ l->map.bytes, loan_check, loan_end, l };
     return 0;
 }
 

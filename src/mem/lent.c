@@ -39,8 +39,8 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
+    ps_storage_free(s);           /* an older loan gives the keeper before it back */
     *l = (lent){ { &lent_keeper }, s->keeper, *loan };
-    ps_storage_free(s);
     s->keeper = &l->keeper;
     s->block = l;
     return 0;
