@@ -37,7 +37,7 @@ lib.MODEL = [[
     self:buffer("table", ps.arange(5))
     rawset(self, "config", {})
   end
-  Net.family = { settings = { to_file = function() return { model_type = "cut" } end } }
+  Net.family = { settings = { to_file = function() return '{"model_type":"cut"}' end } }
   Net.save_pretrained = PretrainedModel.save_pretrained
   Net.save_parallelized = PretrainedModel.save_parallelized
   local function make(index, count, dtype)
