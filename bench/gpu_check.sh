@@ -164,6 +164,11 @@ end_session() {
 guarded() {
   local limit=$1 log=$2 rc=0 pid
   shift 2
+  if [ "$(type -t "$1")" = function ]; then
+    export -f "$1"
+    export work
+    set -- bash -c '"$@"' bash "$@"
+  fi
   setsid "$@" >"$log" 2>&1 </dev/null &
   pid=$! session=$!
   limit=$((SECONDS + limit))
@@ -179,9 +184,13 @@ guarded() {
   return $rc
 }
 
+# One row's at a time, since rows run side by side.
 keep_log() {
+  exec 8>>"$out/$part.log"
+  flock 8
   { printf '\n===== %s: exit code %s\n' "$1" "$2"; head -c 20000 "$3"
-    [ "$(wc -c <"$3")" -gt 20000 ] && printf '\n...\n' && tail -c +20001 "$3" | tail -c 300000; } >>"$out/$part.log"
+    [ "$(wc -c <"$3")" -gt 20000 ] && printf '\n...\n' && tail -c +20001 "$3" | tail -c 300000; } >&8
+  exec 8>&-
 }
 
 # Seconds that a step may take: LIMIT_S, or what the part has left; 0: it is listed as skipped.
@@ -292,49 +301,86 @@ for _, device in ipairs { "cpu", "cuda" } do
     if step == 4 then assert(math.abs(loss:item() / losses[4] - 1) < 1e-2, "losses differ from the cpu's") end
   end
 end
-print(ps.device_rates("cuda"))
+print(require("cjson").encode(ps.device_rates "cuda"))
 END
   check "opens, multiplies, trains a toy as the cpu" 60 "$run" "$work/smoke.lua"
 }
 
-correct() {
-  local model=gpt2 small=char rows=4 seq=512 i full=1
-  [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32 full=0
-  smoke
+# A check that runs at the same time as others, in a process of its own with a log of its own: NAME LIMIT_S COMMAND...
+# JOBS (10) run at a time. join waits for all and counts the failures.
+jobs_at_once=${JOBS:-10}
+job_pids=()
+job() {
+  wanted "$1" || return 0
+  while [ "$(jobs -rp | wc -l)" -ge "$jobs_at_once" ]; do sleep 0.1; done
+  (
+    trap 'end_session; exit 143' INT TERM HUP
+    work=$(mktemp -d "$work/job.XXXXXX") failed=0
+    check "$@"
+    exit $failed
+  ) &
+  job_pids+=($!)
+}
+
+join() {
+  local pid
+  for pid in "${job_pids[@]}"; do wait "$pid" || failed=$((failed + 1)); done
+  job_pids=()
+}
+
+# Two runs of the same seed, and their losses bit for bit.
+same_twice() {
+  local i
   for i in 1 2; do
-    check "trains $model, run $i" 60 "$run" bench/train.lua --device cuda --model $model --batch $rows --seq $seq \
-      --steps 6 --gemm 0
-    grep -o '^step.*loss [0-9.a-z]*' "$work/log" >"$work/losses_$i"
+    "$@" >"$work/same.$i" 2>&1 || { cat "$work/same.$i"; return 1; }
+    grep -o '^step.*loss [0-9.a-z]*' "$work/same.$i" >"$work/losses.$i"
   done
-  check "the same losses twice, bit for bit" 10 bash -c "cat '$work/losses_1'; test -s '$work/losses_1' &&
-    cmp '$work/losses_1' '$work/losses_2' && echo same"
-  check "ops against ref, golden losses, chunks" 200 env PS_CUDA_REAL=1 PS_FULL=$full "$run" spec/run.lua cuda
-  [ $last_rc = 124 ] && check "ops against ref alone, each named" 60 env PS_TEST_DEVICE=cuda PS_CUDA_SYNC=trace "$run" \
-    spec/run.lua ops
-  check "kernels by shape against ref" 60 env PS_CUDA_REAL=1 PS_FULL=$full "$run" spec/run.lua cuda_kernels
-  check "streams: what moves has the bits of what stays" 60 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_streams
-  check "examples, states between cpu and cuda" 60 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_use
+  cat "$work/losses.1"
+  test -s "$work/losses.1" && cmp "$work/losses.1" "$work/losses.2" && echo "same losses twice"
+}
+
+# The toy runs alone: if it fails, the rest has no chance. Then all rows run side by side.
+correct() {
+  local model=gpt2 small=char rows=4 seq=512 parts=8 part_of dtype full=1 real="PS_CUDA_REAL=1" llama=llama-110m
+  [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32 full=0 parts=2 llama=tiny
+  smoke
+  local step=("$run" bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 3 --gemm 0)
+  local sanitizer
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   if [ -n "$hopper" ]; then
-    check "attention by wgmma against ref and mma" 60 env PS_CUDA_REAL=1 "$run" spec/run.lua cuda_attention
+    job "attention by wgmma against ref and mma" 120 env $real "$run" spec/run.lua cuda_attention
   else
     say "attention by wgmma" skipped "it is for compute capability 9.0"
   fi
+  for dtype in bf16 fp32 fp16; do
+    for part_of in $(seq 1 $parts); do
+      job "ops against ref, $dtype, part $part_of" 150 env PS_TEST_DEVICE=cuda PS_TEST_TYPES=$dtype \
+        PS_TEST_PART="$part_of/$parts" "$run" spec/run.lua ops
+    done
+  done
+  job "golden losses, chunks, epilogues, attention" 200 env $real PS_FULL=$full PS_CUDA_OPS=0 "$run" spec/run.lua cuda
+  job "kernels by shape against ref" 120 env $real PS_FULL=$full "$run" spec/run.lua cuda_kernels
+  job "streams: what moves has the bits of what stays" 120 env $real "$run" spec/run.lua cuda_streams
+  job "examples, states between cpu and cuda" 120 env $real "$run" spec/run.lua cuda_use
+  job "trains $model twice to the same losses" 120 same_twice "$run" bench/train.lua --device cuda --model $model \
+    --batch $rows --seq $seq --steps 6 --gemm 0
+  job "trains $llama twice to the same losses" 120 same_twice "$run" bench/train.lua --device cuda --family llama \
+    --model $llama --batch $rows --seq $seq --steps 6 --gemm 0
   local gpus
   gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || gpus=1
   [ -n "${CUDA_VISIBLE_DEVICES:-}" ] && gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l)
-  check "NCCL, $gpus ranks, against sums in host memory" 60 "$run" tools/launch.lua --nproc-per-node "$gpus" \
+  job "NCCL, $gpus ranks, against sums in host memory" 60 "$run" tools/launch.lua --nproc-per-node "$gpus" \
     bench/gpu_ranks.lua --mib 64
-  local sanitizer
-  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   if [ -x "$sanitizer" ]; then
-    local step=("$run" bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 2 --gemm 0)
-    check "compute-sanitizer memcheck" 120 "$sanitizer" --error-exitcode 9 "${step[@]}"
-    [ -n "$hopper" ] && check "compute-sanitizer memcheck, attention by wgmma" 60 env PS_CUDA_ATTENTION=wgmma \
+    job "compute-sanitizer memcheck" 150 "$sanitizer" --error-exitcode 9 "${step[@]}"
+    [ -n "$hopper" ] && job "compute-sanitizer memcheck, attention by wgmma" 100 env PS_CUDA_ATTENTION=wgmma \
       "$sanitizer" --error-exitcode 9 "$run" bench/gpu_speed.lua --part attention --small
-    check "compute-sanitizer racecheck" 120 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
+    job "compute-sanitizer synccheck" 100 "$sanitizer" --tool synccheck --error-exitcode 9 "${step[@]}"
+    job "compute-sanitizer racecheck" 150 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
   else
     say "compute-sanitizer" skipped "it is not installed"
   fi
+  join
 }
 
 # Memory of the first GPU; 80 where none is to be seen.
@@ -344,32 +390,50 @@ card_gib() {
   echo $((mib / 1024))
 }
 
+# Own figures come first, each with a profile of its step. PEERS=0 leaves PyTorch's rows out, PEERS=1 runs only those.
 speed() {
-  local small="" models="gpt2 gpt2-xl" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
+  local small="" models="gpt2 gpt2-xl llama-3.2-1b" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
   [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
-  measure "products" 40 "$run" bench/gpu_speed.lua --part matmul $small
-  measure "products, PyTorch" 60 "${peer[@]}" bench/peers/gpu_torch.py matmul --device "$device" $small
-  measure "attention" 40 "$run" bench/gpu_speed.lua --part attention $small
-  [ -n "$hopper" ] && measure "attention by wgmma" 40 env PS_CUDA_ATTENTION=wgmma \
-    "$run" bench/gpu_speed.lua --part attention $small
-  measure "attention, PyTorch" 60 "${peer[@]}" bench/peers/gpu_torch.py attention --device "$device" $small
-  local model batch half limit
-  for model in $models; do
-    batch=$([ "$model" = gpt2 ] && echo 64 || echo 16)
-    [ "$(card_gib)" -lt 100 ] && batch=$((batch / 2))
-    [ "${SMALL:-}" = 1 ] && batch=2
-    for half in $batch $((batch / 2)) $((batch / 4)); do
-      measure "$model" 80 "$run" bench/train.lua --device cuda --model "$model" --batch "$half" --seq $seq --steps 10 \
-        --gemm $gemm && break
+  local model batch half limit family
+  if [ "${PEERS:-}" != 1 ]; then
+    measure "products" 40 "$run" bench/gpu_speed.lua --part matmul $small
+    measure "attention" 40 "$run" bench/gpu_speed.lua --part attention $small
+    [ -n "$hopper" ] && measure "attention by wgmma" 40 env PS_CUDA_ATTENTION=wgmma \
+      "$run" bench/gpu_speed.lua --part attention $small
+    for model in $models; do
+      sizes_of "$model"
+      for half in $batch $((batch / 2)) $((batch / 4)); do
+        measure "$model" 80 "$run" bench/train.lua --device cuda --family "$family" --model "$model" --batch "$half" \
+          --seq $seq --steps 10 --gemm $gemm && break
+      done
+      check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
+        --batch "$half" --seq $seq --steps 5 --gemm 0 --profile
+      [ -n "$hopper" ] && measure "$model, attention by wgmma" 60 env PS_CUDA_ATTENTION=wgmma "$run" bench/train.lua \
+        --device cuda --family "$family" --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0
     done
-    [ -n "$hopper" ] && measure "$model, attention by wgmma" 60 env PS_CUDA_ATTENTION=wgmma "$run" bench/train.lua \
-      --device cuda --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0
-    limit=$([ "$model" = gpt2 ] && echo 110 || echo 210)
+    measure "copies, pageable" 40 "$run" bench/gpu_speed.lua --part copies $small
+  fi
+  [ "${PEERS:-}" = 0 ] && return
+  measure "products, PyTorch" 60 "${peer[@]}" bench/peers/gpu_torch.py matmul --device "$device" $small
+  measure "attention, PyTorch" 60 "${peer[@]}" bench/peers/gpu_torch.py attention --device "$device" $small
+  for model in $models; do
+    sizes_of "$model"
+    limit=$([ "$model" = gpt2-xl ] && echo 210 || echo 110)
     measure "$model, PyTorch" "$limit" "${peer[@]}" bench/peers/gpu_torch.py train \
      --device "$device" --model "$model" --batch "$batch" --seq $seq --steps 10
   done
   measure "copies, PyTorch" 40 "${peer[@]}" bench/peers/gpu_torch.py copies --device "$device" $small
-  measure "copies, pageable" 40 "$run" bench/gpu_speed.lua --part copies $small
+}
+
+# The family of a model, and a batch for the card's memory.
+sizes_of() {
+  family=gpt2 batch=16
+  case $1 in
+    gpt2) batch=64 ;;
+    llama*) family=llama ;;
+  esac
+  [ "$(card_gib)" -lt 100 ] && batch=$((batch / 2))
+  [ "${SMALL:-}" = 1 ] && batch=2
 }
 
 # Of 4096 wide models a layer has 0.2014 B parameters of 14 bytes each; 8 GiB of the card are for the rest.

@@ -54,4 +54,21 @@ function lib.lacks_kernels()
   return require("spec.ranks_lib").NO_EMULATED
 end
 
+--- For scripts: near(got, want, bound, what) compares by the largest difference over the largest value, or over the
+--- root mean square if by_rms. It collects; all_near(), at the end, raises the first twelve that are off.
+lib.NEAR = [[
+  local wrong, count = {}, 0
+  local function near(got, want, bound, what, by_rms)
+    got, want = got:to("cpu"):double(), want:to("cpu"):double()
+    local size = by_rms and want:square():mean():sqrt():item() or want:abs():max():item()
+    local off = (got - want):abs():max():item() / (size + 1e-30)
+    if off < bound then return end
+    count = count + 1
+    if count <= 12 then wrong[count] = ("%s is off by %g, more than %g"):format(what, off, bound) end
+  end
+  local function all_near()
+    if count > 0 then error(("%d results are off:\n%s"):format(count, table.concat(wrong, "\n")), 0) end
+  end
+]]
+
 return lib

@@ -118,13 +118,14 @@ end)
 --- Runs a script that must print "fine" at its end.
 local function runs(script, env)
   if needs_emulated(true) then return end
-  local out, code = child(script .. "\nprint 'fine'", env)
+  local out, code = child(cuda.NEAR .. script .. "\nall_near() print 'fine'", env)
   assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
 end
 
 describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor,"), function()
   it("agree with ref over the case table", function()
     if needs_emulated(true) then return end
+    if os.getenv("PS_CUDA_OPS") == "0" then return pending("the table runs in processes of its own") end
     local out, code = child({ "spec/run.lua", "ops" }, { PS_TEST_DEVICE = "cuda", PS_TEST_SKIP = not FULL and "fp16" })
     assert.truthy(code == 0 and out:find(" 0 failed, 0 skipped", 1, true), out)
   end)
@@ -146,11 +147,6 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
   it("attend with wide heads, over several tiles, with every combination of options", function()
     runs [[
       local ops = ps.ops
-      local function near(got, want, bound, what)
-        got, want = got:to("cpu"):double(), want:to("cpu"):double()
-        local off = (got - want):abs():max():item() / want:square():mean():sqrt():item()
-        assert(off < bound, what .. " is off by " .. off)
-      end
       for _, case in ipairs { { 128, 70, 130, 1, 0, false }, { 96, 65, 65, 1, 0.2, true }, { 72, 130, 66, 0, 0, true },
                               { 128, 33, 200, 0, 0.1, false }, { 258, 20, 40, 1, 0, false },
                               { 64, 140, 200, 1, 0, false }, { 128, 140, 140, 1, 0, false }, { 40, 150, 100, 1, 0,
@@ -173,7 +169,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
           end
           for i, what in ipairs { "y", "dq", "dk", "dv" } do
             near(results.cuda[i], results.ref[i], dtype == "fp32" and 1e-4 or dtype == "fp16" and 0.02 or 0.12,
-                 ("%s of D %d in %s"):format(what, D, dtype))
+                 ("%s of D %d in %s"):format(what, D, dtype), true)
           end
         end
       end
@@ -182,11 +178,6 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
 
   it("put a GELU, its gradient and sums for biases into products, and give ref's gradients", function()
     runs [[
-      local function near(got, want, bound, what)
-        got, want = got:to("cpu"):double(), want:to("cpu"):double()
-        local off = (got - want):abs():max():item() / want:square():mean():sqrt():item()
-        assert(off < bound, what .. " is off by " .. off)
-      end
       -- rows, features, hidden features (of which cuBLASLt takes multiples of 8, its stand-in not 23), biases, out_in
       for _, case in ipairs { { 33, 16, 32, true, 0 }, { 40, 24, 64, true, 1 }, { 20, 8, 48, false, 0 },
                               { 9, 12, 23, true, 0 }, { 17, 16, 30, true, 1 } } do
@@ -210,7 +201,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
             local want = results.ref[i]
             if want then
               near(results.cuda[i], want, dtype == "fp32" and 1e-5 or 0.1, ("%d of %d x %d x %d in %s"):format(i, N, C,
-                H, dtype))
+                H, dtype), true)
             end
           end
         end

@@ -21,6 +21,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 PRESETS = {"tiny": (2, 2, 32), "gpt2": (12, 12, 768), "gpt2-xl": (48, 25, 1600)}
+# layers, heads, heads of keys and values, width, inner width, vocabulary
+LLAMAS = {"llama-tiny": (2, 4, 2, 32, 48, 256), "llama-110m": (12, 12, 12, 768, 2048, 32000),
+          "llama-3.2-1b": (16, 32, 8, 2048, 8192, 128256)}
 
 
 def tell(**figures):
@@ -137,6 +140,55 @@ class GPT2(nn.Module):
         return self.head(x, target)
 
 
+class LlamaBlock(nn.Module):
+    def __init__(self, c, heads, groups, inner):
+        super().__init__()
+        self.heads, self.groups, d = heads, groups, c // heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(c, 1e-5), nn.RMSNorm(c, 1e-5)
+        self.q, self.kv = nn.Linear(c, c, False), nn.Linear(c, 2 * groups * d, False)
+        self.o, self.gate_up = nn.Linear(c, c, False), nn.Linear(c, 2 * inner, False)
+        self.down = nn.Linear(inner, c, False)
+
+    def turn(self, x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def forward(self, x, cos, sin):
+        B, T, C = x.shape
+        d, h = C // self.heads, self.norm_1(x)
+        q = self.q(h).view(B, T, self.heads, d).transpose(1, 2)
+        k, v = self.kv(h).view(B, T, 2 * self.groups, d).transpose(1, 2).chunk(2, 1)
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.groups != self.heads)
+        x = x + self.o(y.transpose(1, 2).reshape(B, T, C))
+        gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    def __init__(self, layers, heads, groups, c, inner, vocab, seq):
+        super().__init__()
+        self.wte, self.norm = nn.Embedding(vocab, c), nn.RMSNorm(c, 1e-5)
+        self.h = nn.ModuleList(LlamaBlock(c, heads, groups, inner) for _ in range(layers))
+        d = c // heads
+        angle = torch.outer(torch.arange(seq), 5e5 ** (-torch.arange(0, d, 2) / d)).repeat(1, 2)
+        self.register_buffer("cos", angle.cos().bfloat16())
+        self.register_buffer("sin", angle.sin().bfloat16())
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, 0.0, 0.02)
+
+    def head(self, x, target):
+        logits = F.linear(self.norm(x), self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), target.reshape(-1))
+
+    def forward(self, idx, target):
+        x = self.wte(idx)
+        for block in self.h:
+            x = block(x, self.cos, self.sin)
+        return self.head(x, target)
+
+
 def offloaded(model):
     from torch.distributed import init_process_group, is_initialized
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -152,6 +204,9 @@ def offloaded(model):
 
 
 def make(a, device):
+    if a.model in LLAMAS:
+        with torch.device(device):
+            return Llama(*LLAMAS[a.model], a.seq)
     layers, heads, c = PRESETS[a.model]
     with torch.device(device):                             # made where that is quick
         return GPT2(50304, a.seq, a.layers or layers, a.heads or heads, a.width or c)
@@ -166,7 +221,7 @@ def steps(a, model, how, batch):
         for block in model.h:
             block.compile(dynamic=False)
         model.head = torch.compile(model.head, dynamic=False)
-    x, y = (torch.randint(0, 50257, (batch, a.seq), device=a.device) for _ in range(2))
+    x, y = (torch.randint(0, 256 if "tiny" in a.model else 32000 if "110m" in a.model else 50257, (batch, a.seq), device=a.device) for _ in range(2))
     times, losses = [], []
     for step in range(a.steps):
         t = time.perf_counter()
@@ -212,7 +267,7 @@ def train(a):
     torch.set_float32_matmul_precision("high")
     if a.offload:
         sys.exit(0 if attempt(a, "offload", a.batch) or attempt(a, "offload, foreach", a.batch) else 1)
-    worked = a.compile and [attempt(a, how, a.batch) for how in ("blocks", "whole")]
+    worked = a.compile and [attempt(a, how, a.batch) for how in a.how.split(",")]
     if not (worked and any(worked)) and not attempt(a, "eager", a.batch):
         sys.exit(1)
 
@@ -222,7 +277,7 @@ def main():
     p.add_argument("part", choices=["matmul", "attention", "copies", "train"])
     p.add_argument("--device", default="cuda")
     p.add_argument("--small", action="store_true")
-    p.add_argument("--model", default="gpt2", choices=sorted(PRESETS))
+    p.add_argument("--model", default="gpt2", choices=sorted(PRESETS) + sorted(LLAMAS))
     p.add_argument("--layers", type=int)
     p.add_argument("--width", type=int)
     p.add_argument("--heads", type=int)
@@ -230,6 +285,7 @@ def main():
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=8)
     p.add_argument("--no-compile", dest="compile", action="store_false")
+    p.add_argument("--how", default="blocks,whole", help="what is compiled, in this order: blocks, whole, eager")
     p.add_argument("--offload", action="store_true")
     a = p.parse_args()
     dict(matmul=matmul, attention=attention, copies=copies, train=train)[a.part](a)

@@ -90,10 +90,13 @@ static cudaDataType_t data_type(int dtype)
     return dtype == PS_F32 ? CUDA_R_32F : dtype == PS_BF16 ? CUDA_R_16BF : dtype == PS_F16 ? CUDA_R_16F : CUDA_R_64F;
 }
 
+/* The alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256 and slices need not: with a
+ * larger alignment in the choice, the product of a slice could run another algorithm than that of a copy, and differ in
+ * its last bits. */
 static int alignment(const void *p)
 {
     uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* the lowest bit that is set */
-    return low == 0 || low > 256 ? 256 : (int)low;
+    return low == 0 || low > 16 ? 16 : (int)low;
 }
 
 static void entry_free(lt_entry *e)
