@@ -64,7 +64,7 @@ describe("anomaly mode", function()
     ps.detect_anomaly(function()
       local mask = ps.full({ 2, 3 }, -inf):triu(1)
       local keep = ps.zeros { 2, 3 }:fill_(0 / 0)
-      local scores = ps.randn({ 2, 3 }) + mask:where(mask:ne(0), ps.zeros { 2, 3 }):clamp(-1e30, inf)
+      local scores = ps.randn({ 2, 3 }) + mask:where(mask:eq(0), ps.zeros { 2, 3 }):clamp(-1e30, inf)
       assert.equal(2, scores:size(0))
       assert.truthy(keep:sum():item() ~= 0)
       local given = ps.tensor { 1, -inf }

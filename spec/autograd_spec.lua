@@ -115,7 +115,7 @@ describe("backward", function()
 
   it("keeps what was not chosen out", function()
     local x = leaf { 0, 4 }
-    x:gt(0):where(x, 1):sqrt():sum():backward()
+    ps.where(x:gt(0), x, 1):sqrt():sum():backward()
     assert.same({ 0, 0.25 }, x:grad():tolist())
   end)
 

@@ -396,7 +396,7 @@ do
       c = c:reshape(1, 1, T, S)
       sees = sees and sees:logical_and(c) or c
     end
-    return sees and sees:where(s, -1 / 0) or s
+    return sees and ps.where(sees, s, -1 / 0) or s
   end
   --- [B, G, S, D] with each head as often as queries share it, and the way back by sums.
   local function each(x, H)
@@ -423,7 +423,7 @@ do
     local sum = (2 ^ -24 / u) ^ 2 * math.max(T, S, q:size(3))
     local of_w = (square(q):matmul(square(t(k))) * scale ^ 2 + 1) * sum + 1 / 3            -- relative variance
     local w = seen(s, mask, a):softmax(-1)
-    w = w:ne(w):where(ps.zeros({}, { dtype = "fp64", device = "ref" }), w)                 -- a query that sees no key
+    w = ps.where(w:ne(w), ps.zeros({}, { dtype = "fp64", device = "ref" }), w)       -- a query that sees no key
     local y = w:matmul(v)
     local ds = w * (dy:matmul(t(v)) * keep - (dy * y):sum(-1, true))
     local delta = (square(dy) * (square(y) + square(w):matmul(square(v)))):sum(-1, true) / 3

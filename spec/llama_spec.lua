@@ -20,7 +20,7 @@ local function ids(rows, columns) return ps.randint(1, 256, { rows, columns }, {
 local function largest(t) return t:abs():max():item() end
 
 -- Additive: 0 where bool [T, T] sees, else the lowest fp32.
-local function added(sees) return sees:where(ps.zeros {}, ps.full({}, -3.4028234e38)) end
+local function added(sees) return ps.where(sees, ps.zeros {}, ps.full({}, -3.4028234e38)) end
 
 local function causal(T, window)
   local i, j = ps.arange(T):reshape(T, 1), ps.arange(T):reshape(1, T)

@@ -59,7 +59,7 @@ describe("assigning to a module's field", function()
     local optimizer = ps.optim.SGD(net, { lr = 1 })
     net(ps.ones { 1, 2 }):sum():backward()
     optimizer:step()
-    assert.falsy(net.scale:eq(5):all():item() ~= 0)
+    assert.is_false(net.scale:eq(5):all():item())
   end)
 
   it("removes with nil, and may register anew", function()

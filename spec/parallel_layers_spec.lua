@@ -139,7 +139,7 @@ local OPTIONS = [[
 local VOCABULARY = [[
   -- All targets are words, but for the one that does not count.
   local function counted(targets, options)
-    return targets:eq(-100):where(options.ignore_index or -100, targets)
+    return ps.where(targets:eq(-100), options.ignore_index or -100, targets)
   end
   for _, V in ipairs { 5 * size, 5 * size + 1, 2 } do
     for _, sequence in ipairs { true, false } do

@@ -193,7 +193,9 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put ""
   section "ps"
   local methods = require("ps.tensor").methods
-  local function shared_with(key) return methods[key] and key ~= "device" and key ~= "backward" end
+  local function shared_with(key)
+    return methods[key] and key ~= "device" and key ~= "backward" and key ~= "where"
+  end
   local own = annotations.own()
   for _, name in ipairs(sorted(ps, function(key, value)
     return type(value) == "function" and not INTERNAL[key]
@@ -211,7 +213,8 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     ", ")), LINE, "")
   put ""
   section("Tensors", "`t` is a tensor. `+ - * / ^`, unary minus, `#t` and `t[i]`, `t[{ i, ps.all, { 0, 2 } }]` work as "
-    .. "in PyTorch; `==` compares identity, `t:eq(u)` values.")
+    .. "in PyTorch, with index tensors, masks and `ps.newaxis` in a key, too; `==` compares identity, `t:eq(u)` "
+    .. "values.")
   put_functions("t:", methods, true)
   section("ps.functional (F)", "Functions over tensors without state.")
   put_functions("F.", ps.F)

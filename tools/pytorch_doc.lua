@@ -12,7 +12,7 @@ local path = paths.root .. "/docs/pytorch.md"
 local OPS = [[
 reshape | Tensor.reshape | t:reshape, ps.reshape |
 permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are numbers, in a list or not
-slice | Tensor.narrow | t:slice, t:narrow, t:select | t[{ {from, to}, i }] also gives parts; steps are positive
+slice | Tensor.narrow | t:slice, t:narrow, t:select | also t[{ {from, to}, i }]; steps are positive
 expand | Tensor.expand | t:expand |
 contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous gives the tensor itself where it is so already
 cast | Tensor.to | t:to, t:float, t:half, t:long | types are words: "fp32", "int64"; to an integer type numbers saturate
@@ -57,7 +57,7 @@ gt | gt | ps.gt, t:gt |
 ge | ge | ps.ge, t:ge |
 logical_and | logical_and | t:logical_and |
 logical_or | logical_or | t:logical_or |
-where | where | ps.where | a number that the type does not hold is refused
+where | where | ps.where, t:where | t:where(condition, other); a number that the type does not hold is refused
 affine | - | - | alpha x + beta in one pass, for numbers beside tensors
 pow_scalar | pow | t:pow |
 clamp | clamp | ps.clamp, t:clamp |
@@ -114,11 +114,11 @@ scatter_add | scatter_add | t:scatter_add | sums in row-major order, so that bit
 concat | cat | ps.cat, ps.stack |
 layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the last dimension
 layer_norm_backward | - | - | its gradient
-rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension
+rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension; eps is 1e-6
 rms_norm_backward | - | - | its gradient
 rope | - | - | rotary positions of queries and keys
 dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers again
-attention | nn.functional.scaled_dot_product_attention | F.attention | a query that sees no key gives 0
+attention | nn.functional.scaled_dot_product_attention | F.attention | a query that sees no key gives 0; causal: below
 attention_backward | - | - | its gradient
 attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | queries, keys and values side by side
 attention_packed_backward | - | - | its gradient
@@ -161,6 +161,24 @@ save | ps.save | .pt and .safetensors
 load | ps.load | never runs code of a file
 manual_seed | ps.manual_seed | other numbers than PyTorch's
 ]]
+
+-- What differs without an error, and is not a name.
+local REST = [==[
+- **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
+- **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's
+  0.01.
+- **Causal masks with T queries and S keys, T < S**: query i sees the keys up to i + S - T, as a model does that reads
+  its cache. `is_causal` of PyTorch lets it see the keys up to i.
+- **`p.grad`, `p.requires_grad`, `t.shape`, `t.dtype`** are methods: `p:grad()`. Without the parentheses they are
+  functions, which an `if` takes for true.
+- **`t == 0`, `if t:any() then`**: Lua compares references, and takes every tensor for true. Write `t:eq(0)` and
+  `if t:any():item() then`; `item()` of a bool is a boolean.
+- **`a[{ i, j }]`** with index tensors pairs them, as `a[i, j]` does in PyTorch. A list of numbers in a key is a range:
+  `a[{ { 0, 2 } }]` is `a[0:2]`, `a[ps.tensor({ 0, 2 }, "int64")]` is `a[[0, 2]]`. An index tensor holds no negative
+  numbers, and nothing is assigned through one.
+- **Targets** are integers: `ps.tensor({ 0, 1 }, "int64")`. `ps.tensor { 0, 1 }` is fp32, since Lua has one type of
+  numbers.
+]==]
 
 local HOMES = { ps = ps, F = ps.functional, nn = ps.nn, optim = ps.optim, t = require("ps.tensor").methods }
 local wrong = {}
@@ -214,6 +232,7 @@ for line in OTHERS:gmatch "[^\n]+" do
   check_names(f[2], f[1])
   lines[#lines + 1] = ("| %s | %s | %s |"):format(quoted(f[1]), quoted(f[2]), f[3] or "")
 end
+for line in ("\n## Defaults and rules that differ\n\n" .. REST):gmatch "([^\n]*)\n" do lines[#lines + 1] = line end
 
 table.sort(wrong)
 for _, line in ipairs(wrong) do io.stderr:write("pytorch_doc: ", line, "\n") end

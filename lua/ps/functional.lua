@@ -67,7 +67,7 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 --- samples, from ps.rng().sample on, so that ranks with other samples have other masks. Where ranks share a sample out,
 --- as rows along tp, `part` says which elements x has: without it all these ranks draw one mask.
 ---@param x ps.Tensor
----@param p number in [0, 1)
+---@param p? number in [0, 1), default 0.5
 ---@param training? boolean default true; false gives x back
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the number of x's first element in
 ---  the micro-batch's whole tensor, row-major; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
@@ -75,6 +75,7 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 ---@return ps.Tensor of x's shape
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
+  p = p or 0.5
   if part == nil then return ops.dropout(x, nil, p, rng.seed, rng.step, rng.sample, next_op()) end
   caller.options(part, "F.dropout", DROPOUT)
   return ops.dropout(x, part.rows, p, rng.seed, rng.step, rng.sample, next_op(), part.first or 0, part.per_sample)

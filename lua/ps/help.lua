@@ -31,7 +31,7 @@ local function all_functions()
   add("model:", require("ps.engine").Engine.public(require("ps.engine").Engine), true)
   local methods, others = require("ps.tensor").methods, {}
   for name, value in pairs(ps) do
-    if not methods[name] or name == "device" or name == "backward" then others[name] = value end
+    if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
   end
   add("ps.", others)
   for _, entry in ipairs(list) do                     -- ps.exp is t:exp

@@ -17,6 +17,7 @@ local ps = {
   recompute = scope.recompute, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
+  newaxis = require("ps.tensor_index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
 }
 ps.F = ps.functional
 for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat",
@@ -47,7 +48,8 @@ end
 for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
   ps[name] = as_function(name, true)
 end
-for _, name in ipairs { "where", "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
+ps.where = tensor.where
+for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "ceil", "round", "sin", "cos",
                         "erf", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite", "sum", "mean", "amax",
                         "amin", "argmax", "argmin", "cumsum", "topk", "matmul", "softmax", "log_softmax", "gather",
                         "var", "std", "split", "reshape", "permute", "transpose", "flip", "roll", "tril", "triu",

@@ -110,8 +110,8 @@ function losses.kl_div(x, target, options)
   if options.log_target then terms = target:exp() * (target - x)
   else
     local some = target:gt(0)                              -- 0 log 0 is 0
-    local safe = tensor.methods.where(some, target, 1)
-    terms = tensor.methods.where(some, target * safe:log(), 0) - target * x
+    local safe = tensor.where(some, target, 1)
+    terms = tensor.where(some, target * safe:log(), 0) - target * x
   end
   if reduction == "batchmean" then return terms:sum() / math.max(1, x:dim() > 0 and x:size(0) or 1) end
   return reduced(terms, reduction, "F.kl_div")
@@ -121,7 +121,7 @@ end
 -- Which targets count (bool [...]), and all of them with 0 in the place of others, int64 [..., 1].
 local function countable(target, ignore)
   local counts = target:ne(ignore)
-  return counts, tensor.methods.where(counts, target, 0):to("int64"):unsqueeze(-1)
+  return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
 end
 
 -- Of log-probabilities [..., V]: what each target adds, and what the mean divides by. smooth: label smoothing.
@@ -135,7 +135,7 @@ local function class_terms(logp, target, weight, ignore, smooth)
   local terms = -ops.gather(logp, at, -1):squeeze(-1) * share
   if smooth > 0 then
     local all = weight ~= nil and (logp * weight:to(logp:dtype())):sum(-1) or logp:sum(-1)
-    all = tensor.methods.where(counts, all, 0)
+    all = tensor.where(counts, all, 0)
     terms = terms * (1 - smooth) - all * (smooth / V)
   end
   return terms, share:detach()
@@ -152,7 +152,7 @@ local function class_loss(logp, target, chosen, smooth, call)
   if reduction == "none" then return terms end
   if reduction == "sum" then return terms:sum() end
   local sum = share:sum()
-  return terms:sum() / tensor.methods.where(sum:eq(0), 1, sum)                   -- the mean of none is 0
+  return terms:sum() / tensor.where(sum:eq(0), 1, sum)                   -- the mean of none is 0
 end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }

@@ -5,6 +5,7 @@ local F = require "ps.ffi"
 local scope = require "ps.scope"
 local create = require "ps.create"
 local arithmetic = require "ps.tensor_math"
+local indexing = require "ps.tensor_index"
 local ffi, C, check, own, ops, caller = F.ffi, F.C, F.check, F.own, F.ops, F.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
@@ -16,7 +17,7 @@ local T = {}
 local M = { methods = T }
 for name, fn in pairs(create) do M[name] = fn end
 for name, fn in pairs(arithmetic.methods) do T[name] = fn end
-M.along_last = arithmetic.along_last
+M.along_last, M.where = arithmetic.along_last, arithmetic.where
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 local tensor_out = ffi.new("ps_tensor *[1]")
@@ -90,12 +91,13 @@ local function read(t, n, buffer)
 end
 
 local one = ffi.new("double[1]")
---- The value of a tensor with one element.
----@return number
+--- The value of a tensor with one element; of a bool a boolean, as Lua takes the number 0 for true.
+---@return number|boolean
 function T:item()
   local t = self
   if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel())) end
   read(t, 1, one)
+  if t.dtype_ == C.PS_BOOL then return one[0] ~= 0 end
   return one[0]
 end
 
@@ -382,43 +384,19 @@ function T:chunk(n, d)
 end
 
 -- -- indexing -------------------------------------------------------------------------------------------------------
---- t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[bool tensor].
-local function index(t, key)
-  if type(key) == "number" then return t:select(0, key) end
-  if is_tensor(key) then
-    if key.dtype_ == C.PS_BOOL then
-      return t:masked_select(key)
-    end
-    return t:index_select(0, key)
-  end
-  if type(key) ~= "table" then error("a tensor is indexed with a number, tensor or table, not a " .. type(key)) end
-  local d = 0
-  for i = 1, #key do
-    local k = key[i]
-    if type(k) == "number" then
-      t = t:select(d, k)
-    elseif is_tensor(k) then
-      t = t:index_select(d, k)
-      d = d + k.ndim
-    elseif type(k) == "table" then
-      if d >= t.ndim then error(("%d indices for a tensor with %d dimensions"):format(#key, t.ndim)) end
-      if k[1] ~= nil or k[2] ~= nil or k[3] ~= nil then t = t:slice(d, k[1], k[2], k[3]) end
-      d = d + 1
-    else
-      error(("index %d is a %s"):format(i, type(k)))
-    end
-  end
-  return t
-end
-
 --- The parts at some indices of dimension d, copied.
 ---@param d integer
----@param idx ps.Tensor integers; [n], for d = 0 of any shape
+---@param idx ps.Tensor integers, of any shape
 ---@return ps.Tensor of this shape with dimension d replaced by idx's shape
 function T:index_select(d, idx)
   d = dim_index(self, d)
   if not is_tensor(idx) then error("index_select: the index is a " .. type(idx) .. "; it takes a tensor") end
-  local shape = self:shape()
+  if d > 0 and idx.ndim ~= 1 then
+    local shape = self:shape()
+    table.remove(shape, d + 1)
+    for i, n in ipairs(idx:shape()) do table.insert(shape, d + i, n) end
+    return self:index_select(d, idx:reshape(-1)):reshape(shape)
+  end
   local first = d == 0 and self or self:transpose(0, d):contiguous()
   local moved = first:shape()
   local width = 1
@@ -428,10 +406,7 @@ function T:index_select(d, idx)
   local new = idx:shape()
   for i = 2, #moved do new[#new + 1] = moved[i] end
   y = y:reshape(new)
-  if d == 0 then return y end
-  if idx.ndim ~= 1 then error(("index_select along dimension %d needs a 1-dimensional index"):format(d)) end
-  if #shape ~= y.ndim then error("index_select: shapes") end
-  return y:transpose(0, d)
+  return d == 0 and y or y:transpose(0, d)
 end
 
 --- The elements where a mask is true, in row-major order.
@@ -512,19 +487,11 @@ local mt = {
       error(("a tensor has no method or field '%s'%s"):format(key, (key == "cuda" or key == "cpu")
         and (": write t:to(\"%s\")"):format(key) or ""))
     end
-    return index(t, key)
+    return indexing.get(t, key)
   end,
   __newindex = function(t, key, value)
     if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key)) end
-    if is_tensor(key) and key.dtype_ == C.PS_BOOL then
-      ops.copy_(t, ops.where(key, type(value) == "number" and scalar_like(t, value) or value, t))
-      return
-    end
-    local through = is_tensor(key)                            -- those parts would be copies
-    for i = 1, type(key) == "table" and #key or 0 do through = through or is_tensor(key[i]) end
-    if through then error("assignment through an index tensor is not supported; use where or scatter_add") end
-    local part = index(t, key)
-    if type(value) == "number" then part:fill_(value) else part:copy_(value) end
+    indexing.set(t, key, value)
   end,
   __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,
   __unm = T.neg,

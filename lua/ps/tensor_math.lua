@@ -152,15 +152,35 @@ local function beside(like, value, on)
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
   return scalar_like(like, value)
 end
---- a where this tensor is true, else b; shapes broadcast.
+local function condition(c, call)
+  if caller.tensor(c, call, "the condition") == nil then error(call .. ": the condition is missing") end
+  if c.dtype_ ~= C.PS_BOOL then
+    error(("%s: the condition is a tensor of %s; it takes one of bool, such as c:ne(0)"):format(call, c:dtype()))
+  end
+end
+--- a where a condition is true, else b; shapes broadcast.
+---@param c ps.Tensor bool
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
-function T:where(a, b)
-  if not is_tensor(self) then return ops.where(self, a, b) end          -- which says what it is
-  if type(a) == "number" then a = beside(is_tensor(b) and b or nil, a, self) end
-  if type(b) == "number" and is_tensor(a) then b = beside(a, b, self) end
-  return ops.where(self, a, b)
+function M.where(c, a, b)
+  condition(c, "ps.where")
+  if type(a) == "number" then a = beside(is_tensor(b) and b or nil, a, c) end
+  if type(b) == "number" and is_tensor(a) then b = beside(a, b, c) end
+  return ops.where(c, a, b)
+end
+--- This tensor where a condition is true, else `other`; shapes broadcast.
+---@param c ps.Tensor bool
+---@param other ps.Tensor|number
+---@return ps.Tensor
+function T:where(c, other)
+  if not is_tensor(c) then
+    error(("t:where(condition, other): the condition is %s, not a tensor of bool; to choose between two values write "
+      .. "ps.where(condition, a, b)"):format(c == nil and "nil" or "a " .. type(c)))
+  end
+  condition(c, "t:where(condition, other)")
+  if type(other) == "number" then other = beside(self, other, c) end
+  return ops.where(c, self, other)
 end
 
 --- The matrix product: [..., M, K] by [..., K, N] is [..., M, N]; leading dimensions broadcast. A tensor of 1 dimension
@@ -260,7 +280,10 @@ end
 --- The running sum along dimension d; of integers in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
-function T:cumsum(d) return ops.cumsum(self, d, 0) end
+function T:cumsum(d)
+  if d == nil then error("cumsum: along which dimension? of all elements in their order: t:reshape(-1):cumsum(0)") end
+  return ops.cumsum(self, d, 0)
+end
 --- The k largest along the last dimension, in falling order.
 ---@param k integer
 ---@return ps.Tensor values [..., k]

@@ -182,7 +182,7 @@ def where(d):
     for i in range(len(shape)):
         if d.chance(0.2):
             shape[i] = 1
-    return Case("x[1]:where(x[2], x[3])", lambda x, m: torch.where(x[0], x[1], x[2]),
+    return Case("ps.where(x[1], x[2], x[3])", lambda x, m: torch.where(x[0], x[1], x[2]),
                 [d.input(shape, "bool"), d.input(sa, a, True, special=SPECIAL), d.input(sb, b, True, special=SPECIAL)],
                 exact={"out0"})
 
@@ -192,9 +192,9 @@ def where_number(d):
     value = differences.fitting(dtype, value)
     x = d.input(shape, dtype, True)
     if d.chance(0.5):
-        return Case("x[1]:where(x[2], %s)" % lua(value), lambda x, m: torch.where(x[0], x[1], value),
+        return Case("ps.where(x[1], x[2], %s)" % lua(value), lambda x, m: torch.where(x[0], x[1], value),
                     [d.input(shape, "bool"), x], exact={"out0"})
-    return Case("x[1]:where(%s, x[2])" % lua(value), lambda x, m: torch.where(x[0], value, x[1]),
+    return Case("ps.where(x[1], %s, x[2])" % lua(value), lambda x, m: torch.where(x[0], value, x[1]),
                 [d.input(shape, "bool"), x], exact={"out0"})
 
 

@@ -404,7 +404,7 @@ end
 -- Refuses a target that is none of `total` words, as the op lm_loss does.
 local function check_targets(targets, counts, total, call)
   -- A lookup refuses what is outside of [0, total). Its table is behind all words.
-  local known = counts:where(targets, 0)
+  local known = ps.where(counts, targets, 0)
   local ok, problem = pcall(ps.ops.embedding, ps.zeros({ 1, 1 }, { device = targets:device() }), known, -1, total,
     total)
   if ok then return end
@@ -464,7 +464,7 @@ local function coefficients(share, counts, smooth, mass, words, reduction)
   local rows = ps.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
   if reduction == "sum" then return rows end
   local sum = share:sum()
-  return rows / sum:eq(0):where(1, sum)                                                 -- the mean of none is 0
+  return rows / ps.where(sum:eq(0), 1, sum)                                              -- the mean of none is 0
 end
 
 -- A power of two: the gradients of a mean over many rows would underflow in fp16, as in the op lm_loss.
@@ -547,7 +547,7 @@ end
 local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
   local sum = share:sum()
-  return losses:sum() / sum:eq(0):where(1, sum)                                         -- the mean of none is 0
+  return losses:sum() / ps.where(sum:eq(0), 1, sum)                                         -- the mean of none is 0
 end
 
 --- The loss, the same on all ranks. Logits get the gradient of this rank's words.

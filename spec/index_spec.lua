@@ -1,0 +1,134 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- t[{ ... }] with index tensors, masks and new axes, held to PyTorch's shapes and elements; where, cumsum, dropout and
+-- item by PyTorch's rules.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local fails, is = check.fails, check.is
+local tensor, all, new = ps.tensor, ps.all, ps.newaxis
+
+describe("index tensors", function()
+  local a = ps.arange(120):reshape(2, 3, 4, 5)
+  local i, j, k = tensor({ 0, 1 }, "int64"), tensor({ 2, 0 }, "int32"), tensor({ { 3 }, { 1 } }, "int64")
+  local m, wide = tensor { true, false, true }, a[{ 0, all, all, 0 }]:gt(20)
+
+  -- The name of a case, its key, PyTorch 2.15's shape, the sum of its elements, the n-th of them n times.
+  local CASES = {
+    { "two beside each other", { i, j }, { 2, 4, 5 }, 54120 },
+    { "two with a slice between", { i, all, k }, { 2, 2, 3, 5 }, 126580 },
+    { "two after a slice", { all, j, k }, { 2, 2, 2, 5 }, 59920 },
+    { "a slice before and between", { all, j, all, i }, { 2, 2, 4 }, 7700 },
+    { "a number before two", { 1, j, all, k }, { 2, 2, 4 }, 11568 },
+    { "a number between two", { all, j, 2, i }, { 2, 2 }, 686 },
+    { "a number, then two", { all, 1, k, j }, { 2, 2, 2 }, 2632 },
+    { "one without dimensions", { tensor(1, "int64"), all, k }, { 3, 2, 1, 5 }, 46465 },
+    { "a mask", { all, m }, { 2, 2, 4, 5 }, 259440 },
+    { "a mask and one", { i, m }, { 2, 4, 5 }, 70120 },
+    { "a mask of two dimensions", { all, wide }, { 2, 7, 5 }, 222810 },
+    { "a mask of the first dimensions", a[{ all, all, 0, 0 }]:gt(30), { 4, 4, 5 }, 300240 },
+    { "a new axis before one", { all, new, j }, { 2, 1, 2, 4, 5 }, 227440 },
+    { "a new axis between two", { i, new, j }, { 2, 1, 4, 5 }, 54120 },
+    { "a new axis in front", { new, i }, { 1, 2, 3, 4, 5 }, 575960 },
+  }
+  for _, case in ipairs(CASES) do
+    it("name PyTorch's elements: " .. case[1], function()
+      local y = a[case[2]]
+      assert.same(case[3], y:shape())
+      assert.equal(case[4], (y:reshape(-1) * ps.arange(1, y:numel() + 1)):sum():item())
+    end)
+  end
+
+  it("take an element of each row", function()
+    local x = ps.arange(12):reshape(3, 4)
+    is({ 1, 6, 11 }, x[{ ps.arange(3), tensor({ 1, 2, 3 }, "int64") }])
+    local p = ps.nn.Parameter(ps.zeros { 2, 3 })
+    local at = tensor({ 1, 1, 0 }, "int64")
+    p[{ at, tensor({ 2, 2, 0 }, "int64") }]:sum():backward()
+    is({ { 1, 0, 0 }, { 0, 0, 2 } }, p:grad())
+  end)
+
+  it("that lie outside are an error", function()
+    fails(function() return a[{ i, tensor({ 0, 3 }, "int64") }] end, "index 3 of dimension 1 with size 3")
+    fails(function() return a[{ tensor({ -1, 0 }, "int64"), j }] end, "index -1 of dimension 0 with size 2")
+    fails(function() return a[{ i, all, all, all, 0 }] end, "5 indices for a tensor with 4 dimensions")
+    fails(function() return a[{ all, m, m }] end, "a bool index of shape [3] at dimension 2")
+    fails(function() return a[{ i, tensor { 0.5 } }] end, "index 2 is a tensor of fp32")
+    fails(function() a[{ i, j }] = 0 end, "assignment through an index tensor")
+  end)
+end)
+
+describe("a mask that is written through", function()
+  -- Values of PyTorch 2.15.
+  it("takes a value for all, or one for each", function()
+    local b = ps.zeros { 2, 2 }
+    b[tensor { { true, false }, { true, true } }] = tensor { 1, 2, 3 }
+    is({ { 1, 0 }, { 2, 3 } }, b)
+    b[tensor { false, true }] = 7
+    is({ { 1, 0 }, { 7, 7 } }, b)
+    b[tensor { false, true }] = tensor { { 5, 6 } }
+    is({ { 1, 0 }, { 5, 6 } }, b)
+    b[tensor { true, true }] = tensor { 8, 9 }
+    is({ { 8, 9 }, { 8, 9 } }, b)
+    b[b:lt(0)] = ps.zeros({ 4 }):narrow(0, 0, 0)
+    is({ { 8, 9 }, { 8, 9 } }, b)
+    fails(function() b[b:eq(8)] = tensor { 1, 2, 3 } end, "has 2 true elements, the value has 3")
+    fails(function() b[tensor { true }] = 1 end, "a bool index of shape [1]")
+  end)
+end)
+
+describe("ps.newaxis", function()
+  it("adds a dimension of size 1", function()
+    local x = ps.arange(6):reshape(2, 3)
+    assert.same({ 2, 1, 3 }, x[{ all, new }]:shape())
+    assert.same({ 2, 3, 1 }, x[{ all, all, new }]:shape())
+    assert.same({ 1, 3 }, x[{ new, 1 }]:shape())
+    assert.same({ 1, 2, 3 }, x[new]:shape())
+    x[{ all, new, 0 }] = 9
+    is({ { 9, 1, 2 }, { 9, 4, 5 } }, x)
+  end)
+end)
+
+describe("an item", function()
+  it("of a bool is a boolean", function()
+    local done = tensor { false, true }
+    assert.is_false(done:all():item())
+    assert.is_true(done:any():item())
+    assert.is_false(done[0]:item())
+    assert.equal(1, tensor({ 1 }, "uint8"):item())
+  end)
+end)
+
+describe("where", function()
+  local v, mask = tensor { 3, 1, 2 }, tensor { true, false, true }
+  it("keeps the tensor where the condition is true", function()
+    is({ 3, 0, 2 }, v:where(mask, 0))
+    is({ 3, 7, 2 }, v:where(mask, ps.full({ 1 }, 7)))
+    is({ 3, 0, 2 }, ps.where(mask, v, 0))
+    is({ 1, 0, 1 }, ps.where(mask, 1, 0))
+    is({ 3, -100, 2 }, v:long():where(mask, -100), "int64")
+    local p = ps.nn.Parameter(tensor { 3, 1, 2 })
+    p:where(mask, 0):sum():backward()
+    is({ 1, 0, 1 }, p:grad())
+  end)
+  it("takes a condition of bool", function()
+    fails(function() return mask:where(1, 0) end, "t:where(condition, other)", "ps.where(condition, a, b)")
+    fails(function() return mask:where(v, v) end, "condition is a tensor of fp32")
+    fails(function() return ps.where(tensor { 1, 0, 2 }, v, 0) end, "condition is a tensor of fp32", "ne(0)")
+    fails(function() return ps.where(3, v, 0) end, "ps.where: the condition is a number; it takes a tensor")
+    fails(function() return ps.where() end, "ps.where: the condition is missing")
+  end)
+end)
+
+describe("defaults of PyTorch", function()
+  it("cumsum needs a dimension", function()
+    fails(function() return tensor({ { 1, 2 } }):cumsum() end, "cumsum: along which dimension")
+    is({ { 1, 3 } }, tensor({ { 1, 2 } }):cumsum(-1))
+  end)
+  it("dropout without p drops half", function()
+    ps.manual_seed(3)
+    local x = ps.F.dropout(ps.ones { 4096 })
+    local zero = x:eq(0):sum():item()
+    assert(zero > 1900 and zero < 2200, zero)
+    assert.equal(2, x:max():item())
+    is({ 1, 1 }, ps.F.dropout(ps.ones { 2 }, nil, false))
+  end)
+end)
