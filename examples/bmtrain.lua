@@ -28,7 +28,8 @@ local Column, Row = bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear
 local Encoder = nn.class("Encoder", bmt.DistributedModule)
 function Encoder:init(width, heads, inner, dtype)
   self.heads = heads / args.tp_size                               -- of this rank
-  self.ln_attn, self.ln_ff = nn.LayerNorm(width, { dtype = dtype }), nn.LayerNorm(width, { dtype = dtype })
+  self.ln_attn = nn.LayerNorm(width, { dtype = dtype })
+  self.ln_ff = nn.LayerNorm(width, { dtype = dtype })
   for _, name in ipairs { "q", "k", "v" } do self[name] = Column(width, width, { dtype = dtype }) end
   self.out = Row(width, width, { dtype = dtype })
   self.up, self.down = Column(width, inner, { dtype = dtype }), Row(inner, width, { dtype = dtype })

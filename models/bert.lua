@@ -44,16 +44,20 @@ end
 -- -- the encoder ----------------------------------------------------------------------------------------------------
 local Embeddings = nn.class("BertEmbeddings")
 
--- where.padded: positions have a row for padding, as well.
+-- where.padded: positions have a row for padding, as well, and are the last to be registered, as transformers has it in
+-- RoBERTa. The seed's numbers go to words, positions and token types in this order.
 function Embeddings:init(c, where)
   local function table_of(rows, padding)
     return nn.Embedding(rows, c.hidden_size, { std = where.std, dtype = where.dtype, device = where.device,
       padding_idx = heads.padding_row(padding, rows) })
   end
   self.word_embeddings = table_of(c.vocab_size, c.pad_token_id)
-  self.position_embeddings = table_of(c.max_position_embeddings, where.padded and c.pad_token_id)
-  self.token_type_embeddings = table_of(c.type_vocab_size)
+  local positions = table_of(c.max_position_embeddings, where.padded and c.pad_token_id)
+  local types = table_of(c.type_vocab_size)
+  if not where.padded then self.position_embeddings = positions end
+  self.token_type_embeddings = types
   self.LayerNorm = layer_norm(c, where)
+  if where.padded then self.position_embeddings = positions end
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
@@ -72,7 +76,8 @@ SelfAttention.unscoped = true
 
 function SelfAttention:init(c, where)
   self.heads, self.width = c.num_attention_heads, c.hidden_size
-  self.query, self.key = nn.Linear(self.width, self.width, where), nn.Linear(self.width, self.width, where)
+  self.query = nn.Linear(self.width, self.width, where)
+  self.key = nn.Linear(self.width, self.width, where)
   self.value = nn.Linear(self.width, self.width, where)
   self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
 end
@@ -309,15 +314,15 @@ function Transform:forward(x)
 end
 
 --- Gives a module the tensors over the vocabulary of a masked language model's head. Tied: the token table is the
---- weight, and `bias` [V] is its own. Else `decoder` has both; files then have a `bias` besides, which does nothing.
+--- weight, and `bias` [V] is its own. Else `decoder` has both; as in transformers there is a `bias` besides, which does
+--- nothing and gets no gradient.
 ---@param module ps.nn.Module
 ---@param c table
 ---@param where table
 local function vocabulary_head(module, c, where)
   local at = { dtype = where.dtype, device = where.device }
-  local bias = ps.zeros({ c.vocab_size }, at)
-  if c.tie_word_embeddings then return module:param("bias", bias) end
-  module:buffer("bias", bias)
+  module:param("bias", ps.zeros({ c.vocab_size }, at))
+  if c.tie_word_embeddings then return end
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 
@@ -374,7 +379,8 @@ local function masked_lm(class, path, head, transform)
 
   function class:costs()
     local cost, c = self[self.prefix]:costs(), self.config
-    if c.tie_word_embeddings then cost.looked_up = cost.looked_up - c.vocab_size * c.hidden_size end
+    if c.tie_word_embeddings then cost.looked_up = cost.looked_up - c.vocab_size * c.hidden_size
+    else cost.looked_up = cost.looked_up + c.vocab_size end                     -- the bias that does nothing
     return cost
   end
 end

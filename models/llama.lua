@@ -48,9 +48,14 @@ function Attention:init(c, where, variant, layer)
   local C, D, H, G = c.hidden_size, head_width(c), c.num_attention_heads, key_heads(c)
   local bias, output_bias = variant.biases(c)
   self.heads, self.groups, self.width = H, G, D
-  self.q_proj, self.k_proj = linear(C, H * D, bias, where), linear(C, G * D, bias, where)
-  self.v_proj, self.o_proj = linear(C, G * D, bias, where), linear(H * D, C, output_bias, where)
-  if variant.norms then self.q_norm, self.k_norm = norm(D, c, where), norm(D, c, where) end
+  self.q_proj = linear(C, H * D, bias, where)
+  self.k_proj = linear(C, G * D, bias, where)
+  self.v_proj = linear(C, G * D, bias, where)
+  self.o_proj = linear(H * D, C, output_bias, where)
+  if variant.norms then
+    self.q_norm = norm(D, c, where)
+    self.k_norm = norm(D, c, where)
+  end
   self.dropout = nn.Dropout(c.attention_dropout)
   self.window = variant.window and variant.window(c, layer)
 end

@@ -100,8 +100,8 @@ describe("a model that ranks share out", function()
       "h.1.ln_2.bias", "h.1.mlp.c_proj.bias", "ln_f.weight", "ln_f.bias" }, sums(model))
     assert.same({}, sums((cut(fn, 2, 0, false))))
     -- Norms of heads see this rank's heads, whatever the rows.
-    assert.same({ "model.layers.0.self_attn.k_norm.weight", "model.layers.0.self_attn.q_norm.weight",
-      "model.layers.1.self_attn.k_norm.weight", "model.layers.1.self_attn.q_norm.weight" },
+    assert.same({ "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_norm.weight",
+      "model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.k_norm.weight" },
       sums((cut(function() return require("models.qwen3").new "tiny" end, 2, 0, false))))
   end)
 end)

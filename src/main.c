@@ -271,6 +271,18 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
+/* Lua's functions on lists know lists of modules from the script's first line on. If the file cannot be read, the
+ * script's require "ps" reports it. */
+static void load_lists(lua_State *L, const struct program *p)
+{
+    int top = lua_gettop(L);
+    if (!p->root[0]) return;
+    lua_getglobal(L, "require");
+    lua_pushliteral(L, "ps.lists");
+    lua_pcall(L, 1, 0, 0);
+    lua_settop(L, top);
+}
+
 static const char no_checkpoint[] = "its checkpoint could not be completed";
 
 /* A checkpoint that is being written in the background is waited for before the process ends. False: it failed. */
@@ -575,6 +587,7 @@ static int protected_main(lua_State *L)
     add_preload(L, p, "ps.paths", load_paths);
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
+    load_lists(L, p);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
     if (p->status == 0 && !finish_exchanges()) p->status = 1;
     if (!finish_checkpoint(L, p->status != 0)) {

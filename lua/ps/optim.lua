@@ -61,14 +61,16 @@ end
 ---@param weight_decay number
 ---@return table[] groups
 function optim.groups(model, weight_decay)
-  local decay, plain = {}, {}
+  local decay = { params = {}, param_names = {}, weight_decay = weight_decay }
+  local plain = { params = {}, param_names = {}, weight_decay = 0 }
   if not core.is_module(model) then error("optim.groups takes a module, not " .. tostring(model)) end
   caller.typed(weight_decay, "number", "optim.groups: the weight decay")
-  for _, p in ipairs(model:parameters()) do
-    local list = p:dim() >= 2 and decay or plain
-    list[#list + 1] = p
+  for name, p in model:named_parameters() do
+    local group = p:dim() >= 2 and decay or plain
+    table.insert(group.params, p)
+    table.insert(group.param_names, name)
   end
-  return { { params = decay, weight_decay = weight_decay }, { params = plain, weight_decay = 0 } }
+  return { decay, plain }
 end
 
 ---@class ps.Optimizer
@@ -99,7 +101,8 @@ local function in_range(settings, call, ranges)
   return settings
 end
 
-local OF_OPTIMIZER, OF_GROUP = { max_norm = "number", per_rank = "boolean" }, { params = "any" }
+local OF_OPTIMIZER = { max_norm = "number", per_rank = "boolean" }
+local OF_GROUP = { params = "any", param_names = "table" }
 
 -- Settings of an optimizer, or of a group of its parameters, which has those of `also` besides.
 local function checked_options(kind, options, call, also)
@@ -107,6 +110,20 @@ local function checked_options(kind, options, call, also)
   for key, type_of in pairs(also) do keys[key] = type_of end
   for key, default in pairs(kind.defaults) do keys[key] = type(default) end
   return in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
+end
+
+-- An optimizer updates tensors that gradients come to: floats, and no op's output. A frozen parameter may thaw.
+local function check_trainable(p, name, i, what)
+  local which = ("%s, %s"):format(what, name or "parameter " .. (i - 1))
+  if not core.is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
+  local shape = table.concat(p:shape(), ", ")
+  if not p:is_float() then
+    error(("%s [%s] is %s: an optimizer updates floats, which alone have gradients"):format(which, shape, p:dtype()))
+  end
+  if p.node ~= nil then
+    error(("%s [%s] is the output of an op, so no gradient would come to it: give the optimizer the tensors that it "
+      .. "was computed from, or tensor:detach():requires_grad(true)"):format(which, shape))
+  end
 end
 
 -- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
@@ -119,7 +136,14 @@ local function build(kind, params, options)
   for key, value in pairs(options) do
     if not OF_OPTIMIZER[key] then self.defaults[key] = value end
   end
-  if core.is_module(params) then params = params:parameters() end
+  if core.is_module(params) then
+    local list = { params = {}, param_names = {} }
+    for name, p in params:named_parameters() do
+      table.insert(list.params, p)
+      table.insert(list.param_names, name)
+    end
+    params = { list }
+  end
   if type(params) ~= "table" then error(kind.name .. " takes a module, a list of parameters or a list of groups") end
   local is_groups = type(params[1]) == "table"
   self.groups = {}
@@ -133,11 +157,12 @@ local function build(kind, params, options)
     -- Schedules set the optimizer's rate; a group keeps its proportion to it.
     group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group
-    for _, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
-      if not core.is_tensor(p) then error(("%s: group %d holds a %s"):format(kind.name, number - 1, type(p))) end
+    for i, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
+      check_trainable(p, group.param_names and group.param_names[i], i, what)
       if seen[address(p)] then error(kind.name .. ": a parameter is listed twice") end
       seen[address(p)] = true
-      self.entries[#self.entries + 1] = { param = p, group = group, t = 0 }
+      self.entries[#self.entries + 1] = { param = p, group = group, t = 0,
+        name = group.param_names and group.param_names[i] }
     end
   end
   if #self.entries == 0 then error(kind.name .. ": there are no parameters") end
@@ -333,8 +358,36 @@ local function names_for(self, model)
   return names
 end
 
+-- The names of the parameters from the making of the optimizer on; nil: not all have one.
+local function own_names(self)
+  local names = {}
+  for i, entry in ipairs(self.entries) do
+    if not entry.name then return nil end
+    names[i] = entry.name
+  end
+  return names
+end
+
+-- What a saved state calls the parameters. One that was saved without a model has numbers: if both sides know names,
+-- a parameter takes the number that its name had.
+local function saved_names(self, model, values)
+  local names, own, saved = names_for(self, model), own_names(self), values.param_names
+  if model ~= nil or not own or not saved then return names end
+  local number = {}
+  for i, name in ipairs(saved) do number[name] = tostring(i - 1) end
+  for i, name in ipairs(own) do
+    names[i] = number[name]
+    if not names[i] then
+      error(("the saved optimizer has no state for parameter %s; its parameter %d is %s"):format(name, i - 1,
+        tostring(saved[i])))
+    end
+  end
+  return names
+end
+
 --- The state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master) and `values`, which
---- JSON can hold. Without a model parameters are called "0", "1", ...
+--- JSON can hold. Without a model parameters are called "0", "1", ...; `values` then has their names, if the optimizer
+--- was made from a module or from optim.groups.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
@@ -354,6 +407,7 @@ function Optimizer:state_dict(model)
   local settings = {}
   for key in pairs(self.kind.defaults) do settings[#settings + 1] = key end
   for number, group in ipairs(self.groups) do values.groups[number] = groups.to_text(group, settings) end
+  if model == nil then values.param_names = own_names(self) end
   return { tensors = tensors, values = values }
 end
 
@@ -380,7 +434,8 @@ function Optimizer:load_state_dict(state, model)
   caller.typed(state, "table", "load_state_dict: the state")
   caller.typed(state.values, "table", "load_state_dict: its values")
   if model ~= nil and not core.is_module(model) then error("load_state_dict takes a model behind the state") end
-  local names, values, planned = names_for(self, model), state.values, {}
+  local values, planned = state.values, {}
+  local names = saved_names(self, model, values)
   if values.kind ~= self.kind.name then
     error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind.name))
   end

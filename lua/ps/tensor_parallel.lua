@@ -213,7 +213,7 @@ local REPLACE = {
 -- Gives a module that has the bias of a table's words the head of both. A module that has its own weight is left.
 local function words(cut, claim)
   local module, found = claim.module, nil
-  if module._kind.bias ~= "param" then return end
+  if module.decoder then return end
   each_match(cut.model, split(claim.entry.table), 1, "", function(child) found = child end)
   if not found or found.class_name ~= "VocabParallelEmbedding" then
     caller.error(("%s: table = %s is no table of the model that is cut"):format(claim.named,

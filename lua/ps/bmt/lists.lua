@@ -15,6 +15,7 @@ local ps = require "ps"
 local caller = require "ps.caller"
 local container = require "ps.nn.container"
 local core = require "ps.nn.module"
+local module_lists = require "ps.lists"
 local modules = require "ps.bmt.modules"
 local session = require "ps.bmt.session"
 local error = caller.error
@@ -33,6 +34,11 @@ local LIST = { num_hidden = "whole" }
 ---@param list ps.nn.Module[]
 ---@param options? {num_hidden?: integer} how many of the first arguments go from block to block, default 1
 function TransformerBlockList:init(list, options)
+  if core.is_module(list) and not module_lists.is_list(list) then
+    error(("bmt.%s takes one list of blocks: %s { a, b }, not %s(a, b)"):format(self.class_name, self.class_name,
+      self.class_name))
+  end
+  if module_lists.is_list(list) then list = { unpack(list) } end
   options = caller.options(options, "bmt." .. self.class_name, LIST)
   caller.typed(list, "table", "bmt." .. self.class_name .. ": its list of blocks")
   self.num_hidden = caller.whole(options.num_hidden or 1, "bmt." .. self.class_name .. ": num_hidden", 1)
@@ -117,11 +123,12 @@ function PipelineTransformerBlockList:init(list, options)
     error(("bmt.PipelineTransformerBlockList: num_hidden is %d; one tensor goes from stage to stage (pipe_size = %d)")
       :format(self.num_hidden, pipe.size))
   end
-  if #list < pipe.size then
-    error(("bmt.PipelineTransformerBlockList: %d blocks for pipe_size = %d; each stage takes one at least"):format(
-      #list, pipe.size))
+  local n = self.length
+  if n < pipe.size then
+    error(("bmt.PipelineTransformerBlockList: %d blocks for pipe_size = %d; each stage takes one at least"):format(n,
+      pipe.size))
   end
-  local least, more, first = math.floor(#list / pipe.size), #list % pipe.size, 0
+  local least, more, first = math.floor(n / pipe.size), n % pipe.size, 0
   rawset(self, "firsts", {})                                  -- by stage, from 0; behind the last the number of blocks
   for stage = 0, pipe.size do
     self.firsts[stage], first = first, first + least + (stage < more and 1 or 0)

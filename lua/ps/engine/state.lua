@@ -129,9 +129,10 @@ local function members(opt)
   return lists
 end
 
--- A group as PyTorch has it.
-local function torch_group(group, params)
-  local out = { lr = group.lr, weight_decay = group.weight_decay, maximize = false, params = params }
+-- A group as PyTorch has it; names: those of its parameters, as PyTorch writes them of named parameters.
+local function torch_group(group, params, names)
+  local out = { lr = group.lr, weight_decay = group.weight_decay, maximize = false, params = params,
+    param_names = names }
   if group.betas then
     out.betas, out.eps = { group.betas[1], group.betas[2] }, group.eps
     out.amsgrad, out.decoupled_weight_decay = false, group.decoupled
@@ -142,22 +143,22 @@ local function torch_group(group, params)
 end
 
 --- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: the form that the load_state_dict of torch.optim.AdamW
---- takes; that of SGD has momentum_buffer, and leaves `step` aside.
+--- takes; that of SGD has momentum_buffer, and leaves `step` aside. Groups have param_names, which PyTorch keeps.
 ---@param opt ps.EngineOptimizer
 ---@return {state: table<integer, table>, param_groups: table[]}
 function state.torch(opt)
   local all, groups, n = torch_pt.mark("dict", {}), {}, 0
   for number, list in ipairs(members(opt)) do
-    local group, params = opt.groups[number], torch_pt.mark("list", {})
+    local group, params, names = opt.groups[number], torch_pt.mark("list", {}), torch_pt.mark("list", {})
     for k, at in ipairs(list) do
       local t, slot = at.i and opt:updates(at.i), at.i and opt:slot(at.i)
       if slot and slot.averages and t > 0 then
         all[n] = { step = t }
         for j, name in ipairs(opt.averages) do all[n][name] = slot.averages[j] end
       end
-      params[k], n = n, n + 1
+      params[k], names[k], n = n, at.name, n + 1
     end
-    groups[number] = torch_group(group, params)
+    groups[number] = torch_group(group, params, names)
   end
   return { state = all, param_groups = groups }
 end
@@ -213,17 +214,35 @@ local function check_torch_group(from, number, opt)
   end
 end
 
+-- The numbers that a saved group has for `list`, its parameters here. A group with param_names has its numbers in the
+-- order of those names; one without has them in the order of the model.
+local function numbers_of(group, number, list)
+  local params, names = group.params or {}, group.param_names
+  if #params ~= #list then
+    error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
+  end
+  if not names then return params end
+  local by_name, numbers = {}, {}
+  for k, name in ipairs(names) do by_name[name] = params[k] end
+  for k, at in ipairs(list) do
+    numbers[k] = by_name[at.name]
+    if not numbers[k] then
+      error(("param_names of group %d of the saved optimizer has no '%s' (its number %d is '%s'): it was saved of "
+        .. "another model; correct the names there, or remove param_names, and parameters go by their order"):format(
+        number - 1, at.name, k - 1, tostring(names[k])), 0)
+    end
+  end
+  return numbers
+end
+
 local function load_torch(opt, saved)
   local groups = is_file(saved) and saved:get("param_groups") or saved.param_groups
   if type(groups) ~= "table" then error("this is no optimizer's state: it has no param_groups", 0) end
   check_groups(groups, opt)
   local plan, most = {}, 0
   for number, list in ipairs(members(opt)) do
-    local params = groups[number].params or {}
     check_torch_group(groups[number], number, opt)
-    if #params ~= #list then
-      error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
-    end
+    local params = numbers_of(groups[number], number, list)
     for k, at in ipairs(list) do
       local source, step = entry_of(saved, params[k])
       step = source and whole_step(opt, source, step, at.name) or 0

@@ -1,40 +1,156 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ModuleList and Sequential. Their items count from 0, as names and PyTorch do; list[-1] is the last.
+-- ModuleList and Sequential. Their items count from 0, as names and PyTorch do; list[-1] is the last. ipairs, pairs,
+-- unpack, table.insert and table.remove know them (ps.lists). The operator # does not: LuaJIT asks no metatable for the
+-- length of a table, so it is 0 of every list; list:size() is the number of modules.
 local core = require "ps.nn.module"
+local registry = require "ps.nn.registry"
 local caller = require "ps.caller"
+local lists = require "ps.lists"
 local error = caller.error
 
 ---@class ps.nn.ModuleList: ps.nn.Module
+---@field length integer
 local ModuleList = core.class("ModuleList")
+ModuleList.length = 0                                      -- until a module is appended
 
--- Negative indices reach back from the end; everything else is a field or method.
-local function from_end(class)
-  class.instance.__index = function(self, key)
+local function shown(value) return value == nil and "nil" or "a " .. type(value) end
+
+local function check_module(value, call)
+  if not core.is_module(value) then error(("%s takes a module, not %s"):format(call, shown(value))) end
+end
+
+-- The items as a Lua list, from 1.
+local function items_of(self)
+  local items = {}
+  for i = 0, self.length - 1 do items[i + 1] = self._fields[i] end
+  return items
+end
+
+-- Registers these items, from 0, in the place of those there are.
+local function set_items(self, items)
+  for i = 0, self.length - 1 do
+    registry.remove(self, i)
+    self._fields[i] = nil
+  end
+  for i, module in ipairs(items) do core.register(self, i - 1, "module", module) end
+  self.length = #items
+end
+
+-- The place of an index, which from -1 down counts from the end; `last` is the greatest place.
+local function place(self, index, last, call)
+  caller.whole(index, call .. ": the index")
+  local at = index < 0 and self.length + index or index
+  if at >= 0 and at <= last then return at end
+  error(("%s: there is no place %d in a list of %d modules, which count from 0; list:append(module) adds one"):format(
+    call, index, self.length))
+end
+
+-- list[index] = value: another module in its place, one behind the last, or nil, which removes.
+local function set(self, index, value)
+  local call = ("%s[%s] = value"):format(self.class_name, tostring(index))
+  if rawequal(value, nil) then return self:remove(index) end
+  check_module(value, call)
+  local at = place(self, index, self.length, call)
+  core.register(self, at, "module", value)
+  if at == self.length then self.length = at + 1 end
+end
+
+-- Makes the objects of a class lists: of ModuleList, and of each class that derives from it.
+core.adapt(ModuleList, function(class)
+  local instance = class.instance
+  local assign = instance.__newindex
+  function instance.__index(self, key)
     local fields = rawget(self, "_fields")
-    if type(key) == "number" then return fields[key < 0 and fields.length + key or key] end
+    if type(key) == "number" then return fields[key < 0 and (fields.length or 0) + key or key] end
     local value = fields[key]
     if value ~= nil then return value end
     return class[key]
   end
-end
-from_end(ModuleList)
+  function instance.__newindex(self, key, value)
+    if type(key) == "number" then return set(self, key, value) end
+    return assign(self, key, value)                        -- a tail call: it looks for the line that assigns
+  end
+  instance.ps_list = { each = function(self) return self:each() end, size = function(self) return self.length end,
+    get = function(self, i) return self._fields[i] end,
+    insert = function(self, index, module) self:insert(index, module) end,
+    remove = function(self, index) return self:remove(index) end }
+end)
 
---- A list of modules, which count from 0; list[-1] is the last.
----@param modules? ps.nn.Module[] a plain Lua list; its first module becomes number 0
-function ModuleList:init(modules)
-  self.length = 0
-  if modules ~= nil then caller.typed(modules, "table", self.class_name .. ": its list of modules") end
-  for _, module in ipairs(modules or {}) do self:append(module) end
+-- The modules of a constructor's list; others are what came behind it.
+local function given_modules(call, modules, ...)
+  if select("#", ...) > 0 or core.is_module(modules) and not lists.is_list(modules) then
+    error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
+  end
+  if modules == nil then return {} end
+  if type(modules) ~= "table" then
+    error(("%s takes a list of modules, { a, b }, not %s"):format(call, shown(modules)))
+  end
+  local n, list = 0, {}
+  if lists.is_list(modules) then return items_of(modules) end
+  for key in pairs(modules) do
+    if type(key) ~= "number" then
+      error(("%s takes a list of modules, and this one has the name '%s': give modules with names to a module's fields")
+        :format(call, tostring(key)))
+    end
+    n = math.max(n, key)
+  end
+  for i = 1, n do
+    if not core.is_module(modules[i]) then
+      error(("%s: number %d of its list is %s, not a module"):format(call, i, shown(modules[i])))
+    end
+    list[i] = modules[i]
+  end
+  return list
+end
+
+--- A list of modules, which count from 0; list[-1] is the last. `for i, module in ipairs(list) do` goes over them, i
+--- from 0; list:size() is their number.
+---@param modules? ps.nn.Module[] a plain Lua list, whose first module becomes number 0, or another nn.ModuleList
+---@param ... any refused
+function ModuleList:init(modules, ...)
+  self:extend(given_modules("nn." .. self.class_name, modules, ...))
 end
 
 --- Adds a module at the end.
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
 function ModuleList:append(module)
-  if not core.is_module(module) then error(self.class_name .. ":append takes a module") end
-  self[self.length] = module
+  check_module(module, self.class_name .. ":append")
+  core.register(self, self.length, "module", module)
   self.length = self.length + 1
   return self
+end
+
+--- Adds modules at the end.
+---@param modules ps.nn.Module[]|ps.nn.ModuleList
+---@return ps.nn.Module self
+function ModuleList:extend(modules)
+  for _, module in ipairs(given_modules(self.class_name .. ":extend", modules)) do self:append(module) end
+  return self
+end
+
+--- Puts a module before that of a number; the modules from there on get the next numbers.
+---@param index integer from 0; the number of modules: at the end
+---@param module ps.nn.Module
+---@return ps.nn.Module self
+function ModuleList:insert(index, module)
+  local call = self.class_name .. ":insert"
+  local at = place(self, index, self.length, call)
+  check_module(module, call)
+  local items = items_of(self)
+  table.insert(items, at + 1, module)
+  set_items(self, items)
+  return self
+end
+
+--- Takes a module out; the modules behind it get the numbers before theirs.
+---@param index? integer default -1, the last
+---@return ps.nn.Module module
+function ModuleList:remove(index)
+  local at, items = place(self, index or -1, self.length - 1, self.class_name .. ":remove"), items_of(self)
+  local module = table.remove(items, at + 1)
+  set_items(self, items)
+  return module
 end
 
 --- Whether Module:recompute_blocks takes an element for a block: always.
@@ -44,8 +160,11 @@ function ModuleList:holds_blocks() return true end
 --- The number of modules in it.
 ---@return integer
 function ModuleList:size() return self.length end
+--- The number of modules in it.
+---@return integer
+function ModuleList:len() return self.length end
 
---- `for i, module in list:each() do`, i from 0.
+--- `for i, module in list:each() do`, i from 0, as `ipairs(list)` does.
 ---@return fun(): integer?, ps.nn.Module?
 function ModuleList:each()
   local i = -1
@@ -57,12 +176,18 @@ end
 
 ---@class ps.nn.Sequential: ps.nn.ModuleList
 local Sequential = core.class("Sequential", ModuleList)
-from_end(Sequential)
 
 --- A chain of modules.
 ---@param ... ps.nn.Module each is applied to the result of the one before
 function Sequential:init(...)
-  ModuleList.init(self, { ... })
+  for i = 1, select("#", ...) do
+    local module = select(i, ...)
+    if not core.is_module(module) then
+      error(("nn.%s takes modules, %s(a, b): number %d is %s"):format(self.class_name, self.class_name, i,
+        shown(module)))
+    end
+    self:append(module)
+  end
 end
 
 --- Whether Module:recompute_blocks takes an element for a block: one that has modules of its own.

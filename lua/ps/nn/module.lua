@@ -11,14 +11,16 @@
 --
 -- Calling a module runs :forward inside a scope: temporaries that neither the result nor the tape needs are dropped
 -- when it returns. A class whose forward makes none says `Class.unscoped = true` and saves the scope inside of others.
--- Names are those of PyTorch ("h.0.attn.weight"), in the order of registration; a tied tensor is listed once, under its
--- first name. Modules keep no activations.
+-- Names and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own
+-- tensors come before those of its modules. A tied tensor is listed once, under its first name. Modules keep no
+-- activations.
 local ps = require "ps"
 local ffi = require "ffi"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
 local hooks = require "ps.hooks"
 local rectangles = require "ps.rectangles"
+local registry = require "ps.nn.registry"
 local shard = require "ps.nn.shard"
 local error = caller.error
 local C = ps.C
@@ -52,17 +54,10 @@ local function address(tensor)
   return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor)))
 end
 
-local function register(self, name, kind)
-  if not self._kind[name] then self._names[#self._names + 1] = name end
-  self._kind[name] = kind
+-- level: of the function whose assignment registers the value; nil: a call registers it.
+local function register(self, name, kind, value, level)
+  registry.add(self, name, kind, value, level and level + 1)
   exports.changes = exports.changes + 1
-end
-
-local function unregister(self, name)
-  self._kind[name] = nil
-  for i, known in ipairs(self._names) do
-    if known == name then return table.remove(self._names, i) end
-  end
 end
 
 -- self.name = value, with PyTorch's rules: a module or parameter registers itself, nil removes, and what is registered
@@ -70,11 +65,11 @@ end
 local function assign(self, name, value)
   local kind = self._kind[name]
   if rawequal(value, nil) then
-    if kind then unregister(self, name) end
+    if kind then registry.remove(self, name) end
   elseif is_module(value) then
-    register(self, name, "module")
+    register(self, name, "module", value, 2)
   elseif is_tensor(value) and made_by_parameter[value] then
-    register(self, name, "param")
+    register(self, name, "param", value, 2)
   elseif kind == "param" then
     error(("%s.%s is a parameter, and a %s that took its place would not be trained: write into it with "
       .. "ps.no_grad(function() module.%s:copy_(value) end), or assign ps.nn.Parameter(tensor), or nil to remove it")
@@ -137,6 +132,7 @@ local function construct(class, ...)
     error("new is a class's: Class:new(...) or Class(...), not of a " .. type(class))
   end
   local object = setmetatable({ _names = {}, _kind = {}, _fields = {}, training = true }, class.instance)
+  registry.made(object)
   object:init(...)
   return object
 end
@@ -150,6 +146,13 @@ local function show(self, indent)
   end
   if #lines == 0 then return ("%s(%s)"):format(self.class_name, extra) end
   return ("%s(%s\n%s\n%s)"):format(self.class_name, extra, table.concat(lines, "\n"), indent)
+end
+
+local adapters = {}                                -- by class: what makes its objects other than a module's
+
+function exports.adapt(made, adapter)
+  adapters[made] = adapter
+  adapter(made)
 end
 
 --- A new class. `Class(...)` and `Class:new(...)` make an object and run `Class:init(...)` on it.
@@ -173,6 +176,8 @@ local function class(name, base)
     __tostring = function(object) return show(object, "") end,
   }
   self.new = construct
+  local adapt = adapters[base]
+  if adapt then exports.adapt(self, adapt) end
   return self
 end
 
@@ -194,6 +199,7 @@ local function Parameter(tensor)
   tensor:requires_grad(true)
   tensor:keep()
   made_by_parameter[tensor] = true
+  registry.made(tensor)
   hooks.tell("parameter", tensor)
   return tensor
 end
@@ -212,8 +218,7 @@ end
 function Module:param(name, tensor)
   named(name, "param")
   if not is_tensor(tensor) then error(("module:param: '%s' is a %s, not a tensor"):format(name, type(tensor))) end
-  self._fields[name] = Parameter(tensor)
-  register(self, name, "param")
+  register(self, name, "param", Parameter(tensor))
   return tensor
 end
 
@@ -225,8 +230,7 @@ function Module:buffer(name, tensor)
   named(name, "buffer")
   if not is_tensor(tensor) then error(("module:buffer: '%s' is a %s, not a tensor"):format(name, type(tensor))) end
   tensor:keep()
-  self._fields[name] = tensor
-  register(self, name, "buffer")
+  register(self, name, "buffer", tensor)
   return tensor
 end
 
@@ -242,8 +246,27 @@ local function walk(self, prefix, fn)
   end
 end
 
+-- Refuses modules and parameters in plain tables. Looks again only when something was registered since.
+local function check_owned(self)
+  if rawget(self, "_checked") == exports.changes then return end
+  local function check(module, path)
+    local key, place, found = registry.unowned(module)
+    if key ~= nil then
+      local field = (path == "" and "" or path .. ".") .. tostring(key)
+      error(("%s.%s%s is a %s in a plain Lua table, where it is neither trained nor saved. Assign ps.nn.ModuleList "
+        .. "{ ... }, or a field for each (of a parameter module:param); rawset(module, \"%s\", table) keeps it out on "
+        .. "purpose"):format(self.class_name, field, place, is_module(found) and found.class_name or "parameter",
+        tostring(key)))
+    end
+  end
+  check(self, "")
+  walk(self, "", function(name, value, kind) if kind == "module" then check(value, name) end end)
+  rawset(self, "_checked", exports.changes)
+end
+
 -- Lists {name =, tensor =} of one kind (or of both when kind is nil), tied tensors once.
 local function tensors_of(self, kind)
+  check_owned(self)
   local list, seen = {}, {}
   walk(self, "", function(name, value, what)
     if what ~= "module" and (not kind or what == kind) and not seen[address(value)] then
@@ -262,14 +285,15 @@ local function iterate(list)
   end
 end
 
---- `for name, tensor in model:named_parameters() do`: every parameter, in order of registration, each once.
+--- `for name, tensor in model:named_parameters() do`: every parameter, in PyTorch's order, each once: a module's
+--- own parameters before those of its modules, each in order of registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_parameters() return iterate(tensors_of(self, "param")) end
 --- `for name, tensor in model:named_buffers() do`: every buffer, in order of registration, each once.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
 
---- All parameters in order of registration, each once.
+--- All parameters, each once, in the order of named_parameters.
 ---@return ps.Tensor[]
 function Module:parameters()
   local list = {}
@@ -370,6 +394,7 @@ function Module:to(target, ...)
   end
   caller.typed(target, "table", "module:to: what to convert to")
   caller.options(target, "module:to", TO)
+  check_owned(self)
   local moved, dtype, device = {}, target.dtype and ps.dtype_code(target.dtype), target.device
   device = device and ps.device_index(device)
   walk(self, "", function(name, tensor, kind, owner, key)
@@ -512,7 +537,7 @@ function Module:load_state_dict(state, options)
 end
 
 for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,
-                           is_tensor = is_tensor, address = address, same_shape = rectangles.same,
+                           is_tensor = is_tensor, address = address, register = register, same_shape = rectangles.same,
                            replaced = made_anew } do
   exports[name] = value
 end

@@ -1,0 +1,73 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Lua's functions on lists, for lists of modules (ps.nn.ModuleList), whose items count from 0: ipairs and pairs give
+-- 0, first; 1, second; and so on, unpack gives the modules, table.insert and table.remove are the list's. Without this
+-- they would look into the table behind the list, find nothing there, and say nothing. The program loads this file
+-- before the script. Other values go to Lua's own functions.
+--
+-- A list's metatable has the functions, as `ps_list`: each, get, size, insert, remove. The operator # cannot be had: it
+-- is 0 of every list (ps.nn.container).
+local raw_ipairs, raw_pairs, raw_unpack = ipairs, pairs, unpack
+local raw_insert, raw_remove, raw_getn = table.insert, table.remove, table.getn
+local getmetatable, type, select = getmetatable, type, select
+
+local lists = {}
+
+-- The functions of a list of modules; nil for all other values.
+local function list_of(value)
+  if type(value) ~= "table" then return nil end
+  local meta = getmetatable(value)
+  return type(meta) == "table" and meta.ps_list or nil
+end
+
+--- Whether a value is a list of modules.
+---@param value any
+---@return boolean
+function lists.is_list(value) return list_of(value) ~= nil end
+
+function lists.ipairs(t)
+  local list = list_of(t)
+  if list then return list.each(t) end
+  return raw_ipairs(t)
+end
+
+function lists.pairs(t)
+  local list = list_of(t)
+  if list then return list.each(t) end
+  return raw_pairs(t)
+end
+
+function lists.unpack(t, ...)
+  local list = list_of(t)
+  if not list then return raw_unpack(t, ...) end
+  local first, last = ...
+  first, last = first or 0, last or list.size(t) - 1
+  local items = {}
+  for i = first, last do items[i - first + 1] = list.get(t, i) end
+  return raw_unpack(items, 1, last - first + 1)
+end
+
+function lists.insert(t, ...)
+  local list = list_of(t)
+  if not list then return raw_insert(t, ...) end
+  if select("#", ...) == 1 then return list.insert(t, list.size(t), (...)) end
+  return list.insert(t, ...)
+end
+
+function lists.remove(t, ...)
+  local list = list_of(t)
+  if list then return list.remove(t, ...) end
+  return raw_remove(t, ...)
+end
+
+function lists.getn(t)
+  local list = list_of(t)
+  if list then return list.size(t) end
+  return raw_getn(t)
+end
+
+-- luacheck: push ignore 122 142
+_G.ipairs, _G.pairs, _G.unpack = lists.ipairs, lists.pairs, lists.unpack
+table.insert, table.remove, table.getn = lists.insert, lists.remove, lists.getn
+-- luacheck: pop
+
+return lists

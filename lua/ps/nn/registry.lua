@@ -1,0 +1,114 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The order of what a module registers, which is that of PyTorch's named_parameters: first the module's own parameters,
+-- then its buffers, then its modules, each kind in the order in which a script assigned them.
+--
+-- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from the left, and assigns from
+-- the right: it assigns b before a. So members that one line assigns one after the other, with no module and no
+-- parameter made in between, are put into the order in which they were made.
+local registry = {}
+
+---@class ps.nn.Registered a module, as far as this file knows it
+---@field _names any[] registered names, in order
+---@field _kind table<any, string> "module", "param" or "buffer"
+---@field _fields table<any, any>
+
+local RANK = { param = 1, buffer = 2, module = 3 }
+
+local count = 0                                             -- of modules and parameters made
+local numbers = setmetatable({}, { __mode = "k" })          -- by module or parameter: how many were made before it
+local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that some module has registered
+
+-- The statement that assigned last: module, function, lines of it and of its caller, count, and the names it assigned.
+local statement = setmetatable({}, { __mode = "v" })
+local statement_names
+
+--- Notes that a module or a parameter was made.
+---@param value ps.nn.Module|ps.Tensor
+function registry.made(value)
+  count = count + 1
+  if not numbers[value] then numbers[value] = count end
+end
+
+local DEPTH = 4                                             -- of tables in tables that are looked into
+
+-- The first module or parameter in a plain table that no module has registered, and its place there, "[2].up".
+local function find_unowned(list, depth, seen)
+  seen[list] = true
+  for key, value in next, list do
+    local place = type(key) == "string" and "." .. key or ("[%s]"):format(tostring(key))
+    if numbers[value] then
+      if not owned[value] then return value, place end
+    elseif type(value) == "table" and getmetatable(value) == nil and depth < DEPTH and not seen[value] then
+      local found, below = find_unowned(value, depth + 1, seen)
+      if found ~= nil then return found, place .. below end
+    end
+  end
+end
+
+--- A module or parameter in a plain Lua table that is a field of this module, if no module has registered it: nothing
+--- would train, save or move it.
+---@param self ps.nn.Registered
+---@return any field nil: there is none
+---@return string? place in the table, "[2].up"
+---@return any found
+function registry.unowned(self)
+  for key, value in next, self._fields do
+    if type(value) == "table" and not self._kind[key] and getmetatable(value) == nil then
+      local found, place = find_unowned(value, 1, {})
+      if found ~= nil then return key, place, found end
+    end
+  end
+end
+
+-- Whether this assignment continues the statement that assigned last. level: of the function that assigns.
+local function continues(self, level)
+  local info, above = debug.getinfo(level + 1, "lf"), debug.getinfo(level + 2, "l")
+  if not info or info.currentline <= 0 then return false end
+  local line, from = info.currentline, above and above.currentline or 0
+  local same = statement.module == self and statement.func == info.func and statement.line == line
+    and statement.from == from and statement.count == count
+  statement.module, statement.func, statement.line = self, info.func, line
+  statement.from, statement.count = from, count
+  if not same then statement_names = {} end
+  return true
+end
+
+local function number_of(self, name) return numbers[self._fields[name]] or math.huge end
+
+--- Takes a name out.
+---@param self ps.nn.Registered
+---@param name any
+function registry.remove(self, name)
+  self._kind[name] = nil
+  for i, known in ipairs(self._names) do
+    if known == name then return table.remove(self._names, i) end
+  end
+end
+
+--- Registers a value under a name. A name that is registered as the same kind keeps its place.
+---@param self ps.nn.Registered
+---@param name any
+---@param kind "module"|"param"|"buffer"
+---@param value ps.nn.Module|ps.Tensor
+---@param level? integer of the function whose assignment this is; nil: it is a call, and not part of a statement
+function registry.add(self, name, kind, value, level)
+  self._fields[name] = value
+  owned[value] = true
+  if self._kind[name] == kind then return end
+  if self._kind[name] then registry.remove(self, name) end
+  local names, kinds = self._names, self._kind
+  local at = #names + 1
+  while at > 1 and RANK[kinds[names[at - 1]]] > RANK[kind] do at = at - 1 end
+  kinds[name] = kind
+  if level and type(name) == "string" and continues(self, level + 1) then
+    local mine = number_of(self, name)
+    while at > 1 and kinds[names[at - 1]] == kind and statement_names[names[at - 1]]
+      and number_of(self, names[at - 1]) >= mine do at = at - 1 end
+    statement_names[name] = true
+  else
+    statement.module = nil
+  end
+  table.insert(names, at, name)
+end
+
+return registry

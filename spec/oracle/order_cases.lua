@@ -1,0 +1,42 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Runs the cases of order_oracle.py, one for each folder: reads the model and PyTorch's state of its optimizer, and
+-- writes result.json (the parameters' names in order), the state by names (by_name.safetensors) and the state in
+-- PyTorch's form (ours.pt).
+local cjson = require "cjson"
+local ps = require "ps"
+
+local function text_of(path)
+  local f = assert(io.open(path))
+  local text = f:read "*a"
+  f:close()
+  return text
+end
+
+local function is_bias(name) return name:match "bias$" ~= nil end
+
+local model
+
+local function run(folder)
+  local case = cjson.decode(text_of(folder .. "/case.json"))
+  local config = { optimizer = { type = case.kind, params = case.params }, plan_print = false }
+  if case.memory == "plain" then config.memory = "plain" end
+  local optimizer
+  model, optimizer = ps.initialize { quiet = true, config = config,
+    param_groups = case.groups and { { match = is_bias }, {} } or nil,
+    model_func = function() return ps.from_pretrained(case.model, { quiet = true }) end }
+  local names = {}
+  for name in model:named_parameters() do names[#names + 1] = name end
+  optimizer:load_state_dict(ps.load(folder .. "/torch.pt"))
+  ps.save(optimizer:state_dict(model).tensors, folder .. "/by_name.safetensors")
+  ps.save(optimizer:state_dict(), folder .. "/ours.pt")
+  return { names = names }
+end
+
+for _, folder in ipairs(arg) do
+  local ok, result = pcall(run, folder)
+  if model then model:close() end
+  model = nil
+  local f = assert(io.open(folder .. "/result.json", "w"))
+  f:write(cjson.encode(ok and result or { error = tostring(result) }))
+  f:close()
+end

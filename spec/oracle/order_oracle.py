@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The names and the order of parameters, and optimizer states that go from PyTorch to psluajit and back.
+
+transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of PyTorch
+(Adam, AdamW, SGD with momentum; made from parameters or from named parameters, of one group or two) takes some steps with drawn
+gradients. order_cases.lua reads the model's folder, takes the state over and writes it again, by names and in PyTorch's form.
+The names of the parameters must be those of named_parameters, in its order. The state of each name must have the bits of
+PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first.
+"""
+import json
+import os
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import models_oracle
+import runs
+
+CLASSES = sorted(set(models_oracle.CLASSES))
+KINDS = {"Adam": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6}, "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+         "SGD": {"lr": 1e-2, "momentum": 0.9}}
+
+
+def draw_case(rng, index):
+    case = models_oracle.draw_case(rng, models_oracle.CLASSES.index(CLASSES[index % len(CLASSES)]))
+    kind = rng.choice(list(KINDS))
+    return case | {"kind": kind, "params": KINDS[kind], "named": rng.random() < 0.5, "groups": rng.random() < 0.5,
+                   "steps": rng.randint(1, 3), "memory": rng.choice(["plain", "chunks"]), "pad": 1}
+
+
+def optimizer_of(case, model, named):
+    """An optimizer of the case's kind over the model's parameters; of two groups, biases are the first."""
+    entries = list(model.named_parameters())
+    lists = [entries]
+    if case["groups"]:
+        lists = [[e for e in entries if e[0].endswith("bias")], [e for e in entries if not e[0].endswith("bias")]]
+    groups = [{"params": list_ if named else [p for _, p in list_]} for list_ in lists]
+    return getattr(torch.optim, case["kind"])(groups, **case["params"])
+
+
+def state_by_name(model, optimizer):
+    return {f"{n}.{key}": value.clone() for n, p in model.named_parameters() for key, value in optimizer.state.get(p, {}).items()
+            if key != "step" and torch.is_tensor(value)}
+
+
+def prepare(case):
+    """Writes the model, PyTorch's state and the case; gives the names and the state by name."""
+    torch.manual_seed(case["seed"])
+    model = getattr(transformers, case["class"])(models_oracle.config_of(case))
+    if case["groups"] and not any(n.endswith("bias") for n, _ in model.named_parameters()):
+        case["groups"] = False
+    model.save_pretrained(case["model"])
+    optimizer = optimizer_of(case, model, case["named"])
+    for _ in range(case["steps"]):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    torch.save(optimizer.state_dict(), os.path.join(case["out"], "torch.pt"))
+    with open(os.path.join(case["out"], "case.json"), "w") as f:
+        json.dump({key: case[key] for key in ("model", "kind", "params", "groups", "memory")}, f)
+    return model, state_by_name(model, optimizer)
+
+
+def compare(what, got, want):
+    off = [f"{what}: {n} is missing" for n in want if n not in got] + [f"{what}: {n} is not PyTorch's" for n in got if n not in want]
+    return off + [f"{what}: {n} has other values" for n in want if n in got and not torch.equal(got[n], want[n])]
+
+
+def judge(case, model, want):
+    with open(os.path.join(case["out"], "result.json")) as f:
+        result = json.load(f)
+    if "error" in result:
+        return [result["error"]]
+    names = [n for n, _ in model.named_parameters()]
+    off = [f"named_parameters: number {i} is {a}, of transformers {b}" for i, (a, b) in
+           enumerate(zip(result["names"] + [None] * len(names), names)) if a != b]
+    off += [f"{n}: no such parameter in transformers" for n in result["names"] if n not in names]
+    off += compare("taken over", load_file(os.path.join(case["out"], "by_name.safetensors")), want)
+    back = optimizer_of(case, model, not case["named"])
+    back.load_state_dict(torch.load(os.path.join(case["out"], "ours.pt")))
+    off += compare("given back", state_by_name(model, back), want)
+    listed = [n for group in back.state_dict()["param_groups"] for n in group["param_names"]]
+    order = [n for group in back.param_groups for p in group["params"] for n, q in model.named_parameters() if p is q]
+    return off + ([] if listed == order else ["param_names that were given back are not those of the parameters"])
+
+
+def main():
+    run = runs.Run("order", cases=2 * len(CLASSES))
+    runs.quiet_transformers()
+    cases = [(case, *prepare(case)) for case in run.cases(draw_case)]
+    run.psluajit("order_cases.lua", *[case["out"] for case, _, _ in cases])
+    for case, model, want in cases:
+        run.judged_case(case, judge(case, model, want))
+    run.end()
+
+
+if __name__ == "__main__":
+    main()
