@@ -7,6 +7,7 @@
 #   bench/gpu_check.sh speed
 #   bench/gpu_check.sh offload
 #   bench/gpu_check.sh largest
+#   bench/gpu_check.sh kernels    the kernels of a training step by name with their times, by Nsight Compute
 # Each part takes less than 8 minutes and ends with a table: what would begin later is listed as skipped, what still
 # runs at its limit is looked at (where each thread is, what the GPU does), ended, and what it printed so far counts.
 # The exit code says whether a check failed. OUT (out/gpu) gets three files a part: PART.txt, the rows as they come and
@@ -420,7 +421,7 @@ speed() {
     sizes_of "$model"
     limit=$([ "$model" = gpt2-xl ] && echo 210 || echo 110)
     measure "$model, PyTorch" "$limit" "${peer[@]}" bench/peers/gpu_torch.py train \
-     --device "$device" --model "$model" --batch "$batch" --seq $seq --steps 10
+     --device "$device" --model "$model" --batch "$batch" --seq $seq --steps 10 --how "${HOW:-blocks,whole}"
   done
   measure "copies, PyTorch" 40 "${peer[@]}" bench/peers/gpu_torch.py copies --device "$device" $small
 }
@@ -471,12 +472,32 @@ largest() {
   done
 }
 
+# The kernels of MODEL's third step and what follows, by name: calls, milliseconds, share. Nsight Compute times each one
+# alone, so gaps and overlaps are not in the sums.
+kernels_of() {
+  local model=$1 launches=$2 ncu
+  ncu=$(command -v ncu || find /opt/nvidia /usr/local/cuda* -name ncu -type f 2>/dev/null | head -n 1)
+  sizes_of "$model"
+  "$ncu" --clock-control none --metrics gpu__time_duration.sum --csv --print-units base --launch-skip "$((2 * launches))" \
+    --launch-count "$launches" "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
+    --batch "$batch" --seq 1024 --steps 5 --gemm 0 >"$work/ncu.csv" 2>"$work/ncu.err" || tail -n 5 "$work/ncu.err"
+  "$run" bench/gpu_table.lua --kernels "$work/ncu.csv"
+}
+
+kernels() {
+  local model
+  export -f sizes_of card_gib
+  export run
+  for model in ${MODELS:-gpt2 llama-3.2-1b}; do check "$model, kernels" 120 kernels_of "$model" 500; done
+  cat "$out/$part.log"
+}
+
 table() { "$run" bench/gpu_table.lua --part "$part" "$out/$part.tsv" 2>&1 | tee -a "$out/$part.txt"; }
 
 case $part in
   pack) pack_up; exit ;;
-  correct|speed|offload|largest) set_up; "$part" ;;
-  *) sed -n '3,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  correct|speed|offload|largest|kernels) set_up; "$part" ;;
+  *) sed -n '3,20s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
 printf '\n%s, %s, %d s\n' "$part" "$card" $SECONDS
 cut -c9- "$out/$part.txt" | tail -n +2

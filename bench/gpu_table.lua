@@ -2,6 +2,7 @@
 -- The figures of bench/gpu_check.sh beside what they should reach.
 --   psluajit bench/gpu_table.lua --figures FILE            each JSON line in short
 --   psluajit bench/gpu_table.lua --part PART PART.tsv      lines "row<TAB>JSON": a table; nothing for other parts
+--   psluajit bench/gpu_table.lua --kernels FILE.csv        kernels that Nsight Compute timed, summed by name and grid
 -- A ratio above 1 means psluajit is better. Of several lines the fastest counts, on either side.
 local cjson = require "cjson"
 
@@ -135,7 +136,40 @@ function parts.largest(rows)
   end)
 end
 
-if arg[1] == "--figures" and arg[2] then figures(arg[2])
+local function fields_of(line)
+  local fields = {}
+  for text in line:gmatch '"([^"]*)"' do fields[#fields + 1] = text end
+  return fields
+end
+
+local function kernels(path)
+  local columns, sums, order, total = nil, {}, {}, 0
+  for line in io.lines(path) do
+    local fields = fields_of(line)
+    if columns and #fields > 10 then
+      local function of(name) return fields[columns[name]] end
+      local ns = tonumber((of "Metric Value":gsub(",", "")))
+      local key = ("%s %s x %s"):format(of "Kernel Name":gsub("%s+", " "):sub(1, 110), of "Grid Size", of "Block Size")
+      if not sums[key] then
+        sums[key] = { key = key, calls = 0, ns = 0 }
+        order[#order + 1] = sums[key]
+      end
+      sums[key].calls, sums[key].ns, total = sums[key].calls + 1, sums[key].ns + ns, total + ns
+    elseif fields[1] == "ID" then
+      columns = {}
+      for i, name in ipairs(fields) do columns[name] = i end
+    end
+  end
+  table.sort(order, function(a, b) return a.ns > b.ns end)
+  for i = 1, math.min(#order, 60) do
+    local s = order[i]
+    print(("%6.2f %%  %5d calls  %9.1f us each  %s"):format(100 * s.ns / total, s.calls, s.ns / s.calls / 1e3, s.key))
+  end
+  print(("all: %.3f ms"):format(total / 1e6))
+end
+
+if arg[1] == "--kernels" and arg[2] then kernels(arg[2])
+elseif arg[1] == "--figures" and arg[2] then figures(arg[2])
 elseif arg[1] == "--part" and arg[3] then
   if parts[arg[2]] then
     print(("\n%-42s %12s %12s %7s %7s"):format("what", "psluajit", "peer", "ratio", "goal"))

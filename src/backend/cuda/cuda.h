@@ -110,7 +110,6 @@ struct ps_cu_gemm {
 };
 enum {
     PS_CU_GELU = 1,                            /* dst = gelu(a b + bias), by tanh; pre (or NULL) = a b + bias */
-    PS_CU_SLOPE,                               /* dst = a b gelu'(pre); sums [N] (or NULL) = the sum of dst's rows */
     PS_CU_SUM_A,                               /* sums [M] = the sum of a's columns */
     PS_CU_SUM_B                                /* sums [N] = the sum of b's rows */
 };

@@ -25,6 +25,11 @@ DEV float gelu_tanh_quick(float x)
     float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x);
     return x * quick_inverse(1 + quick_exp(-2 * u));
 }
+DEV float gelu_tanh_slope_quick(float x)
+{
+    float u = (float)SQRT_2_OVER_PI * (x + (float)GELU_CUBIC * x * x * x), s = quick_inverse(1 + quick_exp(-2 * u));
+    return s + x * 2 * s * (1 - s) * (float)SQRT_2_OVER_PI * (1 + 3 * (float)GELU_CUBIC * x * x);
+}
 template <class A> DEV A gelu_tanh_slope(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x), s = 1 / (1 + exp(-2 * u));
@@ -162,24 +167,33 @@ template <class A> static __global__ void any_kernel(int op, settings s, operand
 /* -- 16 bytes at a time: all operands of type T, in the same order in memory --------------------------------------- */
 /* OP >= 0 fixes the op when the kernel is compiled. */
 template <class T, int OP>
+DEV typename type_info<T>::acc flat_element(int op, typename type_info<T>::acc a, typename type_info<T>::acc b,
+                                            settings s)
+{
+    if (sizeof(T) == 2 && s.alpha != 0) {
+        if (OP == PS_OP_gelu) return gelu_tanh_quick(a);
+        if (OP == PS_OP_gelu_backward) return b * gelu_tanh_slope_quick(a);
+    }
+    return of_floats<typename type_info<T>::acc>(OP >= 0 ? OP : op, a, b, s);
+}
+
+template <class T, int OP>
 static __global__ void flat_kernel(int op, settings s, T *y, const T *a, const T *b, int64_t n)
 {
     const int W = pack<T>::n;
     typedef typename type_info<T>::acc A;
-    int which = OP >= 0 ? OP : op;
-    bool quick = OP == PS_OP_gelu && sizeof(T) == 2 && s.alpha != 0;
     int64_t packs = n / W;
     for (int64_t i = FIRST_ELEMENT; i < packs; i += ALL_THREADS) {
         pack<T> va = load_pack(a + i * W), vb = b ? load_pack(b + i * W) : va, vy;
 #pragma unroll
         for (int k = 0; k < W; k++)
-            vy.v[k] = down<T>(quick ? gelu_tanh_quick(up(va.v[k])) : of_floats<A>(which, up(va.v[k]), up(vb.v[k]), s));
+            vy.v[k] = down<T>(flat_element<T, OP>(op, up(va.v[k]), up(vb.v[k]), s));
         store_pack(y + i * W, vy);
     }
     int64_t i = packs * W + FIRST_ELEMENT;
     if (i >= n) return;
     A last = b ? up(b[i]) : (A)0;
-    y[i] = down<T>(quick ? gelu_tanh_quick(up(a[i])) : of_floats<A>(which, up(a[i]), last, s));
+    y[i] = down<T>(flat_element<T, OP>(op, up(a[i]), last, s));
 }
 
 template <class T> static int run_flat(int op, settings s, const operands &p, int64_t n)

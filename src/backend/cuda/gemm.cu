@@ -127,7 +127,6 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     case PS_CU_GELU:
         if (g->pre) return g->bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
         return g->bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    case PS_CU_SLOPE: return g->sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
     case PS_CU_SUM_A: return CUBLASLT_EPILOGUE_BGRADB;
     case PS_CU_SUM_B: return CUBLASLT_EPILOGUE_BGRADA;
     default: return g->bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
