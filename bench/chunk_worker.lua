@@ -3,6 +3,7 @@
 -- the setting (JSON: model, options, config, batch, seq), each later one a command. An answer begins with
 -- "@". The same setting gives the same batches and the same first parameters, whatever its memory is.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
 local ffi, C = ps.ffi, ps.C
@@ -101,8 +102,8 @@ end
 
 --- Where Adam runs, and what that was predicted to take.
 function commands.split()
-  local split = model.adam_split
-  return { count = split.count, units = model.built.units, seconds = split.seconds, link = split.link,
+  local split = inner(model).adam_split
+  return { count = split.count, units = inner(model).built.units, seconds = split.seconds, link = split.link,
     host = split.host, device = split.device }
 end
 
@@ -119,7 +120,7 @@ end
 --- The trace of the step that ran, as bench/bound_lib.lua takes it: sizes, uses {moment, chunk from 1, write, tier},
 --- moments, and for each tier its budget and the bytes besides chunks.
 function commands.trace()
-  local _, id = next(model.traces)
+  local _, id = next(inner(model).traces)
   if not id then error("no step has been traced", 0) end
   local about = ffi.new("ps_trace_info")
   ps.check(C.ps_engine_trace_get(ps.ctx, id, about, 0, nil))

@@ -8,6 +8,7 @@
 --   peak_share           its peak, gathered chunks and activations included, over that of one process
 --   step_s, one_step_s   median seconds of a step; ranks_wait_s: of them, standing still for other ranks
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local argparse = require "argparse"
 local whole = require("ps.command_line").whole
 local paths = require "ps.paths"
@@ -48,8 +49,8 @@ local function rank_main()
   ps.check(ps.C.ps_engine_stats_get(ps.ctx, stats))
   ps.check(ps.C.ps_engine_tier_get(ps.ctx, 0, tier))
   table.sort(seconds)
-  local mine = { tonumber(sent), tonumber(model.built.state_bytes), tonumber(tier.peak),
-    seconds[math.ceil(#seconds / 2)], (stats.ranks_wait_s - waited) / args.steps, build_s, model.built.numel }
+  local mine = { tonumber(sent), tonumber(inner(model).built.state_bytes), tonumber(tier.peak),
+    seconds[math.ceil(#seconds / 2)], (stats.ranks_wait_s - waited) / args.steps, build_s, inner(model).built.numel }
   local all = ps.empty({ group:size(), #mine }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
   if group:rank() == 0 then

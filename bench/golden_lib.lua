@@ -4,6 +4,7 @@
 -- measures the errors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
 -- `c_attn.bias` is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
 local shard = require "ps.nn.shard"
@@ -130,7 +131,7 @@ local function chunk_run(data, weights, options)
     end
     return sum / x:size(0)
   end
-  return { train = train, module = model.module, stages = model.stages, adds_up = options.micro_batches > 1,
+  return { train = train, module = model.module, stages = inner(model).stages, adds_up = options.micro_batches > 1,
     zero_grad = function() optimizer:zero_grad() end, step = function() optimizer:step() end,
     grad_scale = function() return optimizer:grad_scale() end,
     masters = function() return model:state_dict() end, close = function() model:close() end }

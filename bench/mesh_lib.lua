@@ -7,6 +7,7 @@
 -- (value before - value after) / learning rate. That is right wherever a layout keeps its gradients. The second run
 -- begins anew and has o.steps steps.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local cjson = require "cjson"
 local mesh = require "ps.mesh"
 local shard = require "ps.nn.shard"
@@ -116,7 +117,7 @@ function lib.rank(o)
   save(o, model, o.name .. ".begin")
   local losses, norms, numel = { step(o, model, optimizer, 0) }, {}, 0
   save(o, model, o.name .. ".sgd")
-  for _, row in ipairs(model.built.list) do numel = numel + row.numel end
+  for _, row in ipairs(inner(model).built.list) do numel = numel + row.numel end
   model:close()
   if (o.steps or 3) > 0 then
     model, optimizer = open(o, o.sgd and { type = "SGD", params = { lr = 0.1, momentum = 0.9 } }

@@ -18,6 +18,7 @@
 --   traffic_bound_mib    what the same ops in the same memory move at least, whatever moves when (bench/bound_lib.lua;
 --                    absent without glpsol)
 local ps = require "ps"
+local engine_of = require("ps.engine.handle").of
 local argparse = require "argparse"
 local cjson = require "cjson"
 local lfs = require "lfs"
@@ -156,13 +157,13 @@ local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITION
 -- Writes a rank's figures: bytes moved and held, those left for chunks, and the step's uses of chunks.
 local function write_traffic(path, moved, model)
   local tier, info, nbytes = require("ps.engine.inspect").tiers()[1], ffi.new("ps_trace_info"), {}
-  local id = select(2, next(model.traces))
+  local id = select(2, next(engine_of(model).traces))
   check(C.ps_engine_trace_get(ps.ctx, id, info, 0, nil))
   local uses = array("ps_use")(info.n_uses)
   check(C.ps_engine_trace_get(ps.ctx, id, info, info.n_uses, uses))
   for _, chunk in ipairs(ps.chunks()) do nbytes[chunk.id] = chunk.nbytes end
   local f = assert(io.open(path, "w"))
-  f:write(("%d %d %d %d\n"):format(moved, model.built.state_bytes, tier.budget - tonumber(info.other[0]),
+  f:write(("%d %d %d %d\n"):format(moved, engine_of(model).built.state_bytes, tier.budget - tonumber(info.other[0]),
     info.n_moments))
   for i = 0, info.n_uses - 1 do
     local use = uses[i]

@@ -87,17 +87,20 @@ local model, optimizer = try(ps.initialize, { config = config, quiet = ps.rank()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
 end })
 
-local batch_size = model.cfg.train_micro_batch_size_per_gpu or 8
+local engine = ps.engine()                                   -- nil with memory = "plain"
+local batch_size = (engine and engine.config or config).train_micro_batch_size_per_gpu or 8
 local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
   seed = args.seed, vocab = args.vocab }
 
+local done = 0                                               -- optimizer steps
 local parts = { model = model, optimizer = optimizer, loader = loader, async = args.async }
 if args.resume or restarted and checkpoints.find(args.out) then
   local from = checkpoints.load(args.out, parts)
-  print(("resumed from %s, step %d"):format(from.file, from.step))
+  done = from.step
+  print(("resumed from %s, step %d"):format(from.file, done))
 end
 local function save()
-  parts.step = model.steps
+  parts.step = done
   print((args.async and "saving " or "saved ") .. checkpoints.save(args.out, parts))
 end
 
@@ -114,28 +117,31 @@ local function interrupted()
   return stop
 end
 
-while model.steps < args.steps and not interrupted() do
+while done < args.steps and not interrupted() do
   optimizer:zero_grad()
+  local micro = 0
   for out in model:micro_batches(loader) do
     model:backward(out.loss)
+    micro = micro + 1
     if ps.interrupts() > 0 and not model:at_boundary() and not told then
-      io.stderr:write(("interrupted after micro-batch %d of %d: the step is finished first; the next Ctrl-C or SIGTERM "
-        .. "ends at once\n"):format(model.micro, model.accumulate))
+      io.stderr:write(("interrupted after micro-batch %d: the step is finished first; the next Ctrl-C or SIGTERM ends at "
+        .. "once\n"):format(micro))
       told = true
     end
   end
   optimizer:step()
-  if model.steps % args.save == 0 then save() end
+  done = done + 1
+  if done % args.save == 0 then save() end
 end
 
 if interrupted() then
-  if model.steps % args.save ~= 0 then save() end
+  if done % args.save ~= 0 then save() end
   checkpoints.wait()
   print("interrupted; --resume goes on")
   os.exit(0, true)
 end
 if args.steps % args.save ~= 0 then save() end
 checkpoints.wait()
-print(("held-out loss %.4f after %d steps"):format(held_out(), model.steps))
+print(("held-out loss %.4f after %d steps"):format(held_out(), done))
 print(ps.memory())
 model:close()

@@ -2,6 +2,7 @@
 -- ps.initialize as OSLO's and DeepSpeed's users call it: the configuration in second place, a model and an optimizer
 -- that exist already; and optimizers that it was not given.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local fails = lib.fails
@@ -74,7 +75,7 @@ describe("ps.init_distributed", function()
     local group = ps.init_distributed { num_micro_batches = 3, quiet = true }
     finally(function() group:close() end)
     local optimizer = open { model_func = tiny, config = config() }
-    assert.equal(3, model.accumulate)
+    assert.equal(3, inner(model).accumulate)
     local turns = 0
     for out in model:micro_batches { input_ids = x, labels = x } do
       turns = turns + 1
@@ -109,7 +110,7 @@ describe("an optimizer that is given to ps.initialize", function()
       for name, p in module:named_parameters() do decays[name] = p:dim() >= 2 end
       local given = optim[kind](groups(module), { lr = 1e-2, [own] = value, max_norm = 0.5 })
       local optimizer = open { model = module, optimizer = given, config = settings }
-      assert.equal(0.5, model.cfg.gradient_clipping)
+      assert.equal(0.5, inner(model).cfg.gradient_clipping)
       assert.equal(2, #given.groups)
       given:set_lr(5e-3)
       assert.same({ 5e-3, 1.5e-3 }, { optimizer.groups[1].lr, optimizer.groups[2].lr })
@@ -153,7 +154,7 @@ describe("an optimizer that is given to ps.initialize", function()
     assert.is_false(used:step().skipped)
     open { model = module, optimizer = optim.AdamW(module, { lr = 1e-2 }), config = config { optimizer = {
       type = "AdamW", params = { lr = "auto", betas = { 0.9, 0.999 } } } } }
-    assert.equal(1e-2, model.cfg.optimizer.params.lr)
+    assert.equal(1e-2, inner(model).cfg.optimizer.params.lr)
   end)
 end)
 

@@ -37,13 +37,13 @@ local COMMON = [[
   end
   local function lines_of(model, optimizer)
     local lines = {}
-    for i, row in ipairs(model.built.list) do
+    for i, row in ipairs(require("ps.engine.handle").of(model).built.list) do
       if row.averages then
         lines[#lines + 1] = ("%s %s %s %s %d"):format(row.name, hash(row.values), hash(row.averages[1]),
           hash(row.averages[2]), optimizer:updates(i))
       end
     end
-    for _, row in ipairs(model.built.frozen) do
+    for _, row in ipairs(require("ps.engine.handle").of(model).built.frozen) do
       local at = row.place or row.param
       if row.owner == nil or row.place ~= nil then lines[#lines + 1] = row.name .. " " .. hash(at) end
     end

@@ -3,6 +3,7 @@
 -- case gives the same losses, parameters and optimizer state, bit for bit, under every setting. Loaded with dofile;
 -- both are plain tables, so that a case can be printed, and run in another process (M.child).
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local nn = require "ps.nn"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
@@ -279,8 +280,8 @@ function M.run(case, setting)
     M.train(case, data, model, optimizer, result.out)
     result.state = M.state(model, optimizer)
     if setting.memory ~= "plain" then M.check_tiers(setting) end
-    result.forecast = model.forecast
-    result.resident = model.forecast and model.forecast.resident or 0
+    result.forecast = inner(model).forecast
+    result.resident = inner(model).forecast and inner(model).forecast.resident or 0
     local info = ffi.new("ps_tier_info")
     for t = 1, C.ps_engine_tier_count(ps.ctx) - 1 do
       ps.check(C.ps_engine_tier_get(ps.ctx, t, info))

@@ -3,6 +3,7 @@
 -- drawn for it, with the same losses, norms, texts, parameters and optimizer state, bit for bit. A failure prints case
 -- and setting; PS_CHUNKS_SEED=n runs that one alone.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local gpt2 = require "models.gpt2"
 local check_lib = require "spec.check_lib"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
@@ -190,7 +191,7 @@ describe("chunks", function()
       model:backward(model(x, x))
       optimizer:step()
     end
-    local a_step, pages = (page_faults() - before) / 4, model.forecast.tiers[1].other / 4096
+    local a_step, pages = (page_faults() - before) / 4, inner(model).forecast.tiers[1].other / 4096
     model:close()
     assert.truthy(a_step < pages, ("%.0f faults a step, %.0f pages of other tensors"):format(a_step, pages))
   end)

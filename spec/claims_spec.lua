@@ -2,6 +2,7 @@
 -- What README.md, docs/memory.md, docs/config.md and docs/zero.md say that no other spec sees: figures that follow from
 -- a formula, and what a setting changes.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
 local look = require "ps.engine.inspect"
@@ -48,7 +49,7 @@ describe("docs/memory.md, bytes of state a parameter:", function()
     return with_engine(settings, make or square, function(model)
       local sum = 0
       for _, chunk in ipairs(look.chunks()) do sum = sum + chunk.used_nbytes end
-      return sum / model.built.numel
+      return sum / inner(model).built.numel
     end)
   end
   local function of(name, settings, want)
@@ -106,11 +107,11 @@ describe("docs/memory.md, a forward that reads values", function()
           optimizer:zero_grad()
           model:backward(model(ps.ones { 2, 64 } * i))
           optimizer:step()
-          traces[i] = next(model.traces or {}) ~= nil
+          traces[i] = next(inner(model).traces or {}) ~= nil
         end
         local said = table.concat((function()
           local list = {}
-          for text in pairs(model.said) do list[#list + 1] = text end
+          for text in pairs(inner(model).said) do list[#list + 1] = text end
           return list
         end)(), "\n")
         return { traces = traces, said = said, values = bytes(model:state_dict()["a.weight"]) }
@@ -238,7 +239,7 @@ describe("docs/zero.md", function()
             for i = 1, 8 do list[i] = nn.Linear(256, 256) end
             return nn.Sequential(unpack(list))
           end }
-        local P, sent, owners = model.built.numel, nil, 0
+        local P, sent, owners = require("ps.engine.handle").of(model).built.numel, nil, 0
         for i = 1, 3 do
           if i == 3 then sent = group:bytes_sent() end
           model:backward(model(ps.ones({ 2, 256 }, { dtype = "bf16" })):sum())

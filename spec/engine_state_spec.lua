@@ -3,6 +3,7 @@
 -- state, PyTorch's files in both directions (where a Python with torch is found: PS_TORCH_PYTHON, else python3), values
 -- written to parameters from outside, and budgets that hold all the while.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local look = require "ps.engine.inspect"
@@ -43,7 +44,7 @@ local BASE = { optimizer = { type = "AdamW", params = { lr = 1e-3, weight_decay 
 local function engine(config, options)
   options = options or {}
   for i = #open, 1, -1 do
-    if open[i].closed then table.remove(open, i) end
+    if inner(open[i]).closed then table.remove(open, i) end
   end
   collectgarbage()
   collectgarbage()
@@ -129,7 +130,7 @@ local function tight(settings, options)
       steps(model, optimizer, 1, 2)
       end_state(model, optimizer)
     end)
-    if open[#open] and not open[#open].closed then open[#open]:close() end
+    if open[#open] and not inner(open[#open]).closed then open[#open]:close() end
     if not ok then error(problem, 0) end
   end)
   return settings
@@ -178,9 +179,9 @@ describe("a checkpoint of an engine", function()
           for k = 1, 4 do assert.equal(losses[4 + k], rest[k]) end
           assert.same(state, end_state(model, optimizer))
           assert.equal(updates, optimizer.steps)
-          assert.equal(8, model.steps)
+          assert.equal(8, inner(model).steps)
           if scale then assert.same(scale, optimizer.scaler:state_dict()) end
-          assert.equal(updates, model.scheduler.count)
+          assert.equal(updates, inner(model).scheduler.count)
           model:close()
         end
         first()
@@ -391,10 +392,10 @@ describe("values from outside", function()
         end
         optimizer:set_lr(0)
         for _, group in ipairs(optimizer.groups) do group.weight_decay = 0 end
-        local was = model.scheduler
-        model.scheduler = nil
+        local was = inner(model).scheduler
+        inner(model).scheduler = nil
         step(model, optimizer, 2)
-        model.scheduler = was
+        inner(model).scheduler = was
         assert.same(want, digests(model:state_dict()))
         model:close()
       end
@@ -431,7 +432,7 @@ describe("budgets", function()
     config.memory.host = config.memory.host + half_bytes    -- `half`, below
     local model, optimizer = engine(config, options)
     steps(model, optimizer, 1, 2)
-    local state = model.built.state_bytes
+    local state = inner(model).built.state_bytes
     assert.truthy(state > 2 * 2 ^ 20, state)
     local half = {}
     for name, t in pairs(model:state_dict()) do half[name] = ps.no_grad(function() return t:to("fp16") end) end

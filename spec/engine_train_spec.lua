@@ -2,6 +2,7 @@
 -- train.run with an engine, the lines it prints about its steps, and loops over a loader: the same numbers as a loop
 -- written out, a checkpoint that outlives an error, and settings that contradict each other refused.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local train, checkpoints = ps.train, ps.checkpoints
@@ -121,14 +122,14 @@ describe("train.run", function()
       local data = loader()
       for i = 1, 4 do
         local sum = 0
-        for _ = 1, model.accumulate do
+        for _ = 1, inner(model).accumulate do
           local x, y = data:next()
           local loss = model(x, y)
           sum = sum + loss:item()
           model:backward(loss)
           optimizer:step()
         end
-        want[i] = sum / model.accumulate
+        want[i] = sum / inner(model).accumulate
       end
       optimizer = initialize(config)
       local result = train.run { model = model, optimizer = optimizer, loader = loader(), steps = 4, quiet = true,
@@ -137,7 +138,7 @@ describe("train.run", function()
         end } }
       for i = 1, 4 do assert.equal(want[i], result.history[i].loss) end
       assert.truthy(result.val_loss)
-      assert.equal(optimizer.steps, model.scheduler.count)
+      assert.equal(optimizer.steps, inner(model).scheduler.count)
     end)
   end
 
@@ -210,7 +211,7 @@ describe("an engine's lines", function()
     local optimizer, data = initialize(config), loader()
     return output_of(function()
       for _ = 1, 4 do
-        for _ = 1, model.accumulate do
+        for _ = 1, inner(model).accumulate do
           local x, y = data:next()
           optimizer:zero_grad()
           model:backward(model(x, y))
@@ -222,7 +223,7 @@ describe("an engine's lines", function()
 
   it("come every steps_per_print steps, and not at all without it", function()
     assert.equal("", run {})
-    assert.is_nil(model.report)
+    assert.is_nil(inner(model).report)
     for _, memory in ipairs { "plain", "chunk" } do
       local text = run { steps_per_print = 2, memory = memory }
       assert.truthy(text:match("^step 2: loss %d%.%d+, lr [%d.e-]+, [%d.e-]+ s a step\nstep 4: [^\n]*\n$"), text)
@@ -238,7 +239,7 @@ describe("an engine's lines", function()
     text = run(tight({ steps_per_print = 4, chunk_size = 4096, eviction = "lru" }, "/tmp"))
     assert.truthy(text:match("; moved %S+ %S+ up, %S+ %S+ down a step\n"), text)
     assert.equal("", run { wall_clock_breakdown = true })
-    assert.equal(10, model.report.every)
+    assert.equal(10, inner(model).report.every)
   end)
 
   it("change nothing about the numbers", function()

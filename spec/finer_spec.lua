@@ -2,6 +2,7 @@
 -- Smaller chunks for steps that do not fit: cutting a layout (layout/split.lua), and an engine that lays its model out
 -- anew between two steps. Losses, parameters and moments are those of plain memory, bit for bit.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local layout = require "ps.engine.layout.pack"
 local split = require "ps.engine.layout.split"
 local finer = require "ps.engine.layout.rechunk"
@@ -66,10 +67,10 @@ describe("a step that does not fit", function()
     local sizes, was = {}, ps.initialize
     ps.initialize = function(...)
       local model, optimizer = was(...)
-      sizes[1] = model.built.layout.chunk_size
+      sizes[1] = inner(model).built.layout.chunk_size
       local step = optimizer.step
       function optimizer:step()
-        sizes[2] = model.built.layout.chunk_size
+        sizes[2] = inner(model).built.layout.chunk_size
         return step(self)
       end
       return model, optimizer
@@ -133,7 +134,7 @@ describe("a step that does not fit", function()
       local model, optimizer = ps.initialize { quiet = true, model_func = L.model_func { model = "deep" },
         config = { plan_print = false, bf16 = { enabled = true }, memory = memory } }
       if from then ps.checkpoints.load(from, { model = model, optimizer = optimizer }) end
-      local losses, was = {}, not model.plain and model.built.layout.chunk_size
+      local losses, was = {}, not inner(model).plain and inner(model).built.layout.chunk_size
       for step = first, last do
         ps.manual_seed(step)
         local loss = model(ps.randn { 60, 16 }, ps.randint(0, 8, { 60 }, { dtype = "int32" }))
@@ -142,7 +143,7 @@ describe("a step that does not fit", function()
         optimizer:step()
       end
       if not from then ps.checkpoints.save(folder .. "/run", { model = model, optimizer = optimizer }) end
-      local now = not model.plain and model.built.layout.chunk_size
+      local now = not inner(model).plain and inner(model).built.layout.chunk_size
       model:close()
       collectgarbage()
       return table.concat(losses, " "), was and now < was
@@ -162,7 +163,7 @@ describe("a step that does not fit", function()
         config = { plan_print = false, bf16 = { enabled = true }, chunk_size = config.chunk_size,
           memory = { host = config.host * KIB, disk = { path = folder, limit = 8192 * KIB } } } }
       local ok, problem = pcall(model, ps.randn { rows, 16 }, ps.randint(0, 8, { rows }, { dtype = "int32" }))
-      local size = model.built.layout.chunk_size
+      local size = inner(model).built.layout.chunk_size
       model:close()
       collectgarbage()
       assert.falsy(ok)
@@ -204,7 +205,7 @@ describe("a step that does not fit", function()
         closed = closed + 1
         local text = tostring(problem)
         assert.truthy(text:find("while the model was laid out anew", 1, true) and text:find("closed", 1, true), text)
-        assert.truthy(model.closed)
+        assert.truthy(inner(model).closed)
       end
       model:close()
       L.used()
@@ -237,9 +238,10 @@ describe("a step that does not fit", function()
             local first = short and least or 8192 * KIB
             local memory = device == "sim" and { device = first, host = 8192 * KIB }
               or { host = first, disk = { path = folder, limit = 8192 * KIB } }
+            local inner = require("ps.engine.handle").of
             local seen, was, now
             local function train(model, optimizer)
-              seen, was = {}, model.built.layout.chunk_size
+              seen, was = {}, inner(model).built.layout.chunk_size
               for step = 1, 3 do
                 ps.manual_seed(9 + rank + 2 * step)
                 local x = ps.randn({ step == 1 and 10 or 60, 48 }, { dtype = "bf16" }):to(device)
@@ -248,11 +250,11 @@ describe("a step that does not fit", function()
                 model:backward(loss)
                 optimizer:step()
               end
-              for _, row in ipairs(model.built.list) do
+              for _, row in ipairs(inner(model).built.list) do
                 local sum = ps.no_grad(function() return row.param:to("fp32"):pow(2):sum():item() end)
                 seen[#seen + 1] = ("%.17g"):format(sum)
               end
-              now = model.built.layout.chunk_size
+              now = inner(model).built.layout.chunk_size
             end
             refused = refused + L.fit({ memory = memory }, function()
               collectgarbage()
@@ -297,7 +299,8 @@ describe("a step that does not fit", function()
               gradient_accumulation_steps = accumulate, zero_optimization = { stage = stage },
               optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
             for _, part in ipairs(cuts) do
-              if split.next_size(model.built.layout, part) then finer.split(model, part) end
+              local engine = require("ps.engine.handle").of(model)
+              if split.next_size(engine.built.layout, part) then finer.split(engine, part) end
             end
             local seen = losses(model, optimizer, 2 * accumulate, 64, { 2, 8 })
             want = want or seen

@@ -2,6 +2,7 @@
 -- Every configuration key that docs/config.md calls honoured does something: an engine that is given the key does what
 -- an engine that has the default does not. Each key has a case here; a key without one fails.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local nn = require "ps.nn"
 local lfs = require "lfs"
 local config = require "ps.config"
@@ -72,7 +73,7 @@ local function batch(rows) return ps.randint(0, 256, { rows or 2, 8 }, { dtype =
 
 local function train(model, optimizer, steps)
   for _ = 1, steps do
-    for _ = 1, model.accumulate do
+    for _ = 1, inner(model).accumulate do
       model:backward(model(batch()))
       optimizer:step()
     end
@@ -139,7 +140,7 @@ end
 
 function see.said(model)
   local list = {}
-  for text in pairs(model.said) do list[#list + 1] = text end
+  for text in pairs(inner(model).said) do list[#list + 1] = text end
   table.sort(list)
   return table.concat(list, "\n")
 end
@@ -184,9 +185,9 @@ end
 --- Where Adam runs, and what that is predicted to take.
 function see.split(model, optimizer)
   train(model, optimizer, 1)
-  local split = model.adam_split
+  local split = inner(model).adam_split
   if not split then return "none" end
-  return ("%d of %d: %.6g %.6g %.6g"):format(split.count, model.built.units, split.link or 0, split.host or 0,
+  return ("%d of %d: %.6g %.6g %.6g"):format(split.count, inner(model).built.units, split.link or 0, split.host or 0,
     split.device or 0)
 end
 
@@ -627,8 +628,9 @@ describe("ps.initialize", function()
   local AUTO = { lr = 0.25, total_num_steps = 100, warmup_num_steps = 10, ["bf16.enabled"] = true,
     gradient_accumulation_steps = 3 }
   local function facts(model, optimizer)
-    return { optimizer.defaults and optimizer.defaults.lr or model.cfg.optimizer.params.lr, model.accumulate,
-      model.out.bias:dtype(), model.scheduler:lr(1000), model.cfg }
+    local engine = inner(model)
+    return { optimizer.defaults and optimizer.defaults.lr or engine.cfg.optimizer.params.lr, engine.accumulate,
+      model.out.bias:dtype(), engine.scheduler:lr(1000), engine.cfg }
   end
   local function open(from, auto)
     local model, optimizer = ps.initialize { model_func = function() return Net(4) end, config = from, auto = auto,
@@ -656,7 +658,7 @@ describe("ps.initialize", function()
   it("adds the argument client to a file's settings", function()
     local model = ps.initialize { model = nn.Linear(4, 4), config = HF:gsub("hf_auto.json", "patrickstar.lua"),
       quiet = true, client = { opts = { with_async_move = false } } }
-    assert.equal(false, model.cfg.prefetch)
+    assert.equal(false, inner(model).cfg.prefetch)
     model:close()
   end)
 end)
@@ -705,8 +707,8 @@ describe("offload_optimizer.device", function()
     for _, chunk in ipairs(look.chunks()) do
       if chunk.kind == "exp_avg" then for tier in pairs(chunk.tiers) do on[tier] = true end end
     end
-    return { device = on.device or false, host = on.host or false, count = model.adam_split.count,
-      units = model.built.units }
+    return { device = on.device or false, host = on.host or false, count = inner(model).adam_split.count,
+      units = inner(model).built.units }
   end
 
   it("cpu keeps the state on the host, and its updates", function()

@@ -2,6 +2,7 @@
 -- Where Adam runs when the optimizer's state does not fit the device: the split follows the rates it is planned by,
 -- keeps to the settings that bound it and to the budgets, and changes no bit.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local ffi = require "ffi"
 local nn = require "ps.nn"
 local ranks_lib = require "spec.ranks_lib"
@@ -62,10 +63,11 @@ local tier = ffi.new("ps_tier_info")
 
 --- The split, and how much of its budget each tier held.
 local function split(model)
-  local seen = { count = model.adam_split.count, resident = model.adam_split.resident, units = model.built.units,
+  local engine = inner(model)
+  local seen = { count = engine.adam_split.count, resident = engine.adam_split.resident, units = engine.built.units,
     within = true, on = 0, numel = 0 }
-  for unit, numel in ipairs(model.built.unit_numel) do
-    seen.numel, seen.on = seen.numel + numel, seen.on + (model.adam_split.on[unit] and numel or 0)
+  for unit, numel in ipairs(engine.built.unit_numel) do
+    seen.numel, seen.on = seen.numel + numel, seen.on + (engine.adam_split.on[unit] and numel or 0)
   end
   for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, tier))
@@ -98,7 +100,7 @@ describe("the split of updates", function()
 
   it("is told with its reasons", function()
     local forecasts = require "ps.engine.forecast"
-    local function text(model) return table.concat(forecasts.lines(model, model.forecast), "\n") end
+    local function text(model) return table.concat(forecasts.lines(inner(model), inner(model).forecast), "\n") end
     local _, said = train(with(TIGHT, BF16, { rates = EVEN }), text)
     assert.matches("Adam    on the device for %d+ of %d+ chunks, on the host for the others\n"
       .. " +copies take [%d%.]+ ms a step, updates [%d%.]+ ms of the host %(all on the host: [%d%.]+ ms, [%d%.]+ ms%): "
@@ -179,8 +181,9 @@ local state, names, sum = model:state_dict(), {}, 0
 for name in pairs(state) do names[#names + 1] = name end
 table.sort(names)
 for _, name in ipairs(names) do sum = sum + state[name]:to("fp64"):abs():sum():item() end
-print(("%.17g %d %d %s %g %g"):format(sum, model.adam_split.count, model.adam_split.resident,
-  model.module.table.weight:device(), model.adam_rates.host_adam, model.adam_rates.at_once))
+local engine = require("ps.engine.handle").of(model)
+print(("%.17g %d %d %s %g %g"):format(sum, engine.adam_split.count, engine.adam_split.resident,
+  model.module.table.weight:device(), engine.adam_rates.host_adam, engine.adam_rates.at_once))
 model:close()
 ]]
 
@@ -237,7 +240,8 @@ describe("rates", function()
     assert.equal(before, ps.memory_available "sim")
     assert(tonumber(out.numel) * 14 < 2 ^ 20)
     local _, seen = train(with(TIGHT, BF16, { rates = { up = "3GB" } }), function(model)
-      return { model.adam_rates.up, model.adam_rates.down, model.adam_rates.host_adam, tostring(model.adam_rates) }
+      local found = inner(model).adam_rates
+      return { found.up, found.down, found.host_adam, tostring(found) }
     end)
     assert.same({ 3e9, measured.down, measured.host_adam }, { unpack(seen, 1, 3) })
     assert.matches("in part from the configuration", seen[4])
@@ -303,7 +307,8 @@ for _ = 1, 4 do
   least = math.min(least, ps.memory_available "sim")
 end
 ps.check(C.ps_engine_tier_get(ps.ctx, 0, others))
-print(free, tonumber(others.budget), tonumber(others.peak), least, model.built.state_bytes, mine:size(0))
+print(free, tonumber(others.budget), tonumber(others.peak), least,
+  require("ps.engine.handle").of(model).built.state_bytes, mine:size(0))
 model:close()
 ]])
     local free, budget, peak, least, state = text:match("^(%d+)\t(%d+)\t(%d+)\t(%d+)\t(%d+)\t256\n$")

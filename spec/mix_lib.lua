@@ -4,6 +4,7 @@
 -- gives the same numbers over plain memory and over chunks, whatever the settings. Cases and settings are
 -- chunks_lib.lua's.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 local random_state = require "ps.random_state"
 local background = require "ps.checkpoints.background"
@@ -79,7 +80,7 @@ local function close(run)
   local setting = run.settings[run.life]
   if setting.memory ~= "plain" then
     L.check_tiers(setting)
-    run.resident = math.max(run.resident, run.model.forecast and run.model.forecast.resident or 0)
+    run.resident = math.max(run.resident, (inner(run.model).forecast or { resident = 0 }).resident)
   end
   checkpoints.wait()
   run.model:close()
@@ -258,7 +259,7 @@ local function micro_batch(run)
   if here["in eval mode"] then model:eval() end
   if here.twice then say(run, "first", number(model(x, y))) end
   if here["not by the engine"] and run.case.accumulate == 1 then
-    run.loss = model.module(x:to(model.device_name), y:to(model.device_name))
+    run.loss = model.module(x:to(inner(model).device_name), y:to(inner(model).device_name))
   else
     run.loss = model(x, y)
   end

@@ -2,6 +2,7 @@
 -- Scripts that do more than the usual loop (spec/mix_lib.lua): drawn by seed, over plain memory and over chunks, with
 -- the same numbers; and what was found so, each by itself. PS_MIX_SEED=n runs one seed alone.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local nn = require "ps.nn"
 local forecasts = require "ps.engine.forecast"
 local ranks_lib = require "spec.ranks_lib"
@@ -149,7 +150,7 @@ describe("a step", function()
 
   it("may go back through what was recorded before it was planned", function()
     same(L.small { dropout = 0 }, function(model, optimizer)
-      local device = model.device_name
+      local device = inner(model).device_name
       local loss = model.module(x:to(device), y:to(device))
       model:backward(loss + model(x, y))
       optimizer:step()
@@ -168,8 +169,8 @@ describe("a step", function()
 
   it("can be run dry like another more often than traces are kept", function()
     local model = ps.initialize(L.request(L.small(), CHUNKS))
-    local first = assert(forecasts.dry_run(model, { x, y, n = 2 }))
-    for _ = 1, 40 do assert.truthy(forecasts.dry_run(model, { x, y, n = 2 }, first) ~= first) end
+    local first = assert(forecasts.dry_run(inner(model), { x, y, n = 2 }))
+    for _ = 1, 40 do assert.truthy(forecasts.dry_run(inner(model), { x, y, n = 2 }, first) ~= first) end
     model:close()
   end)
 end)

@@ -2,6 +2,7 @@
 -- Batches and outputs by names, as transformers has them: what gpt2 makes of input_ids, labels and attention_mask, and
 -- what engines do with them, which is what they do with the same tensors in order, to the bit.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local nn, F = ps.nn, ps.functional
@@ -10,7 +11,7 @@ local B, T = 3, 12
 local model
 
 after_each(function()
-  if model and model.is_engine then model:close() end
+  if model and inner(model) then model:close() end
   model = nil
 end)
 
@@ -86,7 +87,7 @@ local function trained(config, class, batch, loss_of)
   local optimizer
   model, optimizer = ps.initialize { quiet = true, model_func = function() return class() end, config = wanted }
   local seen = {}
-  for number = 1, 2 * model.accumulate do
+  for number = 1, 2 * inner(model).accumulate do
     local out = model(batch(number))
     local loss = loss_of(out)
     seen[#seen + 1] = loss:item()
@@ -96,7 +97,7 @@ local function trained(config, class, batch, loss_of)
   for name, t in pairs(model:state_dict()) do seen[#seen + 1] = name .. lib.bytes(t) end
   table.sort(seen, function(a, b) return tostring(a) < tostring(b) end)
   local traces = 0
-  for _ in pairs(model.traces) do traces = traces + 1 end
+  for _ in pairs(inner(model).traces) do traces = traces + 1 end
   model:close()
   return table.concat(seen, "\n"), traces
 end
@@ -194,7 +195,7 @@ describe("an engine with batches by names", function()
       optimizer:step()
     end
     local keys = {}
-    for key in pairs(model.traces) do keys[#keys + 1] = key end
+    for key in pairs(inner(model).traces) do keys[#keys + 1] = key end
     assert.equal(2, #keys)
     assert(table.concat(keys):find("labels= int32[3,8]", 1, true), table.concat(keys, "; "))
   end)

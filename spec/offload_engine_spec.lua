@@ -2,6 +2,7 @@
 -- Engines that keep on the host what the configuration says (activation_checkpointing.cpu_checkpointing,
 -- use_cpu_embedding), or do not keep it (recompute): the losses and parameters are those of plain memory, bit for bit.
 local ps = require "ps"
+local engine_of = require("ps.engine.handle").of
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
 local F = ps.F
@@ -69,7 +70,7 @@ end
 
 local function notes(model)
   local list = {}
-  for text in pairs(model.said) do list[#list + 1] = text end
+  for text in pairs(engine_of(model).said) do list[#list + 1] = text end
   return table.concat(list, "\n")
 end
 
@@ -164,7 +165,7 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
   local BATCH = { 4, 32 }                               -- the stream: 32 KiB in fp32, 16 KiB in bf16
 
   local function forecast(model)
-    local peak = model.forecast.tiers[1]
+    local peak = engine_of(model).forecast.tiers[1]
     return { other = peak.other, peak = peak.peak }
   end
 
@@ -199,7 +200,9 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
     assert.same(want, (train(deep, with(small, AWAY), nil, batch)))
     local disk = { path = os.getenv("TMPDIR") or "/tmp", limit = "64MiB" }
     local three = with(small, { memory = { device = budget, host = "8MiB", disk = disk } })
-    local got, fetched = train(deep, with(three, AWAY), function(model) return model.forecast.fetched end, batch)
+    local got, fetched = train(deep, with(three, AWAY), function(model)
+      return engine_of(model).forecast.fetched
+    end, batch)
     assert.same(want, got)
     assert(fetched[1] > 0 and fetched[2] > 0, "nothing moved")
   end)
@@ -253,7 +256,7 @@ describe("recompute", function()
           memory = { device = "1MiB", host = "8MiB" } } }
       local x = ps.randint(0, 256, { 1, 32 }, { dtype = "int32", device = "sim" })
       assert.equal(fits, (pcall(model, x, x)))
-      local found = fits and model.forecast.tiers[1].other
+      local found = fits and engine_of(model).forecast.tiers[1].other
       model:close()
       return found
     end

@@ -2,13 +2,14 @@
 -- States of optimizers that are loaded over a run: one without updates begins anew, as a fresh run does; one of another
 -- algorithm is refused by name. For ps.optim and engines in both kinds of memory.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local lib = require "spec.check_lib"
 local fails = lib.fails
 
 local model
 
 after_each(function()
-  if model and model.is_engine then model:close() end
+  if model and inner(model) then model:close() end
   model = nil
 end)
 
@@ -43,7 +44,7 @@ local function step(optimizer, seed)
   ps.manual_seed(seed)
   local dtype = model:parameters()[1]:dtype()
   local loss = model(ps.randn({ 4, 8 }):to(dtype)):square():mean()
-  if model.is_engine then model:backward(loss) else loss:backward() end
+  if inner(model) then model:backward(loss) else loss:backward() end
   optimizer:step()
   optimizer:zero_grad()
 end

@@ -172,11 +172,12 @@ describe("sharding", function()
       local model = make(3)
       local tier = ps.ffi.new "ps_tier_info"
       ps.check(ps.C.ps_engine_tier_get(ps.ctx, 0, tier))
-      local numel, state, peak = model.built.numel, model.built.state_bytes, tonumber(tier.peak)
+      local built = require("ps.engine.handle").of(model).built
+      local numel, state, peak = built.numel, built.state_bytes, tonumber(tier.peak)
       assert(state < 0.27 * 14 * numel, ("%d of %d"):format(state, 14 * numel))
       assert(peak < 0.6 * 4 * numel + state, ("a peak of %d, %d parameters"):format(peak, numel))   -- made in fp32
       local own, all = 0, 0
-      for _, row in ipairs(model.built.list) do
+      for _, row in ipairs(built.list) do
         own, all = own + (row.owner == rank and row.numel or 0), all + row.numel
         assert((row.averages ~= nil) == (row.owner == rank))
       end

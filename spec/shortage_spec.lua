@@ -2,6 +2,7 @@
 -- Budgets that are far too small for a model: the error of ps.initialize has the whole state's bytes, what each tier
 -- can hold, and what to change.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local check_lib = require "spec.check_lib"
 local shortage = require "ps.engine.shortage"
 local view = require "ps.memory_view"
@@ -100,9 +101,9 @@ describe("a model far too large for its budgets", function()
       { bf16 = { enabled = true }, gradient_accumulation_steps = 2 } } do
       for key, value in pairs(more) do cfg[key] = value end
       local model = ps.initialize { model_func = model_func, config = cfg, quiet = true }
-      local options = require("ps.engine.setup").place_options(model)
+      local options = require("ps.engine.setup").place_options(inner(model))
       local each = shortage.bytes_each(options, 0, 1)
-      local taken = model.built.state_bytes
+      local taken = inner(model).built.state_bytes
       model:close()
       assert.truthy(taken >= numel * each and taken < numel * each * 1.1, taken .. " " .. numel * each)
     end

@@ -2,6 +2,7 @@
 -- Models cut into virtual stages (ps/engine/stages.lua): where they are cut, what each rank makes and holds, and that
 -- the stages one after the other compute the whole model's bits. One process plays the ranks in turn.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local check = require "spec.check_lib"
 local stages = require "ps.engine.stages"
 local lib = require "spec.stages_lib"
@@ -276,10 +277,10 @@ describe("an engine of one rank of a pipeline", function()
     local seen = {}
     for rank = 0, 1 do
       local model = initialize(t, rank, { bf16 = { enabled = true } }, no_decay)
-      local built, last, units = model.built, -1, {}
+      local built, last, units = inner(model).built, -1, {}
       for _, row in ipairs(built.list) do
         assert.equal(order[row.name], row.order)
-        assert.equal(model.stages:own(row.name), row.vstage)
+        assert.equal(inner(model).stages:own(row.name), row.vstage)
         assert.truthy(row.vstage * 1e6 + row.order > last)
         last = row.vstage * 1e6 + row.order
         assert.equal(row.vstage, units[row.unit] or row.vstage)
@@ -307,9 +308,9 @@ describe("an engine of one rank of a pipeline", function()
     for rank = 0, 3 do
       local model = initialize(t, rank)
       local bytes = 0
-      for _, row in ipairs(model.built.list) do bytes = bytes + 16 * row.numel end
-      assert.truthy(model.built.state_bytes >= bytes and model.built.state_bytes < 1.1 * bytes + 2 ^ 17,
-        ("rank %d: %d bytes of chunks for %d of state"):format(rank, model.built.state_bytes, bytes))
+      for _, row in ipairs(inner(model).built.list) do bytes = bytes + 16 * row.numel end
+      assert.truthy(inner(model).built.state_bytes >= bytes and inner(model).built.state_bytes < 1.1 * bytes + 2 ^ 17,
+        ("rank %d: %d bytes of chunks for %d of state"):format(rank, inner(model).built.state_bytes, bytes))
       sums = sums + bytes
       engine:close()
       engine = nil

@@ -2,6 +2,7 @@
 -- Batches in which some targets, or all, are ignored (-100): losses, what a micro-batch weighs, and steps in which no
 -- target counts.
 local ps = require "ps"
+local inner = require("ps.engine.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local ranks = require "spec.ranks_lib"
@@ -101,12 +102,12 @@ describe("a step in which no target counts", function()
         some[micros + 1], none[micros + 1] = nil, nil
         local optimizer = open(tiny, config)
         for number = 0, 20, 10 do step(optimizer, number, some) end
-        local before, steps, calls = state(optimizer), optimizer.steps, model.steps
+        local before, steps, calls = state(optimizer), optimizer.steps, inner(model).steps
         local info = step(optimizer, 500, none)
         assert.is_true(info.skipped)
         assert.is_nil(info.grad_norm)
         assert(state(optimizer) == before)
-        assert.same({ steps, calls + 1 }, { optimizer.steps, model.steps })
+        assert.same({ steps, calls + 1 }, { optimizer.steps, inner(model).steps })
         assert.is_false(step(optimizer, 30, some).skipped)
         local with = state(optimizer)
         model:close()
@@ -161,9 +162,9 @@ describe("a micro-batch without targets", function()
     it("leaves the step and its reported loss to the others: memory " .. memory, function()
       local function run(micros, masked)
         local optimizer = open(tiny, { memory = memory, gradient_accumulation_steps = micros, steps_per_print = 1000 })
-        model.report.every, model.report.writes = 1, false
+        inner(model).report.every, inner(model).report.writes = 1, false
         step(optimizer, 0, masked)
-        local all, line = model:state_dict(), model.report.last
+        local all, line = model:state_dict(), inner(model).report.last
         local weight = all["transformer.h.1.mlp.c_fc.weight"]:clone()
         model:close()
         return weight, line:match("loss (%S+),")

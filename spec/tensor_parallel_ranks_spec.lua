@@ -154,7 +154,9 @@ describe("two ranks that share out layers", function()
           optimizer:step()
         end)
         local was = false
-        for text in pairs(model.said) do was = was or text:find "laid out anew" ~= nil end
+        for text in pairs(require("ps.engine.handle").of(model).said) do
+          was = was or text:find "laid out anew" ~= nil
+        end
         model:close()
         assert(ok, tostring(problem))
         return was

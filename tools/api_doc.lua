@@ -249,8 +249,9 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put_functions("group:", getmetatable(ps.dist.self()).__index, true)
   put("`ps.mesh { pp = 2 }` is `mesh.cut`, and gives the mesh.\n")
   for _, name in ipairs { "cut", "group", "rank", "size" } do put_function("mesh.", name, ps.mesh[name]) end
-  section("The engine", "What `ps.initialize` gives: a model, which has all methods of the module it holds as well, "
-    .. "and an optimizer.")
+  section("The engine", "What `ps.initialize` gives: a model and an optimizer. The model has the names below. Every "
+    .. "other name is read from the module, `model.module`, and written to it; a method of the module that returns the "
+    .. "module returns the model.")
   local Engine = require("ps.engine").Engine
   put_functions("model:", Engine, true, Engine.PUBLIC)
   put_functions("optimizer:", require("ps.engine.optimizer").methods, true, { "step", "zero_grad", "set_lr",

@@ -15,6 +15,7 @@
 -- With `async` the state is copied, and a thread writes it (checkpoints/background.lua). Rank 0 sees in the folder that
 -- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
 local background = require "ps.checkpoints.background"
@@ -83,9 +84,9 @@ end
 -- The schedule and the loss scale: those given, or the engine's.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
-  local own = model.is_engine and optimizer ~= nil
-  return { optimizer = optimizer, loader = parts.loader, sched = parts.sched or own and model.scheduler or nil,
-    scaler = parts.scaler or own and optimizer.scaler or nil }
+  local engine = optimizer ~= nil and handle.of(model)
+  return { optimizer = optimizer, loader = parts.loader, sched = parts.sched or engine and engine.scheduler or nil,
+    scaler = parts.scaler or engine and optimizer.scaler or nil }
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
@@ -107,7 +108,8 @@ end
 
 -- Whether parameters have one owner each, so that state_dict gives those of this rank alone.
 local function are_owned(model)
-  local built = model.is_engine and model.built
+  local engine = handle.of(model)
+  local built = engine and engine.built
   for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
     for _, row in ipairs(list) do if row.owner ~= nil then return true end end
   end
@@ -116,9 +118,10 @@ end
 
 -- The names of all parameters, where no rank holds the whole model; nil: each rank does.
 local function names_of(model)
-  local stages, names = model.is_engine and model.stages, {}
+  local engine, names = handle.of(model), {}
+  local stages = engine and engine.stages
   if not (stages or are_owned(model) or cut.of(model)) then return nil end
-  for name in (model.is_engine and model.module or model):named_parameters() do names[#names + 1] = name end
+  for name in handle.module(model):named_parameters() do names[#names + 1] = name end
   return names
 end
 
@@ -149,7 +152,8 @@ end
 -- This rank's share of the tensors, and the names that all shares together must have. Ranks that hold the same tensors
 -- get a part of them each. Of stages that share a table, one has it in its share.
 local function share(job, tensors, model)
-  local stages = model.is_engine and model.stages or nil
+  local engine = handle.of(model)
+  local stages = engine and engine.stages
   if stages then
     for name in pairs(tensors) do if not stages:saves(parameter_of(name)) then tensors[name] = nil end end
   end
@@ -359,7 +363,8 @@ end
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
   agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
-  if parts.model.is_engine and parts.model.micro > 0 and not parts.model.torn then
+  local engine = handle.of(parts.model)
+  if engine and engine.micro > 0 and not engine.torn then
     error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()")
   end
   checkpoint.wait()

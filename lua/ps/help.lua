@@ -28,7 +28,7 @@ local function all_functions()
   add("t:", require("ps.tensor").methods, true)
   for _, key in ipairs(TABLES) do add(PREFIX[key] or key .. ".", ps[key]) end
   add("nn.init.", ps.nn.init)
-  add("model:", require("ps.engine").Engine.public(require("ps.engine").Engine), true)
+  add("model:", require("ps.engine").Engine.methods, true)
   local methods, others = require("ps.tensor").methods, {}
   for name, value in pairs(ps) do
     if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
@@ -144,6 +144,7 @@ end
 ---@return string
 function help.text(x)
   local ps, lines = require "ps", {}
+  if type(x) == "function" then x = require("ps.engine.handle").original(x) end
   if type(x) == "string" then of_name(lines, x)
   elseif type(x) == "function" then
     for _, entry in ipairs(all_functions()) do
@@ -157,9 +158,9 @@ function help.text(x)
   elseif type(x) == "table" and rawget(x, "instance") and x.class_name then put_class(lines, x)
   elseif require("ps.nn.module").is_module(x) then
     put_class(lines, (select(2, getmetatable(x).__names(x))))
-  elseif type(x) == "table" and x.is_engine then
+  elseif require("ps.engine.handle").of(x) then
     lines[1] = "a model that ps.initialize made; what it has besides its module's methods:"
-    put_table(lines, require("ps.engine").Engine.public(x))
+    put_table(lines, require("ps.engine").Engine.methods)
   elseif type(x) == "table" then put_table(lines, x)
   else lines[1] = "a " .. type(x) .. ": " .. tostring(x) end
   return table.concat(lines, "\n")

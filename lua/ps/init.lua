@@ -182,7 +182,7 @@ end
 --- What the engine that is open is doing, as a table that prints as a line; nil: none is open, or its parameters lie in
 --- plain memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
----  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean}? state
+---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}? state
 function ps.engine()
   local setup = package.loaded["ps.engine.setup"]
   local engine = setup and setup.current()

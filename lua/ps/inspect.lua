@@ -10,6 +10,7 @@
 -- and is NaN of a single element. Parameters and records of several ranks are put together: those calls are of all
 -- ranks.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local scope = require "ps.scope"
 local ffi, C = ps.ffi, ps.C
@@ -177,8 +178,8 @@ end
 ---@param prefix? string stands before each name in the result
 ---@return ps.inspect.Row[]
 function inspect.inspect_model(model, pattern, prefix)
-  local is_engine = type(model) == "table" and model.is_engine
-  if not is_engine and not require("ps.nn.module").is_module(model) then
+  local engine = handle.of(model)
+  if not engine and not require("ps.nn.module").is_module(model) then
     error("ps.inspect.inspect_model takes a model, not a " .. type(model))
   end
   caller.typed(pattern or "*", "string", "ps.inspect.inspect_model: the pattern")
@@ -186,14 +187,14 @@ function inspect.inspect_model(model, pattern, prefix)
   local wanted, cuts = matcher(pattern or "*"), require("ps.nn.cut").of(model)
   local function mine()
     local list = {}
-    for _, it in ipairs(is_engine and require("ps.engine.values").parameters(model) or of_module(model)) do
+    for _, it in ipairs(engine and require("ps.engine.values").parameters(engine) or of_module(model)) do
       if it.name:match(wanted) then list[#list + 1] = entry_of(it, cuts and cuts[it.name]) end
     end
     return list
   end
-  local several = cuts or is_engine and model.ranks
+  local several = cuts or engine and engine.ranks
   local found, rows = put_together(several and of_ranks(mine) or { mine() }), {}
-  for name in (is_engine and model.module or model):named_parameters() do
+  for name in handle.module(model):named_parameters() do
     local e = found[name]
     if e then
       e.name = (prefix or "") .. name
@@ -220,7 +221,7 @@ end }
 ---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first;
 ---  nbytes: of the parameters themselves
 function inspect.summary(model)
-  local module = type(model) == "table" and model.is_engine and model.module or model
+  local module = handle.module(model)
   if not require("ps.nn.module").is_module(module) then
     error("ps.inspect.summary takes a model, not a " .. type(model))
   end

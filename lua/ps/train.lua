@@ -10,6 +10,7 @@
 -- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
 -- Ctrl-C or SIGTERM ends the process.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local types = require "ps.config.types"
 local error = caller.error
@@ -41,11 +42,12 @@ end
 
 -- Whether a model's steps go by model:micro_batches, which takes the model's own loss.
 local function loops(model, own)
-  if model.is_engine and model.pipe and own then
+  local engine = handle.of(model)
+  if engine and engine.pipe and own then
     error("ps.train: the model is cut into stages, of which the last one computes the loss: give a loss of your own to "
       .. "ps.initialize { loss = function(out, batch) ... end }")
   end
-  return model.is_engine and model.adds_up and not own
+  return engine and engine.adds_up and not own
 end
 
 -- `for loss, given in losses_of(...)`: of a held-out batch, as the model takes batches.
@@ -102,7 +104,8 @@ function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
   caller.callable(batches, "ps.train.evaluate, behind the model,")
-  local was_training, ranks = model.training, model.is_engine and model.ranks or {}
+  local engine = handle.of(model)
+  local was_training, ranks = model.training, engine and engine.ranks or {}
   model:eval()
   local sum, weights, stopped, number = 0, 0, false, 0
   local ok, problem = pcall(ps.no_grad, function()
@@ -226,7 +229,8 @@ end
 -- its step weighs 1, or 0 where no target counts.
 function Run:weight(given, loss)
   local model = self.options.model
-  if model.is_engine then return (engine_step.weight_of(model, loss)) end
+  local engine = handle.of(model)
+  if engine then return (engine_step.weight_of(engine, loss)) end
   local found = batch.targets(model, given)
   if not found then return 1 end
   if (self.options.accumulate or 1) == 1 then return found.count > 0 and 1 or 0 end
@@ -268,7 +272,7 @@ function Run:gradients(step)
     local bad = mean and (mean ~= mean or math.abs(mean) == math.huge)
     if bad and (i == accumulate or not self.world) then self:fail(step, mean) end
     if options.scaler then loss = options.scaler:scale_loss(loss) end
-    if options.model.is_engine then options.model:backward(loss)
+    if handle.of(options.model) then options.model:backward(loss)
     else (weight ~= 1 and loss * weight or loss):backward() end
     if i < accumulate then self:tell(step, i, accumulate) end
   end
@@ -278,7 +282,7 @@ end
 -- The update: of an engine by its configuration, else by this run's; a step in which no target counts changes nothing.
 function Run:update(weights)
   local options = self.options
-  if options.model.is_engine then return options.optimizer:step() end
+  if handle.of(options.model) then return options.optimizer:step() end
   if weights == 0 then return options.optimizer:skip() end
   return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
 end
@@ -315,7 +319,7 @@ end
 
 local function loop(self)
   local options = self.options
-  if (options.accumulate or 1) > 1 and not options.model.is_engine then
+  if (options.accumulate or 1) > 1 and not handle.of(options.model) then
     for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32() end
   end
   options.model:train()
@@ -356,16 +360,17 @@ local function settled(options)
     error(("ps.train.run: accumulate is %.17g; a step has 1 to %d batches"):format(options.accumulate, most))
   end
   caller.callable(options.loader.next, "ps.train.run: loader.next")
-  if not model.is_engine then return options end
+  local engine = handle.of(model)
+  if not engine then return options end
   for key, of in pairs(SETTLED) do
-    if options[key] and not (key == "accumulate" and options[key] == model.accumulate) then
+    if options[key] and not (key == "accumulate" and options[key] == engine.accumulate) then
       error(("train.run: the model is an engine, so %s is set by %s in its configuration"):format(key, of))
     end
   end
-  if options.sched and model.scheduler then
+  if options.sched and engine.scheduler then
     error("train.run: the engine has a schedule already (scheduler in its configuration); give sched or that")
   end
-  return setmetatable({ accumulate = model.accumulate }, { __index = options })
+  return setmetatable({ accumulate = engine.accumulate }, { __index = options })
 end
 
 -- Of several ranks the first writes the log; all begin with the history that it holds.
@@ -395,7 +400,7 @@ function train.run(options)
   options = settled(options)
   mesh.check_joined "ps.train.run"
   local group = mesh.group "world"
-  if group and not options.model.is_engine then
+  if group and not handle.of(options.model) then
     error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)")
   end
   local start = options.start or 0

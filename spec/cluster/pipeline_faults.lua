@@ -46,7 +46,7 @@ local SCRIPT = [[
   local own = {}
   for _, kind in pairs(IN_C) do own[kind] = true end
   local SIGNALS = { kill = signal.SIGKILL, stop = signal.SIGSTOP }
-  local row, events = model.pipe:actions(4), 0
+  local row, events = require("ps.engine.handle").of(model).pipe:actions(4), 0
   local function follows()                                        -- whether it comes before the next event
     local n = 0
     for _, action in ipairs(row) do
@@ -78,16 +78,18 @@ local SCRIPT = [[
       return was(...)
     end
   end
-  local next_action = model.pipe.next
-  function model.pipe:next()
+  local engine = require("ps.engine.handle").of(model)
+  local pipe, own_optimizer = engine.pipe, engine.optimizer
+  local next_action = pipe.next
+  function pipe:next()
     plant()
     local kind, v, micro = next_action(self)
     if step == 2 and kind and kind ~= C.PS_ACT_YIELD then events = events + 1 end
     if kind and micro > 0 then action(names[kind]) end
     return kind, v, micro
   end
-  before(model.optimizer, "norm", function() action "NORM" end)
-  before(model.optimizer, "update", function() action "UPDATE" end)
+  before(own_optimizer, "norm", function() action "NORM" end)
+  before(own_optimizer, "update", function() action "UPDATE" end)
   local ok, problem = pcall(function()
     for s = 1, 20 do
       step = s

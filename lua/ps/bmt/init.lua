@@ -18,6 +18,7 @@
 -- Python's keyword arguments are one table, the last argument. What BMTrain has and ps.bmt does not is an error that
 -- says what there is instead.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local dist = require "ps.dist"
 local inspect = require "ps.inspect"
@@ -106,7 +107,7 @@ bmt.inspect.format_summary = inspect.format_summary
 ---@return ps.inspect.Row[]
 function bmt.inspect.inspect_model(model, pattern, prefix)
   local target, run = session.target(model), session.get()
-  if run and run.pipe and not target.is_engine then
+  if run and run.pipe and not handle.of(target) then
     error "bmt.inspect.inspect_model: of a model in stages, once it has begun to train: each rank has its own blocks"
   end
   return inspect.inspect_model(target, pattern, prefix)

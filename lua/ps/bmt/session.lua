@@ -386,7 +386,7 @@ function session.call(module, run, ...)
   end
   if self.pipe then number_samples(self, (...)) end
   self.inside = true
-  return leave(self, pcall(self.engine, ...))
+  return leave(self, pcall(self.engine.call, self.engine, ...))
 end
 
 --- The engine where a module is its model, else the module.

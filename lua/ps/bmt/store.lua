@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- bmt.save and bmt.load: one file with the state dict of the whole model, whatever ranks share out of it.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local agree = require "ps.dist.agree"
 local caller = require "ps.caller"
 local mesh = require "ps.mesh"
@@ -69,7 +70,7 @@ function store.save(model, file_name, options)
       file_name))
   end
   agree.same(group, "bmt.save", { { "file", file_name } })
-  if not target.is_engine then
+  if not handle.of(target) then
     local state = agree.run(group, function() return gathered(model, rank) end)
     agree.run(group, function() if rank == 0 then ps.save(state, file_name) end end)
     return

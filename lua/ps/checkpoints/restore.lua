@@ -2,6 +2,7 @@
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
 -- them), falls back to an earlier checkpoint where one is damaged, and loads the state into the parts.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local json = require("cjson").new()
 local agree = require "ps.dist.agree"
 local folder = require "ps.checkpoints.folder"
@@ -253,7 +254,7 @@ local function check(opened, parts, with)
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
   end
-  parts.model:load_state_dict(model_view(opened.tensors, parts.model.is_engine), { check_only = true })
+  parts.model:load_state_dict(model_view(opened.tensors, handle.of(parts.model) ~= nil), { check_only = true })
 end
 
 local function apply(opened, parts, with, group)
@@ -264,7 +265,7 @@ local function apply(opened, parts, with, group)
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end
   if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
-  parts.model:load_state_dict(model_view(tensors, parts.model.is_engine))
+  parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil))
   random_state.set(own_rng(opened, group))
 end
 

@@ -14,7 +14,7 @@
 -- that the step is planned, printed and carried out (engine/forecast.lua, src/chunk/).
 local ps = require "ps"
 local adopt = require "ps.engine.adopt"
-local assign = require "ps.engine.assign"
+local handle = require "ps.engine.handle"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
 local mesh = require "ps.mesh"
@@ -46,34 +46,7 @@ local C = ps.C
 ---  values of model and optimizer are of two steps, and the error of using them
 ---@field plain boolean parameters lie in plain memory (engine/plain.lua), not in chunks
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
-local Engine = { is_engine = true }
-
--- A method of the module, found by way of the engine: a call on the engine is one on the module.
-local function bound(self, name, fn)
-  local wrapper = function(first, ...)
-    if not rawequal(first, self) then return fn(first, ...) end
-    if name == "generate" then self:check_open() end
-    return fn(self.module, ...)
-  end
-  rawget(self, "_bound")[name] = wrapper
-  return wrapper
-end
-
-local function index(self, key)
-  local own, field = Engine[key], step.fields[key]
-  if own ~= nil then return own end
-  if key == "generate" and (rawget(self, "pipe") or rawget(self, "tensor_parallel")) then
-    return self.module.generate and pipe_generate.generate
-  end
-  if field then return field(self) end
-  local cached = rawget(self, "_bound")[key]
-  if cached then return cached end
-  local module = rawget(self, "module")
-  if module == nil then return nil end
-  local value = module[key]
-  if type(value) == "function" then return bound(self, key, value) end
-  return value
-end
+local Engine = {}
 
 --- Writes a note to stderr, each text once.
 ---@param text string
@@ -85,10 +58,16 @@ end
 
 --- True between the first and the last micro-batch of a step.
 ---@return boolean
-function Engine:accumulating() return self.micro > 0 and self.micro < step.count(self) end
+function Engine:accumulating()
+  self = handle.own(self, "accumulating")
+  return self.micro > 0 and self.micro < step.count(self)
+end
 --- True once backward of the last micro-batch has run.
 ---@return boolean
-function Engine:at_boundary() return self.micro == step.count(self) end
+function Engine:at_boundary()
+  self = handle.own(self, "at_boundary")
+  return self.micro == step.count(self)
+end
 
 --- Refuses an engine that was closed: another engine may have the chunks. The error has the script's line.
 function Engine:check_open()
@@ -122,12 +101,17 @@ end
 ---@param mode? boolean default true
 ---@return ps.Engine self
 function Engine:train(mode)
+  self = handle.own(self, "train")
   self.module:train(mode)
-  return self
+  return self.handle
 end
 --- Sets the module to evaluation mode: no dropout.
 ---@return ps.Engine self
-function Engine:eval() return self:train(false) end
+function Engine:eval()
+  self = handle.own(self, "eval")
+  self.module:eval()
+  return self.handle
+end
 Engine.to = trained.to
 
 --- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them.
@@ -135,6 +119,7 @@ Engine.to = trained.to
 --- buffers. The tensors are lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
+  self = handle.own(self, "state_dict")
   self:check_whole()
   if not step.is_open(self) then self.masters:sync() end
   local state = self.module:state_dict()
@@ -147,21 +132,35 @@ end
 --- The module's save_pretrained, of the fp32 values; all ranks call it, rank 0 writes.
 ---@param folder string
 ---@param options? {max_shard_size?: integer|string} what the module's own takes
+---@return any ... what the module's own gives
 function Engine:save_pretrained(folder, options)
+  self = handle.own(self, "save_pretrained")
   local save = self.module.save_pretrained
   if not save then
-    error("this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) writes its values", 2)
+    caller.error "this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) writes its values"
   end
-  save(self.module, folder, self, options)
+  return save(self.module, folder, self.handle, options)
 end
 
 --- The module's save_parallelized, of the fp32 values; all ranks call it, also between backward and step.
 ---@param folder string
 ---@param options? {merge_checkpoints?: boolean}
+---@return any ... what the module's own gives
 function Engine:save_parallelized(folder, options)
+  self = handle.own(self, "save_parallelized")
   local write = self.module.save_parallelized
-  if not write then error("this model has no save_parallelized; ps.checkpoints.save writes its state", 2) end
-  write(self.module, folder, self, options)
+  if not write then caller.error "this model has no save_parallelized; ps.checkpoints.save writes its state" end
+  return write(self.module, folder, self.handle, options)
+end
+
+--- The module's generate; all ranks of a model that is cut into stages or layers call it.
+---@param ... any what the module's own takes
+---@return integer[]|integer[][] ids
+function Engine:generate(...)
+  self = handle.own(self, "generate")
+  self:check_open()
+  if self.pipe or self.tensor_parallel then return pipe_generate.generate(self, ...) end
+  return self.module:generate(...)
 end
 
 --- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
@@ -171,6 +170,7 @@ end
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
+  self = handle.own(self, "load_state_dict")
   self:check_open()
   if self.stages and type(options or {}) == "table" and self.stages:is_own(state) then
     local more = { elsewhere = function(name) return self.stages:elsewhere(name) end }
@@ -197,6 +197,7 @@ end
 
 --- Ends the engine: chunks, budgets and the disk file go, and the parameters' bytes with them.
 function Engine:close()
+  self = handle.own(self, "close")
   if self.closed then return end
   ps.check_running "model:close()"
   self.closed = true
@@ -212,27 +213,32 @@ function Engine:close()
   ps.collect_all()
 end
 
--- The methods for scripts. The other methods are for the files of engine/.
-Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "accumulating",
-  "at_boundary", "close" }
+-- The methods of the model that scripts get, by name. The other methods are for the files of the program.
+Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "save_pretrained",
+  "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
---- An engine's own methods for scripts, by name, which TAB offers.
----@param engine ps.Engine
----@return table<string, function>
-function Engine.public(engine)
-  local methods = {}
-  for _, name in ipairs(Engine.PUBLIC) do methods[name] = engine[name] end
-  return methods
+Engine.methods = {}
+for _, name in ipairs(Engine.PUBLIC) do Engine.methods[name] = assert(Engine[name]) end
+
+--- A call of the model: in training mode the forward of a micro-batch, which may begin a step.
+---@param ... any
+---@return any ...
+function Engine:call(...)
+  if self.pipe then return micro.call(self, ...) end
+  return step.forward(self, ...)
 end
 
-local function call(engine, ...)
-  if engine.pipe then return micro.call(engine, ...) end
-  return step.forward(engine, ...)
-end
+local HANDLE = handle.instance(Engine.methods, Engine.call)
 
-Engine.instance = { __index = index, __newindex = assign.with(Engine), __call = call,
-  __names = function(self) return Engine.public(self), rawget(self, "module") end,
-  __tostring = function(self) return "Engine(" .. tostring(self.module) .. ")" end }
+-- Fields of an engine that are not its own: methods, and what its step tells of itself.
+local INSTANCE = { __index = function(self, key)
+  local field = step.fields[key]
+  if field then return field(self) end
+  return Engine[key]
+end, __newindex = function(self, key, value)
+  if step.fields[key] then error(("engine.%s is the step's"):format(key), 2) end
+  rawset(self, key, value)
+end }
 
 -- Runs a part of an engine's making. An error ends the engine.
 local function making(self, fn)
@@ -248,11 +254,12 @@ end
 ---@param request table of setup.request, or its fields: config, quiet, loss, param_groups, ...
 ---@return ps.Engine
 local function open(request)
-  local self = setmetatable({ _bound = {}, said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
+  local self = setmetatable({ said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
     plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
     no_finer = false, pipeline = false, stages = false, stays = false, pipe = false, tensor_parallel = false,
     changes_seen = false, forecast = false, own_loss = request.loss or false, param_groups = request.param_groups,
-    quiet = request.quiet, policy = "plan", request_model_func = request.model_func }, Engine.instance)
+    quiet = request.quiet, policy = "plan", request_model_func = request.model_func }, INSTANCE)
+  self.handle = handle.new(self, HANDLE)
   local c_step = step.new(self)
   setup.configure(self, request, config)
   if self.cfg.memory.kind ~= "plain" then
@@ -295,7 +302,6 @@ function Engine:take(request)
     end)
   end
   if request.optimizer then adopt.become(request.optimizer, self.optimizer) end
-  assign.begin(self)
 end
 
 --- Makes an engine.
@@ -311,7 +317,7 @@ local function initialize(model_func, local_rank, cfg, client)
   local request = setup.request(model_func, local_rank, cfg, client)
   local self = open(request)
   self:take(request)
-  return self, self.optimizer
+  return self.handle, self.optimizer
 end
 
 return { initialize = initialize, open = open, Engine = Engine }

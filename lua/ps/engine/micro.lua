@@ -13,6 +13,7 @@ local ps = require "ps"
 local batch = require "ps.batch"
 local caller = require "ps.caller"
 local types = require "ps.config.types"
+local handle = require "ps.engine.handle"
 local pipe_step = require "ps.engine.pipe_step"
 local step = require "ps.engine.step"
 
@@ -172,6 +173,7 @@ end
 ---  loss, such as out.logits, are on all ranks, not on those alone that computed them)
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
+  engine = handle.own(engine, "micro_batches")
   engine:check_open()
   local options, loader, given = request(...)
   local self = setmetatable({ engine = engine, at = 0, rows = false, ended = false, sample = false,

@@ -10,6 +10,7 @@ local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local scope = require "ps.scope"
 local types = require "ps.config.types"
+local handle = require "ps.engine.handle"
 local samples = require "ps.engine.samples"
 local trained = require "ps.engine.trained"
 local weigh = require "ps.engine.weigh"
@@ -673,6 +674,7 @@ end
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
 function step.backward(engine, loss, options)
+  engine = handle.own(engine, "backward")
   ps.check_running "model:backward"
   step.check_whole(engine)
   if not ps.is_tensor(loss) then caller.error(weigh.no_loss(loss)) end

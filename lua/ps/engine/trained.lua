@@ -2,6 +2,7 @@
 -- An engine trains the parameters that its module had when the engine was made. A parameter that came to the module
 -- afterwards would take part in the forward and never be updated, and so would one that was frozen then and is not now:
 -- it has no place for a gradient, nor an optimizer state. Which parameters are frozen meanwhile, ranks compare.
+local caller = require "ps.caller"
 local core = require "ps.nn.module"
 
 local trained = {}
@@ -48,8 +49,8 @@ end
 
 --- engine:to(...): an error.
 function trained.to()
-  error("the parameters of an engine keep the type and the device of its configuration (bf16, fp16, device); convert "
-    .. "what goes in and comes out, or make a module without an engine from its state_dict()", 2)
+  caller.error("the parameters of an engine keep the type and the device of its configuration (bf16, fp16, device); "
+    .. "convert what goes in and comes out, or make a module without an engine from its state_dict()")
 end
 
 return trained

@@ -47,11 +47,12 @@ end }
 --- What an engine is doing, as a table that prints as a line.
 ---@param engine ps.Engine
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
----  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean}
+---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}
 function values.state(engine)
-  return setmetatable({ model = engine, optimizer = engine.optimizer, device = engine.device_name,
+  return setmetatable({ model = engine.handle, optimizer = engine.optimizer, device = engine.device_name,
     precision = engine.precision, zero_stage = engine.zero_stage, parameters = engine.module:num_parameters(),
-    steps = engine.steps, micro = engine.micro, micros = step.count(engine), in_step = step.is_open(engine) }, STATE)
+    steps = engine.steps, micro = engine.micro, micros = step.count(engine), in_step = step.is_open(engine),
+    config = engine.cfg }, STATE)
 end
 
 return values

@@ -5,6 +5,7 @@
 -- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. It has whole
 -- tensors, of which a rank takes its pieces. A rank's own state_dict has the shards themselves, with their padding.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local rectangles = require "ps.rectangles"
 local shard = require "ps.nn.shard"
 
@@ -20,7 +21,7 @@ local cut = {}
 ---@return table<string, ps.nn.Cut>?
 function cut.of(model)
   local found
-  for name, parameter in (model.is_engine and model.module or model):named_parameters() do
+  for name, parameter in handle.module(model):named_parameters() do
     local desc = shard.of(parameter)
     if desc then
       found = found or {}

@@ -12,6 +12,7 @@
 --   inputs      what a batch by names may have: name -> "tensor"
 --   ties        file name -> name here, of tensors that are one while tie_word_embeddings holds
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local cut = require "ps.nn.cut"
@@ -181,7 +182,7 @@ local SAVE = { max_shard_size = "whole|string" }
 ---  engine that holds this model passes itself, and options behind it
 ---@param more? {max_shard_size?: integer|string}
 function Model:save_pretrained(path, options, more)
-  local engine = type(options) == "table" and options.is_engine and options or nil
+  local engine = handle.of(options)
   if engine then options = more end
   options = caller.options(options, "save_pretrained", SAVE)
   save.run(engine or self, path, function(dtype)
@@ -197,7 +198,7 @@ end
 ---  engine that holds this model passes itself, and options behind it
 ---@param more? {merge_checkpoints?: boolean}
 function Model:save_parallelized(path, options, more)
-  local engine = type(options) == "table" and options.is_engine and options or nil
+  local engine = handle.of(options)
   if engine then options = more end
   options = caller.options(options, "save_parallelized", SAVE_PARALLELIZED)
   parallel.save(engine or self, path, function(dtype)

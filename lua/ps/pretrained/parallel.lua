@@ -9,6 +9,7 @@
 -- With merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a
 -- whole, so that no file of a larger layout survives.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
 local checkpoint_folder = require "ps.checkpoints.folder"
@@ -81,7 +82,8 @@ local function placement_of(model, entries)
       pieces[entry.name] = { dtype = entry.dtype, shape = entry.shape, pieces = list }
     end
   end
-  local stages, cuts = model.is_engine and model.stages, next(pieces) ~= nil
+  local engine, cuts = handle.of(model), next(pieces) ~= nil
+  local stages = engine and engine.stages
   return { version = cuts and 2 or 1, pipeline_parallel_size = stages and mesh.size "pp" or 1,
     tensor_parallel_size = cuts and mesh.size "tp" or 1, weight_map = map, pieces = cuts and pieces or nil }
 end
@@ -90,8 +92,9 @@ end
 local function write_part(model, temp)
   local cuts = cut.of(model) ~= nil
   if not cuts and mesh.rank "tp" > 0 then return end                   -- the same as on rank 0 along tp
-  local peers = (cuts or model.is_engine and model.ranks) and mesh.group "dp" or nil
-  local pp = model.is_engine and model.stages and mesh.rank "pp" or 0
+  local engine = handle.of(model)
+  local peers = (cuts or engine and engine.ranks) and mesh.group "dp" or nil
+  local pp = engine and engine.stages and mesh.rank "pp" or 0
   save.write(temp .. "/" .. name_of(cuts and mesh.rank "tp" or 0, pp), save.entries(model), parallel.bin_file,
     peers)
 end

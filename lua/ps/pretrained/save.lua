@@ -2,6 +2,7 @@
 -- Writes a model's weights as Hugging Face reads them: one safetensors file, or several and their index. Of an engine
 -- these are the fp32 values (masters), which rank 0 writes alone.
 local ps = require "ps"
+local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
 local agree = require "ps.dist.agree"
@@ -48,10 +49,10 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
-  local here, entries, rows = model:state_dict(), {}, {}
-  local stages = model.is_engine and model.stages or nil
+  local here, entries, rows, engine = model:state_dict(), {}, {}, handle.of(model)
+  local stages = engine and engine.stages
   local function saves(name) return not stages or stages:saves(name) end
-  local sharded = model.is_engine and model.ranks and model.zero_stage > 0
+  local sharded = engine and engine.ranks and engine.zero_stage > 0
   if not sharded then
     for name, tensor in pairs(here) do
       if saves(name) then
@@ -62,9 +63,9 @@ function save.entries(model)
   else
     local address = require("ps.nn.module").address
     for _, list in ipairs { "list", "frozen" } do
-      for _, row in ipairs(model.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
+      for _, row in ipairs(engine.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
     end
-    for name, tensor in pairs(model.module:state_dict()) do
+    for name, tensor in pairs(engine.module:state_dict()) do
       local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
       if saves(name) then
         entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
@@ -81,8 +82,8 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
-  local mine, cuts = save.entries(model), cut.of(model)
-  if not (cuts or model.is_engine and model.stages) then return mine end
+  local mine, cuts, engine = save.entries(model), cut.of(model), handle.of(model)
+  if not (cuts or engine and engine.stages) then return mine end
   local peers, world = mesh.group "dp", mesh.group "world"
   local said, here, entries, by_name = {}, {}, {}, {}
   for _, entry in ipairs(mine) do
@@ -309,7 +310,8 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.Group?
 function save.group_of(model)
-  return (cut.of(model) or model.is_engine and (model.ranks or model.stages)) and mesh.group "world" or nil
+  local engine = handle.of(model)
+  return (cut.of(model) or engine and (engine.ranks or engine.stages)) and mesh.group "world" or nil
 end
 
 --- Writes a model's weights and config.json to a folder, as Hugging Face and from_pretrained read them. Of an engine
@@ -324,7 +326,8 @@ function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
   local most = nbytes_of(more.max_shard_size)
-  if model.is_engine and model.micro > 0 and not model.torn then
+  local engine = handle.of(model)
+  if engine and engine.micro > 0 and not engine.torn then
     error("save_pretrained writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
   end
   local group = save.group_of(model)
