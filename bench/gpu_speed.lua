@@ -47,7 +47,7 @@ function parts.attention()
   for _, D in ipairs { 64, 128 } do
     local B, H, T = 4, 2048 / D, 2048
     if args.small then B, H, T = 1, 1, 70 end
-    local function make() return ps.randn({ B, H, T, D }, on):requires_grad() end
+    local function make() return ps.randn({ B, H, T, D }, on):requires_grad(true) end
     local q, k, v = make(), make(), make()
     local flops = 4 * B * H * T * T * D / 2
     local forward = seconds(args.small and 1 or 10, function()

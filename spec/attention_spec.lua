@@ -43,7 +43,7 @@ local CHECKS = [[
       mask = mask:bool():to(device)
     end
     local leaves = {}
-    for i, t in ipairs { q, k, v } do leaves[i] = t:to(device):clone():requires_grad() end
+    for i, t in ipairs { q, k, v } do leaves[i] = t:to(device):clone():requires_grad(true) end
     ps.ops.attention(leaves[1], leaves[2], leaves[3], mask, 0.7, case.causal, p, 7, 1, 0, 5):backward(dy:to(device))
     local grads = {}
     for i, t in ipairs(leaves) do grads[i] = t:grad():to("cpu"):double() end
@@ -150,7 +150,7 @@ describe("attention refuses", function()
     check.fails(function() F.attention(q, k, k, { mask = ps.zeros({ 2, 1, 3, 5 }, { dtype = "int32" }) }) end,
       "a mask of 4 dimensions must be bool")
     check.fails(function()
-      local learned = ps.zeros({ 1, 4, 3, 5 }):requires_grad()
+      local learned = ps.zeros({ 1, 4, 3, 5 }):requires_grad(true)
       F.attention(q, k, k, { mask = learned }):sum():backward()
     end, "a mask has no gradient here")
   end)

@@ -33,7 +33,7 @@ local RUN = [[
     ps.manual_seed(D + T + S)
     local function make(n) return ps.randn({ 1, 2, n, D }, { dtype = dtype, device = "ref" }) end
     local q, k, v, dy = make(T), make(S), make(S), make(T)
-    local function leaf(t) return t:to(device):clone():detach():requires_grad() end
+    local function leaf(t) return t:to(device):clone():detach():requires_grad(true) end
     q, k, v = leaf(q), leaf(k), leaf(v)
     mask = mask and mask:to(device)
     local y = ps.ops.attention(q, k, v, mask, D ^ -0.5, causal, p or 0, 5, 6, 7, 8)

@@ -70,7 +70,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
           target:narrow(0, 3, 2):fill_(-100)
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
-            local a, b = x:to(device):clone():requires_grad(), w:to(device):clone():requires_grad()
+            local a, b = x:to(device):clone():requires_grad(true), w:to(device):clone():requires_grad(true)
             local loss = ps.F.lm_loss(a, b, target:to(device))
             loss:backward()
             results[device] = { loss, a:grad(), b:grad() }
@@ -89,7 +89,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
           logits:narrow(0, 5, 1):copy_(logits:narrow(0, 5, 1) - 200)
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
-            local a = logits:to(device):clone():requires_grad()
+            local a = logits:to(device):clone():requires_grad(true)
             local losses = ps.F.cross_entropy(a, target:to(device), { reduction = "none" })
             losses:sum():backward()
             results[device] = { losses, a:grad() }
@@ -120,7 +120,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
           local dy, base = ps.randn({ n, C }, { dtype = dtype, device = "ref" }), ps.randn({ V, C }, { device = "ref" })
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
-            local w = base:to(device):to { dtype = dtype }:clone():detach():requires_grad()
+            local w = base:to(device):to { dtype = dtype }:clone():detach():requires_grad(true)
             local function once() (ps.F.embedding(index:to(device), w) * dy:to(device)):sum():backward() end
             once()
             local first = w:grad():clone()

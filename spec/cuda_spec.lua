@@ -161,7 +161,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
             local function there(t) return t and t:to(device) or nil end
-            local function leaf(t) return there(t):clone():detach():requires_grad() end
+            local function leaf(t) return there(t):clone():detach():requires_grad(true) end
             local a, b, c = leaf(q), leaf(k), leaf(v)
             local y = ops.attention(a, b, c, there(mask), D ^ -0.5, causal, p, 5, 6, 7, 8)
             ;(y * there(dy)):sum():backward()
@@ -189,7 +189,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
           local dy, results = make(N, C), {}
           for _, device in ipairs { "ref", "cuda" } do
             local list = {}
-            for i = 1, 6 do list[i] = inputs[i] and inputs[i]:to(device):clone():detach():requires_grad() or nil end
+            for i = 1, 6 do list[i] = inputs[i] and inputs[i]:to(device):clone():detach():requires_grad(true) or nil end
             for _ = 1, 2 do                                    -- the second adds to gradients that are there
               local y = ps.ops.mlp(list[1], list[2], list[3], list[4], list[5], list[6], out_in)
               results[device] = { y }
@@ -390,7 +390,7 @@ describe("a training step on cuda, once the first has been,", function()
     runs(COUNTS .. [[
       local F, ROWS, WIDTH = ps.F, 365, 48
       local weights, x = {}, ps.randn({ ROWS, WIDTH }, { device = "cuda" }):keep()
-      for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "cuda" }):mul(0.1):keep():requires_grad() end
+      for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "cuda" }):mul(0.1):keep():requires_grad(true) end
       local function block(t, w) return F.dropout(F.gelu(F.linear(t, w), "tanh"), 0.1) + t end
       local function forward()
         local h = x
@@ -425,7 +425,7 @@ describe("a training step on cuda, once the first has been,", function()
 
   it("leaves host memory that a part of is pinned, into which large tensors are copied all the same", function()
     runs [[
-      local F, w = ps.F, ps.randn({ 48, 48 }, { device = "cuda" }):requires_grad()
+      local F, w = ps.F, ps.randn({ 48, 48 }, { device = "cuda" }):requires_grad(true)
       local function block(t) return F.gelu(F.linear(t, w), "tanh") + t end
       ps.offload_activations(ps.scope, function()
         local h = ps.randn({ 365, 48 }, { device = "cuda" })

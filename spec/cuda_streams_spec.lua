@@ -77,7 +77,7 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
   always("activations that leave come back with their bits", [[
     local F, bytes = ps.F, require("spec.check_lib").bytes
     local weights = {}
-    for i = 1, 6 do weights[i] = ps.randn({ 48, 48 }, { device = "cuda" }):mul(0.1):keep():requires_grad() end
+    for i = 1, 6 do weights[i] = ps.randn({ 48, 48 }, { device = "cuda" }):mul(0.1):keep():requires_grad(true) end
     local x = ps.randn({ 365, 48 }, { device = "cuda" }):keep()
     local function block(t, w) return F.dropout(F.gelu(F.linear(t, w), "tanh"), 0.1) + t end
     local function forward()
@@ -121,7 +121,7 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
   -- The host memory of large activations is pinned; small ones then lie in front of what goes back to the system.
   always("host memory that goes back to the system is not unpinned under a copy beside it", [[
     local F, bytes = ps.F, require("spec.check_lib").bytes
-    local w = ps.randn({ 48, 48 }, { device = "cuda" }):mul(0.1):keep():requires_grad()
+    local w = ps.randn({ 48, 48 }, { device = "cuda" }):mul(0.1):keep():requires_grad(true)
     local function block(t) return F.gelu(F.linear(t, w), "tanh") + t end
     local function step(rows, mode, between)
       local x = ps.ones({ rows, 48 }, { device = "cuda" })

@@ -284,7 +284,7 @@ describe("collectives on devices", function()
     local env = emulated()
     if not env then return end
     both(env .. " PS_EMULATE_NCCL=breaks=7", [[
-      local t, w = ps.ones({ 8 }, { device = device }), ps.randn({ 48, 48 }, { device = device }):requires_grad()
+      local t, w = ps.ones({ 8 }, { device = device }), ps.randn({ 48, 48 }, { device = device }):requires_grad(true)
       local function block(x) return ps.F.gelu(x:matmul(w)) + x end
       for _ = 1, 4 do group:all_reduce(t) end                         -- the last one breaks
       os.execute "sleep 2"

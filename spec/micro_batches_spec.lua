@@ -407,7 +407,7 @@ describe("a loop over micro-batches that goes wrong", function()
         fails(function() model:backward(old) end, "at micro-batch", "of the loss of micro-batch")
         fails(function() old:backward() end, "of the loss of micro-batch")
       end
-      fails(function() model:backward(ps.ones({ 1 }):requires_grad():sum()) end, "not made from what it gave")
+      fails(function() model:backward(ps.ones({ 1 }):requires_grad(true):sum()) end, "not made from what it gave")
       out.loss:backward()
       old = out.loss
       fails(function() out.loss:backward() end, "a second time")
@@ -459,7 +459,7 @@ describe("a loop over micro-batches that goes wrong", function()
   end)
 
   it("leaves a loss alone that is not the model's", function()
-    local other = ps.ones({ 3 }):requires_grad()
+    local other = ps.ones({ 3 }):requires_grad(true)
     for out in model:micro_batches(x, y) do
       other:square():sum():backward()
       out.loss:backward()

@@ -30,13 +30,13 @@ describe("a move between devices", function()
     for _, pair in ipairs { { "cpu", "sim" }, { "sim", "cpu" }, { "cpu", "ref" }, { "ref", "sim" } } do
       local here, there = pair[1], pair[2]
       local values = ps.randn { 5, 7 }
-      local x = values:to(here):clone():requires_grad()
+      local x = values:to(here):clone():requires_grad(true)
       local y = (x * 3):to(there)
       assert.equal(there, y:device())
       assert(y:needs_grad());
       (y * y):sum():backward()
       assert.equal(here, x:grad():device())
-      local plain = values:to(here):clone():requires_grad();
+      local plain = values:to(here):clone():requires_grad(true);
       ((plain * 3) * (plain * 3)):sum():backward()
       assert(bytes(plain:grad()) == bytes(x:grad()), here .. " to " .. there)
     end
@@ -87,7 +87,7 @@ describe("activations on the host", function()
   before_each(function()
     weights, x = {}, nil
     collect()
-    for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "sim" }):mul(0.1):keep():requires_grad() end
+    for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "sim" }):mul(0.1):keep():requires_grad(true) end
     x = ps.randn({ ROWS, WIDTH }, { device = "sim" }):keep()
   end)
 

@@ -37,13 +37,13 @@ local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
   for _, i in ipairs(wrt) do
     local t = ins[i]:to(dtype):to(device)
     if how == "leaf" then
-      leaves[i] = (H.lay_out(t, "transposed") or t:clone()):requires_grad()
+      leaves[i] = (H.lay_out(t, "transposed") or t:clone()):requires_grad(true)
     elseif how == "strided" and t.ndim >= 2 then
-      leaves[i] = t:transpose(0, -1):contiguous():requires_grad()
+      leaves[i] = t:transpose(0, -1):contiguous():requires_grad(true)
     else
-      leaves[i] = t:clone():requires_grad()
+      leaves[i] = t:clone():requires_grad(true)
     end
-    if how == "fp32" then leaves[i]:grad_in_fp32() end
+    if how == "fp32" then leaves[i]:grad_in_fp32(true) end
   end
   p = p:to(device)
   for _ = 1, (how == "twice" or how == "leaf" or how == "fp32") and 2 or 1 do

@@ -35,7 +35,7 @@ end
 
 local function of_distinct_leaves(case, steps)
   local leaves, total = {}, nil
-  for i = 1, case.inputs do leaves[i] = values(case, "fp32"):clone():requires_grad() end
+  for i = 1, case.inputs do leaves[i] = values(case, "fp32"):clone():requires_grad(true) end
   for _ = 1, steps do case.fn(ps.ones { 2, N }, unpack(leaves)):sum():backward() end
   for i = 1, case.inputs do total = total and total + leaves[i]:grad() or leaves[i]:grad() end
   return numbers(total)
@@ -63,7 +63,7 @@ describe("the gradient of a parameter that is several inputs of one op,", functi
   for name, case in pairs(cases) do
     it(name .. ", is the sum over them", function()
       local want = of_distinct_leaves(case, 1)
-      local w = values(case, "fp32"):clone():requires_grad()
+      local w = values(case, "fp32"):clone():requires_grad(true)
       call(case, w):sum():backward()
       local function check(what, got, steps)
         for i, x in ipairs(want) do

@@ -71,7 +71,7 @@ describe("ps.scope", function()
       assert.truthy(ok, problem)
       return weak[1] == nil
     end
-    local x = ps.zeros({ 2 ^ 24 }):requires_grad()
+    local x = ps.zeros({ 2 ^ 24 }):requires_grad(true)
     assert.is_false(collected(function()
       local loss = ps.scope(function()
         local y = x

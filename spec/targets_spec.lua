@@ -18,8 +18,8 @@ describe("the mean loss of no targets", function()
   for _, dtype in ipairs { "fp32", "bf16", "fp16", "fp64" } do
     it("is 0, and so is its gradient, in " .. dtype, function()
       for _, shape in ipairs { { 4 }, { 2, 3 }, { 0 } } do
-        local x = ps.randn({ shape[1], shape[2] or 5, shape[2] and 5 or nil }):to(dtype):detach():requires_grad()
-        local w = ps.randn({ 7, 5 }):to(dtype):detach():requires_grad()
+        local x = ps.randn({ shape[1], shape[2] or 5, shape[2] and 5 or nil }):to(dtype):detach():requires_grad(true)
+        local w = ps.randn({ 7, 5 }):to(dtype):detach():requires_grad(true)
         for reduction, loss in pairs { mean = F.cross_entropy(x, ignored(shape)), sum = F.cross_entropy(x,
           ignored(shape), { reduction = "sum" }), lm = F.lm_loss(x, w, ignored(shape)) } do
           assert(loss:item() == 0, reduction .. " " .. loss:item())

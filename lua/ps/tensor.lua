@@ -122,21 +122,36 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
+-- A switch of a tensor: "on" and "off" are booleans alone, since 0 and nil mean something else than false in Lua.
+local function switch(on, name)
+  if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
+  return on
+end
+
+--- Sets whether backward computes a gradient of this leaf. Without an argument it sets nothing, and says whether
+--- gradients reach the tensor, as PyTorch's attribute does.
+---@param on? boolean
+---@return ps.Tensor|boolean self without an argument the answer
+function T:requires_grad(on)
+  if on == nil then return self:needs_grad() end
+  check(C.ps_tensor_require_grad(self, switch(on, "requires_grad") and 1 or 0))
+  return self
+end
 --- Sets whether backward computes a gradient of this leaf.
 ---@param on? boolean default true
 ---@return ps.Tensor self
-function T:requires_grad(on)
-  check(C.ps_tensor_require_grad(self, on == false and 0 or 1))
-  return self
-end
+function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, "requires_grad_")) end
 --- Whether gradients reach it.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
 --- Sets whether this leaf's gradients are summed in fp32, whatever its type: for accumulation over micro-batches.
----@param on? boolean default true
----@return ps.Tensor self
+--- Without an argument it sets nothing, and says whether they are.
+---@param on? boolean
+---@return ps.Tensor|boolean self without an argument the answer
 function T:grad_in_fp32(on)
-  self.flags = on == false and bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32)) or bit.bor(self.flags, C.PS_T_GRAD_F32)
+  if on == nil then return bit.band(self.flags, C.PS_T_GRAD_F32) ~= 0 end
+  self.flags = switch(on, "grad_in_fp32") and bit.bor(self.flags, C.PS_T_GRAD_F32)
+    or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
 --- The gradient, or nil.

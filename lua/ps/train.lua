@@ -320,7 +320,7 @@ end
 local function loop(self)
   local options = self.options
   if (options.accumulate or 1) > 1 and not handle.of(options.model) then
-    for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32() end
+    for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32(true) end
   end
   options.model:train()
   local step = options.start or 0

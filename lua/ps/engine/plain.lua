@@ -150,7 +150,7 @@ function plain.initialize(self, request)
   adopt.take(self, module)
   local made = convert(module, self.precision)
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
-    for _, p in ipairs(module:parameters()) do p:grad_in_fp32() end
+    for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
   end
   local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
     { lr = cfg.optimizer.params.lr })
