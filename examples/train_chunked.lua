@@ -124,8 +124,8 @@ while done < args.steps and not interrupted() do
     model:backward(out.loss)
     micro = micro + 1
     if ps.interrupts() > 0 and not model:at_boundary() and not told then
-      io.stderr:write(("interrupted after micro-batch %d: the step is finished first; the next Ctrl-C or SIGTERM ends at "
-        .. "once\n"):format(micro))
+      io.stderr:write(("interrupted after micro-batch %d: the step is finished first; the next Ctrl-C or SIGTERM ends "
+        .. "at once\n"):format(micro))
       told = true
     end
   end

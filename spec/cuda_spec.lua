@@ -390,7 +390,9 @@ describe("a training step on cuda, once the first has been,", function()
     runs(COUNTS .. [[
       local F, ROWS, WIDTH = ps.F, 365, 48
       local weights, x = {}, ps.randn({ ROWS, WIDTH }, { device = "cuda" }):keep()
-      for i = 1, 6 do weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "cuda" }):mul(0.1):keep():requires_grad(true) end
+      for i = 1, 6 do
+        weights[i] = ps.randn({ WIDTH, WIDTH }, { device = "cuda" }):mul(0.1):keep():requires_grad(true)
+      end
       local function block(t, w) return F.dropout(F.gelu(F.linear(t, w), "tanh"), 0.1) + t end
       local function forward()
         local h = x
