@@ -323,6 +323,7 @@ local function vocabulary_head(module, c, where)
   local at = { dtype = where.dtype, device = where.device }
   module:param("bias", ps.zeros({ c.vocab_size }, at))
   if c.tie_word_embeddings then return end
+  rawset(module, "_unused", { bias = true })                -- for engine/unused.lua
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 

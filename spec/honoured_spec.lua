@@ -92,6 +92,12 @@ function see.values(model, optimizer)
   return all
 end
 
+--- Whether a step ends that gives no gradient to a layer.
+function see.forgotten(model, optimizer)
+  model:backward((model.module.out.weight * 2):sum())
+  return (pcall(optimizer.step, optimizer))
+end
+
 --- Updates after four micro-batches of two rows.
 function see.updates(model, optimizer)
   for _ = 1, 4 do
@@ -280,6 +286,7 @@ local CASES = {
   recompute = { true, see_recompute },
   ["pipeline.activation_checkpoint_interval"] = { 1, see_recompute },
   plan_print = { false, see.printed, other = true },
+  strict_gradients = { true, see.forgotten },
   seed = { 5, see.values },
   use_cpu_embedding = { true, function(model, optimizer)
     train(model, optimizer, 1)

@@ -37,6 +37,7 @@ local config = {}
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
+---@field strict_gradients boolean
 ---@field plan_print boolean|"all" true: by rank 0
 ---@field seed? integer
 ---@field use_cpu_embedding boolean|"auto"

@@ -21,6 +21,7 @@ local mesh = require "ps.mesh"
 local progress = require "ps.progress"
 local train_log = require "ps.train_log"
 local engine_step = require "ps.engine.step"
+local unused = require "ps.engine.unused"
 local C = ps.C
 
 local train = {}
@@ -296,6 +297,11 @@ function Run:step(step)
   local info = self:update(weights)
   options.optimizer:zero_grad()
   if options.sched and not info.skipped then options.sched:step() end
+  if not self.looked and not info.skipped and options.optimizer.entries and ps.computes then
+    self.looked = true
+    local text = unused.of_plain(options.model, options.optimizer)
+    if text and ps.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
+  end
   self.grad_norm, self.loss = info.grad_norm, loss or self.loss
   local seconds = C.ps_now() - began
   self.seconds = self.seconds + seconds

@@ -68,6 +68,8 @@ local sections = {
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
     { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that all processes hold "
       .. "alike; 0: never" },
+    { "strict_gradients", T.boolean, false, H, "parameters that the first step gives no gradient are an error; else a "
+      .. "line names them. Frozen ones do not count" },
     { "eviction", T.enum(table.concat(policies, "|")), "plan", H, "the policy by which a chunk leaves a full tier; "
       .. "plan and belady go by the traced step" },
     { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time" },

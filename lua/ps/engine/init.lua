@@ -30,6 +30,7 @@ local caller = require "ps.caller"
 local pipe = require "ps.engine.pipe"
 local pipe_generate = require "ps.engine.pipe_generate"
 local trained = require "ps.engine.trained"
+local unused = require "ps.engine.unused"
 local step = require "ps.engine.step"
 local micro = require "ps.engine.micro"
 local C = ps.C
@@ -95,6 +96,7 @@ function Engine:finish_step(info)
   local every = self.ranks and self.cfg.compare_ranks_every or 0
   if every > 0 and self.steps % every == 0 then replicas.compare(self) end
   ps.step_scope()
+  if not info.skipped then unused.look(self) end
 end
 
 --- Sets the module to training mode, or to evaluation mode.

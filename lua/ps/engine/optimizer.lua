@@ -10,6 +10,7 @@ local state = require "ps.engine.state"
 local step = require "ps.engine.step"
 local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
+local unused = require "ps.engine.unused"
 local error = caller.error
 local ffi, C = ps.ffi, ps.C
 
@@ -195,6 +196,7 @@ function Optimizer:load_state_dict(saved)
   self.engine:settle()
   state.load(self, saved)
   self:loaded()
+  unused.begin(self.engine)
   step.mend(self.engine, "optimizer")
 end
 
