@@ -291,8 +291,44 @@ describe("a folder's weights", function()
     same_state(model, ps.from_pretrained(path "several"))
     fails({ 'max_shard_size is 5 GB?; it is a number of bytes, or like "5GB"' },
       function() back:save_pretrained(path "several", { max_shard_size = "5 GB?" }) end)
+    for _, name in ipairs { "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin",
+      "pytorch_model_tp_0_pp_0.bin", "placement.json" } do check.write(path("several/" .. name), "{}") end
+    model:save_pretrained(path "several")                  -- whole again: no reader finds other weights
+    local whole = {}
+    for file in lfs.dir(path "several") do
+      if file:find "model[%-_.]" or file:find "place" then whole[#whole + 1] = file end
+    end
+    assert.same({ "model.safetensors" }, whole)
+    same_state(model, ps.from_pretrained(path "several"))
+    os.remove(path "several/model.safetensors")
     check.write(path "several/model.safetensors.index.json", '{"weight_map":{"a":"../from/model.safetensors"}}')
     fails({ "which is not a file beside it" }, function() ps.from_pretrained(path "several") end)
+  end)
+end)
+
+describe("a model whose layers were replaced", function()
+  it("is not saved as what config.json says", function()
+    local function replaced(change_it, ...)
+      local model = gpt2.new("tiny", { task = "sequence_classification", num_labels = 3 })
+      change_it(model)
+      for _, save in ipairs { "save_pretrained", "save_parallelized" } do
+        fails({ save, "GPT2ForSequenceClassification", ... }, function() model[save](model, path "replaced") end)
+      end
+      assert.is_nil(lfs.attributes(path "replaced"))
+    end
+    replaced(function(model)
+      model.score = ps.nn.Linear(32, 5, { bias = false })
+    end, "score.weight is [5, 32], not [3, 32]")
+    replaced(function(model) model.score = ps.nn.Linear(32, 3) end, "in addition 1 tensor (score.bias)")
+    replaced(function(model)
+      local attn = model.transformer.h[1].attn
+      attn.c_proj = ps.nn.Sequential(attn.c_proj, ps.nn.Linear(32, 32))
+    end, "2 tensors (transformer.h.1.attn.c_proj.bias, transformer.h.1.attn.c_proj.weight)", "c_proj.0.weight")
+    local model = bert.new("tiny", { task = "masked_lm" })
+    model:resize_token_embeddings(300)
+    model.cls.predictions.transform.dense = ps.nn.Linear(32, 32)         -- of the same names and shapes
+    model:save_pretrained(path "replaced")
+    same_state(model, ps.from_pretrained(path "replaced"))
   end)
 end)
 

@@ -56,7 +56,7 @@ local function join(a, b)
 end
 
 -- -- entries as text, which ranks send each other ---------------------------------------------------------------------
--- An entry has name, group, index, shape, value and grad (statistics).
+-- An entry has name, group, index, shape, value and grad (statistics); part: of what ranks have copies of, which part.
 local function write_numbers(list)
   local parts = {}
   for i, x in ipairs(list or {}) do parts[i] = ("%.17g"):format(x) end
@@ -78,7 +78,7 @@ local function write(entries)
   local lines = {}
   for i, e in ipairs(entries) do
     lines[i] = table.concat({ escaped(e.name), e.group and "=" .. escaped(e.group) or "", e.index or "",
-      write_numbers(e.shape), write_numbers(e.value), write_numbers(e.grad) }, "\t")
+      write_numbers(e.shape), write_numbers(e.value), write_numbers(e.grad), e.part or "" }, "\t")
   end
   return table.concat(lines, "\n")
 end
@@ -86,11 +86,12 @@ end
 local function read(text)
   local entries = {}
   for line in text:gmatch "[^\n]+" do
-    local name, group, index, shape, value, grad = line:match "^(.-)\t(.-)\t(.-)\t(.-)\t(.-)\t(.*)$"
+    local name, group, index, shape, value, grad, part = line:match(
+      "^(.-)\t(.-)\t(.-)\t(.-)\t(.-)\t(.-)\t(.*)$")
     grad = read_numbers(grad)
     entries[#entries + 1] = { name = plain(name), group = group ~= "" and plain(group:sub(2)) or nil,
       index = tonumber(index), shape = read_numbers(shape), value = read_numbers(value),
-      grad = grad[1] and grad or nil }
+      grad = grad[1] and grad or nil, part = tonumber(part) }
   end
   return entries
 end
@@ -342,40 +343,67 @@ function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
 
-local function grad_of(record) return (record.leaf or record.holder or record.tensor):grad() end
+-- The open engine, and its name for the parameter that was recorded; nil: it is none of an engine's.
+local function engine_of(record)
+  local engine = record.leaf and require("ps.engine.setup").current()
+  local name = engine and not engine.closed and require("ps.engine.values").name_of(engine, record.leaf)
+  if name then return engine, name end
+end
+
+-- The gradient of a record, and a factor on it.
+local function grad_of(record)
+  local engine = engine_of(record)
+  if engine then return require("ps.engine.values").gradient(engine, record.leaf) end
+  return (record.leaf or record.holder or record.tensor):grad(), 1
+end
+
+local function record_entry(record)
+  local engine, name = engine_of(record)
+  local grad, factor = grad_of(record)
+  if not engine then
+    return { name = record.name, group = record.group, index = record.index, shape = record.tensor:shape(),
+      value = stats_of(record.tensor), grad = grad ~= nil and stats_of(grad) or nil }
+  end
+  local cuts = require("ps.nn.cut").of(engine)
+  local at = cuts and cuts[name]
+  local e = entry_of({ value = record.tensor, grad = grad, factor = factor }, at)
+  e.name, e.group, e.index, e.part = record.name, record.group, record.index, at and at.index or 0
+  return e
+end
 
 --- Statistics of the records: a row for each, in the order of the calls. Ranks that recorded the same name, group and
 --- index have theirs put together, as if it were one tensor; all ranks call this. Gradients are those that backward
---- computed, with the loss scale and the weight of the micro-batch in them.
+--- computed, with the loss scale and the weight of the micro-batch in them. A parameter of the engine is an exception:
+--- it counts once for all ranks, and its gradient is that of inspect_model, of the step under way.
 ---@return ps.inspect.Row[]
 function Inspector:get_summary()
-  local rows, found = {}, {}
+  local rows, found, parts = {}, {}, {}
   local all = of_ranks(function()
     local list = {}
-    for i, record in ipairs(self.records) do
-      local grad = grad_of(record)
-      list[i] = { name = record.name, group = record.group, index = record.index, shape = record.tensor:shape(),
-        value = stats_of(record.tensor), grad = grad ~= nil and stats_of(grad) or nil }
-    end
+    for i, record in ipairs(self.records) do list[i] = record_entry(record) end
     return list
   end)
   for _, entries in ipairs(all) do
     for _, e in ipairs(entries) do
       local key = ("%d\t%s\t%s"):format(e.index, e.name, e.group or "")
-      local other = found[key]
-      if other then
+      local other, part = found[key], e.part and ("%s\t%d"):format(key, e.part)
+      if part and parts[part] then                                   -- a copy; its owner alone may have the gradient
+        other.grad = other.grad or e.grad
+      elseif other then
         other.value = join(other.value, e.value)
         other.grad = other.grad and e.grad and join(other.grad, e.grad) or other.grad or e.grad
       else
         found[key], rows[#rows + 1] = e, e
       end
+      if part then parts[part] = true end
     end
   end
   for i, e in ipairs(rows) do rows[i] = row_of(e) end
   return rows
 end
 
---- A recorded tensor of this rank, and its gradient.
+--- A recorded tensor of this rank, and its gradient. Of a parameter of the engine that is the gradient of the step
+--- under way, without the loss scale, the mean over micro-batches and ranks; it is nil if another rank owns it.
 ---@param name string
 ---@param group? string nil: any
 ---@param index? integer from 0, among those of the name and group; default the last
@@ -392,7 +420,9 @@ function Inspector:get_tensor(name, group, index)
     end
   end
   if not found then return nil end
-  return found.tensor, grad_of(found)
+  local grad, factor = grad_of(found)
+  if grad == nil or factor == 1 then return found.tensor, grad end
+  return found.tensor, ps.no_grad(function() return grad * factor end)
 end
 
 -- -- the table --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,26 @@ local function own_gradient(engine, grad)
   return own
 end
 
+--- The gradient of one of the open engine's parameters in the step under way: the bytes that this rank has, and the
+--- factor that undoes the loss scale and the sums over micro-batches and ranks.
+---@param engine ps.Engine
+---@param param ps.Tensor
+---@return ps.Tensor? grad nil: there is none, or another rank has it
+---@return number factor
+function values.gradient(engine, param)
+  local grad = param:grad()
+  return grad ~= nil and own_gradient(engine, grad) or nil, engine.micro > 0 and engine.optimizer:grad_scale() or 1
+end
+
+--- The name of a tensor, if it is a parameter that the engine trains.
+---@param engine ps.Engine
+---@param param ps.Tensor
+---@return string?
+function values.name_of(engine, param)
+  local at = core.address(param)
+  for _, row in ipairs(engine.built.list) do if core.address(row.param) == at then return row.name end end
+end
+
 --- The parameters whose values this rank has, in the order of the model.
 ---@param engine ps.Engine
 ---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
@@ -28,8 +48,7 @@ function values.parameters(engine)
   for name, param in engine.module:named_parameters() do
     local value, row = state[name], rows[core.address(param)]
     if value ~= nil then
-      local grad = row and param:grad() or nil
-      list[#list + 1] = { name = name, value = value, grad = grad ~= nil and own_gradient(engine, grad) or nil,
+      list[#list + 1] = { name = name, value = value, grad = row and values.gradient(engine, param) or nil,
         factor = factor }
     end
   end

@@ -134,6 +134,8 @@ local function construct(class, ...)
   local object = setmetatable({ _names = {}, _kind = {}, _fields = {}, training = true }, class.instance)
   registry.made(object)
   object:init(...)
+  local made = class.instance.ps_made                         -- of a class that wants to know
+  if made then made(object) end
   return object
 end
 

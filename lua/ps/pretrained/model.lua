@@ -35,6 +35,17 @@ local Model = core.class("PretrainedModel")
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", token_type_ids = "rows or one", position_ids = "rows or one" }
 
+-- The names and shapes of all that is saved, "h.0.attn.c_attn.weight" -> "96, 288", whole where ranks share it out.
+local function layout_of(self)
+  local layout = {}
+  for name, tensor in pairs(self:state_dict()) do layout[name] = table.concat(cut.shape(tensor), ", ") end
+  return layout
+end
+
+-- What a class makes by its configuration is what transformers makes by config.json.
+local function note_layout(self) rawset(self, "_layout", layout_of(self)) end
+core.adapt(Model, function(class) class.instance.ps_made = note_layout end)
+
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local UNPADS = { dtype = "string", device = "string", recompute = "boolean", unpad = "boolean" }
 
@@ -171,6 +182,30 @@ function Model:load_weights(...)
 end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
+local function first_of(names)
+  table.sort(names)
+  return names[1] and ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", some(names)) or "no tensors"
+end
+
+-- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that are not there,
+-- and readers would begin them anew.
+local function check_layout(self, call)
+  local layout, lost, new, other = layout_of(self), {}, {}, {}
+  for name, shape in pairs(self._layout) do
+    if not layout[name] then lost[#lost + 1] = name
+    elseif layout[name] ~= shape then
+      other[#other + 1] = ("%s is [%s], not [%s]"):format(name, layout[name], shape)
+    end
+  end
+  for name in pairs(layout) do if not self._layout[name] then new[#new + 1] = name end end
+  if not (lost[1] or new[1] or other[1]) then return end
+  error(("%s: config.json describes %s as it was made, and layers have been replaced since: %s%s. A reader would "
+    .. "begin them anew, or refuse the folder: put layers of the same names and shapes there (merge adapters into "
+    .. "them; make the model with the wanted sizes, such as num_labels), or ps.save(model:state_dict(), file)"):format(
+    call, self.class_name, other[1] and some(other) .. "; " or "",
+    ("it lacks %s and has in addition %s"):format(first_of(lost), first_of(new))))
+end
+
 local SAVE_PARALLELIZED = { merge_checkpoints = "boolean" }
 local SAVE = { max_shard_size = "whole|string" }
 
@@ -185,6 +220,7 @@ function Model:save_pretrained(path, options, more)
   local engine = handle.of(options)
   if engine then options = more end
   options = caller.options(options, "save_pretrained", SAVE)
+  check_layout(self, "save_pretrained")
   save.run(engine or self, path, function(dtype)
     return self.family.settings:to_file(self.config, self.class_name, dtype)
   end, { max_shard_size = options.max_shard_size, source = self.source })
@@ -201,6 +237,7 @@ function Model:save_parallelized(path, options, more)
   local engine = handle.of(options)
   if engine then options = more end
   options = caller.options(options, "save_parallelized", SAVE_PARALLELIZED)
+  check_layout(self, "save_parallelized")
   parallel.save(engine or self, path, function(dtype)
     return self.family.settings:to_file(self.config, self.class_name, dtype)
   end, options.merge_checkpoints or false, self.source)
@@ -258,6 +295,7 @@ function Model:resize_token_embeddings(n)
   local head = rawget(self, "tied_head")                   -- that of the token table, whose weight it has
   if head then head.outputs = n end
   for _, module in self:named_modules() do if module.config then module.config = config end end
+  note_layout(self)
   return self
 end
 

@@ -275,13 +275,29 @@ end
 
 local function write_text(path, text) ps.check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Once the index is there, what an earlier save left would be read before it, or is nobody's.
+-- Files of weights, and indices of them, as readers look for them.
+local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "^model%-%d+%-of%-%d+%.safetensors$",
+  "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
+  "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$" }
+
+-- Removes the weights that another model left in the folder: a reader that follows an older index, or prefers another
+-- file, would get them. Indices go first, since they name the other files.
 local function remove_older(path, names)
-  local now = {}
+  local now, indices, others = {}, {}, {}
   for _, name in ipairs(names) do now[name] = true end
   for name in lfs.dir(path) do
-    local is_shard = name:match("^model%-%d+%-of%-%d+%.safetensors$")
-    if name == "model.safetensors" or is_shard and not now[name] then os.remove(path .. "/" .. name) end
+    for _, pattern in ipairs(now[name] and {} or WEIGHTS) do
+      if name:match(pattern) then table.insert(name:match "json$" and indices or others, name) end
+    end
+  end
+  for _, list in ipairs { indices, others } do
+    for _, name in ipairs(list) do
+      local ok, why = os.remove(path .. "/" .. name)
+      if not ok then
+        error(("save_pretrained: the older weights in the folder cannot be removed: %s; remove it, since a reader may "
+          .. "take it for this model's"):format(why), 0)
+      end
+    end
   end
 end
 
@@ -293,15 +309,19 @@ function save.safetensors_file(path, entries) return safetensors.writer(path, en
 
 local function write_all(path, files, group)
   local rank = group and group:rank() or 0
-  if #files == 1 then return save.write(path .. "/model.safetensors", files[1], save.safetensors_file, group) end
-  local names = {}
+  if #files == 1 then
+    save.write(path .. "/model.safetensors", files[1], save.safetensors_file, group)
+    return agree.run(group, function() if rank == 0 then remove_older(path, { "model.safetensors" }) end end)
+  end
+  local names, shards = { "model.safetensors.index.json" }, {}
   for i, list in ipairs(files) do
-    names[i] = ("model-%05d-of-%05d.safetensors"):format(i, #files)
-    save.write(path .. "/" .. names[i], list, save.safetensors_file, group)
+    local name = ("model-%05d-of-%05d.safetensors"):format(i, #files)
+    shards[i], names[i + 1] = name, name
+    save.write(path .. "/" .. name, list, save.safetensors_file, group)
   end
   agree.run(group, function()
     if rank > 0 then return end
-    write_text(path .. "/model.safetensors.index.json", encode(index_of(files, names), "the index of the weights"))
+    write_text(path .. "/model.safetensors.index.json", encode(index_of(files, shards), "the index of the weights"))
     remove_older(path, names)
   end)
 end
