@@ -3,6 +3,7 @@
 local ps = require "ps"
 local nn = ps.nn
 local check = require "spec.check_lib"
+local inner = require("ps.engine.handle").of
 local ranks_lib = require "spec.ranks_lib"
 local fails = check.fails
 
@@ -53,7 +54,9 @@ end
 
 local function said()
   local texts = {}
-  for text in pairs(model.said) do if text:find("gave no gradient", 1, true) then texts[#texts + 1] = text end end
+  for text in pairs(inner(model).said) do
+    if text:find("gave no gradient", 1, true) then texts[#texts + 1] = text end
+  end
   return table.concat(texts, "\n")
 end
 
@@ -174,7 +177,9 @@ describe("several ranks", function()
             optimizer:step()
           end)
           local text = strict and not ok and tostring(problem) or ""
-          for said in pairs(model.said) do if said:find("no gradient", 1, true) then text = text .. said end end
+          for said in pairs(require("ps.engine.handle").of(model).said) do
+            if said:find("no gradient", 1, true) then text = text .. said end
+          end
           print(stage, strict, text:match "to (%d of %d) trained", text:match "parameters: ([^.]*)")
           model:close()
         end
