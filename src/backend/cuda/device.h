@@ -207,6 +207,13 @@ DEV void stay_packed(uint4 &v)
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 #endif
 }
+/* Asks for the line of the second cache that p lies in. */
+DEV void prefetch_line(const void *p)
+{
+#ifndef PS_EMULATE_CUDA
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */

@@ -96,6 +96,38 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
     }
 }
 
+/* Sums of the columns of a matrix [rows, kept] whose rows are ld apart and aligned: a thread has as many columns as 16
+ * bytes, and asks for several rows before it adds the first, in the order of apart_kernel. */
+enum { COLUMN_THREADS = 128, ROWS_AHEAD = 8 };
+template <class T>
+static __global__ void columns_kernel(target t, const T *x, int64_t kept, int64_t rows, int64_t ld)
+{
+    const int W = pack<T>::n;
+    int part = blockIdx.y, parts = gridDim.y;
+    int64_t step = (rows + parts - 1) / parts, end = min((part + 1) * step, rows);
+    for (int64_t i = FIRST_ELEMENT; i < kept / W; i += ALL_THREADS) {
+        const T *from = x + i * W;
+        double v[W] = { 0 };
+        int64_t j = part * step;
+        for (; j + ROWS_AHEAD <= end; j += ROWS_AHEAD) {
+            pack<T> ahead[ROWS_AHEAD];
+#pragma unroll
+            for (int r = 0; r < ROWS_AHEAD; r++) ahead[r] = load_pack(from + (j + r) * ld);
+#pragma unroll
+            for (int r = 0; r < ROWS_AHEAD; r++)
+#pragma unroll
+                for (int k = 0; k < W; k++) v[k] += (double)up(ahead[r].v[k]);
+        }
+        for (; j < end; j++) {
+            pack<T> one = load_pack(from + j * ld);
+#pragma unroll
+            for (int k = 0; k < W; k++) v[k] += (double)up(one.v[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < W; k++) deliver(t, kept, i * W + k, part, parts, v[k]);
+    }
+}
+
 template <class A> static __global__ void combine_kernel(target t, int64_t kept, int parts)
 {
     for (int64_t i = FIRST_ELEMENT; i < kept; i += ALL_THREADS) {
@@ -119,6 +151,32 @@ static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
     return make_places<1>(v.ndim, v.shape, &p);
 }
 
+/* Starts columns_kernel; false: the sum is another. */
+template <class T>
+static bool sum_columns(const target &t, const ps_view *x, const ps_cu_reduction &r, const places<1> &kept,
+                        const places<1> &reduced)
+{
+    const int W = pack<T>::n;
+    if (t.op != SUM || r.together || !is_flat(kept, 0) || reduced.ndim != 1 || kept.numel % W != 0 ||
+        reduced.stride[0][0] % W != 0 || !aligned16(x->data))
+        return false;
+    auto kernel = columns_kernel<T>;
+    PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(kept.numel / W, COLUMN_THREADS), (unsigned)r.parts), COLUMN_THREADS, 0,
+              ps_cu->compute, t, (const T *)x->data, kept.numel, reduced.numel, reduced.stride[0][0]);
+    return true;
+}
+
+static bool sum_columns(const target &t, const ps_view *x, const ps_cu_reduction &r, const places<1> &kept,
+                        const places<1> &reduced)
+{
+    switch (x->dtype) {
+    case PS_F32: return sum_columns<float>(t, x, r, kept, reduced);
+    case PS_BF16: return sum_columns<bf16>(t, x, r, kept, reduced);
+    case PS_F16: return sum_columns<f16>(t, x, r, kept, reduced);
+    default: return false;
+    }
+}
+
 template <class A>
 static int run(ps_call *call, target t, const ps_view *x, const ps_cu_reduction &r, places<1> kept, places<1> reduced)
 {
@@ -130,8 +188,9 @@ static int run(ps_call *call, target t, const ps_view *x, const ps_cu_reduction 
     auto kernel = r.together ? together_kernel<A> : apart_kernel<A>;
     int64_t most = (int64_t)1 << 30;
     int threads = r.together && r.reduced <= THREADS ? 32 : THREADS;
-    PS_LAUNCH(kernel, dim3((unsigned)(r.blocks < most ? r.blocks : most), (unsigned)r.parts), threads, 0,
-              ps_cu->compute, t, x->data, x->dtype, kept, reduced);
+    if (!sum_columns(t, x, r, kept, reduced))
+        PS_LAUNCH(kernel, dim3((unsigned)(r.blocks < most ? r.blocks : most), (unsigned)r.parts), threads, 0,
+                  ps_cu->compute, t, x->data, x->dtype, kept, reduced);
     if (r.parts > 1) {
         auto second = combine_kernel<A>;
         PS_LAUNCH(second, blocks_for(r.kept), THREADS, 0, ps_cu->compute, t, r.kept, (int)r.parts);

@@ -157,10 +157,19 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
     return u.raw;
 }
 
-/* The same with the row in shared memory: a thread keeps the packs that it read, so nobody waits for them. Largest and
- * sum are brought up to date with every few packs. */
-enum { KEPT_THREADS = 1024, AT_ONCE = 4 };
-template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c)
+/* The same for rows of whole packs: a block keeps the first `packs_kept` packs of its row in shared memory and reads the
+ * rest again, from the second cache. A thread looks at the same packs both times, so nobody waits for them. Largest and
+ * sum are brought up to date with every few packs. While a row's gradient is computed, the next row comes to the cache. */
+enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
+template <class T> DEV void fetch_row(const T *x, int64_t V)
+{
+    const char *from = (const char *)x;
+    for (int64_t i = (int64_t)threadIdx.x * CACHE_LINE; i < V * (int64_t)sizeof(T); i += KEPT_THREADS * CACHE_LINE)
+        prefetch_line(from + i);
+}
+
+template <class T, class G>
+KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c, int packs_kept)
 {
     typedef typename type_info<T>::acc A;
     const int W = pack<T>::n;
@@ -180,7 +189,7 @@ template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const _
             for (int q = 0; q < AT_ONCE; q++) v[q] = pack_of_row(x, i + q * KEPT_THREADS, V);
 #pragma unroll
             for (int q = 0; q < AT_ONCE; q++) {
-                if (i + q * KEPT_THREADS < packs) kept[i + q * KEPT_THREADS] = v[q];
+                if (i + q * KEPT_THREADS < packs_kept) kept[i + q * KEPT_THREADS] = v[q];
 #pragma unroll
                 for (int e = 0; e < W; e++) most = lane<T>(v[q], e) > most ? lane<T>(v[q], e) : most;
             }
@@ -193,6 +202,7 @@ template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const _
                 for (int e = 0; e < W; e++) sum += quick_exp(lane<T>(v[q], e) - base);
             }
         }
+        if (r + gridDim.x < c.rows) fetch_row(x + gridDim.x * c.ld, c.V);
         A own = top;
         top = block_max(own);
         sum = block_sum(own == -(A)INFINITY && top > own ? sum : sum * quick_exp(own - top));
@@ -203,7 +213,7 @@ template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const _
         for (int i = threadIdx.x; i < wide; i += KEPT_THREADS) {
             line out;
             if (i < packs && !ignored) {
-                uint4 v = kept[i];
+                uint4 v = i < packs_kept ? kept[i] : pack_of_row(x, i, V);
 #pragma unroll
                 for (int e = 0; e < W; e++) out.v[e] = down<G>(quick_exp(lane<T>(v, e) - top) * factor);
             } else {
@@ -216,32 +226,33 @@ template <class T, class G> KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const _
     }
 }
 
-/* Rows are whole packs, and one fits a block's shared memory, beside the words that sums over it need. */
-static int64_t room_to_keep(void) { return ps_cu->shared - 2048; }
+/* Rows are whole packs. */
 template <class T> static bool may_keep(const ps_cu_ce *c)
 {
     const int W = pack<T>::n;
     return c->ld % W == 0 && c->wide % W == 0 && aligned16(c->logits) && (!c->grad || aligned16(c->grad)) &&
-           c->wide >= c->V && ps_cu_div_up(c->V, W) * 16 <= room_to_keep() && c->V >= 256;
+           c->wide >= c->V && c->V >= 256 && c->wide < INT32_MAX;
 }
 
 template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
 {
-    auto kernel = ce_kernel<T, G>;
     if (!may_keep<T>(c)) {
-        PS_LAUNCH(kernel, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
+        auto any = ce_kernel<T, G>;
+        PS_LAUNCH(any, row_blocks(c->rows), threads_for(c->V), 0, ps_cu->compute, *c);
         return ps_cuda_launched();
     }
     static bool ready;                               /* for each type of kernel */
-    kernel = ce_kept_kernel<T, G>;
+    auto kernel = ce_kept_kernel<T, G>;
+    int64_t room = ps_cu->shared - 2048;             /* sums over a block need some words, too */
     if (!ready && !ps_cu->dry) {
-        CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room_to_keep()));
+        CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room));
         ready = true;
     }
-    int64_t nbytes = ps_cu_div_up(c->V, pack<T>::n) * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
+    int64_t packs = ps_cu_div_up(c->V, pack<T>::n), packs_kept = packs * 16 <= room ? packs : room / 16;
+    int64_t nbytes = packs_kept * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
     int64_t blocks = ps_cu->card.sm_count * two;     /* all of them at once: a multiprocessor has up to 2048 threads */
     PS_LAUNCH(kernel, (unsigned)(c->rows < blocks ? c->rows : blocks), KEPT_THREADS, (size_t)nbytes, ps_cu->compute,
-              *c);
+              *c, (int)packs_kept);
     return ps_cuda_launched();
 }
 template <class T> static int run_ce(const ps_cu_ce *c) { return run_ce_as<T, T>(c); }
