@@ -5,12 +5,14 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 
 io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")
 parser:option("--part", "matmul, attention or copies"):count(1)
 parser:option("--device", "device", "cuda")
 parser:option("--dtype", "bf16, fp16 or fp32", "bf16")
+whole(parser:option("--seq", "positions of attention", "2048"), 1)
 parser:flag("--small", "small sizes, to see that it runs")
 local args = parser:parse()
 local on = { dtype = args.dtype, device = args.device }
@@ -45,7 +47,7 @@ end
 --- Causal, forward and backward: 4 and 10 T^2 D operations a head, halved by the mask.
 function parts.attention()
   for _, D in ipairs { 64, 128 } do
-    local B, H, T = 4, 2048 / D, 2048
+    local B, H, T = 8192 / args.seq, 2048 / D, args.seq
     if args.small then B, H, T = 1, 1, 70 end
     local function make() return ps.randn({ B, H, T, D }, on):requires_grad(true) end
     local q, k, v = make(), make(), make()

@@ -29,10 +29,10 @@ local SIZES = [[
 
 -- run(dtype, D, T, S, causal, device): outputs and gradients, of the same inputs on every device.
 local RUN = [[
-  local function run(dtype, D, T, S, causal, device, p, mask)
+  local function run(dtype, D, T, S, causal, device, p, mask, heads)
     ps.manual_seed(D + T + S)
-    local function make(n) return ps.randn({ 1, 2, n, D }, { dtype = dtype, device = "ref" }) end
-    local q, k, v, dy = make(T), make(S), make(S), make(T)
+    local function make(n, heads) return ps.randn({ 1, heads or 2, n, D }, { dtype = dtype, device = "ref" }) end
+    local q, k, v, dy = make(T, heads), make(S), make(S), make(T, heads)
     local function leaf(t) return t:to(device):clone():detach():requires_grad(true) end
     q, k, v = leaf(q), leaf(k), leaf(v)
     mask = mask and mask:to(device)
@@ -81,6 +81,37 @@ describe("attention by warpgroup products", function()
         end
       end
       assert(#wrong == 0, table.concat(wrong, "\n"))
+    ]])
+  end)
+
+  it("shares keys and values among heads, as ref does", function()
+    if lacks() then return end
+    runs("wgmma", COUNT .. RUN .. [[
+      for _, size in ipairs { { 64, 130, 200, 1 }, { 128, 150, 90, 0 } } do
+        local D, T, S, causal = unpack(size)
+        count()
+        local got = run("bf16", D, T, S, causal, "cuda", 0, nil, 6)
+        assert(count() ~= 0, "other kernels ran")
+        for what, t in pairs(run("bf16", D, T, S, causal, "ref", 0, nil, 6)) do
+          local o = off(got[what], t)
+          assert(o < 0.12, ("%s of heads of %d is off by %g"):format(what, D, o))
+        end
+      end
+    ]])
+  end)
+
+  it("is taken where it is the faster unless the environment says otherwise", function()
+    if lacks() then return end
+    if cuda.REAL then return pending("the emulator counts products; a GPU does not") end
+    runs(false, COUNT .. RUN .. [[
+      for D, forward in pairs { [64] = false, [128] = true } do
+        local q = ps.randn({ 1, 2, 70, D }, { dtype = "bf16", device = "cuda" }):requires_grad(true)
+        count()
+        local y = ps.ops.attention(q, q, q, nil, 0.1, 1)
+        assert((count() ~= 0) == forward, "forward of heads of " .. D)
+        y:sum():backward()
+        assert(count() ~= 0, "backward of heads of " .. D)
+      end
     ]])
   end)
 
@@ -156,7 +187,7 @@ describe("attention by warpgroup products", function()
   it("is asked for by a name, on the GPUs that have it", function()
     if cuda.REAL then return pending("this is about what is missing, and everything is there") end
     if lacks() then return end
-    for setting, words in pairs { hopper = "PS_CUDA_ATTENTION is 'hopper'; it takes mma, the default, or wgmma",
+    for setting, words in pairs { hopper = "PS_CUDA_ATTENTION is 'hopper'; it takes mma or wgmma; unset",
                                   wgmma = "is for compute capability 9.0, this device has 10.0; unset it" } do
       local out, code = cuda.child("local ok, err = pcall(ps.device, 'cuda') assert(not ok) print(tostring(err))",
                                    { PS_CUDA_ATTENTION = setting, PS_EMULATE_CAPABILITY = setting == "wgmma" and "10" })

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128, aligned
  * rows, causal or not, without mask and dropout. One tile's product runs beside another's softmax, as in
- * FlashAttention-3 (Shah et al. 2024). All other cases are attention_flash.cu's, and so are all cases unless
- * PS_CUDA_ATTENTION=wgmma. This file is compiled for sm_90a alone.
+ * FlashAttention-3 (Shah et al. 2024). All other cases are attention_flash.cu's, and so is forward of heads of 64, which
+ * is faster there. PS_CUDA_ATTENTION=wgmma or mma takes one kind for all. This file is compiled for sm_90a alone.
  *
  * A warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers: thread `lane` of warp
  * w has of row 16 w + lane / 4 the columns 8 n + lane % 4 * 2 and the next in x[4 n] and x[4 n + 1], of the row 8 below
@@ -193,7 +193,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
     unsigned char *v = k + 2 * key_tile::NBYTES;                     /* two places each, taken in turn */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, b = blockIdx.z;   /* long ones first */
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, kh = h / t.group;     /* long ones first */
+    int64_t b = blockIdx.z;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
     float o[D / 2], s[KEYS / 2], top[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 }, shrink[2] = { 1, 1 };
@@ -206,10 +207,10 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     uint64_t at_k = descriptor_k_major(shared_address(k));
     uint64_t at_v = descriptor_mn_major(shared_address(v), key_tile::PANEL);
     load_tile<D, ROWS, BLOCK>(q, t.q, b, h, q0, t.T);
-    if (tiles > 0) load_tile<D, KEYS, BLOCK>(k, t.k, b, h, 0, t.S);
+    if (tiles > 0) load_tile<D, KEYS, BLOCK>(k, t.k, b, kh, 0, t.S);
     async_commit();
-    if (tiles > 0) load_tile<D, KEYS, BLOCK>(v, t.v, b, h, 0, t.S);
-    if (tiles > 1) load_tile<D, KEYS, BLOCK>(k + key_tile::NBYTES, t.k, b, h, KEYS, t.S);
+    if (tiles > 0) load_tile<D, KEYS, BLOCK>(v, t.v, b, kh, 0, t.S);
+    if (tiles > 1) load_tile<D, KEYS, BLOCK>(k + key_tile::NBYTES, t.k, b, kh, KEYS, t.S);
     async_commit();
     if (tiles > 0) {
         async_wait<1>();                             /* q and the first k */
@@ -234,8 +235,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         async_wait<0>();                             /* k of the next tile and v of this one are there; behind the */
         async_fence();                               /* barrier nobody reads this k and the last v any more */
         __syncthreads();
-        if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, h, first + KEYS, t.S);
-        load_tile<D, KEYS, BLOCK>(v + there * key_tile::NBYTES, t.v, b, h, first, t.S);
+        if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
+        load_tile<D, KEYS, BLOCK>(v + there * key_tile::NBYTES, t.v, b, kh, first, t.S);
         async_commit();
         hold<KEYS / 2>(s);
         hold<D / 2>(o);
@@ -318,7 +319,8 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *dy = q + tile<D, ROWS>::NBYTES;
     unsigned char *k = dy + tile<D, ROWS>::NBYTES, *v = k + 3 * key_tile::NBYTES;
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, b = blockIdx.z;   /* long ones first */
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, kh = h / t.group;     /* long ones first */
+    int64_t b = blockIdx.z;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
     float dq[D / 2], s[KEYS / 2], d[KEYS / 2], lse[2], delta[2], scale = t.scale * LOG2_E;
@@ -334,11 +336,11 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     uint64_t k_down = descriptor_mn_major(shared_address(k), key_tile::PANEL);
     load_tile<D, ROWS, BLOCK>(q, t.q, b, h, q0, t.T);
     load_tile<D, ROWS, BLOCK>(dy, t.dy, b, h, q0, t.T);
-    if (tiles > 0) load_tile<D, KEYS, BLOCK>(k, t.k, b, h, 0, t.S);
-    if (tiles > 0) load_tile<D, KEYS, BLOCK>(v, t.v, b, h, 0, t.S);
+    if (tiles > 0) load_tile<D, KEYS, BLOCK>(k, t.k, b, kh, 0, t.S);
+    if (tiles > 0) load_tile<D, KEYS, BLOCK>(v, t.v, b, kh, 0, t.S);
     async_commit();
-    if (tiles > 1) load_tile<D, KEYS, BLOCK>(k + key_tile::NBYTES, t.k, b, h, KEYS, t.S);
-    if (tiles > 1) load_tile<D, KEYS, BLOCK>(v + key_tile::NBYTES, t.v, b, h, KEYS, t.S);
+    if (tiles > 1) load_tile<D, KEYS, BLOCK>(k + key_tile::NBYTES, t.k, b, kh, KEYS, t.S);
+    if (tiles > 1) load_tile<D, KEYS, BLOCK>(v + key_tile::NBYTES, t.v, b, kh, KEYS, t.S);
     async_commit();
     if (tiles > 0) {
         async_wait<1>();
@@ -363,8 +365,8 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         async_fence();                               /* last k and this v any more */
         __syncthreads();
         if (j + 2 < tiles) {
-            load_tile<D, KEYS, BLOCK>(k + (j + 2) % 3 * key_tile::NBYTES, t.k, b, h, first + KEYS, t.S);
-            load_tile<D, KEYS, BLOCK>(v + (j & 1) * key_tile::NBYTES, t.v, b, h, first + KEYS, t.S);
+            load_tile<D, KEYS, BLOCK>(k + (j + 2) % 3 * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
+            load_tile<D, KEYS, BLOCK>(v + (j & 1) * key_tile::NBYTES, t.v, b, kh, first + KEYS, t.S);
         }
         async_commit();
         hold<KEYS / 2>(s);
@@ -454,7 +456,7 @@ template <int D> DEV void load_queries(unsigned char *to, const attention &t, in
     async_commit();
 }
 
-/* Rows are keys. */
+/* Rows are keys; of heads that share keys each one's sums go to a place of their own (run_grouped_backward). */
 template <class T, int D>
 KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 {
@@ -463,7 +465,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     unsigned char *k = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *v = k + tile<D, DKV_ROWS>::NBYTES;
     unsigned char *queries = v + tile<D, DKV_ROWS>::NBYTES;
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t k0 = (int64_t)blockIdx.x * DKV_ROWS, h = blockIdx.y, b = blockIdx.z, begin = 0;
+    int64_t k0 = (int64_t)blockIdx.x * DKV_ROWS, h = blockIdx.y, kh = h / t.group, b = blockIdx.z, begin = 0;
     int64_t w0 = k0 + group * 64 + (threadIdx.x >> 5 & 3) * 16;
     if (t.causal && k0 > t.S - t.T) begin = (k0 - (t.S - t.T)) / QUERIES * QUERIES;      /* earlier queries see none */
     int tiles = (int)((t.T - begin + QUERIES - 1) / QUERIES);        /* at least one: the last query sees all keys */
@@ -478,8 +480,8 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     uint64_t own_v = descriptor_at(own_k, tile<D, DKV_ROWS>::NBYTES);
     uint64_t along = descriptor_k_major(shared_address(queries));
     uint64_t down = descriptor_mn_major(shared_address(queries), tile<D, QUERIES>::PANEL);
-    load_tile<D, DKV_ROWS, DKV_BLOCK>(k, t.k, b, h, k0, t.S);
-    load_tile<D, DKV_ROWS, DKV_BLOCK>(v, t.v, b, h, k0, t.S);
+    load_tile<D, DKV_ROWS, DKV_BLOCK>(k, t.k, b, kh, k0, t.S);
+    load_tile<D, DKV_ROWS, DKV_BLOCK>(v, t.v, b, kh, k0, t.S);
     load_queries<D>(queries, t, b, h, begin);
     for (int j = 0; j < tiles; j++) {
         int64_t first = begin + (int64_t)j * QUERIES;
@@ -541,23 +543,23 @@ template <class T, int D> static int run_backward(const attention *t)
 
 static bool aligned_or_absent(const heads &x) { return !x.p || x.aligned; }
 
-static bool takes(const attention *t, int dtype)
+static bool takes(const attention *t, int dtype, bool faster)
 {
-    return ps_cu->wgmma && t->group == 1 && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) &&
+    return (ps_cu->wgmma == WGMMA_ALWAYS || (ps_cu->wgmma == WGMMA_WHERE_FASTER && faster)) && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) &&
            (t->D == 64 || t->D == 128) && t->S > 0 && !t->mask && t->p == 0 &&
            t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
 }
 
 int ps_cuda_hopper_forward(const attention *t, int dtype)
 {
-    if (!takes(t, dtype) || !t->y.aligned) return PS_EUNSUP;
+    if (!takes(t, dtype, t->D == 128) || !t->y.aligned) return PS_EUNSUP;
     if (dtype == PS_BF16) return t->D == 64 ? run_forward<bf16, 64>(t) : run_forward<bf16, 128>(t);
     return t->D == 64 ? run_forward<f16, 64>(t) : run_forward<f16, 128>(t);
 }
 
 int ps_cuda_hopper_backward(const attention *t, int dtype)
 {
-    if (!takes(t, dtype) || !t->dy.aligned || !aligned_or_absent(t->dq) || !aligned_or_absent(t->dk) ||
+    if (!takes(t, dtype, true) || !t->dy.aligned || !aligned_or_absent(t->dq) || !aligned_or_absent(t->dk) ||
         !aligned_or_absent(t->dv))
         return PS_EUNSUP;
     if (dtype == PS_BF16) return t->D == 64 ? run_backward<bf16, 64>(t) : run_backward<bf16, 128>(t);

@@ -450,13 +450,15 @@ static int choose_device(int local_rank)
 static int choose_attention(void)
 {
     const char *text = getenv("PS_CUDA_ATTENTION");
-    if (!text || !*text || strcmp(text, "mma") == 0) return 0;
-    if (strcmp(text, "wgmma") != 0)
-        return ps_fail(PS_EINVAL, "PS_CUDA_ATTENTION is '%s'; it takes mma, the default, or wgmma", text);
-    if (ps_cu->capability != 90)
+    ps_cu->wgmma = ps_cu->capability == 90 ? WGMMA_WHERE_FASTER : WGMMA_NEVER;
+    if (!text || !*text) return 0;
+    ps_cu->wgmma = strcmp(text, "wgmma") == 0 ? WGMMA_ALWAYS : WGMMA_NEVER;
+    if (ps_cu->wgmma == WGMMA_NEVER && strcmp(text, "mma") != 0)
+        return ps_fail(PS_EINVAL, "PS_CUDA_ATTENTION is '%s'; it takes mma or wgmma; unset, each call takes the faster",
+                       text);
+    if (ps_cu->wgmma == WGMMA_ALWAYS && ps_cu->capability != 90)
         return ps_fail(PS_EUNSUP, "PS_CUDA_ATTENTION=wgmma is for compute capability 9.0, this device has %d.%d; unset "
                        "it", ps_cu->capability / 10, ps_cu->capability % 10);
-    ps_cu->wgmma = true;
     return 0;
 }
 

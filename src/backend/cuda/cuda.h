@@ -22,6 +22,7 @@ struct ps_trap {
 
 /* One device. Kernels and copies run in the order of their stream; `compute` has all kernels. After `broken` is set
  * every call fails: a CUDA error leaves nothing of the context that could be trusted. */
+enum { WGMMA_NEVER, WGMMA_WHERE_FASTER, WGMMA_ALWAYS };
 struct ps_cuda {
     ps_backend base;
     cudaMemPool_t pool;                        /* of device memory, or NULL: plain allocations */
@@ -32,7 +33,7 @@ struct ps_cuda {
     int number;                                /* among this process's devices */
     ps_cuda_card card;
     int capability;                            /* of compute; 90: 9.0 */
-    bool wgmma;                                /* PS_CUDA_ATTENTION=wgmma: attention_hopper.cu has what it takes */
+    int wgmma;                                 /* which calls attention_hopper.cu has, of those that it takes */
     int64_t shared;                            /* bytes that one block may have, asked for by name */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
     bool told;                                 /* PS_CUDA_SYNC=trace: and name each one before it begins */
