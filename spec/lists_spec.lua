@@ -151,6 +151,19 @@ describe("Lua's functions on lists", function()
   end)
 end)
 
+describe("a model of ps.initialize whose module is a list", function()
+  it("is the list to Lua's functions", function()
+    local a, b = three()
+    local model = ps.initialize { quiet = true, config = { plan_print = false },
+      model_func = function() return nn.Sequential(a, b) end }
+    finally(function() model:close() end)
+    assert.equal("0=Linear 1=ReLU", seen(ipairs, model))
+    assert.equal("0=Linear 1=ReLU", seen(pairs, model))
+    assert.same({ a, b }, { unpack(model) })
+    assert.equal(a, model[0])
+  end)
+end)
+
 describe("BMTrain's loop over its blocks", function()
   it("trains to PyTorch's losses", function()
     local want = { 1.0313040, 0.5867662, 0.3151253, 0.1604348 }

@@ -206,5 +206,10 @@ describe("an optimizer", function()
       fails(function() make { { params = { p, 3 } } } end, "parameter 1 is a number")
       assert.truthy(make { p, ps.ones { 2 } })
     end
+    local bmt = require "ps.bmt"
+    bmt.init_distributed { quiet = true, config = { plan_print = false } }
+    finally(bmt.close)
+    fails(function() bmt.optim.AdamOptimizer { p, p * 2 } end, "parameter 1 [2]", "output of an op")
+    fails(function() bmt.optim.AdamOptimizer { ps.tensor({ 1 }, "int32") } end, "parameter 0 [1] is int32")
   end)
 end)

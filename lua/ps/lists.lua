@@ -12,11 +12,14 @@ local getmetatable, type, select = getmetatable, type, select
 
 local lists = {}
 
--- The functions of a list of modules; nil for all other values.
+-- The functions of a list of modules, and the list; nil for all other values. A model of ps.initialize whose module is
+-- a list is that list (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)
-  return type(meta) == "table" and meta.ps_list or nil
+  if type(meta) ~= "table" then return nil end
+  if meta.ps_module_of then return list_of(meta.ps_module_of(value)) end
+  return meta.ps_list, value
 end
 
 --- Whether a value is a list of modules.
@@ -25,43 +28,43 @@ end
 function lists.is_list(value) return list_of(value) ~= nil end
 
 function lists.ipairs(t)
-  local list = list_of(t)
-  if list then return list.each(t) end
+  local list, it = list_of(t)
+  if list then return list.each(it) end
   return raw_ipairs(t)
 end
 
 function lists.pairs(t)
-  local list = list_of(t)
-  if list then return list.each(t) end
+  local list, it = list_of(t)
+  if list then return list.each(it) end
   return raw_pairs(t)
 end
 
 function lists.unpack(t, ...)
-  local list = list_of(t)
+  local list, it = list_of(t)
   if not list then return raw_unpack(t, ...) end
   local first, last = ...
-  first, last = first or 0, last or list.size(t) - 1
+  first, last = first or 0, last or list.size(it) - 1
   local items = {}
-  for i = first, last do items[i - first + 1] = list.get(t, i) end
+  for i = first, last do items[i - first + 1] = list.get(it, i) end
   return raw_unpack(items, 1, last - first + 1)
 end
 
 function lists.insert(t, ...)
-  local list = list_of(t)
+  local list, it = list_of(t)
   if not list then return raw_insert(t, ...) end
-  if select("#", ...) == 1 then return list.insert(t, list.size(t), (...)) end
-  return list.insert(t, ...)
+  if select("#", ...) == 1 then return list.insert(it, list.size(it), (...)) end
+  return list.insert(it, ...)
 end
 
 function lists.remove(t, ...)
-  local list = list_of(t)
-  if list then return list.remove(t, ...) end
+  local list, it = list_of(t)
+  if list then return list.remove(it, ...) end
   return raw_remove(t, ...)
 end
 
 function lists.getn(t)
-  local list = list_of(t)
-  if list then return list.size(t) end
+  local list, it = list_of(t)
+  if list then return list.size(it) end
   return raw_getn(t)
 end
 

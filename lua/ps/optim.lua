@@ -112,20 +112,6 @@ local function checked_options(kind, options, call, also)
   return in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
 end
 
--- An optimizer updates tensors that gradients come to: floats, and no op's output. A frozen parameter may thaw.
-local function check_trainable(p, name, i, what)
-  local which = ("%s, %s"):format(what, name or "parameter " .. (i - 1))
-  if not core.is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
-  local shape = table.concat(p:shape(), ", ")
-  if not p:is_float() then
-    error(("%s [%s] is %s: an optimizer updates floats, which alone have gradients"):format(which, shape, p:dtype()))
-  end
-  if p.node ~= nil then
-    error(("%s [%s] is the output of an op, so no gradient would come to it: give the optimizer the tensors that it "
-      .. "was computed from, or tensor:detach():requires_grad(true)"):format(which, shape))
-  end
-end
-
 -- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
 local function build(kind, params, options)
   options = checked_options(kind, options, kind.name, OF_OPTIMIZER)
@@ -158,7 +144,7 @@ local function build(kind, params, options)
     group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group
     for i, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
-      check_trainable(p, group.param_names and group.param_names[i], i, what)
+      groups.check_trainable(p, group.param_names and group.param_names[i], i, what)
       if seen[address(p)] then error(kind.name .. ": a parameter is listed twice") end
       seen[address(p)] = true
       self.entries[#self.entries + 1] = { param = p, group = group, t = 0,

@@ -6,6 +6,7 @@ local caller = require "ps.caller"
 local check = require "ps.config.check"
 local copied = require "ps.copied"
 local types = require "ps.config.types"
+local is_tensor = require("ps.scope").is_tensor
 local error = caller.error
 
 local groups = {}
@@ -25,6 +26,24 @@ function groups.problem(group)
       group.dampening)
   end
   return problem
+end
+
+--- Refuses what no gradient comes to: optimizers take floats that are no op's output. A frozen parameter may thaw.
+---@param p any
+---@param name? string
+---@param i integer its place in the list, from 1
+---@param what string "AdamW, group 0"
+function groups.check_trainable(p, name, i, what)
+  local which = ("%s, %s"):format(what, name or "parameter " .. (i - 1))
+  if not is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
+  local shape = table.concat(p:shape(), ", ")
+  if not p:is_float() then
+    error(("%s [%s] is %s: an optimizer updates floats, which alone have gradients"):format(which, shape, p:dtype()))
+  end
+  if p.node ~= nil then
+    error(("%s [%s] is the output of an op, so no gradient would come to it: give the optimizer the tensors that it "
+      .. "was computed from, or tensor:detach():requires_grad(true)"):format(which, shape))
+  end
 end
 
 --- Refuses groups with a setting out of its range.

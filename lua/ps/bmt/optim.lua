@@ -8,6 +8,7 @@ local core = require "ps.nn.module"
 local dist = require "ps.dist"
 local loss_scale = require "ps.bmt.loss_scale"
 local mesh = require "ps.mesh"
+local optim_groups = require "ps.optim_groups"
 local session = require "ps.bmt.session"
 local step = require "ps.engine.step"
 local types = require "ps.config.types"
@@ -39,11 +40,9 @@ local GROUP = { params = "any", lr = "number", betas = "table", eps = "number", 
 
 local function tensors_of(value, call)
   if core.is_module(value) then return value:parameters() end
-  if ps.is_tensor(value) then return { value } end
+  if ps.is_tensor(value) then value = { value } end
   if type(value) ~= "table" then error(("%s: parameters are a list, not a %s"):format(call, type(value))) end
-  for i, param in ipairs(value) do
-    if not ps.is_tensor(param) then error(("%s: parameter %d is a %s"):format(call, i, type(param))) end
-  end
+  for i, param in ipairs(value) do optim_groups.check_trainable(param, nil, i, call) end
   return value
 end
 

@@ -88,6 +88,7 @@ function handle.instance(methods, call)
       end
       rawget(self, ENGINE).module[key] = value
     end,
+    ps_module_of = function(self) return rawget(self, ENGINE).module end,       -- for ps.lists
     __call = function(self, ...) return returned(self, call(rawget(self, ENGINE), ...)) end,
     __names = function(self)
       local names = { module = rawget(self, ENGINE).module }

@@ -4,6 +4,7 @@
 -- an error. Frozen parameters do not count. Ranks put together what they know, and rank 0 writes the line.
 local agree = require "ps.dist.agree"
 local core = require "ps.nn.module"
+local lists = require "ps.lists"
 local mesh = require "ps.mesh"
 local ps = require "ps"
 
@@ -58,7 +59,7 @@ end
 ---@param calls boolean whether this process knows which modules were called
 ---@return string?
 function unused.text(module, trained, lacking, calls)
-  local modules, said, list, n = {}, {}, {}, 0
+  local modules, said, list, n, of_list = {}, {}, {}, 0, false
   for path, inner in module:named_modules() do
     modules[path] = inner
     for key in pairs(rawget(inner, "_unused") or {}) do
@@ -73,6 +74,7 @@ function unused.text(module, trained, lacking, calls)
       if not said[path or name] then
         local inner, text = path and modules[path], path or name
         if inner then
+          of_list = of_list or lists.is_list(inner) and calls and not was_called(inner)
           text = ("%s (%s, %d parameter%s%s)"):format(path, inner.class_name, all[path], all[path] == 1 and "" or "s",
             calls and not was_called(inner) and ", never called" or "")
         end
@@ -86,7 +88,9 @@ function unused.text(module, trained, lacking, calls)
     for i = #list, SHOWN + 2, -1 do list[i] = nil end
   end
   return ("the first step gave no gradient to %d of %d trained parameters: %s. Does the forward use them? Those that "
-    .. "shall not train may be frozen, parameter:requires_grad(false)"):format(n, #trained, table.concat(list, ", "))
+    .. "shall not train may be frozen, parameter:requires_grad(false)%s"):format(n, #trained, table.concat(list, ", "),
+    of_list and ". A list of modules is gone through by ipairs(list), from 0 on; #list is 0 of every such list, and "
+    .. "list:size() its number of modules" or "")
 end
 
 -- What this rank knows, a line for each parameter: "fc.weight=+", or "fc.weight=-" where no gradient came.
