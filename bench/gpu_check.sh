@@ -395,12 +395,15 @@ card_gib() {
 speed() {
   local small="" models="gpt2 gpt2-xl llama-3.2-1b" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
   [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
-  local model batch half limit family
+  local model batch half limit family kind length
   if [ "${PEERS:-}" != 1 ]; then
     measure "products" 40 "$run" bench/gpu_speed.lua --part matmul $small
-    measure "attention" 40 "$run" bench/gpu_speed.lua --part attention $small
-    [ -n "$hopper" ] && measure "attention by wgmma" 40 env PS_CUDA_ATTENTION=wgmma \
-      "$run" bench/gpu_speed.lua --part attention $small
+    for kind in "" $([ -n "$hopper" ] && echo wgmma mma); do
+      for length in 1024 2048; do
+        measure "attention${kind:+ by $kind}" 40 env PS_CUDA_ATTENTION="$kind" "$run" bench/gpu_speed.lua \
+          --part attention --seq $length $small
+      done
+    done
     for model in $models; do
       sizes_of "$model"
       for half in $batch $((batch / 2)) $((batch / 4)); do
@@ -409,8 +412,8 @@ speed() {
       done
       check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
         --batch "$half" --seq $seq --steps 5 --gemm 0 --profile
-      [ -n "$hopper" ] && measure "$model, attention by wgmma" 60 env PS_CUDA_ATTENTION=wgmma "$run" bench/train.lua \
-        --device cuda --family "$family" --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0
+      measure "$model, cheap outputs kept" 60 "$run" bench/train.lua --device cuda --family "$family" \
+        --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0 --keep
     done
     measure "copies, pageable" 40 "$run" bench/gpu_speed.lua --part copies $small
   fi

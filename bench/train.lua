@@ -25,6 +25,7 @@ whole(parser:option("--gemm", "size of the square products that measure the peak
 parser:flag("--profile", "print where the kernels' time went, by op")
 parser:flag("--paired", "products between the steps, and mfu_paired; not with --profile, which would show them")
 parser:flag("--recompute", "recompute blocks in backward")
+parser:flag("--keep", "keep outputs of norms and GELU for backward")
 local args = parser:parse()
 if args.paired and args.profile then parser:error("--paired and --profile exclude each other") end
 if args.paired and args.gemm == 0 then parser:error("--paired compares with products; --gemm 0 leaves them out") end
@@ -57,6 +58,7 @@ end
 
 print(ps.device(args.device).description)
 ps.manual_seed(0)
+ps.keep_cheap_outputs(args.keep or false)
 ps.set_default_device(args.device)
 local model = require("models." .. args.family).new(args.model,
   { dtype = args.dtype, device = args.device, recompute = args.recompute })

@@ -13,6 +13,7 @@ local ps = {
   device_name = E.device_name, backward = scope.backward,
   functional = require "ps.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
+  keep_cheap_outputs = scope.keep_cheap_outputs,
   offload_activations = scope.offload_activations,
   recompute = scope.recompute, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,

@@ -62,6 +62,7 @@ struct ps_ctx {
     ps_mem *plain;                /* mem/plain.c on every device; set once */
     ps_rng rng;
     int grad_enabled;
+    bool keep_cheap;              /* backward reads outputs of CHEAP ops as they were */
     int64_t next_seq;             /* of tape nodes */
     ps_scope root, *scope;        /* scope: innermost */
     int64_t next_scope_id;
