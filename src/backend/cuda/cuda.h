@@ -120,6 +120,9 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *g, bool *done);
 int ps_cuda_gemm_open(void);
 void ps_cuda_gemm_close(void);
 const char *ps_cuda_gemm_describe(void);
+/* d [.., C] (contiguous, as pre) becomes d gelu'(pre), by tanh; db [C] (+)= the sum of its rows (elementwise.cu). Takes
+ * fp32, bf16 and fp16 with rows of whole packs of 16 bytes, at addresses that are multiples of 16. */
+int ps_cuda_gelu_slope_sums(ps_call *call, const ps_view *pre, const ps_view *d, const ps_view *db, bool add);
 /* Counts targets [n] that are not `ignore` into *count on the device; traps on those outside [0, V) (rows.cu). */
 int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t ignore, long long *count);
 /* Rows of logits [V] to their losses and to the gradient of the logits (rows.cu). */

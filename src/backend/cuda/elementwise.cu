@@ -3,7 +3,7 @@
  * fp32, fp64 or int64 arithmetic; tensors of one float type that lie alike in memory go 16 bytes at a time. The op is
  * chosen at run time by a branch that all threads take alike, except for the ops of a transformer's step, which have
  * kernels of their own. Of half types each result is rounded once. */
-#include "backend/cuda/device.h"
+#include "backend/cuda/columns.h"
 
 struct settings { double alpha, beta; };
 
@@ -212,6 +212,64 @@ template <class T> static int run_flat(int op, settings s, const operands &p, in
     }
     PS_LAUNCH(kernel, blocks, THREADS, 0, ps_cu->compute, op, s, y, a, b, n);
     return 0;
+}
+
+/* -- the gradient of GELU (by tanh), with the sums of its columns -------------------------------------------------- */
+template <class T> struct slope_rows {
+    struct both { pack<T> pre, dy; };
+    const T *pre;
+    T *dy;                                           /* becomes the gradient */
+    int64_t ld;
+    __device__ __forceinline__ both load(int64_t i, int64_t j) const
+    {
+        int64_t at = j * ld + i * pack<T>::n;
+        both loaded = { load_pack(pre + at), load_pack(dy + at) };
+        return loaded;
+    }
+    __device__ __forceinline__ pack<T> finish(int64_t i, int64_t j, const both &loaded) const
+    {
+        settings by_tanh = { 1, 0 };
+        pack<T> out;
+#pragma unroll
+        for (int k = 0; k < pack<T>::n; k++)
+            out.v[k] = down<T>(flat_element<T, PS_OP_gelu_backward>(PS_OP_gelu_backward, up(loaded.pre.v[k]),
+                                                                    up(loaded.dy.v[k]), by_tanh));
+        store_pack(dy + j * ld + i * pack<T>::n, out);
+        return out;
+    }
+};
+
+template <class T>
+KERNEL_UP_TO(COLUMN_THREADS * ROW_GROUPS, 2) slope_columns_kernel(target t, const T *pre, T *dy, int64_t cols,
+                                                                   int64_t rows)
+{
+    sum_columns_of<T, 2>(t, cols, rows, slope_rows<T>{ pre, dy, cols });
+}
+
+template <class T>
+static int run_slope_columns(const target &t, const ps_view *pre, const ps_view *d, int64_t cols, int64_t parts)
+{
+    auto kernel = slope_columns_kernel<T>;
+    PS_LAUNCH(kernel, column_blocks(cols / pack<T>::n, parts), COLUMN_THREADS * ROW_GROUPS, 0, ps_cu->compute, t,
+              (const T *)pre->data, (T *)d->data, cols, d->numel / cols);
+    return ps_cuda_launched();
+}
+
+int ps_cuda_gelu_slope_sums(ps_call *call, const ps_view *pre, const ps_view *d, const ps_view *db, bool add)
+{
+    int64_t cols = ps_cu_last(d);
+    target t = { NULL, db->data, db->dtype, SUM, add, 1 };
+    ps_view rows = *d;
+    rows.ndim = 2, rows.shape[0] = d->numel / cols, rows.shape[1] = cols, rows.stride[0] = cols, rows.stride[1] = 1;
+    ps_cu_reduction r = ps_cu_reduce(&ps_cu->card, &rows, 1);
+    if (r.parts > 1) {
+        t.parts = call->scratch(call, (size_t)ps_cu_reduce_nbytes(&r));
+        if (!t.parts) return PS_ENOMEM;
+    }
+    PS_TRY(d->dtype == PS_F32 ? run_slope_columns<float>(t, pre, d, cols, r.parts)
+           : d->dtype == PS_BF16 ? run_slope_columns<bf16>(t, pre, d, cols, r.parts)
+                                 : run_slope_columns<f16>(t, pre, d, cols, r.parts));
+    return r.parts > 1 ? ps_cuda_combine_sums(&t, r.kept, r.parts) : 0;
 }
 
 static bool has_int_form(int op)

@@ -189,6 +189,15 @@ static int mlp(ps_call *call)
     return ps_cuda_gemm(call, &g);
 }
 
+/* Whether ps_cuda_gelu_slope_sums takes d and pre. */
+static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
+{
+    int64_t cols = ps_cu_last(d), each = ps_dtype_bytes(d->dtype), stride;
+    bool lies_alike = ps_cu_is_rows(pre, &stride) && stride == cols && pre->stride[pre->ndim - 1] == 1;
+    return d->dtype <= PS_F16 && pre->dtype == d->dtype && lies_alike && cols * each % 16 == 0 && cols >= 64 &&
+           d->numel > 32 * cols && ((uintptr_t)d->data | (uintptr_t)pre->data) % 16 == 0;
+}
+
 /* The product and the gradient of GELU in two passes: cuBLASLt's epilogue for both (DGELU) takes more than twice as long
  * on an H200, and its tanh is off by 2e-5 in fp32. */
 static int linear_gelu_backward(ps_call *call)
@@ -202,6 +211,8 @@ static int linear_gelu_backward(ps_call *call)
         ps_cu_gemm g;
         PS_TRY(product_of(call, &call->in[0], &call->in[1], !a->out_in, d, &g));
         PS_TRY(ps_cuda_gemm(call, &g));
+        if (ps_has(db) && sums_beside_slope(&both[0], d))
+            return ps_cuda_gelu_slope_sums(call, &both[0], d, db, a->add_b);
         PS_TRY(run_part(call, PS_OP_gelu_backward, &gelu, 2, both, d));
     }
     if (!ps_has(db)) return 0;

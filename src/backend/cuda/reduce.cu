@@ -5,9 +5,7 @@
  * A reduction sees its input as [kept, reduced], either part of any strides. Threads of a block share one kept element
  * (few of them, or reduced elements that lie together), or take one each (kept elements that lie together). Where that
  * leaves the device idle, the reduced part is split and the parts' results are combined by a second kernel. */
-#include "backend/cuda/device.h"
-
-enum { SUM, MAX, MIN };
+#include "backend/cuda/columns.h"
 
 /* NaN goes before all, then the larger (or smaller). */
 DEV bool beats(int op, double a, double b)
@@ -30,25 +28,6 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
 /* The value of an empty part. */
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
-
-/* Where results go: part s of kept element i is parts[s * kept + i]; with one part, straight to y. */
-struct target { void *parts, *y; int y_type, op; bool accumulate; double divide; };
-
-DEV void finish(const target &t, int64_t i, double v)
-{
-    if (t.op == SUM) v = v / t.divide;
-    store_d(t.y, t.y_type, i, t.accumulate ? load_d(t.y, t.y_type, i) + v : v);
-}
-DEV void finish(const target &t, int64_t i, int64_t v)
-{
-    if (t.accumulate) v = (int64_t)((uint64_t)load_i(t.y, t.y_type, i) + (uint64_t)v);
-    store_i(t.y, t.y_type, i, v);
-}
-template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, int part, int parts, A v)
-{
-    if (parts > 1) ((A *)t.parts)[part * kept + i] = v;
-    else finish(t, i, v);
-}
 
 /* A block for each kept element and part. */
 template <class A>
@@ -96,36 +75,17 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
     }
 }
 
-/* Sums of the columns of a matrix [rows, kept] whose rows are ld apart and aligned: a thread has as many columns as 16
- * bytes, and asks for several rows before it adds the first, in the order of apart_kernel. */
-enum { COLUMN_THREADS = 128, ROWS_AHEAD = 8 };
+/* The columns of a matrix [rows, kept] whose rows are ld apart and aligned. */
+template <class T> struct plain_rows {
+    const T *x;
+    int64_t ld;
+    __device__ __forceinline__ pack<T> load(int64_t i, int64_t j) const { return load_pack(x + j * ld + i * pack<T>::n); }
+    __device__ __forceinline__ pack<T> finish(int64_t, int64_t, const pack<T> &loaded) const { return loaded; }
+};
 template <class T>
-static __global__ void columns_kernel(target t, const T *x, int64_t kept, int64_t rows, int64_t ld)
+KERNEL_UP_TO(COLUMN_THREADS * ROW_GROUPS, 2) columns_kernel(target t, const T *x, int64_t kept, int64_t rows, int64_t ld)
 {
-    const int W = pack<T>::n;
-    int part = blockIdx.y, parts = gridDim.y;
-    int64_t step = (rows + parts - 1) / parts, end = min((part + 1) * step, rows);
-    for (int64_t i = FIRST_ELEMENT; i < kept / W; i += ALL_THREADS) {
-        const T *from = x + i * W;
-        double v[W] = { 0 };
-        int64_t j = part * step;
-        for (; j + ROWS_AHEAD <= end; j += ROWS_AHEAD) {
-            pack<T> ahead[ROWS_AHEAD];
-#pragma unroll
-            for (int r = 0; r < ROWS_AHEAD; r++) ahead[r] = load_pack(from + (j + r) * ld);
-#pragma unroll
-            for (int r = 0; r < ROWS_AHEAD; r++)
-#pragma unroll
-                for (int k = 0; k < W; k++) v[k] += (double)up(ahead[r].v[k]);
-        }
-        for (; j < end; j++) {
-            pack<T> one = load_pack(from + j * ld);
-#pragma unroll
-            for (int k = 0; k < W; k++) v[k] += (double)up(one.v[k]);
-        }
-#pragma unroll
-        for (int k = 0; k < W; k++) deliver(t, kept, i * W + k, part, parts, v[k]);
-    }
+    sum_columns_of<T, 4>(t, kept, rows, plain_rows<T>{ x, ld });
 }
 
 template <class A> static __global__ void combine_kernel(target t, int64_t kept, int parts)
@@ -135,6 +95,13 @@ template <class A> static __global__ void combine_kernel(target t, int64_t kept,
         for (int part = 1; part < parts; part++) v = combine(t.op, v, ((const A *)t.parts)[part * kept + i]);
         finish(t, i, v);
     }
+}
+
+int ps_cuda_combine_sums(const target *t, int64_t kept, int64_t parts)
+{
+    auto kernel = combine_kernel<double>;
+    PS_LAUNCH(kernel, blocks_for(kept), THREADS, 0, ps_cu->compute, *t, kept, (int)parts);
+    return ps_cuda_launched();
 }
 
 /* The dimensions of x that are reduced (or not), in order. */
@@ -161,8 +128,8 @@ static bool sum_columns(const target &t, const ps_view *x, const ps_cu_reduction
         reduced.stride[0][0] % W != 0 || !aligned16(x->data))
         return false;
     auto kernel = columns_kernel<T>;
-    PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(kept.numel / W, COLUMN_THREADS), (unsigned)r.parts), COLUMN_THREADS, 0,
-              ps_cu->compute, t, (const T *)x->data, kept.numel, reduced.numel, reduced.stride[0][0]);
+    PS_LAUNCH(kernel, column_blocks(kept.numel / W, r.parts), COLUMN_THREADS * ROW_GROUPS, 0, ps_cu->compute, t,
+              (const T *)x->data, kept.numel, reduced.numel, reduced.stride[0][0]);
     return true;
 }
 
