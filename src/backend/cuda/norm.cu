@@ -65,12 +65,19 @@ norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, voi
     const int W = pack<T>::n;
     int64_t c = (int64_t)threadIdx.x * W;
     bool own = c < C;
-    uint4 scale = slice_of(w, c, own && w), shift = slice_of(b, c, own && b);
-    for (int64_t first = blockIdx.x * (int64_t)ROWS; first < rows; first += gridDim.x * (int64_t)ROWS) {
+    uint4 scale = slice_of(w, c, own && w), shift = slice_of(b, c, own && b), next[ROWS];
+    int64_t first = blockIdx.x * (int64_t)ROWS, jump = gridDim.x * (int64_t)ROWS;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) next[r] = slice_of(x, (first + r) * C + c, own && first + r < rows);
+    for (; first < rows; first += jump) {
         uint4 v[ROWS];
         A mean[ROWS], rstd[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) v[r] = slice_of(x, (first + r) * C + c, own && first + r < rows);
+        for (int r = 0; r < ROWS; r++) {             /* the next rows come while these are computed */
+            int64_t later = first + jump + r;
+            v[r] = next[r];
+            next[r] = slice_of(x, later * C + c, own && later < rows);
+        }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             mean[r] = rstd[r] = 0;
@@ -138,7 +145,8 @@ template <class T> static int run_norm(ps_call *call, bool rms, double eps)
         auto slices = rms ? norm_slices_kernel<T, true, FEW, FEW_ROWS> : norm_slices_kernel<T, false, FEW, FEW_ROWS>;
         if (threads > FEW)
             slices = rms ? norm_slices_kernel<T, true, MANY, MANY_ROWS> : norm_slices_kernel<T, false, MANY, MANY_ROWS>;
-        PS_LAUNCH(slices, row_blocks(ps_cu_div_up(rows, each)), threads, 0, ps_cu->compute,
+        int64_t groups = ps_cu_div_up(rows, each), at_once = (int64_t)ps_cu->card.sm_count * (768 / threads);
+        PS_LAUNCH(slices, (unsigned)(groups < at_once ? groups : at_once), threads, 0, ps_cu->compute,
                   (T *)call->out[0].data, (const T *)x->data, (const T *)w.p, (const T *)b.p,
                   mean && ps_has(mean) ? mean->data : NULL, ps_has(rstd) ? rstd->data : NULL, rows, C, eps);
         return 0;
