@@ -345,7 +345,8 @@ correct() {
   local model=gpt2 small=char rows=4 seq=512 parts=8 part_of dtype full=1 real="PS_CUDA_REAL=1" llama=llama-110m
   [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32 full=0 parts=2 llama=tiny
   smoke
-  local step=("$run" bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 3 --gemm 0)
+  # Without the compiler of LuaJIT, whose traces end by unwinding the stack, which aborts under the sanitizer.
+  local step=("$run" -joff bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 3 --gemm 0)
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   if [ -n "$hopper" ]; then
@@ -375,7 +376,7 @@ correct() {
   if [ -x "$sanitizer" ]; then
     job "compute-sanitizer memcheck" 150 "$sanitizer" --error-exitcode 9 "${step[@]}"
     [ -n "$hopper" ] && job "compute-sanitizer memcheck, attention by wgmma" 100 env PS_CUDA_ATTENTION=wgmma \
-      "$sanitizer" --error-exitcode 9 "$run" bench/gpu_speed.lua --part attention --small
+      "$sanitizer" --error-exitcode 9 "$run" -joff bench/gpu_speed.lua --part attention --small
     job "compute-sanitizer synccheck" 100 "$sanitizer" --tool synccheck --error-exitcode 9 "${step[@]}"
     job "compute-sanitizer racecheck" 150 "$sanitizer" --tool racecheck --error-exitcode 9 "${step[@]}"
   else
@@ -391,26 +392,24 @@ card_gib() {
   echo $((mib / 1024))
 }
 
-# Own figures come first, each with a profile of its step. PEERS=0 leaves PyTorch's rows out, PEERS=1 runs only those.
+# Own figures come first, each with a profile of its step unless PROFILE=0. PEERS=0 leaves PyTorch's rows out, PEERS=1
+# runs only those. HOW=blocks compiles PyTorch's models by blocks alone, which takes a third of the time.
 speed() {
   local small="" models="gpt2 gpt2-xl llama-3.2-1b" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
   [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
-  local model batch half limit family kind length
+  local model batch half limit family
   if [ "${PEERS:-}" != 1 ]; then
     measure "products" 40 "$run" bench/gpu_speed.lua --part matmul $small
-    for kind in "" $([ -n "$hopper" ] && echo wgmma mma); do
-      for length in 1024 2048; do
-        measure "attention${kind:+ by $kind}" 40 env PS_CUDA_ATTENTION="$kind" "$run" bench/gpu_speed.lua \
-          --part attention --seq $length $small
-      done
-    done
+    measure "attention" 40 "$run" bench/gpu_speed.lua --part attention $small
+    [ -n "$hopper" ] && measure "attention by mma" 40 env PS_CUDA_ATTENTION=mma "$run" bench/gpu_speed.lua \
+      --part attention $small
     for model in $models; do
       sizes_of "$model"
       for half in $batch $((batch / 2)) $((batch / 4)); do
         measure "$model" 80 "$run" bench/train.lua --device cuda --family "$family" --model "$model" --batch "$half" \
           --seq $seq --steps 10 --gemm $gemm && break
       done
-      check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
+      [ "${PROFILE:-}" = 0 ] || check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
         --batch "$half" --seq $seq --steps 5 --gemm 0 --profile
       measure "$model, cheap outputs kept" 60 "$run" bench/train.lua --device cuda --family "$family" \
         --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0 --keep

@@ -9,7 +9,7 @@
 #include "engine/engine.h"
 
 enum { STREAMS = 4, SLICES = 16, COPIES = 4, ROUNDS = 3, PASSES = 8 };
-static const int64_t most_numel = (int64_t)4 << 20, least_numel = 16 << 10;
+static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
