@@ -412,12 +412,66 @@ local function same_or_fail(name, tensor, param)
   return own
 end
 
---- Takes over what state_dict gave. Tensors that lie where their parameter does are adopted, not copied.
----@param state {tensors: table<string, ps.Tensor>, values: table}
+-- The optimizer as engine/state.lua sees one, which has PyTorch's form.
+local function for_torch(self)
+  local view = { named = own_names(self) ~= nil, kind = self.kind.name, steps = self.steps, groups = self.groups,
+    group_of = {}, averages = {}, engine = { steps = self.steps, built = { list = {} } } }
+  local number_of, names = {}, names_for(self)
+  for number, group in ipairs(self.groups) do
+    number_of[group] = number - 1
+    if self.kind.state(group)[1] then view.averages = self.kind.state(group) end
+  end
+  for i, entry in ipairs(self.entries) do
+    view.group_of[i] = number_of[entry.group]
+    view.engine.built.list[i] = { name = entry.name or names[i] }
+  end
+  function view.count() return #self.entries end
+  function view.order(_, i) return i end
+  function view.updates(_, i) return self.entries[i].t end
+  function view.set_updates(_, i, t) self.entries[i].t = t end
+  function view.slot(_, i)
+    local entry, averages = self.entries[i], {}
+    prepare(self.kind, entry)
+    for k, name in ipairs(self.kind.state(entry.group)) do averages[k] = entry[name] end
+    return { name = view.engine.built.list[i].name, param = entry.param,
+      averages = #averages == #view.averages and averages or nil }
+  end
+  return view
+end
+
+--- PyTorch's form, as optimizer:state_dict() of an engine gives it: {state = {[n] = {step, exp_avg, ...}},
+--- param_groups}. The load_state_dict of PyTorch's optimizer, and of this one, take it. Tensors are lent.
+---@return {state: table<integer, table>, param_groups: table[]}
+function Optimizer:torch_state_dict()
+  called(self, "torch_state_dict")
+  return require("ps.engine.state").torch(for_torch(self), own_names(self) ~= nil)
+end
+
+-- Whether a state, or an open file of one, is in PyTorch's form.
+local function is_torch(state)
+  if type(state.holds) == "function" then return state:holds "param_groups" end
+  return state.values == nil and state.param_groups ~= nil
+end
+
+-- Takes over a state in PyTorch's form. It has no masters, which begin anew as the parameters are.
+local function load_torch(self, state)
+  local view = for_torch(self)
+  require("ps.engine.state").load(view, state)
+  self.steps = view.steps
+  for _, entry in ipairs(self.entries) do entry.master = nil end
+end
+
+--- Takes over what state_dict gave: tensors that lie where their parameter does are adopted, not copied. Or PyTorch's
+--- form (torch_state_dict), from tables or an open file, which is copied.
+---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
   E.check_running "optimizer:load_state_dict"
   caller.typed(state, "table", "load_state_dict: the state")
+  if is_torch(state) then
+    load_torch(self, state)
+    return
+  end
   caller.typed(state.values, "table", "load_state_dict: its values")
   if model ~= nil and not core.is_module(model) then error("load_state_dict takes a model behind the state") end
   local values, planned = state.values, {}

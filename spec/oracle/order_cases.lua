@@ -29,6 +29,23 @@ local function run(folder)
   optimizer:load_state_dict(ps.load(folder .. "/torch.pt"))
   ps.save(optimizer:state_dict(model).tensors, folder .. "/by_name.safetensors")
   ps.save(optimizer:state_dict(), folder .. "/ours.pt")
+  model:close()
+  model = nil
+  local module, groups = ps.from_pretrained(case.model, { quiet = true }), nil
+  if case.groups then
+    groups = { { params = {}, param_names = {} }, { params = {}, param_names = {} } }
+    for name, p in module:named_parameters() do
+      local group = groups[is_bias(name) and 1 or 2]
+      table.insert(group.params, p)
+      table.insert(group.param_names, name)
+    end
+  end
+  local params = {}
+  for key, value in pairs(case.params) do params[key] = value end
+  local plain = ps.optim[case.kind](groups or module, params)
+  plain:load_state_dict(ps.load(folder .. "/torch.pt"))
+  ps.save(plain:state_dict(module).tensors, folder .. "/plain_by_name.safetensors")
+  ps.save(plain:torch_state_dict(), folder .. "/plain_ours.pt")
   return { names = names }
 end
 

@@ -3,7 +3,8 @@
 
 transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of PyTorch
 (Adam, AdamW, SGD with momentum; made from parameters or from named parameters, of one group or two) takes some steps with drawn
-gradients. order_cases.lua reads the model's folder, takes the state over and writes it again, by names and in PyTorch's form.
+gradients. order_cases.lua reads the model's folder, takes the state over into an engine's optimizer and into one of ps.optim, and
+writes it again, by names and in PyTorch's form.
 The names of the parameters must be those of named_parameters, in its order. The state of each name must have the bits of
 PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first.
 """
@@ -76,13 +77,16 @@ def judge(case, model, want):
     off = [f"named_parameters: number {i} is {a}, of transformers {b}" for i, (a, b) in
            enumerate(zip(result["names"] + [None] * len(names), names)) if a != b]
     off += [f"{n}: no such parameter in transformers" for n in result["names"] if n not in names]
-    off += compare("taken over", load_file(os.path.join(case["out"], "by_name.safetensors")), want)
-    back = optimizer_of(case, model, not case["named"])
-    back.load_state_dict(torch.load(os.path.join(case["out"], "ours.pt")))
-    off += compare("given back", state_by_name(model, back), want)
-    listed = [n for group in back.state_dict()["param_groups"] for n in group["param_names"]]
-    order = [n for group in back.param_groups for p in group["params"] for n, q in model.named_parameters() if p is q]
-    return off + ([] if listed == order else ["param_names that were given back are not those of the parameters"])
+    for prefix in "", "plain_":                      # by the engine, and by ps.optim
+        off += compare(prefix + "taken over", load_file(os.path.join(case["out"], prefix + "by_name.safetensors")), want)
+        back = optimizer_of(case, model, not case["named"])
+        back.load_state_dict(torch.load(os.path.join(case["out"], prefix + "ours.pt")))
+        off += compare(prefix + "given back", state_by_name(model, back), want)
+        listed = [n for group in back.state_dict()["param_groups"] for n in group["param_names"]]
+        order = [n for group in back.param_groups for p in group["params"] for n, q in model.named_parameters() if p is q]
+        if listed != order:
+            off.append(prefix + "param_names that were given back are not those of the parameters")
+    return off
 
 
 def main():

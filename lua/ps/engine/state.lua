@@ -10,6 +10,7 @@
 --     averages: a tensor for each of the optimizer's; nil where another rank has them
 --   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
+--   named: false where parameters have no names
 local ps = require "ps"
 local cut = require "ps.nn.cut"
 local optim_groups = require "ps.optim_groups"
@@ -145,8 +146,9 @@ end
 --- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: the form that the load_state_dict of torch.optim.AdamW
 --- takes; that of SGD has momentum_buffer, and leaves `step` aside. Groups have param_names, which PyTorch keeps.
 ---@param opt ps.EngineOptimizer
+---@param named? boolean default true: groups have param_names
 ---@return {state: table<integer, table>, param_groups: table[]}
-function state.torch(opt)
+function state.torch(opt, named)
   local all, groups, n = torch_pt.mark("dict", {}), {}, 0
   for number, list in ipairs(members(opt)) do
     local group, params, names = opt.groups[number], torch_pt.mark("list", {}), torch_pt.mark("list", {})
@@ -158,7 +160,7 @@ function state.torch(opt)
       end
       params[k], names[k], n = n, at.name, n + 1
     end
-    groups[number] = torch_group(group, params, names)
+    groups[number] = torch_group(group, params, named ~= false and names or nil)
   end
   return { state = all, param_groups = groups }
 end
@@ -215,9 +217,9 @@ local function check_torch_group(from, number, opt)
 end
 
 -- The numbers that a saved group has for `list`, its parameters here. A group with param_names has its numbers in the
--- order of those names; one without has them in the order of the model.
-local function numbers_of(group, number, list)
-  local params, names = group.params or {}, group.param_names
+-- order of those names; one without has them in the order of the model. named: the parameters here have names.
+local function numbers_of(group, number, list, named)
+  local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then
     error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
   end
@@ -242,7 +244,7 @@ local function load_torch(opt, saved)
   local plan, most = {}, 0
   for number, list in ipairs(members(opt)) do
     check_torch_group(groups[number], number, opt)
-    local params = numbers_of(groups[number], number, list)
+    local params = numbers_of(groups[number], number, list, opt.named ~= false)
     for k, at in ipairs(list) do
       local source, step = entry_of(saved, params[k])
       step = source and whole_step(opt, source, step, at.name) or 0
