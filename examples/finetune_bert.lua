@@ -6,7 +6,8 @@
 --
 -- A line of the data is {"text": "a fine film", "label": 1}, which the tokenizer in the model's folder turns into ids,
 -- or {"input_ids": [101, 7592, 102], "label": 1}. Classes count from 0. Without --data it draws sequences whose class
--- is whether two tokens come in order. Without --model it begins with a small BERT that knows nothing.
+-- is whether two tokens come in order. Without --model it begins with a small BERT that knows nothing, which
+-- needs a higher rate and more epochs than a pretrained one: the defaults of --lr and --epochs differ.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
@@ -14,20 +15,29 @@ local line = require "ps.command_line"
 local bert = require "models.bert"
 local progress = require "ps.progress"
 
-local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1 }
+local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
+  pretrained = { lr = 5e-5, epochs = 3 },                   -- as BERT's authors fine-tune
+  untrained = { lr = 2e-3, epochs = 5 },                    -- of a small model from random weights
+}
 
 local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
 parser:option("--model", "A folder, or a name in Hugging Face's cache; else a small BERT that knows nothing.")
 parser:option("--data", "Lines to learn, {\"text\": \"...\", \"label\": 0}; else drawn ones.")
 parser:option("--held-out", "Lines to judge by; else the last tenth of --data.")
 parser:option("--out", "The folder to write the model to.")
-line.whole(parser:option("--epochs", "Times that each line is learned.", "3"), 1)
+local function default(key)
+  return (" Default: %g with --model, else %g."):format(settings.pretrained[key], settings.untrained[key])
+end
+line.whole(parser:option("--epochs", "Times that each line is learned." .. default "epochs"), 1)
 line.whole(parser:option("--batch", "Lines of a step.", "32"), 1)
-line.number(parser:option("--lr", "Learning rate at its highest.", "5e-5"), 0)
+line.number(parser:option("--lr", "Learning rate at its highest." .. default "lr"), 0)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:option("--device", "What computes: cpu or cuda.", "cpu")
 parser:flag("--json", "Print nothing but one JSON line.")
 local args = parser:parse()
+for key, value in pairs(args.model and settings.pretrained or settings.untrained) do
+  if args[key] == nil then args[key] = value end
+end
 ps.manual_seed(args.seed)
 
 -- A list of {ids or text, label} and the number of classes.
