@@ -65,7 +65,10 @@ describe("a profile", function()
       { kind = "adam", begin = 700, finish = 990 } }, { p.bands[1], p.bands[2], p.bands[3] })
     assert.same({ 0, 100, 600, 1100, 1600 }, p.chunks[1].times)
     assert.same({ "host", "device", "host", "device", "host" }, p.chunks[1].on)
-    assert.same({ "exp_avg_sq", "disk", "host" }, { p.chunks[4].kind, unpack(p.chunks[4].on) })
+    local kinds = {}                          -- PatrickStar's sections: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM
+    for i, chunk in ipairs(p.chunks) do kinds[i] = chunk.kind end
+    assert.same({ "param", "param", "exp_avg_sq", "exp_avg" }, kinds)
+    assert.same({ "disk", "host" }, p.chunks[3].on)
   end)
 
   it("without its first step begins with what held then", function()
@@ -77,7 +80,7 @@ describe("a profile", function()
     assert.same({ profile_lib.PEAK.nbytes, profile_lib.PEAK.ts }, { read.peak(tier) })
     assert.same({ 1000, 0, 4 * 2 ^ 20 }, { tier.times[1], tier.held[1], tier.other[1] })
     assert.same({ 1000, 1100 }, { p.chunks[1].times[1], p.chunks[1].times[2] })
-    assert.same({ { 1000 }, { "host" } }, { p.chunks[4].times, p.chunks[4].on })
+    assert.same({ { 1000 }, { "host" } }, { p.chunks[3].times, p.chunks[3].on })
     assert.same({ 3, 1000, 2 }, { #p.bands, p.bands[1].begin, p.steps[1].step })
     p = read.file(changed(function(made) made.psluajit.steps[2].first = true end))
     check.fails_saying({ "all 2 steps are without a plan" }, function() read.drop_warmup(p) end)
@@ -97,6 +100,11 @@ describe("a profile", function()
     assert.equal(5, #p.chunks)                               -- chunk 9 came and went at one moment
     local gone = p.chunks[5]
     assert.same({ 8, "gone", 4096, 5000, "host" }, { gone.id, gone.kind, gone.nbytes, gone.times[1], gone.on[1] })
+    p = read.file(changed(function(made)
+      made.traceEvents[#made.traceEvents + 1] = { cat = "chunk", ph = "i", name = "allocate", ts = 5000,
+        args = { chunk = 8, kind = "param", bytes = 4096, tier = "host", on = { "host" } } }
+    end))
+    assert.same({ 8, "param", true }, { p.chunks[3].id, p.chunks[3].kind, p.chunks[3].gone })
   end)
 
   it("that is none, is cut off or damaged is an error that says what is wrong", function()
@@ -175,9 +183,28 @@ describe("a profile that was just saved", function()
     end
     read.drop_warmup(p)
     assert.same({ 1, 2 }, { #p.steps, p.steps[1].step })
+    for _, chunk in ipairs(p.chunks) do assert.not_equal("gone", chunk.kind) end
     local kinds = {}
     for _, band in ipairs(p.bands) do kinds[band.kind] = true end
     assert.same({ forward = true, backward = true, adam = true }, kinds)
+  end)
+end)
+
+describe("a profile that was begun before ps.initialize", function()
+  it("has no memory of a device without data", function()
+    local path = folder .. "/early.json"
+    ps.profiler.start()
+    local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
+      config = { plan_print = false, optimizer = { type = "AdamW" } } }
+    local x = ps.randint(0, 256, { 2, 32 }, { dtype = "int32" })
+    model:backward(model(x, x))
+    optimizer:step()
+    ps.profiler.stop()
+    ps.profiler.save(path)
+    model:close()
+    local p = read.file(path)
+    for _, tier in ipairs(p.tiers) do assert.not_equal("meta", tier.name) end
+    check.fails_saying({ "has no memory of type GPU; it has CPU" }, function() read.tier(p, "GPU") end)
   end)
 end)
 
@@ -188,7 +215,7 @@ describe("tools/profile_visualizer.lua", function()
     assert.same({ "wrote memory.svg\n", 0 }, { out, code })
     local svg = check.read(folder .. "/memory.svg")
     assert.near(profile_lib.FIRST_PEAK.ts / 1990, highest(line_of(svg, 214, 39, 40)), 1e-3)       -- total
-    assert.near(500 / 1990, highest(line_of(svg, 17, 17, 17)), 1e-3)                              -- chunks
+    assert.near(500 / 1990, highest(line_of(svg, 31, 119, 180)), 1e-3)                              -- chunks
     assert.truthy(svg:find("peak 128 MiB at 0.25 ms", 1, true))
     for _, word in ipairs { "forward", "backward", "Adam", "total", "chunks", "other", "budget" } do
       assert.truthy(svg:find(">" .. word .. "<", 1, true), word)
@@ -214,10 +241,14 @@ describe("tools/profile_visualizer.lua", function()
     assert.same({ "wrote access.svg\n", 0 }, { out, code })
     local svg = check.read(folder .. "/access.svg")
     -- chunks 0 and 1 are on the device twice; each tier has one more area in the key
-    assert.same({ 5, 1 + 1 }, { areas(svg, " *51, *133, *254"), areas(svg, "230, 171, *2") })
+    assert.same({ 5, 1 + 1 }, { areas(svg, "233, *97, 108"), areas(svg, "230, 171, *2") })
     for _, kind in ipairs { "param", "exp_avg", "exp_avg_sq" } do
       assert.truthy(svg:find(">" .. kind .. "<", 1, true), kind)
     end
+    local function height(kind)
+      return tonumber(svg:match("translate%([%d.]+,([%d.]+)%)[^\n]*\n%s*<text>" .. kind .. "<"))
+    end
+    assert.truthy(height "param" > height "exp_avg_sq" and height "exp_avg_sq" > height "exp_avg")   -- from the bottom
     assert.same({ "wrote access.png\n", 0 }, { tool "profile.json --fig_type=access --out access.png" })
     assert.equal("\137PNG", check.read(folder .. "/access.png"):sub(1, 4))
   end)

@@ -64,8 +64,10 @@ describe("profiles of ranks", function()
         group:linear_scattered(ps.ones { 20, 64 }, w, { pieces = 4 })
       end)
       ps.profiler.stop()
-      print("wrote " .. ps.profiler.save(folder .. "/profile.json"))
-      print("wrote " .. ps.profiler.save(folder .. "/plain"))
+      print("wrote " .. ps.profiler.save(folder .. "/profile.json", { align = true }))
+      print("wrote " .. ps.profiler.save(folder .. "/plain", { align = true }))
+      if ps.rank() == 0 then print("wrote " .. ps.profiler.save(folder .. "/alone.json")) end
+      group:all_reduce(ps.ones { 7 })
       local rows = ps.profiler.report { limits = false, quiet = true }        -- this rank's alone
       assert(#rows > 0)
       model:close()
@@ -93,6 +95,20 @@ describe("profiles of ranks", function()
       for _, e in ipairs(events[rank]) do assert.equal(rank, e.pid) end
       assert.truthy(all[rank].text:find(("wrote %s/profile.rank%d.json\n"):format(folder, rank), 1, true))
       assert.truthy(all[rank].text:find(("wrote %s/plain.rank%d\n"):format(folder, rank), 1, true))
+    end
+  end)
+
+  it("may be one rank's alone, which no other has to save", function()
+    assert.truthy(all[0].text:find(("wrote %s/alone.rank0.json\n"):format(folder), 1, true))
+    assert.is_nil(io.open(folder .. "/alone.rank1.json"))
+    local alone = json.decode(check.read(folder .. "/alone.rank0.json"))
+    assert.same({ 0, 2, 0, 0 }, { alone.psluajit.rank, alone.psluajit.ranks, alone.psluajit.clock_offset_ns,
+      alone.psluajit.clock_error_ns })
+    assert.same(#events[0], #alone.traceEvents)
+    for i, e in ipairs(alone.traceEvents) do                   -- the same events by another zero
+      local other = events[0][i]
+      assert.equal(other.name, e.name)
+      if e.ts then assert.near(other.ts - events[0][1].ts, e.ts - alone.traceEvents[1].ts, 0.002) end
     end
   end)
 

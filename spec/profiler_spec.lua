@@ -197,6 +197,7 @@ describe("ps.profiler", function()
     assert.equal("affine", of(events, "op")[#of(events, "op")].name)
     fails(function() ps.profiler.start { events = 0 } end, "events is 0; a record holds 1 to")
     fails(function() ps.profiler.save() end, "takes the name of a file")
+    fails(function() ps.profiler.save("x.json", { aligned = true }) end, "did you mean 'align'?")
     fails(function() ps.profiler.save "/no/such/folder/profile.json" end, "no/such/folder")
   end)
 

@@ -246,9 +246,9 @@ int ps_op_kernel_device(ps_ctx *ctx, int device, int op);  /* the device whose k
  * of an OP, id its rows; MODULE: an interval of the module; STEP: name 1 where it is the first, or had no plan; ACTION:
  * name is PS_ACT_*, id the micro-batch, to the virtual stage; COPY: name 0 up, 1 down, id the chunk, from and to
  * tiers; DISK: name 0 read, 1 write; COLLECTIVE: name is a number of ps_record_call_name, id the group, on how many
- * ranks it has; WAIT: name is PS_WAIT_*, id the chunk or -1; CHUNK: name is PS_CHUNK_*, id the chunk, to the tier
- * that changed, on the tiers on which it has memory, a bit set; TIER: to the tier, bytes those of chunks; DEVICE:
- * the same without chunks. */
+ * ranks it has; WAIT: name is PS_WAIT_*, id the chunk or -1; CHUNK: name is PS_CHUNK_*, id the chunk, of its kind
+ * (PS_KIND_*), to the tier that changed, on the tiers on which it has memory, a bit set; TIER: to the tier, bytes those
+ * of chunks; DEVICE: the same without chunks. */
 enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS_REC_DISK, PS_REC_COLLECTIVE,
        PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE, PS_REC_PART };
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
@@ -260,7 +260,7 @@ typedef struct ps_record_event {
   int64_t bytes;
   int64_t flops;               /* of an OP; of a TIER or DEVICE: bytes of other tensors */
   int32_t step, module;        /* 0: none */
-  int32_t id, pad;
+  int32_t id, of;
   uint16_t name, on;
   uint8_t kind, action, from, to;
 } ps_record_event;

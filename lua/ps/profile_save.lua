@@ -5,6 +5,7 @@ local clock = require "ps.profile_clock"
 local dist = require "ps.dist"
 local encode = require "ps.checkpoints.encode"
 local events = require "ps.profile_events"
+local kinds = require "ps.engine.layout.kinds"
 local look = require "ps.engine.inspect"
 local ffi, C = E.ffi, E.C
 
@@ -83,8 +84,9 @@ local TELLS = {
     return events.waits[e.name], (e.id >= 0 and (',"chunk":%d'):format(e.id) or "") .. w:in_module(e)
   end,
   [C.PS_REC_CHUNK] = function(w, e)
-    return events.chunks[e.name], (',"chunk":%d,"bytes":%d,"tier":%s%s,"on":%s'):format(e.id, tonumber(e.bytes),
-      text(w:tier(e.to)), e.name == C.PS_CHUNK_MOVE and ',"from":' .. text(w:tier(e.from)) or "", w:places(e.on))
+    return events.chunks[e.name], (',"chunk":%d,"kind":%s,"bytes":%d,"tier":%s%s,"on":%s'):format(e.id,
+      text(kinds.name[e.of]), tonumber(e.bytes), text(w:tier(e.to)),
+      e.name == C.PS_CHUNK_MOVE and ',"from":' .. text(w:tier(e.from)) or "", w:places(e.on))
   end,
 }
 
@@ -158,13 +160,14 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
---- The record as the text of a file.
+--- The record as the text of a file. Time 0 is the first event, or, of one of several ranks whose clocks are not
+--- aligned, that of the machine's clock, which its ranks share.
 ---@param group? ps.Group all ranks of which call this: their clocks are aligned; nil: this rank's clock alone
 ---@return string
 return function(group)
   local list, n, order, dropped = events.read()
   local first = n > 0 and list[order[1]].begin_ns or nil
-  local offset, wrong, zero = 0LL, 0LL, first or 0LL
+  local offset, wrong, zero = 0LL, dist.rank() == 0 and 0LL or nil, dist.world_size() == 1 and first or 0LL
   if group then offset, wrong, zero = clock.align(group, first) end
   local w = setmetatable({ tiers = look.tiers() or {}, modules = events.modules(), lines = {}, free = {},
     rank = dist.rank(), offset = offset, zero = zero }, Writer)
@@ -181,7 +184,7 @@ return function(group)
   w:name_tracks()
   local about = ('{"version":%d,"rank":%d,"ranks":%d,"clock_offset_ns":%s,"clock_error_ns":%s,"events":%d,'
     .. '"dropped":%d,"tiers":%s,"chunks":%s,"steps":%s}'):format(VERSION, w.rank, dist.world_size(), whole(offset),
-    whole(wrong), n, dropped, json_list(tiers), chunks_json(), json_list(steps))
+    wrong and whole(wrong) or "null", n, dropped, json_list(tiers), chunks_json(), json_list(steps))
   return ('{"displayTimeUnit":"ms","psluajit":%s,"traceEvents":[\n%s\n]}\n'):format(about,
     table.concat(w.lines, ",\n"))
 end

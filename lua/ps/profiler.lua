@@ -43,21 +43,24 @@ function profiler.stop()
   table.sort(rows, function(a, b) return a.seconds > b.seconds end)
   return rows
 end
-profiler["end"] = profiler.stop
+profiler["end"] = profiler.stop                              -- PatrickStar's name, a word of Lua
 
---- Writes what was recorded as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). Of several
---- ranks all call it. Each writes a file of its own, whose name has the rank: profile.rank1.json. Times in all of them
---- are those of rank 0's clock.
+--- Writes what was recorded as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). Each of
+--- several ranks that calls it writes a file of its own, whose name has the rank: profile.rank1.json. Other ranks need
+--- not call it, unless `align` is given.
 ---@param path string
+---@param options? { align?: boolean } align: all ranks call it, and times in all files are those of rank 0's clock;
+---  absent: those of the machine's clock, which ranks on other machines do not share
 ---@return string path the file that this rank wrote
-function profiler.save(path)
+function profiler.save(path, options)
   if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
+  options = caller.options(options, "ps.profiler.save", { align = "boolean" })
   local group = mesh.group "world"
   if group then
     local name, kind = path:match "^(.*[^/])(%.[^./]+)$"
     path = ("%s.rank%d%s"):format(name or path, group:rank(), kind or "")
   end
-  local text = require "ps.profile_save"(group)
+  local text = require "ps.profile_save"(options.align and group or nil)
   E.check(C.ps_file_write_atomic(path, text, #text))
   return path
 end

@@ -25,8 +25,8 @@ static uint16_t places_of(const ps_chunks *cs, const chunk *c)
 static void put_chunk(const ps_chunks *cs, const chunk *c, int what, int from, int t, int64_t now)
 {
     ps_record_put((ps_record_event){ .kind = PS_REC_CHUNK, .name = (uint16_t)what, .begin_ns = now, .end_ns = now,
-                                     .id = c->id, .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)t,
-                                     .on = places_of(cs, c) });
+                                     .id = c->id, .of = c->kind, .bytes = c->nbytes, .from = (uint8_t)from,
+                                     .to = (uint8_t)t, .on = places_of(cs, c) });
 }
 
 void record_tiers(ps_chunks *cs)

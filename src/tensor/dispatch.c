@@ -234,7 +234,8 @@ static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
     ps_ctx *ctx = a->ctx;
-    if (ctx->hooks || ctx->mem->table->info(ctx->mem, a->device, &info) < 0) return;
+    if (ctx->devices[a->device]->no_data || ctx->hooks) return;
+    if (ctx->mem->table->info(ctx->mem, a->device, &info) < 0) return;
     if (ctx->recorded.run == ps_record_run && ctx->recorded.used[a->device] == info.used) return;
     ctx->recorded.run = ps_record_run;
     ctx->recorded.used[a->device] = info.used;

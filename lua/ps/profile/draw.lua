@@ -7,7 +7,7 @@ local draw = {}
 local MIB = 2 ^ 20
 local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "#9467bd", "Adam" } }
 local ORDER = { device = 1, host = 2, disk = 3 }
-local TIERS = { device = "#3385fe", host = "#e9616c", disk = "#e6ab02" }      -- PatrickStar's blue and red
+local TIERS = { device = "#e9616c", host = "#3385fe", disk = "#e6ab02" }      -- PatrickStar's red and blue
 
 -- A text for gnuplot's script. A name from a stranger's file must not end its line: what followed would be a command.
 local function quote(text)
@@ -92,7 +92,7 @@ function draw.memory(self, tier, path)
   block(lines, "memory", rows)
   for column, name in ipairs { "total", "chunks", "other" } do
     plots[#plots + 1] = ("$memory using 1:%d with steps lw 2 lc rgb '%s' title '%s'"):format(column + 1,
-      ({ "#d62728", "#111111", "#ff7f0e" })[column], name)
+      ({ "#d62728", "#1f77b4", "#ff7f0e" })[column], name)
   end
   if has_budget then
     plots[#plots + 1] = ("%.9g with lines dt 2 lc rgb '#555555' title 'budget'"):format(tier.budget / MIB)
@@ -110,7 +110,7 @@ function draw.memory(self, tier, path)
   gnuplot(path, lines, 600)
 end
 
---- Draws where each chunk was over time: a row a chunk, by kind, coloured by its fastest tier.
+--- Draws where each chunk was over time: a row a chunk, by kind from the bottom up, coloured by its fastest tier.
 ---@param self ps.Profile
 ---@param path string ends in .svg or .png
 function draw.access(self, path)
@@ -148,7 +148,7 @@ function draw.access(self, path)
   set("title %s noenhanced", quote(title_of(self, ("where %d chunks are"):format(#self.chunks))))
   set "xlabel 'time / ms'"
   set("xrange [0:%.9g]", math.max(ms(self.finish), 1e-6))
-  set("yrange [%d:0]", #self.chunks)
+  set("yrange [0:%d]", #self.chunks)
   set("ytics (%s) noenhanced", table.concat(tics, ", "))
   set "lmargin 14"
   for _, row in ipairs(seams) do

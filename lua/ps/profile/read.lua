@@ -28,14 +28,16 @@ local read = {}
 
 ---@class ps.profile.Chunk
 ---@field id integer
----@field kind string "gone" of a chunk that did not exist any more when the profile was saved
----@field index integer
+---@field kind string "gone": nobody told, as in files of earlier versions for chunks that were gone when it was saved
+---@field index integer of a chunk that was gone its id
+---@field gone boolean it did not exist any more when the profile was saved
 ---@field nbytes integer
 ---@field tensors string[]
 ---@field times number[] of changes
 ---@field on (string|false)[] the fastest tier on which it has memory from each of these times on; false: none
 
-local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad" }
+-- PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
+local KINDS = { "param", "param_fp32", "exp_avg_sq", "exp_avg", "momentum_buffer", "grad" }
 local BANDS = { forward = "forward", backward = "backward", input = "backward", weight = "backward", update = "adam" }
 
 local rank_of_kind = {}
@@ -95,12 +97,13 @@ local function checks(path)
   return check
 end
 
--- Sorts chunks by kind, then by index.
+-- Sorts chunks by kind, then by index; those that were gone are the last of their kind.
 local function sort(chunks)
   local function rank(chunk) return rank_of_kind[chunk.kind] or #KINDS + 1 end
   table.sort(chunks, function(a, b)
     local x, y = rank(a), rank(b)
     if x ~= y then return x < y end
+    if a.gone ~= b.gone then return b.gone end
     return a.index < b.index
   end)
 end
@@ -126,7 +129,7 @@ local function chunks_of(head, check)
     if type(given) ~= "table" then check.fail("psluajit.chunks[" .. i .. "]", given, "a table") end
     local chunk = { id = check.number(given.id, at .. "id"), kind = check.text(given.kind, at .. "kind"),
       index = check.number(given.index, at .. "index"), nbytes = check.nbytes(given.nbytes, at .. "nbytes"),
-      tensors = check.list(given.tensors or {}, at .. "tensors"), times = {}, on = {} }
+      gone = false, tensors = check.list(given.tensors or {}, at .. "tensors"), times = {}, on = {} }
     for k, name in ipairs(chunk.tensors) do check.text(name, ("%stensors[%d]"):format(at, k)) end
     list[i], by_id[chunk.id] = chunk, chunk
   end
@@ -166,7 +169,7 @@ end
 local function takers(self, find_tier, by_id, check)
   local take = {}
   function take.memory(event, args, what, ts)
-    if event.ph ~= "C" then return end
+    if event.ph ~= "C" or event.name == "meta" then return end      -- shapes without data, which have no bytes
     local tier = find_tier(check.text(event.name, what .. ".name"))
     local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
       check.nbytes(args.other, what .. ".args.other")
@@ -189,8 +192,8 @@ local function takers(self, find_tier, by_id, check)
     local id = check.number(args.chunk, what .. ".args.chunk")
     local chunk = by_id[id]
     if not chunk then
-      chunk = { id = id, kind = "gone", index = id, nbytes = check.nbytes(args.bytes or 0, what .. ".args.bytes"),
-        tensors = {}, times = {}, on = {} }
+      chunk = { id = id, kind = check.text(args.kind or "gone", what .. ".args.kind"), index = id, gone = true,
+        nbytes = check.nbytes(args.bytes or 0, what .. ".args.bytes"), tensors = {}, times = {}, on = {} }
       self.chunks[#self.chunks + 1], by_id[id] = chunk, chunk
     end
     local n, on = #chunk.times, check.list(args.on or {}, what .. ".args.on")[1] or false
