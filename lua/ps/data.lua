@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation.
+-- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation. A loader
+-- reads shards in C, or a list of texts (text_rows.lua).
 -- Each turn of a loader ends the scope of the turn before: it drops the tensors of a training step that nothing kept.
 local ps = require "ps"
 local caller = require "ps.caller"
@@ -8,6 +9,7 @@ local bit = require "bit"
 local ffi = require "ffi"
 local array = require "ps.array"
 local mesh = require "ps.mesh"
+local text_rows = require "ps.text_rows"
 local C, check = ps.C, ps.check
 local int_array, handle_array = array "int32_t", array "ps_tokens *"
 
@@ -195,6 +197,35 @@ local function batch_tensor(ids, rows, seq, device)
   return tensor
 end
 
+-- The rows of a loader of texts that are this rank's in the batch at a position, and the place of the first of them
+-- among the texts of the epoch, from 1. Of a last batch that is not full each rank takes as even a share as there is.
+local function own_rows(self, at)
+  local first = at.batch * self.global_batch
+  local there = math.min(self.global_batch, self.rows.count - first)
+  local from = math.floor(there * self.rank / self.world_size)
+  return math.floor(there * (self.rank + 1) / self.world_size) - from, first + from + 1
+end
+
+-- The next batch of texts; nil at the end of an epoch, which begins the next one.
+local function give_rows(self)
+  local at = self.at
+  if at.batch >= self.batches then
+    self.at = { epoch = at.epoch + 1, batch = 0 }
+    return nil
+  end
+  if not self.order or self.order.epoch ~= at.epoch then
+    self.order = self.rows:order(self.seed, at.epoch, self.shuffle)
+    self.order.epoch = at.epoch
+  end
+  local n, first = own_rows(self, at)
+  local rng = ps.rng()
+  rng.sample, rng.op = at.epoch * self.batches * self.global_batch + first - 1, 0
+  local batch = self.rows:batch(self.order, first, n, self.device)
+  given_out[self] = { batch.input_ids, batch.attention_mask, batch.labels }
+  self.at = { epoch = at.epoch, batch = at.batch + 1 }
+  return batch
+end
+
 local function give(self, x, y, rows, seq)
   local batch = { batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device) }
   given_out[self] = batch
@@ -212,6 +243,11 @@ local SAMPLE = 1024                      -- tokens of a shard's beginning and en
 function data.read_by(group)
   local loader = read_by[group]
   if not loader then return nil end
+  if loader.rows then
+    return ("%d texts (%s) in rows of at most %d tokens, batches of %d, %s"):format(loader.rows.count, loader.texts,
+      loader.seq, loader.batch, loader.shuffle and ("shuffled with seed %s"):format(tostring(loader.seed))
+      or "in order")
+  end
   if not loader.reads then
     local total, bytes = 0, {}
     for _, shard in ipairs(loader.shards) do
@@ -239,9 +275,12 @@ end
 local Loader = {}
 Loader.__index = Loader
 function Loader:__tostring()
-  local tokens = 0
+  local tokens, at = 0, self:position()
+  if self.rows then
+    return ("Loader(%d texts, %d of them cut to %d tokens, batches of %d, %d an epoch; next: batch %d of epoch %d)")
+      :format(self.rows.count, self.rows.cut, self.seq, self.batch, self.batches, at.batch, at.epoch)
+  end
   for _, shard in ipairs(self.shards) do tokens = tokens + shard:count() end
-  local at = self:position()
   return ("Loader(%.0f tokens of %s, batches of %d x %d, %d an epoch; next: batch %d of epoch %d)"):format(tokens,
     #self.shards == 1 and self.shards[1].path or #self.shards .. " shards", self.batch, self.seq, self.batches,
     at.batch, at.epoch)
@@ -256,7 +295,10 @@ local function and_also(keys)
   return keys
 end
 local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
-  world_size = "whole" }
+  world_size = "whole", texts = "table", tokenizer = "table", padding = "string", drop_last = "boolean" }
+-- What only a loader of shards takes, and only one of texts.
+local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
+local OF_TEXTS = { "tokenizer", "padding", "drop_last" }
 local WINDOWS = and_also { limit = "whole" }
 
 -- An int32 of the C interface.
@@ -269,20 +311,58 @@ local function small(options, name, default)
   return value
 end
 
+-- The fields of a loader of texts.
+local function of_texts(options, self)
+  for _, name in ipairs(OF_SHARDS) do
+    if options[name] ~= nil then
+      error(("ps.data.loader: %s is for token shards, not for texts: leave one of the two out"):format(name))
+    end
+  end
+  local texts, batch, global = caller.list(options.texts, "ps.data.loader: texts"), options.batch, self.global_batch
+  caller.whole(batch, "ps.data.loader: batch", 1)
+  caller.whole(options.seq, "ps.data.loader: seq", 1)
+  local tokenizer = caller.typed(options.tokenizer, "table", "ps.data.loader: the tokenizer, which texts need,")
+  local pads = { longest = 1, max_length = 2 }
+  local to_seq = caller.one_of(options.padding or "longest", pads, "ps.data.loader: padding") == pads.max_length
+  local drop, rest = options.drop_last ~= false, #texts % global
+  if #texts < (drop and global or 1) then
+    error(("ps.data.loader: %d texts are fewer than a batch of %d (%d on each of %d ranks)%s"):format(#texts, global,
+      batch, self.world_size, #texts > 0 and "; drop_last = false gives a smaller one" or ""))
+  end
+  if not drop and rest > 0 and rest < self.world_size then
+    error(("ps.data.loader: %d texts in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
+      :format(#texts, global, rest, self.world_size))
+  end
+  self.rows = text_rows.read(texts, tokenizer, options.seq, to_seq)
+  self.texts, self.drop_last, self.at = self.rows:hash(), drop, { epoch = 0, batch = 0 }
+  self.batches = drop and math.floor(#texts / global) or math.ceil(#texts / global)
+  return self
+end
+
 --- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
 --- ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with batch *
 --- world_size; rank r takes the rows from r * batch on. Ranks that share a model's stages or layers take the same rows.
+---
+--- Of texts a batch is one table { input_ids, attention_mask, labels }, int32 [batch, tokens], as models by names take
+--- it. A text is a row, with the special tokens of its tokenizer; one of more than seq tokens loses its last ones, and
+--- `tostring(loader)` tells how many did. Rows are padded behind, with labels of -100, with the tokenizer's pad token
+--- (else its end token, else 0).
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
 ---  integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
----  rank?: integer, world_size?: integer, device?: string} shuffle: default true; split: { 0, 0.9 } uses the first nine
+---  rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer, padding?:
+---  "longest"|"max_length", drop_last?: boolean} shuffle: default true; split: { 0, 0.9 } uses the first nine
 ---  tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and world_size: default those
 ---  of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an engine takes them from
----  anywhere)
+---  anywhere); texts: instead of shards, with their tokenizer; padding: to the longest row of the batch (default), or
+---  to seq; drop_last: false: an epoch of texts ends with a batch of fewer rows where some are left (default true)
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
-  local shards = shards_of(options)
-  local first, last = range_of(options, shards)
+  for _, name in ipairs(OF_TEXTS) do
+    if options[name] ~= nil and not options.texts then
+      error(("ps.data.loader: %s is for texts: give texts = { strings }"):format(name))
+    end
+  end
   if not (options.batch and options.seq) then error("the loader needs batch and seq") end
   for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do small(options, name) end
   if options.device ~= nil then ps.device(options.device) end
@@ -294,6 +374,12 @@ function data.loader(options)
   if rank < 0 or rank >= world_size then
     error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
   end
+  local self = { batch = options.batch, seq = options.seq, shuffle = shuffle, rank = rank, world_size = world_size,
+    global_batch = options.batch * world_size, seed = seed, device = options.device, of_mesh = of_mesh,
+    group = of_mesh and mesh.group "dp" or nil, world = of_mesh and mesh.group "world" or nil }
+  if options.texts then return setmetatable(of_texts(options, self), Loader) end
+  local shards = shards_of(options)
+  local first, last = range_of(options, shards)
   local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
     first = first, last = last, seed = seed, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2,
     rank = rank, world_size = world_size })
@@ -302,13 +388,10 @@ function data.loader(options)
   local out = ffi.new("ps_loader *[1]")
   check(C.ps_loader_new(#shards, handles, config, out))
   local n = options.batch * options.seq
-  return setmetatable({
-    handle = ffi.gc(out[0], C.ps_loader_free), batch = options.batch, seq = options.seq, shuffle = shuffle,
-    rank = rank, world_size = world_size, global_batch = options.batch * world_size,
-    seed = seed, first = first, last = last, batches = tonumber(C.ps_loader_batches(out[0])), device = options.device,
-    x = int_array(n), y = int_array(n), at = ffi.new("ps_loader_position"), shards = shards,
-    of_mesh = of_mesh, group = of_mesh and mesh.group "dp" or nil, world = of_mesh and mesh.group "world" or nil,
-  }, Loader)
+  self.handle, self.first, self.last, self.shards = ffi.gc(out[0], C.ps_loader_free), first, last, shards
+  self.batches, self.at = tonumber(C.ps_loader_batches(out[0])), ffi.new("ps_loader_position")
+  self.x, self.y = int_array(n), int_array(n)
+  return setmetatable(self, Loader)
 end
 
 -- The next batch, or nothing at the end of an epoch.
@@ -318,6 +401,11 @@ local function turn(self)
       .. "behind ps.initialize, or call ps.mesh { pp = ... } first")
   end
   begin_turn(self)
+  if self.rows then
+    local batch = give_rows(self)
+    if batch and self.world and not read_by[self.world] then read_by[self.world] = self end
+    return batch
+  end
   check(C.ps_loader_get_position(self.handle, self.at))
   local given = C.ps_loader_next(self.handle, self.x, self.y)
   check(given)
@@ -330,8 +418,8 @@ local function turn(self)
 end
 
 --- The next batch; epochs follow one another without end.
----@return ps.Tensor x int32 [batch, seq]
----@return ps.Tensor y int32 [batch, seq], the tokens that follow those of x
+---@return ps.Tensor|table x int32 [batch, seq]; of texts the batch
+---@return ps.Tensor? y int32 [batch, seq], the tokens that follow those of x
 function Loader:next()
   local x, y = turn(self)
   if x == nil then x, y = turn(self) end
@@ -339,15 +427,15 @@ function Loader:next()
 end
 
 --- `for batch in loader do`: the rest of the current epoch as tables {x, y}, which an engine's model takes as they are.
----@return ps.Tensor[]? batch nil at the end of the epoch
+---@return ps.Tensor[]|table? batch nil at the end of the epoch
 function Loader:__call()
   local x, y = turn(self)
-  if x ~= nil then return { x, y } end
+  if x ~= nil then return self.rows and x or { x, y } end
   end_turn(self)
 end
 
 --- `for x, y in loader:epoch() do`: the rest of the current epoch.
----@return fun(): ps.Tensor?, ps.Tensor? x and y, int32 [batch, seq] each
+---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, int32 [batch, seq] each; of texts the batch
 function Loader:epoch()
   return function()
     local x, y = turn(self)
@@ -359,6 +447,7 @@ end
 --- The place of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
 ---@return {epoch: integer, batch: integer}
 function Loader:position()
+  if self.rows then return { epoch = self.at.epoch, batch = self.at.batch } end
   check(C.ps_loader_get_position(self.handle, self.at))
   return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
 end
@@ -370,12 +459,20 @@ function Loader:seek(position)
   for _, key in ipairs { "epoch", "batch" } do
     if type(position[key]) ~= "cdata" then caller.whole(position[key], "loader:seek: " .. key) end
   end
+  if self.rows then
+    local epoch, batch = tonumber(position.epoch), tonumber(position.batch)
+    if epoch < 0 or batch < 0 or batch > self.batches then
+      error(("loader:seek: there is no batch %d of epoch %d; an epoch has %d"):format(batch, epoch, self.batches))
+    end
+    self.at = { epoch = epoch, batch = batch }
+    return
+  end
   local at = ffi.new("ps_loader_position", { epoch = position.epoch, batch = position.batch })
   check(C.ps_loader_set_position(self.handle, at))
 end
 
 -- What must be equal for a position to mean the same samples.
-local IDENTITY = { "seq", "shuffle", "seed", "first", "last" }
+local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last" }
 
 --- The position of all ranks, the same on each: any number of ranks resumes from it (see load_state_dict).
 ---@return table state `batch` is the global batch
