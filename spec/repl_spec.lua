@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The prompt (driven through a pipe), what it prints and what TAB offers.
+local ps = require "ps"
 local check = require "spec.check_lib"
+local ranks_lib = require "spec.ranks_lib"
 local complete = require "ps.complete"
 local paths = require "ps.paths"
 local pretty = require "ps.pretty"
@@ -135,7 +137,7 @@ end
       assert.is_nil(out:find("scope.lua", 1, true), out)
     end
     local out = run(("-e \"os.execute = nil\" '%s'"):format(write(NET:format 'error { code = 7 }' .. "train(3)\n")))
-    assert.matches("(error object is not a string)", out, 1, true)
+    assert.matches("the error is no text but a table: { code = 7 }\nstack traceback:\n", out, 1, true)
   end)
 
   it("opens the prompt with the variables from there", function()
@@ -170,7 +172,7 @@ describe("the prompt", function()
     assert.equal("> > > > > 1\n> \n", out)
     assert.matches("boom\n", err, 1, true)
     assert.matches("'=' expected near 'x'", err, 1, true)
-    assert.matches("(error object is not a string)", err, 1, true)
+    assert.matches("the error is no text but a table: {}\n", err, 1, true)
     assert.matches("stdin:1: deep\nstack traceback:\n", err, 1, true)
     assert.matches("in function 'f'", err, 1, true)
     assert.is_nil(err:find("[C]: at", 1, true))
@@ -395,5 +397,60 @@ describe("ps.strict", function()
     local out = p:read("*a")
     p:close()
     assert.equal("1\tfalse\tfalse\tnil\n", out)
+  end)
+end)
+
+describe("the prompt", function()
+  it("keeps the locals of a statement for the next ones", function()
+    local out, err = prompt("local a, b = 3, 4\na + b\nlocal function twice(x) return 2 * x end\ntwice(a)\n"
+      .. "local none\nnone\n")
+    assert.equal("", err)
+    assert.equal("> > 7\n> > 6\n> > nil\n> \n", out)
+    out, err = prompt("for i = 1, 2 do\n  local inner = i\nend\ninner\ndo local hidden = 1 end\nhidden\n"
+      .. "local z = 1 return z\nz\n")
+    assert.equal("", err)
+    assert.equal("> >> >> > nil\n> > nil\n> 1\n> nil\n> \n", out)
+    out = prompt "local t = { 1,\n  2 } -- two\n#t\n"
+    assert.equal("> >> > 2\n> \n", out)
+  end)
+
+  it("runs README's first listing, as it is pasted", function()
+    local folder = ranks_lib.folder()
+    local text = check.read(paths.root .. "/README.md"):match "```lua\n(.-)\n```"
+    local ids = {}
+    for i = 1, 400 do ids[i] = i % 250 end
+    ps.data.write_tokens(folder .. "/tokens.bin", ids)
+    -- The same script for a small model and a shard of its own.
+    for from, to in pairs { ['gpt2.new("gpt2", {'] = 'gpt2.new("tiny", { vocab_size = 50257, n_positions = 1024,',
+      ["batch = 4, seq = 1024"] = "batch = 2, seq = 16", ["tokens.bin"] = folder .. "/tokens.bin",
+      ['dtype = "bf16"'] = 'dtype = "fp32"' } do
+      local at, last = text:find(from, 1, true)
+      text = text:sub(1, at - 1) .. to .. text:sub(last + 1)
+    end
+    local out, err = prompt(text .. "\nloader:position().batch, optimizer.steps\n")
+    assert.equal("", err)
+    assert.matches("> 0\n12\n> \n$", out)
+    ranks_lib.remove(folder)
+  end)
+
+  it("leaves at exit and quit, and tells what there is at ?", function()
+    for _, word in ipairs { "exit", "exit()", "quit", "quit()" } do
+      local out, err = prompt("1\n" .. word .. "\n2\n")
+      assert.same({ "> 1\n> \n", "" }, { out, err })
+    end
+    local out = prompt "exit = 5\nexit\n"
+    assert.equal("> > 5\n> \n", out)
+    for _, word in ipairs { "?", "help" } do
+      assert.matches("help(ps.nn.Linear)", (prompt(word .. "\n")), 1, true)
+    end
+  end)
+
+  it("tells the value of an error that is no text", function()
+    for raises, told in pairs { ["error { code = 3 }"] = "table: { code = 3 }", ["error()"] = "nil: nil",
+      ["error(true)"] = "boolean: true" } do
+      local out, err = prompt(raises .. "\n1\n")
+      assert.equal("the error is no text but a " .. told .. "\n", err)
+      assert.equal("> > 1\n> \n", out)
+    end
   end)
 end)

@@ -78,7 +78,7 @@ static void print_usage(const struct program *p, FILE *f)
           "  --        Stop handling options.\n"
           "  -         Execute stdin and stop handling options.\n"
           "  --help    Show this text.\n"
-          "Alone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D leaves.\n"
+          "Alone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D or exit leaves.\n"
           "Ctrl-C pauses a script that runs on a terminal, and opens a prompt with its variables:\n"
           "continue goes on, abort raises an error in the script.\n"
           "A script that is not found from the current folder is looked up in psluajit's own\n"
@@ -91,7 +91,8 @@ static void print_version(void) { printf("psluajit %s -- %s\n", PS_VERSION, LUAJ
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
 /* Puts the message at 1 through a function of lua/ps/caller.lua: "at" gives a message that begins with a place in
- * psluajit's own Lua files the script's instead, "trace" takes their frames from a traceback. */
+ * psluajit's own Lua files the script's instead, "trace" takes their frames from a traceback, "described" makes a text
+ * of an error that is no string. */
 static void by_caller(lua_State *L, const char *function)
 {
     luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
@@ -119,14 +120,25 @@ static void keep_locals(lua_State *L)
     lua_settop(L, 1);
 }
 
+const char no_text[] = "(error object is not a string)";
+
 /* Turns the error object into a message with a traceback. An object that cannot become a string is left as it is. */
 static int traceback(lua_State *L)
 {
     if (keeps_locals) keep_locals(L);
     if (!lua_isstring(L, 1)) {
-        if (lua_isnoneornil(L, 1) || !luaL_callmeta(L, 1, "__tostring") || !lua_isstring(L, -1)) return 1;
-        lua_replace(L, 1);
-        lua_settop(L, 1);
+        if (luaL_callmeta(L, 1, "__tostring") && lua_isstring(L, -1)) {
+            lua_replace(L, 1);
+            lua_settop(L, 1);
+        } else {
+            lua_settop(L, 1);
+            lua_getglobal(L, "require");                           /* the script may never have asked for ps */
+            lua_pushliteral(L, "ps.caller");
+            lua_pcall(L, 1, 0, 0);
+            lua_settop(L, 1);
+            by_caller(L, "described");
+        }
+        if (!lua_isstring(L, 1)) return 1;
     }
     by_caller(L, "at");
     luaL_traceback(L, L, lua_tostring(L, 1), 1);
@@ -154,7 +166,7 @@ static int report(const struct program *p, lua_State *L, int status)
 {
     if (status) {
         const char *text = lua_tostring(L, -1);
-        if (!text) text = "(error object is not a string)";
+        if (!text) text = no_text;
         message(p, text);
         ps_groups_end(text);
         lua_pop(L, 1);

@@ -36,6 +36,7 @@ struct repl {
     size_t line_size;
     repl_mode mode;
     int environment;             /* of statements: a registry reference, or LUA_NOREF: the globals */
+    bool keeps;                  /* the loaded statement ends with a call of its argument, which is keep_locals */
     int pretty, complete;        /* registry references of ps.pretty's format and ps.complete's tab, or LUA_NOREF */
 };
 
@@ -298,18 +299,53 @@ static bool is_incomplete(lua_State *L, int status)
     return status == LUA_ERRSYNTAX && text && n >= m && strcmp(text + n - m, mark) == 0;
 }
 
+/* Called at the end of a statement: its local variables go into the environment (the upvalue), so that the next
+ * statement has them. What is pasted line by line from a script then works. */
+static int keep_locals(lua_State *L)
+{
+    lua_Debug caller;
+    const char *name;
+    if (!lua_getstack(L, 1, &caller)) return 0;
+    for (int i = 1; (name = lua_getlocal(L, &caller, i)); i++) {
+        if (name[0] == '(') {                                      /* a value without a name */
+            lua_pop(L, 1);
+            continue;
+        }
+        lua_pushstring(L, name);
+        lua_insert(L, -2);
+        lua_rawset(L, lua_upvalueindex(1));
+    }
+    return 0;
+}
+
+/* Loads a statement of n bytes, with a call behind it that keeps its locals. One that ends with `return` has none. */
+static int load_statement(struct repl *r, const char *text, size_t n)
+{
+    lua_State *L = r->L;
+    int status = luaL_loadbuffer(L, text, n, "=stdin");
+    if (status) return status;
+    lua_pushlstring(L, text, n);
+    lua_pushliteral(L, "\n;(...)()");
+    lua_concat(L, 2);
+    r->keeps = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), "=stdin") == 0;
+    lua_remove(L, -2);
+    lua_remove(L, r->keeps ? -2 : -1);
+    return 0;
+}
+
 /* Loads the text at the top of the stack, an expression or a statement; replaces it by a function or a message. */
-static int load_text(const struct repl *r)
+static int load_text(struct repl *r)
 {
     lua_State *L = r->L;
     size_t n;
     const char *text = lua_tolstring(L, -1, &n), *s = text + strspn(text, " \t\n");
     int status;
+    r->keeps = false;
     lua_pushfstring(L, "return %s", *s == '=' ? s + 1 : text);
     status = luaL_loadbuffer(L, lua_tostring(L, -1), lua_objlen(L, -1), "=stdin");
     if (status && *s != '=') {
         lua_pop(L, 1);
-        status = luaL_loadbuffer(L, text, n, "=stdin");
+        status = load_statement(r, text, n);
     }
     lua_replace(L, -3);
     lua_pop(L, 1);
@@ -331,6 +367,30 @@ static bool is_word(const char *line, const char *word)
     return strncmp(line, word, n) == 0 && line[n + strspn(line + n, " \t\r\n;")] == 0;
 }
 
+/* The statement that a line stands for which is no statement by itself: "?" asks for help. NULL: the line itself. */
+static const char *stands_for(const char *line)
+{
+    if (is_word(line, "?") || is_word(line, "help")) return "help()";
+    return NULL;
+}
+
+/* Whether a line leaves the prompt: exit or quit, also as a call, where the user has not given the name a value. */
+static bool leaves(struct repl *r, const char *line)
+{
+    static const char *const words[][2] = { { "exit", "exit()" }, { "quit", "quit()" } };
+    lua_State *L = r->L;
+    bool found = false;
+    for (size_t i = 0; i < sizeof words / sizeof *words && !found; i++) {
+        if (!is_word(line, words[i][0]) && !is_word(line, words[i][1])) continue;
+        if (r->environment != LUA_NOREF) lua_rawgeti(L, LUA_REGISTRYINDEX, r->environment);
+        else lua_pushvalue(L, LUA_GLOBALSINDEX);
+        lua_getfield(L, -1, words[i][0]);
+        found = lua_isnil(L, -1);
+        lua_pop(L, 2);
+    }
+    return found;
+}
+
 /* Reads lines until they make a statement, and loads it: 0 with a function, or an error status with a message, on the
  * stack; ENDED at the end of input. In a pause the words continue and abort are no statements. */
 static int read_statement(struct repl *r)
@@ -350,6 +410,12 @@ static int read_statement(struct repl *r)
         remember(r, line);
         if (first && r->mode == REPL_PAUSED && is_word(line, "continue")) return CONTINUED;
         if (first && r->mode == REPL_PAUSED && is_word(line, "abort")) return ABORTED;
+        if (first && leaves(r, line)) {
+            if (r->mode != REPL_PAUSED) return ENDED;
+            puts("continue goes on with the script, abort raises an error in it");
+            continue;
+        }
+        if (first && stands_for(line)) line = stands_for(line);
         lua_pushlstring(L, line, strcspn(line, "\n"));
         if (!first) {
             lua_pushliteral(L, "\n");
@@ -375,7 +441,7 @@ static void print_error(lua_State *L)
 {
     static const char title[] = "\nstack traceback:";
     const char *text = lua_tostring(L, -1), *trace, *end, *next;
-    if (!text) text = "(error object is not a string)";
+    if (!text) text = no_text;
     end = text + strlen(text);
     trace = strstr(text, title);
     if (trace) {
@@ -425,7 +491,13 @@ static int print_values(struct repl *r, int count)
 static void run_statement(struct repl *r)
 {
     lua_State *L = r->L;
-    int status = program_call(L, 0, LUA_MULTRET);
+    int status;
+    if (r->keeps) {
+        if (r->environment != LUA_NOREF) lua_rawgeti(L, LUA_REGISTRYINDEX, r->environment);
+        else lua_pushvalue(L, LUA_GLOBALSINDEX);
+        lua_pushcclosure(L, keep_locals, 1);
+    }
+    status = program_call(L, r->keeps ? 1 : 0, LUA_MULTRET);
     if (!status && lua_gettop(L) > 0) {
         luaL_checkstack(L, LUA_MINSTACK, "too many results to print");
         status = print_values(r, lua_gettop(L));

@@ -9,6 +9,8 @@
  * Returns lua_pcall's status; on failure the message is on the stack (no string if the error object had none). */
 int program_call(lua_State *L, int nargs, int nresults);
 
+extern const char no_text[];     /* printed in the place of an error that has no text */
+
 typedef enum repl_mode {
     REPL_ALONE,
     REPL_AT_ERROR,               /* a script failed, and statements see its variables (lua/ps/locals.lua) */

@@ -86,6 +86,14 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
+--- What is printed of an error that is no string: its value. For the program's handler.
+---@param e any
+---@return string
+function caller.described(e)
+  local ok, text = pcall(function() return require("ps.pretty").format(e) end)
+  return ("the error is no text but a %s: %s"):format(type(e), ok and text or tostring(e))
+end
+
 -- Whether the function at a level (of who asks) raises an error again that psluajit had caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
