@@ -328,12 +328,7 @@ function GPT2:step_batch(ids, step) -- luacheck: no self
 end
 function GPT2:next_logits(ids, step) return parts.fold(step.parts, self:step_batch(ids, step)).logits end
 
---- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
----@param prompt integer[]|integer[][]|ps.Tensor|table
----@param n? integer tokens to add at most
----@param options? table
----@return integer[]|integer[][] ids
-function GPT2:generate(prompt, n, options) return generate(self, prompt, n, options) end
+GPT2.generate = generate
 
 -- -- classification -------------------------------------------------------------------------------------------------
 ---@class GPT2ForSequenceClassification: ps.pretrained.Model

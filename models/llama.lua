@@ -334,12 +334,7 @@ function CausalLM:step_batch(ids, step)
 end
 function CausalLM:next_logits(ids, step) return parts.fold(step.parts, self:step_batch(ids, step)).logits end
 
---- Continues token sequences: lua/ps/pretrained/generate.lua tells prompts and options.
----@param prompt integer[]|integer[][]|ps.Tensor|table
----@param n? integer tokens to add at most
----@param options? table
----@return integer[]|integer[][] ids
-function CausalLM:generate(prompt, n, options) return generate(self, prompt, n, options) end
+CausalLM.generate = generate
 
 -- -- classification -------------------------------------------------------------------------------------------------
 ---@class LlamaForSequenceClassification: ps.pretrained.Model

@@ -237,7 +237,7 @@ describe("config errors", function()
       { "client.mem_tracer.overall_cpu_mem_ratio", 0, "above 0" },
       { "client.mem_tracer.margin_use_ratio", -0.1, "from 0 to 1" },
       { "gradient_clipping", true, "a number" }, { "gradient_clipping", -2, "0 is off" },
-      { "steps_per_print", 0, "at least 1" }, { "data_types.grad_accum_dtype", "int8", '"fp32"' },
+      { "steps_per_print", -1, "at least 0" }, { "data_types.grad_accum_dtype", "int8", '"fp32"' },
       { "fp16", { 1 }, "a table of settings" }, { "zero_optimization", true, "a table of settings" },
       { "train_batch_size", 0, "at least 1" }, { "train_batch_size", 2.5, "whole number" },
       { "seed", -1, "at least 0" },

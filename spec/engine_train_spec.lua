@@ -5,6 +5,8 @@ local ps = require "ps"
 local inner = require("ps.engine.handle").of
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
+local check = require "spec.check_lib"
+local ranks_lib = require "spec.ranks_lib"
 local train, checkpoints = ps.train, ps.checkpoints
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
 
@@ -222,8 +224,10 @@ describe("an engine's lines", function()
   end
 
   it("come every steps_per_print steps, and not at all without it", function()
-    assert.equal("", run {})
-    assert.is_nil(inner(model).report)
+    for _, config in ipairs { {}, { steps_per_print = 0 }, { steps_per_print = 0, wall_clock_breakdown = true } } do
+      assert.equal("", run(config))
+      assert.is_nil(inner(model).report)
+    end
     for _, memory in ipairs { "plain", "chunk" } do
       local text = run { steps_per_print = 2, memory = memory }
       assert.truthy(text:match("^step 2: loss %d%.%d+, lr [%d.e-]+, [%d.e-]+ s a step\nstep 4: [^\n]*\n$"), text)
@@ -252,5 +256,48 @@ describe("an engine's lines", function()
       return all
     end
     assert.same(losses {}, losses { steps_per_print = 1, wall_clock_breakdown = true })
+  end)
+end)
+
+describe("a plan", function()
+  it("is printed again only where it tells something new", function()
+    local out = check.run("", [[
+      local ps = require "ps"
+      local model, optimizer = ps.initialize { model_func = function()
+          return require("models.gpt2").new("tiny", { n_positions = 64 })
+        end,
+        config = { optimizer = { type = "AdamW" } } }
+      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- tokens of a row, as padding leaves them
+        local x = ps.randint(0, 256, { 2, n }, { dtype = "int32" })
+        model:backward(model(x, x))
+        optimizer:step()
+      end
+      local x = ps.randint(0, 256, { 64, 64 }, { dtype = "int32" })     -- takes clearly more
+      model:backward(model(x, x))
+      optimizer:step()
+    ]])
+    assert.equal(2, select(2, out:gsub("plan: %d+ parameters", "")), out)
+  end)
+end)
+
+describe("notes on a configuration", function()
+  local SCRIPT = [[
+    local config = { dump_state = true, plan_print = false, optimizer = { type = "AdamW" } }
+    for _ = 1, 2 do
+      ps.initialize { model_func = function() return ps.nn.Linear(4, 4) end, config = config }:close()
+    end
+  ]]
+  it("come once, however many engines read it", function()
+    local out = check.run("", 'local ps = require "ps"\n' .. SCRIPT)
+    assert.equal(1, select(2, out:gsub("dump_state: ignored", "")), out)
+  end)
+
+  it("come from the first rank alone", function()
+    if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+    local folder = ranks_lib.folder()
+    local all = ranks_lib.check(folder, 2, SCRIPT)
+    ranks_lib.remove(folder)
+    assert.equal(1, select(2, all[0].text:gsub("dump_state: ignored", "")), all[0].text)
+    assert.is_nil(all[1].text:find("ignored", 1, true), all[1].text)
   end)
 end)

@@ -623,6 +623,22 @@ describe("what a folder says of generation", function()
     out, code = run(("tools/generate.lua %s --start ab --repetition-penalty 0"):format(vocab))
     assert.same({ "generate: repetition_penalty is 0; it must be above 0\n", 1 }, { out, code })
     local plain = run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab))
+    -- A token that is special has no text, unless it is asked for: one sample as it comes, and several.
+    local config = json.decode(check.read(vocab .. "/tokenizer_config.json") or "{}")
+    local last = tok:encode("ab")[2]
+    config.added_tokens_decoder = { [tostring(last)] = { content = tok:decode { last }, special = true } }
+    check.write(vocab .. "/tokenizer_config.json", json.encode(config))
+    local special, pieces = ps.tokenizer.from_pretrained(vocab), {}
+    assert.equal("a", special:decode(tok:encode("ab"), { skip_special_tokens = true }))
+    ps.from_pretrained(vocab):generate({ tok:encode("ab") }, 2, { eos_token_id = false, tokenizer = special,
+      skip_special_tokens = true, on_text = function(piece) pieces[#pieces + 1] = piece end,
+      logits_processor = function(ids, logits)               -- the special token, then an "a"
+        local next_one = ids:size(1) == 2 and last or tok:encode("a")[1]
+        local row = {}
+        for i = 1, logits:size(1) do row[i] = i - 1 == next_one and 1e9 or 0 end
+        return logits + ps.tensor { row }
+      end })
+    assert.same({ "a" }, pieces)
     check.write(vocab .. "/generation_config.json", '{"num_beams": 3}')      -- beams are for who asks for them
     assert.same({ plain, 0 }, { run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab)) })
     out, code = run(("tools/generate.lua %s/config.json --start ab"):format(vocab))

@@ -31,7 +31,12 @@ describe("ps.chunks of one chunk or tensor", function()
     assert.equal(4, chunk.id)
     local text = tostring(chunk)
     for _, name in ipairs(chunk.tensors) do assert.truthy(text:find("\n  " .. name, 1, true), text) end
-    fails(function() view.chunks(chunks_of(3), 99) end, "there is no chunk 99 (there are 0 to 14)")
+    fails(function() view.chunks(chunks_of(3), 99) end, "there is no chunk 99 (there are 15: 0 to 14)")
+    local some = {}                                          -- other kinds of chunks have gaps between them
+    for _, chunk in ipairs(chunks_of(3)) do
+      if chunk.id < 3 or chunk.id == 7 or chunk.id > 12 then some[#some + 1] = chunk end
+    end
+    fails(function() view.chunks(some, 99) end, "there is no chunk 99 (there are 6: 0 to 2, 7, 13 to 14)")
     fails(function() view.chunks({}, 0) end, "no engine with chunks is open")
   end)
 
@@ -41,6 +46,21 @@ describe("ps.chunks of one chunk or tensor", function()
     assert.equal(5, #list)
     for i, chunk in ipairs(list) do assert.same({ KINDS[i], 1 }, { chunk.kind, chunk.index }) end
     fails(function() view.chunks(chunks_of(3), "transformer.h.1.attn.c_attn.weigth") end, "did you mean '" .. name)
+  end)
+
+  it("takes names as tables show them: without their first parts, and of modules", function()
+    local function ids(name)
+      local list = {}
+      for i, chunk in ipairs(view.chunks(chunks_of(3), name)) do list[i] = chunk.id end
+      return list
+    end
+    local whole = ids "transformer.h.1.attn.c_attn.weight"
+    assert.same(whole, ids "h.1.attn.c_attn.weight")
+    assert.same(whole, ids "1.attn.c_attn.weight")
+    assert.same(whole, ids "h.1.attn")
+    assert.same(whole, ids "transformer.h.1")
+    fails(function() view.chunks(chunks_of(3), "attn.c_attn.weight") end, "the end of 2 tensors' names: ")
+    fails(function() view.chunks(chunks_of(3), "h.1.attn.c_attn.weigth") end, "did you mean 'h.1.attn.c_attn.weight'?")
   end)
 end)
 

@@ -79,6 +79,20 @@ local function check_described(call, about, names, text, gives)
   if gives and #about.returns == 0 then complain(call, "it gives a value and has no @return") end
 end
 
+local named = {}                       -- classes of tables that parameters and results name
+-- Objects whose fields are for psluajit itself.
+local CLOSED = { ["ps.Engine"] = true, ["ps.Config"] = true, ["ps.nn.Region"] = true, ["ps.Rates"] = true }
+
+local function note_classes(list)
+  for _, entry in ipairs(list) do
+    annotations.classes_in(entry.type, function(class)
+      if named[class.name] or CLOSED[class.name] then return end
+      named[class.name] = class
+      note_classes(class.fields)
+    end)
+  end
+end
+
 -- One function: `call`, how it is called ("ps.nn." or "t:"). A method's first parameter is not written.
 local function put_function(call, name, fn, method)
   local about, names = annotations.described(fn), annotations.parameter_names(fn)
@@ -92,13 +106,15 @@ local function put_function(call, name, fn, method)
   end
   if text == "" then text = annotations.TEXTS[call .. name] or op_docs[name] and op_docs[name] .. "." or "" end
   check_described(call .. name, about, names, text, name ~= "init" and gives_value(fn))
+  note_classes(about.params)
+  note_classes(about.returns)
   for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
   local returns = {}
   for i, entry in ipairs(about.returns) do
     returns[i] = "`" .. entry.type .. "`" .. (entry.about ~= "" and " " .. entry.about or "")
   end
   returns = #returns > 0 and " -> " .. table.concat(returns, ", ") or ""
-  put_item("", ("**`%s%s(%s)`**%s"):format(call, name, table.concat(names, ", "), returns), text)
+  put_item("", ("**`%s(%s)`**%s"):format(annotations.callable(call, name), table.concat(names, ", "), returns), text)
   for _, param in ipairs(about.params) do
     if param.name ~= "self" and param.type ~= "" then
       put_item("  ", ("`%s`: `%s` %s"):format(param.name, param.type, param.about), "")
@@ -108,7 +124,7 @@ end
 
 local function put_functions(call, t, method, names)
   for _, name in ipairs(names or sorted(t, function(key, value)
-    return type(value) == "function" and not INTERNAL[key]
+    return type(value) == "function" and (method or not INTERNAL[key])
   end)) do
     put_function(call, name, t[name], method)
   end
@@ -152,6 +168,27 @@ local function put_loader()
   os.remove(shard)
 end
 
+-- Open files of tensors: ps.safetensors.open, ps.safetensors.writer, and ps.load with lazy of a .pt.
+local function put_files()
+  local path_ = os.tmpname()
+  local one, entry = ps.zeros { 1 }, { name = "a", dtype = "fp32", shape = { 1 } }
+  ps.safetensors.save(path_, { a = one })
+  local file = ps.safetensors.open(path_)
+  put_functions("file:", getmetatable(file).__index, true)
+  file:close()
+  local writer = ps.safetensors.writer(path_, { entry })
+  put_functions("writer:", getmetatable(writer).__index, true)
+  writer:close()
+  os.remove(path_)
+  path_ = path_ .. ".pt"
+  ps.save({ a = one }, path_)
+  file = ps.load(path_, { lazy = true })
+  put("Of a `.pt` file, which `ps.load(path, { lazy = true })` opens:\n")
+  put_functions("file:", getmetatable(file).__index, true)
+  file:close()
+  os.remove(path_)
+end
+
 local function put_ops()
   section("Ops", "`ps.ops` has the rows of `src/ops.def`, which all of the above is made of: inputs, then attributes, "
     .. "by position. Scripts rarely need them.")
@@ -165,6 +202,26 @@ local function put_ops()
       info.grad == "none" and "none" or "yes")
   end
   put ""
+end
+
+-- Fields of the tables that calls take and give.
+local function put_classes()
+  section("Fields", "Of tables that parameters and results above name by their class. A field with `?` may be absent.")
+  local names = {}
+  for name, class in pairs(named) do if class.fields[1] then names[#names + 1] = name end end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local class = named[name]
+    put("### `%s`\n", name)
+    if class.text ~= "" then
+      wrap(out, class.text, LINE, "")
+      put ""
+    end
+    for _, field in ipairs(class.fields) do
+      put_item("", ("`%s`: `%s` %s"):format(field.name, field.type, field.about), "")
+    end
+    put ""
+  end
 end
 
 local function put_bmt()
@@ -243,6 +300,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     if object then put_functions(object.call, getmetatable(object.make()).__index, true) end
     if name == "inspect" then put_functions("inspector:", ps.inspect.Inspector, true) end
     if name == "data" then put_loader() end
+    if name == "safetensors" then put_files() end
     if name == "tokenizer" then put_functions("tok:", require("ps.tokenizer.text").Tokenizer, true) end
   end
   section("Groups of ranks", "`ps.init_distributed` gives a group. All ranks make the same calls in the same order.")
@@ -256,8 +314,12 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put_functions("model:", Engine, true, Engine.PUBLIC)
   put_functions("optimizer:", require("ps.engine.optimizer").methods, true, { "step", "zero_grad", "set_lr",
     "state_dict", "load_state_dict" })
+  section("Models of ps.from_pretrained", "Methods of these models, besides those of every module. A model that "
+    .. "ps.initialize made of one has them, too.")
+  put_functions("model:", annotations.pretrained(), true)
   put_bmt()
   put_ops()
+  put_classes()
   return table.concat(out, "\n"):gsub("\n\n\n+", "\n\n"):gsub("%s+$", "\n")
 end
 

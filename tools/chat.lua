@@ -21,6 +21,7 @@ whole(parser:option("--top-k", "only so many of the likeliest tokens"), 1)
 number(parser:option("--top-p", "only the likeliest tokens that have this probability together"), 0, 1)
 whole(parser:option("--seed", "of what is drawn", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:flag("--special-tokens", "print special tokens, such as the one that ends a reply, too")
 parser:option("--device", "where the model is")
 local args = parser:parse()
 
@@ -61,7 +62,8 @@ local function main()
     io.write(args.model)
     local add, rest = writer(stop)
     model:generate({ tok:encode(text) }, args.max_new, { temperature = args.temperature, top_k = args.top_k,
-      top_p = args.top_p, num_beams = 1, seed = seed, tokenizer = tok, on_text = add })
+      top_p = args.top_p, num_beams = 1, seed = seed, tokenizer = tok, on_text = add,
+      skip_special_tokens = not args.special_tokens })
     text, seed = text .. rest() .. "\n", seed + 1
     io.write("\n")
   end

@@ -26,6 +26,7 @@ whole(parser:option("--num-beams", "beams"), 1)
 parser:option("--stop", "text to stop behind; may come several times"):count "*"
 whole(parser:option("--seed", "of what is drawn", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:flag("--special-tokens", "print special tokens, such as the one that ends a text, too")
 parser:option("--device", "where the model is")
 whole(parser:option("--pipeline", "stages that the model is cut into, each on another process"), 2)
 local args = parser:parse()
@@ -76,7 +77,7 @@ local function main()
   local prompt, prompts, streams = ids_of(tok, text), {}, args.num_samples == 1 and not args.num_beams
   local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
     repetition_penalty = args.repetition_penalty, num_beams = args.num_beams or 1, seed = args.seed, tokenizer = tok,
-    stop_strings = #args.stop > 0 and args.stop or nil }
+    skip_special_tokens = not args.special_tokens, stop_strings = #args.stop > 0 and args.stop or nil }
   if args.num_beams and args.num_beams > 1 then options.num_return_sequences = args.num_samples
   elseif not args.temperature then options.do_sample = true end
   for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
@@ -91,7 +92,7 @@ local function main()
   end
   for i, row in ipairs(model:generate(prompts, args.max_new, options)) do
     if i > 1 then say "---------------\n" end
-    say(tok:decode(row, { skip_special_tokens = #text == 0 }) .. "\n")
+    say(tok:decode(row, { skip_special_tokens = not args.special_tokens }) .. "\n")
   end
 end
 

@@ -1,5 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What the annotations above a function say of it. tools/api_doc.lua makes docs/api.md of them, and ps.help shows them.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
 local annotations = {}
 
 -- Functions that one closure makes, so that none of them has a text of its own in the sources.
@@ -73,6 +76,82 @@ function annotations.described(fn)
   return result
 end
 
+-- -- classes ----------------------------------------------------------------------------------------------------------
+---@class DescribedClass
+---@field name string
+---@field parent string?
+---@field text string
+---@field fields {name: string, type: string, about: string}[] those that are not private
+
+-- Adds the class that begins at a line to `all`.
+local function read_class(all, lines, at)
+  local name, rest = lines[at]:match "^%-%-%-@class%s+([%w_.]+)(.*)$"
+  local parent, text = rest:match "^:%s*([%w_.]+)(.*)$"
+  local class, last = { name = name, parent = parent, text = (text or rest):match "^%s*(.-)%s*$", fields = {} }, nil
+  local first = at                                         -- text may stand above the tag
+  while first > 1 and lines[first - 1]:match "^%-%-%-" and not lines[first - 1]:match "^%-%-%-%s*@" do
+    first = first - 1
+  end
+  for i = at - 1, first, -1 do class.text = lines[i]:match "^%-%-%-%s?(.*)$" .. " " .. class.text end
+  for i = at + 1, #lines do
+    local line = lines[i]:match "^%-%-%-%s?(.*)$"
+    if not line then break end
+    local tag, more = line:match "^@(%w+)%s+(.*)$"
+    if tag == "field" then
+      local key, kind = more:match "^(%S+)%s+(.*)$"
+      last = key ~= "private" and { name = key, type = kind } or {}
+      if last.name then table.insert(class.fields, last) end
+    elseif tag then break
+    elseif last and last.type then last.type = last.type .. " " .. line:match "^%s*(.*)$" end
+  end
+  for _, field in ipairs(class.fields) do field.type, field.about = split_type(field.type) end
+  all[name] = class
+end
+
+local classes
+
+local function read_folder(folder)
+  for name in lfs.dir(folder) do
+    local path = folder .. "/" .. name
+    if name:match "%.lua$" then
+      local lines = lines_of(path)
+      for at, line in ipairs(lines) do
+        if line:match "^%-%-%-@class ps%." then read_class(classes, lines, at) end
+      end
+    elseif not name:match "^%." and lfs.attributes(path, "mode") == "directory" then read_folder(path) end
+  end
+end
+
+--- The annotations of a class of tables: the options of a call, or what one gives.
+---@param name string "ps.TrainOptions"
+---@return DescribedClass?
+function annotations.class(name)
+  if not classes then
+    classes = {}
+    read_folder(paths.root .. "/lua/ps")
+  end
+  return classes[name]
+end
+
+--- Calls fn with each class that a type names.
+---@param type string "ps.Loader|ps.Tokens[]"
+---@param fn fun(class: DescribedClass)
+function annotations.classes_in(type, fn)
+  for name in type:gmatch "ps%.[%w_.]+" do
+    local class = annotations.class(name)
+    if class then fn(class) end
+  end
+end
+
+--- How a script calls a function of a table: profiler.save, but profiler["end"], since `end` is a word of Lua.
+---@param prefix string "profiler."
+---@param name string
+---@return string
+function annotations.callable(prefix, name)
+  if loadstring(("return t.%s"):format(name)) then return prefix .. name end
+  return ('%s["%s"]'):format(prefix:gsub("[.:]$", ""), name)
+end
+
 --- The names of a function's parameters.
 ---@param fn function
 ---@return string[]
@@ -82,6 +161,19 @@ function annotations.parameter_names(fn)
   for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
   if info.isvararg then names[#names + 1] = "..." end
   return names
+end
+
+--- The methods of models that ps.from_pretrained gives, besides those of every module.
+---@return table<string, function>
+function annotations.pretrained()
+  local methods, model = {}, require("ps.pretrained.model")
+  for name, fn in pairs(model) do
+    if type(fn) == "function" and not name:find "^_" and name ~= "begin" and name ~= "new" and name ~= "init" then
+      methods[name] = fn
+    end
+  end
+  methods.generate = require "ps.pretrained.generate"
+  return methods
 end
 
 --- Functions of `ps` that only lead on to another file, by name: the functions that they lead to.

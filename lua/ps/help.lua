@@ -20,8 +20,8 @@ local function all_functions()
   local function add(prefix, t, method)
     for name, value in pairs(t) do
       if type(value) == "function" and type(name) == "string" and not name:find "^_" then
-        list[#list + 1] = { name = name, call = prefix .. name, fn = prefix == "ps." and own[name] or value,
-          given = value, method = method }
+        list[#list + 1] = { name = name, call = annotations.callable(prefix, name),
+          fn = prefix == "ps." and own[name] or value, given = value, method = method }
       end
     end
   end
@@ -29,6 +29,7 @@ local function all_functions()
   for _, key in ipairs(TABLES) do add(PREFIX[key] or key .. ".", ps[key]) end
   add("nn.init.", ps.nn.init)
   add("model:", require("ps.engine").Engine.methods, true)
+  for name, fn in pairs(annotations.pretrained()) do add("model:", { [name] = fn }, true) end
   local methods, others = require("ps.tensor").methods, {}
   for name, value in pairs(ps) do
     if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
@@ -49,6 +50,14 @@ local function op_text(name)
     if info.name == name then return info.doc .. "." end
   end
   return ""
+end
+
+-- What is said of a class of tables: its fields.
+local function put_fields(lines, class)
+  wrap(lines, class.name .. (class.text ~= "" and ": " .. class.text or ""), "")
+  for _, field in ipairs(class.fields) do
+    wrap(lines, ("%s: %s %s"):format(field.name, field.type, field.about), "    ")
+  end
 end
 
 -- The annotations of a function; nothing where its source cannot be read, as of a string that was loaded.
@@ -132,6 +141,8 @@ local function of_name(lines, text)
     if entry.call == text or entry.name == text or "ps." .. entry.call == text then put_function(lines, entry) end
     if not known[entry.name] then known[entry.name], names[#names + 1] = true, entry.name end
   end
+  local fields = annotations.class(text) or annotations.class("ps." .. text)
+  if #lines == 0 and fields and fields.fields[1] then put_fields(lines, fields) end
   local class = require("ps").nn[text:match "^nn%.(.*)$" or text]
   if #lines == 0 and type(class) == "table" and rawget(class, "instance") then put_class(lines, class) end
   if #lines > 0 then return end
@@ -147,8 +158,13 @@ function help.text(x)
   if type(x) == "function" then x = require("ps.engine.handle").original(x) end
   if type(x) == "string" then of_name(lines, x)
   elseif type(x) == "function" then
+    local told = {}                                        -- a function may have several names
     for _, entry in ipairs(all_functions()) do
-      if x == entry.fn or x == entry.given or x == entry.also then put_function(lines, entry) end
+      if x == entry.fn or x == entry.given or x == entry.also then
+        if told[entry.fn] then lines[#lines + 1] = ("%s is the same as %s"):format(entry.call, told[entry.fn])
+        else put_function(lines, entry) end
+        told[entry.fn] = told[entry.fn] or entry.call
+      end
     end
     if #lines == 0 then put_function(lines, { name = "", call = "function", fn = x }) end
   elseif ps.is_tensor(x) then

@@ -257,6 +257,18 @@ end
 
 local Chunk = { __tostring = show_chunk, prints_rows = true }
 
+-- "0 to 4, 20, 22 to 29" of the chunks' ids, which rise.
+local function ids_text(chunks)
+  local parts, i = {}, 1
+  while chunks[i] do
+    local last = i
+    while chunks[last + 1] and chunks[last + 1].id == chunks[last].id + 1 do last = last + 1 end
+    parts[#parts + 1] = last > i and ("%d to %d"):format(chunks[i].id, chunks[last].id) or ("%d"):format(chunks[i].id)
+    i = last + 1
+  end
+  return table.concat(parts, ", ")
+end
+
 local function one_chunk(chunks, id, who)
   for _, chunk in ipairs(chunks) do
     if chunk.id == id then
@@ -266,19 +278,45 @@ local function one_chunk(chunks, id, who)
     end
   end
   error(("%s: there is no chunk %g%s"):format(who, id, #chunks == 0 and ": no engine with chunks is open"
-    or (" (there are %d to %d)"):format(chunks[1].id, chunks[#chunks].id)))
+    or (" (there are %d: %s)"):format(#chunks, ids_text(chunks))))
 end
 
--- The chunks that hold a tensor: of a parameter its value, master, state and gradient.
-local function holding(chunks, name, who)
-  local list, names, known = { all = true, filter = "with " .. name }, {}, {}
+-- The chunks that hold a tensor which `is` says yes to, and the names of these tensors.
+local function chunks_with(chunks, is)
+  local list, names, known = {}, {}, {}
   for _, chunk in ipairs(chunks) do
+    local has = false
     for _, tensor in ipairs(chunk.tensors) do
-      if tensor == name then list[#list + 1] = chunk end
-      if not known[tensor] then known[tensor], names[#names + 1] = true, tensor end
+      if is(tensor) then
+        has = true
+        if not known[tensor] then known[tensor], names[#names + 1] = true, tensor end
+      end
     end
+    if has then list[#list + 1] = chunk end
   end
-  if #list > 0 then return setmetatable(list, Chunks) end
+  return list, names
+end
+
+-- The chunks that hold a tensor: of a parameter its value, master, state and gradient. The name may lack its first
+-- parts where one tensor alone ends so, or be that of a module: tables show names in both ways.
+local function holding(chunks, name, who)
+  local function shown(list)
+    list.all, list.filter = true, "with " .. name
+    return setmetatable(list, Chunks)
+  end
+  local list = chunks_with(chunks, function(tensor) return tensor == name end)
+  if #list > 0 then return shown(list) end
+  local found, names = chunks_with(chunks, function(tensor) return tensor:sub(-#name - 1) == "." .. name end)
+  if #names == 1 then return shown(found) end
+  if #names > 1 then
+    error(("%s: '%s' is the end of %d tensors' names: '%s', '%s'%s"):format(who, name, #names, names[1], names[2],
+      #names > 2 and ", ..." or ""))
+  end
+  found = chunks_with(chunks, function(tensor) return ("." .. tensor):find("." .. name .. ".", 1, true) ~= nil end)
+  if #found > 0 then return shown(found) end
+  local prefix = common_prefix(chunks)
+  names = select(2, chunks_with(chunks, function() return true end))
+  for i = 1, #names do names[#names + 1] = names[i]:sub(#prefix + 1) end
   local near = nearest.find(name, names)
   error(("%s: no chunk holds a tensor called '%s'%s"):format(who, name,
     near and ("; did you mean '%s'?"):format(near) or ""))

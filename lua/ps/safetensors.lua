@@ -67,6 +67,7 @@ function File:names()
   return names
 end
 
+--- Whether the file has a tensor of this name.
 ---@param name string
 ---@return boolean
 function File:has(name)
@@ -74,6 +75,7 @@ function File:has(name)
   return C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path)) >= 0
 end
 
+--- The shape of a tensor.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
@@ -120,6 +122,7 @@ function File:checksum(name)
   return #digits == 16 and digits or nil
 end
 
+--- The bytes of a tensor.
 ---@param name string
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
@@ -170,6 +173,7 @@ end
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] of the rectangle
+---@return ps.Tensor tensor
 function File:read_part(name, tensor, offset)
   local entry, i = entry_of(self, name)
   local dtype, shape = known_dtype(self, name), tensor:shape()

@@ -249,6 +249,7 @@ end
 
 --- The file's value as Lua tables, numbers, strings, booleans and tensors (all of them are read).
 ---@param device? string of the tensors, default "cpu"
+---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
 
 --- The keys of this dict, in the file's order.
@@ -266,6 +267,7 @@ end
 --- The value of one key, whole; nil when there is none.
 ---@param key any
 ---@param device? string of the tensors in it, default "cpu"
+---@return any
 function File:get(key, device)
   local _, items = items_of(self)
   if items[key] == nil then return nil end
@@ -305,6 +307,7 @@ function File:names()
   return names
 end
 
+--- Whether this dict has a tensor of this name.
 ---@param name string
 ---@return boolean
 function File:has(name)
@@ -320,6 +323,7 @@ local function id_of(self, name)
   return items[name], self.file.pt
 end
 
+--- The shape of a tensor.
 ---@param name string
 ---@return integer[]
 function File:shape(name)

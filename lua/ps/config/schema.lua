@@ -52,7 +52,7 @@ local sections = {
     { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "micro-batches of one optimizer step" },
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
-    { "steps_per_print", T.integer(1), nil, H, "a line about every so many steps; absent: none" },
+    { "steps_per_print", T.integer(0), nil, H, "a line about every so many steps; absent, or 0: none" },
     { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines, the "
       .. "process's TFLOP/s (of products and attention, also where forward runs again) and, where a batch size is "
       .. "given, samples/s of all; alone: every 10 steps" },

@@ -50,7 +50,8 @@ end
 ---@return ps.engine.Report?
 function report.new(engine)
   local cfg = engine.cfg
-  local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY
+  local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY or nil
+  if every == 0 then every = nil end
   local ranks = engine.ranks                   -- all ranks add their losses up, quiet ones too
   local first = not ranks or ranks.world:rank() == 0
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)

@@ -157,6 +157,15 @@ local function asked(request)
   return all
 end
 
+local HIGHER = 1.25               -- times a printed peak, from which on another plan is printed
+local said = {}                 -- notes on configurations, which a job has once however many engines it makes
+
+local function note_of_job(self, text)
+  if said[text] then return end
+  said[text] = not self.quiet or nil
+  self:note(text)
+end
+
 --- Reads the configuration and sets the engine's fields that follow from it.
 function setup.configure(self, request, config)
   local world = mesh.group "world"
@@ -171,7 +180,9 @@ function setup.configure(self, request, config)
   end
   check_kind(request.param_groups, cfg.optimizer.type)
   optim_groups.check(optim_groups.configured(cfg.optimizer, request.param_groups), cfg.optimizer.type)
-  for _, text in ipairs(notes or {}) do self:note(text) end
+  if not world or world:rank() == 0 then
+    for _, text in ipairs(notes or {}) do note_of_job(self, text) end
+  end
   mesh.cut { pp = cfg.pipeline.stages, tp = cfg.tensor_parallel.size }
   local group, stages_group, layers_group = mesh.group "dp", mesh.group "pp", mesh.group "tp"
   self.pipeline = stages_group and pipe.request(cfg, stages_group) or false
@@ -450,6 +461,28 @@ local function check_stays(self, forecast)
     view.bytes(moved), first.name, second.name, first.name, view.bytes(first.budget)), 0)
 end
 
+-- Whether a plan tells something that the printed ones do not: another layout, moves or an op short of room where there
+-- were none, or a peak that is clearly higher. Plans of batches of other sizes differ by less.
+local function is_news(self, forecast)
+  local layout, printed = self.built.layout, self.printed
+  local moves = false
+  for _, bytes in ipairs(forecast.fetched) do moves = moves or bytes > 0 end
+  for _, bytes in ipairs(forecast.evicted) do moves = moves or bytes > 0 end
+  if not printed or printed.layout ~= layout or moves and not printed.moves or forecast.short and not printed.short then
+    self.printed = { layout = layout, moves = moves, short = forecast.short ~= nil, peaks = {} }
+    for i, tier in ipairs(forecast.tiers) do self.printed.peaks[i] = tier.peak end
+    return true
+  end
+  local news = false
+  for i, tier in ipairs(forecast.tiers) do
+    if tier.peak > printed.peaks[i] * HIGHER then news = true end
+  end
+  if news then
+    for i, tier in ipairs(forecast.tiers) do printed.peaks[i] = math.max(printed.peaks[i], tier.peak) end
+  end
+  return news
+end
+
 --- Plans a step with these arguments. Returns its trace, or nil when the step has to run once first. `look` gets the
 --- forecast before it is printed, and may raise an error.
 ---@param self ps.Engine
@@ -477,7 +510,8 @@ function setup.plan_step(self, args, look)
   self.forecast = forecast
   check_stays(self, forecast)
   local prints, world = self.cfg.plan_print, mesh.group "world"
-  if prints and (prints == "all" or not world or world:rank() == 0) and not self.quiet then
+  local here = prints and (prints == "all" or not world or world:rank() == 0) and not self.quiet
+  if here and is_news(self, forecast) then
     for _, line in ipairs(forecasts.lines(self, forecast)) do io.stdout:write(line, "\n") end
     io.stdout:flush()
   end

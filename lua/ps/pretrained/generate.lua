@@ -56,7 +56,7 @@ local function run(model, prompts, n, chosen)
   local results, ended, streams, left = {}, {}, {}, rows.count
   for r = 1, rows.count do
     results[r] = copied(prompts[math.floor((r - 1) / copies) + 1])
-    if chosen.on_text then streams[r] = text.stream(chosen.tokenizer, results[r]) end
+    if chosen.on_text then streams[r] = text.stream(chosen.tokenizer, results[r], chosen.skip_special_tokens) end
   end
   for i = 1, n do
     rows:ready()
@@ -132,12 +132,12 @@ end
 ---  num_beams?: integer, length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer,
 ---  logits_processor?: (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor),
 ---  on_token?: (fun(id: integer|integer[], i: integer): boolean?),
----  on_text?: (fun(text: string, row: integer): boolean?)}
+---  on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean}
 ---  temperature 0, or do_sample = false, takes the likeliest; min_p: tokens that are so much less likely than the first
 ---  are left out, after top_k and top_p; a sequence ends behind a token of eos_token_id, and behind one in which a stop
 ---  string ends; logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V], of beams log
----  probabilities; on_token gets -1 of rows that have ended; on_token and on_text may stop with false; without a seed
----  the engine's random numbers are used
+---  probabilities; on_token gets -1 of rows that have ended; on_token and on_text may stop with false; with
+---  skip_special_tokens on_text gets no text of special tokens; without a seed the engine's random numbers are used
 ---@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists where num_return_sequences > 1
 return function(model, prompt, n, options)
   local function read()

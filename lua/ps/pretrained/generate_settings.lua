@@ -16,7 +16,8 @@ local OPTIONS = { temperature = "number", top_k = "whole", top_p = "number", min
   do_sample = "boolean", repetition_penalty = "number", no_repeat_ngram_size = "whole", min_new_tokens = "whole",
   eos_token_id = "whole|table|boolean", stop_strings = "string|table", tokenizer = "table", num_beams = "whole",
   length_penalty = "number", early_stopping = "boolean|string", num_return_sequences = "whole",
-  logits_processor = "callable", on_token = "callable", on_text = "callable" }
+  logits_processor = "callable", on_token = "callable", on_text = "callable",
+  skip_special_tokens = "boolean" }
 
 -- Of a file: what is followed, and the kind of each.
 local FOLLOWED = { temperature = "number", top_k = "number", top_p = "number", min_p = "number", do_sample = "boolean",
@@ -176,8 +177,8 @@ function settings.told(request)
   local keys = {}
   for key in pairs(OPTIONS) do keys[#keys + 1] = key end
   table.sort(keys)
-  for _, key in ipairs(keys) do
-    local follows = key == "on_token" or key == "on_text" or key == "tokenizer"        -- these may be on one rank alone
+  for _, key in ipairs(keys) do                            -- those that follow the text may be on one rank alone
+    local follows = key == "on_token" or key == "on_text" or key == "tokenizer" or key == "skip_special_tokens"
     if key ~= "seed" and not follows then list[#list + 1] = { key, words(chosen[key]) } end
   end
   list[#list + 1] = { "seed", chosen.seed and words(chosen.seed)

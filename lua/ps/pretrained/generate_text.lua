@@ -11,6 +11,7 @@ local BEFORE = 8                                           -- tokens of the prom
 ---@field tokenizer ps.Tokenizer
 ---@field ids integer[]
 ---@field first boolean no piece has come yet
+---@field how {skip_special_tokens: boolean} of the tokenizer's decode
 local Stream = {}
 Stream.__index = Stream
 
@@ -18,11 +19,13 @@ Stream.__index = Stream
 --- stands in front of it: a blank of Llama 2's is none at a text's beginning.
 ---@param tokenizer ps.Tokenizer
 ---@param prompt? integer[] what the sequence goes on from
+---@param skip? boolean special tokens have no text
 ---@return ps.pretrained.Stream
-function text.stream(tokenizer, prompt)
+function text.stream(tokenizer, prompt, skip)
   local before = {}
   for i = math.max(1, #(prompt or {}) - BEFORE + 1), #(prompt or {}) do before[#before + 1] = prompt[i] end
-  return setmetatable({ tokenizer = tokenizer, before = before, ids = {}, first = true }, Stream)
+  return setmetatable({ tokenizer = tokenizer, before = before, ids = {}, first = true,
+    how = { skip_special_tokens = skip or false } }, Stream)
 end
 
 local function without_broken(shown)
@@ -37,9 +40,9 @@ local function joined(a, b)
 end
 
 local function give(self, last)
-  local shown = self.tokenizer:decode(self.before)
+  local shown = self.tokenizer:decode(self.before, self.how)
   if self.first then shown = without_broken(shown) end     -- a prompt may end within a character
-  local all = self.tokenizer:decode(joined(self.before, self.ids))
+  local all = self.tokenizer:decode(joined(self.before, self.ids), self.how)
   if not last and all:sub(-3) == BROKEN then return nil end
   self.before, self.ids = self.first and joined(self.before, self.ids) or self.ids, {}
   self.first = false
