@@ -14,6 +14,7 @@ local json = require "cjson"
 local line = require "ps.command_line"
 local bert = require "models.bert"
 local progress = require "ps.progress"
+local without_bom = require "ps.bom"
 
 local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
   pretrained = { lr = 5e-5, epochs = 3 },                   -- as BERT's authors fine-tune
@@ -44,7 +45,7 @@ ps.manual_seed(args.seed)
 local function read(path)
   local rows, classes, file = {}, 0, assert(io.open(path))
   for text in file:lines() do
-    local ok, row = pcall(json.decode, text)
+    local ok, row = pcall(json.decode, without_bom(text))
     if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" and type(row.text) ~= "string"
       or type(row.label) ~= "number" then
       error(("%s:%d: it is not {\"text\": \"...\", \"label\": 0}"):format(path, #rows + 1), 0)

@@ -284,6 +284,7 @@ function GPT2:batch_of(idx, targets)
       type(idx)))
   end
   if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
+  heads.some_tokens("gpt2", idx)
   local batch = read(self, { input_ids = idx }, self.transformer)
   batch.targets = targets
   return batch

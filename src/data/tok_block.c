@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
+#include "base/text.h"
 #include "base/thread.h"
 #include <pthread.h>
 #include <string.h>
@@ -98,6 +99,7 @@ static int json_lines(part *p)
         next = line_after(p->s, p->n, at);
         p->lines++;
         j.first = j.at = p->s + at, j.end = p->s + next;
+        j.at += ps_bom(j.at, j.end - j.at);         /* of a file's first line */
         while (j.at < j.end && (*j.at <= ' ')) j.at++;
         if (j.at == j.end) continue;                /* an empty line */
         rc = document(&j, p->block->field);

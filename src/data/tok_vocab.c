@@ -101,6 +101,18 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
     return 0;
 }
 
+/* Gives a token that is there the id `id` instead of its own, which then has no token. */
+static int move_token(tok_vocab *v, int32_t there, int32_t id)
+{
+    tok_entry e = v->entry[there];
+    uint32_t slot = slot_of(v, tok_name(v, there), (size_t)e.n);
+    PS_TRY(grow_entries(v, id));
+    v->entry[there].n = -1;
+    v->entry[id] = e;
+    v->slot[slot] = id + 1;
+    return 0;
+}
+
 void tok_vocab_free(tok_vocab *v)
 {
     tok_bytes_free(&v->text);
@@ -216,6 +228,7 @@ static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size
     return true;
 }
 
+/* A line that is there twice, an empty one too, has the number of the last, as in transformers. */
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
 {
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
@@ -223,7 +236,9 @@ int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
     for (int64_t id = 0; line(&at, end, &s, &n); id++) {
         if (!tok_utf8_valid(s, n)) return ps_fail(PS_EFORMAT, "%s: line %lld is no UTF-8", map->path,
             (long long)id + 1);
-        PS_TRY(tok_vocab_add(&t->vocab, map->path, s, n, id));
+        int32_t there = id < TOK_ID_LIMIT ? tok_vocab_find(&t->vocab, s, n) : -1;
+        PS_TRY(there >= 0 ? move_token(&t->vocab, there, (int32_t)id)
+                          : tok_vocab_add(&t->vocab, map->path, s, n, id));
     }
     return 0;
 }
@@ -322,6 +337,9 @@ int tok_read_tiktoken(ps_tok *t, const ps_map *map)
         if (rc == 0) rc = tok_vocab_add(&t->vocab, map->path, letters.at, letters.n, rank);
     }
     tok_bytes_free(&letters);
+    if (rc == 0 && !t->vocab.used)
+        rc = ps_fail(PS_EFORMAT, "%s: %lld bytes without a token; the file is empty, fetch it again", map->path,
+                     (long long)map->nbytes);
     return rc < 0 ? rc : pairs_of_tokens(t, map->path);
 }
 

@@ -88,7 +88,10 @@ int ps_tok_read(ps_tok *t, const char *format, const char *path)
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
         if (strcmp(format, formats[i].format)) continue;
         PS_TRY(ps_map_open(&map, path));
-        int rc = formats[i].read(t, &map);
+        ps_map text = map;
+        size_t mark = ps_bom(map.bytes, map.nbytes);
+        text.bytes += mark, text.nbytes -= (int64_t)mark;
+        int rc = formats[i].read(t, &text);
         if (rc == 0 && !t->path && !(t->path = ps_strdup(path))) rc = ps_fail_nomem(strlen(path) + 1);
         ps_map_close(&map);
         return rc;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of its
  * contents. The input is hostile until proven otherwise. No recursion: the grammar has three levels, each a loop.
- *   header   = { (name : tensor | "__metadata__" : { (string : string)* })* }
+ *   header   = { (name : tensor | "__metadata__" : ({ (string : string)* } | null))* }
  *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }     in any order, each once */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
@@ -280,6 +280,11 @@ static int metadata(parser *p)
     ps_st *st = p->st;
     if (p->has_meta) return bad(p, "'__metadata__' twice");
     p->has_meta = true;
+    skip_space(p);
+    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference reads it as none */
+        p->at += 4;
+        return 0;
+    }
     PS_TRY(expect(p, '{'));
     if (accept(p, '}')) return 0;
     int again;

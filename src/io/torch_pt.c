@@ -19,9 +19,10 @@ static int check_format(const ps_map *map)
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
     const uint8_t *b = map->bytes;
     int64_t n = map->nbytes;
+    int frame = n > 3 && b[1] >= 4 && b[2] == 0x95 ? 9 : 0;          /* protocol 4 puts a frame's length in front */
     if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
         return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; give it that name", map->path);
-    if (n >= 16 && b[0] == 0x80 && !memcmp(b + 2, magic, sizeof magic))
+    if (n >= 16 + frame && b[0] == 0x80 && !memcmp(b + 2 + frame, magic, sizeof magic))
         return ps_fail_sub(PS_EFORMAT, PS_SUB_OLD_TORCH, "%s: this is the format that PyTorch wrote before 1.6 (or "
                            "with _use_new_zipfile_serialization=False), which is not read; convert it" CONVERT,
                            map->path, map->path);

@@ -2,6 +2,7 @@
 -- The sources of a configuration: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
 -- file, or base64 of one. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
+local without_bom = require "ps.bom"
 local lib_null = require("cjson").null                     -- null of a table that a script decoded itself
 
 local source = {}
@@ -80,6 +81,7 @@ function source.read(from)
   end
   local text, why = contents(from)
   if text then
+    text = without_bom(text)
     if from:match("%.lua$") then return copy(run_lua(text, from), from, 1), from end
     return from_json(text, from), from
   end

@@ -4,6 +4,7 @@
 local ps = require "ps"
 local caller = require "ps.caller"
 local json = require "cjson"
+local without_bom = require "ps.bom"
 local lfs = require "lfs"
 local rectangles = require "ps.rectangles"
 local settings = require "ps.pretrained.settings"
@@ -31,7 +32,7 @@ end
 ---@param path string
 ---@return table
 function folder.read_json(path)
-  local ok, value = pcall(json.decode, read(path))
+  local ok, value = pcall(json.decode, without_bom(read(path)))
   if not ok or type(value) ~= "table" then
     error(("%s: %s"):format(path, ok and "it holds no JSON object" or tostring(value)))
   end

@@ -15,6 +15,15 @@ local heads = {}
 
 local function shape_text(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
+--- An error of token ids [B, T] of which there are none.
+---@param who string
+---@param ids ps.Tensor
+function heads.some_tokens(who, ids)
+  if ids:numel() > 0 then return end
+  error(("%s: the token ids are %s, which is no token: give one row or more, of one token or more"):format(who,
+    shape_text(ids)), 0)
+end
+
 --- What a model was called with, as a batch by names: token ids alone are { input_ids = }, and positions [T] are those
 --- of each row. The model's class says what it takes, `inputs`: name -> "tensor".
 ---@param model ps.pretrained.Model
@@ -33,6 +42,7 @@ function heads.batch(model, given)
   if ids:dim() ~= 2 then
     error(("%s: input_ids is %s; it must be [batch, positions]"):format(who, shape_text(ids)), 0)
   end
+  heads.some_tokens(who, ids)
   local places = given.position_ids
   if places ~= nil and places:dim() == 1 then
     local copy = {}

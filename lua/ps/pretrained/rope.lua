@@ -33,7 +33,15 @@ end
 ---@return table parameters
 function rope.parameters(who, config)
   local given = config.rope_scaling or config.rope_parameters or {}
-  local p = {}
+  local p, named = {}, given.rope_type or given.type
+  if type(named) == "string" and not KINDS[named] then
+    settings.refuse(who, "rope_type", named, "there are " .. names_of(KINDS))
+  end
+  for _, key in ipairs { "mrope_section", "mrope_interleaved" } do
+    if given[key] ~= nil and type(given[key]) ~= "userdata" and given[key] ~= false then
+      settings.refuse(who, key, given[key], "rotary embedding by sections of a head (mrope) is not supported")
+    end
+  end
   for key, value in pairs(given) do
     if type(value) == "table" then
       settings.refuse(who, key, value, "rotary embedding by kinds of layers is not supported")

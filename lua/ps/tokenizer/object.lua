@@ -3,6 +3,7 @@
 local caller = require "ps.caller"
 local json = require "cjson"
 local lfs = require "lfs"
+local without_bom = require "ps.bom"
 local error = caller.error
 
 local object = {}
@@ -28,7 +29,7 @@ function object.of_file(path)
   if not file then error("no tokenizer: " .. why) end
   local text = file:read("*a")
   file:close()
-  return object.decode(text or "", path)
+  return object.decode(without_bom(text or ""), path)
 end
 
 --- Whether a field is absent or null.

@@ -1,0 +1,12 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The byte order mark that some editors write before UTF-8: files of settings and vocabularies mean the same with it.
+
+local MARK = "\239\187\191"
+
+--- A text without a byte order mark at its beginning.
+---@param text string
+---@return string
+return function(text)
+  if text:sub(1, #MARK) == MARK then return text:sub(#MARK + 1) end
+  return text
+end
