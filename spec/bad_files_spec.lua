@@ -72,6 +72,26 @@ describe("safetensors files that are no good", function()
     fails({ "f8.safetensors", "closed" }, function() f:tensor "a" end)
   end)
 
+  it("may say that they have no metadata, and have integers that no tensor here has", function()
+    file("null.safetensors", '{"__metadata__":null,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "\0\0\0\0")
+    local f = open "null.safetensors"()
+    assert.same({ {}, 0 }, { f.metadata, f:tensor("a"):item() })
+    f:close()
+    file("nul.safetensors", '{"__metadata__":nul,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "\0\0\0\0")
+    fails_with("EFORMAT", { "nul.safetensors", "'{' expected" }, open "nul.safetensors")
+    file("small.safetensors", '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+      .. '"i8":{"dtype":"I8","shape":[2],"data_offsets":[4,6]},'
+      .. '"i16":{"dtype":"I16","shape":[2,1],"data_offsets":[6,10]},'
+      .. '"u16":{"dtype":"U16","shape":[1],"data_offsets":[10,12]},"u32":{"dtype":"U32","shape":[1],'
+      .. '"data_offsets":[12,16]}}', "\0\0\128\63\127\128\255\127\0\128\255\255\255\255\255\255")
+    local all = ps.load(folder .. "/small.safetensors")
+    assert.same({ 1, { 127, -128 }, { { 32767 }, { -32768 } }, { 65535 } }, { all.a:item(), all.i8:tolist(),
+      all.i16:tolist(), all.u16:tolist() })
+    assert.same({ "int32", "int32", "int32", "int64" }, { all.i8:dtype(), all.i16:dtype(), all.u16:dtype(),
+      all.u32:dtype() })
+    assert.equal(2 ^ 32 - 1, tonumber(all.u32:item()))
+  end)
+
   it("are found out wherever they end", function()
     local path = folder .. "/whole.safetensors"
     ps.safetensors.save(path, { a = ps.ones { 5 }, b = ps.zeros({ 2, 2 }, { dtype = "int64" }) })

@@ -288,6 +288,11 @@ describe("a group of processes", function()
     local out, seconds = ranks(2, "failing(join, { world_size = 3, timeout = 0.7 })")
     all_match(out, "rank 2 of 3 did not come")
     assert.truthy(seconds < 10)
+    -- Rank 0 says who is missing long before it gives up, once.
+    local words = "rank 0 at %S+: waiting 0%.175 s for the other ranks: rank 2 of 3 did not come"
+    assert.equal(1, select(2, out[0].text:gsub(words, "")), out[0].text)
+    assert.matches("(it gives up after 0.7 s)", out[0].text, 1, true)
+    assert.is_nil(out[1].text:find("gives up", 1, true), out[1].text)
   end)
 
   it("says that its port is in use, or that nobody answers there", function()
@@ -303,6 +308,8 @@ describe("a group of processes", function()
     ]])
     assert.matches("port %d+ of this machine is in use", out[0].text)
     assert.matches("reached nobody at 127.0.0.1 port 1 in 0.5 s", out[1].text, 1, true)
+    local waits = "rank 1 of 2 waits for rank 0 at 127.0.0.1 port 1, which has not answered for "
+    assert.equal(1, select(2, out[1].text:gsub(waits, "")), out[1].text)
     assert.truthy(seconds < 10)
   end)
 

@@ -59,6 +59,10 @@ describe("rotary embedding", function()
     local llama = require "models.llama"
     for _, case in ipairs {
       { { rope_scaling = { rope_type = "longrope", factor = 2 } }, "llama: refused: rope_type = longrope: there are" },
+      { { rope_scaling = { type = "longrope", long_factor = { 1, 2 }, short_factor = { 1, 1 } } },
+        "llama: refused: rope_type = longrope: there are" },
+      { { rope_scaling = { rope_type = "mrope", mrope_section = { 16, 24, 24 } } }, "refused: rope_type = mrope" },
+      { { rope_scaling = { rope_type = "default", mrope_section = { 16, 24, 24 } } }, "mrope) is not supported" },
       { { rope_scaling = { type = "linear" } }, "rope_type = linear need factor" },
       { { rope_parameters = { rope_theta = 0 } }, "rope_theta = 0: it must be above 0" },
       { { partial_rotary_factor = 0.5 }, "refused: partial_rotary_factor = 0.5" },

@@ -543,11 +543,43 @@ describe("bench/hf.lua", function()
   it("refuses weights that PyTorch wrote before 1.6 by status 2, with the way to convert them", function()
     bert.new("tiny", { task = "base" }):save_pretrained(path "old")
     os.remove(path "old/model.safetensors")
-    check.write(path "old/pytorch_model.bin", "\128\2\138\10l\252\156F\249 j\168P\25." .. ("\0"):rep(64))
-    local status, said = run "old"
-    assert.equal(2, status, said)
-    assert.truthy(said:find "^refused: pytorch_model%.bin = an old format: this is the format that PyTorch wrote", said)
-    assert.truthy(said:find('torch.save(torch.load("' .. path "old/pytorch_model.bin", 1, true), said)
+    for _, protocol in ipairs { "\128\2", "\128\4\149\14\0\0\0\0\0\0\0" } do             -- 4: with a frame's length
+      check.write(path "old/pytorch_model.bin", protocol .. "\138\10l\252\156F\249 j\168P\25." .. ("\0"):rep(64))
+      local status, said = run "old"
+      assert.equal(2, status, said)
+      assert.truthy(said:find "^refused: pytorch_model%.bin = an old format: this is the format that PyTorch wrote",
+        said)
+      assert.truthy(said:find('torch.save(torch.load("' .. path "old/pytorch_model.bin", 1, true), said)
+    end
+  end)
+end)
+
+describe("models of every family", function()
+  it("say of zero tokens that there are none", function()
+    for family, task in pairs { gpt2 = false, llama = false, mistral = false, qwen3 = false, bert = "base",
+      roberta = "base" } do
+      local model = require("models." .. family).new("tiny", task and { task = task } or nil)
+      for _, shape in ipairs { { 2, 0 }, { 0, 3 } } do
+        local ids = ps.zeros(shape, { dtype = "int32" })
+        for _, given in ipairs { ids, { input_ids = ids } } do
+          check.fails_saying({ ("the token ids are [%d, %d], which is no token"):format(unpack(shape)) }, function()
+            model(given)
+          end)
+        end
+      end
+    end
+  end)
+
+  it("are read from folders whose files begin with a byte order mark", function()
+    local mark = "\239\187\191"
+    gpt2.new("tiny"):save_pretrained(path "marked")
+    local file = path "marked/config.json"
+    check.write(file, mark .. check.read(file))
+    check.write(path "marked/generation_config.json", mark .. '{"max_new_tokens": 3}')
+    local model = ps.from_pretrained(path "marked", { quiet = true })
+    assert.equal(4, #model:generate { 1 })
+    check.write(path "marked/ds_config.json", mark .. '{"train_batch_size": 8}')
+    assert.equal(8, require("ps.config").read(path "marked/ds_config.json").train_batch_size)
   end)
 end)
 

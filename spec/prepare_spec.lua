@@ -124,6 +124,8 @@ describe("a file's tokens", function()
       lines[i] = json.encode { id = i, text = text, more = { { text = "no" }, {} } } .. (i % 5 == 0 and "\n" or "")
     end
     local path = write("lines.jsonl", table.concat(lines, "\n"))
+    local marked = write("marked.jsonl", "\239\187\191" .. table.concat(lines, "\n"))    -- a byte order mark
+    assert.same(ids_of(path, { field = "text" }), ids_of(marked, { field = "text" }))
     for _, block in ipairs { 3, 100, 2 ^ 20 } do
       assert.same(want, ids_of(path, { field = "text", mark = END, block = block, threads = 3 }))
     end

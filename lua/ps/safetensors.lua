@@ -4,6 +4,7 @@
 -- whole or not at all (a temporary file, fsync, rename). Files with checksums (checkpoints have them) are compared with
 -- these when they are opened and as tensors are read.
 local ps = require "ps"
+local array = require "ps.array"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
@@ -137,14 +138,35 @@ local function fill(self, name, entry, tensor)
   ps.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
 
+-- Integers that no tensor here has: the type of C, and the next type here that has all their values.
+local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = { "uint16_t", "int32" },
+  U32 = { "uint32_t", "int64" } }
+local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
+
+-- All of `name`, whose integers are of a type that no tensor here has, as wider ones.
+local function widened(self, name, wider, device)
+  local st = opened(self)
+  local _, i = entry_of(self, name)
+  if self.compares then self:verify(name) end
+  local tensor = ps.empty(self:shape(name), { dtype = wider[2], device = "cpu" })
+  local n = tensor:numel()
+  local from, to = ffi.cast("const " .. wider[1] .. " *", C.ps_st_data(st, i)), wide_array[wider[2]](math.max(n, 1))
+  for k = 0, n - 1 do to[k] = from[k] end
+  check(C.ps_tensor_write(tensor, to, tensor:nbytes()))
+  return device and tensor:to(device) or tensor
+end
+
 local function new_tensor(self, name, device)
   local entry = entry_of(self, name)
+  local dtype, other = self:dtype(name)
+  if not dtype and WIDER[other] then return widened(self, name, WIDER[other], device) end
   local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
   fill(self, name, entry, tensor)
   return tensor
 end
 
---- A new tensor with the bytes of `name`; it outlives scopes.
+--- A new tensor with the values of `name`; it outlives scopes. Of integers of a type that this engine lacks it has the
+--- next larger: int32 for I8, I16 and U16, int64 for U32.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

@@ -46,7 +46,12 @@ int ps_store_try(const char *host, int port, const ps_store_rank *me, double unt
 #define PS_STORE_AGAIN_S 0.05                           /* between two tries */
 #define PS_STORE_FOREIGN_S 5
 void ps_store_pause(void);
-/* Waits until all ranks are connected. A wrong rank or world size shows before this returns. */
+/* Seconds after which a rank that waits for others says so, once. */
+double ps_store_say_s(double timeout_s);
+/* Says once, when it is late, that a rank waits for rank 0. *said: whether it has. where: "at HOST port PORT". */
+void ps_store_say(const ps_store_rank *me, double since, const char *where, bool *said);
+/* Waits until all ranks are connected. A wrong rank or world size shows before this returns. Rank 0 says once, on
+ * stderr, who is missing for long. */
 int ps_store_meet(ps_store *store, double timeout_s);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
 /* Waits for the key. *nbytes: bytes of the value; more than `room` is an error. */

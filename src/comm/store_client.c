@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "comm/net.h"
 #include "comm/store.h"
@@ -16,6 +17,7 @@
 #include <unistd.h>
 
 static const double SLACK_S = 2;           /* seconds by which the server's answer to a time-out may be late */
+static const double LONG_S = 10;           /* seconds without the others that are worth a word */
 static const double ANSWER_S = 10;         /* seconds that a server has to prove itself before a rank tries again */
 
 struct ps_store {
@@ -107,10 +109,23 @@ int ps_store_try(const char *host, int port, const ps_store_rank *me, double unt
     return fd > 0 ? introduce(fd, me, until + SLACK_S, out) : PS_STORE_NOBODY;
 }
 
+double ps_store_say_s(double timeout_s) { return timeout_s < 4 * LONG_S ? timeout_s / 4 : LONG_S; }
+
+void ps_store_say(const ps_store_rank *me, double since, const char *where, bool *said)
+{
+    double waited = ps_now() - since;
+    if (*said || waited < ps_store_say_s(me->timeout_s)) return;
+    *said = true;
+    ps_log(PS_LOG_WARN, "rank %d of %d waits for rank 0 %s, which has not answered for %.3g s; it gives up after %g s",
+           me->rank, me->size, where, waited, me->timeout_s);
+}
+
 int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out)
 {
-    double until = ps_now() + me->timeout_s, foreign_since = 0;
-    char why[PS_STORE_TEXT] = "";
+    double began = ps_now(), until = began + me->timeout_s, foreign_since = 0;
+    char why[PS_STORE_TEXT] = "", where[NI_MAXHOST + 32];
+    bool said = false;
+    snprintf(where, sizeof where, "at %s port %d", host, port);
     for (;;) {
         int found = ps_store_try(host, port, me, until, out);
         if (found <= PS_STORE_REACHED) return found;
@@ -131,16 +146,18 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
             return ps_fail(PS_ETIME, "rank %d of %d reached nobody at %s port %d in %g s; is rank 0 running there, and "
                            "are address and port (MASTER_ADDR, MASTER_PORT) right?", me->rank, me->size, host, port,
                            me->timeout_s);
+        ps_store_say(me, began, where, &said);
         ps_store_pause();
     }
 }
 
-/* Sends a request that the server answers once other ranks have done their part, or timeout_s is over. */
-static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, void *value, int64_t room,
-                       int64_t *nbytes)
+/* Sends a request that the server answers once other ranks have done their part, or timeout_s is over. in_all: the
+ * seconds that an error tells. */
+static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, double in_all, void *value,
+                       int64_t room, int64_t *nbytes)
 {
     char what[64];
-    snprintf(what, sizeof what, "waiting %g s for the other ranks", timeout_s);
+    snprintf(what, sizeof what, "waiting %g s for the other ranks", in_all);
     double until = ps_now() + timeout_s + SLACK_S, ms = timeout_s * 1e3;
     q.a = ms > 2e9 ? 2000000000 : (int)ms;
     PS_TRY(ask(s, q, key, NULL, until, what));
@@ -149,7 +166,12 @@ static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double 
 
 int ps_store_meet(ps_store *s, double timeout_s)
 {
-    return ask_to_wait(s, (ps_store_request){ .what = PS_STORE_ALL }, NULL, timeout_s, NULL, 0, NULL);
+    const ps_store_request all = { .what = PS_STORE_ALL };
+    double first = s->rank == 0 ? ps_store_say_s(timeout_s) : timeout_s;
+    int rc = ask_to_wait(s, all, NULL, first, first, NULL, 0, NULL);
+    if (rc != PS_ETIME || first >= timeout_s) return rc;
+    ps_log(PS_LOG_WARN, "rank 0 at %s: %s (it gives up after %g s)", s->server, ps_error_message(), timeout_s);
+    return ask_to_wait(s, all, NULL, timeout_s - first, timeout_s, NULL, 0, NULL);
 }
 
 int ps_store_ask_fault(ps_store *s)
@@ -177,7 +199,7 @@ int ps_store_get(ps_store *s, const char *key, double timeout_s, void *value, in
     if (length > PS_STORE_MAX_KEY)
         return ps_fail(PS_ERANGE, "a key of %zu bytes; the store takes %d", length, PS_STORE_MAX_KEY);
     ps_store_request q = { .what = PS_STORE_GET, .key_nbytes = (uint32_t)length };
-    return ask_to_wait(s, q, key, timeout_s, value, room, nbytes);
+    return ask_to_wait(s, q, key, timeout_s, timeout_s, value, room, nbytes);
 }
 
 void ps_store_fault(ps_store *s, const char *text)

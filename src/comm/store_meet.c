@@ -123,7 +123,9 @@ static int serve_by(const char *path, const ps_meeting *m, ps_run *run, ps_store
 
 static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store **out)
 {
-    double until = ps_now() + m->timeout_s;
+    double began = ps_now(), until = began + m->timeout_s;
+    bool said = false;
+    char where[PATH_MAX + 8];
     ps_run given = *run;
     note n;
     for (;;) {
@@ -143,6 +145,8 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
             return ps_fail(PS_ETIME, "rank %d of %d found nobody by %s in %g s (%s); is rank 0 running, and does it "
                            "use the same file?", m->rank, m->size, path, m->timeout_s, why);
         }
+        snprintf(where, sizeof where, "by %s", path);
+        ps_store_say(&(ps_store_rank){ m->rank, m->size, run, m->timeout_s }, began, where, &said);
         ps_store_pause();
     }
 }

@@ -51,23 +51,31 @@ local function of_bytes(description, config)
   end
 end
 
--- A sequence's steps of other types.
-local function without(node, list, kind)
-  if type(node) ~= "table" or node.type ~= "Sequence" or type(node[list]) ~= "table" then return end
-  local kept = {}
-  for _, one in ipairs(node[list]) do if type(one) ~= "table" or one.type ~= kind then kept[#kept + 1] = one end end
-  node[list] = kept
+-- Whether a step, or one of a sequence, cuts texts by bytes.
+local function by_bytes(node)
+  if type(node) ~= "table" then return false end
+  if node.type == "ByteLevel" then return true end
+  for _, one in ipairs(type(node.pretokenizers) == "table" and node.pretokenizers or {}) do
+    if by_bytes(one) then return true end
+  end
+  return false
 end
 
--- Without a blank in front of texts.
+local BLANK = "\226\150\129"                              -- what stands for a blank in Llama's tokens
+
+-- The class has steps of its own: it takes the vocabulary and the merges of tokenizer.json, and neither its normalizer
+-- nor its pre-tokenizer. A text that begins with a blank gets no second one in front. A tokenizer by bytes is of
+-- another class, whatever the file says.
 local function of_llama(description, config)
-  if config.add_prefix_space ~= false then return end
-  local pre = description.pre_tokenizer
-  if type(pre) == "table" and pre.type == "Metaspace" then
-    pre.prepend_scheme, pre.add_prefix_space = "never", json.null
-  end
-  without(description.normalizer, "normalizers", "Prepend")
-  without(description.decoder, "decoders", "Strip")
+  if by_bytes(description.pre_tokenizer) then return end
+  local prefix = config.add_prefix_space ~= false
+  description.normalizer = json.null
+  description.pre_tokenizer = { type = "Metaspace", replacement = BLANK, split = false,
+    prepend_scheme = not prefix and "never" or config.legacy == true and "always" or "first" }
+  local steps = { { type = "Replace", pattern = { String = BLANK }, content = " " }, { type = "ByteFallback" },
+    { type = "Fuse" } }
+  if prefix then steps[4] = { type = "Strip", content = " ", start = 1, stop = 0 } end
+  description.decoder = { type = "Sequence", decoders = steps }
 end
 
 local APPLY = { BertTokenizer = of_bert, DistilBertTokenizer = of_bert, ElectraTokenizer = of_bert,
