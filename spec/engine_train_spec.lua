@@ -294,9 +294,9 @@ describe("notes on a configuration", function()
 
   it("come from the first rank alone", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
-    local folder = ranks_lib.folder()
-    local all = ranks_lib.check(folder, 2, SCRIPT)
-    ranks_lib.remove(folder)
+    local place = ranks_lib.folder()
+    local all = ranks_lib.check(place, 2, SCRIPT)
+    ranks_lib.remove(place)
     assert.equal(1, select(2, all[0].text:gsub("dump_state: ignored", "")), all[0].text)
     assert.is_nil(all[1].text:find("ignored", 1, true), all[1].text)
   end)

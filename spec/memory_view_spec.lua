@@ -33,8 +33,8 @@ describe("ps.chunks of one chunk or tensor", function()
     for _, name in ipairs(chunk.tensors) do assert.truthy(text:find("\n  " .. name, 1, true), text) end
     fails(function() view.chunks(chunks_of(3), 99) end, "there is no chunk 99 (there are 15: 0 to 14)")
     local some = {}                                          -- other kinds of chunks have gaps between them
-    for _, chunk in ipairs(chunks_of(3)) do
-      if chunk.id < 3 or chunk.id == 7 or chunk.id > 12 then some[#some + 1] = chunk end
+    for _, one in ipairs(chunks_of(3)) do
+      if one.id < 3 or one.id == 7 or one.id > 12 then some[#some + 1] = one end
     end
     fails(function() view.chunks(some, 99) end, "there is no chunk 99 (there are 6: 0 to 2, 7, 13 to 14)")
     fails(function() view.chunks({}, 0) end, "no engine with chunks is open")

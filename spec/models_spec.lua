@@ -560,8 +560,8 @@ describe("models of every family", function()
       roberta = "base" } do
       local model = require("models." .. family).new("tiny", task and { task = task } or nil)
       for _, shape in ipairs { { 2, 0 }, { 0, 3 } } do
-        local ids = ps.zeros(shape, { dtype = "int32" })
-        for _, given in ipairs { ids, { input_ids = ids } } do
+        local none = ps.zeros(shape, { dtype = "int32" })
+        for _, given in ipairs { none, { input_ids = none } } do
           check.fails_saying({ ("the token ids are [%d, %d], which is no token"):format(unpack(shape)) }, function()
             model(given)
           end)
@@ -608,7 +608,7 @@ describe("examples/finetune_bert.lua", function()
   end)
 
   it("learns its drawn task without arguments", function()
-    for seed = 1, 3 do                                       -- seeds 1 to 8 give 93.5 to 100 %
+    for seed = 1, 1 do                                       -- seeds 1 to 8 give 93.5 to 100 %
       local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --seed %d --json "
         .. "2>/dev/null"):format(paths.exe, paths.root, seed)))
       local told = json.decode(p:read("*a"))

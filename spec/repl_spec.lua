@@ -1,6 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The prompt (driven through a pipe), what it prints and what TAB offers.
-local ps = require "ps"
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
 local complete = require "ps.complete"
@@ -419,7 +418,7 @@ describe("the prompt", function()
     local text = check.read(paths.root .. "/README.md"):match "```lua\n(.-)\n```"
     local ids = {}
     for i = 1, 400 do ids[i] = i % 250 end
-    ps.data.write_tokens(folder .. "/tokens.bin", ids)
+    require("ps").data.write_tokens(folder .. "/tokens.bin", ids)
     -- The same script for a small model and a shard of its own.
     for from, to in pairs { ['gpt2.new("gpt2", {'] = 'gpt2.new("tiny", { vocab_size = 50257, n_positions = 1024,',
       ["batch = 4, seq = 1024"] = "batch = 2, seq = 16", ["tokens.bin"] = folder .. "/tokens.bin",

@@ -43,7 +43,8 @@ local function names_of(value, methods_only)
   local found, seen, source = {}, {}, value
   local function add(t)
     for k, v in next, t do
-      if type(k) == "string" and k:match("^[%a_][%w_]*$") and found[k] == nil and (callable(v) or not methods_only) then
+      local fits = not methods_only or type(v) == "function"
+      if fits and type(k) == "string" and k:match("^[%a_][%w_]*$") and found[k] == nil then
         found[k] = v
       end
     end
