@@ -120,6 +120,59 @@ describe("two ranks that share out layers", function()
     ]])
   end)
 
+  it("draw the masks of one rank in attention of a model of one's own, which does not say its first head", function()
+    local MODEL = [[
+      local ps = require "ps"
+      local nn, F = ps.nn, ps.F
+      local A = nn.class "A"
+      function A:init(c, h)
+        self.heads, self.qkv = h, nn.Linear(c, 3 * c, { bias = false })
+        self.o = nn.Linear(c, c, { bias = false })
+      end
+      function A:forward(x)
+        local y = self.qkv(x)
+        local B, T = y:size(0), y:size(1)
+        y = y:reshape(B, T, 3, self.heads, -1):permute(2, 0, 3, 1, 4)
+        return self.o(F.attention(y[0], y[1], y[2], { dropout = 0.5 }):transpose(1, 2):reshape(B, T, -1))
+      end
+      local Net = nn.class "Net"
+      function Net:init() self.embed, self.a = nn.Embedding(16, 32), A(32, 4) end
+      function Net:batch_of(ids) return { input_ids = ids } end
+      function Net:parts()
+        return { { name = "a", modules = { self.embed, self.a }, forward = function(_, b)
+          return { loss = (self.a(self.embed(b.input_ids)) ^ 2):mean() }
+        end } }
+      end
+      function Net:forward(...) return nn.fold(self:parts(), self:batch_of(...)).loss end
+      Net.tensor_parallel = { a = { "divide", "heads" }, ["a.qkv"] = { "column", blocks = 3 }, ["a.o"] = "row" }
+      local losses = {}
+      for i, recompute in ipairs { false, true } do
+        ps.manual_seed(1)
+        local model, optimizer = ps.initialize { quiet = true, model_func = function()
+          local net = Net()
+          rawset(net.a, "recomputes", recompute or nil)
+          return net
+        end, config = { plan_print = false, optimizer = { type = "SGD", params = { lr = 1 } },
+          tensor_parallel = ps.world_size() > 1 and { size = 2, sequence_parallel = false } or nil } }
+        ps.manual_seed(2)
+        local ids = ps.randint(0, 16, { 8, 12 })
+        for step = 1, 2 do
+          local loss = model(ids)
+          losses[2 * i + step - 2] = loss:item()
+          model:backward(loss)
+          optimizer:step()
+        end
+        model:close()
+      end
+    ]]
+    local one = assert(loadstring(MODEL .. "return losses"))()
+    lib.check(folder, 2, MODEL .. ([[
+      for i, want in ipairs { %.9g, %.9g, %.9g, %.9g } do
+        assert(math.abs(losses[i] - want) < 2e-6 * want, ("loss %%d: %%.9g, of one rank %%.9g"):format(i, losses[i], want))
+      end
+    ]]):format(unpack(one)))
+  end)
+
   it("share out a table that was resized, and the head that it is", function()
     lib.check(folder, 2, [[
       local x = ps.randint(0, 250, { 2, 16 }, { dtype = "int32" })

@@ -4,6 +4,7 @@
 local E = require "ps.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.losses"
+local hooks = require "ps.hooks"
 local ops, C, caller = E.ops, E.C, E.caller
 local error = caller.error
 local rng = C.ps_rng_get(E.ctx)
@@ -183,6 +184,13 @@ end
 ---@return ps.Tensor [B, H, T, D]
 function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
 
+-- The number of the first head, for the mask of dropout: as the options say, else as the module that runs says, whose
+-- heads ranks share out.
+local function first_head(options, p)
+  if options.first_head or p == 0 then return options.first_head or 0 end
+  return hooks.ask "first_head" or 0
+end
+
 local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", first_head = "whole" }
 local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
   first_head = "whole" }
@@ -196,8 +204,8 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---  first_head?: integer} mask bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
 ---  type: floats are added to scores, and those of -1e30 and less hide; a mask has no gradient. causal: query i sees
 ---  keys up to i + S - T, with window only the last `window` of them; scale default 1 / sqrt(D); dropout of the
----  weights, default 0; first_head: the number of q's first head where ranks share out the heads, default 0, so that
----  masks are those of one rank
+---  weights, default 0; first_head: the number of q's first head where ranks share out the heads, so that masks are those of
+---  one rank; default: that of the module that runs, where tensor_parallel divides its heads, else 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -205,7 +213,7 @@ function F.attention(q, k, v, options)
   local p = options.dropout or 0
   return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
                        rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0,
-                       options.first_head or 0)
+                       first_head(options, p))
 end
 
 --- Self-attention over queries, keys and values side by side.
@@ -218,7 +226,7 @@ function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)
   local p = options.dropout or 0
   return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
-                              rng.step, rng.sample, p > 0 and next_op() or 0, options.first_head or 0)
+                              rng.step, rng.sample, p > 0 and next_op() or 0, first_head(options, p))
 end
 
 for _, name in ipairs { "mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",

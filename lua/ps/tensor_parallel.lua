@@ -224,6 +224,11 @@ local function words(cut, claim)
     biased = module }))
 end
 
+-- By module: the first head of this rank in the attention that the module is, or is a part of. F.attention with dropout
+-- asks for it.
+local first_heads = setmetatable({}, { __mode = "k" })
+hooks.on("first_head", function() return first_heads[core.called[tonumber(C.ps_module_now())]] end)
+
 -- Divides the fields of a module that count what the ranks share.
 local function divide(cut, claim)
   local module, size, region = claim.module, cut.region.size, cut.region
@@ -237,7 +242,10 @@ local function divide(cut, claim)
     end
     module[field] = value / size
   end
-  if fields[1] then module.first_head = region.rank * module[fields[1]] end
+  if fields[1] then
+    module.first_head = region.rank * module[fields[1]]
+    for _, child in module:named_modules() do first_heads[child] = module.first_head end
+  end
   local names = claim.entry.gather
   if not names then return end
   local forward = module.forward
