@@ -168,7 +168,8 @@ describe("two ranks that share out layers", function()
     local one = assert(loadstring(MODEL .. "return losses"))()
     lib.check(folder, 2, MODEL .. ([[
       for i, want in ipairs { %.9g, %.9g, %.9g, %.9g } do
-        assert(math.abs(losses[i] - want) < 2e-6 * want, ("loss %%d: %%.9g, of one rank %%.9g"):format(i, losses[i], want))
+        local text = ("loss %%d: %%.9g, of one rank %%.9g"):format(i, losses[i], want)
+        assert(math.abs(losses[i] - want) < 2e-6 * want, text)
       end
     ]]):format(unpack(one)))
   end)

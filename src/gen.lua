@@ -92,15 +92,15 @@ local function is_wrong(value, ctype)
     range[2])
 end
 
---- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil. Every call fills
---- the op's own attribute struct and goes through ps_apply.
+--- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil; an argument behind
+--- the last attribute is an error. Every call fills the op's own attribute struct and goes through ps_apply.
 local function print_lua()
   local out = {
     "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes.",
     "---@diagnostic disable: unused-local",
     "return function(ffi, C, apply, caller)",
     "local ops, info = {}, {}",
-    "local error, tensor, number = caller.error, caller.tensor, caller.number",
+    "local error, tensor, number, more = caller.error, caller.tensor, caller.number, caller.more",
     "local ins = ffi.new('ps_tensor *[64]')",
   }
   local function add(...) out[#out + 1] = string.format(...) end
@@ -150,7 +150,8 @@ local function print_lua()
     local rets = {}
     for i = 1, #row.outs do rets[i] = "ps.Tensor" end
     add("---@return %s", table.concat(rets, ", "))
-    add("function ops.%s(%s)", row.name, table.concat(params, ", "))
+    add("function ops.%s(%s)", row.name, table.concat(params, ", ") .. ", extra")
+    add("if extra ~= nil then more('%s', '%s', extra) end", row.name, table.concat(params, ", "))
     if variadic then
       add("if type(list) ~= 'table' then error('%s takes a list of tensors, not ' .. type(list)) end", row.name)
       add("local n = #list")

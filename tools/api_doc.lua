@@ -7,6 +7,7 @@
 local ps = require "ps"
 local paths = require "ps.paths"
 local annotations = require "ps.annotations"
+local exact = require "ps.exact"
 local wrap = require "ps.wrap"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
@@ -23,6 +24,7 @@ for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_cod
 local GIVES = { RET = true, RET1 = true, RETM = true, CALLT = true, CALLMT = true }
 
 local function gives_value(fn)
+  fn = exact.inner(fn)
   local pc = 1
   while true do
     local instruction = jit_util.funcbc(fn, pc)

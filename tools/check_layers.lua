@@ -37,6 +37,7 @@ local RULES = {
   { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
   { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$" },
   { of = "lua/ps/hooks%.lua" },
+  { of = "lua/ps/exact%.lua", "ps%.caller$" },
   { of = "lua/ps/rectangles%.lua" },
   { of = "lua/ps/declared%.lua", "ps%.cdef$" },
   { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.declared$", "ps%.ops_generated$", "ps%.caller$", "ps%.hooks$" },
@@ -46,11 +47,12 @@ local RULES = {
   { of = "lua/ps/tensor_math%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
   { of = "lua/ps/tensor_index%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
   { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor_math$", "ps%.tensor_index$",
-    "ps%.pretty$", "ps%.array$" },
+    "ps%.pretty$", "ps%.array$", "ps%.exact$" },
   { of = "lua/ps/tensor_composed%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor$" },
   { of = "lua/ps/losses%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.scope$" },
-  { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$" },
-  { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.hooks$", "ps%.rectangles$", "ps%.nn", "ps%.optim$" },
+  { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$", "ps%.hooks$" },
+  { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.exact$", "ps%.hooks$", "ps%.lists$", "ps%.rectangles$",
+    "ps%.nn", "ps%.optim$" },
   { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }

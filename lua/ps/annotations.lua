@@ -2,6 +2,7 @@
 -- What the annotations above a function say of it. tools/api_doc.lua makes docs/api.md of them, and ps.help shows them.
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local exact = require "ps.exact"
 
 local annotations = {}
 
@@ -48,6 +49,7 @@ end
 ---@param fn function
 ---@return Described
 function annotations.described(fn)
+  fn = exact.inner(fn)
   local info = debug.getinfo(fn, "S")
   local result = { text = {}, params = {}, returns = {} }
   if info.what == "C" then return { text = "", params = {}, returns = {} } end
@@ -156,10 +158,12 @@ end
 ---@param fn function
 ---@return string[]
 function annotations.parameter_names(fn)
+  fn = exact.inner(fn)
   local names = {}
   local info = debug.getinfo(fn, "u")
   for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
   if info.isvararg then names[#names + 1] = "..." end
+  if names[#names] == "extra" then names[#names] = nil end          -- of ops: what they refuse
   return names
 end
 

@@ -277,6 +277,23 @@ function caller.seed(value, what)
     t == "number" and ("%.14g"):format(value) or "a " .. t))
 end
 
+local ORDINALS = { "first", "second", "third" }
+
+--- Raises the error of an argument behind the last one that a function takes.
+---@param call string "t:sum"
+---@param params string its parameters, with ", " between them
+---@param value any the argument
+---@param at? integer its place, default: after the last one
+---@param hint? string what to write instead
+function caller.more(call, params, value, at, hint)
+  at = at or select(2, params:gsub("[^, ]+", "")) + 1
+  local is = type(value) == "cdata" and "a tensor" or type(value) == "string" and ("'%s'"):format(value)
+    or (type(value) == "number" or type(value) == "boolean") and tostring(value) or "a " .. type(value)
+  raise(("%s(%s) has no %s argument; it was given %s%s"):format(call, params, ORDINALS[at] or at .. "th", is,
+    hint or type(value) == "cdata" and ". (A call in the last place passes all its results on; in parentheses only "
+    .. "the first.)" or ""))
+end
+
 --- A list, whose values are at 1, 2, ...: what else is in the table would be passed over.
 ---@param value table
 ---@param what string "ps.zeros: the shape"

@@ -40,13 +40,14 @@ local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 -- Refuses options that no maker of tensors takes. `...`: further sizes, PyTorch's way of giving a shape, ps.zeros(2,
 -- 3).
 local function check_options(options, call, shape, ...)
-  if options == nil then return end
+  if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
     local sizes = { shape, options }
     for _, size in ipairs { ... } do if type(size) == "number" then sizes[#sizes + 1] = size end end
     error(("%s takes a shape as one list: %s({ %s })"):format(call, call, table.concat(sizes, ", ")))
   end
   caller.options(options, call, MAKER)
+  if ... ~= nil then caller.more(call, "shape, options", (...)) end
 end
 
 -- The options of a tensor that is filled next, which asks for gradients only then.

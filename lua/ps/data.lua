@@ -10,6 +10,7 @@ local ffi = require "ffi"
 local array = require "ps.array"
 local mesh = require "ps.mesh"
 local text_rows = require "ps.text_rows"
+local exact = require "ps.exact"
 local C, check = ps.C, ps.check
 local int_array, handle_array = array "int32_t", array "ps_tokens *"
 
@@ -555,5 +556,8 @@ function data.windows(options)
     return give(self, x, y, rows, seq)
   end
 end
+
+exact.all(Tokens, "tokens:", true)
+exact.all(Loader, "loader:", true)
 
 return data

@@ -8,6 +8,7 @@ local caller = require "ps.caller"
 local env = require "ps.dist.env"
 local mesh = require "ps.mesh"
 local secret = require "ps.dist.secret"
+local exact = require "ps.exact"
 local C, ffi, check = E.C, E.ffi, E.check
 local error = caller.error
 
@@ -598,5 +599,7 @@ function dist.synchronize()
   local group = mesh.group "world"
   if group then group:barrier() end
 end
+
+exact.all(Group, "group:", true)
 
 return dist

@@ -204,8 +204,8 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---  first_head?: integer} mask bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
 ---  type: floats are added to scores, and those of -1e30 and less hide; a mask has no gradient. causal: query i sees
 ---  keys up to i + S - T, with window only the last `window` of them; scale default 1 / sqrt(D); dropout of the
----  weights, default 0; first_head: the number of q's first head where ranks share out the heads, so that masks are those of
----  one rank; default: that of the module that runs, where tensor_parallel divides its heads, else 0
+---  weights, default 0; first_head: the number of q's first head where ranks share out the heads, so that masks are
+---  those of one rank; default: that of the module that runs, where tensor_parallel divides its heads, else 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)

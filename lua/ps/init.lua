@@ -4,6 +4,7 @@ local E = require "ps.ffi"
 local tensor = require "ps.tensor"
 local composed = require "ps.tensor_composed"
 local scope = require "ps.scope"
+local exact = require "ps.exact"
 
 ---@class ps
 local ps = {
@@ -35,13 +36,13 @@ local error = caller.error
 
 -- A method as a function, of a tensor; arithmetic may have a number first, and a tensor behind it.
 local function as_function(name, arithmetic)
-  local method, is_tensor = tensor.methods[name], scope.is_tensor
+  local methods, is_tensor = tensor.exact, scope.is_tensor
   return function(a, ...)
     if not is_tensor(a) and not (arithmetic and type(a) == "number" and is_tensor((...))) then
       error(("ps.%s takes %s, not %s"):format(name, arithmetic and "a tensor and a tensor or number" or "a tensor",
         a == nil and "nil" or type(a) == "number" and arithmetic and "numbers alone" or "a " .. type(a)))
     end
-    return method(a, ...)
+    return methods[name](a, ...)
   end
 end
 
@@ -216,13 +217,13 @@ end
 function ps.device_rates(device) return require("ps.rates").measured(device) end
 
 --- Models without data, which get it later: see ps/deferred.lua.
-function ps.deferred(...) return require("ps.deferred").make(...) end
-function ps.materialize(...) return require("ps.deferred").materialize(...) end
+function ps.deferred(...) return exact.of(require("ps.deferred").make, "ps.deferred")(...) end
+function ps.materialize(...) return exact.of(require("ps.deferred").materialize, "ps.materialize")(...) end
 
 --- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...)
   E.check_running "ps.initialize"
-  return require("ps.engine").initialize(...)
+  return exact.of(require("ps.engine").initialize, "ps.initialize")(...)
 end
 ps.initialize_engine = ps.initialize
 
@@ -256,10 +257,12 @@ function ps.interrupts() return E.C.ps_interrupts() end
 function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
 
 --- What a function, an op, a class or a module is: see ps/help.lua.
-function ps.help(...) return require("ps.help").help(...) end
+function ps.help(...) return exact.of(require("ps.help").help, "ps.help")(...) end
 
 --- Finds the first op that makes a NaN or an infinity: see ps/anomaly.lua.
-function ps.set_detect_anomaly(...) return require("ps.anomaly").set_detect_anomaly(...) end
+function ps.set_detect_anomaly(...)
+  return exact.of(require("ps.anomaly").set_detect_anomaly, "ps.set_detect_anomaly")(...)
+end
 function ps.detect_anomaly(...) return require("ps.anomaly").detect_anomaly(...) end
 
 --- Writes a value to a .pt or .safetensors file, and reads one: see ps/serialize.lua.
@@ -283,12 +286,15 @@ function ps.from_pretrained(name, options) return require("ps.pretrained").load(
 --- Many processes: see ps/dist.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do
-  ps[name] = function(...) return require("ps.dist")[name](...) end
+  ps[name] = function(...) return ps.dist[name](...) end
 end
 
 if require("ps.paths").pauses then require "ps.pause" end
 if require("ps.paths").interprets then scope.caught = require("ps.locals").note end
 require("ps.hooks").on("short", function() return require("ps.holders").refused() end)
+
+exact.all(ps, "ps.")
+exact.all(ps.F, "F.")
 
 local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
                checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",
@@ -302,7 +308,7 @@ setmetatable(ps, {
   __index = function(self, key)
     local module = lazy[key]
     if not module then return key == "checkpoint" and old_checkpoint or nil end
-    local value = require(module)
+    local value = exact.all(require(module), key .. ".")
     rawset(self, key, value)
     return value
   end,

@@ -11,6 +11,7 @@
 -- ranks.
 local ps = require "ps"
 local handle = require "ps.engine.handle"
+local exact = require "ps.exact"
 local caller = require "ps.caller"
 local scope = require "ps.scope"
 local ffi, C = ps.ffi, ps.C
@@ -453,5 +454,7 @@ function inspect.format_summary(rows)
 end
 
 inspect.Inspector = Inspector
+
+exact.all(Inspector, "inspector:", true)
 
 return inspect

@@ -18,6 +18,7 @@ local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
 local mesh = require "ps.mesh"
 local E = require "ps.ffi"
+local exact = require "ps.exact"
 
 local optim = {}
 
@@ -320,7 +321,9 @@ function Optimizer:skip()
 end
 
 --- Drops the gradients of all parameters.
-function Optimizer:zero_grad()
+---@param set_to_none? boolean PyTorch's: true, as without it
+function Optimizer:zero_grad(set_to_none)
+  exact.set_to_none(set_to_none, "optimizer:zero_grad")
   called(self, "zero_grad")
   E.check_running "optimizer:zero_grad()"
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
@@ -568,5 +571,7 @@ function optim.AdamW(params, options) return build(ADAMW, params, options) end
 function optim.SGD(params, options) return build(SGD, params, options) end
 
 optim.GradScaler = loss_scaler.pytorch
+
+exact.all(Optimizer, "optimizer:", true)
 
 return optim

@@ -224,7 +224,7 @@ for w in ([[and break do else elseif end false for function goto if in local nil
 ---@param f function
 ---@return string
 local function describe_function(f)
-  local info = debug.getinfo(f, "S")
+  local info = debug.getinfo(require("ps.exact").inner(f), "S")
   if info.what == "C" or info.source:find("^=%[builtin") then return "function <builtin>" end
   return ("function <%s:%d>"):format(info.short_src, info.linedefined)
 end

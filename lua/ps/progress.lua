@@ -2,6 +2,7 @@
 -- How a run shows itself: a bar on a terminal, a plain line now and then elsewhere.
 local ps = require "ps"
 local caller = require "ps.caller"
+local exact = require "ps.exact"
 local C = ps.C
 
 ---@class ps.Progress
@@ -114,5 +115,7 @@ function Progress:finish()
   io.stdout:flush()
   self.drawn = false
 end
+
+exact.all(Progress, "display:", true)
 
 return progress

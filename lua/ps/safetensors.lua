@@ -9,6 +9,7 @@ local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
 local rectangles = require "ps.rectangles"
+local exact = require "ps.exact"
 local C, check = ps.C, ps.check
 local error = caller.error
 
@@ -355,5 +356,7 @@ function safetensors.copy(path, tensors, metadata, room)
   end)
   return writer, data
 end
+
+exact.all(File, "file:", true)
 
 return safetensors

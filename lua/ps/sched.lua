@@ -3,6 +3,7 @@
 -- the loop is  loss:backward(); opt:step(); sched:step().  Groups with a rate of their own keep their proportion to it.
 -- A step that was skipped (its gradients overflowed) does not count: call :step() after real ones only.
 local caller = require "ps.caller"
+local exact = require "ps.exact"
 local error = caller.error
 
 local sched = {}
@@ -298,5 +299,7 @@ function sched.from_config(scheduler, optimizer)
   if not make then error("there is no schedule " .. tostring(scheduler.type)) end
   return make(options)
 end
+
+exact.all(Schedule, "schedule:", true)
 
 return sched

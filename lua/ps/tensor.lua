@@ -6,6 +6,7 @@ local scope = require "ps.scope"
 local create = require "ps.create"
 local arithmetic = require "ps.tensor_math"
 local indexing = require "ps.tensor_index"
+local exact = require "ps.exact"
 local ffi, C, check, own, ops, caller = F.ffi, F.C, F.check, F.own, F.ops, F.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
@@ -226,16 +227,18 @@ end
 ---@return ps.Tensor bool, of this shape
 function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
-local function shape_args(...)
-  local first = ...
-  return type(first) == "table" and first or { ... }
+local function shape_args(call, ...)
+  local first, more = ...
+  if type(first) ~= "table" then return { ... } end
+  if more ~= nil then error(call .. ": its numbers are one list, and nothing comes after it") end
+  return first
 end
 
 --- Another shape over the same elements in row-major order; a copy where strides demand one.
 ---@param ... integer|integer[] the sizes; one of them may be -1, which stands for the rest
 ---@return ps.Tensor
 function T:reshape(...)
-  local shape = shape_args(...)
+  local shape = shape_args("reshape", ...)
   local t = self
   if not is_tensor(t) then error("reshape takes a tensor, not " .. tostring(t)) end
   if not t:is_contiguous() then
@@ -249,7 +252,7 @@ end
 ---@param ... integer|integer[] the sizes; one of them may be -1
 ---@return ps.Tensor
 function T:view(...)
-  local shape = shape_args(...)
+  local shape = shape_args("view", ...)
   return ops.reshape(self, #shape, shape)
 end
 --- Joins dimensions first to last into one.
@@ -277,7 +280,7 @@ end
 ---@param ... integer|integer[] the axes, each dimension once
 ---@return ps.Tensor
 function T:permute(...)
-  local axes = shape_args(...)
+  local axes = shape_args("permute", ...)
   if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
   return ops.permute(self, axes)
 end
@@ -306,13 +309,16 @@ function T:unsqueeze(d)
   table.insert(shape, d + 1, 1)
   return ops.reshape(self, #shape, shape)
 end
---- Removes dimension d where its size is 1. A view.
----@param d? integer nil: all dimensions of size 1
+--- Removes dimensions where their size is 1. A view.
+---@param dims? integer|integer[] nil: all dimensions of size 1
 ---@return ps.Tensor
-function T:squeeze(d)
-  local new = {}
+function T:squeeze(dims)
+  local new, named = {}, dims ~= nil and {}
+  for _, d in ipairs(named and (type(dims) == "table" and dims or { dims }) or {}) do
+    named[dim_index(self, d) + 1] = true
+  end
   for i, n in ipairs(self:shape()) do
-    if n ~= 1 or (d ~= nil and i - 1 ~= dim_index(self, d)) then new[#new + 1] = n end
+    if n ~= 1 or (named and not named[i]) then new[#new + 1] = n end
   end
   return ops.reshape(self, #new, new)
 end
@@ -320,7 +326,7 @@ end
 ---@param ... integer|integer[] the sizes; -1 keeps the size that is there
 ---@return ps.Tensor
 function T:expand(...)
-  local shape = shape_args(...)
+  local shape = shape_args("expand", ...)
   return ops.expand(self, #shape, shape)
 end
 --- Every step-th element of [start, stop) along dimension d. A view.
@@ -494,9 +500,11 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
+local methods = exact.view(T, "t:", true)
+M.exact = methods
 local mt = {
   __index = function(t, key)
-    local method = T[key]
+    local method = methods[key]
     if method ~= nil then return method end
     if type(key) == "string" then
       error(("a tensor has no method or field '%s'%s"):format(key, (key == "cuda" or key == "cpu")

@@ -64,6 +64,9 @@ end
 ---@return ps.Tensor
 function T:tile(...)
   local times = type((...)) == "table" and (...) or { ... }
+  if rawequal(times, (...)) and select(2, ...) ~= nil then
+    error("tile: its numbers are one list, and nothing comes after it")
+  end
   local shape, spread, full, result = self:shape(), {}, {}, {}
   if #times < #shape then error(("tile: %d numbers for %d dimensions"):format(#times, #shape)) end
   for i, n in ipairs(times) do

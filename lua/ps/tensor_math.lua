@@ -25,20 +25,43 @@ local function affine(t, alpha, beta)
   return ops.affine(t, alpha, beta)
 end
 
---- a + b, elementwise; shapes broadcast.
+-- b times the alpha of add and sub: a number, or { alpha = number }. The product is not rounded to a half type.
+local ALPHA = { alpha = "number" }
+local function scaled(a, b, alpha, call)
+  if type(alpha) == "table" then alpha = caller.options(alpha, call, ALPHA).alpha or 1 end
+  caller.typed(alpha, "number", call .. ": alpha")
+  if type(b) == "number" then return b * alpha end
+  if caller.tensor(b, call, "b") == nil then error(call .. ": b is missing") end
+  if alpha % 1 ~= 0 and not FLOAT[b.dtype_] and not (is_tensor(a) and FLOAT[a.dtype_]) then
+    error(("%s: alpha is %.14g; integers take a whole number"):format(call, alpha))
+  end
+  if b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16 then b = b:to("fp32") end
+  return affine(b, alpha, NOTHING)
+end
+local function with_alpha(op, a, b, alpha, call)
+  local y = op(a, scaled(a, b, alpha, call))
+  local half = is_tensor(b) and (b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16)
+  return half and (not is_tensor(a) or a.dtype_ == b.dtype_) and ops.cast(y, b.dtype_) or y
+end
+
+--- a + alpha * b, elementwise; shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
+---@param alpha? number|{alpha?: number} default 1
 ---@return ps.Tensor
-local function add(a, b)
+local function add(a, b, alpha)
+  if alpha ~= nil then return with_alpha(add, a, b, alpha, "add") end
   if type(b) == "number" then return affine(a, 1, b) end
   if type(a) == "number" then return affine(b, 1, a) end
   return ops.add(a, b)
 end
---- a - b, elementwise; shapes broadcast.
+--- a - alpha * b, elementwise; shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
+---@param alpha? number|{alpha?: number} default 1
 ---@return ps.Tensor
-local function sub(a, b)
+local function sub(a, b, alpha)
+  if alpha ~= nil then return with_alpha(sub, a, b, alpha, "sub") end
   if type(b) == "number" then return affine(a, 1, -b) end
   if type(a) == "number" then return affine(b, -1, a) end
   return ops.sub(a, b)
@@ -68,8 +91,12 @@ end
 --- a / b, elementwise; shapes broadcast. Integers are divided as fp32.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
+---@param rounding? nil refused: PyTorch's rounding_mode
 ---@return ps.Tensor
-local function div(a, b)
+local function div(a, b, rounding)
+  if rounding ~= nil then
+    error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
+  end
   if type(b) == "number" then
     -- 1 / b is as good where it is exact, or where the quotient is rounded to a half type anyway.
     local fraction, e = math.frexp(b)
@@ -117,8 +144,12 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sig
 end
 -- Integers are whole already, and stay as they are.
 for _, name in ipairs { "floor", "ceil", "round" } do
+  ---@param decimals? nil refused: PyTorch's round(decimals)
   ---@return ps.Tensor
-  T[name] = function(t)
+  T[name] = function(t, decimals)
+    if decimals ~= nil then
+      error(("%s takes no argument; of n decimals: (t * 10 ^ n):%s() / 10 ^ n"):format(name, name))
+    end
     if is_tensor(t) and not FLOAT[t.dtype_] then return ops.contiguous(t) end
     return ops[name](t)
   end
@@ -145,7 +176,10 @@ end
 ---@param low? number default: no bound
 ---@param high? number default: no bound
 ---@return ps.Tensor
-function T:clamp(low, high) return ops.clamp(counted(self), low or -math.huge, high or math.huge) end
+function T:clamp(low, high)
+  if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
+  return ops.clamp(counted(self), low or -math.huge, high or math.huge)
+end
 -- A number that `where` picks beside a tensor (nil: beside another number), on the device of `on`.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
@@ -249,7 +283,10 @@ function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(
 ---@return ps.Tensor values
 ---@return ps.Tensor? indices int64; with d only
 function T:max(d, keepdim)
-  if d == nil then return self:amax() end
+  if d == nil then
+    if keepdim ~= nil then error("max: keepdim goes with a dimension; t:amax(nil, true) keeps all") end
+    return self:amax()
+  end
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
 --- The smallest element; along dimension d the smallest ones and their indices.
@@ -258,15 +295,24 @@ end
 ---@return ps.Tensor values
 ---@return ps.Tensor? indices int64; with d only
 function T:min(d, keepdim)
-  if d == nil then return self:amin() end
+  if d == nil then
+    if keepdim ~= nil then error("min: keepdim goes with a dimension; t:amin(nil, true) keeps all") end
+    return self:amin()
+  end
   return self:amin(d, keepdim), ops.argmin(self, d, kept(keepdim))
+end
+local function all_kept(y, t, keepdim)
+  if kept(keepdim) == 0 then return y end
+  local ones = {}
+  for i = 1, t.ndim do ones[i] = 1 end
+  return y:reshape(ones)
 end
 --- The index of the first largest element along dimension d.
 ---@param d? integer default: the tensor as one dimension
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
 function T:argmax(d, keepdim)
-  if d == nil then return ops.argmax(self:reshape(-1), 0, 0) end
+  if d == nil then return all_kept(ops.argmax(self:reshape(-1), 0, 0), self, keepdim) end
   return ops.argmax(self, d, kept(keepdim))
 end
 --- The index of the first smallest element along dimension d.
@@ -274,7 +320,7 @@ end
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
 function T:argmin(d, keepdim)
-  if d == nil then return ops.argmin(self:reshape(-1), 0, 0) end
+  if d == nil then return all_kept(ops.argmin(self:reshape(-1), 0, 0), self, keepdim) end
   return ops.argmin(self, d, kept(keepdim))
 end
 --- The running sum along dimension d; of integers in int64.
@@ -284,11 +330,33 @@ function T:cumsum(d)
   if d == nil then error("cumsum: along which dimension? of all elements in their order: t:reshape(-1):cumsum(0)") end
   return ops.cumsum(self, d, 0)
 end
---- The k largest along the last dimension, in falling order.
+local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
+
+--- The k largest along a dimension, in falling order, or the k smallest, in rising order.
 ---@param k integer
----@return ps.Tensor values [..., k]
----@return ps.Tensor indices int64 [..., k]
-function T:topk(k) return ops.topk(self, k) end
+---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all that follows, by name
+---@param largest? boolean default true
+---@param sorted? boolean default true; the order is the same with false
+---@return ps.Tensor values of this shape, with k in dimension d
+---@return ps.Tensor indices int64, of values' shape
+function T:topk(k, d, largest, sorted)
+  if type(d) == "table" then
+    local options = caller.options(d, "topk", TOPK)
+    d, largest, sorted = options.dim, options.largest, options.sorted
+  end
+  caller.whole(k, "topk: k", 0)
+  flag(sorted, "topk: sorted")
+  d = d == nil and self.ndim - 1 or dim_index(self, d)
+  local values, indices
+  if flag(largest, "topk: largest") == false then
+    if k > self:size(d) then error(("topk: k is %d; dimension %d has %d elements"):format(k, d, self:size(d))) end
+    values, indices = self:sort(d)
+    return values:narrow(d, 0, k), indices:narrow(d, 0, k)
+  end
+  if d >= self.ndim - 1 then return ops.topk(self, k) end
+  values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
+  return values:transpose(d, -1), indices:transpose(d, -1)
+end
 -- Half types are summed in fp32, as PyTorch does: squares of fp16 overflow from 256 on. Integers are, too.
 local function widened(t)
   local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
@@ -353,6 +421,7 @@ end
 ---@param v number an error where the tensor's type is an integer one that cannot hold it
 ---@return ps.Tensor self
 function T:fill_(v)
+  if v == nil then error("fill_: with which number?") end
   ops.fill_(self, type(v) == "number" and create.held(v, self.dtype_) or v)
   return self
 end
@@ -361,8 +430,10 @@ end
 function T:zero_() ops.fill_(self, 0) return self end
 --- Overwrites the values, in place.
 ---@param src ps.Tensor of a shape that broadcasts to this one; its type and device may be others
+---@param non_blocking? boolean PyTorch's, which changes no value here
 ---@return ps.Tensor self
-function T:copy_(src)
+function T:copy_(src, non_blocking)
+  flag(non_blocking, "copy_: non_blocking")
   if is_tensor(src) and src.device_ ~= self.device_ then src = src:to(self:device()) end
   ops.copy_(self, src)
   return self
@@ -397,10 +468,12 @@ function T:add_(x, alpha)
   end
   return self
 end
---- Subtracts x, in place. A tensor of integers takes whole numbers only.
+--- Subtracts alpha times x, in place. A tensor of integers takes whole numbers only.
 ---@param x ps.Tensor|number
+---@param alpha? number default 1
 ---@return ps.Tensor self
-function T:sub_(x)
+function T:sub_(x, alpha)
+  if alpha ~= nil then return self:add_(x, -caller.typed(alpha, "number", "sub_: alpha")) end
   if type(x) == "number" then return self:add_(-x) end
   keeps_type(self, x, "sub_")
   if self:is_float() then return self:add_(x, -1) end

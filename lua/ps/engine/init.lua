@@ -27,6 +27,7 @@ local setup = require "ps.engine.setup"
 local begin = require "ps.engine.begin"
 local scope = require "ps.scope"
 local caller = require "ps.caller"
+local exact = require "ps.exact"
 local pipe = require "ps.engine.pipe"
 local pipe_generate = require "ps.engine.pipe_generate"
 local trained = require "ps.engine.trained"
@@ -174,7 +175,7 @@ end
 function Engine:load_state_dict(state, options)
   self = handle.own(self, "load_state_dict")
   self:check_open()
-  if self.stages and type(options or {}) == "table" and self.stages:is_own(state) then
+  if self.stages and (options == nil or type(options) == "table") and self.stages:is_own(state) then
     local more = { elsewhere = function(name) return self.stages:elsewhere(name) end }
     for key, value in pairs(options or {}) do more[key] = value end
     options = more
@@ -220,7 +221,10 @@ Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "l
   "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
 Engine.methods = {}
-for _, name in ipairs(Engine.PUBLIC) do Engine.methods[name] = assert(Engine[name]) end
+for _, name in ipairs(Engine.PUBLIC) do
+  Engine.methods[name] = exact.of(assert(Engine[name]), "model:" .. name, true)
+end
+Engine.methods.to = Engine.to                                 -- which refuses everything, and says why
 
 --- A call of the model: in training mode the forward of a micro-batch, which may begin a step.
 ---@param ... any

@@ -4,6 +4,7 @@
 -- configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
 local ps = require "ps"
 local array = require "ps.array"
+local exact = require "ps.exact"
 local caller = require "ps.caller"
 local copied = require "ps.copied"
 local state = require "ps.engine.state"
@@ -154,7 +155,9 @@ end
 --- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
 --- step up, but not where parameters have been updated.
-function Optimizer:zero_grad()
+---@param set_to_none? boolean PyTorch's: true, as without it
+function Optimizer:zero_grad(set_to_none)
+  exact.set_to_none(set_to_none, "optimizer:zero_grad")
   local engine = self.engine
   step.zero_grad(engine)
 end
@@ -191,7 +194,8 @@ end
 --- Takes over a state that state_dict gave, in either form, or an open file of it (ps.load with lazy = true). Values
 --- are copied into the chunks, a tensor at a time. A step under way is given up.
 ---@param saved table|ps.TorchFile
-function Optimizer:load_state_dict(saved)
+---@param model? any as ps.optim's optimizers take it; this one knows its model
+function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   self.engine:check_open()
   self.engine:settle()
   state.load(self, saved)
@@ -236,6 +240,10 @@ function optimizer.new(engine, built, cfg)
   for i, row in ipairs(built.list) do self.group_of[i] = row.group end
   self.lr = params.lr
   return self
+end
+
+for _, name in ipairs { "step", "zero_grad", "set_lr", "state_dict", "load_state_dict" } do
+  Optimizer[name] = exact.of(Optimizer[name], "optimizer:" .. name, true)
 end
 
 return optimizer

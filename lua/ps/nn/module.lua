@@ -18,6 +18,7 @@ local ps = require "ps"
 local ffi = require "ffi"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
+local exact = require "ps.exact"
 local hooks = require "ps.hooks"
 local rectangles = require "ps.rectangles"
 local registry = require "ps.nn.registry"
@@ -118,19 +119,31 @@ end
 -- the outermost call, within which all others are, has a scope around it.
 local function alone(self, ...) return ps.scope(entered, self, ...) end
 
+-- How a module is called, for the error of an argument too many; what to write instead.
+local function input_names(self)
+  local names = {}
+  for name in pairs(self.split_inputs or {}) do names[#names + 1] = name .. " =" end
+  table.sort(names)
+  return self.class_name, names[1] and ("; other inputs go by name: model { %s }"):format(table.concat(names, ", "))
+end
+
 -- A class may have a function outermost(self, run, ...), which is called in the place of a call from outside of all
 -- modules; run(self, ...) is that call.
 local function call(self, ...)
+  exact.arguments(self.forward, input_names, self, ...)
   if C.ps_module_now() ~= 0 then return entered(self, ...) end
   local outermost = self.outermost
   if outermost then return outermost(self, alone, ...) end
   return alone(self, ...)
 end
 
+local function class_name(class) return class.class_name end
+
 local function construct(class, ...)
   if type(class) ~= "table" or not rawget(class, "instance") then
     error("new is a class's: Class:new(...) or Class(...), not of a " .. type(class))
   end
+  exact.arguments(class.init, class_name, class, ...)
   local object = setmetatable({ _names = {}, _kind = {}, _fields = {}, training = true }, class.instance)
   registry.made(object)
   object:init(...)
@@ -369,7 +382,9 @@ function Module:recompute_blocks(on)
 end
 
 --- Drops all gradients.
-function Module:zero_grad()
+---@param set_to_none? boolean PyTorch's: true, as without it
+function Module:zero_grad(set_to_none)
+  exact.set_to_none(set_to_none, "module:zero_grad")
   for _, p in ipairs(self:parameters()) do p:set_grad(nil) end
 end
 
@@ -537,6 +552,11 @@ function Module:load_state_dict(state, options)
   end
   return { missing = missing, unexpected = unexpected }
 end
+
+-- init and forward are those of classes, whose calls are looked at.
+local init, no_forward = Module.init, Module.forward
+exact.all(Module, "module:", true)
+Module.init, Module.forward = init, no_forward
 
 for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,
                            is_tensor = is_tensor, address = address, register = register, same_shape = rectangles.same,

@@ -211,8 +211,10 @@ function heads.classify(who, logits, labels, config)
   local B, K, problem = logits:size(0), logits:size(1), problem_of(config, labels)
   local wants = problem == "single_label_classification" and B or B * K
   if labels:numel() ~= wants then
-    error(("%s: labels is %s; %s of %d rows with num_labels = %d takes [%s]"):format(who, shape_text(labels), problem,
-      B, K, wants == B and B or B .. ", " .. K), 0)
+    local floats = not config.problem_type and labels:is_float() and labels:numel() == B
+    error(("%s: labels is %s; %s of %d rows with num_labels = %d takes [%s]%s"):format(who, shape_text(labels), problem,
+      B, K, wants == B and B or B .. ", " .. K, floats and ("; these are of type %s, and classes are integers: "
+      .. "ps.tensor(labels, { dtype = \"int64\" })"):format(labels:dtype()) or ""), 0)
   end
   if problem == "single_label_classification" then return F.cross_entropy(logits, labels:reshape(B)) end
   local target = labels:to(logits:dtype()):reshape(B, K)
