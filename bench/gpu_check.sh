@@ -409,8 +409,8 @@ speed() {
         measure "$model" 80 "$run" bench/train.lua --device cuda --family "$family" --model "$model" --batch "$half" \
           --seq $seq --steps 10 --gemm $gemm && break
       done
-      [ "${PROFILE:-}" = 0 ] || check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
-        --batch "$half" --seq $seq --steps 5 --gemm 0 --profile
+      [ "${PROFILE:-}" = 0 ] || check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda \
+        --family "$family" --model "$model" --batch "$half" --seq $seq --steps 5 --gemm 0 --profile
       measure "$model, cheap outputs kept" 60 "$run" bench/train.lua --device cuda --family "$family" \
         --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0 --keep
     done
@@ -480,8 +480,8 @@ kernels_of() {
   local model=$1 launches=$2 ncu
   ncu=$(command -v ncu || find /opt/nvidia /usr/local/cuda* -name ncu -type f 2>/dev/null | head -n 1)
   sizes_of "$model"
-  "$ncu" --clock-control none --metrics gpu__time_duration.sum --csv --print-units base --launch-skip "$((2 * launches))" \
-    --launch-count "$launches" "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
+  "$ncu" --clock-control none --metrics gpu__time_duration.sum --csv --print-units base \
+    --launch-skip "$((2 * launches))" --launch-count "$launches" "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
     --batch "$batch" --seq 1024 --steps 5 --gemm 0 >"$work/ncu.csv" 2>"$work/ncu.err" || tail -n 5 "$work/ncu.err"
   "$run" bench/gpu_table.lua --kernels "$work/ncu.csv"
 }

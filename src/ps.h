@@ -314,8 +314,8 @@ int ps_grad_enabled(ps_ctx *ctx);
  * segments, and tensors that scopes leave to the tape. Returns the setting before. PS_EUNSUP: no host device. */
 int ps_set_offload(ps_ctx *ctx, int on);
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled);          /* returns the setting before; never fails */
-/* While on, outputs of CHEAP ops (norms, GELU, SwiGLU) are kept for backward instead of computed again: more memory, the
- * same bits, 3 to 4 % less time on a GPU. Returns the setting before; never fails. */
+/* While on, outputs of CHEAP ops (norms, GELU, SwiGLU) are kept for backward instead of computed again: more memory,
+ * the same bits, 1 to 2 % less time on a GPU. Returns the setting before; never fails. */
 int ps_set_keep_cheap(ps_ctx *ctx, int on);
 int ps_tensor_require_grad(ps_tensor *t, int on);           /* PS_EINVAL: no leaf, or no float tensor */
 ps_tensor *ps_tensor_get_grad(ps_tensor *t);                /* lent, or NULL */

@@ -181,12 +181,12 @@ function M.enable_grad(fn, ...)
 end
 
 --- Whether backward finds the outputs of norms, GELU and SwiGLU as the forward left them (true), or computes those of
---- 1 MiB and more again (false, the default). Both give the same bits. Keeping them takes more memory and 3 to 4 % less
---- time on a GPU. It holds for ops that run from now on. An engine has the key keep_cheap_outputs of its configuration.
+--- 1 MiB and more again (false, the default). Both give the same bits. Keeping them takes more memory and 1 to 2 % less
+--- time on a GPU. It holds for ops that run from now on.
 ---@param on boolean
 ---@return boolean was the setting before
 function M.keep_cheap_outputs(on)
-  if type(on) ~= "boolean" then error("ps.keep_cheap_outputs takes true or false, not " .. tostring(on), 2) end
+  if type(on) ~= "boolean" then error("ps.keep_cheap_outputs takes true or false, not " .. tostring(on)) end
   return C.ps_set_keep_cheap(ctx, on and 1 or 0) ~= 0
 end
 

@@ -312,8 +312,8 @@ static void add_edge(ps_node *node, int i, ps_tensor *t)
 /* A tensor that its producer can compute again, since nobody has written into it, and large enough to be worth it. */
 static bool is_cheap(const ps_tensor *t)
 {
-    return t->node && !t->ctx->keep_cheap && t->node->op >= 0 && t->node_out == 0 && (ps_op(t->node->op)->flags & PS_OPF_CHEAP) &&
-           !t->node->passed && t->storage->version == 0 &&
+    return t->node && !t->ctx->keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
+           (ps_op(t->node->op)->flags & PS_OPF_CHEAP) && !t->node->passed && t->storage->version == 0 &&
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128, aligned
  * rows, causal or not, without mask and dropout. One tile's product runs beside another's softmax, as in
- * FlashAttention-3 (Shah et al. 2024). All other cases are attention_flash.cu's, and so is forward of heads of 64, which
- * is faster there. PS_CUDA_ATTENTION=wgmma or mma takes one kind for all. This file is compiled for sm_90a alone.
+ * FlashAttention-3 (Shah et al. 2024). attention_flash.cu has all other cases, and the forward of heads of 64, which is
+ * faster there. PS_CUDA_ATTENTION=wgmma or mma takes one kind for all. This file is compiled for sm_90a alone.
  *
  * A warpgroup has 64 rows of the block's tile. Scores and outputs are accumulators in registers: thread `lane` of warp
  * w has of row 16 w + lane / 4 the columns 8 n + lane % 4 * 2 and the next in x[4 n] and x[4 n + 1], of the row 8 below
@@ -193,8 +193,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
     unsigned char *v = k + 2 * key_tile::NBYTES;                     /* two places each, taken in turn */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, kh = h / t.group;     /* long ones first */
-    int64_t b = blockIdx.z;
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long ones first */
+    int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
     float o[D / 2], s[KEYS / 2], top[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 }, shrink[2] = { 1, 1 };
@@ -319,8 +319,8 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *dy = q + tile<D, ROWS>::NBYTES;
     unsigned char *k = dy + tile<D, ROWS>::NBYTES, *v = k + 3 * key_tile::NBYTES;
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, h = blockIdx.y, kh = h / t.group;     /* long ones first */
-    int64_t b = blockIdx.z;
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long ones first */
+    int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
     float dq[D / 2], s[KEYS / 2], d[KEYS / 2], lse[2], delta[2], scale = t.scale * LOG2_E;
@@ -545,8 +545,8 @@ static bool aligned_or_absent(const heads &x) { return !x.p || x.aligned; }
 
 static bool takes(const attention *t, int dtype, bool faster)
 {
-    return (ps_cu->wgmma == WGMMA_ALWAYS || (ps_cu->wgmma == WGMMA_WHERE_FASTER && faster)) && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) &&
-           (t->D == 64 || t->D == 128) && t->S > 0 && !t->mask && t->p == 0 &&
+    bool wanted = ps_cu->wgmma == WGMMA_ALWAYS || (ps_cu->wgmma == WGMMA_WHERE_FASTER && faster);
+    return wanted && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) && (t->D == 64 || t->D == 128) && t->S > 0 && !t->mask && t->p == 0 &&
            t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sums of the columns of a matrix, for reduce.cu and for kernels that make the matrix at the same time. Sums run in fp64
- * and in a fixed order: rows in groups, groups in a block, then the parts of the matrix (combine_kernel). */
+ * Sums of the columns of a matrix, for reduce.cu and for kernels that compute the matrix at the same time. Sums run in
+ * fp64 and in a fixed order: rows in groups, groups in a block, then the parts of the matrix (combine_kernel). */
 #ifndef PS_CUDA_COLUMNS_H
 #define PS_CUDA_COLUMNS_H
 #include "backend/cuda/device.h"
@@ -29,8 +29,8 @@ template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, in
 /* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads, which take AHEAD rows in turn. */
 enum { COLUMN_THREADS = 128, ROW_GROUPS = 4 };
 
-/* Sums of [rows, kept]: this block's packs of columns, and part blockIdx.y of the rows. f.load(i, j) reads what pack i of
- * row j is made of; f.finish(i, j, loaded) gives that pack<T>. */
+/* Sums of [rows, kept]: this block's packs of columns, and part blockIdx.y of the rows. f.load(i, j) reads the inputs of
+ * pack i of row j; f.finish(i, j, loaded) computes that pack<T>. */
 template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, int64_t kept, int64_t rows, F f)
 {
     const int W = pack<T>::n;

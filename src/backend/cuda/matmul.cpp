@@ -198,8 +198,8 @@ static bool sums_beside_slope(const ps_view *pre, const ps_view *d)
            d->numel > 32 * cols && ((uintptr_t)d->data | (uintptr_t)pre->data) % 16 == 0;
 }
 
-/* The product and the gradient of GELU in two passes: cuBLASLt's epilogue for both (DGELU) takes more than twice as long
- * on an H200, and its tanh is off by 2e-5 in fp32. */
+/* The product and the gradient of GELU in two passes: cuBLASLt's epilogue for both (DGELU) takes more than twice as
+ * long on an H200, and its tanh is off by 2e-5 in fp32. */
 static int linear_gelu_backward(ps_call *call)
 {
     const ps_attrs_linear_gelu_backward *a = (const ps_attrs_linear_gelu_backward *)call->attrs;

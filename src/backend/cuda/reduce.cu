@@ -79,11 +79,15 @@ static __global__ void apart_kernel(target t, const void *x, int dtype, places<1
 template <class T> struct plain_rows {
     const T *x;
     int64_t ld;
-    __device__ __forceinline__ pack<T> load(int64_t i, int64_t j) const { return load_pack(x + j * ld + i * pack<T>::n); }
+    __device__ __forceinline__ pack<T> load(int64_t i, int64_t j) const
+    {
+        return load_pack(x + j * ld + i * pack<T>::n);
+    }
     __device__ __forceinline__ pack<T> finish(int64_t, int64_t, const pack<T> &loaded) const { return loaded; }
 };
 template <class T>
-KERNEL_UP_TO(COLUMN_THREADS * ROW_GROUPS, 2) columns_kernel(target t, const T *x, int64_t kept, int64_t rows, int64_t ld)
+KERNEL_UP_TO(COLUMN_THREADS * ROW_GROUPS, 2)
+columns_kernel(target t, const T *x, int64_t kept, int64_t rows, int64_t ld)
 {
     sum_columns_of<T, 4>(t, kept, rows, plain_rows<T>{ x, ld });
 }

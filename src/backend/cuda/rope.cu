@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding. Where all columns are turned and rows are aligned, a thread turns as many pairs as 16 bytes
+ * Rotary position embedding. If all columns are turned and rows are aligned, a thread turns as many pairs as 16 bytes
  * have elements; else it turns one pair, or copies a pair of the columns that stay. */
 #include "backend/cuda/device.h"
 
@@ -64,7 +64,7 @@ template <class T> static __global__ void rope_packs_kernel(const __grid_constan
     }
 }
 
-/* Whether all rows of x, y, cos and sin begin at multiples of 16 bytes, and have whole packs of pairs and nothing else. */
+/* Whether all rows of x, y, cos and sin begin at multiples of 16 bytes, and consist of whole packs of pairs. */
 template <class T> static bool in_packs(const rope_call *p)
 {
     typedef typename type_info<T>::acc A;

@@ -157,9 +157,10 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
     return u.raw;
 }
 
-/* The same for rows of whole packs: a block keeps the first `packs_kept` packs of its row in shared memory and reads the
- * rest again, from the second cache. A thread looks at the same packs both times, so nobody waits for them. Largest and
- * sum are brought up to date with every few packs. While a row's gradient is computed, the next row comes to the cache. */
+/* The same for rows of whole packs: a block keeps the first `packs_kept` packs of its row in shared memory, and reads
+ * the rest again from the L2 cache. A thread reads the same packs both times, so no thread waits for another's. The
+ * largest value and the sum are updated after every few packs. While a row's gradient is computed, the next row is
+ * fetched to the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
 {
