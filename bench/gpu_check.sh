@@ -481,7 +481,8 @@ kernels_of() {
   ncu=$(command -v ncu || find /opt/nvidia /usr/local/cuda* -name ncu -type f 2>/dev/null | head -n 1)
   sizes_of "$model"
   "$ncu" --clock-control none --metrics gpu__time_duration.sum --csv --print-units base \
-    --launch-skip "$((2 * launches))" --launch-count "$launches" "$run" bench/train.lua --device cuda --family "$family" --model "$model" \
+    --launch-skip "$((2 * launches))" --launch-count "$launches" "$run" bench/train.lua --device cuda \
+    --family "$family" --model "$model" \
     --batch "$batch" --seq 1024 --steps 5 --gemm 0 >"$work/ncu.csv" 2>"$work/ncu.err" || tail -n 5 "$work/ncu.err"
   "$run" bench/gpu_table.lua --kernels "$work/ncu.csv"
 }

@@ -17,8 +17,8 @@ local rates = {}
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
 
--- Bytes of the trial on each side. Where the host holds much state, the trial's must exceed the caches: on a
--- server with an H200, Adam on 56 MiB was twice as fast as in a step.
+-- Bytes of the trial on each side. If the host holds much state, the trial's must exceed the caches: on a server with
+-- an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
 local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
 local out = ffi.new("ps_rates")
 local known = {}                              -- by device: { nbytes =, rates = }

@@ -546,8 +546,8 @@ static bool aligned_or_absent(const heads &x) { return !x.p || x.aligned; }
 static bool takes(const attention *t, int dtype, bool faster)
 {
     bool wanted = ps_cu->wgmma == WGMMA_ALWAYS || (ps_cu->wgmma == WGMMA_WHERE_FASTER && faster);
-    return wanted && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) && (t->D == 64 || t->D == 128) && t->S > 0 && !t->mask && t->p == 0 &&
-           t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
+    return wanted && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) && (t->D == 64 || t->D == 128) &&
+           t->S > 0 && !t->mask && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
 }
 
 int ps_cuda_hopper_forward(const attention *t, int dtype)

@@ -29,8 +29,8 @@ template <class A> DEV void deliver(const target &t, int64_t kept, int64_t i, in
 /* A block has COLUMN_THREADS packs of columns and ROW_GROUPS groups of threads, which take AHEAD rows in turn. */
 enum { COLUMN_THREADS = 128, ROW_GROUPS = 4 };
 
-/* Sums of [rows, kept]: this block's packs of columns, and part blockIdx.y of the rows. f.load(i, j) reads the inputs of
- * pack i of row j; f.finish(i, j, loaded) computes that pack<T>. */
+/* Sums of [rows, kept]: this block's packs of columns, and part blockIdx.y of the rows. f.load(i, j) reads the inputs
+ * of pack i of row j; f.finish(i, j, loaded) computes that pack<T>. */
 template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, int64_t kept, int64_t rows, F f)
 {
     const int W = pack<T>::n;
