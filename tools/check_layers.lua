@@ -35,7 +35,7 @@ local RULES = {
   { of = "src/comm/loss%.c$", "base/", "tensor/", "comm/" },
   { of = "src/comm/p2p%.c$", "base/", "backend/backend%.h$", "tensor/", "comm/" },
   { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
-  { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$" },
+  { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$", "ps%.pretty$" },      -- pretty: to show an error value
   { of = "lua/ps/hooks%.lua" },
   { of = "lua/ps/exact%.lua", "ps%.caller$" },
   { of = "lua/ps/rectangles%.lua" },
@@ -52,7 +52,7 @@ local RULES = {
   { of = "lua/ps/losses%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.scope$" },
   { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$", "ps%.hooks$" },
   { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.exact$", "ps%.hooks$", "ps%.lists$", "ps%.rectangles$",
-    "ps%.nn", "ps%.optim$" },
+    "ps%.nn", "ps%.optim$", "ps%.engine%.handle$" },                  -- handle: a model's module, and no engine
   { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }
