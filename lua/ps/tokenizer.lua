@@ -16,6 +16,7 @@ local tokenizer = {}
 ---@field name string
 ---@field vocab_size integer
 local Bytes = { name = "bytes", vocab_size = 256 }
+local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 Bytes.__index = Bytes
 
 --- Every byte is a token.
@@ -64,9 +65,12 @@ end
 
 --- Text of a list, tensor or int32 buffer of ids (the last with its length).
 ---@param ids integer[]|ps.Tensor|ffi.cdata*
----@param n? integer
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer as of other tokenizers: n, or
+---  the number alone, is the buffer's length; there are no special tokens, and bytes are what text is
 ---@return string
-function Bytes:decode(ids, n) -- luacheck: ignore 212
+function Bytes:decode(ids, options) -- luacheck: ignore 212
+  local n = options
+  if type(options) ~= "number" then n = caller.options(options, "tokenizer:decode", DECODE).n end
   if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
   local first = n and 0 or 1
   if not n then caller.typed(ids, "table", "decode: the list of ids") end
