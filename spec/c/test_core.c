@@ -430,6 +430,31 @@ static void test_lent(void)
     CHECK(used() == before);
 }
 
+/* A tensor is written from its lender's memory, and read into it, where its own bytes begin earlier or later: as if the
+ * bytes had been copied to another place in between. Large ones are copied in pieces by several threads. */
+static void test_lent_overlaps(void)
+{
+    enum { MOST = 3 << 20, AWAY = 100 };
+    for (int large = 0; large < 2; large++)
+        for (int later = 0; later < 2; later++)
+            for (int reads = 0; reads < 2; reads++) {
+                int64_t n = large ? MOST : 1000;
+                float *memory = malloc(sizeof *memory * (size_t)(n + AWAY)), *other = memory + (later ? AWAY : 0);
+                float *own = memory + (later ? 0 : AWAY), *from = reads ? own : other, *to = reads ? other : own;
+                ps_tensor *t = tensor(n);
+                for (int64_t i = 0; i < n + AWAY; i++) memory[i] = (float)i;
+                OK(ps_tensor_borrow(t, lend, memory, (own - memory) * 4, n * 4));
+                if (reads) OK(ps_tensor_read(t, other, n * 4));
+                else OK(ps_tensor_write(t, other, n * 4));
+                int64_t n_right = 0;
+                for (int64_t i = 0; i < n; i++) n_right += to[i] == (float)(from - memory + i);
+                CHECK(n_right == n);
+                ps_tensor_release(t);
+                free(memory);
+            }
+    CHECK(loans == 0);
+}
+
 int main(void)
 {
     test_failing_new();
@@ -438,6 +463,7 @@ int main(void)
     test_headers();
     test_set_data();
     test_lent();
+    test_lent_overlaps();
     test_refusals();
     test_scopes();
     test_tape();

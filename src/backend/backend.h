@@ -68,8 +68,8 @@ struct ps_backend {
     size_t page_nbytes;               /* of those pages; a power of two; 0: 4096 */
     /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
     int64_t (*bytes_available)(ps_backend *be);
-    /* (optional) Copies between host memory and the device; NULL: memcpy. The host's bytes are the caller's again when
-     * the call returns. */
+    /* (optional) Copies between host memory and the device; NULL: memmove. The host's bytes are the caller's again when
+     * the call returns. Where the device's memory is the host's, the two may overlap. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes);
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes);
     /* (optional; host backends only) What a reader reads from `at` on, to dst; NULL: in one call of the reader. */

@@ -469,10 +469,10 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     int rc = 0;
     if (access == PS_WRITE) {
         if (be->copy_in) rc = be->copy_in(be, bytes, host, (size_t)nbytes);
-        else memcpy(bytes, host, (size_t)nbytes);
+        else memmove(bytes, host, (size_t)nbytes);       /* of its lender, perhaps */
     } else {
         if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes);
-        else memcpy(host, bytes, (size_t)nbytes);
+        else memmove(host, bytes, (size_t)nbytes);
     }
     ps_storage_unpin(t->storage, t->device_);
     return rc;

@@ -34,7 +34,14 @@ static int read_memory(const void *from, int64_t at, void *dst, int64_t nbytes)
     return 0;
 }
 
+/* Bytes may overlap: a tensor that borrows its bytes can be written from memory of its lender. Pieces that threads copy
+ * side by side would read bytes that others have written already. */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
+    uintptr_t to = (uintptr_t)dst, from = (uintptr_t)src;
+    if (to < from + nbytes && from < to + nbytes) {
+        memmove(dst, src, nbytes);
+        return 0;
+    }
     return ps_cpu_load(be, dst, read_memory, src, 0, nbytes);
 }
