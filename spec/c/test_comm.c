@@ -329,10 +329,18 @@ static void test_addresses(void)
         close(other);
         close(fd);
     }
-    const char *loopback[] = { "127.0.0.1", "127.0.1.1", "::1", "localhost" };
-    const char *wider[] = { "0.0.0.0", "192.0.2.1", "::" };
-    for (int i = 0; i < 4; i++) CHECK(ps_host_is_loopback(loopback[i]));
-    for (int i = 0; i < 3; i++) CHECK(!ps_host_is_loopback(wider[i]));
+    CHECK(ps_net_knows("a.localhost"));
+    if (OK(ps_net_listen("a.localhost", 0, &fd, &port))) {
+        CHECK((other = ps_net_reach("localhost", port, ps_now() + 60)) > 0);
+        close(other);
+        close(fd);
+    }
+    /* Names of the loopback interface need no file or server that knows them. */
+    const char *loopback[] = { "127.0.0.1", "127.0.1.1", "::1", "localhost", "LocalHost", "localhost.",
+                               "rank-0.Job.localhost", "a.localhost." };
+    const char *wider[] = { "0.0.0.0", "192.0.2.1", "::", ".localhost", "notlocalhost", "localhost..", "" };
+    for (size_t i = 0; i < sizeof loopback / sizeof *loopback; i++) CHECK(ps_host_is_loopback(loopback[i]));
+    for (size_t i = 0; i < sizeof wider / sizeof *wider; i++) CHECK(!ps_host_is_loopback(wider[i]));
     CHECK(!ps_host_is_loopback(NULL) && !ps_host_is_loopback("no..host"));
 
     ps_store_server *server;                                            /* several machines, and a name for this one */

@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -29,6 +30,27 @@ int ps_net_ready(int fd, short events, double until)
 }
 
 bool ps_net_no_files(int why) { return why == EMFILE || why == ENFILE; }
+
+/* "localhost" and names below it, with or without a dot at their end (RFC 6761, section 6.3). */
+static bool is_localhost(const char *host)
+{
+    static const char name[] = "localhost";
+    size_t n = strlen(host), own = sizeof name - 1;
+    if (n > 0 && host[n - 1] == '.') n--;
+    if (n < own || strncasecmp(host + n - own, name, own) != 0) return false;
+    return n == own || (n > own + 1 && host[n - own - 1] == '.');
+}
+
+/* getaddrinfo for stream sockets. Names of the loopback interface are not looked up: RFC 6761 wants their addresses to be
+ * those of loopback, also if no file or server of the system knows the names. flags: AI_PASSIVE or 0. */
+static int look_up(const char *host, int port, int flags, struct addrinfo **list)
+{
+    char service[16];
+    bool local = is_localhost(host);
+    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = local ? 0 : flags };
+    snprintf(service, sizeof service, "%d", port);
+    return getaddrinfo(local ? NULL : host, service, &hints, list);
+}
 
 /* Tries one address once; 0: nobody answers there now. */
 static int try_connect(const struct addrinfo *at, double until)
@@ -51,10 +73,8 @@ static int try_connect(const struct addrinfo *at, double until)
 
 int ps_net_reach(const char *host, int port, double until)
 {
-    char service[16];
-    struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *list, *a;
-    snprintf(service, sizeof service, "%d", port);
-    if (getaddrinfo(host, service, &hints, &list) != 0) return 0;
+    struct addrinfo *list, *a;
+    if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
         double most = ps_now() + ONE_OF_MANY_S;             /* of several addresses one may lead nowhere */
@@ -67,7 +87,7 @@ int ps_net_reach(const char *host, int port, double until)
 bool ps_net_knows(const char *host)
 {
     struct addrinfo *list;
-    if (getaddrinfo(host, NULL, NULL, &list) != 0) return false;
+    if (look_up(host, 0, 0, &list) != 0) return false;
     freeaddrinfo(list);
     return true;
 }
@@ -81,8 +101,8 @@ static bool loopback(const struct sockaddr *a)
 
 bool ps_net_is_loopback(const char *host)
 {
-    struct addrinfo hints = { .ai_socktype = SOCK_STREAM }, *list, *a;
-    if (getaddrinfo(host, NULL, &hints, &list) != 0) return false;
+    struct addrinfo *list, *a;
+    if (look_up(host, 0, 0, &list) != 0) return false;
     for (a = list; a && loopback(a->ai_addr); a = a->ai_next) { }
     freeaddrinfo(list);
     return a == NULL;
@@ -104,10 +124,9 @@ static int try_listen(const struct addrinfo *at)
 
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port)
 {
-    char service[16], text[NI_MAXHOST] = "";
-    struct addrinfo hints = { .ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE }, *list, *a;
-    snprintf(service, sizeof service, "%d", port);
-    int wrong = getaddrinfo(host, service, &hints, &list), fd = -1, why = 0;
+    char text[NI_MAXHOST] = "";
+    struct addrinfo *list, *a;
+    int wrong = look_up(host, port, AI_PASSIVE, &list), fd = -1, why = 0;
     if (wrong)
         return ps_fail(PS_EIO, "rank 0 cannot serve at %s, which has no address here: %s", host, gai_strerror(wrong));
     for (a = list; a && fd < 0 && why != EADDRINUSE; a = a->ai_next) {

@@ -32,8 +32,11 @@ local function set_blocking(fd, blocks)
   fcntl.fcntl(fd, fcntl.F_SETFL, blocks and other or bit.bor(other, fcntl.O_NONBLOCK))
 end
 
+-- Names of the loopback interface are not looked up (src/comm/net.c).
 local function addresses(host, port)
-  local list, why = socket.getaddrinfo(host, tostring(port), { family = socket.AF_UNSPEC,
+  local name = "." .. host:lower():gsub("%.$", "")
+  local looked_up = name ~= ".localhost" and not name:match "^%..+%.localhost$" and host or nil
+  local list, why = socket.getaddrinfo(looked_up, tostring(port), { family = socket.AF_UNSPEC,
     socktype = socket.SOCK_STREAM })
   if not list then error(("--rdzv-endpoint: %s has no address: %s"):format(host, why), 0) end
   return list
