@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reproduces a folder of golden values and prints the errors (how they are measured: bench/golden_lib.lua).
---   psluajit bench/golden.lua DIR [--device D] [--dtype T] [--recompute]
---   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua DIR       each batch split over N processes
+-- Trains as golden values were made and prints the errors (how they are measured: bench/golden_lib.lua). GOLDEN is a file
+-- of spec/golden, or a folder with golden.json and model.safetensors.
+--   psluajit bench/golden.lua GOLDEN [--device D] [--dtype T] [--recompute]
+--   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua GOLDEN    each batch split over N processes
 --     [--pipeline P [--micro-batches M] [--schedule S] [--virtual-stages V]]   of which P have a stage each
 --     [--tensor T]                                                            of which T have a part of each layer
 --     [--memory chunk --host 2MiB --disk DIR --device-memory 2MiB --chunk-size N --eviction P]
@@ -13,7 +14,7 @@ local argparse = require "argparse"
 local whole = require("ps.command_line").whole
 
 local parser = argparse("bench/golden.lua", "Compares training with golden float64 values.")
-parser:argument("dir", "folder with golden.json and model.safetensors")
+parser:argument("golden", "a file of spec/golden, or a folder with golden.json and model.safetensors")
 parser:option("--device", "cpu, ref, sim", "cpu")
 parser:option("--dtype", "fp32, bf16, fp16", "fp32")
 parser:flag("--recompute", "recompute blocks in backward")
@@ -50,7 +51,7 @@ if args.memory == "plain" then
 end
 
 local golden = require "bench.golden_lib"
-local result = golden.run(args.dir, { device = args.device, dtype = args.dtype, note = note,
+local result = golden.run(args.golden, { device = args.device, dtype = args.dtype, note = note,
   group = group, zero_stage = args.zero_stage, tensor = args.tensor, micro_batches = args.micro_batches,
   pipeline = args.pipeline and { stages = args.pipeline, schedule = args.schedule,
     virtual_stages = args.virtual_stages },

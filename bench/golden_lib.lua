@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The comparison behind bench/golden.lua and spec/golden_spec.lua: trains on a folder of golden values
--- (model.safetensors + golden.json: float64 losses, gradients of the first step, parameters after the last) and
--- measures the errors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
+-- The comparison behind bench/golden.lua and spec/golden_spec.lua: trains on golden values (float64 losses, gradients of
+-- the first step, parameters after the last) and measures the errors. They are a file of spec/golden, which has a seed in
+-- the place of weights (spec/oracle/make_golden.py), or a folder with golden.json and model.safetensors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
 -- `c_attn.bias` is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
 local ps = require "ps"
 local inner = require("ps.engine.handle").of
@@ -17,6 +17,33 @@ local function read_json(path)
   local text = f:read("*a")
   f:close()
   return cjson.decode(text)
+end
+
+-- Park and Miller's generator, from 0 to 1, as spec/oracle/make_golden.py has it.
+local function draw(seed)
+  local x = seed * 7919 % 2147483647
+  local function next_number()
+    x = x * 48271 % 2147483647
+    return x / 2147483647
+  end
+  for _ = 1, 10 do next_number() end
+  return next_number
+end
+
+-- Writes the weights that a seed stands for to a file, by the same rule as make_golden.py.
+local function write_weights(path, data)
+  local names, tensors, number = {}, {}, draw(data.seed)
+  for name in pairs(data.final_params) do names[#names + 1] = name end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local values, shape, numel = {}, data.final_params[name].shape, 1
+    for _, size in ipairs(shape) do numel = numel * size end
+    local norm, bias = name:find("ln_", 1, true), name:match "%.bias$"
+    local scale, shift = (norm or bias) and 0.1 or 0.125, norm and not bias and 1 or 0
+    for i = 1, numel do values[i] = shift + scale * (2 * number() - 1) end
+    tensors[name] = ps.tensor(values, { dtype = "fp64" }):to("fp32"):reshape(shape)
+  end
+  ps.safetensors.save(path, tensors)
 end
 
 -- The error of one tensor; NaN where a number of it is, which math.max would forget.
@@ -226,16 +253,18 @@ end
 ---@field micro_batches? integer of a step
 ---@field note? fun(line: string)
 
---- Runs a folder.
----@param folder string
+--- Trains as golden values were made.
+---@param path string a file of spec/golden, or a folder with golden.json and model.safetensors
 ---@param options? golden.Options
 ---@return {device: string, dtype: string, memory: string, max_rel_loss_error: number, max_rel_grad_error: number,
 ---  max_rel_param_error: number, c_attn_bias_grad_error: number, c_attn_bias_param_error: number} gradients' errors are
 ---  absent in a pipeline whose stages are on several ranks each
-function golden.run(folder, options)
+function golden.run(path, options)
   local all = { device = "cpu", dtype = "fp32", memory = "plain", micro_batches = 1 }
   for key, value in pairs(options or {}) do all[key] = value end
-  local data = read_json(folder .. "/golden.json")
+  local drawn = path:match "%.json$" and os.tmpname() or nil
+  local data = read_json(drawn and path or path .. "/golden.json")
+  if drawn then ps.scope(write_weights, drawn, data) end
   local o = data.optimizer
   data.settings = { lr = o.lr, betas = o.betas, eps = o.eps, weight_decay = o.weight_decay }
   local start = all.memory == "chunk" and chunk_run or plain_run
@@ -243,7 +272,9 @@ function golden.run(folder, options)
     jit.flush()                                           -- compiled loops hold what they saw
     for _ = 1, 2 do collectgarbage() end
   end
-  local run = start(data, folder .. "/model.safetensors", all)
+  local started, run = pcall(start, data, drawn or path .. "/model.safetensors", all)
+  if drawn then os.remove(drawn) end
+  if not started then error(run, 0) end
   local result = { device = all.device, dtype = all.dtype, memory = all.memory, max_rel_loss_error = 0 }
   local ok, problem = pcall(function()
     train(data, run, all.device, result, all.note or function() end, all.group)

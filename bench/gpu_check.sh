@@ -30,13 +30,13 @@ say() {
   printf '%4d s  %s\n' $SECONDS "$line" | tee -a "$out/$part.txt"
 }
 
-# Libraries other than the C library's own, which must be the machine's; Lua modules; golden values.
+# Libraries other than the C library's own, which must be the machine's; Lua modules.
 pack_up() {
   if ! [ -x "$build/psluajit" ] || ! [ -f "$build/libps_cuda.so" ]; then
     echo "build psluajit and libps_cuda.so first"
     exit 1
   fi
-  rm -rf "$pack" && mkdir -p "$pack/bin/gen" "$pack/lib" "$pack/lua" "$pack/golden" || exit 1
+  rm -rf "$pack" && mkdir -p "$pack/bin/gen" "$pack/lib" "$pack/lua" || exit 1
   cp "$build/psluajit" "$build/libps_cuda.so" "$pack/bin/" && cp "$build/gen/ops.lua" "$pack/bin/gen/" || exit 1
   local dir module lib
   for dir in /usr/share/lua/5.1 /usr/local/share/lua/5.1; do [ -d "$dir" ] && cp -rL "$dir/." "$pack/lua/"; done
@@ -53,7 +53,6 @@ pack_up() {
   done
   strip --strip-unneeded "$pack"/lib/*.so* 2>/dev/null
   strip -g "$pack/bin/psluajit" "$pack/bin/libps_cuda.so"
-  [ -d "${PS_SHARED:-../shared}/golden" ] && cp -r "${PS_SHARED:-../shared}/golden/." "$pack/golden/"
   tar -C "$build" -czf "$build/gpu.tar.gz" gpu && rm -r "$pack" && mkdir "$pack" &&
     mv "$build/gpu.tar.gz" "$pack/all.tar.gz" || exit 1
   du -sh "$pack"
@@ -80,7 +79,6 @@ own_libraries() {
   done
   export LD_LIBRARY_PATH="$PWD/$pack/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   export LUA_PATH="$PWD/$pack/lua/?.lua;$PWD/$pack/lua/?/init.lua;;" LUA_CPATH="$PWD/$pack/lua/?.so;;"
-  [ -d "$pack/golden" ] && export PS_SHARED="$PWD/$pack"
 }
 
 set_up() {

@@ -286,26 +286,22 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
   end)
 
   it("train to the golden values, and in chunks to the same bits", function()
-    local folder = (os.getenv("PS_SHARED") or paths.root .. "/../shared") .. "/golden/gpt2_tiny"
-    if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then
-      return pending("no golden values at " .. folder .. "; set PS_SHARED to the folder that holds golden/")
-    end
     runs(([[
-      local golden, folder = require "bench.golden_lib", %q
+      local golden, file = require "bench.golden_lib", %q
       for dtype, bound in pairs { fp32 = 2e-6, bf16 = %s } do
-        local plain = golden.run(folder, { dtype = dtype, device = "cuda" })
+        local plain = golden.run(file, { dtype = dtype, device = "cuda" })
         assert(plain.max_rel_loss_error <= bound, dtype .. ": loss error " .. plain.max_rel_loss_error)
         if dtype == "fp32" then
           assert(plain.max_rel_grad_error <= 1e-5, "gradient error " .. plain.max_rel_grad_error)
           assert(plain.max_rel_param_error <= 1e-5, "parameter error " .. plain.max_rel_param_error)
         end
-        local chunked = golden.run(folder, { dtype = dtype, device = "cuda", memory = "chunk",
+        local chunked = golden.run(file, { dtype = dtype, device = "cuda", memory = "chunk",
           device_memory = "1500KiB", chunk_size = 8192 })
         for _, figure in ipairs { "max_rel_loss_error", "max_rel_grad_error", "max_rel_param_error" } do
           assert(plain[figure] == chunked[figure], dtype .. " in chunks: " .. figure)
         end
       end
-    ]]):format(folder, FULL and "5e-3" or "nil"))
+    ]]):format(paths.root .. "/spec/golden/gpt2_tiny.json", FULL and "5e-3" or "nil"))
   end)
 end)
 

@@ -1,12 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Golden values: whole training runs against float64 results of an independent implementation. The folders lie in
--- ../shared/golden beside the tree, or under $PS_SHARED.
-local lfs = require "lfs"
+-- Golden values: whole training runs against float64 results of transformers and PyTorch (spec/oracle/make_golden.py).
 local paths = require "ps.paths"
 local golden = require "bench.golden_lib"
 local check = require "spec.check_lib"
 
-local shared = os.getenv("PS_SHARED") or paths.root .. "/../shared"
+local folder = paths.root .. "/spec/golden/"
 
 -- Bounds: every loss 2e-6 relative, first gradients and final parameters 1e-5, in fp32. In bf16 the weights themselves
 -- are rounded to 8 bits, so only the losses are looked at.
@@ -54,18 +52,12 @@ end)
 
 describe("golden values", function()
   for _, name in ipairs { "gpt2_tiny", "gpt2_b8" } do
-    local folder = shared .. "/golden/" .. name
-    local function skipped()
-      if lfs.attributes(folder .. "/golden.json", "mode") == "file" then return false end
-      pending("no golden values at " .. folder .. "; set PS_SHARED to the folder that holds golden/")
-      return true
-    end
+    local file = folder .. name .. ".json"
     for _, case in ipairs(CASES) do
       local how = case.recompute and " with recompute" or ""
       local what = ("%s on %s in %s%s"):format(name, case.device, case.dtype, how)
       it("are reproduced: " .. what, function()
-        if skipped() then return end
-        local result = golden.run(folder, { device = case.device, dtype = case.dtype, recompute = case.recompute })
+        local result = golden.run(file, { device = case.device, dtype = case.dtype, recompute = case.recompute })
         assert.truthy(result.max_rel_loss_error <= case.loss, "loss error " .. result.max_rel_loss_error)
         if case.tensors then
           assert.truthy(result.max_rel_grad_error <= case.tensors, "gradient error " .. result.max_rel_grad_error)
@@ -76,11 +68,10 @@ describe("golden values", function()
     local plain = {}
     for _, case in ipairs(CHUNKS) do
       it(("are the same in chunks: %s, %s"):format(name, words(case)), function()
-        if skipped() then return end
         local options = { memory = "chunk" }
         for key, value in pairs(case) do options[key] = value end
-        plain[case.dtype] = plain[case.dtype] or golden.run(folder, { dtype = case.dtype })
-        local result = golden.run(folder, options)
+        plain[case.dtype] = plain[case.dtype] or golden.run(file, { dtype = case.dtype })
+        local result = golden.run(file, options)
         for _, figure in ipairs(FIGURES) do assert.equal(plain[case.dtype][figure], result[figure], figure) end
       end)
     end
@@ -94,13 +85,12 @@ describe("golden values", function()
     it(("are reproduced by %d processes at stage %d%s%s"):format(size, stage, device and " on emulated GPUs" or "",
       schedule and " in two stages of a pipeline, " .. schedule or ""),
       function()
-        local folder, env = shared .. "/golden/gpt2_b8", ""
+        local env = ""
         if device then env = ranks.emulated() end
-        if lfs.attributes(folder .. "/golden.json", "mode") ~= "file" then return pending("no golden values") end
         if ranks.no_gloo() then return pending(ranks.no_gloo()) end
         if not env then return pending(ranks.NO_EMULATED) end
         local command = ("cd '%s' && env %s timeout 600 '%s' tools/launch.lua --no-prefix --nproc-per-node %d "
-          .. "bench/golden.lua '%s' --zero-stage %d --device %s %s 2>&1")
+          .. "bench/golden.lua '%sgpt2_b8.json' --zero-stage %d --device %s %s 2>&1")
         local pipeline = schedule and "--pipeline 2 --micro-batches 4 --schedule " .. schedule or ""
         local p = assert(io.popen(command:format(paths.root, env, paths.exe, size, folder, stage, device or "cpu",
           pipeline)))
