@@ -7,7 +7,7 @@ DATA ?=
 OUT ?= out/train
 
 .PHONY: all setup setup-cluster build build-all cuda test test-cluster test-oracle test-isa train \
-  install clean bench asan tsan fuzz
+  install clean bench c-tests-sanitized asan tsan fuzz
 
 all: build
 
@@ -80,12 +80,15 @@ bench: build
 	@$(RUN) bench/train.lua
 	@$(RUN) bench/train.lua --dtype fp32
 
-asan:
-	@cmake --preset asan && cmake --build --preset asan && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 tools/test.sh build-asan
+# Only the C tests, for both sanitizers.
+c-tests-sanitized: setup
+	@for preset in asan tsan; do \
+	  cmake --preset $$preset >build-$$preset.log 2>&1 || { cat build-$$preset.log; exit 1; }; rm -f build-$$preset.log; \
+	  cmake --build --preset $$preset --target c_tests || exit 1; \
+	done
 
-tsan:
-	@cmake --preset tsan && cmake --build --preset tsan && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 \
-	  TSAN_OPTIONS="suppressions=$(CURDIR)/spec/tsan.supp" OMP_NUM_THREADS=1 tools/test.sh build-tsan
+asan tsan:
+	@cmake --preset $@ && cmake --build --preset $@ && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 tools/test.sh build-$@
 
 fuzz:
 	@cmake --preset fuzz && cmake --build --preset fuzz

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains as golden values were made and prints the errors (how they are measured: bench/golden_lib.lua). GOLDEN is a file
--- of spec/golden, or a folder with golden.json and model.safetensors.
+-- Trains as golden values were made and prints the errors (how they are measured: bench/golden_lib.lua). GOLDEN is a
+-- file of spec/golden, or a folder with golden.json and model.safetensors.
 --   psluajit bench/golden.lua GOLDEN [--device D] [--dtype T] [--recompute]
 --   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua GOLDEN    each batch split over N processes
 --     [--pipeline P [--micro-batches M] [--schedule S] [--virtual-stages V]]   of which P have a stage each

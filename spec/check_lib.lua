@@ -128,6 +128,19 @@ function lib.write_strided(path, values, shape, stride)
   C.ps_ptw_free(w)
 end
 
+--- Why memory, page faults and time say nothing here: the program is a build with a sanitizer, whose own memory and
+--- time are a multiple of the program's. Nil in other builds.
+---@return string?
+function lib.sanitized()
+  local maps = io.open "/proc/self/maps"
+  if not maps then return nil end
+  local name = maps:read("*a"):match "lib([at])san%.so"
+  maps:close()
+  if not name then return nil end
+  return ("this build has %s, which takes memory of its own: not measured"):format(
+    name == "a" and "AddressSanitizer" or "ThreadSanitizer")
+end
+
 --- What a program prints, both streams, run by psluajit with settings in its environment.
 ---@param settings string as NAME=value
 ---@param code string

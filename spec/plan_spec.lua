@@ -136,6 +136,8 @@ describe("what an engine's process takes", function()
   for what, case in pairs { ["weights that share chunks"] = { layers = 12, inputs = 1024, chunk = 2 ^ 21 },
     ["weights as large as a chunk"] = { layers = 4, inputs = 4096, chunk = 2 ^ 22 } } do
     it("is what its tiers have, of " .. what .. ": making the model leaves nothing behind", function()
+      local why = check.sanitized()
+      if why then return pending(why) end
       local path = write("taken.lua", ([[
 local ps = require "ps"
 local nn = ps.nn
@@ -167,6 +169,8 @@ end)
 describe("what a plan says of a process", function()
   -- oneDNN packs these matrices into buffers of 2 MiB a thread, which stay in the heap; its code is several MiB.
   it("has what oneDNN keeps of its products", function()
+    local why = check.sanitized()
+    if why then return pending(why) end
     local path = write("products.lua", [[
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
@@ -191,6 +195,8 @@ end)
 
 describe("what a dry run's process takes", function()
   it("is no more where tensors are more, since ops compute nothing", function()
+    local why = check.sanitized()
+    if why then return pending(why) end
     local path = write("blocks.lua", [[
 local ps = require "ps"
 local gpt2 = require "models.gpt2"

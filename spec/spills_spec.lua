@@ -140,4 +140,34 @@ describe("machine code of the vector kernels", function()
     end
     assert.equal("", table.concat(wrong, "\n"))
   end)
+
+  -- A probe whose loop did more than it counts would tell too little.
+  it("reads and writes memory in the bandwidth probe's loops as often as the probe counts", function()
+    local why = obstacle()
+    if why then return pending(why) end
+    local path = BUILD .. "/CMakeFiles/ps_engine.dir/src/backend/cpu/probe.c.o"
+    for name, register in pairs { walk_plain = "%%xmm", walk_avx2 = "%%ymm", walk_avx512 = "%%zmm" } do
+      local found = {}
+      for _, f in ipairs(functions(path)) do
+        for _, l in ipairs(f.name == name and loops(f) or {}) do
+          local loads, stores, others = 0, 0, 0
+          for i = l.first, l.last do
+            local operands = f[i].text:match "^%S+%s+(.*)$" or ""
+            if operands:find("(", 1, true) then
+              if not operands:find(register) or operands:find "%(%%r[sb]p" then others = others + 1
+              elseif operands:match "%)$" then stores = stores + 1
+              else loads = loads + 1 end
+            end
+          end
+          found[("%d loads, %d stores, %d others"):format(loads, stores, others)] = true
+        end
+      end
+      -- Each stream that is written is read a second time, from the cache.
+      for _, streams in ipairs { { 2, 1 }, { 4, 3 }, { 4, 4 }, { 4, 0 } } do
+        local reads, writes = unpack(streams)
+        local want = ("%d loads, %d stores, 0 others"):format(reads + writes, writes)
+        assert.truthy(found[want], ("%s has no loop of %s"):format(name, want))
+      end
+    end
+  end)
 end)

@@ -45,10 +45,10 @@ describe("GPT-2's tokenizer", function()
 
   it("is that of GPT-2 on the texts for which these are all of GPT-2's merges that count", function()
     -- Their order is that of GPT-2's file. \196\160 is a blank and \196\138 a new line.
-    local text = "#version: 0.2\n\196\160 w\no r\nl l\nl d\ne l\n\196\160w or\n\196\138 \196\138\ne ll\n\196\160wor ld\n"
+    local text = "\196\160 w\no r\nl l\nl d\ne l\n\196\160w or\n\196\138 \196\138\ne ll\n\196\160wor ld\n"
       .. "H e\nor ld\n\196\160 x\nl o\nw orld\nell o\nH el\nH ello\nll o\nw o\n\196\160w o\nH ell\nr l\n"
     local merges = {}
-    for left, right in text:gsub("^[^\n]+\n", ""):gmatch "(%S+) (%S+)" do merges[#merges + 1] = { left, right } end
+    for left, right in text:gmatch "(%S+) (%S+)" do merges[#merges + 1] = { left, right } end
     local tok = open(lib.gpt2(merges))
     local function pieces(words)
       local list = {}

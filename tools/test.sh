@@ -5,14 +5,17 @@
 # all specs do, PS_TEST_ISA=none: none. Ends with `N passed, N failed` alone on a line. What hangs is ended:
 # PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for slower builds.
 # Specs run two at a time, but for those of spec/alone.txt; PS_TEST_JOBS=n: n at a time.
-# PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. With CI=true a test
+# The lines before the last one sum up what was skipped, and why.
+# PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs
+# the C tests of build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With CI=true a test
 # that is skipped has failed.
 #   tools/test.sh [BUILD] [SPEC ...]
 #   tools/test.sh --one TEST        one C test: a line that says how it ended, and what it said where it failed
 root=${0%/*}/..
 log=$(mktemp) || exit 1
 list=$(mktemp) || exit 1
-trap 'rm -f "$log" "$list"' EXIT
+skips=$(mktemp) || exit 1                     # why, a line for each test that was skipped
+trap 'rm -f "$log" "$list" "$skips"' EXIT
 if [ "${1:-}" = --one ]; then
   if timeout 600 "$2" >"$log" 2>&1; then
     echo "ok   $(basename "$2"): $(tail -n 1 "$log")"
@@ -29,10 +32,20 @@ export OMP_WAIT_POLICY=passive
 export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
 
+# Reports of sanitizers that are none of ours, and ThreadSanitizer's one thread: it cannot see libgomp's barriers.
+sanitizer_options() {
+  case $1 in
+    *asan) export LSAN_OPTIONS="suppressions=$(realpath "$root")/spec/lsan.supp:print_suppressions=0"
+           export UBSAN_OPTIONS=print_stacktrace=1 ;;
+    *tsan) export TSAN_OPTIONS="suppressions=$(realpath "$root")/spec/tsan.supp:die_after_fork=0" OMP_NUM_THREADS=1 ;;
+  esac
+}
+sanitizer_options "$build"
+
 # The C tests that spec/c/alone.txt names are run one by one, the others two at a time.
 named_alone() { grep -qx "$(basename "$1")" "$root/spec/c/alone.txt"; }
 run_tests() {
-  for t in "$build"/test_*; do
+  for t in "$3"/test_*; do
     [ -x "$t" ] && [ -f "$t" ] || continue
     if named_alone "$t"; then [ "$1" = alone ] || continue; else [ "$1" = others ] || continue; fi
     echo "$t"
@@ -40,13 +53,15 @@ run_tests() {
   ran=$(grep -c '^ok   test_' "$log"); all=$(wc -l <"$list")
   passed=$((passed + ran)); failed=$((failed + all - ran))
 }
-if [ $# -eq 0 ]; then
-  run_tests alone 1
-  run_tests others "${PS_TEST_JOBS:-2}"
-fi
+run_c_tests() {
+  run_tests alone 1 "$1"
+  run_tests others "${PS_TEST_JOBS:-2}" "$1"
+}
+if [ $# -eq 0 ]; then run_c_tests "$build"; fi
 
 run_specs() {
   timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua --jobs "${PS_TEST_JOBS:-2}" "$@" 2>&1 | tee "$log"
+  awk '/^skipped: / { getline; sub(/^ +/, ""); sub(/^[^ ]+:[0-9]+: /, ""); print }' "$log" >>"$skips"
   line=$(grep -E '^busted: [0-9]+ passed, [0-9]+ failed' "$log" | tail -n 1)
   if [ -n "$line" ]; then
     set -- $(echo "$line" | tr -cd '0-9 ')
@@ -97,6 +112,14 @@ EOF
 run_specs "$@"
 if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
 if [ $# -eq 0 ] && [ -n "$PS_ORACLE" ]; then run_oracle; fi
+if [ $# -eq 0 ] && [ -n "$PS_SANITIZERS" ]; then
+  for sanitized in build-asan build-tsan; do
+    echo "-- $sanitized"
+    sanitizer_options "$sanitized"
+    run_c_tests "$root/$sanitized"
+  done
+  unset OMP_NUM_THREADS
+fi
 if [ $# -eq 0 ]; then
   case $PS_TEST_ISA in
     none) ;;
@@ -105,7 +128,8 @@ if [ $# -eq 0 ]; then
   esac
 fi
 if [ "$skipped" -gt 0 ]; then
-  echo "$skipped skipped"
+  echo "$skipped skipped:"
+  sort "$skips" | uniq -c | sort -rn
   if [ "$CI" = true ]; then
     echo "CI=true: what is skipped has failed"; failed=$((failed + skipped))
   fi

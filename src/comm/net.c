@@ -41,8 +41,8 @@ static bool is_localhost(const char *host)
     return n == own || (n > own + 1 && host[n - own - 1] == '.');
 }
 
-/* getaddrinfo for stream sockets. Names of the loopback interface are not looked up: RFC 6761 wants their addresses to be
- * those of loopback, also if no file or server of the system knows the names. flags: AI_PASSIVE or 0. */
+/* getaddrinfo for stream sockets. Names of the loopback interface are not looked up: RFC 6761 wants their addresses to
+ * be those of loopback, also if no file or server of the system knows the names. flags: AI_PASSIVE or 0. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
