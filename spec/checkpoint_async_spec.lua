@@ -65,7 +65,7 @@ describe("saving in the background", function()
       end
       checkpoints.wait()
       assert.equal(30, checkpoints.load(folder, run).step)
-      local deadline = ps.now() + 20                                   -- steps alone commit, without wait
+      local deadline = ps.now() + 200                                  -- steps alone commit, without wait
       step(run, 31)
       checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true, shards = sharded,
         quiet = true })

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The launcher, tools/launch.lua: its options, and runs with real ranks (tiny scripts that need no engine). Every run
 -- is under `timeout` and must leave no process, which the specs check.
+local check = require "spec.check_lib"
 local options = require "ps.launch.options"
 local paths = require "ps.paths"
 
@@ -111,7 +112,7 @@ describe("the launcher", function()
     end
     local function sleep(s) time.nanosleep { tv_sec = math.floor(s), tv_nsec = (s % 1) * 1e9 } end
     local function wait_for(name)
-      for _ = 1, 500 do
+      for _ = 1, 10000 do
         local f = io.open(name, "rb") if f then f:close() return end
         sleep(0.01)
       end
@@ -128,7 +129,7 @@ describe("the launcher", function()
     f:write((PRELUDE:gsub("\n", " ")) .. script)
     f:close()
     local started = require("ps.launch.supervisor").now()
-    local p = assert(io.popen(("cd %s && %s timeout -k 1 20 env --default-signal=INT,TERM,HUP -u LUA_INIT -u RANK " ..
+    local p = assert(io.popen(("cd %s && %s timeout -k 1 300 env --default-signal=INT,TERM,HUP -u LUA_INIT -u RANK " ..
       "-u WORLD_SIZE '%s' '%s/tools/launch.lua' %s 2>stderr; echo \"|$?\""):format(scratch, o or "", paths.exe,
       paths.root, args)))
     local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
@@ -151,7 +152,7 @@ describe("the launcher", function()
 
   local function assert_gone(n)
     assert.equal(n, #pids)
-    for _ = 1, 200 do                                        -- those that die with the launcher need a moment
+    for _ = 1, 10000 do                                      -- those that die with the launcher need a moment
       if #running() == 0 then return end
       require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 1e7 }
     end
@@ -259,13 +260,13 @@ describe("the launcher", function()
   it("names the rank that failed first, ends the others and returns its exit code", function()
     local _, err, code, seconds = launch("--nproc-per-node 3 script.lua", [[
       if rank == 1 then wait_for "0" wait_for "2" print "about to" io.write "fail" os.exit(7) end
-      mark(rank) sleep(30)]])
+      mark(rank) sleep(200)]])
     assert.equal(7, code)
     assert.matches("launch: rank 1 %(local rank 1, pid %d+%) failed first, after %d+%.%d s, at %d%d%d%d%-", err)
     assert.matches("exit code 7; its last lines:\n  | about to\n  | fail\n", err, 1, true)
-    assert.is_true(seconds < 10)
+    assert.is_true(seconds < check.PROMPT_S)
     assert_gone(3)
-    _, err, code = launch("--nproc-per-node 2 script.lua", "if rank == 1 then error 'boom' end sleep(30)")
+    _, err, code = launch("--nproc-per-node 2 script.lua", "if rank == 1 then error 'boom' end sleep(200)")
     assert.equal(1, code)
     assert.matches("  | psluajit: script.lua:", err:gsub("| %S*psluajit:", "| psluajit:"), 1, true)
     assert.matches("boom", err, 1, true)
@@ -273,7 +274,7 @@ describe("the launcher", function()
 
   it("tells of a rank that a signal ended", function()
     local _, err, code = launch("--nproc-per-node 2 script.lua",
-      "if rank == 0 then wait_for '1' signal.kill(unistd.getpid(), 9) end mark '1' sleep(30)")
+      "if rank == 0 then wait_for '1' signal.kill(unistd.getpid(), 9) end mark '1' sleep(200)")
     assert.equal(137, code)
     assert.matches("launch: rank 0 .* failed first, .*killed by signal 9 %(SIGKILL%); it wrote nothing", err)
     assert_gone(2)
@@ -285,10 +286,10 @@ describe("the launcher", function()
       if rank == 1 then signal.signal(signal.SIGTERM, signal.SIG_IGN) end
       mark(rank)
       if rank == 2 then signal.kill(unistd.getpid(), signal.SIGSTOP) end
-      sleep(30)]])
+      sleep(200)]])
     assert.equal(5, code)
     assert.matches("launch: 1 of the ranks did not end within 1 s of being asked and were killed", err, 1, true)
-    assert.is_true(seconds >= 1 and seconds < 10)
+    assert.is_true(seconds >= 1 and seconds < check.PROMPT_S)
     assert_gone(3)
   end)
 
@@ -313,7 +314,7 @@ describe("the launcher", function()
     local out, err, code = launch("--nproc-per-node 2:4 --max-restarts 4 script.lua", [[
       print(attempt, rank, os.getenv "WORLD_SIZE", os.getenv "LOCAL_WORLD_SIZE")
       local size = tonumber(os.getenv "WORLD_SIZE")
-      if rank < size - 1 then mark(attempt .. "-" .. rank) sleep(30) end
+      if rank < size - 1 then mark(attempt .. "-" .. rank) sleep(200) end
       for r = 0, size - 2 do wait_for(attempt .. "-" .. r) end
       os.exit(3)]])
     assert.equal(3, code)
@@ -332,7 +333,7 @@ describe("the launcher", function()
   it("passes signals on, and does not restart after them", function()
     for name, number in pairs { SIGINT = 2, SIGTERM = 15, SIGHUP = 1 } do
       local _, err, code = launch("--nproc-per-node 2 --max-restarts 3 script.lua",
-        ("if rank == 0 then wait_for '1' signal.kill(launcher, signal.%s) end mark '1' sleep(30)"):format(name))
+        ("if rank == 0 then wait_for '1' signal.kill(launcher, signal.%s) end mark '1' sleep(200)"):format(name))
       assert.equal(128 + number, code)
       assert.matches(("launch: %s: passed on to the ranks"):format(name), err, 1, true)
       assert.is_nil(err:find("failed first", 1, true))
@@ -346,27 +347,27 @@ describe("the launcher", function()
         mark(rank) wait_for "0" wait_for "1"
         if rank == 0 then signal.kill(launcher, signal.%s) end
         jit.off()
-        for _ = 1, 500 do if told then print "saved" os.exit(0) end pcall(sleep, 0.01) end
+        for _ = 1, 10000 do if told then print "saved" os.exit(0) end pcall(sleep, 0.01) end
         os.exit(9)]]):format(name, name))
       assert.same({ "[0] saved\n[1] saved\n", 0 }, { sorted(out), code })
     end
     -- A second signal does not wait for the grace period.
     local _, err, code, seconds = launch("--nproc-per-node 1 script.lua", [[
       signal.signal(signal.SIGTERM, signal.SIG_IGN)
-      signal.kill(launcher, signal.SIGTERM) sleep(0.2) signal.kill(launcher, signal.SIGTERM) sleep(30)]])
+      signal.kill(launcher, signal.SIGTERM) sleep(0.2) signal.kill(launcher, signal.SIGTERM) sleep(200)]])
     assert.equal(128 + 15, code)
     assert.matches("SIGTERM again: killing the ranks\nlaunch: 1 of the ranks were killed\n", err, 1, true)
-    assert.is_true(seconds < 10)
+    assert.is_true(seconds < check.PROMPT_S)
     assert_gone(1)
   end)
 
   it("leaves nothing behind: children of ranks, and ranks of a killed launcher", function()
-    local child = "local pid = unistd.fork() if pid == 0 then sleep(30) unistd._exit(0) end note(pid) "
+    local child = "local pid = unistd.fork() if pid == 0 then sleep(200) unistd._exit(0) end note(pid) "
     for _, ending in ipairs { "", "os.exit(3)", "signal.kill(unistd.getpid(), 9)",
-      "signal.kill(launcher, 15) sleep(30)" } do
+      "signal.kill(launcher, 15) sleep(200)" } do
       local _, _, _, seconds = launch("--nproc-per-node 2 script.lua", child ..
         "mark(rank) wait_for '0' wait_for '1' " .. ending)
-      assert.is_true(seconds < 10)
+      assert.is_true(seconds < check.PROMPT_S)
       assert_gone(4)
     end
     -- Killed as nobody can answer to: the ranks, their children, and the warden who saw to it.
@@ -376,7 +377,7 @@ describe("the launcher", function()
         local all = io.open(("/proc/%d/task/%d/children"):format(launcher, launcher)):read "*a"
         for one in all:gmatch "%d+" do note(one) end
         signal.kill(launcher, 9)
-      end mark '1' sleep(30)]])
+      end mark '1' sleep(200)]])
     assert.equal(137, code)
     assert_gone(7)                                                   -- 2 ranks noted twice, 2 children, the warden
     launch("--nproc-per-node 2 script.lua 2>told | head -n 1; true",

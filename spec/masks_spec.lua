@@ -43,9 +43,9 @@ for _, device in ipairs { "ref", "cpu" } do
 
       it("take no longer than their elements, however large the sample is", function()
         local x = ps.ones({ 64 }, { dtype = dtype, device = device })
-        local began = ps.now()
+        local began = os.clock()                  -- the processor's seconds, whatever else the machine does
         local part = numbered(function() return F.dropout(x, 0.5, true, { first = 2 ^ 33, per_sample = 2 ^ 34 }) end)
-        assert(ps.now() - began < 5)
+        assert(os.clock() - began < 5)
         local known = numbered(function()
           return F.dropout(x:to "ref", 0.5, true, { first = 2 ^ 33, per_sample = 2 ^ 34 })
         end)

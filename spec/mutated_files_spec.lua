@@ -66,7 +66,7 @@ local MISTAKES = { "attempt to ", "bad argument", "stack overflow", "not enough 
   "ambiguous", "cannot convert", "^nil$", "table: 0x" }
 
 local function try(what, text, open)
-  local began = ps.now()
+  local began = os.clock()
   local ok, problem = pcall(open)
   local said = tostring(problem)
   for _, mistake in ipairs(not ok and MISTAKES or {}) do
@@ -75,7 +75,7 @@ local function try(what, text, open)
       error(("%s: %s\n%s"):format(what, said, text:sub(1, 3000)), 0)
     end
   end
-  local took = ps.now() - began
+  local took = os.clock() - began
   if took > SECONDS then error(("%s: %.1f s\n%s"):format(what, took, text:sub(1, 3000)), 0) end
   return ok
 end

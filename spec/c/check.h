@@ -44,6 +44,10 @@ static inline double thread_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Seconds for what takes milliseconds on a machine that does nothing else. Calls that a test sees end by something else
+ * than their time-out have one of FAR_S, so that the two cannot be mixed up, however busy the machine is. */
+enum { PROMPT_S = 100, FAR_S = 1000 };
+
 /* Prints the sums; the program's exit status. */
 static inline int end_checks(void)
 {

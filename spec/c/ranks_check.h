@@ -93,7 +93,7 @@ static inline void with_group_for(int size, double timeout_s, double heartbeat_s
 
 static inline void with_group_of(int size, int (*run)(struct member *, ps_ctx *, ps_group *))
 {
-    with_group_for(size, 10, 5, run);
+    with_group_for(size, FAR_S, 5, run);
 }
 #endif
 #endif

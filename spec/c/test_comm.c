@@ -40,21 +40,21 @@ static void test_values(void)
     char text[16] = "";
     int64_t nbytes = 0;
     if (!OK(ps_store_serve(LOCAL, 0, 2, &nobody, &server))) return;
-    OK(come(ps_store_port(server), 0, 2, 5, &a));
-    OK(come(ps_store_port(server), 1, 2, 5, &b));
+    OK(come(ps_store_port(server), 0, 2, FAR_S, &a));
+    OK(come(ps_store_port(server), 1, 2, FAR_S, &b));
     CHECK(!strcmp(ps_store_local_address(a), LOCAL));
     OK(ps_store_set(a, "k", "value", 5));
-    OK(ps_store_get(b, "k", 5, text, sizeof text, &nbytes));
+    OK(ps_store_get(b, "k", FAR_S, text, sizeof text, &nbytes));
     CHECK(nbytes == 5 && !memcmp(text, "value", 5));
     OK(ps_store_set(b, "empty", NULL, 0));
-    OK(ps_store_get(a, "empty", 5, text, sizeof text, &nbytes));
+    OK(ps_store_get(a, "empty", FAR_S, text, sizeof text, &nbytes));
     CHECK(nbytes == 0);
     FAILS(ps_store_set(b, "k", "x", 1), PS_EINVAL, "set once");
-    FAILS(ps_store_get(b, "k", 5, text, 3, &nbytes), PS_EFORMAT, "room for 3");
+    FAILS(ps_store_get(b, "k", FAR_S, text, 3, &nbytes), PS_EFORMAT, "room for 3");
     ps_store_close(b, true);
     double start = ps_now();
     FAILS(ps_store_get(a, "never", 0.1, text, sizeof text, &nbytes), PS_ETIME, "nobody set 'never'");
-    CHECK(ps_now() - start < 2);
+    CHECK(ps_now() - start < PROMPT_S);
     char long_key[PS_STORE_MAX_KEY + 2];
     memset(long_key, 'k', sizeof long_key);
     long_key[sizeof long_key - 1] = 0;
@@ -81,7 +81,7 @@ static void test_missing_and_ports(void)
     if (!OK(ps_store_serve(LOCAL, 0, 4, &nobody, &server))) return;
     int port = ps_store_port(server);
     FAILS(ps_store_serve(LOCAL, port, 4, &nobody, &second), PS_EIO, "in use");
-    OK(come(port, 0, 4, 5, &a));
+    OK(come(port, 0, 4, FAR_S, &a));
     FAILS(ps_store_get(a, "x", 0.05, text, sizeof text, &nbytes), PS_ETIME, "rank 1, 2, 3 of 4 did not come");
     ps_store_close(a, true);
     ps_store_stop(server, false);
@@ -100,7 +100,7 @@ static void *wait_for_x(void *arg)
     struct waiter *w = arg;
     char text[4];
     int64_t nbytes;
-    w->rc = ps_store_get(w->store, "x", 20, text, sizeof text, &nbytes);
+    w->rc = ps_store_get(w->store, "x", FAR_S, text, sizeof text, &nbytes);
     snprintf(w->why, sizeof w->why, "%s", w->rc < 0 ? ps_error_message() : "");
     return NULL;
 }
@@ -113,15 +113,15 @@ static void faulty(void (*spoil)(int port, ps_store *b), int code, const char *w
     struct waiter w = { 0 };
     pthread_t thread;
     if (!OK(ps_store_serve(LOCAL, 0, 2, &nobody, &server))) return;
-    OK(come(ps_store_port(server), 0, 2, 5, &w.store));
-    OK(come(ps_store_port(server), 1, 2, 5, &b));
+    OK(come(ps_store_port(server), 0, 2, FAR_S, &w.store));
+    OK(come(ps_store_port(server), 1, 2, FAR_S, &b));
     pthread_create(&thread, NULL, wait_for_x, &w);
     usleep(20000);
     double start = ps_now();
     spoil(ps_store_port(server), b);
     pthread_join(thread, NULL);
     if (w.rc != code || !strstr(w.why, word)) printf("    %d %s\n", w.rc, w.why);
-    CHECK(w.rc == code && strstr(w.why, word) && ps_now() - start < 5);
+    CHECK(w.rc == code && strstr(w.why, word) && ps_now() - start < PROMPT_S);
     ps_store_close(w.store, true);
     ps_store_stop(server, false);
 }
@@ -139,19 +139,19 @@ static void give_up(int port, ps_store *b)
 static void another_size(int port, ps_store *b)
 {
     ps_store *c;
-    FAILS(come(port, 1, 3, 5, &c), PS_EINVAL, "there are 3 ranks, rank 0 says 2");
+    FAILS(come(port, 1, 3, FAR_S, &c), PS_EINVAL, "there are 3 ranks, rank 0 says 2");
     ps_store_close(b, true);
 }
 static void same_rank(int port, ps_store *b)
 {
     ps_store *c;
-    FAILS(come(port, 1, 2, 5, &c), PS_EINVAL, "two processes say that they are rank 1");
+    FAILS(come(port, 1, 2, FAR_S, &c), PS_EINVAL, "two processes say that they are rank 1");
     ps_store_close(b, true);
 }
 static void no_rank(int port, ps_store *b)
 {
     ps_store *c;
-    FAILS(come(port, 2, 2, 5, &c), PS_EINVAL, "rank 2 of 2");
+    FAILS(come(port, 2, 2, FAR_S, &c), PS_EINVAL, "rank 2 of 2");
     ps_store_close(b, true);
 }
 
@@ -346,10 +346,10 @@ static void test_addresses(void)
     ps_store_server *server;                                            /* several machines, and a name for this one */
     ps_store *s;
     ps_run run;
-    ps_meeting m = { .rendezvous = "tcp://127.0.1.1:1", .size = 2, .machines = 2, .timeout_s = 30 };
+    ps_meeting m = { .rendezvous = "tcp://127.0.1.1:1", .size = 2, .machines = 2, .timeout_s = FAR_S };
     double start = ps_now();
     FAILS(ps_store_join(&m, &run, &server, &s), PS_EINVAL, "127.0.1.1 is a loopback address on that of rank 0");
-    CHECK(ps_now() - start < 1);
+    CHECK(ps_now() - start < PROMPT_S);
 }
 
 /* Without files: what cannot be opened is named, and nothing is lost when there are some again. */
@@ -365,7 +365,7 @@ static void test_files(void)
     files_left(0);
     FAILS(come(port, 0, 1, 0.3, &s), PS_EIO, "no socket to reach the other ranks: Too many open files (ulimit -n)");
     files_left(-1);
-    if (OK(come(port, 0, 1, 5, &s))) ps_store_close(s, true);
+    if (OK(come(port, 0, 1, FAR_S, &s))) ps_store_close(s, true);
     ps_store_stop(server, false);
 }
 
@@ -431,9 +431,9 @@ struct guest { int port, rank; _Atomic int rc; _Atomic bool came; ps_store *stor
 static void *meet(void *arg)
 {
     struct guest *g = arg;
-    int rc = come(g->port, g->rank, 3, 5, &g->store);
+    int rc = come(g->port, g->rank, 3, FAR_S, &g->store);
     g->came = true;
-    g->rc = rc < 0 ? rc : ps_store_meet(g->store, 5);
+    g->rc = rc < 0 ? rc : ps_store_meet(g->store, FAR_S);
     return NULL;
 }
 
@@ -455,12 +455,12 @@ static void test_meet(void)
         pthread_join(threads[r], NULL);
         CHECK(all[r].rc == 0);
     }
-    CHECK(ps_now() - start >= late_s && ps_now() - start < 4);
-    OK(ps_store_meet(all[1].store, 1));                                 /* again: they are there */
+    CHECK(ps_now() - start >= late_s && ps_now() - start < PROMPT_S);
+    OK(ps_store_meet(all[1].store, FAR_S));                             /* again: they are there */
     OK(ps_store_ask_fault(all[1].store));
     ps_store_fault(all[0].store, "no cable");
     FAILS(ps_store_ask_fault(all[1].store), PS_EIO, "rank 0 failed: no cable");
-    FAILS(ps_store_meet(all[2].store, 1), PS_EIO, "rank 0 failed: no cable");
+    FAILS(ps_store_meet(all[2].store, FAR_S), PS_EIO, "rank 0 failed: no cable");
     start = ps_now();
     for (int r = 0; r < 3; r++) ps_store_close(all[r].store, false);
     ps_store_stop(server, true);                                        /* all have heard of it */
@@ -476,7 +476,7 @@ static void test_many_missing(void)
     static ps_store *stores[THERE];
     if (!OK(ps_store_serve(LOCAL, 0, ALL, &nobody, &server))) return;
     int n = 0;
-    while (n < THERE && come(ps_store_port(server), n, ALL, 10, &stores[n]) == 0) n++;
+    while (n < THERE && come(ps_store_port(server), n, ALL, FAR_S, &stores[n]) == 0) n++;
     CHECK(n == THERE);
     if (n == THERE)
         FAILS(ps_store_meet(stores[0], 0.05), PS_ETIME, "1012, 1013, 1014, 1015 and 184 more of 1200 did not come");
@@ -492,19 +492,19 @@ static void test_meet_fails(void)
     pthread_t thread;
     if (!OK(ps_store_serve(LOCAL, 0, 3, &nobody, &server))) return;
     g = (struct guest){ .port = ps_store_port(server), .rank = 1 };
-    OK(come(g.port, 0, 3, 5, &other));
+    OK(come(g.port, 0, 3, FAR_S, &other));
     FAILS(ps_store_meet(other, 0.05), PS_ETIME, "rank 1, 2 of 3 did not come");
     ps_store_close(other, true);
     pthread_create(&thread, NULL, meet, &g);
     while (!g.came) usleep(1000);
-    FAILS(come(g.port, 1, 3, 5, &other), PS_EINVAL, "two processes");
+    FAILS(come(g.port, 1, 3, FAR_S, &other), PS_EINVAL, "two processes");
     double start = ps_now();
     pthread_join(thread, NULL);
-    CHECK(g.rc == PS_EINVAL && ps_now() - start < 2);
+    CHECK(g.rc == PS_EINVAL && ps_now() - start < PROMPT_S);
     ps_store_close(g.store, false);
     start = ps_now();
     ps_store_stop(server, true);                                        /* rank 2 has its time to hear of it */
-    CHECK(ps_now() - start >= PS_STORE_LINGER_S - 0.1 && ps_now() - start < PS_STORE_LINGER_S + 2);
+    CHECK(ps_now() - start >= PS_STORE_LINGER_S - 0.1 && ps_now() - start < PROMPT_S);
 }
 
 /* Something else answers at the port: an error, no hang. */
@@ -526,7 +526,7 @@ static void test_foreign_server(void)
     if (!OK(ps_net_listen(LOCAL, 0, &fd, &port))) return;
     double start = ps_now();
     FAILS(come(port, 1, 2, 0.2, &s), PS_ETIME, "does not answer");      /* none accepts */
-    CHECK(ps_now() - start < 5);
+    CHECK(ps_now() - start < PROMPT_S);
     pthread_create(&thread, NULL, answer_nonsense, &fd);
     FAILS(come(port, 1, 2, 0.3, &s), PS_ESTATE, "what answers is not the store of rank 0");
     shutdown(fd, SHUT_RDWR);
@@ -553,7 +553,7 @@ static void test_turned_away(void)
     ps_store *s;
     if (!OK(ps_net_listen(LOCAL, 0, &m.fd, &m.port))) return;
     pthread_create(&thread, NULL, hang_up_twice, &m);
-    if (OK(come(m.port, 0, 1, 5, &s))) ps_store_close(s, true);
+    if (OK(come(m.port, 0, 1, FAR_S, &s))) ps_store_close(s, true);
     pthread_join(thread, &server);
     ps_store_stop(server, false);
 }
@@ -805,7 +805,7 @@ static atomic_int through;                 /* ranks behind a call; 0 before the 
 static void wait_for_all(const struct member *m)
 {
     atomic_fetch_add(&through, 1);
-    for (double until = ps_now() + 20; atomic_load(&through) < m->size && ps_now() < until;) usleep(1000);
+    for (double until = ps_now() + PROMPT_S; atomic_load(&through) < m->size && ps_now() < until;) usleep(1000);
 }
 
 /* Messages of two ranks do not mix with a call of all: the group ends, and no rank waits. */
@@ -819,7 +819,7 @@ static int pair_in_a_plan(struct member *m, ps_ctx *ctx, ps_group *g)
     wait_for_all(m);
     double began = ps_now();
     int rc = m->rank == 2 ? ps_group_send(g, t.few, 0) : ps_group_all_reduce(g, t.few, PS_REDUCE_SUM);
-    expect(m, rc < 0 && ps_now() - began < 5, "a send within a call of all");
+    expect(m, rc < 0 && ps_now() - began < PROMPT_S, "a send within a call of all");
     tensors_free(t);
     return 0;
 }

@@ -354,7 +354,7 @@ static void processes(int signal_number, int code, const char *word)
     for (int r = 0; r < SIZE; r++) {
         child[r] = fork();
         if (child[r]) continue;
-        struct member m = { .rank = r, .size = SIZE, .timeout_s = 20, .heartbeat_s = 1, .run = victim,
+        struct member m = { .rank = r, .size = SIZE, .timeout_s = FAR_S, .heartbeat_s = 1, .run = victim,
                             .bad = signal_number };
         snprintf(m.rendezvous, sizeof m.rendezvous, "file://%s", path);
         snprintf(m.why, sizeof m.why, "%d", fd[1]);
@@ -379,7 +379,7 @@ static void processes(int signal_number, int code, const char *word)
     snprintf(first, sizeof first, "%d|rank 0: ", code);
     snprintf(third, sizeof third, "%d|rank 2: ", code);
     char *other = strstr(strstr(text, word) ? strstr(text, word) + 1 : text, word);
-    bool told = strstr(text, first) && strstr(text, third) && other && seconds < 8;
+    bool told = strstr(text, first) && strstr(text, third) && other && seconds < PROMPT_S;
     if (!CHECK(told)) printf("    %g s: %s\n", seconds, text);
     CHECK(strstr(text, "rank 1 (") != NULL);
 }

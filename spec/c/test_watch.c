@@ -49,7 +49,7 @@ static bool begin(int n, double silence_s)
         members[r].rank = r;
         members[r].port = ps_store_port(server);
         members[r].silence_s = silence_s;
-        members[r].timeout_s = 5;
+        members[r].timeout_s = FAR_S;
         pthread_create(&members[r].thread, NULL, start, &members[r]);
     }
     bool ok = true;
@@ -74,7 +74,7 @@ static void end(int n)
     double from = ps_now();
     for (int r = 0; r < n; r++) pthread_create(&members[r].thread, NULL, finish, &members[r]);
     for (int r = 0; r < n; r++) pthread_join(members[r].thread, NULL);
-    CHECK(ps_now() - from < 2.5);
+    CHECK(ps_now() - from < PROMPT_S);
     ps_store_stop(server, false);
 }
 
@@ -89,7 +89,7 @@ static void all_hear(int n, int code, const char *word, double seconds)
     for (int r = 0; r < n; r++) {
         wait_over(members[r].watch, seconds);
         FAILS(ps_watch_verdict(members[r].watch), code, word);
-        for (int i = 0; i < 100 && !atomic_load(&members[r].told); i++) poll(NULL, 0, 5);
+        for (int i = 0; i < 20000 && !atomic_load(&members[r].told); i++) poll(NULL, 0, 5);
         CHECK(atomic_load(&members[r].told) == 1);
     }
 }
@@ -98,8 +98,8 @@ static void all_hear(int n, int code, const char *word, double seconds)
 
 static void test_quiet(void)
 {
-    if (!begin(SIZE, 0.4)) return;
-    for (int i = 0; i < 200; i++)
+    if (!begin(SIZE, 2)) return;
+    for (int i = 0; i < 800; i++)
         for (int r = 0; r < SIZE; r++) {
             ps_watch_enter(members[r].watch, 0, "barrier", (uint64_t)i, -1, false);
             ps_watch_leave(members[r].watch, 0);
@@ -109,9 +109,15 @@ static void test_quiet(void)
         CHECK(!ps_watch_over(members[r].watch) && ps_watch_verdict(members[r].watch) == 0);
         CHECK(atomic_load(&members[r].told) == 0);
     }
-    double from = ps_now();
     end(SIZE);
-    CHECK(ps_now() - from < 0.9);          /* nobody lingers for another */
+    double least = FAR_S;                  /* of several, since another program may have the processor */
+    for (int i = 0; i < 8; i++) {
+        if (!begin(SIZE, 5)) return;
+        double from = ps_now();
+        end(SIZE);
+        if (ps_now() - from < least) least = ps_now() - from;
+    }
+    CHECK(least < 0.9);                    /* nobody lingers for another */
     ps_watch_enter(NULL, 0, "barrier", 0, -1, false);
     ps_watch_leave(NULL, 0);
     ps_watch_close(NULL);
@@ -159,7 +165,7 @@ static void test_missing(void)
     both(&a, &b, PS_ETIME, ") is alive but has not come to all_reduce (call 17) within 7 s; it last finished barrier "
          "(call 16)");
     CHECK(!strncmp(a.why, "rank 1 (", 8));
-    all_hear(SIZE, PS_ETIME, "rank 1 (", 1);
+    all_hear(SIZE, PS_ETIME, "rank 1 (", PROMPT_S);
     FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 0, 1, ""), PS_ETIME, "rank 1 (");
     end(SIZE);
 
@@ -173,7 +179,7 @@ static void test_missing(void)
     enter(1, "barrier", 0, -1);
     FAILS(ps_watch_complain(members[2].watch, 0, PS_WATCH_TIME_OUT, 1, 7, ""), PS_ETIME,
           ") is alive but has not come to meet rank 2's send within 7 s; it is in barrier (call 0)");
-    all_hear(SIZE, PS_ETIME, "rank 1 (", 1);
+    all_hear(SIZE, PS_ETIME, "rank 1 (", PROMPT_S);
     end(SIZE);
 }
 
@@ -193,7 +199,7 @@ static void test_groups(void)
     both(&a, &b, PS_ETIME, ") is alive but has not come to all_reduce of tp (call 3) within 7 s; it is in all_gather "
          "of pp (call 40) and in barrier (call 9)");
     CHECK(!strncmp(a.why, "rank 2 (", 8));             /* rank 0 is not of that group */
-    all_hear(SIZE, PS_ETIME, "rank 2 (", 1);
+    all_hear(SIZE, PS_ETIME, "rank 2 (", PROMPT_S);
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* who ended while others of its group wait; rank 0 is in no call */
@@ -238,14 +244,14 @@ static void test_circle(void)
         if (cases[i].inside) ps_watch_enter(members[1].watch, tp[1], "all_reduce", 2, -1, false);
         ps_watch_enter(members[2].watch, tp[2], "all_reduce", 3, -1, true);
         ps_watch_enter(members[1].watch, 0, "barrier", 9, cases[i].peer, cases[i].waits);
-        for (double until = ps_now() + (cases[i].over ? 4 : 1.5); ps_now() < until; poll(NULL, 0, 20)) {
+        for (double until = ps_now() + (cases[i].over ? PROMPT_S : 1.5); ps_now() < until; poll(NULL, 0, 20)) {
             if (ps_watch_over(members[0].watch)) break;
             if (!cases[i].moves) continue;
             ps_watch_leave(members[1].watch, 0);
             ps_watch_enter(members[1].watch, 0, "barrier", 9, -1, true);
         }
         if (cases[i].over) {
-            all_hear(SIZE, PS_EINVAL, ") is in all_reduce of tp (call 3), to which rank 1 has not come", 1);
+            all_hear(SIZE, PS_EINVAL, ") is in all_reduce of tp (call 3), to which rank 1 has not come", PROMPT_S);
             if (!CHECK(!strncmp(ps_error_message(), "ranks wait for each other: rank 1 (", 35) &&
                        strstr(ps_error_message(), ", to which rank 2 has not come; rank 2 (")))
                 printf("    %s: %s\n", cases[i].what, ps_error_message());
@@ -269,7 +275,7 @@ static void test_messages(void)
         if (sent > 1) ps_watch_came(members[1].watch, pp[1]);
         if (sent > 1) ps_watch_waits(members[1].watch, pp[1], true);   /* it was another one */
         ps_watch_enter(members[2].watch, 0, "barrier", 9, -1, true);
-        wait_over(members[0].watch, over ? 4 : 1.5);
+        wait_over(members[0].watch, over ? PROMPT_S : 1.5);
         if (over) all_hear(SIZE, PS_EINVAL, ") is in recv F of pp with rank 2, to which rank 2 has not come; ", 1);
         else CHECK(!ps_watch_over(members[0].watch));
         end(SIZE);
@@ -281,11 +287,11 @@ static void test_blame(void)
     struct complainer a = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" }, b = a;
     b.rank = 2;
     b.peer = 0;
-    if (!begin(SIZE, 5)) return;           /* nobody is at fault */
+    if (!begin(SIZE, FAR_S)) return;       /* nobody is at fault */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1);
     double from = ps_now();
     both(&a, &b, PS_EIO, "broke in barrier (call 0), while both are alive");
-    CHECK(ps_now() - from < 4);
+    CHECK(ps_now() - from < PROMPT_S);
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* a third one left: the peers that lost each other are not to blame */
@@ -323,7 +329,7 @@ static void test_blame(void)
     CHECK(!strcmp(ps_error_message(), "my own"));
     pthread_join(thread, NULL);
     if (!CHECK(c.rc == PS_EIO && strstr(c.why, ") gave up: shapes differ"))) printf("    %s\n", c.why);
-    all_hear(SIZE, PS_EIO, ") gave up: shapes differ", 2);
+    all_hear(SIZE, PS_EIO, ") gave up: shapes differ", PROMPT_S);
     end(SIZE);
 
     if (!begin(SIZE, 5)) return;           /* the same of a reason that the watch has not taken yet */
@@ -338,7 +344,7 @@ static void test_blame(void)
 
     if (!begin(SIZE, 5)) return;           /* the message of a process that ends */
     ps_groups_end("first line\nsecond line");
-    all_hear(SIZE, PS_EIO, ") failed: first line", 2);
+    all_hear(SIZE, PS_EIO, ") failed: first line", PROMPT_S);
     CHECK(!strstr(ps_error_message(), "second"));
     end(SIZE);
     if (!begin(SIZE, 5)) return;
@@ -363,7 +369,7 @@ static int address(ps_store *store, ps_run *run)
 static int reach(void)
 {
     ps_run run;
-    int port = address(members[0].store, &run), fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+    int port = address(members[0].store, &run), fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
     if (CHECK(fd > 0)) OK(ps_proof_ask(fd, &run, ps_now() + 2, "test"));
     return fd;
 }
@@ -372,8 +378,8 @@ static int say(int fd, watch_message m, const char *text)
 {
     m.magic = MAGIC;
     m.nbytes = (uint32_t)strlen(text);
-    return ps_net_transfer(fd, &m, sizeof m, true, ps_now() + 2) == 1 &&
-           ps_net_transfer(fd, (void *)(uintptr_t)text, m.nbytes, true, ps_now() + 2) == 1;
+    return ps_net_transfer(fd, &m, sizeof m, true, ps_now() + PROMPT_S) == 1 &&
+           ps_net_transfer(fd, (void *)(uintptr_t)text, m.nbytes, true, ps_now() + PROMPT_S) == 1;
 }
 
 /* A message, or false. */
@@ -391,7 +397,7 @@ static int false_rank(double silence_s)
     int fd = reach();
     watch_message m = { .kind = WATCH_HELLO, .rank = 2, .seconds = silence_s, .at.peer = -1 };
     char text[PS_WATCH_TEXT];
-    CHECK(say(fd, m, "elsewhere") && hear(fd, &m, text, 2) && m.kind == WATCH_WELCOME);
+    CHECK(say(fd, m, "elsewhere") && hear(fd, &m, text, PROMPT_S) && m.kind == WATCH_WELCOME);
     return fd;
 }
 
@@ -416,7 +422,7 @@ static void test_death_and_silence(void)
         CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = in_tp, .places = 1 }, ""));
     }
     close(fd);
-    all_hear(2, PS_EIO, "it was last known in all_gather of tp (call 63)", 2);
+    all_hear(2, PS_EIO, "it was last known in all_gather of tp (call 63)", PROMPT_S);
     end(2);
 
     if (!begin(2, 0.5)) return;
@@ -426,12 +432,12 @@ static void test_death_and_silence(void)
     memcpy(at.last_op, at.op, sizeof at.op);
     at.last_call = 3;
     CHECK(say(fd, (watch_message){ .kind = WATCH_BEAT, .rank = 2, .at = at, .places = 1 }, ""));
-    all_hear(2, PS_ETIME, "rank 2 (elsewhere) is silent for 0.", 2);
-    CHECK(strstr(ps_error_message(), "it was last known after all_gather (call 3)") && ps_now() - from < 1.5);
+    all_hear(2, PS_ETIME, "rank 2 (elsewhere) is silent for 0.", PROMPT_S);
+    CHECK(strstr(ps_error_message(), "it was last known after all_gather (call 3)") && ps_now() - from < PROMPT_S);
     watch_message m;
     char text[PS_WATCH_TEXT];
     bool told = false;
-    while (!told && hear(fd, &m, text, 2)) told = m.kind == WATCH_VERDICT && strstr(text, "is silent");
+    while (!told && hear(fd, &m, text, PROMPT_S)) told = m.kind == WATCH_VERDICT && strstr(text, "is silent");
     CHECK(told);
     close(fd);
     end(2);
@@ -439,24 +445,24 @@ static void test_death_and_silence(void)
     if (!begin(2, 5)) return;              /* what a rank does not say */
     fd = false_rank(5);
     CHECK(say(fd, (watch_message){ .kind = WATCH_VERDICT, .rank = 2, .code = -1 }, "mine"));
-    all_hear(2, PS_EIO, "rank 2 (elsewhere) died", 2);
+    all_hear(2, PS_EIO, "rank 2 (elsewhere) died", PROMPT_S);
     close(fd);
     end(2);
 
     if (!begin(2, 5)) return;              /* who comes late hears of it */
     enter(1, "barrier", 0, -1);
     CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "early") == 0);
-    all_hear(2, PS_EIO, ") gave up: early", 2);
+    all_hear(2, PS_EIO, ") gave up: early", PROMPT_S);
     fd = false_rank(5);
     told = false;
-    while (!told && hear(fd, &m, text, 2)) told = m.kind == WATCH_VERDICT && strstr(text, "early");
+    while (!told && hear(fd, &m, text, PROMPT_S)) told = m.kind == WATCH_VERDICT && strstr(text, "early");
     CHECK(told);
     close(fd);
     end(2);
 
     if (!begin(2, 5)) return;
     fd = false_rank(4);
-    all_hear(2, PS_EINVAL, "heartbeat is 4 s on rank 2 and 5 s on rank 0", 2);
+    all_hear(2, PS_EINVAL, "heartbeat is 4 s on rank 2 and 5 s on rank 0", PROMPT_S);
     close(fd);
     end(2);
 }
@@ -465,7 +471,7 @@ static void test_death_and_silence(void)
 static void ends(int fd)
 {
     char byte;
-    CHECK(ps_net_transfer(fd, &byte, 1, false, ps_now() + 2) == -1);
+    CHECK(ps_net_transfer(fd, &byte, 1, false, ps_now() + PROMPT_S) == -1);
     close(fd);
 }
 
@@ -475,7 +481,7 @@ static void noise(int fd, uint32_t *state, const void *head, size_t nbytes)
     for (size_t j = 0; j < sizeof bytes; j++)
         bytes[j] = (unsigned char)((*state = *state * 1664525u + 1013904223u) >> 24);
     memcpy(bytes, head, nbytes);
-    ps_net_transfer(fd, bytes, *state >> 16 & 511, true, ps_now() + 2);
+    ps_net_transfer(fd, bytes, *state >> 16 & 511, true, ps_now() + PROMPT_S);
     close(fd);
 }
 
@@ -483,15 +489,15 @@ static void test_strangers(void)
 {
     if (!begin(2, 5)) return;
     ps_run run, other;
-    int port = address(members[0].store, &run), idle = ps_net_reach(LOCAL, port, ps_now() + 2);
+    int port = address(members[0].store, &run), idle = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
     watch_message good = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .seconds = 5 };
-    int fd = ps_net_reach(LOCAL, port, ps_now() + 2);                   /* a rank's words without a proof */
-    CHECK(ps_net_transfer(fd, &good, sizeof good, true, ps_now() + 2) == 1);
+    int fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);            /* a rank's words without a proof */
+    CHECK(ps_net_transfer(fd, &good, sizeof good, true, ps_now() + PROMPT_S) == 1);
     ends(fd);
     ps_run_derive(&nobody, "1234 5", &other);                           /* the run is right, the key is not */
     const ps_run *strange[] = { &nobody, &other };
     for (int i = 0; i < 2; i++) {
-        fd = ps_net_reach(LOCAL, port, ps_now() + 2);
+        fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
         FAILS(ps_proof_ask(fd, strange[i], ps_now() + 2, "test"), PS_ESTATE, "has another secret");
         ends(fd);
     }
@@ -508,21 +514,21 @@ static void test_strangers(void)
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         fd = reach();
-        CHECK(ps_net_transfer(fd, &bad[i], sizeof bad[i], true, ps_now() + 2) == 1);
+        CHECK(ps_net_transfer(fd, &bad[i], sizeof bad[i], true, ps_now() + PROMPT_S) == 1);
         ends(fd);
     }
     uint32_t state = 12345, magic = PS_PROOF_MAGIC;
     for (int i = 0; i < 200; i++)
-        noise(ps_net_reach(LOCAL, port, ps_now() + 2), &state, &magic, i & 1 ? sizeof magic : 0);
+        noise(ps_net_reach(LOCAL, port, ps_now() + PROMPT_S), &state, &magic, i & 1 ? sizeof magic : 0);
     for (int i = 0; i < 100; i++) noise(reach(), &state, &bad[3], i & 1 ? 8 : 0);
     int many[200];                         /* more than there is room for: the oldest go, the idle one among them */
-    for (int i = 0; i < 200; i++) many[i] = ps_net_reach(LOCAL, port, ps_now() + 2);
+    for (int i = 0; i < 200; i++) many[i] = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
     fd = false_rank(5);                    /* and rank 2 still finds its place */
     ends(idle);
     for (int i = 0; i < 200; i++) close(many[i]);
     watch_message m;
     char text[PS_WATCH_TEXT];
-    CHECK(hear(fd, &m, text, 3) && m.kind == WATCH_BEAT && m.rank == 0 && !ps_watch_over(members[0].watch));
+    CHECK(hear(fd, &m, text, PROMPT_S) && m.kind == WATCH_BEAT && m.rank == 0 && !ps_watch_over(members[0].watch));
     CHECK(say(fd, (watch_message){ .kind = WATCH_BYE, .rank = 2 }, ""));
     CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all have come: it listens no more */
     close(fd);
@@ -536,8 +542,8 @@ static void test_files(void)
     ps_run run;
     int port = address(members[0].store, &run);
     files_left(1);
-    int fd = ps_net_reach(LOCAL, port, ps_now() + 2);
-    wait_over(members[0].watch, 2);
+    int fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
+    wait_over(members[0].watch, PROMPT_S);
     files_left(-1);
     FAILS(ps_watch_verdict(members[0].watch), PS_EIO, "as many files open as it may (ulimit -n), and needs one");
     close(fd);
@@ -550,7 +556,7 @@ static void let_in(int fd, const ps_run *run)
     ps_proof p = { 0 };
     char why[PS_PROOF_TEXT];
     int done = PS_PROOF_MORE;
-    while (done == PS_PROOF_MORE && ps_net_ready(fd, POLLIN, ps_now() + 2) > 0)
+    while (done == PS_PROOF_MORE && ps_net_ready(fd, POLLIN, ps_now() + PROMPT_S) > 0)
         done = ps_proof_answer(&p, fd, run, why);
     CHECK(done == PS_PROOF_DONE);
 }
@@ -571,17 +577,18 @@ static int answer_with(watch_message m, bool stay, int *out_fd)
     members[1].rank = 1;
     members[1].port = ps_store_port(server);
     members[1].silence_s = 1;
-    members[1].timeout_s = m.kind == WATCH_KINDS ? 0.5 : 5;
+    members[1].timeout_s = m.kind == WATCH_KINDS ? 0.5 : FAR_S;
     pthread_create(&members[1].thread, NULL, start, &members[1]);
     int fd = accept(listener, NULL, NULL);
     watch_message hello;
     ps_run_derive(&nobody, text, &run);
     let_in(fd, &run);
-    CHECK(hear(fd, &hello, members[0].why, 2) && hello.kind == WATCH_HELLO && hello.rank == 1);
+    CHECK(hear(fd, &hello, members[0].why, PROMPT_S) && hello.kind == WATCH_HELLO && hello.rank == 1);
     m.magic = MAGIC;
     m.nbytes = 4;
-    if (m.kind != WATCH_KINDS) CHECK(ps_net_transfer(fd, &m, sizeof m, true, ps_now() + 2) == 1);
-    if (m.kind != WATCH_KINDS) CHECK(ps_net_transfer(fd, (void *)(uintptr_t)"home", 4, true, ps_now() + 2) == 1);
+    if (m.kind != WATCH_KINDS) CHECK(ps_net_transfer(fd, &m, sizeof m, true, ps_now() + PROMPT_S) == 1);
+    if (m.kind != WATCH_KINDS)
+        CHECK(ps_net_transfer(fd, (void *)(uintptr_t)"home", 4, true, ps_now() + PROMPT_S) == 1);
     if (!stay) {
         close(fd);
         fd = -1;
@@ -615,7 +622,7 @@ static void test_rank_0(void)
     end_rank_1(fd);
 
     CHECK(answer_with(welcome, false, &fd) == 0);              /* it dies */
-    wait_over(members[1].watch, 2);
+    wait_over(members[1].watch, PROMPT_S);
     FAILS(ps_watch_verdict(members[1].watch), PS_EIO, "rank 0 (home) died");
     end_rank_1(fd);
     CHECK(answer_with(welcome, true, &fd) == 0);               /* it is silent */
