@@ -410,7 +410,7 @@ local gpt2 = pretrained.family {
     ["char"] = { vocab_size = 256, n_positions = 64, n_layer = 4, n_head = 4, n_embd = 128 },
     ["tiny"] = { vocab_size = 256, n_positions = 32, n_layer = 2, n_head = 2, n_embd = 32 },
   },
-  shorthands = { dropout = { "embd_pdrop", "attn_pdrop", "resid_pdrop" } },
+  shorthands = { dropout = { "embd_pdrop", "attn_pdrop", "resid_pdrop", "classifier_dropout" } },
 }
 gpt2.GPT2 = GPT2
 

@@ -425,7 +425,7 @@ function llama.family(variant, rules, presets)
     tasks = { causal_lm = brand .. "ForCausalLM", base = brand .. "Model",
       sequence_classification = brand .. "ForSequenceClassification",
       token_classification = brand .. "ForTokenClassification" },
-    presets = presets, shorthands = { dropout = { "attention_dropout" } },
+    presets = presets, shorthands = { dropout = { "attention_dropout", "classifier_dropout" } },
   }
 end
 

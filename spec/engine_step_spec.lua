@@ -222,7 +222,7 @@ describe("a script's steps", function()
       for what, besides in pairs(LEGAL) do assert(train(config, besides) == plain, what) end
     end)
 
-    it("may begin with a backward, of a forward that was not in training mode: " .. name, function()
+    it("may have a forward in evaluation mode: " .. name, function()
       local function run(eval)
         local optimizer = open(config, 2)
         model.module.drop.p = 0
@@ -249,7 +249,7 @@ describe("a script's steps", function()
       model:backward(loss)
       fails(function() model:backward(loss) end, "gradient_accumulation_steps is 1")
       fails(function() model(x[1], y[1]) end, "the step expects its", "(optimizer:step())",
-        "forward (model(...) in training mode) came")
+        "forward (model(...) with gradients; an evaluation goes within ps.no_grad) came")
       assert.is_false(optimizer:step().skipped)
       fails(function() optimizer:step() end, "no backward since the last step")
     end)

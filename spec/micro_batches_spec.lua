@@ -219,9 +219,7 @@ describe("a loop over micro-batches", function()
       open(Logits, { memory = memory, gradient_accumulation_steps = 2 })
       local x, y = ps.zeros({ 2, 3 }, { dtype = "int64" }), classes { { 0, -100, -100 }, { 1, 1, 1 } }
       for out in model:micro_batches(x, y) do
-        model:eval()                                       -- another batch in between weighs nothing
-        model(x, classes { { 0, 0, 0 }, { 0, 0, 0 } })
-        model:train()
+        ps.no_grad(model, x, classes { { 0, 0, 0 }, { 0, 0, 0 } })    -- another batch in between weighs nothing
         local loss = out.loss * 3 + 1
         if memory == "plain" then loss:backward() else model:backward(loss) end
       end
@@ -266,7 +264,7 @@ describe("a loop over micro-batches", function()
     fails(function() model(x, y) end, "loss(out, batch) gives a tensor of one element")
   end)
 
-  it("is of forwards alone in evaluation and without gradients", function()
+  it("is of forwards alone without gradients, whatever the mode", function()
     local optimizer = open(tiny, { gradient_accumulation_steps = 3 })
     local before = state(optimizer)
     local x, y = batch(1, 6)
@@ -276,16 +274,15 @@ describe("a loop over micro-batches", function()
       for out in model:micro_batches(x, y) do sum = sum + out.loss:item() end
       return sum / 3
     end
-    model:eval()
-    assert(math.abs(mean() - want) < 1e-6)
-    model:train()
-    assert(math.abs(ps.no_grad(mean) - want) < 1e-6)
+    for _, mode in ipairs { "eval", "train" } do
+      model[mode](model)
+      assert(math.abs(ps.no_grad(mean) - want) < 1e-6)
+      fails(mean, "micro-batch 1 of 3 has had no backward", "within ps.no_grad")
+    end
     assert(state(optimizer) == before)
     assert.equal(0, inner(model).micro)
     for out in model:micro_batches(x, y) do                    -- within a loop of a step, too
-      model:eval()
-      assert(math.abs(mean() - want) < 1e-6)
-      model:train()
+      assert(math.abs(ps.no_grad(mean) - want) < 1e-6)
       out.loss:backward()
     end
     assert.is_false(optimizer:step().skipped)
@@ -422,13 +419,13 @@ describe("a loop over micro-batches that goes wrong", function()
     optimizer:step()
   end)
 
-  it("since the model is not in training mode any more", function()
+  it("since the model's mode changed", function()
     fails(function()
       for out in model:micro_batches(x, y) do
         out.loss:backward()
         model:eval()
       end
-    end, "micro_batches_spec.lua", "left its training mode")
+    end, "micro_batches_spec.lua", "the model went to evaluation mode within a loop")
     model:train()
     goes_on()
   end)

@@ -61,11 +61,13 @@ describe("a pipeline", function()
       end
       optimizer:step()
       model:eval()
-      for out in model:micro_batches(x, y, { gather = true }) do
-        local own = loss_of(out, { 0, y:narrow(0, 2 * (#logits), 2) })
-        assert(own:item() == out.loss:item(), own:item() .. " " .. out.loss:item())
-        logits[#logits + 1] = out.logits
-      end
+      ps.no_grad(function()
+        for out in model:micro_batches(x, y, { gather = true }) do
+          local own = loss_of(out, { 0, y:narrow(0, 2 * (#logits), 2) })
+          assert(own:item() == out.loss:item(), own:item() .. " " .. out.loss:item())
+          logits[#logits + 1] = out.logits
+        end
+      end)
       assert(#logits == 3 and #seen == 3)
       fails(function() model(x, y) end, "cut into 2 stages", "model:micro_batches(x, y)")
       model:close()
@@ -177,12 +179,9 @@ describe("a pipeline", function()
     for _, script in ipairs { [[
       for out in model:micro_batches(x, y) do
         out.loss:backward()
-        model:eval()
-        for _ in model:micro_batches(x, y) do end
+        ps.no_grad(function() for _ in model:micro_batches(x, y) do end end)
       end]], [[
-      model:eval()
-      model:micro_batches(x, y)()
-      model:train()
+      ps.no_grad(function() model:micro_batches(x, y)() end)
       for out in model:micro_batches(x, y) do out.loss:backward() end]] } do
       local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN
         .. "local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }\n" .. script)
@@ -202,8 +201,7 @@ describe("a pipeline", function()
       local began = ps.now()
       fails(function()
         if rank == 0 then return optimizer:step() end
-        model:eval()
-        for _ in model:micro_batches(x, y) do end
+        ps.no_grad(function() for _ in model:micro_batches(x, y) do end end)
       end, "rank 1 begins an evaluation of 3 micro-batches, rank 0 optimizer:step()")
       print(("after %.1f s"):format(ps.now() - began))
     ]])
@@ -213,12 +211,13 @@ describe("a pipeline", function()
   it("refuses ranks of which one gathers and another one does not", function()
     lib.check(folder, 2, BEGIN .. [[
       local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
-      for _, mode in ipairs { "train", "eval" } do
-        model[mode](model)
+      for _, mode in ipairs { "enable_grad", "no_grad" } do
         fails(function()
-          for out in model:micro_batches(x, y, { gather = rank == 0 }) do
-            if mode == "train" then out.loss:backward() end
-          end
+          ps[mode](function()
+            for out in model:micro_batches(x, y, { gather = rank == 0 }) do
+              if mode == "enable_grad" then out.loss:backward() end
+            end
+          end)
         end, "of 3 micro-batches with gather = true", "all ranks of a pipeline run the same script")
       end
     ]])
@@ -323,7 +322,7 @@ describe("a pipeline", function()
   it("refuses what changes the numbers within a loop, and on all ranks", function()
     for change, words in pairs {
       ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "transformer.h.1.ln_1.bias was frozen within",
-      ["model:eval()"] = "the model left its training mode, or gradients were switched off, within",
+      ["model:eval()"] = "the model went to evaluation mode within",
       ["ps.manual_seed(77)"] = "ps.manual_seed was called within",
     } do
       for _, turn in ipairs { 1, 3 } do
@@ -366,10 +365,15 @@ describe("a pipeline", function()
     lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
       fails(function() model:backward(ps.ones({}, { dtype = "fp32" })) end, "belongs into a loop")
+      ps.no_grad(function()
+        for out in model:micro_batches(x, y) do
+          fails(function() out.loss:backward() end, "depends on nothing that requires a gradient", "ps.no_grad")
+          fails(function() model:backward(out.loss) end, "not within ps.no_grad")
+        end
+      end)
       model:eval()
-      for out in model:micro_batches(x, y) do
-        fails(function() out.loss:backward() end, "depends on nothing that requires a gradient")
-      end
+      for out in model:micro_batches(x, y) do out.loss:backward() end
+      assert(not optimizer:step().skipped)
       model:close()
       local Reads = nn.class "Reads"
       function Reads:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end

@@ -18,6 +18,7 @@ local EVENTS = {
   backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true when that was done",
   first_head = "nothing: attention with dropout is about to run, and the script did not say which head comes first. "
     .. "Answer: the number of the first head of this rank in the module that runs",
+  backwards = "note: a backward of a script begins, which may print a text by note(text)",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
   settings = "cfg: a configuration was read for an engine, and settings of it may be changed",
   model = "model_func: an engine is about to make its model. Answer: another function for that",

@@ -299,7 +299,7 @@ function pretrained.load(name, options, family)
     rawset(model, "source", path)
     rawset(model, "quiet", rest.quiet)
     if not dtype then tell_dtype(fields, model, where) end
-    return model:load_weights(unpack(files))
+    return model:load_weights(unpack(files)):eval()
   end
   if core.recorder or hooks.heard "parameter" then return make(rest.device) end
   -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.

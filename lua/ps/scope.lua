@@ -387,7 +387,9 @@ end
 function M.backward(t, gradient)
   caller.tensor(t, "backward", "the loss")
   caller.tensor(gradient, "backward", "the gradient")
-  if not hooks.ask("backward", t, gradient) then M.walk_back(t, gradient) end
+  if hooks.ask("backward", t, gradient) then return end
+  hooks.tell("backwards", function(text) io.stderr:write("psluajit: ", text, "\n") end)
+  M.walk_back(t, gradient)
 end
 
 --- Whether a tensor is one of others, or recorded ops made it from one of them.

@@ -10,6 +10,7 @@
 -- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
 -- Ctrl-C or SIGTERM ends the process.
 local ps = require "ps"
+local core = require "ps.nn.module"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local types = require "ps.config.types"
@@ -106,7 +107,7 @@ function train.evaluate(model, batches, options)
   caller.typed(model, "table", "ps.train.evaluate: the model")
   caller.callable(batches, "ps.train.evaluate, behind the model,")
   local engine = handle.of(model)
-  local was_training, ranks = model.training, engine and engine.ranks or {}
+  local restore, ranks = core.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
   local sum, weights, stopped, number = 0, 0, false, 0
   local ok, problem = pcall(ps.no_grad, function()
@@ -123,7 +124,7 @@ function train.evaluate(model, batches, options)
     end
     sum, weights = sums(ranks.dp, sum, weights)
   end)
-  model:train(was_training)
+  restore()
   if not ok then error(problem, 0) end
   if stopped or weights == 0 then return nil end
   return sum / weights

@@ -978,7 +978,8 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
         if (!roots[i]) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
         if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* else its shape will do */
         if (!ps_tape_wants(roots[i]))
-            return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient");
+            return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient (what "
+                                      "is computed within ps.no_grad requires none)");
     }
     if (ctx->suspended.on) return ps_fail_suspended("backward");
     if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");

@@ -210,7 +210,7 @@ end
 local function begun(self, call)
   if not self.engine then
     error(("OptimManager:%s: no model trains yet: add an optimizer with the model's parameters, and call the model, "
-      .. "whose class derives from bmt.DistributedModule, in training mode"):format(call))
+      .. "whose class derives from bmt.DistributedModule, with gradients"):format(call))
   end
   return self.engine
 end

@@ -348,9 +348,7 @@ function session.settle(module)
   for _, param in ipairs(module:parameters()) do
     if param:needs_grad() and not there[core.address(param)] then return end
   end
-  local training = module.training
   self:take(module)
-  if not training then module:eval() end
 end
 
 -- Numbers this rank's samples, by which dropout draws: those of the stages of one pipeline follow each other, as their
@@ -376,10 +374,10 @@ end
 function session.call(module, run, ...)
   local self = current
   if not self or self.inside or not self.engine then return run(module, ...) end
-  if not self.module and self.manager and module.training and ps.grad_enabled() then self:take(module) end
+  if not self.module and self.manager and ps.grad_enabled() then self:take(module) end
   if self.module ~= module then return run(module, ...) end
   local engine = self.engine
-  if module.training and ps.grad_enabled() and engine.micro > 0 and engine:at_boundary() then
+  if ps.grad_enabled() and engine.micro > 0 and engine:at_boundary() then
     error(("the model is called again before OptimManager:step(), behind %d of %d backwards of the step; "
       .. "gradient_accumulation_steps in bmt.init_distributed's config says how many a step has"):format(engine.micro,
       engine.accumulate))

@@ -10,7 +10,7 @@
 --   end
 --
 -- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
--- training mode begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
+-- with gradients begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/forecast.lua, src/chunk/).
 local ps = require "ps"
 local adopt = require "ps.engine.adopt"
@@ -100,7 +100,7 @@ function Engine:finish_step(info)
   if not info.skipped then unused.look(self) end
 end
 
---- Sets the module to training mode, or to evaluation mode.
+--- Sets the module to training mode, or to evaluation mode. ps.initialize leaves the modes as they are.
 ---@param mode? boolean default true
 ---@return ps.Engine self
 function Engine:train(mode)
@@ -108,7 +108,7 @@ function Engine:train(mode)
   self.module:train(mode)
   return self.handle
 end
---- Sets the module to evaluation mode: no dropout.
+--- Sets the module to evaluation mode: no dropout. Steps go on as in training mode; ps.no_grad stops gradients.
 ---@return ps.Engine self
 function Engine:eval()
   self = handle.own(self, "eval")
@@ -226,7 +226,7 @@ for _, name in ipairs(Engine.PUBLIC) do
 end
 Engine.methods.to = Engine.to                                 -- which refuses everything, and says why
 
---- A call of the model: in training mode the forward of a micro-batch, which may begin a step.
+--- A call of the model: with gradients the forward of a micro-batch, which may begin a step.
 ---@param ... any
 ---@return any ...
 function Engine:call(...)

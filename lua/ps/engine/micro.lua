@@ -53,11 +53,11 @@ end
 
 -- The number of micro-batches that a batch of so many rows is cut into, the same on all ranks: that of the
 -- configuration. Where it has none, a micro-batch has train_micro_batch_size_per_gpu rows, or else one.
-local function count_of(engine, rows)
+local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
   if rows == 0 then caller.error "a batch of no rows cannot be cut into micro-batches" end
-  if engine.module.training and cfg.counts_micro_batches and size and rows > size * most then
+  if trains and cfg.counts_micro_batches and size and rows > size * most then
     caller.error(("the batch has %d rows, but the configuration's train_micro_batch_size_per_gpu x "
       .. "gradient_accumulation_steps is %d x %d"):format(rows, size, most))
   end
@@ -149,7 +149,7 @@ end
 local function cut(self, given)
   local engine, rng = self.engine, ps.rng()
   local rows = batch.rows(engine.module, given)
-  local count = count_of(engine, rows)
+  local count = count_of(engine, rows, self.trains)
   if self.trains and engine.ranks then engine.ranks:number_samples() end
   local sample, op = rng.sample, rng.op
   self.count, self.rows, self.sample = count, rows, sample
@@ -167,8 +167,8 @@ end
 --- are gradient_accumulation_steps of them, fewer of a batch with fewer rows; where the configuration has no such
 --- number, one for each row (train_micro_batch_size_per_gpu: for so many rows). out.loss is a micro-batch's own mean
 --- loss. model:backward(out.loss), or out.loss:backward(), belongs into each turn, optimizer:step() behind the loop;
---- the gradient is that of the mean over the targets of all. In evaluation mode, and within ps.no_grad, the loop is of
---- forwards alone. All ranks call it.
+--- the gradient is that of the mean over the targets of all. Within ps.no_grad the loop is of forwards alone. All ranks
+--- call it.
 ---@param ... any x, y, or a batch by names, or a loader; then perhaps {gather?: boolean} (gather: tensors besides the
 ---  loss, such as out.logits, are on all ranks, not on those alone that computed them)
 ---@return fun(): table? turns
@@ -178,7 +178,7 @@ function micro.batches(engine, ...)
   local options, loader, given = request(...)
   local self = setmetatable({ engine = engine, at = 0, rows = false, ended = false, sample = false,
     gather = options.gather or false, draws = loader ~= nil,
-    trains = engine.module.training and ps.grad_enabled() }, Loop)
+    training = engine.module.training, trains = ps.grad_enabled() }, Loop)
   if given then return cut(self, given) end
   if not engine.cfg.counts_micro_batches and not engine.cfg.train_micro_batch_size_per_gpu then
     return cut(self, drawn(loader, 1, 1))

@@ -201,9 +201,10 @@ end
 ---@param micros ps.engine.PipeMicro[] from 0; n: how many
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
-  self.trains, self.seed = trained.text(self.engine.module), ps.rng().seed
+  self.trains, self.seed, self.training = trained.text(self.engine.module), ps.rng().seed, self.engine.module.training
   for i = 0, micros.n - 1 do
-    micros[i].key = (cached(micros[i]) and "cached " or "") .. self.trains .. batch.signature(micros[i].args)
+    micros[i].key = (cached(micros[i]) and "cached " or "") .. (self.training and "" or "eval ") .. self.trains
+      .. batch.signature(micros[i].args)
   end
   self.first_key = micros[0].key
 end
@@ -215,8 +216,9 @@ function Pipe:check_unchanged()
     caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches "
       .. "than the loop: do it before or behind the loop")
   end
-  if not (self.engine.module.training and ps.grad_enabled()) then
-    refuse "the model left its training mode, or gradients were switched off,"
+  if not ps.grad_enabled() then refuse "gradients were switched off" end
+  if self.engine.module.training ~= self.training then
+    refuse(("the model went to %s mode"):format(self.training and "evaluation" or "training"))
   end
   if ps.rng().seed ~= self.seed then refuse "ps.manual_seed was called" end
   local trains = trained.text(self.engine.module)

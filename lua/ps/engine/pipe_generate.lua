@@ -52,9 +52,7 @@ end
 
 local function staged(engine)
   local module, groups = engine.module, groups_of(engine)
-  local self = { training = module.training }
-  function self.eval() module:eval() end
-  function self.train(_, mode) module:train(mode) end
+  local self = {}
   if engine.pipe then
     self.where_ids = engine.device_name
     function self.next_logits(_, ids, at) return next_logits(engine, ids, at) end

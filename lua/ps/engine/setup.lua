@@ -448,7 +448,6 @@ function setup.finish(self)
       self.run = function(...) return ps.offload_activations(run, ...) end
     else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
   end
-  self.module:train()
 end
 
 -- Refuses a plan that moves chunks although offload_optimizer.device is "none".

@@ -48,6 +48,7 @@ local action_array = array "ps_action"
 ---@field key string|false of the trace in engine.traces; false: the trace is not kept there
 ---@field last_key string|false that key, of the last step that began with one
 ---@field measures boolean the step has a norm
+---@field evaluates boolean the step began in evaluation mode, and has had no backward yet
 ---@field cleared boolean zero_grad came between the step's first forward and its first backward: a forward begins the
 ---  step again
 ---@field scale number|false|nil the factor on gradients that optimizer:step() found; false: it skips the step
@@ -68,6 +69,7 @@ local states = setmetatable({}, { __mode = "k" })
 -- Forgets all that belongs to one step.
 local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
+  s.evaluates = false
   s.total, s.unit, s.factors = 0, false, {}
 end
 
@@ -115,6 +117,11 @@ end
 ---@param engine ps.Engine
 ---@return boolean
 function step.is_open(engine) return states[engine].is.open == 1 end
+
+--- Whether the step is forwards in evaluation mode so far, and ends without a trace where the next call is no backward.
+---@param engine ps.Engine
+---@return boolean
+function step.evaluates(engine) return states[engine].evaluates end
 
 --- Whether an action of the step is under way: the model's forward, or a backward or an update that calls Lua.
 ---@param engine ps.Engine
@@ -350,20 +357,30 @@ local function output(s, result, ...)
   return result, ...
 end
 
--- The forward of a micro-batch; the first one begins the step. given: the arguments of the script; args: the same on
--- the device.
-local function train_forward(engine, s, given, args)
-  if not (engine.module.training and ps.grad_enabled()) then
-    caller.error "the model left its training mode, or gradients are off, within a loop over micro-batches"
+-- Refuses a turn of a loop without gradients, or in another mode than the loop began in.
+local function check_loop(engine, loop)
+  if not ps.grad_enabled() then
+    caller.error "gradients are off within a loop over micro-batches, and it began with them"
   end
+  if engine.module.training ~= loop.training then
+    caller.error(("the model went to %s mode within a loop over micro-batches: do it before or after the loop"):format(
+      loop.training and "evaluation" or "training"))
+  end
+end
+
+-- The forward of a micro-batch; the first one begins the step. A step that began in evaluation mode and has had no
+-- backward is none: the next forward begins anew. given: the arguments of the script; args: the same on the device.
+local function train_forward(engine, s, given, args)
+  if s.loop then check_loop(engine, s.loop) end
   step.check_whole(engine)
-  if s.cleared and s.is.micro == 0 then step.take_back(engine) end
+  if s.is.micro == 0 and (s.cleared or s.evaluates) then step.take_back(engine) end
   s.cleared = false
   if s.is.open == 0 then
     hooks.tell "begins"
     trained.check(engine)
     if engine.ranks then engine.ranks:note_batch(given) end
     engine.begin_step(engine, args)
+    s.evaluates = not engine.module.training
   elseif engine.ranks then
     engine.ranks:note_batch(given)
   end
@@ -407,7 +424,8 @@ end
 
 local function same(...) return ... end
 
---- model(...): in training mode the forward of a micro-batch; the first one begins the step.
+--- model(...): the forward of a micro-batch, in training mode and in evaluation mode; the first one begins the step.
+--- Within ps.no_grad it belongs to no step.
 ---@param engine ps.Engine
 ---@return any ... the module's results
 function step.forward(engine, ...)
@@ -419,11 +437,7 @@ function step.forward(engine, ...)
   if not ps.grad_enabled() then
     return turning(engine.apply(engine.module, unpack(args, 1, args.n)))
   end
-  if not engine.module.training then
-    s.targets = batch.targets(engine.module, given) or false
-    return output(s, turning(engine.apply(engine.module, unpack(args, 1, args.n))))
-  end
-  step.check_no_loop(engine, "model(...) in training mode")
+  step.check_no_loop(engine, "model(...) with gradients (an evaluation goes within ps.no_grad)")
   samples.check(engine, given)
   local other = hooks.ask("batch", engine, given)
   if other then given, args = other, batch.on(other, engine.device, engine.device_name) end
@@ -436,6 +450,7 @@ end
 ---@class ps.engine.Loop
 ---@field count integer micro-batches
 ---@field rows integer|false of the whole batch, where it is cut
+---@field training boolean the model's mode when the loop began
 ---@field gather boolean all ranks get the output's tensors
 ---@field draws boolean micro-batches come from a loader
 ---@field given any[] the micro-batch of the last turn
@@ -473,7 +488,8 @@ function step.loop_goes_on(engine, loop)
   if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
   if backwards(engine, s) < loop.at then
     step.give_loop_up(engine, ("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn "
-      .. "of the loop; the step was given up"):format(loop.at, loop.count))
+      .. "of the loop, or run a loop of forwards alone within ps.no_grad; the step was given up"):format(loop.at,
+      loop.count))
   end
   return loop.at < loop.count
 end
@@ -682,8 +698,8 @@ function step.backward(engine, loss, options)
   local is = s.is
   if s.loop then check_of_loop(engine, s, loss)
   elseif engine.pipe then
-    caller.error("backward of a model in stages belongs into a loop, for out in model:micro_batches(...) do "
-      .. "model:backward(out.loss) end")
+    caller.error("backward of a model in stages belongs into a loop that ran with gradients, for out in "
+      .. "model:micro_batches(...) do model:backward(out.loss) end, not within ps.no_grad")
   elseif s.from[loss] and s.from[loss].loop then
     caller.error "backward of a loss of a loop over micro-batches that has ended: it belongs into the loop's turn"
   end
@@ -693,10 +709,12 @@ function step.backward(engine, loss, options)
   end
   local weight, places = step.weight_of(engine, loss, options)
   if is.micro == 0 then engine.optimizer:check_no_gradients() end
-  if is.open == 0 then                                         -- a step without a forward in training mode
+  if is.open == 0 then                                         -- a step without a forward of its own
     engine.masters:sync()
     ps.check(begin(engine, C.PS_TRACE_NONE))
   end
+  s.evaluates = false
+  hooks.tell("backwards", function(text) engine:note(text) end)
   local ok, problem = pcall(backward, engine, s, loss, weight, places)
   if ok then return end
   if engine.pipe then engine.pipe:abandon(problem) end            -- other ranks get the cause

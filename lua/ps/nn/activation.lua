@@ -55,7 +55,11 @@ end
 
 --- Whether a call now would drop anything: in training, with p above 0.
 ---@return boolean
-function Dropout:active() return self.training and self.p > 0 end
+function Dropout:active()
+  if self.training or self.p == 0 then return self.p > 0 end
+  core.dropout_is_off(self)
+  return false
+end
 
 --- Drops elements in training; gives x itself in evaluation.
 ---@param x ps.Tensor

@@ -101,7 +101,7 @@ local function number(self)
 end
 
 local function forward(self, ...)
-  if self.training and self.recomputes and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
+  if self.recomputes and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
   return ps.scope(self.forward, self, ...)
 end
@@ -356,13 +356,13 @@ function Module:train(mode)
   return self:apply(function(m) rawset(m, "training", mode ~= false) end)
 end
 
---- Evaluation mode, for everything below: no dropout.
+--- Evaluation mode, for everything below: no dropout. Gradients are as in training mode; ps.no_grad stops them.
 ---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
---- Has blocks compute their activations again in backward (ps.recompute) while training, so that only the blocks'
---- inputs are kept. Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have
---- modules of their own. Modules inside a block are part of it. A block must return tensors only.
+--- Has blocks compute their activations again in backward (ps.recompute), so that only the blocks' inputs are kept.
+--- Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have modules of their own.
+--- Modules inside a block are part of it. A block must return tensors only.
 ---@param on? boolean default true
 ---@return integer count blocks
 function Module:recompute_blocks(on)
@@ -557,10 +557,39 @@ end
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
+--- The modes of a module and of everything below, each its own.
+---@param module ps.nn.Module
+---@return fun() restore sets them again
+local function modes(module)
+  local list = {}
+  module:apply(function(m) list[#list + 1] = { m, m.training } end)
+  return function() for _, entry in ipairs(list) do rawset(entry[1], "training", entry[2]) end end
+end
+
+-- -- dropout that is off ----------------------------------------------------------------------------------------------
+local off, told = setmetatable({}, { __mode = "v" }), false
+
+--- Notes that a layer drops nothing since it is in evaluation mode, for a note of the next backward.
+---@param module ps.nn.Module
+local function dropout_is_off(module)
+  if not told and ps.grad_enabled() then off[1] = module end
+end
+
+hooks.on("backwards", function(note)
+  local module = off[1]
+  off[1] = nil
+  if told or module == nil or module.training then return end
+  told = true
+  local group = require("ps.mesh").group "world"
+  if group and group:rank() > 0 then return end
+  note(("dropout is off in this backward: %s is in evaluation mode, which ps.from_pretrained gives; model:train() "
+    .. "switches dropout on"):format(module.class_name))
+end)
 
 for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,
                            is_tensor = is_tensor, address = address, register = register, same_shape = rectangles.same,
-                           replaced = made_anew } do
+                           replaced = made_anew, modes = modes,
+                           dropout_is_off = dropout_is_off } do
   exports[name] = value
 end
 return exports

@@ -40,6 +40,7 @@ end
 ---@return ps.Tensor [B, T, C]
 function MultiheadSelfAttention:forward(x, options)
   options = caller.options(options, "nn.MultiheadSelfAttention's forward", FORWARD)
+  if self.dropout > 0 and not self.training then core.dropout_is_off(self) end
   local y = F.attention_packed(self.qkv(x), self.heads, { causal = self.causal, mask = options.mask,
     dropout = self.training and self.dropout or 0 })
   return self.proj(y, options.residual)

@@ -6,6 +6,7 @@ local beams = require "ps.pretrained.generate_beams"
 local caller = require "ps.caller"
 local choose = require "ps.pretrained.generate_choose"
 local copied = require "ps.copied"
+local core = require "ps.nn.module"
 local rows_of = require "ps.pretrained.generate_rows"
 local settings = require "ps.pretrained.generate_settings"
 local text = require "ps.pretrained.generate_text"
@@ -151,10 +152,10 @@ return function(model, prompt, n, options)
   n = request.n
   if n == 0 or #prompts == 0 then return single and prompts[1] or prompts end
   chosen.seed = settings.seed(chosen)
-  local was_training = model.training
+  local restore = core.modes(model)
   model:eval()
   local ok, result = pcall(ps.no_grad, ps.scope, run, model, prompts, n, chosen)
-  model:train(was_training)
+  restore()
   if not ok then error(result, 0) end
   return single and #result == 1 and result[1] or result
 end
