@@ -20,6 +20,7 @@ local EVENTS = {
     .. "Answer: the number of the first head of this rank in the module that runs",
   backwards = "note: a backward of a script begins, which may print a text by note(text)",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
+  resumes = "nothing: a pause of the script ends",
   settings = "cfg: a configuration was read for an engine, and settings of it may be changed",
   model = "model_func: an engine is about to make its model. Answer: another function for that",
   batch = "engine, given: a micro-batch of a step, a list with n. Answer: another one in its place",

@@ -126,10 +126,26 @@ local function window_ends(self)
   return good > 1 and (good - 1) % self.loss_scale_window == 0
 end
 
+local MANY = 5                                                        -- steps in a row that are skipped
+
+-- Says once that no step has updated anything for long, where the scale cannot fall any more.
+local function count_skipped(self, overflowed)
+  self.skipped = overflowed and (self.skipped or 0) + 1 or 0
+  if self.skipped < MANY or self.told then return end
+  self.told = true
+  local group = require("ps.mesh").group "world"
+  if group and group:rank() > 0 then return end
+  io.stderr:write(("psluajit: the last %d steps were all skipped, and the model has not changed: their gradients "
+    .. "overflow at the loss scale %.6g, which %s, and fp16 holds numbers up to 65504; %s\n"):format(MANY, self.scale,
+    self.dynamic and "is at its least" or "is fixed", self.dynamic and "lower min_loss_scale, look at the data and the "
+    .. "learning rate, or train in bf16" or "write loss_scale = 0, which finds a scale, or a smaller one"))
+end
+
 --- Once a step, with whether its gradients overflowed; Optimizer:step does it.
 ---@param overflowed boolean
 function LossScaler:update(overflowed)
-  if not self.dynamic then return end
+  if not self.dynamic then return count_skipped(self, overflowed) end
+  count_skipped(self, overflowed and self.scale == self.min_loss_scale)
   if overflowed then
     overflow(self)
   else

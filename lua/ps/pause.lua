@@ -112,6 +112,7 @@ end
 --- The pause ends. The caller is the frame that begin() had.
 function pause.finish()
   locals.write()
+  hooks.tell "resumes"
   if scope then
     scope = nil
     finish_scope(package.loaded["ps.ffi"])

@@ -135,7 +135,7 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@class ps.TrainOptions
 ---@field model ps.nn.Module|ps.Engine
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
----@field loader ps.Loader
+---@field loader ps.Loader|ps.train.Source
 ---@field steps integer optimizer steps in the whole run
 ---@field start? integer steps already done (checkpoints.load gives them as `step`)
 ---@field sched? ps.Schedule
@@ -150,6 +150,13 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---  at the end where some are lost
 ---@field callbacks? ps.TrainCallbacks
 ---@field quiet? boolean
+
+---@class ps.train.Source a loader of one's own
+---@field next fun(self: ps.train.Source): ... the next batch: x, y, or one table with names; it never ends
+---@field global_batch? integer rows of a batch on all ranks, for tokens/s; without it they are counted
+---@field seq? integer tokens of a row; without it they are counted
+---@field state_dict? fun(self: ps.train.Source): table its place, where `checkpoint` is given; what JSON can hold
+---@field load_state_dict? fun(self: ps.train.Source, state: table)
 
 ---@class ps.TrainCallbacks called on all ranks; one that gives "stop" ends the run, on all ranks, after its step
 ---@field step? fun(line: ps.TrainLine): string? behind each step's update and log
@@ -247,7 +254,7 @@ function Run:turns()
     local loop = options.model:micro_batches(options.loader)
     return loop.count, function()
       local out = loop()
-      if out then return loop.at, checked_loss(out) end
+      if out then return loop.at, checked_loss(out), loop.given end
     end
   end
   return count, function(_, i)
@@ -258,14 +265,37 @@ function Run:turns()
   end
 end
 
+-- Tokens of a batch: the elements of the first tensor of ids; of other batches, rows. input_ids is a table's first
+-- tensor, then the others in the order of their names.
+local function tokens_of(given)
+  local first = given[1]
+  if type(first) == "table" and not ps.is_tensor(first) then
+    local names = {}
+    for name, value in pairs(first) do if ps.is_tensor(value) then names[#names + 1] = name end end
+    table.sort(names, function(a, b) return tostring(a) < tostring(b) end)
+    first = first.input_ids or first[names[1]]
+  end
+  if not ps.is_tensor(first) or first:dim() == 0 then return 1 end
+  if first:is_float() or first:dim() == 1 then return first:size(0) end
+  return first:size(0) * first:size(1)
+end
+
+-- Tokens of a step on all ranks.
+local function tokens_of_step(self, accumulate)
+  local loader = self.options.loader
+  if loader.global_batch and loader.seq then return accumulate * loader.global_batch * loader.seq end
+  return self.counted * mesh.size "dp"
+end
+
 -- Forward and backward of one optimizer step. Gives the mean of the losses of all ranks by their weights (nil where no
 -- target counts), and the sum of the weights. A loss that is not finite ends it before the last backward, on all ranks.
 function Run:gradients(step)
   local options = self.options
   local sum, weights, mean = 0, 0, nil
-  self.places = nil
+  self.places, self.counted = nil, 0
   local accumulate, turns = self:turns()
   for i, loss, given in turns do
+    self.counted = self.counted + tokens_of(given)
     local weight = self:weight(given, loss)
     local value = ps.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
     if weight > 0 then sum, weights = sum + value * weight, weights + weight end
@@ -306,7 +336,7 @@ function Run:step(step)
   self.grad_norm, self.loss = info.grad_norm, loss or self.loss
   local seconds = C.ps_now() - began
   self.seconds = self.seconds + seconds
-  local tokens = accumulate * options.loader.global_batch * options.loader.seq
+  local tokens = tokens_of_step(self, accumulate)
   self.tokens = self.tokens + tokens
   self.step_s = self.step_s and 0.9 * self.step_s + 0.1 * seconds or seconds
   local rate = tokens / self.step_s
@@ -367,6 +397,12 @@ local function settled(options)
     error(("ps.train.run: accumulate is %.17g; a step has 1 to %d batches"):format(options.accumulate, most))
   end
   caller.callable(options.loader.next, "ps.train.run: loader.next")
+  for _, name in ipairs(options.checkpoint and { "state_dict", "load_state_dict" } or {}) do
+    if options.loader[name] == nil then
+      error(("ps.train.run: checkpoint is given, and the loader has no %s: a checkpoint holds the loader's place, so "
+        .. "write loader:state_dict() and loader:load_state_dict(state), or leave checkpoint out"):format(name))
+    end
+  end
   local engine = handle.of(model)
   if not engine then return options end
   for key, of in pairs(SETTLED) do

@@ -65,8 +65,11 @@ end
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)
+  engine.updates = engine.updates or {}
   for name, param in module:named_parameters() do
     local at = core.address(param)
+    engine.updates[at] = { engine = engine, name = name }
+    core.updated[at] = engine.updates[at]
     for optimizer in pairs(core.optimizers) do
       if optimizer.trained[at] and not optimizer.taken then optimizer.taken = { name = name, engine = engine } end
     end

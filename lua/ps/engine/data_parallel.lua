@@ -122,10 +122,36 @@ local function compare_parts(rows, pipe)
   end
 end
 
+-- A number for the rows of a micro-batch; 0: it has none.
+local function rows_number(given)
+  local said = {}
+  for i = 1, given.n do batch.add_hashes(said, given[i]) end
+  return said[1] and talk.text_hash(table.concat(said, " ")) or 0
+end
+
+-- Says once, after the first micro-batch, that ranks which share a batch out have the same rows. column: the number of
+-- each rank's rows in what all ranks sent.
+local function compare_rows(self, rows, column)
+  self.rows_compared = true
+  local seen = {}
+  for rank, row in ipairs(rows) do
+    local line = mesh.line_of("dp", rank - 1)
+    local key = line .. " " .. row[column]
+    if row[column] ~= 0 and seen[key] and self.world:rank() == 0 then
+      self.engine:note(("ranks %d and %d train on the same rows, so that the second adds nothing: each data-parallel "
+        .. "rank takes rows of its own, as the loaders of ps.data give them, or by ps.rank() and ps.world_size()"
+        ):format(seen[key] - 1, rank - 1))
+      return
+    end
+    seen[key] = rank
+  end
+end
+
 --- Notes a micro-batch, given to the model for training. The next begin of a step compares it with that of the other
 --- ranks that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
+  if not self.rows_compared and not self.engine.pipe then self.rows = rows_number(given) end
   if not self.tp then return end
   self.noted[#self.noted + 1] = batch.signature(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
@@ -214,9 +240,11 @@ function Ranks:begin_step(fn, share, limit)
   local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
     part or ok and limit() or 1, 0, 0, 0, 0 }
   for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
+  local engine = self.engine
+  mine[#mine + 1] = not self.rows_compared and self.dp:size() > 1 and ok
+    and (engine.pipe and engine.pipe:fingerprint() or self.rows) or 0
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine[5] = talk.text_hash(reads) end
-  local engine = self.engine
   local cut = engine.stages or self.tp
   if cut and ok then
     mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(engine))
@@ -240,6 +268,7 @@ function Ranks:begin_step(fn, share, limit)
     if not self.data_compared then self:compare_data(hashes) end
     if not same then C.ps_engine_gathers_drop(ps.ctx) end
     begin_plans(self, list, 9)
+    if not self.rows_compared then compare_rows(self, list, 9 + #PLANNED) end
     return
   end
   local said = talk.texts(self.world, ok and "" or tostring(problem))

@@ -165,6 +165,7 @@ end
 --- Sets the learning rate that groups are scaled from; takes effect on the next step.
 ---@param lr number
 function Optimizer:set_lr(lr)
+  step.check_settings(self.engine, "set_lr")
   groups.set_lr(self, lr)
 end
 

@@ -149,11 +149,13 @@ function plain.initialize(self, request)
   self.plain, self.module, self.begin_step = true, module, begin_step
   adopt.take(self, module)
   local made = convert(module, self.precision)
+  adopt.take(self, module)                                      -- the parameters in their places
   if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
   end
   local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
     { lr = cfg.optimizer.params.lr })
+  inner.of_engine = true
   local rows = named_rows(module, inner, made)
   local trains, untrained = {}, {}
   for _, row in ipairs(rows) do trains[core.address(row.param)] = true end

@@ -7,6 +7,7 @@ local ps = require "ps"
 local array = require "ps.array"
 local batch = require "ps.batch"
 local caller = require "ps.caller"
+local copied = require "ps.copied"
 local hooks = require "ps.hooks"
 local scope = require "ps.scope"
 local types = require "ps.config.types"
@@ -52,6 +53,7 @@ local action_array = array "ps_action"
 ---@field cleared boolean zero_grad came between the step's first forward and its first backward: a forward begins the
 ---  step again
 ---@field scale number|false|nil the factor on gradients that optimizer:step() found; false: it skips the step
+---@field kept table[]|nil the optimizer's groups as a backward that updates found them
 ---@field settings string|nil the optimizer's settings that backward or the update began with
 ---@field factors table<integer, number> by group of the optimizer: a factor on its gradients (step.clip)
 ---@field total number sum of the weights of the micro-batches so far, with the last one's over all ranks
@@ -130,6 +132,29 @@ function step.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE en
 
 -- Whether backward has updated parameters, or may have.
 local function overlapped(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
+
+--- Refuses a change of the optimizer's settings after a backward that has updated parameters with them.
+---@param engine ps.Engine
+---@param what string the call
+function step.check_settings(engine, what)
+  if not (overlapped(states[engine]) and states[engine].is.updating == 1) then return end
+  caller.error(what .. " came between backward and optimizer:step(), and backward has updated parameters with the "
+    .. "present settings already: call it after step(), or set overlap_optimizer = false")
+end
+
+-- The settings that a pause changed after backward began to update with others go back to what they were.
+hooks.on("resumes", function()
+  for engine, s in pairs(states) do
+    local opt = engine.optimizer
+    if s.kept and overlapped(s) and s.is.updating == 1 and opt:checked_settings() ~= s.settings then
+      for i, group in ipairs(opt.groups) do
+        for key, value in pairs(s.kept[i]) do group[key] = value end
+      end
+      io.stderr:write("psluajit: the optimizer's settings are what they were before the pause: backward has updated "
+        .. "parameters with them already; change them once optimizer:step() has ended\n")
+    end
+  end
+end)
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
 -- The actions of a step: for each micro-batch a forward, a backward and, with several ranks, a reduction; in a pipeline
@@ -342,7 +367,8 @@ local function how_backward(engine, s, weight, last, dry)
   how.weight, how.overlap, how.scale = weight, updates and 1 or 0, 1
   how.slot = (last and engine.slots and (not updates or engine.device ~= engine.host or engine.ranks ~= nil)) and 1 or 0
   if updates then
-    s.overlaps, s.settings = true, opt:checked_settings()
+    s.overlaps, s.settings, s.kept = true, opt:checked_settings(), {}
+    for i, group in ipairs(opt.groups) do s.kept[i] = copied(group) end
     opt:settings_into(how)
     if not dry then how.scale = opt:grad_scale() end
   end

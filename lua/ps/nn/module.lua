@@ -27,8 +27,10 @@ local error = caller.error
 local C = ps.C
 
 -- changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim that live, each
--- with `trained` (address -> true).
-local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }) }
+-- with `trained` (address -> true). updated: by address of a parameter that an engine updates: {engine, name}, which
+-- the engine keeps.
+local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }),
+  updated = setmetatable({}, { __mode = "v" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
@@ -361,8 +363,8 @@ end
 function Module:eval() return self:train(false) end
 
 --- Has blocks compute their activations again in backward (ps.recompute), so that only the blocks' inputs are kept.
---- Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have modules of their own.
---- Modules inside a block are part of it. A block must return tensors only.
+--- Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have modules of their
+--- own. Modules inside a block are part of it. A block must return tensors only.
 ---@param on? boolean default true
 ---@return integer count blocks
 function Module:recompute_blocks(on)
