@@ -144,8 +144,8 @@ end
 --- Once a step, with whether its gradients overflowed; Optimizer:step does it.
 ---@param overflowed boolean
 function LossScaler:update(overflowed)
-  if not self.dynamic then return count_skipped(self, overflowed) end
-  count_skipped(self, overflowed and self.scale == self.min_loss_scale)
+  count_skipped(self, overflowed and (not self.dynamic or self.scale == self.min_loss_scale))
+  if not self.dynamic then return end
   if overflowed then
     overflow(self)
   else
