@@ -506,7 +506,7 @@ describe("what is assigned to an engine", function()
       model.plus = function(self, n) return self.factor - n end
       assert.equal(-1, model:plus(3))
       fails({ "engine_misuse_spec.lua", "model.backward is the engine's" }, function() model.backward = plus end)
-      fails({ "is a module; it takes another one" }, function() model[0] = 3 end)
+      fails({ "takes a module, not a number" }, function() model[0] = 3 end)
       model[0] = nn.Linear(4, 4)
       assert.truthy(rawequal(model[0], model.module[0]))
       fails({ "0.weight is not among the parameters that ps.initialize took" }, step)
