@@ -196,6 +196,9 @@ local CALLS = {
     source = 'who .. ": a batch by names"' },
   { "gpt2.new", "n_embed", "n_embd", function(o) gpt2.new(o) end, source = 'who .. ".new"' },
   { "gpt2.new", "n_layers", "n_layer", function(o) gpt2.new("tiny", o) end, source = 'who .. ".new"' },
+  { "from_config", "tas", "task", function(o)
+    ps.from_config({ model_type = "gpt2" }, o)
+  end },
   { "from_pretrained", "num_label", "num_labels", function(o)
     gpt2.new("tiny"):save_pretrained "/tmp/ps_options_hf"
     local ok, problem = pcall(ps.from_pretrained, "/tmp/ps_options_hf", o)
@@ -313,7 +316,7 @@ local INNER = {
   ["lua/ps/tokenizer.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
   ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/trace_view.lua"] = "trace.trace",
-  ["lua/ps/init.lua"] = "ps.chunks ps.trace ps.load ps.from_pretrained",
+  ["lua/ps/init.lua"] = "ps.chunks ps.trace ps.load ps.from_pretrained ps.from_config",
 }
 
 local function sources()

@@ -283,6 +283,13 @@ function ps.load(path, options) return require("ps.serialize").load(path, option
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options) return require("ps.pretrained").load(name, options) end
 
+--- A model with fresh weights, in training mode, by a config.json: every field is followed or refused by name, as
+--- ps.from_pretrained does.
+---@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as cjson.decode gives them
+---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
+---@return ps.pretrained.Model model
+function ps.from_config(source, options) return require("ps.pretrained").from_config(source, options) end
+
 --- Many processes: see ps/dist.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do

@@ -272,6 +272,29 @@ local function maps(wanted, files, dtype, device)
   return not why
 end
 
+local FROM_CONFIG = { task = "string", revision = "string" }
+for key, kind in pairs(WHERE) do FROM_CONFIG[key] = kind end
+
+--- A model with fresh weights, in training mode, by the fields of a config.json.
+---@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as cjson.decode gives them
+---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
+---@return ps.pretrained.Model
+function pretrained.from_config(source, options)
+  local given = caller.options(options, "from_config", FROM_CONFIG)
+  local path, where, fields = nil, "the fields", source
+  if type(source) ~= "table" then
+    path = folder.find(source, given.revision)
+    where, fields = path .. "/config.json", folder.config(path)
+  end
+  local family = pretrained.find(fields.model_type, where)
+  local config = family.settings:complete(family.settings:from_file(fields, {}))
+  local class = pretrained.class_of(family, given.task, config.architectures, where)
+  local dtype = given.dtype ~= "auto" and given.dtype or select(2, said_dtype(fields))
+  local model = class(config, { dtype = dtype, device = given.device, recompute = given.recompute })
+  if path then rawset(model, "source", path) end
+  return model
+end
+
 --- ps.from_pretrained, of a family that it must be, or of any.
 ---@param name string
 ---@param options? table

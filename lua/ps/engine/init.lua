@@ -133,7 +133,7 @@ function Engine:state_dict()
 end
 
 --- The module's save_pretrained, of the fp32 values; all ranks call it, rank 0 writes.
----@param folder string
+---@param folder string|{save_directory: string} also by name among the options
 ---@param options? {max_shard_size?: integer|string} what the module's own takes
 ---@return any ... what the module's own gives
 function Engine:save_pretrained(folder, options)
@@ -146,7 +146,7 @@ function Engine:save_pretrained(folder, options)
 end
 
 --- The module's save_parallelized, of the fp32 values; all ranks call it, also between backward and step.
----@param folder string
+---@param folder string|{save_directory: string} also by name among the options
 ---@param options? {merge_checkpoints?: boolean}
 ---@return any ... what the module's own gives
 function Engine:save_parallelized(folder, options)

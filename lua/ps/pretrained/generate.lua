@@ -106,16 +106,32 @@ local function prompts_of(prompt)
   return prompts, single
 end
 
--- Tokens to add, where a call leaves that to the model's files.
-local function count(n, file, prompts)
-  if n == nil then n = file.max_new_tokens end
-  if type(n) == "table" then
-    error "generate(prompt, n, options): the number of tokens to add stands before the options: (ids, 20, { ... })"
+local DEFAULT = 20                                     -- tokens that transformers adds where nothing gives a count
+
+-- Tokens to add, where a call leaves that to its options or to the model's files. A length counts the longest prompt.
+local function count(model, n, options, file, prompts)
+  options = options or {}
+  local longest, config = 0, model.config or {}
+  for _, prompt in ipairs(prompts) do longest = math.max(longest, #prompt) end
+  for _, key in ipairs { "max_new_tokens", "max_length" } do
+    if n ~= nil and options[key] ~= nil then
+      error(("generate: %s tokens are asked for, and %s = %s: give one of them"):format(tostring(n), key,
+        tostring(options[key])))
+    end
   end
-  if n == nil and file.max_length then
-    n = file.max_length
-    for _, prompt in ipairs(prompts) do n = math.min(n, file.max_length - #prompt) end
-    n = math.max(n, 0)
+  if n == nil then n = options.max_new_tokens end
+  if n == nil and options.max_length then
+    if options.max_length <= longest then
+      error(("generate: max_length is %d, and a prompt has %d tokens; raise it, or give max_new_tokens"):format(
+        options.max_length, longest))
+    end
+    n = options.max_length - longest
+  end
+  if n == nil then n = file.max_new_tokens end
+  if n == nil and file.max_length then n = math.max(file.max_length - longest, 0) end
+  if n == nil then
+    local positions = config.max_position_embeddings or config.n_positions
+    n = math.max(math.min(DEFAULT, positions and positions - longest or DEFAULT), 0)
   end
   return caller.whole(n, "generate: the number of tokens", 0)
 end
@@ -126,7 +142,8 @@ end
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
 ---  or what a tokenizer gives: { input_ids =, attention_mask = }, whose masked ids are left out
----@param n? integer tokens to add at most
+---@param n? integer tokens to add at most; default max_new_tokens or max_length of the options, then of the file, else
+---  20, as far as the model has positions. The options may stand in its place
 ---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean,
 ---  seed?: integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer,
 ---  eos_token_id?: integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer,
@@ -141,11 +158,12 @@ end
 ---  skip_special_tokens on_text gets no text of special tokens; without a seed the engine's random numbers are used
 ---@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists where num_return_sequences > 1
 return function(model, prompt, n, options)
+  if options == nil and type(n) == "table" then n, options = nil, n end
   local function read()
     local prompts, single = prompts_of(prompt)
     local chosen, file = settings.of(model, options)
     chosen.followed = chosen.on_token ~= nil or chosen.on_text ~= nil
-    return { prompts = prompts, single = single, chosen = chosen, n = count(n, file, prompts) }
+    return { prompts = prompts, single = single, chosen = chosen, n = count(model, n, options, file, prompts) }
   end
   local request = model.agreed and model.agreed(read, settings.told) or read()
   local prompts, single, chosen = request.prompts, request.single, request.chosen

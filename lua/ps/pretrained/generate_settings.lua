@@ -16,6 +16,7 @@ local OPTIONS = { temperature = "number", top_k = "whole", top_p = "number", min
   do_sample = "boolean", repetition_penalty = "number", no_repeat_ngram_size = "whole", min_new_tokens = "whole",
   eos_token_id = "whole|table|boolean", stop_strings = "string|table", tokenizer = "table", num_beams = "whole",
   length_penalty = "number", early_stopping = "boolean|string", num_return_sequences = "whole",
+  max_new_tokens = "whole", max_length = "whole",
   logits_processor = "callable", on_token = "callable", on_text = "callable",
   skip_special_tokens = "boolean" }
 

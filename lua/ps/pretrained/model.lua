@@ -14,6 +14,7 @@
 local ps = require "ps"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
+local copied = require "ps.copied"
 local core = require "ps.nn.module"
 local cut = require "ps.nn.cut"
 local init = require "ps.nn.weights"
@@ -182,6 +183,18 @@ function Model:load_weights(...)
 end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
+-- What a call of save_pretrained or save_parallelized asks for: the folder, the options, and the engine that holds the
+-- model, if one passed itself. The folder may be in the options, as save_directory.
+local function asked(path, options, more)
+  local engine = handle.of(options)
+  if engine then options = more end
+  if type(path) == "table" and options == nil then
+    options = copied(path)
+    path, options.save_directory = options.save_directory, nil
+  end
+  return path, options, engine
+end
+
 local function first_of(names)
   table.sort(names)
   return names[1] and ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", some(names)) or "no tensors"
@@ -212,13 +225,13 @@ local SAVE = { max_shard_size = "whole|string" }
 --- Writes config.json and the weights as from_pretrained and Hugging Face read them, with the tokenizer's files and
 --- generation_config.json of the folder that the model came from: of an engine the fp32 values (masters), by rank 0,
 --- where all ranks call it.
----@param path string
+---@param path string|{save_directory: string} the folder, also by name among the options
 ---@param options? {max_shard_size?: integer|string}|ps.Engine bytes of a file at most ("5GB"), default 50 GB; the
 ---  engine that holds this model passes itself, and options behind it
 ---@param more? {max_shard_size?: integer|string}
 function Model:save_pretrained(path, options, more)
-  local engine = handle.of(options)
-  if engine then options = more end
+  local engine
+  path, options, engine = asked(path, options, more)
   options = caller.options(options, "save_pretrained", SAVE)
   check_layout(self, "save_pretrained")
   save.run(engine or self, path, function(dtype)
@@ -229,13 +242,13 @@ end
 --- As OSLO's: writes the folder of a model that several ranks hold, a file pytorch_model_tp_I_pp_J.bin of each rank I
 --- of tensor parallelism and each stage J; all ranks call it. Of an engine these are the fp32 values (masters). It may
 --- be called between backward and step, whose gradients stay.
----@param path string a folder, which is replaced as a whole
+---@param path string|{save_directory: string} a folder, which is replaced as a whole, also by name among the options
 ---@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: one file, pytorch_model.bin, instead; the
 ---  engine that holds this model passes itself, and options behind it
 ---@param more? {merge_checkpoints?: boolean}
 function Model:save_parallelized(path, options, more)
-  local engine = handle.of(options)
-  if engine then options = more end
+  local engine
+  path, options, engine = asked(path, options, more)
   options = caller.options(options, "save_parallelized", SAVE_PARALLELIZED)
   check_layout(self, "save_parallelized")
   parallel.save(engine or self, path, function(dtype)
