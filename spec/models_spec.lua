@@ -516,7 +516,7 @@ describe("bench/hf.lua", function()
       paths.exe, paths.root, path(name), more or "")))
     local said, status = p:read("*a"):match("^(.*)|(%d+)\n$")
     p:close()
-    return tonumber(status), (said:gsub("psluajit: dropout is off in this backward[^\n]*\n", ""))   -- in evaluation mode
+    return tonumber(status), (said:gsub("psluajit: dropout is off in this backward[^\n]*\n", ""))
   end
 
   it("writes outputs, gradients by the file's names and a trained folder, and refuses by status 2", function()
