@@ -93,5 +93,6 @@ return pretrained.family {
     ["tiny"] = { vocab_size = 256, hidden_size = 32, num_hidden_layers = 2, num_attention_heads = 2,
       intermediate_size = 64, max_position_embeddings = 34 },
   },
-  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout" } }, unpads = true,
+  shorthands = { dropout = { "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout" } },
+  unpads = true,
 }
