@@ -6,7 +6,7 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup setup-cluster build build-all cuda test test-cluster test-oracle test-isa train \
+.PHONY: all setup setup-cluster build build-all cuda test test-cluster test-oracle test-isa prove-cuda train \
   install clean bench c-tests-sanitized asan tsan fuzz
 
 all: build
@@ -60,9 +60,20 @@ test-cluster: build-all setup-cluster
 test-isa: build-all
 	@PS_TEST_ISA=all tools/test.sh $(BUILD)
 
+# libps_cuda.so where nvcc was found.
+define cuda_plugin
+! grep -q '^build psluajit_cuda:' $(BUILD)/build.ninja || nice cmake --build $(BUILD) --target psluajit_cuda
+endef
+
 # Drawn cases against PyTorch, of exact versions in a virtual environment that is made on the first run.
 test-oracle: build
+	@$(cuda_plugin)
 	@tools/oracle.sh run $(BUILD)
+
+# Barriers and races of every cuda kernel, proved from its PTX, and facts of the machine code: an hour, without a GPU.
+prove-cuda: build
+	@$(cuda_plugin)
+	@python=$$(tools/oracle.sh python) && nice $$python tools/prove_cuda/prove.py --build $(BUILD)
 
 # The CUDA plug-in libps_cuda.so beside psluajit; an error where nvcc or cuBLASLt is missing.
 cuda: setup
