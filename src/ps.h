@@ -598,7 +598,7 @@ typedef struct ps_action_how {
   uint32_t first_op, pad;
 } ps_action_how;
 /* Begins the action that is due; it must be of this kind. A forward may be done again until its backward begins, and a
- * backward may go without. how: NULL: all 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
+ * backward may go without. A norm may come before the update of a step whose table has none. how: NULL: all 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
  * an update in a backward that is not the last, or whose step has a norm or several virtual stages; a slot in one that
  * is not the last of its virtual stage. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);
@@ -882,11 +882,13 @@ int ps_engine_update(ps_ctx *ctx);
 /* Drops all gradients. A parameter whose place a gradient had taken gets its value again, from the master. Errors of
  * ps_apply. */
 int ps_engine_drop_grads(ps_ctx *ctx);
-/* Of a parameter: updates it has had, and whether this step's backward has updated it already. PS_ERANGE: no such
- * parameter. PS_EINVAL: steps below 0. */
+/* Of a parameter: updates it has had, and whether this step's backward has updated it already; scale: a factor on its
+ * gradient in the update of this step, in addition to the group's. PS_ERANGE: no such parameter. PS_EINVAL: steps below
+ * 0. */
 int64_t ps_engine_param_steps(ps_ctx *ctx, int param);
 int ps_engine_set_param_steps(ps_ctx *ctx, int param, int64_t steps);
 int ps_engine_param_updated(ps_ctx *ctx, int param);
+int ps_engine_param_scale(ps_ctx *ctx, int param, double scale);
 /* Bytes of other tensors that lie on a tier now and did not when trace `id` was made: garbage, or tensors that stay.
  * 0 when the plan's slack covers them. adopt: the next plan counts them in. PS_ERANGE: there is no such trace any
  * more. */

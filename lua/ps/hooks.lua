@@ -19,6 +19,9 @@ local EVENTS = {
   first_head = "nothing: attention with dropout is about to run, and the script did not say which head comes first. "
     .. "Answer: the number of the first head of this rank in the module that runs",
   backwards = "note: a backward of a script begins, which may print a text by note(text)",
+  clip = "parameters (a list), max_norm: nn.clip_grad_norm is called. Answer: the norm, where an engine has them",
+  gradient = "parameter: a script reads the gradient of a parameter that an engine has, and there is none",
+  zero_grad = "parameters (a list): module:zero_grad() is called. Answer: the list of those that no engine has",
   lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
   resumes = "nothing: a pause of the script ends",
   settings = "cfg: a configuration was read for an engine, and settings of it may be changed",

@@ -355,7 +355,7 @@ end
 local function grad_of(record)
   local engine = engine_of(record)
   if engine then return require("ps.engine.values").gradient(engine, record.leaf) end
-  return (record.leaf or record.holder or record.tensor):grad(), 1
+  return scope.grad_of(record.leaf or record.holder or record.tensor), 1
 end
 
 local function record_entry(record)

@@ -40,6 +40,21 @@ local function by_most(list, fn)
   return out
 end
 
+--- The sum of squares of each tensor. The host waits for the device once for every 4096 of them. A dry run of a script
+--- has no values: zeros.
+---@param grads ps.Tensor[]
+---@return number[]
+function optim.squares(grads)
+  local squares = {}
+  local sums = by_most(grads, ps.ops.sq_norms)
+  for _, all in ipairs(by_most(sums, function(list) return list[2] and ps.ops.concat(list, 0) or list[1] end)) do
+    if not ps.computes then break end
+    for _, square in ipairs(all:tolist()) do squares[#squares + 1] = square end
+  end
+  for i = #squares + 1, #grads do squares[i] = 0 end
+  return squares
+end
+
 --- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
 --- stored); NaN or infinite when a gradient is.
 --- The host waits for the device once for every 4096 gradients. A dry run of a script has no gradients' values: 0, with
@@ -48,12 +63,15 @@ end
 ---@return number
 function optim.global_norm(grads)
   caller.typed(grads, "table", "optim.global_norm: the list of gradients")
-  local total = 0
-  local sums = by_most(grads, ps.ops.sq_norms)
-  for _, all in ipairs(by_most(sums, function(list) return list[2] and ps.ops.concat(list, 0) or list[1] end)) do
-    if not ps.computes then break end
-    for _, square in ipairs(all:tolist()) do total = total + square end
+  if core.is_module(grads) or require("ps.engine.handle").of(grads) then
+    error("optim.global_norm takes a list of gradients, not a model: nn.clip_grad_norm(model, math.huge) gives the "
+      .. "norm of its gradients and clips nothing")
   end
+  for i, grad in ipairs(grads) do
+    if not ps.is_tensor(grad) then error(("optim.global_norm: number %d is a %s"):format(i, type(grad))) end
+  end
+  local total = 0
+  for _, square in ipairs(optim.squares(grads)) do total = total + square end
   return math.sqrt(total)
 end
 
@@ -196,11 +214,13 @@ local function update(self, entries, grads, scale, done)
   local first = 1
   while first <= #entries do
     local group, t, list, last = entries[first].group, entries[first].t, {}, first
-    while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t do
+    local factor = entries[first].scale
+    while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t
+      and entries[last].scale == factor do
       kind.fill(list, entries[last], grads[last])
       last = last + 1
     end
-    kind.apply(list, group, t + 1, scale)
+    kind.apply(list, group, t + 1, scale * (factor or 1))
     for i = first, last - 1 do
       entries[i].t = t + 1
       if done then done(entries[i]) end

@@ -404,6 +404,16 @@ function M.made_from(t, from)
   return rc == 1
 end
 
+--- The gradient of a leaf, or nil, whatever a script may ask for (T:grad).
+---@param t ps.Tensor
+---@return ps.Tensor|nil
+function M.grad_of(t)
+  local g = C.ps_tensor_get_grad(t)
+  if g == nil then return nil end
+  C.ps_tensor_retain(g)
+  return own(g)
+end
+
 --- A view of the same bytes without history: no gradient passes.
 ---@param t ps.Tensor
 ---@return ps.Tensor

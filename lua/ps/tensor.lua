@@ -12,6 +12,7 @@ local error = caller.error
 local is_tensor = scope.is_tensor
 local bit = require "bit"
 local array = require "ps.array"
+local hooks = require "ps.hooks"
 
 ---@class ps.Tensor
 local T = {}
@@ -155,19 +156,23 @@ function T:grad_in_fp32(on)
     or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
---- The gradient, or nil.
+--- The gradient, or nil. Of a model that ps.initialize made it is the sum over micro-batches and ranks, each times its
+--- weight and the loss scale (docs/zero.md). Where backward has updated the parameters it is an error.
 ---@return ps.Tensor|nil
 function T:grad()
-  local g = C.ps_tensor_get_grad(self)
-  if g == nil then return nil end
-  C.ps_tensor_retain(g)
-  return own(g)
+  local g = scope.grad_of(self)
+  if g == nil and self.managed ~= nil then hooks.tell("gradient", self) end
+  return g
 end
---- Replaces the gradient.
+--- Replaces the gradient. The gradients of a model that ps.initialize made cannot be replaced.
 ---@param g ps.Tensor? of this tensor's shape; nil drops the gradient
 ---@return ps.Tensor self
 function T:set_grad(g)
   caller.tensor(g, "set_grad", "the gradient")
+  if self.managed ~= nil then
+    error("set_grad of a parameter that ps.initialize manages: optimizer:zero_grad() drops the gradients of the model, "
+      .. "and nn.clip_grad_norm scales them")
+  end
   check(C.ps_tensor_set_grad(self, g))
   return self
 end

@@ -224,7 +224,7 @@ static int check_averages(const ps_update_group *g, const param_rec *r)
                               "lack", r->group, g->rule, g->momentum);
 }
 
-/* Updates parameters of one group that have had equally many updates. */
+/* Updates parameters of one group that have had equally many updates and have equal factors on their gradients. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
@@ -232,7 +232,7 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     int64_t t = list[0]->t + 1;
     ps_attrs_adam_ adam_attrs;
     ps_attrs_sgd_ sgd_attrs;
-    int op, each = rule_of(g, t, e->step->how.scale * g->scale, &op, &adam_attrs, &sgd_attrs);
+    int op, each = rule_of(g, t, e->step->how.scale * g->scale * list[0]->scale, &op, &adam_attrs, &sgd_attrs);
     const void *attrs = op == PS_OP_sgd_ ? (const void *)&sgd_attrs : &adam_attrs;
     for (int i = 0; i < n; i++) PS_TRY(check_averages(g, list[i]));
     int rc = 0;
@@ -293,7 +293,8 @@ static int update_unit(ps_engine *e, int32_t unit)
         param_rec *r = &e->params[e->order[i]];
         if (r->updated || !r->owned || !r->param->grad_) continue;
         bool host = updates_on_host(e, u, r);
-        if (n > 0 && (n == PER_CALL || r->group != list[0]->group || r->t != list[0]->t || host != on_host)) {
+        bool alike = n > 0 && r->group == list[0]->group && r->t == list[0]->t && r->scale == list[0]->scale;
+        if (n > 0 && (n == PER_CALL || !alike || host != on_host)) {
             PS_TRY(run_update(e, list, n, on_host));
             n = 0;
         }
@@ -312,6 +313,7 @@ static void new_step(ps_engine *e)
         param_rec *r = &e->params[i];
         r->squared = r->updated = r->had = r->summed = false;
         r->unread = 0;
+        r->scale = 1;
     }
     for (int32_t i = 0; i < e->n_units; i++) e->units[i].updated = false;
     e->n_pending = 0;
@@ -702,6 +704,14 @@ int ps_engine_param_updated(ps_ctx *ctx, int param)
     param_rec *r = NULL;
     PS_TRY(param_get(ctx, param, &r));
     return r->updated;
+}
+
+int ps_engine_param_scale(ps_ctx *ctx, int param, double scale)
+{
+    param_rec *r = NULL;
+    PS_TRY(param_get(ctx, param, &r));
+    r->scale = scale;
+    return 0;
 }
 
 /* -- opening and closing ------------------------------------------------------------------------------------------ */

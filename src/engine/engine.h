@@ -27,6 +27,7 @@ typedef struct param_rec {
     ps_tensor *sum;               /* its gradient while the tensor has that of another use; else NULL */
     int64_t t;                    /* updates so far */
     double square;                /* sum of squares of the gradient as it was stored */
+    double scale;                 /* a factor on the gradient in this step's update */
     int32_t unread;               /* not 0: that sum is still in sums[unread - 1] alone */
     bool final, squared, in_slot, updated;
     bool waits;                   /* several virtual stages use it: its gradient is whole when all backwards are over */

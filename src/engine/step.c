@@ -269,6 +269,24 @@ static int refuse(const ps_step *s, int kind)
                    calls[a.kind], names[kind], calls[kind]);
 }
 
+/* Adds a norm to a table that has none, before the update that is due. */
+static int add_norm(ps_step *s)
+{
+    PS_TRY(ps_grow(s->actions, s->capacity, s->n_actions + 1));
+    memmove(s->actions + s->cursor + 1, s->actions + s->cursor,
+            sizeof *s->actions * (size_t)(s->n_actions - s->cursor));
+    s->actions[s->cursor] = (ps_action){ .kind = PS_ACT_NORM };
+    s->n_actions++;
+    s->is.due = due(s);
+    return 0;
+}
+
+/* Whether the table can get a norm now: it has none, and no gradient has gone with its update. */
+static bool takes_norm(const ps_step *s)
+{
+    return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
+}
+
 /* The place in the table of the action that is asked for. Besides the action that is due it may be the forward of the
  * backward that is due, once more, or the backward behind the forward that is due, which is then left out. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
@@ -344,6 +362,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (!s->is.open) return ps_fail(PS_ESTATE, "%s came, and no step is under way", names[kind]);
     if (s->is.now.kind != PS_ACT_NONE)
         return ps_fail(PS_ESTATE, "%s came within the step's %s", names[kind], names[s->is.now.kind]);
+    if (kind == PS_ACT_NORM && takes_norm(s)) PS_TRY(add_norm(s));
     PS_TRY(place_of(s, kind, &at));
     if (!how) how = &none;
     PS_TRY(check_how(s, at, how));

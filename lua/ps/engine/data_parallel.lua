@@ -11,6 +11,7 @@ local dist = require "ps.dist"
 local mesh = require "ps.mesh"
 local random_state = require "ps.random_state"
 local replicas = require "ps.engine.replicas"
+local scope = require "ps.scope"
 local shard = require "ps.nn.shard"
 local step = require "ps.engine.step"
 local trained = require "ps.engine.trained"
@@ -364,7 +365,7 @@ function Ranks:explain(problem, backward)
     local missing = {}
     for i, row in ipairs(self.engine.built.list) do
       local updated = C.ps_engine_param_updated(ps.ctx, i - 1) == 1
-      if row.param:grad() == nil and not updated then missing[#missing + 1] = row.name end
+      if scope.grad_of(row.param) == nil and not updated then missing[#missing + 1] = row.name end
     end
     more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.world:rank(), #missing > 0 and some(missing)
       or "none that has not been added up already")

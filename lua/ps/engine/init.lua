@@ -34,6 +34,7 @@ local trained = require "ps.engine.trained"
 local unused = require "ps.engine.unused"
 local step = require "ps.engine.step"
 local micro = require "ps.engine.micro"
+require "ps.engine.clip"
 local C = ps.C
 
 ---@class ps.Engine

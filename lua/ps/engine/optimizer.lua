@@ -120,6 +120,25 @@ function Optimizer:norm_of(numbers)
   return math.sqrt(sum)
 end
 
+--- The sums of squares of some parameters' gradients, after norm() in the same step.
+---@param list {row: ps.engine.Row}[]
+---@return number[]
+function Optimizer:squares(list) -- luacheck: no self
+  local squares = {}
+  for i, at in ipairs(list) do
+    ps.check(C.ps_engine_sq_norm_of(ps.ctx, at.row.order, 1, double_out))
+    squares[i] = double_out[0]
+  end
+  return squares
+end
+
+--- Sets a factor on the gradient of a parameter in this step's update.
+---@param place integer in built.list
+---@param factor number
+function Optimizer:set_factor(place, factor) -- luacheck: no self
+  ps.check(C.ps_engine_param_scale(ps.ctx, place - 1, factor))
+end
+
 --- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
 function Optimizer:update() ps.retry(C.ps_engine_update, ps.ctx) end
 

@@ -23,6 +23,25 @@ PlainOptimizer.instance = { __index = PlainOptimizer, __tostring = function(self
 function PlainOptimizer:settings_into(how) how.groups = nil end
 function PlainOptimizer:norm() return optim.norm_of(self.inner) end
 
+function PlainOptimizer:squares(list) -- luacheck: no self
+  local grads, of, squares = {}, {}, {}
+  for i, at in ipairs(list) do
+    local grad = at.row.param:grad()
+    squares[i] = 0
+    if grad ~= nil then grads[#grads + 1], of[#of + 1] = grad, i end
+  end
+  for k, square in ipairs(ps.no_grad(optim.squares, grads)) do squares[of[k]] = square end
+  optim.give_back(grads)
+  return squares
+end
+
+function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
+
+-- Factors on gradients are of one step.
+local function forget_factors(self)
+  for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
+end
+
 -- A gradient goes with its update, so that a second call after an error updates those that are left.
 function PlainOptimizer:update(scale)
   optim.apply(self.inner, scale, function(entry)
@@ -30,6 +49,7 @@ function PlainOptimizer:update(scale)
     self.n_updated = self.n_updated + 1
   end)
   self.n_updated = 0
+  forget_factors(self)
 end
 
 -- In chunks the walk back refuses to begin without model:backward.
@@ -47,6 +67,7 @@ function PlainOptimizer:updated() return self.n_updated, self:count() end
 function PlainOptimizer:drop()
   self.inner:zero_grad()
   self.n_updated = 0
+  forget_factors(self)
 end
 PlainOptimizer.drop_own = PlainOptimizer.drop
 function PlainOptimizer:loaded() self.inner.steps = self.steps end
@@ -105,7 +126,8 @@ end
 -- The optimizer's entries with names, in the module's order. Each has its master from the start.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
-  for _, entry in ipairs(inner.entries) do entries[core.address(entry.param)] = entry end
+  local orders = {}
+  for i, entry in ipairs(inner.entries) do entries[core.address(entry.param)], orders[entry] = entry, i - 1 end
   for name, param in module:named_parameters() do
     local entry = entries[core.address(param)]
     if entry then
@@ -114,7 +136,8 @@ local function named_rows(module, inner, made)
       if master == nil and half then master = ps.no_grad(function() return param:detach():to("fp32") end):keep() end
       if master == nil then master = param end
       entry.master = master
-      rows[#rows + 1] = { name = name, param = param, entry = entry, master = master, values = master }
+      rows[#rows + 1] = { name = name, param = param, entry = entry, order = orders[entry], master = master,
+        values = master }
     end
   end
   return rows

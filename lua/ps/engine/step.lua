@@ -26,7 +26,11 @@ local PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backw
   [UPDATE] = "step" }
 
 -- What is added to a norm before max_norm is divided by it: that of torch.nn.utils.clip_grad_norm_.
-local CLIP_EPS = 1e-6
+step.CLIP_EPS = 1e-6
+--- Where gradients are, once backward has updated the parameters; of an error.
+step.GONE = "backward has updated the parameters already, so their gradients are gone: write gradient_clipping into "
+  .. "the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients until "
+  .. "optimizer:step()"
 
 local id_out = ffi.new("int32_t[1]")
 local action_array = array "ps_action"
@@ -56,6 +60,8 @@ local action_array = array "ps_action"
 ---@field kept table[]|nil the optimizer's groups as a backward that updates found them
 ---@field settings string|nil the optimizer's settings that backward or the update began with
 ---@field factors table<integer, number> by group of the optimizer: a factor on its gradients (step.clip)
+---@field norm number|nil of all gradients, without the loss scale, once the step's norm was taken
+---@field clipped table<table, number> by row of engine.built: a factor on its gradient (engine/clip.lua)
 ---@field total number sum of the weights of the micro-batches so far, with the last one's over all ranks
 ---@field unit number|false a power of two that losses are divided by (engine/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
@@ -72,7 +78,7 @@ local states = setmetatable({}, { __mode = "k" })
 local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
   s.evaluates = false
-  s.total, s.unit, s.factors = 0, false, {}
+  s.total, s.unit, s.factors, s.norm, s.clipped = 0, false, {}, nil, {}
 end
 
 --- Gives an engine its step.
@@ -763,6 +769,59 @@ hooks.on("backward", function(loss, gradient)
 end)
 
 -- -- optimizer:step ---------------------------------------------------------------------------------------------------
+--- The norm of all gradients of the step, without the loss scale; 0 where no target counts. The first call performs
+--- the step's action, of all ranks together.
+---@param engine ps.Engine
+---@return number
+function step.norm(engine)
+  local s = states[engine]
+  if s.total == 0 then return 0 end
+  if s.norm == nil then s.norm = timed(engine, NORM, nil, true) * engine.optimizer:grad_scale() end
+  return s.norm
+end
+
+--- The factor on gradients in the update that undoes the loss scale and the sum over micro-batches and ranks.
+---@param engine ps.Engine
+---@return number
+function step.unscale(engine) return engine.optimizer:grad_scale() end
+
+--- The factors on gradients of this step, by row of engine.built (engine/clip.lua).
+---@param engine ps.Engine
+---@return table<table, number>
+function step.factors(engine) return states[engine].clipped end
+
+--- Whether backward of the step under way has updated the parameters.
+---@param engine ps.Engine
+---@return boolean
+function step.gradients_gone(engine) return overlapped(states[engine]) end
+
+--- Refuses a call that needs the gradients of a whole step, which are there from its last backward to optimizer:step().
+---@param engine ps.Engine
+---@param call string of messages
+function step.check_gradients(engine, call)
+  ps.check_running(call)
+  step.check_whole(engine)
+  local s = states[engine]
+  local is = s.is
+  if s.loop then
+    caller.error(call .. " came within a loop over micro-batches: it belongs after the loop, before optimizer:step()")
+  end
+  if is.micro == 0 then
+    caller.error(call .. ": there was no backward since the last step, so there are no gradients: it belongs between "
+      .. "model:backward(loss) and optimizer:step()")
+  end
+  if is.micro < is.n_micro then
+    caller.error(("%s after %d of %d micro-batches (gradient_accumulation_steps): it belongs after the last backward "
+      .. "of the step"):format(call, is.micro, is.n_micro))
+  end
+  if overlapped(s) then caller.error(call .. ": " .. step.GONE) end
+  if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end
+end
+
+--- `for engine in`: the engines of the process, closed ones too.
+---@return fun(): ps.Engine?
+function step.engines() return pairs(states) end
+
 -- Norm, overflow and clipping. Returns the factor on gradients in the update; false: the step is skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
@@ -772,16 +831,16 @@ local function measure(engine, s)
     return false
   end
   local scale = opt:grad_scale()
-  if s.measures then
-    local norm = timed(engine, NORM, nil, true) * scale
+  if s.measures or s.norm then
+    local norm = step.norm(engine)
     opt.grad_norm = norm
     if not types.finite(norm) then
       skipped = opt.checks_overflow
-      if not skipped then
+      if not skipped and (s.measures or next(s.clipped)) then
         error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
       end
     elseif opt.max_norm then
-      scale = scale * math.min(1, opt.max_norm / (norm + CLIP_EPS))
+      scale = scale * math.min(1, opt.max_norm / (norm + step.CLIP_EPS))
     end
   end
   if opt.scaler then opt.scaler:update(skipped) end
@@ -871,16 +930,18 @@ end
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
 --- step up, but not where parameters have been updated.
 ---@param engine ps.Engine
-function step.zero_grad(engine)
-  ps.check_running "optimizer:zero_grad()"
+---@param call? string of messages, default "optimizer:zero_grad()"
+function step.zero_grad(engine, call)
+  call = call or "optimizer:zero_grad()"
+  ps.check_running(call)
   engine:check_open()
-  step.check_no_loop(engine, "optimizer:zero_grad()")
+  step.check_no_loop(engine, call)
   local s = states[engine]
   local is = s.is
   if is.micro > 0 and is.micro < is.n_micro then return end
   if s.torn and s.torn.again then caller.error(s.torn.text) end
   if overlapped(s) then
-    caller.error("the step cannot be given up any more: backward has updated the parameters already; call "
+    caller.error(call .. ": the step cannot be given up any more: backward has updated the parameters already; call "
       .. "optimizer:step(), or set overlap_optimizer = false")
   end
   if is.micro > 0 then return step.give_up(engine) end

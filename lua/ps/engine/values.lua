@@ -3,6 +3,7 @@
 -- their gradients without the loss scale. Each rank gives what it owns.
 local ps = require "ps"
 local core = require "ps.nn.module"
+local scope = require "ps.scope"
 local step = require "ps.engine.step"
 local bit = require "bit"
 local C = ps.C
@@ -25,7 +26,7 @@ end
 ---@return ps.Tensor? grad nil: there is none, or another rank has it
 ---@return number factor
 function values.gradient(engine, param)
-  local grad = param:grad()
+  local grad = scope.grad_of(param)
   return grad ~= nil and own_gradient(engine, grad) or nil, engine.micro > 0 and engine.optimizer:grad_scale() or 1
 end
 

@@ -2,6 +2,7 @@
 -- ps.nn: modules and initialisations. One file per family; this one only gathers them.
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local hooks = require "ps.hooks"
 
 ---@class ps.nn
 local nn = {
@@ -13,16 +14,21 @@ for _, family in ipairs { "linear", "embedding", "norm", "activation", "containe
   for name, class in pairs(require("ps.nn." .. family)) do nn[name] = class end
 end
 
---- Scales the gradients of `params` so that their joint norm is at most max_norm; returns the norm before. The option
---- `max_norm` of an optimizer does the same without a second pass over the gradients.
----@param params ps.Tensor[]|ps.nn.Module
+--- Scales the gradients of `params` so that their joint norm is at most max_norm; returns the norm before. math.huge
+--- only measures. The option `max_norm` of an optimizer does the same without a second pass over the gradients.
+---
+--- Of a model that ps.initialize made, the norm is that of the step's mean gradient: over all micro-batches and ranks,
+--- without the loss scale. The update that follows multiplies the gradients of `params`, which may be some of the
+--- model's. It belongs between the last backward and optimizer:step(); all ranks call it. Where backward updates the
+--- parameters itself (overlap_optimizer, the default on the CPU) it is an error: gradient_clipping clips there.
+---@param params ps.Tensor[]|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm
 function nn.clip_grad_norm(params, max_norm)
   local optim = require "ps.optim"
   local ps = require "ps"
   local error = caller.error
-  if core.is_module(params) then params = params:parameters() end
+  if core.is_module(params) or require("ps.engine.handle").of(params) then params = params:parameters() end
   if type(params) ~= "table" then
     error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
   end
@@ -32,9 +38,11 @@ function nn.clip_grad_norm(params, max_norm)
     end
   end
   caller.typed(max_norm, "number", "nn.clip_grad_norm: max_norm")
+  local norm = hooks.ask("clip", params, max_norm)
+  if norm then return norm end
   local grads = {}
   for _, p in ipairs(params) do grads[#grads + 1] = p:grad() end
-  local norm = optim.global_norm(grads)
+  norm = optim.global_norm(grads)
   local factor = max_norm / (norm + 1e-6)
   if factor < 1 then
     ps.no_grad(function() for _, g in ipairs(grads) do g:mul_(factor) end end)

@@ -383,11 +383,12 @@ function Module:recompute_blocks(on)
   return count
 end
 
---- Drops all gradients.
+--- Drops all gradients. Of a model that ps.initialize made it does what optimizer:zero_grad() does.
 ---@param set_to_none? boolean PyTorch's: true, as without it
 function Module:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "module:zero_grad")
-  for _, p in ipairs(self:parameters()) do p:set_grad(nil) end
+  local params = self:parameters()
+  for _, p in ipairs(hooks.ask("zero_grad", params) or params) do p:set_grad(nil) end
 end
 
 local TO = { dtype = "string", device = "string" }
