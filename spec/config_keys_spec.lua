@@ -20,7 +20,8 @@ local DEEPSPEED = {
   ["scheduler.params"] = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio "
     .. "cos_min_ratio cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
     .. "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
-    .. "decay_mom_rate lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+    .. "decay_mom_rate lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+    .. "last_batch_iteration",
   fp16 = "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
     .. "min_loss_scale fp16_master_weights_and_grads",
   bf16 = "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",

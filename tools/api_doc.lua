@@ -289,7 +289,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put_functions("optim.", ps.optim)
   local p = ps.nn.Parameter(ps.zeros { 1 })
   local opt = ps.optim.SGD({ p }, { lr = 1 })
-  put_functions("optimizer:", getmetatable(opt).__index, true)
+  put_functions("optimizer:", select(2, getmetatable(opt).__names(opt)), true)
   put_functions("scaler:", getmetatable(ps.optim.GradScaler()).__index, true)
   section "ps.sched"
   put_functions("sched.", ps.sched)

@@ -34,6 +34,7 @@ local config = {}
 ---@field device "auto"|"cpu"|"sim"|"cuda"
 ---@field eviction string one of ps.config.policies
 ---@field prefetch boolean|integer integer: bytes at most
+---@field rate_given boolean optimizer.params.lr was given
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
@@ -134,6 +135,7 @@ end
 local function settle_optimizer(state, cfg)
   local optimizer = cfg.optimizer
   local params = optimizer.params
+  cfg.rate_given = state.given["optimizer.params.lr"] ~= nil
   if optimizer.type:lower() == "sgd" then
     optimizer.type = "SGD"
     refuse_others(state, OF_ADAM, "SGD", "Adam and AdamW")
@@ -163,7 +165,7 @@ end
 local function settle_scheduler(state, cfg)
   local scheduler = cfg.scheduler
   if not scheduler then return end
-  local params, lr = scheduler.params, cfg.optimizer.params.lr
+  local params, lr = scheduler.params, cfg.rate_given and cfg.optimizer.params.lr or nil
   local name = SCHEDULERS[scheduler.type:lower()]
   if name ~= scheduler.type then
     state:note("scheduler.type: \"%s\" is read as \"%s\", which is how DeepSpeed needs it written", scheduler.type,

@@ -102,7 +102,7 @@ end
 ---@field taken? {name: string, engine: table} ps.initialize took a parameter of that name, and not this optimizer
 ---@field per_rank? boolean in a group of several ranks, each updates by its own gradients
 local Optimizer = {}
-Optimizer.__index = Optimizer
+groups.fields(Optimizer, Optimizer)
 
 function Optimizer:__tostring()
   return text_of({ kind = self.kind.name, steps = self.steps, max_norm = self.max_norm, groups = self.groups },
@@ -159,8 +159,6 @@ local function build(kind, params, options)
     for key, value in pairs(checked_options(kind, given, what, OF_GROUP)) do group[key] = value end
     local problem = groups.problem(group)
     if problem then error(("%s: %s"):format(what, problem)) end
-    -- Schedules set the optimizer's rate; a group keeps its proportion to it.
-    group.lr_scale = self.defaults.lr ~= 0 and group.lr / self.defaults.lr or 1
     self.groups[number] = group
     for i, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
       groups.check_trainable(p, group.param_names and group.param_names[i], i, what)
@@ -171,6 +169,7 @@ local function build(kind, params, options)
     end
   end
   if #self.entries == 0 then error(kind.name .. ": there are no parameters") end
+  groups.begin_rates(self, options.lr)
   self.trained = seen
   core.optimizers[self] = true
   return self
@@ -351,7 +350,9 @@ function Optimizer:zero_grad(set_to_none)
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
---- Sets the learning rate that groups are scaled from; takes effect on the next step.
+--- Sets the learning rate; takes effect on the next step. A group that was given another rate than the optimizer keeps
+--- its ratio to the optimizer's. Groups with unlike rates of an optimizer that was given none are refused: set
+--- optimizer.groups[i].lr.
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")

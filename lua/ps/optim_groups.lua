@@ -56,14 +56,123 @@ function groups.check(list, kind)
   end
 end
 
---- Sets the rate that an optimizer's groups are scaled from; takes effect on the next step.
----@param optimizer {groups: table[], lr?: number}
----@param lr number
-function groups.set_lr(optimizer, lr)
+-- -- rates -----------------------------------------------------------------------------------------------------------
+-- A group has an initial rate (initial_lr), which schedules and set_lr begin from. The optimizer's own rate (base_lr)
+-- is the one it was given; else the one that all groups have; else it has none (false).
+local function base_of(list, given)
+  local alike = true
+  for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
+  if given == nil then return alike and list[1].initial_lr end
+  if given == 0 and not (alike and list[1].initial_lr == 0) then return false end
+  return given
+end
+
+-- Notes the rates that psluajit itself set: a script's assignments are told from them.
+local function note_rates(list)
+  for _, group in ipairs(list) do group.known_lr = group.lr end
+end
+
+--- Takes the groups' rates as their initial ones.
+---@param optimizer {groups: table[]}
+---@param given? number the optimizer's own rate; nil: it was given none
+function groups.begin_rates(optimizer, given)
+  for _, group in ipairs(optimizer.groups) do group.initial_lr = group.lr end
+  note_rates(optimizer.groups)
+  optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
+end
+
+--- Takes rates that the script assigned to groups since as their initial ones: a schedule begins.
+---@param optimizer {groups: table[]}
+function groups.renew_rates(optimizer)
+  for _, group in ipairs(optimizer.groups) do
+    if group.lr ~= group.known_lr then group.initial_lr = group.lr end
+  end
+  optimizer.base_lr = base_of(optimizer.groups, optimizer.given_lr)
+end
+
+--- The groups' rates as text, and whether they are all equal.
+---@param list table[]
+---@param key? string "lr" (default) or "initial_lr"
+---@return string text
+---@return boolean alike
+function groups.rates(list, key)
+  local texts, alike = {}, true
+  for i, group in ipairs(list) do
+    texts[i] = ("%.14g"):format(group[key or "lr"])
+    alike = alike and group[key or "lr"] == list[1][key or "lr"]
+  end
+  return table.concat(texts, ", ", 1, math.min(#texts, 6)) .. (#texts > 6 and ", ..." or ""), alike
+end
+
+local function check_lr(lr, call)
   local problem = check.problem(lr, types.OPTIMIZER.lr)
-  if problem then error("optimizer:set_lr: the rate " .. problem) end
-  for _, group in ipairs(optimizer.groups) do group.lr = lr * group.lr_scale end
-  optimizer.lr = lr
+  if problem then error(call .. ": the rate " .. problem) end
+end
+
+--- Sets the rate of each group from rate_of(group).
+---@param optimizer {groups: table[]}
+---@param rate_of fun(group: table): number
+function groups.each_rate(optimizer, rate_of)
+  for _, group in ipairs(optimizer.groups) do group.lr = rate_of(group) end
+  note_rates(optimizer.groups)
+end
+
+--- Sets the optimizer's rate; takes effect on the next step. A group whose initial rate differs keeps its ratio to the
+--- optimizer's own rate. Groups with unlike rates of an optimizer that was given none are refused.
+---@param optimizer {groups: table[], base_lr: number|false}
+---@param lr number
+---@param call? string of messages, default "optimizer:set_lr"
+function groups.set_lr(optimizer, lr, call)
+  call = call or "optimizer:set_lr"
+  check_lr(lr, call)
+  local base = optimizer.base_lr
+  if base == false then
+    error(("%s: the groups have the rates %s, and the optimizer was given none of its own, so their ratios to %.14g "
+      .. "are not known: give the optimizer an lr, which groups keep their ratio to, or set optimizer.groups[i].lr")
+      :format(call, groups.rates(optimizer.groups, "initial_lr"), lr))
+  end
+  groups.each_rate(optimizer, function(group) return base == 0 and lr or lr * (group.initial_lr / base) end)
+end
+
+-- optimizer.lr = lr
+local function assign_lr(optimizer, lr)
+  check_lr(lr, "optimizer.lr")
+  local text, alike = groups.rates(optimizer.groups)
+  if not alike then
+    error(("optimizer.lr = %.14g: the groups have the rates %s: set optimizer.groups[i].lr of each, or call "
+      .. "optimizer:set_lr(lr), which keeps their ratios"):format(lr, text))
+  end
+  groups.each_rate(optimizer, function() return lr end)
+end
+
+-- optimizer.lr
+local function read_lr(optimizer)
+  local list = rawget(optimizer, "groups")
+  if not list or not list[1] then return nil end
+  local text, alike = groups.rates(list)
+  if alike then return list[1].lr end
+  error(("optimizer.lr: the groups have the rates %s: read optimizer.groups[i].lr"):format(text))
+end
+
+--- The __index and __newindex of optimizers: param_groups is groups, as PyTorch calls them, and lr the rate of all.
+---@param methods table
+---@param instance table the metatable that gets both
+---@return table instance
+function groups.fields(methods, instance)
+  function instance.__index(self, key)
+    if key == "param_groups" then return rawget(self, "groups") end
+    if key == "lr" then return read_lr(self) end
+    return methods[key]
+  end
+  function instance.__newindex(self, key, value)
+    if key == "lr" then return assign_lr(self, value) end
+    if key == "param_groups" then
+      error "optimizer.param_groups is the list of groups: change a group's settings, optimizer.param_groups[1].lr = 1"
+    end
+    rawset(self, key, value)
+  end
+  function instance.__names(self) return { param_groups = rawget(self, "groups") }, methods end
+  return instance
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
@@ -102,7 +211,12 @@ function groups.from_text(list, saved)
       group[key] = type(value) == "string" and tonumber(value) or value
     end
   end
+  note_rates(list)
 end
+
+--- Notes rates that were loaded.
+---@param list table[]
+function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
 --- The groups of a configuration: its optimizer's settings, and what the script's param_groups change of them.

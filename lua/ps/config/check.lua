@@ -324,7 +324,8 @@ local function add_asked(state, raw, asked)
 end
 
 -- What settling adds to a checked table.
-local DERIVED = { precision = true, counts_micro_batches = true, grad_accum_dtype = true, ["fp16.dynamic"] = true,
+local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, grad_accum_dtype = true,
+  ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
 --- A checked table as it could have been written: the given keys, and all keys that differ from their defaults.

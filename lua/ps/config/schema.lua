@@ -135,7 +135,10 @@ local sections = {
     { "muon_lr", T.any, nil, R, OTHER }, { "adam_lr", T.any, nil, R, OTHER },
     { "ns_method", T.any, nil, R, OTHER },
   } },
-  { "scheduler", "Absent: the rate stays as the optimizer has it.", optional = true, {
+  { "scheduler", "Absent: the rate stays as the optimizer has it. With several groups WarmupLR, WarmupDecayLR, "
+    .. "OneCycle and LRRangeTest give all groups the same rate, and WarmupCosineLR multiplies each group's own, as in "
+    .. "DeepSpeed. The other schedules set the optimizer's rate, to which each group keeps its ratio; they refuse "
+    .. "groups of unlike rates where optimizer.params.lr is not given.", optional = true, {
     { "type", T.string, nil, H, "DeepSpeed's with its formulas, or warmup_cosine, warmup_linear, constant of ps.sched",
       required = true, check = one_of(SCHEDULERS, "the schedules are ") },
   } },
@@ -144,6 +147,7 @@ local sections = {
     { "warmup_max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
     { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
   { "scheduler.params", "", of = "WarmupDecayLR", {
     { "total_num_steps", T.integer(1), nil, H, "steps until the rate is back at warmup_min_lr", required = true },
@@ -151,6 +155,7 @@ local sections = {
     { "warmup_max_lr", T.fp32, 1e-3, H, "rate after warm-up" },
     { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
   { "scheduler.params", "Shares of the optimizer's rate.", of = "WarmupCosineLR", {
     { "total_num_steps", T.integer(1), nil, H, "steps until cos_min_ratio", required = true },
@@ -158,6 +163,7 @@ local sections = {
     { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
     { "cos_min_ratio", T.ratio, 1e-4, H, "share at the end" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
   { "scheduler.params", "", of = "OneCycle", {
     { "cycle_min_lr", T.fp32, nil, H, "rate at both ends of the cycle", required = true },
@@ -172,12 +178,14 @@ local sections = {
     { "cycle_min_mom", T.ratio, 0.8, H, "beta1 in the middle" },
     { "cycle_max_mom", T.ratio, 0.9, H, "beta1 at both ends" },
     { "decay_mom_rate", T.fp32, 0, H, "after the cycle: max x (1 + rate x intervals)" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
   { "scheduler.params", "", of = "LRRangeTest", {
     { "lr_range_test_min_lr", T.fp32, 1e-3, H, "rate at the start" },
     { "lr_range_test_step_size", T.integer(1), 2000, H, "steps of an interval" },
     { "lr_range_test_step_rate", T.fp32, 1.0, H, "growth in an interval, in starting rates" },
     { "lr_range_test_staircase", T.boolean, false, H, "grow at the end of intervals only" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
   { "scheduler.params", "Half a cosine, with its floor as a rate.", of = "warmup_cosine", {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },

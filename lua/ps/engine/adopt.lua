@@ -31,7 +31,9 @@ end
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
   for _, name in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do
-    said["optimizer.params." .. name] = { optimizer.defaults[name], "the optimizer's " .. name }
+    local value = optimizer.defaults[name]
+    if name == "lr" then value = optimizer.given_lr end           -- without one the groups have theirs
+    if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
   return said

@@ -25,9 +25,9 @@ local ffi, C = ps.ffi, ps.C
 ---@field ranges {first: integer, n: integer}[] by group: its parameters, by their places in the model (row.order)
 ---@field grad_norm? number of the last step, before clipping; nil when nothing asked for it
 local Optimizer = {}
-Optimizer.__index = Optimizer
+local INSTANCE = groups.fields(Optimizer, {})
 
-function Optimizer:__tostring()
+function INSTANCE:__tostring()
   return text_of(self, function(number)
     local params = {}
     for i, row in ipairs(self.built.list) do
@@ -181,7 +181,9 @@ function Optimizer:zero_grad(set_to_none)
   step.zero_grad(engine)
 end
 
---- Sets the learning rate that groups are scaled from; takes effect on the next step.
+--- Sets the learning rate; takes effect on the next step. A group that was given another rate than the optimizer keeps
+--- its ratio to the optimizer's. Groups with unlike rates of an optimizer that was given none are refused: set
+--- optimizer.groups[i].lr.
 ---@param lr number
 function Optimizer:set_lr(lr)
   step.check_settings(self.engine, "set_lr")
@@ -234,12 +236,11 @@ function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
 ---@param cfg ps.Config
 ---@return ps.EngineOptimizer
 function optimizer.new(engine, built, cfg)
-  local params = cfg.optimizer.params
   local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
     ranges = {}, averages = groups.averages(cfg.optimizer, engine.param_groups),
     groups = groups.configured(cfg.optimizer, engine.param_groups),
-    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, Optimizer)
-  for _, group in ipairs(self.groups) do group.lr_scale = params.lr ~= 0 and group.lr / params.lr or 1 end
+    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
+  groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
   -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.
   local all = copied(built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
@@ -258,7 +259,6 @@ function optimizer.new(engine, built, cfg)
     return a.order < b.order
   end)
   for i, row in ipairs(built.list) do self.group_of[i] = row.group end
-  self.lr = params.lr
   return self
 end
 

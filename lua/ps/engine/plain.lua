@@ -17,7 +17,9 @@ local plain = {}
 ---@class ps.engine.PlainOptimizer: ps.EngineOptimizer with ps.optim's for the arithmetic
 ---@field inner ps.Optimizer
 local PlainOptimizer = setmetatable({}, { __index = optimizer.methods })
-PlainOptimizer.instance = { __index = PlainOptimizer, __tostring = function(self) return tostring(self.inner) end }
+PlainOptimizer.instance = optim_groups.fields(PlainOptimizer, { __tostring = function(self)
+  return tostring(self.inner)
+end })
 
 -- -- called by the step -----------------------------------------------------------------------------------------------
 function PlainOptimizer:settings_into(how) how.groups = nil end
@@ -71,11 +73,6 @@ function PlainOptimizer:drop()
 end
 PlainOptimizer.drop_own = PlainOptimizer.drop
 function PlainOptimizer:loaded() self.inner.steps = self.steps end
-
-function PlainOptimizer:set_lr(lr)
-  self.inner:set_lr(lr)
-  self.lr = lr
-end
 
 -- For state.lua.
 function PlainOptimizer:count() return #self.engine.built.list end
@@ -177,7 +174,7 @@ function plain.initialize(self, request)
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
   end
   local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
-    { lr = cfg.optimizer.params.lr })
+    { lr = cfg.rate_given and cfg.optimizer.params.lr or nil })
   inner.of_engine = true
   local rows = named_rows(module, inner, made)
   local trains, untrained = {}, {}
@@ -192,8 +189,9 @@ function plain.initialize(self, request)
   for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
   self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
     kind = cfg.optimizer.type, averages = optim_groups.averages(cfg.optimizer, self.param_groups), steps = 0,
-    n_updated = 0, lr = cfg.optimizer.params.lr,
+    n_updated = 0,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
+  optim_groups.begin_rates(self.optimizer, cfg.rate_given and cfg.optimizer.params.lr or nil)
 end
 
 return plain

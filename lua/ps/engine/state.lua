@@ -265,6 +265,7 @@ local function load_torch(opt, saved)
     for _, key in ipairs(optim_groups.SETTINGS[opt.kind]) do
       if type(group[key]) == "number" then group[key] = number_of(from[key]) or group[key] end
     end
+    optim_groups.loaded { group }
     if from.nesterov ~= nil and opt.kind == "SGD" then group.nesterov = from.nesterov end
     if from.betas then group.betas = { number_of(from.betas[1]), number_of(from.betas[2]) } end
   end
