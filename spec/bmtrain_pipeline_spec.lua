@@ -157,6 +157,7 @@ local GUIDE = [[
     self.list = few(2)
     self.mine = self.list[0].scale
   end
+  function Shared:forward(x) return self.list(x, 1, 2, 3) end
   local shared = Shared()
   manager = bmt.optim.OptimManager()
   manager:add_optimizer(bmt.optim.AdamOptimizer(shared:parameters()))

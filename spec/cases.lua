@@ -670,9 +670,9 @@ do
   for _, N in ipairs { 1, 5, 130 } do
     stats[#stats + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, attrs = args(5, 30) }
     stats[#stats + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), mass(33), attrs = args(5, 30) }
-    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), NONE, attrs = args(5, 30, 1, 0, 2),
+    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), NONE, attrs = args(5, 30, 1, 2),
                             prepare = others(N, 3) }
-    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), mass(33), attrs = args(5, 30, 1, 0),
+    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), mass(33), attrs = args(5, 30, 1),
                             prepare = others(N, 4) }
   end
   stats[#stats + 1] = { F({ 3, 5 }, -5, 5), I({ 3 }, 0, 40), NONE, attrs = args(40, 0) }           -- padding alone

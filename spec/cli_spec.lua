@@ -223,15 +223,15 @@ describe("psluajit's command line", function()
     shell("cp -r '%s' '%s/psluajit.root' '%s/gen' %s/copy/build", paths.exe, build, build, scratch)
     shell("cp -r '%s' '%s/psluajit.root' '%s/gen' %s/alone", paths.exe, build, build, scratch)
     local show = [[ -e 'local ps = require "ps"
-      print(require("ps.paths").root, debug.getinfo(ps.zeros_like).source)']]
+      print(require("ps.paths").root, debug.getinfo(require("ps.nearest").find).source)']]
     local function says(folder)
       local p = assert(io.popen(("env -u LUA_PATH -u LUA_INIT %s/%s/psluajit%s 2>&1"):format(scratch, folder, show)))
       local text = p:read("*a")
       p:close()
       return text
     end
-    assert.equal(("%s/copy\t@%s/copy/lua/ps/init.lua\n"):format(scratch, scratch), says("copy/build"))
-    assert.equal(("%s\t@%s/lua/ps/init.lua\n"):format(paths.root, paths.root), says("alone"))
+    assert.equal(("%s/copy\t@%s/copy/lua/ps/nearest.lua\n"):format(scratch, scratch), says("copy/build"))
+    assert.equal(("%s\t@%s/lua/ps/nearest.lua\n"):format(paths.root, paths.root), says("alone"))
   end)
 
   it("takes its own modules before those of the current folder, and the user's models before its own", function()

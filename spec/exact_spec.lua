@@ -106,7 +106,7 @@ describe("an argument too many is an error", function()
 
   it("of optimizers, schedules, loaders and groups", function()
     local optimizer = ps.optim.SGD(nn.Linear(2, 2), { lr = 1 })
-    walk("optimizer:", getmetatable(optimizer).__index)
+    walk("optimizer:", select(2, getmetatable(optimizer).__names(optimizer)))
     walk("schedule:", getmetatable(ps.sched.constant { optimizer = optimizer, max_lr = 1 }).__index)
     local group = ps.dist.self()
     walk("group:", getmetatable(group).__index)

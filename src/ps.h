@@ -598,7 +598,8 @@ typedef struct ps_action_how {
   uint32_t first_op, pad;
 } ps_action_how;
 /* Begins the action that is due; it must be of this kind. A forward may be done again until its backward begins, and a
- * backward may go without. A norm may come before the update of a step whose table has none. how: NULL: all 0. PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
+ * backward may go without. A norm may come before the update of a step whose table has none. how: NULL: all 0.
+ * PS_ESTATE: another action is due or under way, or no step is. PS_EINVAL:
  * an update in a backward that is not the last, or whose step has a norm or several virtual stages; a slot in one that
  * is not the last of its virtual stage. */
 int ps_step_next(ps_step *step, int kind, const ps_action_how *how);

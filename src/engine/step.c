@@ -14,7 +14,8 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 enum { MAX_VSTAGES = 1 << 16 };
 
 /* The call of a script that asks for the action. */
-static const char *const calls[PS_ACT_COUNT] = { "", " (model(...) with gradients; an evaluation goes within ps.no_grad)", " (model:backward)", "",
+static const char *const calls[PS_ACT_COUNT] = {
+    "", " (model(...) with gradients; an evaluation goes within ps.no_grad)", " (model:backward)", "",
                                                  "", "", " (optimizer:step())", " (optimizer:step())" };
 
 /* -- life --------------------------------------------------------------------------------------------------------- */
