@@ -136,7 +136,6 @@ end
 ---@class ps.Targets
 ---@field count number targets that count
 ---@field places number all of them, ignored ones too
----@field explicit? boolean the model's count_targets said so
 
 -- What fn(...) gives; nil in a dry run of a script where it reads values that the script did not write itself.
 local function known(fn, ...)
@@ -164,9 +163,8 @@ function batch.targets(model, given)
     end
   end
   if labels == nil and count == nil then return nil end
-  local explicit = count ~= nil
   count = count or known(function() return labels:ne(batch.IGNORED):sum():item() end) or labels:numel()
-  return { count = count, places = labels ~= nil and labels:numel() or count, explicit = explicit }
+  return { count = count, places = labels ~= nil and labels:numel() or count }
 end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------

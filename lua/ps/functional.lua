@@ -142,8 +142,7 @@ function F.cross_entropy(logits, target, options)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(logits, target, options, "F.cross_entropy")
   end
-  return losses.counted(ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options,
-    "F.cross_entropy")), target, options)
+  return ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
 end
 
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
@@ -163,8 +162,7 @@ function F.lm_loss(x, w, target, options)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
   end
-  return losses.counted(ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options,
-    "F.lm_loss")), target, options)
+  return ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"))
 end
 
 local EMBEDDING = { padding_idx = "whole" }

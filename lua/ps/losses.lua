@@ -4,7 +4,6 @@
 local E = require "ps.ffi"
 local tensor = require "ps.tensor"
 local scope = require "ps.scope"
-local loss_weight = require "ps.loss_weight"
 local ops, caller = E.ops, E.caller
 local error = caller.error
 
@@ -151,21 +150,9 @@ local function class_loss(logp, target, chosen, smooth, call)
   end
   local terms, share = class_terms(logp, target, weight, chosen.ignore_index or -100, smooth)
   if reduction == "none" then return terms end
+  if reduction == "sum" then return terms:sum() end
   local sum = share:sum()
-  local loss = terms:sum()
-  if reduction == "mean" then loss = loss / tensor.where(sum:eq(0), 1, sum) end          -- the mean of none is 0
-  return loss_weight.note(loss, reduction, function() return sum end, target:numel())
-end
-
---- Notes what a loss of an op weighs: as many as its targets that are not ignored.
----@param loss ps.Tensor
----@param target ps.Tensor
----@param chosen {ignore_index?: integer, reduction?: string}
----@return ps.Tensor loss
-function losses.counted(loss, target, chosen)
-  if not loss_weight.watched() then return loss end
-  return loss_weight.note(loss, chosen.reduction, function() return target:ne(chosen.ignore_index or -100):sum() end,
-    target:numel())
+  return terms:sum() / tensor.where(sum:eq(0), 1, sum)                   -- the mean of none is 0
 end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }

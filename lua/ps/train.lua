@@ -17,7 +17,6 @@ local types = require "ps.config.types"
 local error = caller.error
 local agree = require "ps.dist.agree"
 local batch = require "ps.batch"
-local loss_weight = require "ps.loss_weight"
 local checkpoints = require "ps.checkpoints"
 local mesh = require "ps.mesh"
 local progress = require "ps.progress"
@@ -70,13 +69,9 @@ local function losses_of(model, given, own)
   end
 end
 
--- The weight of a held-out batch: what its model's count_targets says, else what the ops of its loss counted, else the
--- number of its labels that are not -100, or of its rows where it has no targets to count. In a pipeline the ops are on
--- the last stage alone.
-local function held_out_weight(model, given, noted)
-  local engine = handle.of(model)
+-- The weight of a held-out batch: the number of its targets, or of its rows where it has no targets to count.
+local function held_out_weight(model, given)
   local found, first = batch.targets(model, given), given[1]
-  if noted and not (found and found.explicit) and not (engine and engine.pipe) then return noted.count end
   if found then return found.count end
   return ps.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
 end
@@ -100,8 +95,8 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
---- Mean loss over an iterator of batches, weighed by what the targets of their losses count (by rows, where no loss op
---- and no labels say it), without gradients and with the model in evaluation mode. With an engine of several ranks
+--- Mean loss over an iterator of batches, weighed by their targets that count (-100 does not; by rows, where a batch
+--- has no targets to count), without gradients and with the model in evaluation mode. With an engine of several ranks
 --- all call it, with as many batches each, and get the mean over all of theirs.
 ---@param model ps.nn.Module|ps.Engine
 ---@param batches fun(): ... gives x, y or one table with names; nil at the end
@@ -122,13 +117,10 @@ function train.evaluate(model, batches, options)
       stopped = stop
       if stop or not has then break end
       number = number + 1
-      local turns = losses_of(model, given, options.loss)
-      repeat
-        local turn, noted = loss_weight.during(function() return { turns() } end)
-        local loss, part = turn[1], turn[2]
-        local weight = loss ~= nil and held_out_weight(model, part, noted) or 0
+      for loss, part in losses_of(model, given, options.loss) do
+        local weight = held_out_weight(model, part)
         if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
-      until loss == nil
+      end
     end
     sum, weights = sums(ranks.dp, sum, weights)
   end)
@@ -249,8 +241,6 @@ function Run:weight(given, loss)
   local engine = handle.of(model)
   if engine then return (engine_step.weight_of(engine, loss)) end
   local found = batch.targets(model, given)
-  if not (found and found.explicit) then found = loss_weight.of(loss) or found end
-  loss_weight.forget()
   if not found then return 1 end
   if (self.options.accumulate or 1) == 1 then return found.count > 0 and 1 or 0 end
   if not self.places and found.places > 0 then self.places = found.places end
@@ -366,7 +356,6 @@ end
 
 local function loop(self)
   local options = self.options
-  loss_weight.watch()
   if (options.accumulate or 1) > 1 and not handle.of(options.model) then
     for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32(true) end
   end

@@ -9,7 +9,6 @@ local batch = require "ps.batch"
 local caller = require "ps.caller"
 local copied = require "ps.copied"
 local hooks = require "ps.hooks"
-local loss_weight = require "ps.loss_weight"
 local scope = require "ps.scope"
 local types = require "ps.config.types"
 local handle = require "ps.engine.handle"
@@ -80,7 +79,6 @@ local function forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
   s.evaluates = false
   s.total, s.unit, s.factors, s.norm, s.clipped = 0, false, {}, nil, {}
-  loss_weight.forget()
 end
 
 --- Gives an engine its step.
@@ -95,7 +93,6 @@ function step.new(engine)
     targets_of = setmetatable({}, { __mode = "k" }), from = setmetatable({}, { __mode = "k" }), loop = false,
     turn = false, half_restored = false, torn = false, last_key = false }
   forget(s)
-  loss_weight.watch()
   states[engine] = s
   return c
 end
@@ -648,18 +645,8 @@ local function check_of_loop(engine, s, loss)
 end
 
 -- -- model:backward ---------------------------------------------------------------------------------------------------
--- Refuses a loss of a pipeline whose ops counted other targets than all ranks did.
-local function check_counted(noted, found)
-  local counted = found and found.count or 1
-  if noted.count == counted then return end
-  caller.error(("the loss of a model in stages is the mean over targets that weigh %.14g, and the ranks of the other "
-    .. "stages count %.14g in the batch (labels that are not -100): say it on all ranks, model:backward(out.loss, "
-    .. "{ weight = ... }), or by the model's method count_targets(...)"):format(noted.count, counted))
-end
-
---- The weight of a loss (weigh.loss): what its ops noted (ps.loss_weight), unless the model's count_targets says it. A
---- loss of other ops has the targets of the last batch. In a pipeline the last stage alone has the ops, and all ranks
---- need the weight, so the targets of the batch count there, and ops that counted otherwise are an error.
+--- The weight of a loss (weigh.loss). A loss that a script made of the model's output has the targets of the last
+--- batch.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -670,12 +657,6 @@ function step.weight_of(engine, loss, options)
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
   if s.turn and s.from[loss] == nil then found = s.turn.targets end     -- s.targets may be of an evaluation since
-  local given = type(options) == "table" and options.weight ~= nil
-  local counts = engine.device == engine.host or weigh.several(engine, step.count(engine))   -- else the host would wait
-  if counts and not given and not (found and found.explicit) then
-    local noted = loss_weight.of(loss)
-    if noted and engine.pipe then check_counted(noted, found) else found = noted or found end
-  end
   return weigh.loss(engine, step.count(engine), found, options)
 end
 
@@ -729,15 +710,14 @@ local function backward(engine, s, loss, weight, places)
   local root = weighed(engine, loss, factor)
   if engine.report then engine.report:take_loss(loss, weight) end
   timed(engine, BACKWARD, how, root)
-  loss_weight.forget()
   if s.is.due.kind == REDUCE then timed(engine, REDUCE) end
   s.turn = false
 end
 
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
---- ranks, a micro-batch weighs as much as the targets of its loss count: F.cross_entropy, F.lm_loss and F.nll_loss note
---- it, with ignore_index and class weights, so that the mean over a batch's tokens does not depend on the cut into
---- micro-batches. `weight` says it instead. Where no target of a step counts, step() skips the step (engine/weigh.lua).
+--- ranks, a micro-batch weighs as much as it has targets (those that are not -100), so that the mean over a batch's
+--- tokens does not depend on the cut into micro-batches. `weight` is the number of targets where the engine cannot
+--- count them. Where no target of a step counts, step() skips the step (engine/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}

@@ -10,7 +10,6 @@
 -- Sizes: B samples, T positions, t ranks.
 local ps = require "ps"
 local caller = require "ps.caller"
-local loss_weight = require "ps.loss_weight"
 local core = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
 local linear = require "ps.nn.linear"
@@ -492,17 +491,14 @@ function Head:loss(x, targets, options)
   local region, w, words = self.region, weight_of(self), self.outputs
   local per, N, dtype = w:size(0), targets:numel(), w:dtype() == "fp64" and "fp64" or "fp32"
   targets = targets:reshape(N):to "int64"
-  local weight
   local rows, mass = ps.no_grad(function()
     local counts = counted(targets, options.ignore_index or -100, words, call):to(dtype)
     local share, smooth, own, all = weights_of(options, targets, counts, words, region.rank * per, per, dtype, call)
-    weight = loss_weight.watched() and share:sum()
     return coefficients(share, counts, smooth, all, words, reduction), own
   end)
   local parted = region:has_part(x)
-  local loss = region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self),
-    mass = mass, words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
-  return loss_weight.note(loss, reduction, function() return weight end, N)
+  return region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self), mass = mass,
+    words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
 end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
@@ -574,8 +570,7 @@ function CrossEntropy:forward(logits, targets)
   local mine = ps.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
   local losses = losses_of(region.group, mine, counts)
   if self.reduction == "none" then return losses:reshape(targets:shape()) end
-  return loss_weight.note(reduced(losses, counts, self.reduction), self.reduction, function() return counts:sum() end,
-    N)
+  return reduced(losses, counts, self.reduction)
 end
 
 return { Region = Region, ColumnParallelLinear = Column, RowParallelLinear = Row, VocabParallelEmbedding = Vocabulary,
