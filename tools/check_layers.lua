@@ -47,12 +47,12 @@ local RULES = {
   { of = "lua/ps/tensor_math%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
   { of = "lua/ps/tensor_index%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
   { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor_math$", "ps%.tensor_index$",
-    "ps%.pretty$", "ps%.array$", "ps%.exact$" },
+    "ps%.pretty$", "ps%.array$", "ps%.exact$", "ps%.hooks$" },
   { of = "lua/ps/tensor_composed%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor$" },
   { of = "lua/ps/losses%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.scope$" },
   { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$", "ps%.hooks$" },
   { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.exact$", "ps%.hooks$", "ps%.lists$", "ps%.rectangles$",
-    "ps%.nn", "ps%.optim$", "ps%.engine%.handle$" },                  -- handle: a model's module, and no engine
+    "ps%.mesh$", "ps%.nn", "ps%.optim$", "ps%.engine%.handle$" },     -- handle: a model's module, and no engine
   { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
   { of = "models/", "ps", "models%." },
 }

@@ -203,6 +203,7 @@ end
 -- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that are not there,
 -- and readers would begin them anew.
 local function check_layout(self, call)
+  if not self._layout then return end                         -- not made by its class: there is nothing to compare with
   local layout, lost, new, other = layout_of(self), {}, {}, {}
   for name, shape in pairs(self._layout) do
     if not layout[name] then lost[#lost + 1] = name
