@@ -69,13 +69,8 @@ add_models() {
   touch "$1/models-$2"
 }
 
-# From the commit, so that each draws cases of its own and a run can be repeated; without git from the sources.
-seed_of_tree() {
-  local name
-  name=$(git -C "$root" rev-parse HEAD 2>/dev/null) ||
-    name=$(cd "$root" && find src lua models spec/oracle -type f | LC_ALL=C sort | xargs cat | sha256sum)
-  echo $((16#${name:0:7}))
-}
+# The seed of drawn cases is fixed: what passes once passes again. ORACLE_SEED=n, or ORACLE_SEED=new, draws others.
+SEED=12893112
 
 # One part, whose lines stay together; the last one is "oracle: PART ended well" or "oracle: PART failed".
 run_part() {
@@ -96,7 +91,8 @@ run_part() {
 run_parts() {
   local build=${1:-build} python seed parts cases passed failed
   python=$(find_python) || exit $?
-  seed=${ORACLE_SEED:-$(seed_of_tree)}
+  seed=${ORACLE_SEED:-$SEED}
+  [ "$seed" = new ] && seed=$(date +%s)
   log=$(mktemp) || exit 1                     # not local: the trap reads it
   trap 'rm -f "$log"' EXIT
   export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python

@@ -105,8 +105,8 @@ def elements(case, kind, key, ours, theirs, exact, off):
         rule("x ^ 0.5 of -inf and -0 is that of sqrt or of pow (in PyTorch, too, by the type)",
              torch.isneginf(x) | (x == 0) if x.shape == ours.shape else zeros)
     backward = ("gelu_backward", "silu_backward", "act_mul_backward")
-    if kind == "grad" and case.row in ("silu", "gelu", "act_mul", "activations") or case.row in backward:
-        rule("a gradient of silu or gelu that vanishes may have either sign", zeros)
+    if case.row in ("silu", "gelu", "act_mul", "activations") or case.row in backward:
+        rule("a value or a gradient of silu or gelu that vanishes may have either sign", zeros)
     if case.row in ("silu", "gelu"):
         rule("silu and gelu of -inf are 0, their limit (NaN in PyTorch), and so are their gradients", finite
              & torch.isnan(theirs))
