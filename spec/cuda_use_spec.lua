@@ -234,7 +234,8 @@ describe("on the device cuda", function()
       says(function() return ps.ones { 2 }:to("cuda:1") end, "CUDA_VISIBLE_DEVICES says which")
       says(function() return ps.ones { 2 }:cuda() end, 't:to("cuda")')
       says(function() return model:to("cdua") end, "no device called 'cdua'")
-      says(function() return ps.data.loader { file = "x", batch = 1, seq = 1, device = "gpu" } end, "no device called 'gpu'")
+      says(function() return ps.data.loader { file = "x", batch = 1, seq = 1, device = "gpu" } end,
+        "no device called 'gpu'")
       says(function() return ps.ones({ 2 }, { device = "cuda" }) + ps.ones { 2 } end,
         "inputs are on different devices: cuda and cpu (input b); move one with :to(device)")
     ]]
