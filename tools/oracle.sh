@@ -7,7 +7,7 @@
 #   tools/oracle.sh clean        removes the environments of other versions
 # The environment is $XDG_CACHE_HOME/psluajit/oracle-HASH (~/.cache without XDG_CACHE_HOME), HASH that of the versions:
 # 4 GB, kept between runs, shared by all checkouts. PS_TORCH_PYTHON=PATH takes that python instead. ORACLE_SEED=n draws
-# other cases (the default is fixed; new: by the clock), ORACLE_CASES=n sets how many each part draws, ORACLE_PARTS="a b"
+# other cases (default: fixed; new: by the clock), ORACLE_CASES=n sets how many each part draws, ORACLE_PARTS="a b"
 # which parts run, ORACLE_JOBS=n how many at a time (2).
 # Exit codes: 1 a comparison is off; 3 the environment cannot be made (no network, no python3-venv).
 set -u
