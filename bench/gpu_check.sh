@@ -220,17 +220,14 @@ trace() {
 }
 
 # A check: NAME LIMIT_S COMMAND...; passes when the command does.
-last_rc=0
 check() {
   local name=$1 limit log=$work/log begin=$SECONDS rc=0
-  last_rc=0
   wanted "$name" || return 0
   limit=$(allowed "$2")
   shift 2
   if [ "$limit" = 0 ]; then say "$name" skipped "no time was left"; return; fi
   guarded "$limit" "$log" "$@" || rc=$?
   keep_log "$name" $rc "$log"
-  last_rc=$rc
   if [ $rc = 0 ] && tail -n 1 "$log" | grep -q '^busted: 0 passed'; then
     say "$name" skipped "$(tail -n 1 "$log")"
     return

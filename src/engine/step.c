@@ -16,7 +16,7 @@ enum { MAX_VSTAGES = 1 << 16 };
 /* The call of a script that asks for the action. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; an evaluation goes within ps.no_grad)", " (model:backward)", "",
-                                                 "", "", " (optimizer:step())", " (optimizer:step())" };
+    "", "", " (optimizer:step())", " (optimizer:step())" };
 
 /* -- life --------------------------------------------------------------------------------------------------------- */
 int ps_step_new(ps_ctx *ctx, ps_step **out)
