@@ -66,7 +66,7 @@ describe("the page of a profile", function()
       text "chunkinfo")
     assert.matches("^0%.500 ms  step 1, backward  device: total 48%.000 MiB", text "readout")
     -- A box of the map: the first is chunk 0's, in the colour of the device.
-    assert.same({ 51, 133, 254 }, browser:value
+    assert.same({ 233, 97, 108 }, browser:value
       "[...document.getElementById('chunks').getContext('2d').getImageData(114, 8, 1, 1).data].slice(0, 3)")
     browser:mouse("chunks", 115, 9)
     assert.matches("^chunk 0, param 0, 16%.000 MiB, on device at 0%.500 ms\nh%.0%.weight </script><b>$",
