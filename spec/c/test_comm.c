@@ -688,6 +688,46 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
+/* The table of a rank that ends each exchange late. */
+static const ps_comm_table *prompt_table;
+static int finish_late(ps_comm *comm, int lane)
+{
+    usleep(200000);
+    return prompt_table->finish(comm, lane);
+}
+
+/* A call of all ranks that differs on rank 2 (how 0), or that rank 2 cannot take part in (1), and a message of two
+ * ranks of unlike sizes (2). */
+static int odd_call(struct member *m, ps_ctx *ctx, ps_group *g, int how)
+{
+    ps_tensor *t = numbers(ctx, PS_F32, how == 2 && m->rank == 2 ? 6 : 5, 1, 0);
+    int rc = 0;
+    if (how == 1 && m->rank == 2) rc = group_all_reduce(g, ON_HOST, PS_F32, NULL, 20, ps_fail(PS_ENOMEM, "full"));
+    else if (how < 2) rc = ps_group_all_reduce(g, t, how == 0 && m->rank == 2 ? PS_REDUCE_MAX : PS_REDUCE_SUM);
+    else if (m->rank != 1) rc = m->rank == 0 ? ps_group_send(g, t, 2) : ps_group_recv(g, t, 0);
+    ps_tensor_release(t);
+    return rc;
+}
+
+/* Ranks that end as soon as they have the error of a call: the last rank to compare has its own error nevertheless. */
+static int odd_how;
+static int all_compare(struct member *m, ps_ctx *ctx, ps_group *g)
+{
+    ps_comm_table late = *g->comm->table;
+    late.finish = finish_late;
+    expect(m, ps_group_barrier(g) == 0, "a call that all ranks make");
+    if (m->rank == 0) prompt_table = g->comm->table, g->comm->table = &late;
+    int rc = odd_call(m, ctx, g, odd_how);
+    if (m->rank == 0) g->comm->table = prompt_table;
+    if (m->rank == 1 && odd_how == 2) return 0;
+    const char *word = odd_how != 1 ? "the ranks disagree: " : m->rank == 2 ? "full"
+                       : "rank 2 could not take part (ENOMEM)";
+    expect(m, rc == (odd_how == 1 ? PS_ENOMEM : PS_EINVAL) && strstr(ps_error_message(), word), word);
+    expect(m, !strstr(ps_error_message(), "gave up"), "its own error");
+    if (m->rank != 0) g->comm->table->hang_up(g->comm);
+    return 0;
+}
+
 /* Bytes that move beside the headers: the sums of larger calls, bit for bit. Where calls differ, all hear of it, no
  * message is left over, and the group goes on. */
 static int small_calls(struct member *m, ps_ctx *ctx, ps_group *g)
@@ -824,7 +864,7 @@ static int pair_in_a_plan(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-struct lone { char path[32], rendezvous[64], why[400]; int rc; double seconds; pthread_t thread; };
+struct lone { char path[32], rendezvous[64], why[400]; int rc; double timeout_s, seconds; pthread_t thread; };
 static void *lone_rank(void *arg)
 {
     struct lone *l = arg;
@@ -832,7 +872,7 @@ static void *lone_rank(void *arg)
     ps_group *g = NULL;
     if (!OK(ps_ctx_new(&ctx))) return NULL;
     double start = ps_now();
-    l->rc = group_of(ctx, l->rendezvous, 0, 2, 1, 5, &g);
+    l->rc = group_of(ctx, l->rendezvous, 0, 2, l->timeout_s, 5, &g);
     l->seconds = ps_now() - start;
     snprintf(l->why, sizeof l->why, "%s", ps_error_message());
     ps_group_close(g);
@@ -841,16 +881,16 @@ static void *lone_rank(void *arg)
 }
 
 /* Starts rank 0 of two in a thread, which lone_end waits for, and comes to its store as rank 1. NULL: it could not. */
-static ps_store *lone_begin(struct lone *l)
+static ps_store *lone_begin(struct lone *l, double timeout_s)
 {
     ps_store_server *none;
     ps_store *s;
-    *l = (struct lone){ .rc = 1, .path = "/tmp/ps_test_comm_XXXXXX" };
+    *l = (struct lone){ .rc = 1, .timeout_s = timeout_s, .path = "/tmp/ps_test_comm_XXXXXX" };
     close(mkstemp(l->path));
     snprintf(l->rendezvous, sizeof l->rendezvous, "file://%s", l->path);
     pthread_create(&l->thread, NULL, lone_rank, l);
-    if (!OK(join(l->rendezvous, 1, 2, 10, &none, &s))) return NULL;
-    OK(ps_store_meet(s, 5));
+    if (!OK(join(l->rendezvous, 1, 2, FAR_S, &none, &s))) return NULL;
+    OK(ps_store_meet(s, FAR_S));
     return s;
 }
 
@@ -858,26 +898,28 @@ static void lone_end(struct lone *l, int rc, const char *why)
 {
     pthread_join(l->thread, NULL);
     unlink(l->path);
-    if (l->rc != rc || l->seconds > 3) printf("    %d, %g s: %s\n", l->rc, l->seconds, l->why);
+    if (l->rc != rc) printf("    %d, %g s: %s\n", l->rc, l->seconds, l->why);
     CHECK(l->rc == rc && strstr(l->why, why));
 }
 
-/* Rank 1 gives an address and never connects: rank 0 waits its time-out, not a multiple of it, and says so. */
+/* Rank 1 gives an address and never connects: rank 0 waits its time-out and says so. Gloo would wait five times as
+ * long. */
 static void test_no_connection(void)
 {
+    enum { TIMEOUT_S = 4 };
     struct lone l;
     char address[512], text[4];
     int64_t nbytes;
-    ps_store *s = lone_begin(&l);
+    ps_store *s = lone_begin(&l, TIMEOUT_S);
     if (s) {
-        OK(ps_store_get(s, "0", 5, address, sizeof address, &nbytes));
+        OK(ps_store_get(s, "0", FAR_S, address, sizeof address, &nbytes));
         memset(address + 2, 0xff, 2);                                   /* a higher port: rank 0 is to wait for us */
         OK(ps_store_set(s, "1", address, nbytes));
-        FAILS(ps_store_get(s, "x", 10, text, sizeof text, &nbytes), PS_EIO, "rank 0 failed: rank 0 of 2 could not");
+        FAILS(ps_store_get(s, "x", FAR_S, text, sizeof text, &nbytes), PS_EIO, "rank 0 failed: rank 0 of 2 could not");
         ps_store_close(s, false);
     }
-    lone_end(&l, PS_ETIME, "could not connect to the others within 1 s");
-    CHECK(l.seconds < 3);
+    lone_end(&l, PS_ETIME, "could not connect to the others within 4 s");
+    CHECK(l.seconds < 5 * TIMEOUT_S);
 }
 
 /* Somebody reaches rank 0's port of Gloo in the place of rank 1, and says there what Gloo's ranks say, but for the word
@@ -889,20 +931,21 @@ static void test_false_peer(void)
     struct { struct sockaddr_storage at; char rest[384]; } address;             /* as Gloo packs it */
     enum { SEND = 1, TAKES = 3, NBYTES = 32 };
     struct { uint64_t nbytes, opcode, slot, offset, length, roffset; } takes = { 48, TAKES, 1, 0, NBYTES, 0 },
-        sends = { 48 + NBYTES, SEND, 1, 0, NBYTES, 0 };
+        sends = { 48 + NBYTES, SEND, 1, 0, NBYTES, 0 }, heard;
     unsigned char word[NBYTES] = { 1 };
     int64_t nbytes;
-    ps_store *s = lone_begin(&l);
+    ps_store *s = lone_begin(&l, FAR_S);
     int fd = -1;
     if (s) {
-        OK(ps_store_get(s, "group", 5, token, sizeof token, &nbytes));
-        OK(ps_store_get(s, "0", 5, &address, sizeof address, &nbytes));
+        OK(ps_store_get(s, "group", FAR_S, token, sizeof token, &nbytes));
+        OK(ps_store_get(s, "0", FAR_S, &address, sizeof address, &nbytes));
         struct sockaddr_in to = *(struct sockaddr_in *)&address.at;
         ((struct sockaddr_in *)&address.at)->sin_port = 0xffff;                 /* higher: rank 0 waits for us */
         OK(ps_store_set(s, "1", &address, nbytes));
         fd = socket(AF_INET, SOCK_STREAM, 0);
         CHECK(nbytes == 136 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0);
-        usleep(300000);                                                         /* until it takes and gives words */
+        for (heard.opcode = 0; heard.opcode != TAKES;)                          /* until it takes words */
+            if (!CHECK(recv(fd, &heard, sizeof heard, MSG_WAITALL) == sizeof heard)) break;
         CHECK(send(fd, &takes, sizeof takes, MSG_NOSIGNAL) == sizeof takes);
         CHECK(send(fd, &sends, sizeof sends, MSG_NOSIGNAL) == sizeof sends);
         CHECK(send(fd, word, sizeof word, MSG_NOSIGNAL) == sizeof word);
@@ -1199,6 +1242,7 @@ int main(void)
     with_group(sums);
     with_group(pieces);
     with_group(one_fails);
+    for (odd_how = 0; odd_how < 3; odd_how++) with_group(all_compare);
     with_group(small_calls);
     with_group(calls_as_planned);
     with_group(one_leaves_the_plan);

@@ -205,6 +205,29 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
+/* The parts of an exchange of this rank's header with those of all ranks, or of one (peer >= 0). */
+static void parts_of_headers(ps_group *g, header *mine, int peer)
+{
+    group_clear_parts(g);
+    for (int r = 0; r < g->comm->size; r++) {
+        if (peer >= 0 && r != peer) continue;
+        g->send[r] = (ps_comm_part){ mine, sizeof *mine };
+        g->recv[r] = (ps_comm_part){ &g->heard[r], sizeof *mine };
+    }
+}
+
+/* The ranks of a call that none of them can carry out know that by the same headers. A rank whose script ends with this
+ * error tells all others so, and a rank that heard of it before it had compared would have that message instead of its
+ * own. So each rank waits here until all have compared. A failure to wait changes nothing. Returns rc and its error. */
+static int leave_together(ps_group *g, header *mine, int peer, int rc)
+{
+    ps_error_kept error;
+    ps_error_keep(&error);
+    parts_of_headers(g, mine, peer);
+    exchange_headers(g);
+    return rc < 0 ? ps_error_again(&error) : 0;
+}
+
 bool group_is_small(const ps_group *g, place at, int64_t nbytes)
 {
     return g->has_small && at == ON_HOST && nbytes > 0 && nbytes <= GROUP_SMALL_NBYTES;
@@ -289,8 +312,9 @@ static int agree_planned(ps_group *g, const header *mine, bool *over)
     if (rc < 0) return not_agreed(g, mine, "", rc);
     if (!*over) return 0;
     PS_TRY(check_together(g, mine));
-    PS_TRY(check_failures(g, mine));
-    return planned == g->comm->size ? 0 : check_same(g);
+    rc = check_failures(g, mine);
+    if (rc == 0 && planned < g->comm->size) rc = check_same(g);
+    return rc < 0 ? leave_together(g, mine, -1, rc) : 0;
 }
 
 static int agree(ps_group *g, header *mine)
@@ -299,10 +323,7 @@ static int agree(ps_group *g, header *mine)
     bool over = false;
     if (group_plan_is_open(g)) PS_TRY(agree_planned(g, mine, &over));
     if (over) return 0;
-    for (int r = 0; r < comm->size; r++) {
-        g->send[r] = (ps_comm_part){ mine, sizeof *mine };
-        g->recv[r] = (ps_comm_part){ &g->heard[r], sizeof *mine };
-    }
+    parts_of_headers(g, mine, -1);
     g->heard[comm->rank] = *mine;
     int rc = comm->table->begin(comm, PS_COMM_HEADER, g->send, g->recv);
     if (rc == 0 && mine->small) rc = small_begin(g, true);
@@ -311,8 +332,9 @@ static int agree(ps_group *g, header *mine)
     PS_TRY(check_together(g, mine));
     rc = small_end(g, mine);
     if (rc < 0) return not_agreed(g, mine, ", moving its bytes", rc);
-    PS_TRY(check_failures(g, mine));
-    return check_same(g);
+    rc = check_failures(g, mine);
+    if (rc == 0) rc = check_same(g);
+    return rc < 0 ? leave_together(g, mine, -1, rc) : 0;
 }
 
 int group_agree(ps_group *g, header *mine)
@@ -333,15 +355,26 @@ int group_told(ps_group *g, int rc)
 
 void group_done(ps_group *g) { ps_watch_leave(g->comm->watch, g->comm->place); }
 
+static int check_pair(const ps_group *g, const header *mine, int peer)
+{
+    char call[GROUP_CALL_NBYTES];
+    const header *theirs = &g->heard[peer];
+    if (theirs->failed)
+        return ps_fail_rank(theirs->failed, group_world(g, peer), "%s: rank %d could not take part (%s); its own "
+                            "message says why", group_call_name(g, mine->op, call), group_world(g, peer),
+                            ps_error_name(theirs->failed));
+    if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes || theirs->place != mine->place)
+        return differ(g, g->comm->rank, mine, peer, theirs, "type, size and kind of memory must be the same");
+    return 0;
+}
+
 static int agree_pair(ps_group *g, header *mine, int peer)
 {
     char call[GROUP_CALL_NBYTES];
     ps_comm *comm = g->comm;
     header *theirs = &g->heard[peer];
     int planned = 0, rc = group_plan_is_open(g) ? group_plan_exchange(g, mine, peer, &planned) : 0;
-    group_clear_parts(g);
-    g->send[peer] = (ps_comm_part){ mine, sizeof *mine };
-    g->recv[peer] = (ps_comm_part){ theirs, sizeof *mine };
+    parts_of_headers(g, mine, peer);
     if (rc == 0 && planned == 0) rc = exchange_headers(g);
     if (rc < 0) {
         ps_error_prefix("%s, rank %d with rank %d: ", group_call_name(g, mine->op, call), group_world(g, comm->rank),
@@ -353,13 +386,8 @@ static int agree_pair(ps_group *g, header *mine, int peer)
         comm->table->hang_up(comm);
         return rc;
     }
-    if (theirs->failed)
-        return ps_fail_rank(theirs->failed, group_world(g, peer), "%s: rank %d could not take part (%s); its own "
-                            "message says why", group_call_name(g, mine->op, call), group_world(g, peer),
-                            ps_error_name(theirs->failed));
-    if (theirs->dtype != mine->dtype || theirs->nbytes != mine->nbytes || theirs->place != mine->place)
-        return differ(g, comm->rank, mine, peer, theirs, "type, size and kind of memory must be the same");
-    return 0;
+    rc = check_pair(g, mine, peer);
+    return rc < 0 || mine->failed ? leave_together(g, mine, peer, rc) : 0;
 }
 
 int group_agree_pair(ps_group *g, header *mine, int peer)
