@@ -10,7 +10,6 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/half.h"
-#include "comm/net.h"
 #include "comm/watch.h"
 #include <stdio.h>
 #include <string.h>
@@ -43,7 +42,41 @@ static bool has_small(const ps_comm *comm)
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
 }
 
-int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
+/* Whether the device's memory has a communicator of its own. */
+static bool has_wire(const ps_group *g) { return g->at[ON_DEVICE].comm && g->at[ON_DEVICE].comm != g->comm; }
+
+static void stage_free(transport *t)
+{
+    if (t->stage && t->comm->table->memory_free) t->comm->table->memory_free(t->comm, t->stage);
+    else ps_free(t->stage);
+    t->stage = NULL;
+    t->stage_nbytes = 0;
+}
+
+void group_stop(ps_group *g)
+{
+    group_jobs_close(g);
+    if (has_wire(g)) g->at[ON_DEVICE].comm->table->leave(g->at[ON_DEVICE].comm);
+}
+
+void group_free(ps_group *g)
+{
+    bool two = has_wire(g);
+    for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
+    g->comm->table->close(g->comm);        /* first: from now on the others know that this rank left */
+    if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
+    ps_free(g->pair_seq);
+    ps_free(g->heard);
+    ps_free(g->send);
+    ps_free(g->recv);
+    ps_free(g->parts);
+    ps_free(g->addends);
+    ps_free(g->said);
+    group_plan_free(g);
+    ps_free(g);
+}
+
+int group_make(ps_comm *comm, ps_group **out)
 {
     size_t n = (size_t)comm->size;
     ps_group *g = ps_alloc0(sizeof *g);
@@ -63,76 +96,13 @@ int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
         g->said = ps_alloc0(n * (size_t)g->said_nbytes);
     }
     if (g && g->pair_seq && g->heard && g->send && g->recv && g->parts && g->addends && g->said) {
-        group_enroll(ctx, g);
         *out = g;
         return 0;
     }
-    if (g) ps_group_close(g);
+    if (g) group_free(g);
     else comm->table->close(comm);
     return ps_fail_nomem(sizeof *g + n * (sizeof *g->heard + 3 * sizeof *g->send));
 }
-
-static void stage_free(transport *t)
-{
-    if (t->stage && t->comm->table->memory_free) t->comm->table->memory_free(t->comm, t->stage);
-    else ps_free(t->stage);
-    t->stage = NULL;
-    t->stage_nbytes = 0;
-}
-
-int ps_group_self(ps_ctx *ctx, ps_group **out)
-{
-    ps_comm *comm;
-    PS_TRY(ps_comm_self(&comm));
-    return group_new(ctx, comm, out);
-}
-
-int ps_group_pretend(ps_ctx *ctx, int rank, int size, ps_group **out)
-{
-    if (size < 1 || rank < 0 || rank >= size)
-        return ps_fail(PS_EINVAL, "rank %d of a world of %d: ranks count from 0", rank, size);
-    ps_comm *comm;
-    PS_TRY(ps_comm_pretend(rank, size, &comm));
-    return group_new(ctx, comm, out);
-}
-
-int ps_group_gloo(ps_ctx *ctx, const ps_meeting *m, ps_group **out)
-{
-    if (m->size < 1 || m->rank < 0 || m->rank >= m->size)
-        return ps_fail(PS_EINVAL, "rank %d of a world of %d: ranks count from 0", m->rank, m->size);
-    if (!(m->timeout_s >= 0.01 && m->timeout_s <= 1e6))
-        return ps_fail(PS_EINVAL, "a time-out of %g s; it may be 0.01 to 1e6", m->timeout_s);
-    if (!(m->heartbeat_s >= 0.1 && m->heartbeat_s <= 1e6))
-        return ps_fail(PS_EINVAL, "a heartbeat of %g s; it may be 0.1 to 1e6", m->heartbeat_s);
-    ps_comm *comm;
-    PS_TRY(ps_comm_gloo(m, &comm));
-    return group_new(ctx, comm, out);
-}
-
-int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(host); }
-
-void ps_group_close(ps_group *g)
-{
-    if (!g || --g->refs > 0) return;
-    bool two = g->at[ON_DEVICE].comm && g->at[ON_DEVICE].comm != g->comm;
-    group_jobs_close(g);
-    if (two) g->at[ON_DEVICE].comm->table->leave(g->at[ON_DEVICE].comm);
-    group_leave(g);
-    for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* first: from now on the others know that this rank left */
-    if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
-    ps_free(g->pair_seq);
-    ps_free(g->heard);
-    ps_free(g->send);
-    ps_free(g->recv);
-    ps_free(g->parts);
-    ps_free(g->addends);
-    ps_free(g->said);
-    group_plan_free(g);
-    ps_free(g);
-}
-
-void group_retain(ps_group *g) { g->refs++; }
 
 int ps_group_rank(const ps_group *g) { return g->comm->rank; }
 int ps_group_size(const ps_group *g) { return g->comm->size; }

@@ -81,8 +81,10 @@ struct ps_group {
 };
 
 /* -- comm.c */
-int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out);    /* `comm` is the group's, or closed if that fails */
-void group_retain(ps_group *g);            /* until one more ps_group_close */
+int group_make(ps_comm *comm, ps_group **out);      /* the group closes `comm`; a failure closes it, too */
+/* The end of a group: its calls end, then it closes its connections and is gone. */
+void group_stop(ps_group *g);
+void group_free(ps_group *g);
 /* The number of the group's rank `r` among all ranks. */
 static inline int group_world(const ps_group *g, int r) { return ps_comm_world(g->comm, r); }
 /* Callers of group_exchange, group_reduce and group_gather call group_agree (or group_agree_pair) first, and move
@@ -151,9 +153,9 @@ int64_t group_call_begin(void);            /* now, or 0: neither a record nor su
 void group_call_end(const ps_group *g, const group_call *call);
 bool group_call_is_timed(int op);          /* sums of such calls are kept, so they wait for their bytes */
 
-/* -- op.c: ops find a group by its number, from group_enroll to group_leave */
-void group_enroll(ps_ctx *ctx, ps_group *g);
-void group_leave(ps_group *g);
+/* -- context.c */
+int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out);    /* group_make, and a number in the context */
+void group_retain(ps_group *g);            /* until one more ps_group_close */
 /* Notes a call in the dry run under way, as its header will be. PS_ENOMEM */
 int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
 /* A call of OP_* whose bytes are not there. In a dry run of a step it is noted; else, where the other ranks are not
@@ -170,6 +172,9 @@ bool group_plan_is_open(const ps_group *g);            /* the plan has a next ca
  * *planned: how many of these ranks, this one too, make the planned call. It is over if any does. */
 int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
 void group_plan_free(ps_group *g);
+
+/* -- op.c: `of_ranks` of a context (tensor.h) */
+int group_op(ps_ctx *ctx, int device, struct ps_call *call);
 
 /* -- linear.c: the ops column_linear, row_linear and column_linear_grad */
 /* carried: the host's connections carry the memory of the call's device. A dry call asks for its memory alone. */

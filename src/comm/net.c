@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "comm/net.h"
 #include "base/error.h"
+#include "ps.h"
 #include <errno.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -107,6 +108,8 @@ bool ps_net_is_loopback(const char *host)
     freeaddrinfo(list);
     return a == NULL;
 }
+
+int ps_host_is_loopback(const char *host) { return host && ps_net_is_loopback(host); }
 
 /* Tries to listen at one address. -1: errno says why it cannot. */
 static int try_listen(const struct addrinfo *at)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Sockets as the store and the watch of the ranks use them: TCP, closed on exec, never blocking beyond a given moment
- * of ps_now() (seconds). Called by store*.c, watch*.c and proof.c; comm.c asks ps_net_is_loopback. */
+ * of ps_now() (seconds). Called by store*.c, watch*.c and proof.c. */
 #ifndef PS_COMM_NET_H
 #define PS_COMM_NET_H
 #include <stdbool.h>

@@ -3,7 +3,6 @@
  * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). Those with products are
  * carried out in linear.c and loss.c. */
 #include "base/error.h"
-#include "base/grow.h"
 #include "comm/group.h"
 #include "comm/rows.h"
 #include "tensor/tensor.h"
@@ -55,24 +54,7 @@ static int carry_out(ps_group *g, int call, place at, int root, const ps_view *i
     }
 }
 
-int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
-{
-    if (!g->ctx || g->comm->size == 1 || g->comm->pretends) return 0;
-    ps_rank_calls *c = &g->ctx->calls;
-    PS_TRY(ps_grow(c->list, c->capacity, c->n + 1));
-    c->list[c->n++] = (ps_rank_call){ .group = g->number, .op = op, .dtype = dtype, .root = root, .place = at,
-                                      .nbytes = nbytes };
-    return 0;
-}
-
-int group_without_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
-{
-    if (g->ctx && g->ctx->step->dry) return group_note(g, op, at, dtype, nbytes, root);
-    if (g->comm->pretends) group_count(g, op, at, dtype, nbytes, root);
-    return 0;
-}
-
-static int group_op(ps_ctx *ctx, int device, ps_call *call)
+int group_op(ps_ctx *ctx, int device, ps_call *call)
 {
     const ps_backend *be = ctx->devices[device];
     const ps_attrs_all_reduce *attributes = call->attrs;
@@ -94,22 +76,4 @@ static int group_op(ps_ctx *ctx, int device, ps_call *call)
     ps_error_keep(&why);
     group_catch_up(g, at, -1);             /* the output's copy may be under way, and its bytes will go */
     return ps_error_again(&why);
-}
-
-void group_enroll(ps_ctx *ctx, ps_group *g)
-{
-    ctx->of_ranks = group_op;
-    for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->groups[i]) g->number = i;
-    if (g->number < 0) return;
-    ctx->groups[g->number] = g;
-    ctx->refs++;                           /* the context outlives the group, which clears its place in `groups` */
-    g->ctx = ctx;
-}
-
-void group_leave(ps_group *g)
-{
-    if (!g->ctx) return;
-    g->ctx->groups[g->number] = NULL;
-    ps_ctx_release(g->ctx);
-    g->ctx = NULL;
 }

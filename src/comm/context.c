@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Groups in a context. A new group gets a number in ctx->groups, by which ops find it until it is closed. In a dry run
+ * the context records the calls between ranks that the step will make. */
+#include "base/error.h"
+#include "base/grow.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+
+static void enroll(ps_ctx *ctx, ps_group *g)
+{
+    for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->groups[i]) g->number = i;
+    if (g->number < 0) return;
+    ctx->groups[g->number] = g;
+    ctx->refs++;                           /* the context outlives the group, which clears its place in `groups` */
+    g->ctx = ctx;
+}
+
+static void leave(ps_group *g)
+{
+    if (!g->ctx) return;
+    g->ctx->groups[g->number] = NULL;
+    ps_ctx_release(g->ctx);
+    g->ctx = NULL;
+}
+
+int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out)
+{
+    PS_TRY(group_make(comm, out));
+    enroll(ctx, *out);
+    return 0;
+}
+
+void group_retain(ps_group *g) { g->refs++; }
+
+void ps_group_close(ps_group *g)
+{
+    if (!g || --g->refs > 0) return;
+    group_stop(g);
+    leave(g);
+    group_free(g);
+}
+
+int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
+{
+    if (!g->ctx || g->comm->size == 1 || g->comm->pretends) return 0;
+    ps_rank_calls *c = &g->ctx->calls;
+    PS_TRY(ps_grow(c->list, c->capacity, c->n + 1));
+    c->list[c->n++] = (ps_rank_call){ .group = g->number, .op = op, .dtype = dtype, .root = root, .place = at,
+                                      .nbytes = nbytes };
+    return 0;
+}
+
+int group_without_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
+{
+    if (g->ctx && g->ctx->step->dry) return group_note(g, op, at, dtype, nbytes, root);
+    if (g->comm->pretends) group_count(g, op, at, dtype, nbytes, root);
+    return 0;
+}
