@@ -58,7 +58,7 @@ local function noise(n)
   return table.concat(bytes)
 end
 
-local STORE, PROOF = 0x31565350, 0x31485350  -- src/comm/store_protocol.h, proof.h
+local STORE, PROOF = 0x31565350, 0x31485350  -- src/rendezvous/store_protocol.h, proof.h
 local HELLO, FAULT = 0, 3
 local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
 -- The same behind words of a rank that knows the run's name and not its secret.

@@ -18,7 +18,8 @@ local RULES = {
   { of = "src/chunk/", "base/", "backend/backend%.h$", "mem/", "chunk/", "ps_test%.h$" },
   { of = "src/zero/", "base/", "backend/backend%.h$", "mem/mem%.h$", "chunk/chunk%.h$", "tensor/tensor%.h$",
     "comm/group%.h$", "engine/zero_table%.h$", "zero/", "ps%.h$" },
-  { of = "src/pipe/wire%.c$", "base/", "pipe/", "comm/p2p%.h$" },
+  { of = "src/pipe/wire%.c$", "base/", "pipe/", "p2p/p2p%.h$" },
+  { of = "src/pipe/ranks%.c$", "base/", "comm/group%.h$", "engine/zero_table%.h$" },
   { of = "src/pipe/exec%.c$", "base/", "pipe/", "tensor/tensor%.h$", "tensor/replay%.h$" },
   { of = "src/pipe/", "base/", "pipe/", "ps%.h$" },
   { of = "src/tensor/", "base/", "mem/mem%.h$", "offload/offload%.h$", "tensor/", "ops%.def$" },
@@ -27,16 +28,16 @@ local RULES = {
   { of = "src/engine/", "base/", "mem/mem%.h$", "chunk/chunk%.h$", "tensor/", "engine/" },
   { of = "src/io/", "base/", "io/", "ps%.h$", "ps_test%.h$" },
   { of = "src/data/", "base/", "io/file%.h$", "data/", "ps%.h$" },
-  { of = "src/comm/op%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/context%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/collective%.c$", "base/", "tensor/", "comm/", "ps_test%.h$" },
-  { of = "src/comm/connect%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/sub%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/linear%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/loss%.c$", "base/", "tensor/", "comm/" },
-  { of = "src/comm/p2p%.c$", "base/", "backend/backend%.h$", "tensor/", "comm/" },
-  { of = "src/comm/", "base/", "backend/backend%.h$", "backend/wire%.h$", "comm/", "ps%.h$" },
-  { of = "src/groups%.c$", "base/", "tensor/tensor%.h$", "comm/" },
+  { of = "src/rendezvous/", "base/", "rendezvous/", "ps%.h$" },
+  { of = "src/transport/", "base/", "backend/backend%.h$", "backend/wire%.h$", "rendezvous/store%.h$",
+    "rendezvous/watch%.h$", "transport/", "ps%.h$" },
+  { of = "src/comm/", "base/", "rendezvous/watch%.h$", "transport/transport%.h$", "comm/", "ps%.h$" },
+  { of = "src/collectives/", "base/", "tensor/", "comm/group%.h$", "collectives/", "ps_test%.h$" },
+  { of = "src/p2p/", "base/", "backend/backend%.h$", "rendezvous/watch%.h$", "transport/line%.h$", "tensor/",
+    "comm/group%.h$", "p2p/", "ps%.h$" },
+  { of = "src/tensor_parallel/ranks%.c$", "base/", "comm/group%.h$", "engine/zero_table%.h$" },
+  { of = "src/tensor_parallel/", "base/", "tensor/", "comm/group%.h$", "tensor_parallel/" },
+  { of = "src/groups%.c$", "base/", "tensor/tensor%.h$", "comm/group%.h$" },
   { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$", "ps%.pretty$" },      -- pretty: to show an error value
   { of = "lua/ps/hooks%.lua" },
   { of = "lua/ps/exact%.lua", "ps%.caller$" },
@@ -73,21 +74,22 @@ local LINKS = {
   { of = "src/ops/", "src/base/", "src/tensor/", "src/grad/" },
   { of = "src/grad/", "src/base/", "src/tensor/", "src/offload/", "src/ops/rules%.c$" },
   { of = "src/engine/", "src/base/", "src/chunk/", "src/tensor/", "src/grad/", "src/ops/rules%.c$" },
-  { of = "src/zero/", "src/base/", "src/chunk/", "src/tensor/", "src/comm/", "src/engine/" },
-  { of = "src/pipe/wire%.c$", "src/base/", "src/comm/" },
+  { of = "src/zero/", "src/base/", "src/chunk/", "src/tensor/", "src/comm/", "src/collectives/", "src/engine/" },
+  { of = "src/pipe/wire%.c$", "src/base/", "src/comm/comm%.c$", "src/p2p/" },
+  { of = "src/pipe/ranks%.c$", "src/base/", "src/tensor/", "src/comm/", "src/collectives/", "src/engine/" },
   { of = "src/pipe/exec%.c$", "src/base/", "src/tensor/", "src/grad/", "src/engine/step%.c$" },
   { of = "src/pipe/", "src/base/" },
   { of = "src/io/", "src/base/" },
   { of = "src/data/", "src/base/", "src/io/" },
-  { of = "src/comm/op%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/context%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/collective%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/connect%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/p2p%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/linear%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/loss%.c$", "src/base/", "src/tensor/" },
-  { of = "src/comm/", "src/base/" },
-  { of = "src/groups%.c$", "src/base/", "src/comm/" },
+  { of = "src/rendezvous/", "src/base/" },
+  { of = "src/transport/", "src/base/", "src/rendezvous/" },
+  { of = "src/comm/", "src/base/", "src/rendezvous/watch%.c$" },
+  { of = "src/collectives/", "src/base/", "src/transport/wired%.c$", "src/tensor/", "src/comm/" },
+  { of = "src/p2p/", "src/base/", "src/rendezvous/watch%.c$", "src/transport/line%.c$", "src/tensor/", "src/comm/",
+    "src/collectives/" },
+  { of = "src/tensor_parallel/ranks%.c$", "src/base/", "src/tensor/", "src/comm/", "src/collectives/", "src/engine/" },
+  { of = "src/tensor_parallel/", "src/base/", "src/tensor/", "src/comm/", "src/collectives/" },
+  { of = "src/groups%.c$", "src/base/", "src/transport/", "src/collectives/", "src/tensor_parallel/op%.c$" },
   { of = "src/api%.c$", "src/base/", "src/backend/registry%.c$", "src/tensor/" },
   { of = "src/abi%.c$" },
   { of = "src/main%.c$", "src/" },
@@ -95,8 +97,8 @@ local LINKS = {
   { of = "src/interrupt%.c$", "src/repl%.c$" },
 }
 -- Libraries that one file alone knows: what its symbols begin with, and that file.
-local LIBRARIES = { dnnl_ = "src/backend/cpu/onednn.c", io_uring_ = "src/chunk/disk.c", crypto_ = "src/comm/proof.c",
-  sodium_ = "src/comm/proof.c" }
+local LIBRARIES = { dnnl_ = "src/backend/cpu/onednn.c", io_uring_ = "src/chunk/disk.c",
+  crypto_ = "src/rendezvous/proof.c", sodium_ = "src/rendezvous/proof.c" }
 
 local function allowed(path, name)
   for _, rule in ipairs(RULES) do
@@ -118,16 +120,23 @@ for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):
     end
   end
 end
---- The symbols that objects of the program define and use.
+--- The symbols that objects of the program define and use. Objects whose source was moved or removed stay in a build
+--- folder and do not count.
 ---@param folder string of the build
 ---@return table<string, string> defined symbol to source
 ---@return {[1]: string, [2]: string}[] used source and symbol
 local function symbols(folder)
-  local defined, used = {}, {}
+  local defined, used, exists = {}, {}, {}
   local nm = assert(io.popen(("cd '%s/CMakeFiles' && find ps_engine.dir ps_simd_*.dir psluajit.dir -name '*.o' "
     .. "2>/dev/null | xargs -r nm -A -P"):format(folder)))
   for line in nm:lines() do
     local source, symbol, kind = line:match("%.dir/(src/%S+)%.o: (%S+) (%a)")
+    if source and exists[source] == nil then
+      local file = io.open(root .. "/" .. source)
+      exists[source] = file ~= nil
+      if file then file:close() end
+    end
+    if not exists[source] then kind = nil end
     if kind == "U" then used[#used + 1] = { source, symbol } end
     if kind and kind:find "[TDBRC]" then defined[symbol] = source end
   end

@@ -5,11 +5,11 @@
 #include "check.h"
 #include "files_left.h"
 #include "ranks_check.h"
-#include "comm/comm.h"
 #include "comm/group.h"
-#include "comm/net.h"
-#include "comm/store.h"
-#include "comm/store_protocol.h"
+#include "rendezvous/net.h"
+#include "rendezvous/store.h"
+#include "rendezvous/store_protocol.h"
+#include "transport/transport.h"
 #include <arpa/inet.h>
 #include <pthread.h>
 #include <signal.h>

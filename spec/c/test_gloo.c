@@ -4,7 +4,7 @@
 #define _GNU_SOURCE
 #include "ranks_check.h"
 #include "comm/group.h"
-#include "comm/watch.h"
+#include "rendezvous/watch.h"
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/mman.h>

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between devices (comm/line.h) under comm/p2p.h, over the wire of wire_check.h. What an emulated NCCL does
- * between processes is in device_ranks_spec. */
+ * Messages between devices (transport/line.h) under p2p/p2p.h, over the wire of wire_check.h. device_ranks_spec has
+ * those of an emulated NCCL between processes. */
 #define _GNU_SOURCE
 #include "wire_check.h"
 #include "comm/group.h"
-#include "comm/p2p.h"
+#include "p2p/p2p.h"
 #include <signal.h>
 
 #ifdef PS_HAVE_GLOO

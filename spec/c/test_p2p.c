@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between two ranks (comm/p2p.h). Ranks are threads of this process; those that die or are stopped are
+ * Messages between two ranks (p2p/p2p.h). Ranks are threads of this process; those that die or are stopped are
  * processes. */
 #define _GNU_SOURCE
 #include "ranks_check.h"
 #include "comm/group.h"
-#include "comm/p2p.h"
+#include "p2p/p2p.h"
 #include "tensor/tensor.h"
 #include <signal.h>
 #include <sys/wait.h>

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The watch over ranks (comm/watch.h). Ranks are threads of this process; those that die, fall silent or send nonsense
- * are sockets of the test. Processes that end are in watch_spec.lua. */
+ * The watch over ranks (rendezvous/watch.h). Ranks are threads of this process; those that die, fall silent or send
+ * nonsense are sockets of the test. Processes that end are in watch_spec.lua. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "files_left.h"
-#include "comm/net.h"
-#include "comm/watch_inner.h"
+#include "rendezvous/net.h"
+#include "rendezvous/watch_inner.h"
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on devices' memory (comm/wired.c), over the wire of wire_check.h: calls return when their bytes are under
- * way, a group that stalls holds no other up, and a failure that nobody waits for is told once, with its call. What an
- * emulated NCCL does between processes is in device_ranks_spec. */
+ * Collectives on devices' memory (transport/wired.c), over the wire of wire_check.h: calls return when their bytes are
+ * under way, a group that stalls holds no other up, and a failure that nobody waits for is told once, with its call.
+ * device_ranks_spec has those of an emulated NCCL between processes. */
 #define _GNU_SOURCE
 #include "wire_check.h"
 #include "comm/group.h"

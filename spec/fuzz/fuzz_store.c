@@ -2,9 +2,9 @@
  * libFuzzer target of what others say where ranks meet. The input's first byte says who speaks: a stranger, or one that
  * has proved to be of the run, or a rank, to the server; a server to a rank that wants a proof, or an answer; or the
  * file that ranks meet by. A stranger must change nothing. */
-#include "comm/store.c"
-#include "comm/store_client.c"
-#include "comm/store_meet.c"
+#include "rendezvous/store.c"
+#include "rendezvous/store_client.c"
+#include "rendezvous/store_meet.c"
 #include <stdlib.h>
 #include <sys/mman.h>
 

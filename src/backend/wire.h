@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * What a backend gives for moving bytes between its memory and that of other processes' devices (NCCL): one exchange,
- * a sum and a copy, each begun and then asked about. comm/wired.c makes a communicator of it, with the waiting, the
- * time-outs and the checks; comm/line.c has messages of two ranks on it. A wire is used by one thread at a time, which
- * need not be the one that runs kernels; `mark` and what says so is called by that one. */
+ * a sum and a copy, each begun and then asked about. transport/wired.c makes a communicator of it, with the waiting,
+ * the time-outs and the checks; transport/line.c has messages of two ranks on it. A wire is used by one thread at a
+ * time, which need not be the one that runs kernels; `mark` and what says so is called by that one. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>

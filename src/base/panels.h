@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The panels of rows in which a processor computes the loss of logits [N, V] (cpu/lm_loss.c), and ranks that share the
- * words out (comm/loss.c). Panels depend on shapes alone. */
+ * words out (tensor_parallel/loss.c). Panels depend on shapes alone. */
 #ifndef PS_BASE_PANELS_H
 #define PS_BASE_PANELS_H
 #include <stdint.h>

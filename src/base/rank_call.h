@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collective calls that a dry run would have made. comm/op.c notes them in the context, the engine keeps them with the
- * trace of the step, and comm/plan.c expects them of the step that goes like that trace. */
+ * Collective calls that a dry run would have made. collectives/context.c notes them in the context, the engine keeps
+ * them with the trace of the step, and comm/plan.c expects them in the step that repeats that trace. */
 #ifndef PS_BASE_RANK_CALL_H
 #define PS_BASE_RANK_CALL_H
 #include <stdint.h>

@@ -10,7 +10,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "base/half.h"
-#include "comm/watch.h"
+#include "rendezvous/watch.h"
 #include <stdio.h>
 #include <string.h>
 

@@ -6,8 +6,8 @@
 #define PS_COMM_GROUP_H
 #include <stdbool.h>
 #include "base/rank_call.h"
-#include "comm/comm.h"
 #include "ps.h"
+#include "transport/transport.h"
 
 enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SPLIT, OP_SEND,
        OP_RECV, OP_COLUMN, OP_ROW, OP_COLUMN_GRAD, OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The border between the engine and src/zero, which stands above the engine and reaches other ranks. The engine calls
- * ZeRO through the table that ps_engine_shard hands it, the other stages of a pipeline through the table of
- * ps_engine_stages, and the ranks of the same layers through that of ps_engine_tensor_parallel. src/zero calls the
- * functions of engine.c and place.c below. Neither side sees the other's records.
- * An engine of one process has no table. */
+ * The border between the engine and the layers above it that reach other ranks. The engine calls ZeRO (src/zero)
+ * through the table that ps_engine_shard sets, the other stages of a pipeline (pipe/ranks.c) through the table of
+ * ps_engine_stages, and the ranks of the same layers (tensor_parallel/ranks.c) through the table of
+ * ps_engine_tensor_parallel. These layers call the functions of engine.c and place.c below. Neither side sees the
+ * other's records. An engine of one process has no table. */
 #ifndef PS_ZERO_TABLE_H
 #define PS_ZERO_TABLE_H
 #include "chunk/chunk.h"
@@ -74,7 +74,7 @@ struct ps_tp {
     int rank, ranks;
 };
 
-/* -- engine.c and place.c, for src/zero */
+/* -- engine.c and place.c, for these layers */
 typedef struct engine_base {
     ps_engine *e;
     const ps_step *step;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor's wire between processes, by the messages of src/comm/p2p.c. */
+ * The executor's wire between processes, by the messages of src/p2p/p2p.c. */
 #include "base/alloc.h"
 #include "base/error.h"
-#include "comm/p2p.h"
+#include "p2p/p2p.h"
 #include "pipe/exec.h"
 
 typedef struct p2p_wire {

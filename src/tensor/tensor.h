@@ -74,7 +74,7 @@ struct ps_ctx {
     struct ps_replay *replay;     /* during a dry run of a pipeline (tensor/replay.h); else NULL */
     struct ps_replay *replay_kept;            /* the same, between dry runs, too */
     const ps_step *step;          /* the engine's, or the idle one */
-    struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (comm/comm.c) */
+    struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (collectives/context.c) */
     ps_rank_calls calls;          /* of the dry run under way, or of the last one */
     /* Carries out an op of several ranks; NULL while there was no group. A dry call asks for memory alone, and in a dry
      * run is noted. */

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The secret that the ranks of a run know and nobody else (docs/distributed.md, "Who may talk to a run"). It is
 -- PS_SECRET, else, where all ranks are on this machine, the contents of a file that all runs of this user on this
--- machine share. src/comm/proof.c proves it and never sends it.
+-- machine share. src/rendezvous/proof.c proves it and never sends it.
 local bit = require "bit"
 local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"

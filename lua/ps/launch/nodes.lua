@@ -32,7 +32,7 @@ local function set_blocking(fd, blocks)
   fcntl.fcntl(fd, fcntl.F_SETFL, blocks and other or bit.bor(other, fcntl.O_NONBLOCK))
 end
 
--- Names of the loopback interface are not looked up (src/comm/net.c).
+-- Names of the loopback interface are not looked up (src/rendezvous/net.c).
 local function addresses(host, port)
   local name = "." .. host:lower():gsub("%.$", "")
   local looked_up = name ~= ".localhost" and not name:match "^%..+%.localhost$" and host or nil

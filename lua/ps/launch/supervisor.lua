@@ -106,8 +106,8 @@ local function pipe()
   return r, w
 end
 
--- A pipe by which a rank's watch says whom it blames (src/comm/watch.c), in lines "RANK CODE": its ends, and how the
--- rank finds it. Neither end waits for the other.
+-- A pipe by which a rank's watch says whom it blames (src/rendezvous/watch.c), in lines "RANK CODE": its ends, and how
+-- the rank finds it. Neither end waits for the other.
 local function blame_pipe()
   local r, w = pipe()
   for _, fd in ipairs { r, w } do

@@ -20,7 +20,7 @@ local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
 local UNKNOWN = { read = 1, write = 1 }              -- of a disk that the table lacks: a byte a second, to be seen
 
--- Ops that update parameters, and those whose rows may travel in pieces (src/comm/linear.c).
+-- Ops that update parameters, and those whose rows may travel in pieces (src/tensor_parallel/linear.c).
 local UPDATES = { adam_ = true, sgd_ = true }
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
 local ADAM_NBYTES = 28                               -- that Adam moves a parameter, at the rates of a table (rates.c)

@@ -1,0 +1,27 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Sockets as the store and the watch of the ranks use them: TCP, closed on exec, never blocking beyond a given moment
+ * of ps_now() (seconds). Called by store*.c, watch*.c and proof.c. */
+#ifndef PS_RENDEZVOUS_NET_H
+#define PS_RENDEZVOUS_NET_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Listens at this address of this machine and at no other; "0.0.0.0" and "::" are all addresses. port 0: a free one. */
+int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
+bool ps_net_is_loopback(const char *host);                     /* no address of `host` reaches another machine */
+/* Tries once to connect to host:port. Returns a file descriptor that never blocks, or 0: nobody answers there now.
+ * PS_EIO: this process can open no socket. */
+int ps_net_reach(const char *host, int port, double until);
+bool ps_net_knows(const char *host);                           /* this machine finds an address for the name */
+bool ps_net_no_files(int why);                                 /* why: an errno; no more files may be opened */
+/* Waits until the socket is ready (POLLIN, POLLOUT): 1; the time is over: 0; failed: -1. */
+int ps_net_ready(int fd, short events, double until);
+/* Sends or receives as many bytes as go now, without waiting, and returns their number; 0: none yet; -1: the other end
+ * hung up, or the socket failed. */
+int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
+/* Sends or receives exactly nbytes: 1; the time is over: 0; the other end hung up, or the socket failed: -1. */
+int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
+/* The numeric address of this end, or of the other one. */
+int ps_net_address(int fd, bool peer, char *text, size_t room);
+#endif

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The proof that a connection belongs to a run. Both ends of a connection of the store or of the watch first name their
+ * run and prove to each other that they know its secret. Each sends 32 random bytes, and a keyed hash (BLAKE2b of
+ * libsodium) of the bytes that both sent. The secret itself never travels. Messages have a fixed size, so a stranger
+ * takes a known amount of memory. The proof does not keep out who reads or alters packets on their way.
+ *
+ *   rank            server
+ *   OPEN       ->                its run, 32 random bytes
+ *              <-   OFFER        the same of the server, which then hangs up where the runs differ
+ *   PROOF      ->                hash(key, "rank", OPEN, OFFER)
+ *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or "refused", and hangs up */
+#ifndef PS_RENDEZVOUS_PROOF_H
+#define PS_RENDEZVOUS_PROOF_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { PS_RUN_NAME = 128, PS_PROOF_BYTES = 32, PS_PROOF_TEXT = 256 };
+
+/* All zero: a run without name and secret. */
+typedef struct ps_run {
+    char name[PS_RUN_NAME + 4];            /* "": none; with a 0 */
+    bool secret;                           /* the run has a secret; without one the key is all zeros */
+    uint8_t key[PS_PROOF_BYTES];
+} ps_run;
+
+/* name, secret: NULL or "": none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
+int ps_run_make(const char *name, const char *secret, ps_run *out);
+/* The same run with another key, made of its own and `salt`. */
+void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
+void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* 256 random bits, as text */
+/* Whether a and b are equal. The time that it takes does not depend on the bytes. */
+bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
+/* "run 'NAME'" or "a run without a name", fit to be shown. */
+const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
+
+typedef struct ps_proof_hello {            /* OPEN and OFFER */
+    uint32_t magic, secret;
+    char run[PS_RUN_NAME];                 /* filled up with zeros */
+    uint8_t random[PS_PROOF_BYTES];
+} ps_proof_hello;
+typedef struct ps_proof_word {             /* PROOF and WELCOME */
+    uint32_t magic, refused;
+    uint8_t hash[PS_PROOF_BYTES];
+} ps_proof_word;
+enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
+
+/* A rank's side, over a new connection. PS_EIO: the server hung up. PS_ETIME: no answer. PS_EFORMAT: the answer is of
+ * another protocol. PS_ESTATE: another run, or another secret; the message says which. Messages begin with `what`. */
+int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
+
+/* The server's side of one connection; all zeros at first. */
+typedef struct ps_proof {
+    bool opened;                           /* OPEN came, and OFFER went */
+    uint32_t got;                          /* bytes of the message that comes now */
+    ps_proof_hello open, offer;
+    ps_proof_word word;
+} ps_proof;
+enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
+/* Reads the bytes that have come, and answers; never waits. HANG_UP: `why` describes a client that spoke as ranks do;
+ * of any other client it is "". */
+int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,213 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Where ranks meet (ps_store_join of store.h): at a host and port, or by a file that all ranks reach, in which rank 0
+ * writes the address of the store that it serves. A file that an earlier run left names an address where nobody
+ * answers, so ranks read the file again until rank 0 answers. */
+#define _GNU_SOURCE
+#include "base/error.h"
+#include "rendezvous/net.h"
+#include "rendezvous/store.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <limits.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { LINE = 512 };
+
+/* "host:port" or "[host]:port" into both; host is cut in place. */
+static int split(char *text, char **host, int *port, const char *whole)
+{
+    char *colon = strrchr(text, ':'), *end = colon;
+    long number = colon ? strtol(colon + 1, &end, 10) : 0;
+    if (!colon || colon == text || end == colon + 1 || *end || number < 1 || number > 65535)
+        return ps_fail(PS_EINVAL, "'%s' is not tcp://HOST:PORT with a port of 1 to 65535", whole);
+    *colon = 0;
+    *port = (int)number;
+    *host = text;
+    if (text[0] == '[' && colon[-1] == ']') {
+        colon[-1] = 0;
+        *host = text + 1;
+    }
+    return 0;
+}
+
+/* The first address of this machine that others may reach. */
+static void own_address(char *text, size_t room)
+{
+    struct ifaddrs *list = NULL;
+    snprintf(text, room, "127.0.0.1");
+    if (getifaddrs(&list) < 0) return;
+    for (struct ifaddrs *i = list; i; i = i->ifa_next) {
+        if (!i->ifa_addr || i->ifa_addr->sa_family != AF_INET) continue;
+        if (!(i->ifa_flags & IFF_UP) || (i->ifa_flags & IFF_LOOPBACK)) continue;
+        getnameinfo(i->ifa_addr, sizeof(struct sockaddr_in), text, (socklen_t)room, NULL, 0, NI_NUMERICHOST);
+        break;
+    }
+    freeifaddrs(list);
+}
+
+/* -- by a file ----------------------------------------------------------------------------------------------------- */
+
+/* The file that rank 0 writes: "HOST:PORT\n" and, where rank 0 made the secret, "secret TEXT\n". */
+typedef struct note {
+    char text[LINE], *host;
+    const char *secret;                    /* "": none */
+    int port;
+} note;
+
+/* Writes the file as a whole (by a rename). Only this user may read it, from its first byte on. */
+static int write_note(const char *path, const char *text, size_t nbytes)
+{
+    char temp[PATH_MAX];
+    if (snprintf(temp, sizeof temp, "%s.tmp-%ld", path, (long)getpid()) >= (int)sizeof temp)
+        return ps_fail(PS_EINVAL, "the name of the file to meet by is too long: %s", path);
+    unlink(temp);
+    int fd = open(temp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    bool ok = fd >= 0 && write(fd, text, nbytes) == (ssize_t)nbytes;
+    int why = ok ? 0 : errno;
+    if (fd >= 0 && close(fd) < 0 && ok) ok = false, why = errno;
+    if (ok && rename(temp, path) < 0) ok = false, why = errno;
+    if (ok) return 0;
+    if (fd >= 0) unlink(temp);
+    return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
+}
+
+/* NULL: the file is complete; else why it is not. A secret counts only in a file of this user, since whoever can put
+ * another file there could pass for rank 0. (An NFS server may show root's files as nobody's.) */
+static const char *read_note(const char *path, note *n)
+{
+    enum { NOBODY = 65534 };
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return errno == ENOENT ? "it is not there" : strerror(errno);
+    ssize_t got = fstat(fd, &st) == 0 ? read(fd, n->text, sizeof n->text - 1) : -1;
+    close(fd);
+    n->text[got > 0 ? got : 0] = 0;
+    char *end = strchr(n->text, '\n'), *secret = end ? end + 1 : NULL;
+    if (!end) return "it has no address";
+    *end = 0;
+    n->secret = "";
+    if (!strncmp(secret, "secret ", 7) && (end = strchr(secret, '\n'))) {
+        *end = 0;
+        n->secret = secret + 7;
+        if (st.st_uid != geteuid() && st.st_uid != NOBODY) return "it is another user's";
+    }
+    return split(n->text, &n->host, &n->port, path) < 0 ? "it has no address" : NULL;
+}
+
+static int serve_by(const char *path, const ps_meeting *m, ps_run *run, ps_store_server **server, ps_store **out)
+{
+    char address[NI_MAXHOST], text[LINE], hex[2 * PS_PROOF_BYTES + 1];
+    bool made = !run->secret;
+    if (made) {
+        ps_run_token(hex);
+        PS_TRY(ps_run_make(m->run, hex, run));
+    }
+    if (m->machines == 1) snprintf(address, sizeof address, "127.0.0.1");
+    else own_address(address, sizeof address);
+    PS_TRY(ps_store_serve(address, 0, m->size, run, server));
+    int n = snprintf(text, sizeof text, "%s:%d\n%s%s%s", address, ps_store_port(*server), made ? "secret " : "",
+                     made ? hex : "", made ? "\n" : "");
+    PS_TRY(write_note(path, text, (size_t)n));
+    ps_store_rank me = { 0, m->size, run, m->timeout_s };
+    return ps_store_connect(address, ps_store_port(*server), &me, out);
+}
+
+static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store **out)
+{
+    double began = ps_now(), until = began + m->timeout_s;
+    bool said = false;
+    char where[PATH_MAX + 8];
+    ps_run given = *run;
+    note n;
+    for (;;) {
+        const char *lacks = read_note(path, &n);
+        int found = PS_STORE_NOBODY;
+        *out = NULL;
+        if (!lacks) {
+            ps_store_rank me = { m->rank, m->size, run, m->timeout_s };
+            if (given.secret) *run = given;
+            else PS_TRY(ps_run_make(m->run, n.secret, run));
+            found = ps_store_try(n.host, n.port, &me, until, out);
+        }
+        if (found <= PS_STORE_REACHED) return found;
+        if (ps_now() + PS_STORE_AGAIN_S >= until) {
+            char why[PS_STORE_TEXT] = "it is there, but who wrote it does not answer";
+            if (lacks || found != PS_STORE_NOBODY) snprintf(why, sizeof why, "%s", lacks ? lacks : ps_error_message());
+            return ps_fail(PS_ETIME, "rank %d of %d found nobody by %s in %g s (%s); is rank 0 running, and does it "
+                           "use the same file?", m->rank, m->size, path, m->timeout_s, why);
+        }
+        snprintf(where, sizeof where, "by %s", path);
+        ps_store_say(&(ps_store_rank){ m->rank, m->size, run, m->timeout_s }, began, where, &said);
+        ps_store_pause();
+    }
+}
+
+/* -- by an address ------------------------------------------------------------------------------------------------- */
+
+/* The error of a rank 0 that cannot serve. It also says where another run serves there, or another rank 0 of this
+ * run. */
+static int taken(const char *host, int port, const ps_run *run, int rc)
+{
+    char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];
+    double until = ps_now() + 1;
+    snprintf(why, sizeof why, "%s", ps_error_message());
+    int fd = ps_net_reach(host, port, until);
+    if (fd <= 0) return ps_fail(rc, "%s", why);
+    int found = ps_proof_ask(fd, run, until, "who is there");
+    close(fd);
+    if (found == 0) return ps_fail(rc, "%s; a rank 0 of %s serves there already", why, ps_run_shown(run->name, name));
+    if (found != PS_ESTATE) return ps_fail(rc, "%s", why);
+    ps_error_prefix("%s; ", why);
+    return rc;
+}
+
+static int meet_at(const char *host, int port, const ps_meeting *m, const ps_run *run, ps_store_server **server,
+                   ps_store **out)
+{
+    ps_store_rank me = { m->rank, m->size, run, m->timeout_s };
+    if (m->machines == 2 && ps_net_is_loopback(host))
+        return ps_fail(PS_EINVAL, "ranks are on several machines, and %s is a loopback address on that of rank %d, "
+                       "where no other machine reaches it (Debian's /etc/hosts gives a machine's own name such a one): "
+                       "give the address of rank 0's network interface (MASTER_ADDR, --master-addr), or, if all ranks "
+                       "are on this machine after all, PS_RENDEZVOUS=tcp://HOST:PORT", host, m->rank);
+    if (m->rank == 0) {
+        int rc = ps_store_serve(host, port, m->size, run, server);
+        if (rc < 0) return taken(host, port, run, rc);
+    }
+    return ps_store_connect(host, port, &me, out);
+}
+
+int ps_store_join(const ps_meeting *m, ps_run *run, ps_store_server **server, ps_store **out)
+{
+    char text[LINE], *host;
+    int port, rc;
+    *server = NULL;
+    *out = NULL;
+    PS_TRY(ps_run_make(m->run, m->secret, run));
+    if (!strncmp(m->rendezvous, "file://", 7) && m->rendezvous[7] == '/') {
+        const char *path = m->rendezvous + 7;
+        rc = m->rank == 0 ? serve_by(path, m, run, server, out) : find_by(path, m, run, out);
+    } else if (!strncmp(m->rendezvous, "tcp://", 6) && strlen(m->rendezvous) < sizeof text) {
+        strcpy(text, m->rendezvous + 6);
+        PS_TRY(split(text, &host, &port, m->rendezvous));
+        rc = meet_at(host, port, m, run, server, out);
+    } else
+        return ps_fail(PS_EINVAL, "ranks cannot meet at '%s'; give tcp://HOST:PORT or file:///PATH", m->rendezvous);
+    if (rc < 0) {
+        char why[2 * PS_STORE_TEXT];
+        snprintf(why, sizeof why, "%s%s", ps_error_message(), *server ? ps_store_lacks(*server) : "");
+        ps_store_stop(*server, true);
+        *server = NULL;
+        return ps_fail(rc, "%s", why);
+    }
+    return rc;
+}

@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * All messages of the store's connections, once a rank has proved to be of the run. All numbers are little-endian, as
+ * on every machine that the engine runs on. A peer with another magic number is hung up on. */
+#ifndef PS_RENDEZVOUS_STORE_PROTOCOL_H
+#define PS_RENDEZVOUS_STORE_PROTOCOL_H
+#include <stdint.h>
+
+enum { PS_STORE_MAGIC = 0x31565350 };                  /* "PSV1" */
+enum { PS_STORE_HELLO, PS_STORE_SET, PS_STORE_GET, PS_STORE_FAULT, PS_STORE_BYE, PS_STORE_ALL };
+/* A request: this, then the key, then the value. HELLO: a = rank, b = size. GET: a = milliseconds to wait at most.
+ * FAULT: the value is the text. ALL: answered when all ranks said HELLO; a = milliseconds to wait at most. */
+typedef struct ps_store_request {
+    uint32_t magic, what, key_nbytes, value_nbytes;
+    int32_t a, b;
+} ps_store_request;
+/* An answer: this, then the value, or the text of the error. FAULT and BYE have none. */
+typedef struct ps_store_answer {
+    uint32_t magic;
+    int32_t status;                                     /* 0 or PS_E* */
+    uint32_t nbytes;
+} ps_store_answer;
+#endif

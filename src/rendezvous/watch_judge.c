@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The verdicts of the watch: who is to blame, and the words for it. Runs in the watch's thread. */
+#include "rendezvous/watch_inner.h"
+#include "base/error.h"
+#include <stdio.h>
+#include <string.h>
+
+/* Seconds from a broken connection to the verdict on it: the peer's own message, or its death, may be known later. */
+static const double GRACE_S = 1.5;
+static const double POKE_S = 1;            /* seconds that ranks have to answer how far they are */
+
+enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
+
+static const char *host_of(const ps_watch *w, int rank)
+{
+    if (rank == w->rank) return w->host;
+    const watch_peer *p = rank >= 0 && rank < w->size ? w->peers[rank] : NULL;
+    return p && p->host[0] ? p->host : "host unknown";
+}
+
+/* "all_reduce (call 3)", "all_reduce of tp (call 3)". */
+static void numbered(const watch_place *at, const char *op, uint64_t call, char *text, size_t room)
+{
+    int n = snprintf(text, room, "%s%s%s", op, at->axis[0] ? " of " : "", at->axis);
+    if (call != PS_WATCH_NO_CALL && n < (int)room)
+        snprintf(text + n, room - (size_t)n, " (call %llu)", (unsigned long long)call);
+}
+
+/* The call that a rank is in, as `numbered` gives it; or "send with rank 2", "send of pp with rank 2". */
+static void call_text(const watch_place *at, char *text, size_t room)
+{
+    if (at->peer < 0) numbered(at, at->op, at->call, text, room);
+    else snprintf(text, room, "%s%s%s with rank %d", at->op, at->axis[0] ? " of " : "", at->axis, at->peer);
+}
+
+static void last_call_text(const watch_place *at, char *text, size_t room)
+{
+    numbered(at, at->last_op, at->last_call, text, room);
+}
+
+/* The place that tells most about a rank: of the places inside of a call, else of those with a finished collective, the
+ * one entered or left last. NULL: the rank has made no call. */
+static const watch_place *latest(const watch_places *places)
+{
+    const watch_place *best = NULL;
+    for (int i = 0; i < PS_WATCH_PLACES; i++) {
+        const watch_place *at = &places->at[i];
+        if (!places->known[i] || !(at->inside || at->last_op[0])) continue;
+        if (!best || at->inside > best->inside || (at->inside == best->inside && at->turn > best->turn)) best = at;
+    }
+    return best;
+}
+
+/* "in all_reduce (call 3)", "after all_reduce (call 3)", "before its first call". Calls of several groups run side by
+ * side, so the text names all that the rank is in. */
+static void place_text(const watch_places *places, char *text, size_t room)
+{
+    const watch_place *first = latest(places);
+    char call[96];
+    if (!first) {
+        snprintf(text, room, "before its first call");
+        return;
+    }
+    if (!first->inside) {
+        last_call_text(first, call, sizeof call);
+        snprintf(text, room, "after %s", call);
+        return;
+    }
+    call_text(first, call, sizeof call);
+    int n = snprintf(text, room, "in %s", call);
+    for (int i = 0; i < PS_WATCH_PLACES && n < (int)room; i++) {
+        const watch_place *at = &places->at[i];
+        if (!places->known[i] || !at->inside || at == first) continue;
+        call_text(at, call, sizeof call);
+        n += snprintf(text + n, room - (size_t)n, " and in %s", call);
+    }
+}
+
+/* Whether a rank is in a call of a group other than that of place `i`. */
+static bool is_elsewhere(const watch_places *places, int i)
+{
+    bool found = false;
+    for (int j = 0; j < PS_WATCH_PLACES; j++)
+        found = found || (j != i && places->known[j] && places->at[j].inside);
+    return found;
+}
+
+/* Where rank p was when it was last heard. A collective that this rank has finished since then, rank p came to as well:
+ * rank p is taken to be in it, unless it is known to be in a call of another group. */
+static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
+{
+    watch_places own, theirs = p->places;
+    watch_own_places(w, &own);
+    for (int i = 0; i < PS_WATCH_PLACES; i++) {
+        watch_place *at = &theirs.at[i];
+        const watch_place *mine = theirs.known[i] ? watch_find(&own, at->key) : NULL;
+        if (!mine || !mine->last_op[0] || mine->last_call == PS_WATCH_NO_CALL || mine->last_call < at->calls) continue;
+        at->inside = !is_elsewhere(&theirs, i);
+        at->peer = -1;
+        at->call = at->last_call = mine->last_call;
+        memcpy(at->op, mine->last_op, sizeof at->op);
+        memcpy(at->last_op, mine->last_op, sizeof at->last_op);
+    }
+    place_text(&theirs, text, room);
+}
+
+void watch_died(ps_watch *w, const watch_peer *p)
+{
+    char place[PLACE_TEXT];
+    last_known(w, p, place, sizeof place);
+    watch_decide(w, PS_EIO, p->rank, "rank %d (%s) died: its process ended without a word (killed, out of memory, or a "
+                 "crash); it was last known %s", p->rank, p->host, place);
+}
+
+void watch_silent(ps_watch *w, const watch_peer *p, double now)
+{
+    char place[PLACE_TEXT];
+    last_known(w, p, place, sizeof place);
+    watch_decide(w, PS_ETIME, p->rank, "rank %d (%s) is silent for %.1f s: it was stopped, its machine hangs, or the "
+                 "network to it is cut; it was last known %s", p->rank, p->host, now - p->heard_at, place);
+}
+
+void watch_failed(ps_watch *w, int rank, const char *host, const char *text)
+{
+    watch_decide(w, PS_EIO, rank, "rank %d (%s) failed: %s", rank, host, text);
+}
+
+static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
+{
+    char place[PLACE_TEXT], call[96];
+    place_text(&p->places, place, sizeof place);
+    call_text(&c->at, call, sizeof call);
+    watch_decide(w, PS_EIO, p->rank, "rank %d (%s) ended %s (its script came to its end, or it closed the group), and "
+                 "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
+}
+
+/* Whether rank `r` keeps the complaining rank waiting: it is of the same group, and has not come to the same call. A
+ * rank that has not told a place of that group yet counts where the complaint names it as the peer. */
+static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
+{
+    const watch_place *p = watch_find(places, c->at.key);
+    if (r == c->from || (c->at.peer >= 0 && r != c->at.peer)) return false;
+    if (!p) return r == c->peer;
+    return c->at.peer >= 0 ? !(p->inside && p->peer == c->from) : p->calls <= c->at.call;
+}
+
+static int add_missing(const ps_watch *w, const watch_peer *p, const watch_complaint *c, double now, char *text,
+                       size_t room)
+{
+    char call[96], place[PLACE_TEXT], state[64] = "is alive but";
+    const watch_place *at = latest(&p->places);
+    if (c->at.peer < 0) call_text(&c->at, call, sizeof call);
+    else snprintf(call, sizeof call, "meet rank %d's %s", c->from, c->at.op);
+    if (!p->fresh && now - p->heard_at > 2 * w->beat_s)
+        snprintf(state, sizeof state, "is silent for %.1f s and", now - p->heard_at);
+    if (at && at->inside) {
+        char other[PLACE_TEXT - 8];
+        place_text(&p->places, other, sizeof other);
+        snprintf(place, sizeof place, "it is %s", other);
+    } else if (at) {
+        char other[96];
+        last_call_text(at, other, sizeof other);
+        snprintf(place, sizeof place, "it last finished %s", other);
+    } else snprintf(place, sizeof place, "it has made no call yet");
+    return snprintf(text, room, "rank %d (%s) %s has not come to %s within %g s; %s", p->rank, p->host, state, call,
+                    c->seconds, place);
+}
+
+/* The verdict on a call that took too long. It names the ranks that have not come to the call. */
+static void timed_out(ps_watch *w, const watch_complaint *c, double now)
+{
+    char text[PS_WATCH_TEXT - 100], call[96];
+    size_t at = 0;
+    int n = 0, first = -1;
+    watch_peer own = { .rank = 0, .fresh = true };
+    watch_own_places(w, &own.places);
+    memcpy(own.host, w->host, sizeof own.host);
+    text[0] = 0;
+    for (int r = 0; r < w->size; r++) {
+        const watch_peer *p = r == 0 ? &own : w->peers[r];
+        if (!p || !is_missing(&p->places, r, c)) continue;
+        if (first < 0) first = r;
+        if (n++ >= MAX_NAMED || at >= sizeof text) continue;
+        if (n > 1) at += (size_t)snprintf(text + at, sizeof text - at, "; ");
+        if (at < sizeof text) at += (size_t)add_missing(w, p, c, now, text + at, sizeof text - at);
+    }
+    call_text(&c->at, call, sizeof call);
+    if (n > MAX_NAMED) watch_decide(w, PS_ETIME, first, "%s; and so for %d more ranks", text, n - MAX_NAMED);
+    else if (n) watch_decide(w, PS_ETIME, first, "%s", text);
+    else if (c->peer < 0)
+        watch_decide(w, PS_ETIME, -1, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: %s",
+                     call, c->from, host_of(w, c->from), c->seconds, c->text);
+    else
+        watch_decide(w, PS_ETIME, -1, "%s of rank %d (%s) did not end within %g s, though all its ranks came to it: "
+                     "bytes of rank %d (%s) do not arrive; is the network slow, or the time-out short?", call, c->from,
+                     host_of(w, c->from), c->seconds, c->peer, host_of(w, c->peer));
+}
+
+static void broke(ps_watch *w, const watch_complaint *c)
+{
+    char call[96];
+    call_text(&c->at, call, sizeof call);
+    if (c->peer < 0) {
+        watch_decide(w, PS_EIO, -1, "rank %d (%s) lost its connection to other ranks' devices in %s, while all ranks "
+                     "are alive: %s", c->from, host_of(w, c->from), call, c->text);
+        return;
+    }
+    watch_decide(w, PS_EIO, -1, "the connection of rank %d (%s) to rank %d (%s) broke in %s, while both are alive; is "
+                 "the network between them sound? (%s)", c->from, host_of(w, c->from), c->peer, host_of(w, c->peer),
+                 call, c->text);
+}
+
+/* -- circles
+ *
+ * Ranks that wait for each other in calls of different groups would do so for the calls' time-out. Rank 0 finds them by
+ * the places that beats tell. What it knows of two ranks may be of different moments. So it looks at the one moment at
+ * which an earlier beat of its own went out. A rank was then where it is if it had told that place before, and told the
+ * same when it had heard that beat. A rank whose script waits comes to no other call. So a circle of such ranks has no
+ * end. */
+enum { EARLIER = 2 };                      /* the beat that is looked at, counted back from the next one */
+
+/* The call in which a rank's script waits; NULL: in none. */
+static const watch_place *waiting(const watch_places *places)
+{
+    for (int i = 0; i < PS_WATCH_PLACES; i++)
+        if (places->known[i] && places->at[i].waits) return &places->at[i];
+    return NULL;
+}
+
+static uint64_t last_move(const watch_places *places)
+{
+    uint64_t moved = 0;
+    for (int i = 0; i < PS_WATCH_PLACES; i++)
+        if (places->known[i] && places->at[i].moved > moved) moved = places->at[i].moved;
+    return moved;
+}
+
+/* own: rank 0's. NULL: the rank has not come yet, or has left. */
+static const watch_places *places_of(const ps_watch *w, const watch_places *own, int rank)
+{
+    const watch_peer *p = w->peers[rank];
+    return rank == 0 ? own : p && !p->left ? &p->places : NULL;
+}
+
+/* Whether no message of a group is on its way. That can be told where all ranks rest. */
+static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
+{
+    int64_t under_way = 0;
+    for (int r = 0; r < w->size; r++) {
+        const watch_places *places = places_of(w, own, r);
+        const watch_place *at = places ? watch_find(places, key) : NULL;
+        if (!w->rests[r].rests) return false;
+        if (at) under_way += at->under_way;
+    }
+    return under_way == 0;
+}
+
+/* A rank that waits and keeps rank `rank` waiting, or -1. It is of the same group: in no call of that, or to send a
+ * message. */
+static int held_by(const ps_watch *w, const watch_places *own, int rank)
+{
+    const watch_place *at = waiting(places_of(w, own, rank));
+    bool message = at->call == PS_WATCH_NO_CALL;
+    if (message && !is_quiet(w, own, at->key)) return -1;
+    for (int r = 0; r < w->size; r++) {
+        if (r == rank || !w->rests[r].held || (at->peer >= 0 && at->peer != r)) continue;
+        const watch_place *theirs = watch_find(places_of(w, own, r), at->key);
+        if (message || (theirs && !theirs->inside && (at->peer >= 0 || theirs->calls <= at->call))) return r;
+    }
+    return -1;
+}
+
+static void in_a_circle(ps_watch *w, const watch_places *own)
+{
+    char text[PS_WATCH_TEXT - 200], call[96];
+    size_t at = 0;
+    int n = 0;
+    for (int r = 0; r < w->size; r++) {
+        if (!w->rests[r].held || n++ >= MAX_NAMED || at >= sizeof text) continue;
+        int by = held_by(w, own, r);
+        call_text(waiting(places_of(w, own, r)), call, sizeof call);
+        at += (size_t)snprintf(text + at, sizeof text - at, "%srank %d (%s) is in %s, to which rank %d has not come",
+                               n > 1 ? "; " : "", r, host_of(w, r), call, by);
+    }
+    watch_decide(w, PS_EINVAL, -1, "ranks wait for each other: %s%s; all ranks must make the calls of all their "
+                 "groups in one order", text, n > MAX_NAMED ? "; and so on" : "");
+}
+
+void watch_circle(ps_watch *w)
+{
+    watch_places own;
+    int n = 0;
+    if (atomic_load(&w->over)) return;
+    watch_own_places(w, &own);
+    for (int r = 0; r < w->size; r++) {
+        const watch_places *places = places_of(w, &own, r);
+        watch_rest *rest = &w->rests[r];
+        uint64_t moved = places ? last_move(places) : 0;
+        if (moved != rest->moved) rest->moved = moved, rest->since = w->n_beats;
+        int32_t then = w->n_beats - EARLIER;
+        rest->rests = places && rest->since <= then && (r == 0 || rest->heard >= then);
+        rest->held = rest->rests && waiting(places);
+        n += rest->held;
+    }
+    for (int before = n + 1; n > 0 && n < before;) {       /* who waits for a rank that can come on is in no circle */
+        before = n;
+        for (int r = 0; r < w->size; r++)
+            if (w->rests[r].held && held_by(w, &own, r) < 0) w->rests[r].held = false, n--;
+    }
+    if (n > 0) in_a_circle(w, &own);
+}
+
+/* -- complaints */
+
+/* On a rank other than 0: rank 0 judges, unless it left. False: there will be no verdict. */
+static bool judge_rank_0(ps_watch *w)
+{
+    const watch_peer *p = w->peers[0];
+    const watch_complaint *c = &w->pending;
+    if (!p->left) return true;
+    bool waits = c->at.peer < 0 ? watch_find(&p->places, c->at.key) || c->peer == 0 : c->at.peer == 0;
+    if (c->what == PS_WATCH_GIVES_UP || !waits) return false;
+    ended(w, p, c);
+    return true;
+}
+
+bool watch_judge(ps_watch *w, double now)
+{
+    watch_complaint *c = &w->pending;
+    if (!c->on || atomic_load(&w->over)) return true;
+    if (w->rank != 0) return judge_rank_0(w);
+    if (c->what == PS_WATCH_GIVES_UP) {
+        watch_decide(w, PS_EIO, c->from, "rank %d (%s) gave up: %s", c->from, host_of(w, c->from), c->text);
+        return true;
+    }
+    bool all_fresh = true;
+    for (int r = 1; r < w->size; r++) {
+        const watch_peer *p = w->peers[r];
+        if (!p) continue;
+        if (p->left && is_missing(&p->places, r, c)) {
+            ended(w, p, c);
+            return true;
+        }
+        if (!p->left && !p->fresh) all_fresh = false;
+    }
+    if (c->what == PS_WATCH_TIME_OUT && (all_fresh || now >= c->since + POKE_S)) timed_out(w, c, now);
+    else if (c->what == PS_WATCH_LOST && now >= c->since + GRACE_S) broke(w, c);
+    return true;
+}

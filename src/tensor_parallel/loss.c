@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The op parallel_lm_loss: the cross entropy of logits x w^T + bias of which each rank has those of its words. As in
+ * lm_loss the rows go in panels, whose gradients are made while their logits are there: three products in all, and one
+ * panel of logits. Of each panel the ranks tell each other three or four numbers a row (logit_stats; Shoeybi et al.
+ * 2019, "Megatron-LM", section 3). Where x is a rank's rows, all rows are gathered once, in front of the panels, and dx
+ * is added up behind them, so that no exchange is made in backward.
+ *
+ * Panels (base/panels.h) depend on shapes alone, which are the same on all ranks. dw is rounded to its type once a
+ * panel. What may fail on this rank alone goes into its next call of the ranks, which all of them then leave with that
+ * error. */
+#include "base/error.h"
+#include "base/panels.h"
+#include "comm/group.h"
+#include "tensor/tensor.h"
+#include "tensor_parallel/rows.h"
+
+typedef struct head {
+    ps_group *g;
+    place at;
+    ps_call *call;
+    const ps_attrs_parallel_lm_loss *attrs;
+    ps_view x, dx;                              /* of all rows [N, C]; dx may be absent */
+    int wide;                                   /* the type of losses and of the ranks' numbers */
+    int64_t N, V, C, rows, kinds;               /* rows: of a panel; kinds: numbers of a row */
+    int64_t first, words;                       /* this rank's words; the columns behind them are padding */
+    void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
+} head;
+
+/* -- views --------------------------------------------------------------------------------------------------------- */
+static ps_view vector(void *data, int dtype, int64_t n)
+{
+    return (ps_view){ .data = data, .dtype = dtype, .ndim = 1, .numel = n, .shape = { n }, .stride = { 1 } };
+}
+
+static ps_view matrix(void *data, int dtype, int64_t rows, int64_t columns)
+{
+    return (ps_view){ .data = data, .dtype = dtype, .ndim = 2, .numel = rows * columns, .shape = { rows, columns },
+                      .stride = { columns, 1 } };
+}
+
+static char *place_in(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
+
+static void *room(const head *h, int64_t n, int dtype)
+{
+    int64_t nbytes = n * ps_dtype_bytes(dtype);
+    return h->call->scratch(h->call, (size_t)(nbytes > 0 ? nbytes : 1));
+}
+
+/* -- products and losses of a panel -------------------------------------------------------------------------------- */
+static int run(const head *h, bool dry, int op, const void *attrs, int n_in, const ps_view *in, int n_out, ps_view *out)
+{
+    ps_call part = { .op = op, .n_in = n_in, .n_out = n_out, .in = in, .out = out, .attrs = attrs, .dry = dry };
+    return ps_call_part(h->call, &part);
+}
+
+static ps_view logits_of(const head *h, int64_t n) { return matrix(h->logits, h->x.dtype, n, h->V); }
+
+static ps_view targets_of(const head *h, int64_t first, int64_t n)
+{
+    const ps_view *target = &h->call->in[2];
+    return vector(place_in(target, first), target->dtype, n);
+}
+
+/* The logits of n rows, and this rank's numbers of them. */
+static int tell(const head *h, int64_t first, int64_t n, bool dry)
+{
+    const ps_view *in = h->call->in;
+    ps_attrs_linear product = { .out_in = 1 };
+    ps_attrs_logit_stats attrs = { .first = h->first, .words = h->words };
+    ps_view logits = logits_of(h, n), mine = matrix(h->mine, h->wide, h->kinds, n);
+    ps_view multiplied[4] = { rows_of(&h->x, first, n), in[1], in[4], absent };
+    ps_view told[3] = { logits, targets_of(h, first, n), in[5] };
+    PS_TRY(run(h, dry, PS_OP_linear, &product, 4, multiplied, 1, &logits));
+    return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
+}
+
+/* dw += dlogits^T x, or dw = that for the first panel. */
+static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
+{
+    ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
+    ps_attrs_matmul product = { .accumulate = add };
+    ps_attrs_sum sum = { .dims = 1, .accumulate = add };
+    if (ps_has(dw)) {
+        ps_view in[2] = { turned(dlogits), *x };
+        PS_TRY(run(h, dry, PS_OP_matmul, &product, 2, in, 1, dw));
+    }
+    return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
+}
+
+/* The losses of n rows from all ranks' numbers, and what they add to the gradients. */
+static int lose(const head *h, int64_t first, int64_t n, bool dry)
+{
+    const ps_view *in = h->call->in, *share = &in[3];
+    bool grads = h->attrs->want_grad != 0;
+    ps_attrs_linear product = { .out_in = 0 };
+    ps_attrs_logit_loss attrs = { .first = h->first, .words = h->words, .want_grad = grads, .dloss = h->attrs->dloss };
+    ps_view logits = logits_of(h, n), losses = vector(h->losses, h->wide, h->N);
+    ps_view out[2] = { vector(place_in(&losses, first), h->wide, n), grads ? logits : absent };
+    ps_view all = { .data = h->all, .dtype = h->wide, .ndim = 3, .numel = h->attrs->size * h->kinds * n,
+                    .shape = { h->attrs->size, h->kinds, n }, .stride = { h->kinds * n, n, 1 } };
+    ps_view own = matrix(place_in(share, first), share->dtype, 3, n), x = rows_of(&h->x, first, n);
+    own.stride[0] = h->N;
+    ps_view from[5] = { logits, targets_of(h, first, n), all, own, in[5] };
+    PS_TRY(run(h, dry, PS_OP_logit_loss, &attrs, 5, from, 2, out));
+    if (ps_has(&h->dx)) {
+        ps_view dx = rows_of(&h->dx, first, n), multiplied[4] = { logits, in[1], absent, absent };
+        PS_TRY(run(h, dry, PS_OP_linear, &product, 4, multiplied, 1, &dx));
+    }
+    return add_weights(h, &logits, &x, first > 0, dry);
+}
+
+/* The sum of the losses; of no rows dw and db are 0. */
+static int finish(const head *h, bool dry)
+{
+    ps_attrs_sum sum = { .dims = 1 };
+    ps_attrs_fill_ zero = { .value = 0 };
+    ps_view losses = vector(h->losses, h->wide, h->N), *out = h->call->out;
+    for (int i = 2; h->N == 0 && i < 4; i++)
+        if (ps_has(&out[i])) PS_TRY(run(h, dry, PS_OP_fill_, &zero, 1, &out[i], 1, &out[i]));
+    return run(h, dry, PS_OP_sum, &sum, 1, &losses, 1, &out[0]);
+}
+
+/* -- all ----------------------------------------------------------------------------------------------------------- */
+static int64_t in_panel(const head *h, int64_t first) { return h->N - first < h->rows ? h->N - first : h->rows; }
+
+/* Asks for this call's memory, and for that of its largest products. */
+static int take_room(head *h)
+{
+    const ps_view *x = &h->call->in[0], *dx = &h->call->out[1];
+    bool parted = h->attrs->parted;
+    h->x = matrix(parted ? room(h, h->N * h->C, x->dtype) : x->data, x->dtype, h->N, h->C);
+    if (ps_has(dx)) h->dx = matrix(parted ? room(h, h->N * h->C, dx->dtype) : dx->data, dx->dtype, h->N, h->C);
+    h->logits = room(h, h->rows * h->V, x->dtype);
+    h->mine = room(h, h->kinds * h->rows, h->wide);
+    h->all = room(h, h->attrs->size * h->kinds * h->rows, h->wide);
+    h->losses = room(h, h->N, h->wide);
+    bool there = h->logits && h->mine && h->all && h->losses;
+    if (parted) there = there && h->x.data && (h->dx.data || !ps_has(dx));
+    if (!there) return PS_ENOMEM;               /* scratch() left the message */
+    if (h->N > 0) {
+        PS_TRY(tell(h, 0, h->rows, true));
+        PS_TRY(lose(h, 0, h->rows, true));
+    }
+    return finish(h, true);
+}
+
+static int without_bytes(const head *h)
+{
+    const ps_view *x = &h->call->in[0];
+    if (h->attrs->parted) PS_TRY(group_without_bytes(h->g, OP_ALL_GATHER, h->at, x->dtype, nbytes_of(x), 0));
+    for (int64_t first = 0; first < h->N; first += h->rows) {
+        int64_t nbytes = h->kinds * in_panel(h, first) * ps_dtype_bytes(h->wide);
+        PS_TRY(group_without_bytes(h->g, OP_ALL_GATHER, h->at, h->wide, nbytes, 0));
+    }
+    if (!ps_has(&h->dx)) return 0;
+    return group_without_bytes(h->g, h->attrs->parted ? OP_REDUCE_SCATTER : OP_ALL_REDUCE, h->at, h->dx.dtype,
+                               nbytes_of(&h->dx), 0);
+}
+
+/* rc: of this rank's preparation. */
+static int panels(const head *h, int rc)
+{
+    ps_group *g = h->g;
+    for (int64_t first = 0; first < h->N; first += h->rows) {
+        int64_t n = in_panel(h, first);
+        if (rc == 0) rc = tell(h, first, n, false);
+        if (rc == 0) rc = group_after_now(g, h->at);
+        PS_TRY(group_all_gather(g, h->at, h->wide, h->mine, h->kinds * n * ps_dtype_bytes(h->wide), h->all, rc));
+        rc = lose(h, first, n, false);
+    }
+    if (rc == 0) rc = finish(h, false);
+    if (rc == 0) rc = group_after_now(g, h->at);
+    if (!ps_has(&h->dx)) return rc;
+    if (!h->attrs->parted)
+        return group_all_reduce(g, h->at, h->dx.dtype, h->dx.data, nbytes_of(&h->dx), rc);
+    return group_reduce_scatter(g, h->at, h->dx.dtype, h->dx.data, nbytes_of(&h->dx), h->call->out[1].data, rc);
+}
+
+int group_lm_loss(ps_group *g, place at, ps_call *call)
+{
+    const ps_attrs_parallel_lm_loss *attrs = call->attrs;
+    const ps_view *x = &call->in[0], *w = &call->in[1];
+    head h = { .g = g, .at = at, .call = call, .attrs = attrs, .wide = call->out[0].dtype, .N = call->in[2].numel,
+               .V = w->shape[0], .C = w->shape[1], .kinds = ps_has(&call->in[5]) ? 4 : 3, .dx = absent };
+    h.rows = ps_panel_rows(h.N, h.V);
+    h.first = attrs->rank * h.V;
+    h.words = attrs->words - h.first < h.V ? attrs->words - h.first : h.V;
+    if (h.words < 0) h.words = 0;
+    int rc = take_room(&h);
+    if (call->dry) return rc < 0 ? rc : without_bytes(&h);
+    if (attrs->parted) {
+        if (rc == 0) rc = group_after_now(g, at);
+        PS_TRY(group_all_gather(g, at, x->dtype, x->data, nbytes_of(x), h.x.data, rc));
+        rc = 0;
+    }
+    return panels(&h, rc);
+}

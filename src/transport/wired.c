@@ -1,0 +1,508 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * A communicator over the memory of a device. A backend's wire (backend/wire.h) begins work, which the device orders:
+ * within a call, and before kernels that come after the call (catch_up). So a call returns when its work is queued.
+ *
+ * From then on a thread, the communicator's, looks at the calls under way (hand_over). It looks at the time and at the
+ * watch of the group's host communicator, so that a rank that dies or stalls is named, although the device's library
+ * names none. A failure here ends the whole group. It has the communicator aborted, so that the device goes on, and
+ * nobody takes what is computed then for a result: the error is first known to the backend, whose next read fails.
+ *
+ * The thread of the group's jobs and the one of the communicator find failures; the script's thread tells them (told).
+ * Until it has one as an error of a call, reads of the device's memory fail. */
+#include "transport/transport.h"
+#include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include "backend/backend.h"
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/record.h"
+#include "base/thread.h"
+#include "rendezvous/watch.h"
+
+enum { TURNS_AT_ONCE = 200 };              /* turns without a nap: a small exchange takes tens of microseconds */
+enum { CALLS = 64 };                       /* under way, each with a moment of its own; more of them share the last */
+enum { CALL_TEXT = 40, CALM_S = 5 };
+
+/* A call whose bytes are under way, or the first of `n` that share a moment. */
+typedef struct underway {
+    ps_wire_event *end;
+    uint64_t call;
+    int n;
+    char op[CALL_TEXT];
+} underway;
+
+typedef struct wired {
+    ps_comm comm;                          /* first: the table's functions get its address */
+    ps_comm *host;
+    ps_backend *be;
+    const ps_wire_table *table;
+    ps_wire *wire;
+    pthread_mutex_t lock;                  /* of the wire, and of what follows */
+    pthread_cond_t more;
+    pthread_t thread;
+    bool looks, closing;                   /* looks: there is a thread */
+    underway calls[CALLS + 1];             /* a ring; behind it one whose moment is used at once */
+    int first, n;
+    bool hung_up;
+    struct wired *next;                    /* in `all` */
+} wired;
+
+static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
+static wired *all;                         /* communicators of this process */
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* of what a backend has lost, and of who knows it */
+
+static wired *self(ps_comm *comm) { return (wired *)comm; }
+
+/* The result of a call of the wire's, or GONE without the call: all that was under way was given up. The lock is held
+ * around that, and around nothing that takes long but a wire's end. */
+enum { GONE = INT_MIN };
+#define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
+static int unlocked(wired *w, int rc)
+{
+    pthread_mutex_unlock(&w->lock);
+    return rc;
+}
+
+static void nap(int64_t ns)
+{
+    struct timespec t = { .tv_nsec = ns };
+    nanosleep(&t, NULL);
+}
+
+static void rest(int64_t turn)
+{
+    if (turn < TURNS_AT_ONCE) sched_yield();
+    else nap(20000);
+}
+
+/* -- calls under way ----------------------------------------------------------------------------------------------- */
+/* The oldest call under way, after those that are over; NULL: none. The device's library says late what is over, so it
+ * is asked more than once where `sure`. The lock is held. */
+static underway *oldest(wired *w, bool sure)
+{
+    while (w->n > 0) {
+        int over = 0;
+        for (int turn = 0; over == 0 && turn < (sure ? 16 : 1); turn++)
+            over = w->table->event_over(w->calls[w->first].end);
+        if (over != 1) return &w->calls[w->first];
+        w->first = (w->first + 1) % CALLS;
+        w->n--;
+    }
+    return NULL;
+}
+
+/* Whether the wire failed; the lock is held. */
+static int sound(wired *w)
+{
+    for (int lane = 0; lane < PS_WIRE_LANES; lane++) {
+        int rc = w->table->ended(w->wire, lane);
+        if (rc < 0) return rc;
+    }
+    return 0;
+}
+
+/* -- failures ------------------------------------------------------------------------------------------------------ */
+/* Ends all that is under way, with this thread's error, rc. Bytes are lost once in the life of the ranks' connections:
+ * one failure ends all their groups. */
+static void give_up(wired *w, int rc)
+{
+    char why[1000];
+    snprintf(why, sizeof why, "%s", ps_error_message());
+    pthread_mutex_lock(&w->lock);
+    if (!w->hung_up) {
+        pthread_mutex_lock(&telling);
+        if (oldest(w, true) && ps_watch_first_to_tell(w->host->watch)) w->table->lose(w->be, rc, why);
+        pthread_mutex_unlock(&telling);
+        w->table->abort(w->wire);
+    }
+    w->hung_up = true;
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* The call that a failure is of: the oldest one under way. Where there is none it is that which this rank is in:
+ * false. */
+static bool failed_call(wired *w, underway *out)
+{
+    pthread_mutex_lock(&w->lock);
+    const underway *first = oldest(w, true);
+    if (first) *out = *first;
+    pthread_mutex_unlock(&w->lock);
+    return first != NULL;
+}
+
+/* The wire failed with this thread's error. The watch says which rank is to blame, before this rank ends all that is
+ * under way. The other ranks are told of an error of this rank alone, by the watch: the group's other thread may be in
+ * a call over the host's connections, and finds the verdict there. */
+static int failed(wired *w, int rc)
+{
+    ps_watch *watch = w->host->watch;
+    underway in;
+    char why[900];
+    snprintf(why, sizeof why, "%s", ps_error_message());
+    bool alone = rc != PS_ETIME && rc != PS_EIO, left = failed_call(w, &in);
+    int what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST, verdict = 0, rank = w->host->rank;
+    double seconds = w->host->timeout_s;
+    if (!alone && left) verdict = ps_watch_complain_of(watch, w->host->place, in.op, in.call, what, seconds, why);
+    else if (!alone) verdict = ps_watch_complain(watch, w->host->place, what, -1, seconds, why);
+    if (verdict == 0) {
+        ps_fail(rc, "%s", why);
+        if (left)
+            ps_error_prefix("%s%s%s (call %llu) of rank %d: ", in.op, w->host->axis[0] ? " of " : "", w->host->axis,
+                            (unsigned long long)in.call, ps_comm_world(w->host, rank));
+        ps_watch_complain(watch, w->host->place, PS_WATCH_GIVES_UP, ps_comm_world(w->host, rank), 0,
+                          ps_error_message());
+    }
+    ps_error_kept error;
+    ps_error_keep(&error);
+    give_up(w, error.code);
+    return ps_error_again(&error);
+}
+
+/* Ends all that is under way here, since there is a verdict. */
+static int given_up(wired *w)
+{
+    int rc = ps_watch_verdict(w->host->watch);
+    give_up(w, rc);
+    return ps_watch_verdict(w->host->watch);
+}
+
+static int late(const wired *w, const char *what)
+{
+    return ps_fail(PS_ETIME, "rank %d: %s over %s took longer than %g s (init_distributed's timeout sets the seconds)",
+                   ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
+}
+
+/* The script gets this thread's error. False: it has had the ranks' failure already. */
+static bool told(wired *w)
+{
+    ps_error_kept error;
+    ps_error_keep(&error);
+    pthread_mutex_lock(&telling);
+    bool first = ps_watch_first_to_tell(w->host->watch), lost = w->table->lost(w->be, true) < 0;
+    pthread_mutex_unlock(&telling);
+    ps_error_again(&error);
+    return first || lost;
+}
+
+/* The error of a communicator that was given up: that of bytes that nobody waited for, until the script has it. */
+static int gone(wired *w)
+{
+    int rc = w->table->lost(w->be, false);
+    return rc < 0 ? rc : ps_watch_failed_before(w->host->watch);
+}
+
+static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
+
+/* What ON_WIRE came to; a failure of the wire is the group's. */
+static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
+
+/* -- the thread ---------------------------------------------------------------------------------------------------- */
+/* The thread found a failure, rc; the lock is held before and after. */
+static void say_why(wired *w, int rc)
+{
+    pthread_mutex_unlock(&w->lock);
+    if (ps_watch_over(w->host->watch)) given_up(w);
+    else failed(w, rc);
+    pthread_mutex_lock(&w->lock);
+}
+
+/* Looks at the oldest call until it is over, and so at each. */
+static void *look(void *arg)
+{
+    wired *w = arg;
+    double until = 0;
+    int64_t turn = 0;
+    uint64_t seen = PS_WATCH_NO_CALL;
+    pthread_mutex_lock(&w->lock);
+    while (!w->closing) {
+        const underway *c = w->hung_up ? NULL : oldest(w, false);
+        if (!c) {
+            seen = PS_WATCH_NO_CALL;
+            pthread_cond_wait(&w->more, &w->lock);
+            continue;
+        }
+        if (c->call != seen) until = ps_now() + w->host->timeout_s * c->n, turn = 0;
+        seen = c->call;
+        int rc = sound(w);
+        if (rc == 0 && ps_watch_over(w->host->watch)) rc = ps_watch_verdict(w->host->watch);
+        if (rc == 0 && ps_now() > until) rc = late(w, "an exchange");
+        if (rc < 0) {
+            say_why(w, rc);
+            continue;
+        }
+        pthread_mutex_unlock(&w->lock);
+        nap(turn++ < TURNS_AT_ONCE ? 20000 : 200000);
+        pthread_mutex_lock(&w->lock);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* Makes the moments, and the thread. */
+static int prepare(wired *w)
+{
+    for (int i = 0; i <= CALLS; i++) PS_TRY(w->table->event_new(w->be, &w->calls[i].end));
+    int rc = ps_thread_start(&w->thread, look, w);
+    if (rc) return ps_fail(PS_ENOMEM, "a group of ranks found no thread for its devices' calls: %s", strerror(rc));
+    w->looks = true;
+    return 0;
+}
+
+/* -- waiting ------------------------------------------------------------------------------------------------------- */
+enum { UNTIL_READY = -1 };
+
+/* Waits until the wire is ready for more (UNTIL_READY), or its work in `lane` has ended. */
+static int wait_until(wired *w, int lane, const char *what)
+{
+    double until = ps_now() + w->host->timeout_s;
+    for (int64_t turn = 0;; turn++) {
+        int rc = ON_WIRE(w, lane == UNTIL_READY ? w->table->ready(w->wire) : w->table->ended(w->wire, lane));
+        if (rc != 0) return rc == 1 ? 0 : result(w, rc);
+        if (ps_watch_over(w->host->watch)) return given_up(w);
+        if (ps_now() > until) return failed(w, late(w, what));
+        rest(turn);
+    }
+}
+
+/* Waits for calls that were handed over. The communicator's thread sees to it that each ends in time. */
+static int wait_for_calls(wired *w)
+{
+    for (int64_t turn = 0;; turn++) {
+        int rc = ON_WIRE(w, oldest(w, false) == NULL);
+        if (rc != 0) return rc == 1 ? 0 : result(w, rc);
+        if (ps_watch_over(w->host->watch)) return given_up(w);
+        rest(turn);
+    }
+}
+
+static int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
+{
+    wired *w = self(comm);
+    PS_TRY(result(w, ON_WIRE(w, w->table->begin(w->wire, lane - PS_COMM_DATA, send, recv))));
+    return wait_until(w, UNTIL_READY, "starting an exchange");
+}
+
+static int finish(ps_comm *comm, int lane) { return wait_until(self(comm), lane - PS_COMM_DATA, "an exchange"); }
+
+static int mark(ps_comm *comm)
+{
+    wired *w = self(comm);
+    int rc = ON_WIRE(w, w->table->mark(w->wire));
+    return rc == GONE ? gone(w) : rc;
+}
+
+static int after(ps_comm *comm, int mark_before)
+{
+    wired *w = self(comm);
+    return result(w, ON_WIRE(w, w->table->after(w->wire, mark_before)));
+}
+
+static int follow(ps_comm *comm, int lane)
+{
+    wired *w = self(comm);
+    return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
+}
+
+/* Exchanges first: a sum behind one that failed would never end. */
+static int wait_for_all(wired *w)
+{
+    for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
+    return wait_until(w, PS_WIRE_LOCAL, "a sum or a copy");
+}
+
+static int settle(ps_comm *comm)
+{
+    wired *w = self(comm);
+    int64_t since = ps_record_begin();
+    int rc = wait_for_calls(w);
+    if (rc == 0) rc = wait_for_all(w);
+    ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COLLECTIVE, .begin_ns = since, .id = -1 });
+    return rc;
+}
+
+/* Notes a call; its moment. Where CALLS are under way, the last one's moment stands for this call, too. A world of one
+ * has nobody to look at. The lock is held. */
+static int note(wired *w, const char *op, uint64_t call)
+{
+    bool shares = w->n == CALLS;
+    int at = (w->first + w->n - shares) % CALLS;
+    underway *c = &w->calls[at];
+    PS_TRY(w->table->event_end(w->wire, c->end));
+    if (shares) {
+        c->n++;
+    } else {
+        c->call = call, c->n = 1;
+        snprintf(c->op, sizeof c->op, "%s", op);
+        if (w->comm.size > 1) w->n++;
+    }
+    pthread_cond_signal(&w->more);
+    return at;
+}
+
+static int hand_over(ps_comm *comm, const char *op, uint64_t call)
+{
+    wired *w = self(comm);
+    return result(w, ON_WIRE(w, note(w, op, call)));
+}
+
+static int catch_up(ps_comm *comm, int moment)
+{
+    wired *w = self(comm);
+    ps_wire_event *end = w->calls[moment < 0 ? CALLS : moment].end;
+    pthread_mutex_lock(&w->lock);
+    int rc = moment < 0 ? w->table->event_end(w->wire, end) : 0;
+    return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
+}
+
+/* A call that the ranks disagreed about ends nothing. */
+static void is_told(ps_comm *comm)
+{
+    wired *w = self(comm);
+    if (ps_watch_over(w->host->watch) || !works(w)) told(w);
+}
+
+static int sum(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to)
+{
+    wired *w = self(comm);
+    return result(w, ON_WIRE(w, w->table->sum(w->wire, dtype, n, at, numel, to)));
+}
+
+static int copy(ps_comm *comm, void *to, const void *from, int64_t nbytes)
+{
+    wired *w = self(comm);
+    return result(w, ON_WIRE(w, w->table->copy(w->wire, to, from, nbytes)));
+}
+
+static int memory(ps_comm *comm, int64_t nbytes, void **out)
+{
+    wired *w = self(comm);
+    return works(w) ? w->table->memory(w->wire, nbytes, out) : gone(w);
+}
+
+static void memory_free(ps_comm *comm, void *p) { self(comm)->table->memory_free(self(comm)->wire, p); }
+
+/* The script gets this thread's error. */
+static void hang_up(ps_comm *comm)
+{
+    wired *w = self(comm);
+    ps_error_kept error;
+    ps_error_keep(&error);
+    w->host->table->hang_up(w->host);
+    ps_error_again(&error);
+    give_up(w, error.code);
+    ps_error_again(&error);
+}
+
+/* A device that waits for ranks which never come would hold the host up. */
+static void end_calls(wired *w)
+{
+    double until = ps_now() + CALM_S;
+    for (int64_t turn = 0; ON_WIRE(w, oldest(w, true) != NULL) == 1; rest(turn++)) {
+        if (ps_watch_over(w->host->watch)) given_up(w);
+        else if (ps_now() > until)
+            give_up(w, ps_fail(PS_EIO, "rank %d: a group of ranks was closed, whose bytes had not come %d s later",
+                               ps_comm_world(&w->comm, w->comm.rank), CALM_S));
+    }
+}
+
+static void leave(ps_comm *comm)
+{
+    wired *w = self(comm);
+    end_calls(w);
+    pthread_mutex_lock(&w->lock);
+    w->closing = true;
+    pthread_cond_signal(&w->more);
+    pthread_mutex_unlock(&w->lock);
+    if (w->looks) pthread_join(w->thread, NULL);
+    w->looks = false;
+    pthread_mutex_lock(&all_lock);
+    for (wired **at = &all; *at; at = &(*at)->next)
+        if (*at == w) {
+            *at = w->next;
+            break;
+        }
+    pthread_mutex_unlock(&all_lock);
+}
+
+static void close_wire(ps_comm *comm)
+{
+    wired *w = self(comm);
+    w->table->close(w->wire);
+    for (int i = 0; i <= CALLS; i++) if (w->calls[i].end) w->table->event_free(w->calls[i].end);
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->more);
+    ps_free(w);
+}
+
+int ps_groups_settle(void)
+{
+    int rc = 0;
+    pthread_mutex_lock(&all_lock);
+    for (wired *w = all; w && rc == 0; w = w->next) {
+        rc = works(w) ? settle(&w->comm) : w->table->lost(w->be, false);
+        if (rc < 0 && !told(w)) rc = 0;
+    }
+    pthread_mutex_unlock(&all_lock);
+    return rc;
+}
+
+static int raw(ps_comm *comm, bool all_reduce, float *out, const float *in, int64_t count)
+{
+    wired *w = self(comm);
+    PS_TRY(result(w, ON_WIRE(w, w->table->raw(w->wire, all_reduce, out, in, count))));
+    PS_TRY(wait_until(w, UNTIL_READY, "starting the library's own collective"));
+    return wait_until(w, 0, "the library's own collective");
+}
+
+static int raw_all_gather(ps_comm *comm, float *out, float *in, int64_t count)
+{
+    return raw(comm, false, out, in, count);
+}
+
+static int raw_all_reduce(ps_comm *comm, float *out, float *in, int64_t count)
+{
+    return raw(comm, true, out, in, count);
+}
+
+static const ps_comm_table wire_table = {
+    .name = "device", .begin = begin, .finish = finish, .hang_up = hang_up, .close = close_wire,
+    .mark = mark, .after = after, .follow = follow, .settle = settle, .hand_over = hand_over, .catch_up = catch_up,
+    .told = is_told, .leave = leave, .sum = sum, .copy = copy, .memory = memory, .memory_free = memory_free,
+    .raw_all_gather = raw_all_gather, .raw_all_reduce = raw_all_reduce
+};
+
+int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm **out)
+{
+    wired *w = ps_alloc0(sizeof *w);
+    if (!w) return ps_fail_nomem(sizeof *w);
+    w->comm = *host;
+    w->comm.table = &wire_table;
+    w->comm.watch = NULL;                  /* host->watch is asked */
+    w->host = host;
+    w->be = be;
+    w->table = be->wire;
+    int rc = w->table->open(be, id, host->rank, host->size, &w->wire);
+    if (rc < 0) {
+        ps_free(w);
+        return rc;
+    }
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->more, NULL);
+    pthread_mutex_lock(&all_lock);
+    w->next = all;
+    all = w;
+    pthread_mutex_unlock(&all_lock);
+    rc = wait_until(w, UNTIL_READY, "connecting");
+    if (rc == 0) rc = prepare(w);
+    if (rc < 0) {
+        leave(&w->comm);
+        close_wire(&w->comm);
+        return rc;
+    }
+    *out = &w->comm;
+    return 0;
+}
