@@ -2,8 +2,8 @@
  * Makes groups of ranks (ps.h). This file connects three layers that do not know each other: the transport that carries
  * the bytes, the group in its context, and the ops between ranks, which dispatch calls once a group exists. */
 #include "base/error.h"
-#include "comm/group.h"
 #include "tensor/tensor.h"
+#include "tensor_parallel/ops.h"
 
 static int make(ps_ctx *ctx, ps_comm *comm, ps_group **out)
 {

@@ -5,7 +5,7 @@
 #include <string.h>
 #include "base/dtype.h"
 #include "base/error.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "ps_test.h"
 #include "tensor/tensor.h"
 

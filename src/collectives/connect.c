@@ -5,7 +5,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
 /* Whether this rank could connect the device. */

@@ -3,7 +3,7 @@
  * the context records the calls between ranks that the step will make. */
 #include "base/error.h"
 #include "base/grow.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
 static void enroll(ps_ctx *ctx, ps_group *g)

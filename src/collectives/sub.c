@@ -6,7 +6,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
 static atomic_int next_id = 1;             /* in this process; the group of all ranks has 0 */

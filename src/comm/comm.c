@@ -5,7 +5,7 @@
  * move beside the headers, so that the call is one exchange; nobody uses them before the calls are compared. Sums of
  * host memory are taken here, in fp32 (fp64 of fp64, integers as they are) and in the order of ranks, so that they do
  * not depend on the library or the place of an element. */
-#include "comm/group.h"
+#include "comm/inner.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
 #include "base/error.h"

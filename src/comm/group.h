@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the files of groups: comm.c (agreeing, moving and adding bytes), collective.c (collectives on tensors),
- * job.c (collectives that run beside the computation, for zero/shard.c), plan.c (calls that a dry run foresaw). One
- * thread at a time uses a group: the group's own thread while there are jobs, the caller's once no job is left. */
+ * Groups of ranks, as the layers above use them. comm.c compares the ranks' calls, and moves and adds bytes. job.c
+ * makes collectives beside the computation (for zero/shard.c), plan.c has the calls that a dry run foresaw, and count.c
+ * records calls. inner.h declares the functions that only these files call. No file of this folder knows a tensor or
+ * looks into a context; collectives/collectives.h has the collectives that do. One thread at a time uses a group: the
+ * group's own thread while there are jobs, the caller's once no job is left. */
 #ifndef PS_COMM_GROUP_H
 #define PS_COMM_GROUP_H
 #include <stdbool.h>
@@ -34,7 +36,6 @@ _Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
  * they have compared their calls. */
 enum { GROUP_SMALL_NBYTES = 4096 };
 
-struct ps_call;
 typedef struct ps_jobs ps_jobs;
 
 /* The calls that a step is planned to make. */
@@ -81,10 +82,11 @@ struct ps_group {
 };
 
 /* -- comm.c */
-int group_make(ps_comm *comm, ps_group **out);      /* the group closes `comm`; a failure closes it, too */
-/* The end of a group: its calls end, then it closes its connections and is gone. */
-void group_stop(ps_group *g);
-void group_free(ps_group *g);
+/* Makes a group over `comm`, which the group closes. A failure closes `comm`, too. collectives/context.c calls this
+ * function and the next two. */
+int group_make(ps_comm *comm, ps_group **out);
+void group_stop(ps_group *g);              /* ends the calls that are under way */
+void group_free(ps_group *g);              /* after group_stop: closes the connections and frees the group */
 /* The number of the group's rank `r` among all ranks. */
 static inline int group_world(const ps_group *g, int r) { return ps_comm_world(g->comm, r); }
 /* Callers of group_exchange, group_reduce and group_gather call group_agree (or group_agree_pair) first, and move
@@ -109,8 +111,6 @@ static inline header *group_said(const ps_group *g, int r)
     return (header *)(void *)(g->said + (int64_t)r * g->said_nbytes);
 }
 static inline char *group_small(const ps_group *g, int r) { return (char *)(group_said(g, r) + 1); }
-/* "all_reduce (call 3, fp32, 64 bytes)" */
-void group_describe(const header *h, char *text, size_t room);
 /* The sum (or greatest, or least) of the ranks' small bytes, in the order of ranks. */
 void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out);
 void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
@@ -136,11 +136,8 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
 /* This rank's part goes to all others, and theirs come to their places. */
 int group_gather(ps_group *g, place at, const ps_comm_part *parts);
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* on this rank; may overlap */
-/* Called by the thread that runs kernels, group_after also by the group's own. A mark (>= 0, or an error) is a point in
- * a device's work. Bytes that move after group_after wait for all work in front of the mark; bytes that move after
- * group_after_now wait for all work up to now. */
-int group_mark(ps_group *g, place at);
-int group_after(ps_group *g, place at, int mark);
+/* Bytes that move after this call wait for all work that the device has been given. Called by the thread that runs
+ * kernels. */
 int group_after_now(ps_group *g, place at);
 /* In a group whose other ranks are not here: counts the bytes that a reduction of parts sends (this rank's versions of
  * the others' parts), or a gather of them (its own part to all others), or both. */
@@ -153,57 +150,11 @@ int64_t group_call_begin(void);            /* now, or 0: neither a record nor su
 void group_call_end(const ps_group *g, const group_call *call);
 bool group_call_is_timed(int op);          /* sums of such calls are kept, so they wait for their bytes */
 
-/* -- context.c */
-int group_new(ps_ctx *ctx, ps_comm *comm, ps_group **out);    /* group_make, and a number in the context */
-void group_retain(ps_group *g);            /* until one more ps_group_close */
-/* Notes a call in the dry run under way, as its header will be. PS_ENOMEM */
-int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
-/* A call of OP_* whose bytes are not there. In a dry run of a step it is noted; else, where the other ranks are not
- * here, what it would send is counted. nbytes, root: as of group_count. PS_ENOMEM */
-int group_without_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
-
 /* -- plan.c */
-/* Takes those of the calls (NULL: none) that are the group's as the plan of the step that begins; none where there is
- * no memory for them. */
+/* Makes the calls of this group among `calls` (NULL: none) the plan of the step that begins. If there is no memory for
+ * them, the plan is empty. */
 void group_plan_prepare(ps_group *g, const ps_rank_calls *calls);
-uint64_t group_plan_hash(const ps_group *g);           /* of what was prepared; 0: no calls */
-bool group_plan_is_open(const ps_group *g);            /* the plan has a next call */
-/* Where the plan is open: tells all ranks (peer >= 0: that one) this rank's call, and hears theirs, to g->heard.
- * *planned: how many of these ranks, this one too, make the planned call. It is over if any does. */
-int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
-void group_plan_free(ps_group *g);
-
-/* -- op.c: `of_ranks` of a context (tensor.h) */
-int group_op(ps_ctx *ctx, int device, struct ps_call *call);
-
-/* -- linear.c: the ops column_linear, row_linear and column_linear_grad */
-/* carried: the host's connections carry the memory of the call's device. A dry call asks for its memory alone. */
-int group_linear(ps_group *g, place at, bool carried, struct ps_call *call);
-
-/* -- loss.c: the op parallel_lm_loss. A dry call asks for its memory alone. */
-int group_lm_loss(ps_group *g, place at, struct ps_call *call);
-
-/* -- collective.c */
-/* In a group whose other ranks are not here: counts the bytes that a call of OP_* sends. nbytes: of all_gather this
- * rank's part, of other calls all. */
-void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root);
-/* Compares a collective on bytes with the other ranks' calls. rc: the result of this rank's preparation. The other
- * ranks are told of a failure, and this rank returns it. */
-int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc);
-/* The end of moving bytes (the third part of a call, comm.c); a failure gets call and rank before its message. */
-int group_moved(ps_group *g, int op, place at, int rc);
-/* The collectives of ps.h on nbytes in a place. Each begins with group_agree_bytes. all_reduce sums in place; _by takes
- * the greatest or least instead where PS_REDUCE_* says so. reduce_scatter puts part `rank` of the sum of `in` to `out`.
- * all_gather puts the ranks' `in`, one after the other, to `out`. */
-int group_all_reduce(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int rc);
-int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *bytes, int64_t nbytes, int rc);
-int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nbytes, char *out, int rc);
-int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t nbytes, char *out, int rc);
-int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbytes, int root, int rc);
-/* ps_group_all_reduce of a rank whose preparation had the result rc. */
-int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc);
-/* The place of a device's memory. A device that is not connected is connected here, which is a call of all ranks. */
-int group_place(ps_group *g, ps_ctx *ctx, int device, place *out);
+uint64_t group_plan_hash(const ps_group *g);           /* of the prepared plan; 0: no calls */
 
 /* -- job.c: collectives on chunks, one after the other in the order of their start
  *
@@ -228,5 +179,4 @@ int group_job_wait(ps_group *g, ps_job *job);
  * results. _device: those on a device alone. */
 void group_drain(ps_group *g);
 void group_drain_device(ps_group *g);
-void group_jobs_close(ps_group *g);
 #endif

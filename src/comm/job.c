@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "base/record.h"
 #include "base/thread.h"
-#include "comm/group.h"
+#include "comm/inner.h"
 
 enum { TEXT = 900 };
 

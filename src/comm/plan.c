@@ -10,7 +10,7 @@
  * alone, and a plan ends where the next one begins, which is the same place on all ranks. */
 #include "base/error.h"
 #include "base/grow.h"
-#include "comm/group.h"
+#include "comm/inner.h"
 
 static bool is_open(const group_plan *p) { return p->at < p->now.n; }
 

@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "base/thread.h"
 #include "backend/backend.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "rendezvous/watch.h"
 #include "tensor/tensor.h"
 #include "transport/line.h"

@@ -3,7 +3,7 @@
  * which several stages have a copy. */
 #include "base/alloc.h"
 #include "base/error.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "engine/zero_table.h"
 
 typedef struct stages {

@@ -13,8 +13,8 @@
  *
  * What may fail on this rank alone, memory, is asked for before the ranks compare their calls. */
 #include "base/error.h"
-#include "comm/group.h"
 #include "tensor/tensor.h"
+#include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
 typedef ps_attrs_row_linear with_product;       /* the other ops' attributes begin with these */

@@ -10,8 +10,8 @@
  * error. */
 #include "base/error.h"
 #include "base/panels.h"
-#include "comm/group.h"
 #include "tensor/tensor.h"
+#include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
 typedef struct head {

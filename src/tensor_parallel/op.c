@@ -3,8 +3,8 @@
  * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). Those with products are
  * carried out in linear.c and loss.c. */
 #include "base/error.h"
-#include "comm/group.h"
 #include "tensor/tensor.h"
+#include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
 /* Finds the group that an op names, and checks the op's rank and size. All these ops have the attributes of

@@ -2,7 +2,7 @@
  * The ranks that have a part each of the same layers, as the engine sees them: sums over them, in their order. */
 #include "base/alloc.h"
 #include "base/error.h"
-#include "comm/group.h"
+#include "collectives/collectives.h"
 #include "engine/zero_table.h"
 
 typedef struct of_layers {

@@ -5,6 +5,7 @@
 #include "zero/zero.h"
 #include <string.h>
 #include "base/error.h"
+#include "collectives/collectives.h"
 
 static bool in_place_of_values(const unit_parts *u) { return u->grad_part < 0; }
 

@@ -7,6 +7,7 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
+#include "collectives/collectives.h"
 
 enum { OPEN_UNPLANNED = 2 };
 

@@ -18,8 +18,8 @@
  */
 #ifndef PS_SHARD_H
 #define PS_SHARD_H
-#include "comm/group.h"
 #include "chunk/chunk.h"
+#include "comm/group.h"
 #include "engine/zero_table.h"
 
 typedef struct ps_shard ps_shard;
