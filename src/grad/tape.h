@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the files of the tape: tape.c (nodes and the walk), weights.c (weight gradients that are put off). */
+ * Shared by the files of the tape: tape.c (nodes), segment.c (nodes without an op), rule.c (the calls of gradient
+ * rules), walk.c (backward), weights.c (weight gradients that are put off). */
 #ifndef PS_TAPE_H
 #define PS_TAPE_H
 #include "tensor/tensor.h"
@@ -71,8 +72,18 @@ struct ps_walk {
 /* The edge leads to a leaf, or to a node made of parameters alone: a gradient along it can be put off. */
 static inline bool tape_is_later(const edge *e) { return e->leaf || (e->node && e->node->side); }
 
+/* The type of a leaf's gradient. */
+static inline int tape_leaf_dtype(const ps_tensor *leaf)
+{
+    return leaf->flags & PS_T_GRAD_F32 ? PS_F32 : leaf->dtype_;
+}
+
 /* -- tape.c */
+const char *tape_name(const ps_node *node);          /* of its op, in errors */
+int tape_passed_already(const ps_node *node);        /* the error of a second backward */
 ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes);
+void tape_add_edge(ps_node *node, int i, ps_tensor *t);      /* input i is t; t NULL: it is absent */
+void tape_give_up(ps_node *node);                    /* a walk failed at the node, or before it: no walk may pass it */
 void tape_count_from(ps_walk *w, ps_node *node);     /* counts the nodes that the walk reaches from this one */
 void tape_count_listed(ps_walk *w, ps_node *node);   /* counts this one, and those behind its weight gradients */
 void tape_uncount(ps_node *node);
@@ -80,12 +91,21 @@ void tape_is_now(ps_tensor *t);                      /* ends PS_T_LATER: the hea
 void tape_let_go(ps_tensor **t);                     /* of a held tensor, or NULL */
 void tape_release_saved(ps_node *node);
 void tape_release_all(ps_node *node);                /* saved tensors and gradients */
+int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
+
+/* -- segment.c */
+void tape_release_reads(ps_storage **list, int n);
+void segment_reap(ps_ctx *ctx, int64_t segment);     /* the caller may forget the segment's function */
+
+/* -- rule.c */
+int tape_check_version(const ps_node *node, const saved *s);     /* PS_ESTALE: the tensor was changed since */
+
+/* -- walk.c */
 ps_node *tape_dequeue(ps_walk *w);
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);
 void tape_watch(ps_ctx *ctx, const ps_node *node);
 /* Hands a gradient, a held reference, to what made input i. */
 int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad);
-int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
 
 /* -- weights.c */
 /* The walk that begins has an action INPUT: opens its list. */

@@ -13,10 +13,7 @@
 #include "tensor/replay.h"
 #include "tensor/tensor.h"
 
-typedef struct bundle {
-    int32_t n;
-    ps_tensor *t[PS_PIPE_CARRY];
-} bundle;
+typedef struct bundle { int32_t n; ps_tensor *t[PS_PIPE_CARRY]; } bundle;
 
 typedef struct slot {
     bundle in;                      /* the tensors that the forward got; where gradients go back, a boundary */
@@ -45,7 +42,7 @@ struct ps_pipe {
     ps_ctx *ctx;
     const ps_pipe_table *t;
     pipe_wire *wire;
-    int rank, host;                 /* host: the device of messages whose own one the wire does not carry */
+    int rank, host;                 /* host: the device for messages whose own device the wire cannot send from */
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */

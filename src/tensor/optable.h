@@ -45,7 +45,7 @@ typedef struct ps_grad {
 } ps_grad;
 typedef int (*ps_grad_rule)(ps_grad *g);
 
-/* For gradient rules (grad/tape.c). */
+/* For gradient rules (grad/rule.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
 bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or the other one */
 /* Keeps a tensor of the first phase for the second; a rule that runs in one phase keeps nothing. ps_grad_kept lends

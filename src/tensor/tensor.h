@@ -19,7 +19,7 @@ struct ps_scope {
                                    * wait for Lua's collector */
 };
 
-typedef struct ps_walk ps_walk;   /* grad/tape.c */
+typedef struct ps_walk ps_walk;   /* grad/walk.c */
 
 /* How an engine hangs on its context: the layers below call an open engine through these functions alone. */
 typedef struct ps_hooks {

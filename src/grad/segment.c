@@ -1,0 +1,170 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Nodes of the tape without an op.
+ *
+ * A recompute segment (Chen et al. 2016): the walk stops there, the caller runs its function again, and
+ * ps_backward_splice (walk.c) gives the waiting gradients to the new outputs. The new nodes have the highest numbers,
+ * so the walk goes on through them exactly as it would have without the segment.
+ *
+ * A boundary: its outputs are the tensors that a stage of a pipeline received, and it has no inputs. The sums of
+ * gradients of its outputs stay in the node until ps_boundary_take, which gives them out to be sent to the stage
+ * before. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/grow.h"
+#include "grad/tape.h"
+
+/* -- segments ------------------------------------------------------------------------------------------------------ */
+void tape_release_reads(ps_storage **list, int n)
+{
+    for (int i = 0; i < n; i++) ps_storage_release(list[i]);
+}
+
+/* Room for the number of one more segment, taken when the segment is made, so that segment_reap cannot fail. */
+static int reap_reserve(ps_ctx *ctx)
+{
+    PS_TRY(ps_grow(ctx->reaped.ids, ctx->reaped.capacity, ctx->reaped.n + ctx->reaped.live + 1));
+    ctx->reaped.live++;
+    return 0;
+}
+
+void segment_reap(ps_ctx *ctx, int64_t segment)
+{
+    ctx->reaped.live--;
+    ctx->reaped.ids[ctx->reaped.n++] = segment;
+}
+
+void ps_segment_begin(ps_ctx *ctx)
+{
+    ctx->reads.n = 0;
+    ctx->reads.failed = false;
+    ctx->reads.on = true;
+}
+
+void ps_segment_cancel(ps_ctx *ctx)
+{
+    tape_release_reads(ctx->reads.list, ctx->reads.n);
+    ctx->reads.n = 0;
+    ctx->reads.on = false;
+}
+
+void ps_reads_add(ps_ctx *ctx, ps_storage *s)
+{
+    ps_reads *r = &ctx->reads;
+    if (!ps_try_grow(r->list, r->capacity, r->n + 1)) {
+        r->failed = true;                                /* ps_segment_new says so */
+        return;
+    }
+    s->refs++;
+    r->list[r->n++] = s;
+}
+
+/* The reads noted since ps_segment_begin become the node's. */
+static int take_reads(ps_ctx *ctx, ps_node *node)
+{
+    ps_reads *r = &ctx->reads;
+    r->on = false;
+    if (r->failed) return ps_fail_nomem(sizeof *r->list * 2 * (size_t)r->capacity);
+    if (r->n == 0) return 0;
+    node->reads = ps_alloc(sizeof *r->list * (size_t)r->n);
+    if (!node->reads) return ps_fail_nomem(sizeof *r->list * (size_t)r->n);
+    memcpy(node->reads, r->list, sizeof *r->list * (size_t)r->n);
+    node->n_reads = r->n;
+    r->n = 0;
+    return 0;
+}
+
+int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out, int64_t *segment)
+{
+    if (n_in < 0 || n_out < 1) return ps_fail(PS_EINVAL, "a recompute segment needs an output");
+    for (int i = 0; i < n_out; i++) {
+        bool fresh =
+            out[i] && !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
+        for (int k = 0; fresh && k < n_in; k++) fresh = out[i] != in[k];
+        for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
+        if (!fresh)
+            return ps_fail(PS_EINVAL,
+                           "output %d of a recompute segment must be a float tensor computed in it, given once", i);
+    }
+    PS_TRY(reap_reserve(ctx));
+    ps_node *node = tape_node_new(ctx, SEGMENT, n_in, n_out, 0);
+    if (!node) {
+        ctx->reaped.live--;
+        return PS_ENOMEM;
+    }
+    int rc = take_reads(ctx, node);
+    if (rc < 0) {
+        ctx->reaped.live--;
+        node->op = PS_OP_COUNT;                          /* its number was never given out */
+        ps_node_release(node);
+        ps_segment_cancel(ctx);
+        return rc;
+    }
+    node->segment = node->seq;
+    for (int i = 0; i < n_in; i++) {
+        tape_add_edge(node, i, in[i]);
+        if (in[i]) node->saved_in[i] = (saved){ .t = ps_tensor_hold(in[i]), .version = in[i]->storage->version };
+    }
+    for (int i = 0; i < n_out; i++) {
+        out[i]->node = node;
+        out[i]->node_out = i;
+        node->refs++;
+    }
+    *segment = node->segment;
+    if (ctx->offload) ps_away_round(ctx->away);
+    for (int i = 0; i < n_in; i++) if (in[i]) ps_storage_leave(ctx, in[i]->storage);
+    rc = node->n_reads > 0;
+    ps_node_release(node);
+    return rc;
+}
+
+int64_t ps_segment_reap(ps_ctx *ctx) { return ctx->reaped.n > 0 ? ctx->reaped.ids[--ctx->reaped.n] : -1; }
+
+/* -- boundaries ---------------------------------------------------------------------------------------------------- */
+int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
+{
+    int made = 0, rc = 0;
+    ps_node *node = NULL;
+    if (n < 1 || n > PS_MAX_ROOTS)
+        return ps_fail(PS_EINVAL, "a boundary of %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
+    for (int i = 0; i < n; i++) {
+        PS_TRY(ps_tensor_check_alive(in[i]));
+        if (in[i]->node || (in[i]->flags & PS_T_REQUIRES_GRAD))
+            return ps_fail(PS_EINVAL, "tensor %d of a boundary has a history already, or is a parameter", i);
+    }
+    if (ctx->grad_enabled && !(node = tape_node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
+    while (rc == 0 && made < n) {
+        rc = ps_tensor_detach(in[made], &out[made]);
+        if (rc == 0) made++;
+    }
+    for (int i = 0; i < made; i++) {
+        if (rc < 0) {
+            ps_tensor_release(out[i]);
+            out[i] = NULL;
+        } else if (node && ps_dtype_is_float(out[i]->dtype_)) {
+            out[i]->node = node;
+            out[i]->node_out = i;
+            node->refs++;
+        }
+    }
+    if (node) ps_node_release(node);
+    return rc;
+}
+
+int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients)
+{
+    if (ctx->walk && ctx->walk->active)
+        return ps_fail(PS_ESTATE, "gradients of a boundary are taken when the backward walk is over");
+    for (int i = 0; i < n; i++)
+        if (out[i]->node && out[i]->node->op != BOUNDARY)
+            return ps_fail(PS_EINVAL, "tensor %d is no output of a boundary", i);
+    for (int i = 0; i < n; i++) {
+        ps_tensor **slot = out[i]->node ? &out[i]->node->dout[out[i]->node_out] : NULL;
+        gradients[i] = slot ? *slot : NULL;
+        if (!gradients[i]) continue;
+        *slot = NULL;
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* it lives as long as its header: no scope drops it */
+        ps_storage_unhold(gradients[i]->storage);
+    }
+    return 0;
+}

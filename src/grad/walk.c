@@ -1,0 +1,416 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The backward walk: takes nodes of the tape by falling number, runs their gradient rules and adds the results up at
+ * the makers of the inputs. At a recompute segment it returns the segment's number to its caller, which runs the
+ * function again and continues with ps_backward_splice and ps_backward_next. */
+#include <string.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/grow.h"
+#include "base/record.h"
+#include "grad/tape.h"
+
+/* -- the queue ----------------------------------------------------------------------------------------------------- */
+static int enqueue(ps_walk *w, ps_node *node)
+{
+    if (node->queued) return 0;
+    PS_TRY(ps_grow(w->heap, w->capacity, w->n + 1));
+    node->queued = true;
+    node->refs++;
+    int i = w->n++;
+    for (; i > 0 && w->heap[(i - 1) / 2]->seq < node->seq; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
+    w->heap[i] = node;
+    return 0;
+}
+
+ps_node *tape_dequeue(ps_walk *w)
+{
+    ps_node *top = w->heap[0], *last = w->heap[--w->n];
+    int i = 0;
+    for (int child; (child = 2 * i + 1) < w->n; i = child) {
+        if (child + 1 < w->n && w->heap[child + 1]->seq > w->heap[child]->seq) child++;
+        if (w->heap[child]->seq <= last->seq) break;
+        w->heap[i] = w->heap[child];
+    }
+    if (w->n > 0) w->heap[i] = last;
+    top->queued = false;
+    return top;
+}
+
+static int run_one(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *a, ps_tensor *b, ps_tensor **out)
+{
+    ps_tensor *in[2] = { a, b }, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_apply_all(ctx, op, n, in, attrs, all));
+    *out = all[0];
+    return 0;
+}
+
+static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
+{
+    ps_attrs_cast attrs = { .dtype = dtype };
+    return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
+}
+
+/* The functions below take over `grad`, a held reference, even where they fail. Its scope may have ended. */
+static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
+{
+    int rc = 0;
+    ps_tensor *made = NULL, *place = NULL;
+    if (ctx->step->dry && !leaf->managed) {              /* a script's own leaf gets nothing of a dry run */
+        ps_tensor_unhold(grad);
+        return 0;
+    }
+    if (leaf->managed && !leaf->grad_)
+        rc = ctx->hooks->grad_place(ctx, leaf, &place);
+    if (rc == 0 && place) {
+        ps_attrs_copy_ none = { 0 };
+        if (grad != place) rc = run_one(ctx, PS_OP_copy_, &none, 2, place, grad, &made);
+        if (rc == 0) rc = ps_tensor_set_grad(leaf, place);
+    } else if (rc == 0 && leaf->grad_) {
+        ps_attrs_axpy_ attrs = { .alpha = 1 };
+        rc = run_one(ctx, PS_OP_axpy_, &attrs, 2, leaf->grad_, grad, &made);
+    } else if (rc == 0) {
+        ps_attrs_contiguous none = { 0 };
+        if (grad->dtype_ != tape_leaf_dtype(leaf)) rc = cast_to(ctx, grad, tape_leaf_dtype(leaf), &made);
+        else if (!ps_tensor_exclusive(grad)) rc = run_one(ctx, PS_OP_contiguous, &none, 1, grad, NULL, &made);
+        else ps_tensor_retain(made = grad);
+        if (rc == 0) rc = ps_tensor_set_grad(leaf, made);
+    }
+    if (made) ps_tensor_release(made);
+    ps_tensor_unhold(grad);
+    return rc;
+}
+
+static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tensor *grad)
+{
+    ps_tensor **slot = &node->dout[out];
+    int rc = enqueue(w, node);
+    if (rc == 0 && node->passed) rc = tape_passed_already(node);
+    if (rc < 0) {
+        ps_tensor_unhold(grad);
+        return rc;
+    }
+    if (!*slot) {
+        *slot = grad;
+        return 0;
+    }
+    ps_tensor *sum = NULL;
+    if (ps_tensor_exclusive(*slot)) {
+        ps_attrs_axpy_ attrs = { .alpha = 1 };
+        rc = run_one(ctx, PS_OP_axpy_, &attrs, 2, *slot, grad, &sum);
+        if (sum) ps_tensor_release(sum);
+    } else {
+        ps_attrs_add none = { 0 };
+        rc = run_one(ctx, PS_OP_add, &none, 2, *slot, grad, &sum);
+        if (rc == 0) {
+            ps_tensor_unhold(*slot);
+            ps_storage_hold(sum->storage);
+            *slot = sum;
+        }
+    }
+    ps_tensor_unhold(grad);
+    return rc;
+}
+
+int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
+{
+    edge *e = &node->edges[i];
+    const ps_meta *want = &node->in_meta[i];
+    bool fits = grad->ndim == want->ndim && !memcmp(grad->shape_, want->shape, sizeof(int64_t) * (size_t)want->ndim);
+    if (!fits) {
+        char x[160], y[160];
+        int rc = ps_fail(PS_ESTATE, "the gradient rule of %s gave shape %s for input %d of shape %s",
+                         tape_name(node),
+                         ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), i,
+                         ps_shape_text(want->ndim, want->shape, y, sizeof y));
+        ps_tensor_unhold(grad);
+        return rc;
+    }
+    if (e->leaf) return add_to_leaf(ctx, e->leaf, grad);
+    if (grad->dtype_ != want->dtype) {
+        ps_tensor *cast;
+        int rc = cast_to(ctx, grad, want->dtype, &cast);
+        ps_tensor_unhold(grad);
+        if (rc < 0) return rc;
+        ps_storage_hold(cast->storage);
+        grad = cast;
+    }
+    return add_to_node(ctx, w, e->node, e->out, grad);
+}
+
+/* Which gradients of a node the walk puts off. */
+typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
+
+static parts put_off(const ps_walk *w, const ps_node *node)
+{
+    int now = 0, later = 0;
+    for (int i = 0; w->put_off >= 0 && i < node->n_in; i++) {
+        const edge *e = &node->edges[i];
+        if (tape_is_later(e)) later++;
+        else if (e->node) now++;
+    }
+    return later == 0 ? NONE_LATER : now > 0 ? SOME_LATER : ALL_LATER;
+}
+
+/* Tells of the leaves of a node that passed. In an INPUT the engine learns which virtual stages use a leaf, no more. */
+static int leaves_final(ps_ctx *ctx, const ps_node *node)
+{
+    for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) PS_TRY(tape_leaf_final(ctx, node->edges[i].leaf));
+    return 0;
+}
+
+/* Anomaly mode: ops that run from here on compute the gradient of a node's op. NULL: they do not. */
+void tape_watch(ps_ctx *ctx, const ps_node *node)
+{
+    ctx->anomaly.in_backward = node != NULL;
+    if (node) ctx->anomaly.of = node->op, ctx->anomaly.of_place = node->place, ctx->anomaly.of_module = node->module;
+}
+
+/* The holder of an output gets a copy, since rules may add to the gradient itself. */
+static int give_holder(ps_ctx *ctx, ps_node *node)
+{
+    ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
+    ps_attrs_contiguous none = { 0 };
+    if (!grad || ctx->step->dry) return 0;
+    PS_TRY(run_one(ctx, PS_OP_contiguous, &none, 1, grad, NULL, &copy));
+    int rc = ps_tensor_set_grad(node->holder, copy);
+    ps_tensor_release(copy);
+    return rc;
+}
+
+/* Runs one node's rule and hands its results to the inputs' makers. */
+int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
+{
+    if (node->passed) return tape_passed_already(node);
+    if (node->holder) PS_TRY(give_holder(ctx, node));
+    parts later = put_off(w, node);
+    if (later == ALL_LATER) {
+        node->passed = true;
+        tape_uncount(node);
+        int rc = weights_put_off(w, node, false, NULL);
+        return rc < 0 ? rc : leaves_final(ctx, node);
+    }
+    ps_tensor *din[PS_MAX_IN] = { NULL };
+    bool split = later == SOME_LATER && ps_op(node->op)->flags & PS_OPF_SPLIT;
+    ps_grad g = { .ctx = ctx, .node = node, .attrs = node->attrs.bytes, .n_in = node->n_in, .n_out = node->n_out,
+                  .phase = split ? PS_GRAD_INPUTS : PS_GRAD_WHOLE, .puts_off = later == SOME_LATER,
+                  .dout = node->dout, .din = din };
+    int32_t module = ps_record_module(node->module);
+    tape_watch(ctx, node);
+    atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
+    int rc = ps_op(node->op)->grad(&g);
+    atomic_store_explicit(&ps_record_at.backward, 0, memory_order_relaxed);
+    ps_record_module(module);
+    node->passed = true;
+    for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
+    while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
+    tape_uncount(node);
+    if (rc == 0 && later == SOME_LATER) {
+        rc = weights_put_off(w, node, split, din);
+    } else {                                         /* before delivery, which looks whether a gradient is shared */
+        for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
+        weights_settle(node);
+    }
+    for (int i = 0; i < node->n_in; i++) {
+        if (!din[i]) continue;
+        if (rc == 0 && ps_grad_wants_ever(&g, i)) rc = tape_deliver(ctx, w, node, i, din[i]);
+        else ps_tensor_unhold(din[i]);
+    }
+    tape_watch(ctx, NULL);
+    if (rc == 0) rc = leaves_final(ctx, node);
+    if (rc < 0) ps_error_prefix("in backward: ");
+    return rc;
+}
+
+static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_tensor **out)
+{
+    char x[160], y[160];
+    if (gradient) {
+        if (!ps_same_shape(loss, gradient))
+            return ps_fail(PS_EINVAL, "backward: the gradient has shape %s, the tensor %s",
+                           ps_shape_text(gradient->ndim, gradient->shape_, x, sizeof x),
+                           ps_shape_text(loss->ndim, loss->shape_, y, sizeof y));
+        if (gradient->dtype_ != loss->dtype_) return cast_to(ctx, gradient, loss->dtype_, out);
+        return ps_tensor_detach(gradient, out);
+    }
+    if (loss->numel_ != 1)
+        return ps_fail(PS_EINVAL,
+                       "backward from a tensor of shape %s needs a gradient of that shape; only a single value "
+                       "can go without",
+                       ps_shape_text(loss->ndim, loss->shape_, x, sizeof x));
+    ps_meta m = ps_tensor_meta(loss);
+    m.permuted = false;
+    PS_TRY(ps_tensor_new_meta(ctx, loss->device_, &m, out));
+    ps_attrs_fill_ attrs = { .value = 1 };
+    ps_tensor *same;
+    int rc = run_one(ctx, PS_OP_fill_, &attrs, 1, *out, NULL, &same);
+    ps_tensor_release(*out);
+    if (rc < 0) *out = NULL;
+    return rc;
+}
+
+/* Gives the gradient (held) of `to` to its maker, or to `to` itself, a leaf. seq: the number the walk has come to. */
+static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
+{
+    if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
+    return to->node ? add_to_node(ctx, w, to->node, to->node_out, grad) : add_to_leaf(ctx, to, grad);
+}
+
+/* Gives the seeds, held references, to the makers of the roots. After a failure the rest is released. */
+static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
+{
+    int rc = 0;
+    for (int i = 0; i < n; i++) {
+        if (rc < 0) ps_tensor_unhold(seeds[i]);
+        else rc = give_to(ctx, w, roots[i], seeds[i], INT64_MAX);
+    }
+    return rc;
+}
+
+static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients)
+{
+    ps_walk *w = ctx->walk;
+    ps_tensor *seeds[PS_MAX_ROOTS];
+    int rc = 0, made = 0;
+    while (rc == 0 && made < n) {
+        rc = seed_gradient(ctx, roots[made], gradients ? gradients[made] : NULL, &seeds[made]);
+        if (rc == 0) ps_storage_hold(seeds[made++]->storage);
+    }
+    w->put_off = -1;
+    if (rc == 0 && ctx->step->is.now.kind == PS_ACT_INPUT) rc = weights_open(ctx, w);
+    if (rc == 0) {
+        w->active = true;
+        w->id = ctx->next_seq++;
+        w->managed = false;
+        for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient goes */
+            w->managed = w->managed || roots[i]->managed;
+            tape_count_from(w, roots[i]->node);
+        }
+        if (w->managed && ctx->hooks) rc = ctx->hooks->walk_begin(ctx);
+        if (ctx->away) ps_away_backward(ctx->away, true);
+    }
+    if (rc == 0) return plant(ctx, w, n, roots, seeds);
+    for (int i = 0; i < made; i++) ps_tensor_unhold(seeds[i]);
+    return rc;
+}
+
+int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment)
+{
+    if (n < 1 || n > PS_MAX_ROOTS)
+        return ps_fail(PS_EINVAL, "backward from %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
+    for (int i = 0; i < n; i++) {
+        if (!roots[i]) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
+        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* else its shape will do */
+        if (!ps_tape_wants(roots[i]))
+            return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient (what "
+                                      "is computed within ps.no_grad requires none)");
+    }
+    if (ctx->suspended.on) return ps_fail_suspended("backward");
+    if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
+    if (!ctx->walk && !(ctx->walk = ps_alloc0(sizeof *ctx->walk))) return ps_fail_nomem(sizeof *ctx->walk);
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = begin_walk(ctx, n, roots, gradients);
+    ps_set_grad_enabled(ctx, enabled);
+    if (rc < 0) ps_backward_end(ctx);
+    return rc < 0 || !segment ? rc : ps_backward_next(ctx, segment);
+}
+
+int ps_backward_next(ps_ctx *ctx, int64_t *segment)
+{
+    ps_walk *w = ctx->walk;
+    if (!w || !w->active) return ps_fail(PS_ESTATE, "no backward walk is under way");
+    if (w->stopped) return ps_fail(PS_ESTATE, "the recompute segment that the walk stopped at was not run again");
+    int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
+    while (rc == 0 && w->n > 0) {
+        ps_node *node = tape_dequeue(w);
+        if (node->op == SEGMENT && node->passed) {
+            rc = tape_passed_already(node);
+        } else if (node->op == BOUNDARY) {
+            node->passed = true;                          /* its gradients wait to be taken */
+        } else if (node->op == SEGMENT) {
+            for (int i = 0; rc == 0 && i < node->n_in; i++) rc = tape_check_version(node, &node->saved_in[i]);
+            if (rc == 0) {
+                w->stopped = node;
+                *segment = node->segment;
+                rc = 1;
+                continue;
+            }
+        } else {
+            rc = tape_pass(ctx, w, node);
+        }
+        if (rc < 0) tape_give_up(node);
+        ps_node_release(node);
+    }
+    ps_set_grad_enabled(ctx, enabled);
+    if (rc <= 0) ps_backward_end(ctx);
+    return rc;
+}
+
+int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
+{
+    ps_walk *w = ctx->walk;
+    ps_node *node = w ? w->stopped : NULL;
+    if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
+    if (n != node->n_out)
+        return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
+    int enabled = ps_set_grad_enabled(ctx, 0), rc = node->holder ? give_holder(ctx, node) : 0;
+    for (int i = 0; rc == 0 && i < n; i++) {
+        ps_tensor *grad = node->dout[i];
+        if (!grad || !ps_tape_wants(out[i])) continue;
+        if (!ps_same_shape(grad, out[i])) {
+            rc = ps_fail(PS_EINVAL, "output %d of a recompute segment changed its shape when it was run again", i);
+            break;
+        }
+        node->dout[i] = NULL;
+        tape_count_from(w, out[i]->node);
+        rc = give_to(ctx, w, out[i], grad, node->seq);
+    }
+    ps_set_grad_enabled(ctx, enabled);
+    node->passed = true;
+    tape_uncount(node);
+    tape_release_all(node);
+    tape_release_reads(node->reads, node->n_reads);
+    node->n_reads = 0;
+    w->stopped = NULL;
+    if (rc < 0) tape_give_up(node);
+    ps_node_release(node);
+    return rc;
+}
+
+/* Of a node that a walk had still to pass when it failed. */
+static void drop(ps_node *node)
+{
+    tape_uncount(node);
+    tape_release_all(node);
+    tape_give_up(node);
+    ps_node_release(node);
+}
+
+void ps_backward_end(ps_ctx *ctx)
+{
+    ps_walk *w = ctx->walk;
+    if (!w || !w->active) return;
+    while (w->n > 0) drop(tape_dequeue(w));
+    if (w->stopped) drop(w->stopped);
+    w->stopped = NULL;
+    w->active = false;
+    if (ctx->away) ps_away_backward(ctx->away, false);
+}
+
+void ps_walk_reset(ps_ctx *ctx)
+{
+    ps_backward_end(ctx);
+    if (ctx->walk) weights_drop(ctx->walk);
+}
+
+void ps_walk_end(ps_ctx *ctx)
+{
+    ps_walk *w = ctx->walk;
+    ps_walk_reset(ctx);
+    for (int32_t i = 0; w && i < w->n_lists; i++) ps_free(w->lists[i].nodes);
+    if (w) {
+        ps_free(w->lists);
+        ps_free(w->heap);
+    }
+    ps_free(w);
+    ctx->walk = NULL;
+}
