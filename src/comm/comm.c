@@ -275,7 +275,7 @@ static int check_same(const ps_group *g)
 }
 
 /* The second part of a call while a plan is open. *over: some rank's call is the planned one. */
-static int agree_planned(ps_group *g, const header *mine, bool *over)
+static int agree_planned(ps_group *g, header *mine, bool *over)
 {
     int planned = 0, rc = group_plan_exchange(g, mine, -1, &planned);
     *over = rc < 0 || planned > 0;
