@@ -12,6 +12,8 @@ local EVENTS = {
   parameter = "parameter: nn.Parameter made it",
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "
     .. "parameter)} or {elsewhere}",
+  owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, where that is another one",
+  loaded = "module: its load_state_dict has written the values of a state",
   refused = "n_in, inputs: an op failed. Answer: a text about one of them",
   anomaly = "nothing: an op made a NaN or an infinity, in anomaly mode. Answer: the text of the error",
   scaled = "nothing: the next op multiplies a loss by a loss scale",

@@ -184,8 +184,12 @@ local COLUMNS = {
   { title = "tensors", left = true },                       -- takes the room that is left
 }
 
+local OWNS_NONE = "this rank owns no chunk, other ranks have them all"
+
 local function show_chunks(self)
-  if #self == 0 then return "no chunks" .. (self.filter and " " .. self.filter or "") end
+  if #self == 0 then
+    return "no chunks" .. (self.filter and " " .. self.filter or "") .. (self.owns_none and ": " .. OWNS_NONE or "")
+  end
   local shown = {}
   local edge = (self.all or #self <= MOST) and #self or EDGE
   for i, chunk in ipairs(self) do
@@ -277,8 +281,9 @@ local function one_chunk(chunks, id, who)
       return setmetatable(copy, Chunk)
     end
   end
-  error(("%s: there is no chunk %g%s"):format(who, id, #chunks == 0 and ": no engine with chunks is open"
-    or (" (there are %d: %s)"):format(#chunks, ids_text(chunks))))
+  local why = chunks.open and ": " .. OWNS_NONE or ": no engine with chunks is open"
+  if #chunks > 0 then why = (" (there are %d: %s)"):format(#chunks, ids_text(chunks)) end
+  error(("%s: there is no chunk %g%s"):format(who, id, why))
 end
 
 -- The chunks that hold a tensor which `is` says yes to, and the names of these tensors.
@@ -319,7 +324,7 @@ local function holding(chunks, name, who)
   for i = 1, #names do names[#names + 1] = names[i]:sub(#prefix + 1) end
   local near = nearest.find(name, names)
   error(("%s: no chunk holds a tensor called '%s'%s"):format(who, name,
-    near and ("; did you mean '%s'?"):format(near) or ""))
+    near and ("; did you mean '%s'?"):format(near) or #chunks == 0 and chunks.open and ": " .. OWNS_NONE or ""))
 end
 
 --- The chunks as a list that prints as a table.
@@ -334,7 +339,7 @@ function view.chunks(chunks, options, who)
   if type(options) == "string" then return holding(chunks, options, who or "ps.chunks") end
   options = caller.options(options, "ps.chunks", FILTER)
   check_filter(chunks, options)
-  local list, words = { all = options.all or false }, {}
+  local list, words = { all = options.all or false, owns_none = #chunks == 0 and chunks.open or nil }, {}
   for _, key in ipairs { "kind", "tier", "state" } do
     if options[key] then words[#words + 1] = ("%s %s"):format(key, options[key]) end
   end

@@ -96,10 +96,10 @@ function store.load(model, file_name, options)
   caller.typed(file_name, "string", "bmt.load: the file")
   session.settle(model)
   local target, group = session.target(model), mesh.group "world"
-  return agree.run(group, function()
-    local file = ps.load(file_name, { lazy = true })
-    return target:load_state_dict(file, { strict = options.strict })
-  end)
+  local file = agree.run(group, function() return ps.load(file_name, { lazy = true }) end)
+  local function load() return target:load_state_dict(file, { strict = options.strict }) end
+  if handle.of(target) then return load() end                        -- its ranks hear of each other's errors
+  return agree.run(group, load)
 end
 
 return store

@@ -18,6 +18,7 @@ local handle = require "ps.engine.handle"
 local masters = require "ps.engine.masters"
 local replicas = require "ps.engine.replicas"
 local mesh = require "ps.mesh"
+local own_state = require "ps.engine.own_state"
 local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.layout.build"
@@ -168,27 +169,16 @@ function Engine:generate(...)
 end
 
 --- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
---- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. In a pipeline a
---- state without any tensor of other stages is this rank's own, and need not have theirs. All ranks call this.
+--- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. A state without any
+--- tensor of other ranks is this rank's own, as state_dict gives it, and need not have theirs; buffers that it lacks
+--- come from rank 0. All ranks call this, and an error of one is an error of all.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function Engine:load_state_dict(state, options)
   self = handle.own(self, "load_state_dict")
   self:check_open()
-  if self.stages and (options == nil or type(options) == "table") and self.stages:is_own(state) then
-    local more = { elsewhere = function(name) return self.stages:elsewhere(name) end }
-    for key, value in pairs(options or {}) do more[key] = value end
-    options = more
-  end
-  local writes = not (type(options) == "table" and options.check_only)
-  if writes then self:settle() end
-  local result = self.module:load_state_dict(state, options)
-  if writes then
-    if self.ranks then ps.check(C.ps_engine_forget(ps.ctx)) end
-    step.mend(self, "model")
-  end
-  return result
+  return own_state.load(self, state, options)
 end
 
 --- Gives up a step that has begun, so that the engine is between steps, without gradients.

@@ -37,9 +37,10 @@ local function known(moment)
 end
 
 --- All chunks.
----@return ps.view.Chunk[]
+---@return ps.view.Chunk[] list with open = true where an engine with chunks is open, of which other ranks may have all
 function look.chunks()
-  local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers() or {}
+  local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
+  list.open, tiers = tiers ~= nil, tiers or {}
   for id = 0, C.ps_engine_chunk_count(E.ctx) - 1 do
     E.check(C.ps_engine_chunk_get(E.ctx, id, info))
     if info.nbytes > 0 then

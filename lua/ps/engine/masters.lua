@@ -19,6 +19,7 @@ local masters = {}
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
 ---@field held table<ps.Tensor, ps.engine.Held> of rows, and of parameters of other ranks
 ---@field unlisten fun()
+---@field shared boolean ranks share parameters out
 local Masters = {}
 Masters.__index = Masters
 
@@ -35,13 +36,22 @@ end
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
-  local self = setmetatable({ rows = {}, held = {} }, Masters)
+  local self = setmetatable({ rows = {}, held = {}, shared = false }, Masters)
+  for _, list in ipairs { built.list, built.frozen } do
+    for _, row in ipairs(list) do self.shared = self.shared or row.owner ~= nil end
+  end
   -- The listener holds the masters weakly: a script may drop a model in plain memory without closing it, and the
   -- listener must not keep it.
   local weak = setmetatable({ self }, { __mode = "v" })
   self.unlisten = hooks.on("load", function(param)
     if weak[1] then return weak[1].held[param] end
   end)
+  local offs = { self.unlisten, hooks.on("loaded", function() if weak[1] then weak[1]:loaded() end end),
+    hooks.on("owner", function(param)
+      local held = weak[1] and weak[1].held[param]
+      return held and held.elsewhere
+    end) }
+  self.unlisten = function() for _, off in ipairs(offs) do off() end end
   local function elsewhere(row) self.held[row.param] = { elsewhere = row.owner } end
   for _, row in ipairs(built.frozen) do
     if row.owner and row.place == nil then elsewhere(row) end
@@ -77,6 +87,11 @@ end
 --- Takes parameters as equal to their masters from now on, whatever was written to them.
 function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
+end
+
+-- Values were loaded. Ranks that share parameters out gather them again, from the owners, when they are next used.
+function Masters:loaded()
+  if self.shared then ps.check(C.ps_engine_forget(ps.ctx)) end
 end
 
 --- Stops listening: the parameters are gone.

@@ -351,7 +351,8 @@ function Stages:keep_own(state)
   end
 end
 
---- Whether a state has no tensor that other ranks alone hold, as what keep_own leaves.
+--- Whether a state has no tensor that other ranks alone hold, as what keep_own leaves. It may be empty: other ranks of
+--- the same stage may own all of it.
 ---@param state table<string, ps.Tensor>|table an open file has names()
 ---@return boolean
 function Stages:is_own(state)
@@ -359,7 +360,7 @@ function Stages:is_own(state)
   local names = {}
   if state.read_into then names = state:names() else for name in pairs(state) do names[#names + 1] = name end end
   for _, name in ipairs(names) do if self:elsewhere(name) then return false end end
-  return #names > 0
+  return true
 end
 
 --- Runs one of this rank's virtual stages.

@@ -473,6 +473,22 @@ local function fits(shape, tensor, name, kinds, state)
   return kind ~= nil
 end
 
+-- The names of entries without a source. A source that has no tensor of another process is this process's own, and need
+-- not have theirs.
+local function missing_of(entries, elsewhere)
+  local missing, absent = {}, {}
+  local own = true
+  for _, entry in ipairs(entries) do
+    absent[entry] = hooks.ask("owner", entry.tensor)
+    if absent[entry] and entry.from then own = false end
+  end
+  for _, entry in ipairs(entries) do
+    local has = entry.from or own and absent[entry] or elsewhere and elsewhere(entry.name)
+    if not has then missing[#missing + 1] = entry.name end
+  end
+  return missing
+end
+
 -- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and a list of mismatches.
 -- A tied tensor takes the first of its names that the source has.
 local function plan_load(self, source, shape_of, elsewhere, state)
@@ -494,10 +510,7 @@ local function plan_load(self, source, shape_of, elsewhere, state)
         table.concat(cut.shape(tensor), ", "), table.concat(has, ", "))
     end
   end)
-  local missing, unexpected = {}, {}
-  for _, entry in ipairs(entries) do
-    if not entry.from and not (elsewhere and elsewhere(entry.name)) then missing[#missing + 1] = entry.name end
-  end
+  local missing, unexpected = missing_of(entries, elsewhere), {}
   for name in pairs(source) do if not known[name] then unexpected[#unexpected + 1] = name end end
   table.sort(unexpected)
   return entries, missing, unexpected, wrong
@@ -553,6 +566,7 @@ function Module:load_state_dict(state, options)
       if held and tensor ~= nil then held:settle(entry.tensor) end
     end
   end
+  hooks.tell("loaded", self)
   return { missing = missing, unexpected = unexpected }
 end
 

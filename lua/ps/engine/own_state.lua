@@ -1,0 +1,94 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Loading a model's state in an engine of several ranks. A state is whole, or this rank's own, as model:state_dict()
+-- gives it: without the tensors that other ranks have. Buffers that all ranks have are in the state of the first of
+-- them alone, which sends them to the others.
+local ps = require "ps"
+local agree = require "ps.dist.agree"
+local mesh = require "ps.mesh"
+local step = require "ps.engine.step"
+
+local own_state = {}
+
+-- The groups of ranks in which the first rank's state alone has buffers: the ranks that share state out, and the stages
+-- of a pipeline. A buffer of one stage alone does not travel between stages.
+local function groups(engine)
+  local list = {}
+  if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
+  if engine.stages then list[#list + 1] = { group = mesh.group "pp", everywhere = true } end
+  return list
+end
+
+-- The buffers of this rank's layers, in the order of the model; everywhere: those alone that all stages have.
+local function buffers(engine, everywhere)
+  local stages, list = engine.stages, {}
+  for name, tensor in engine.module:named_buffers() do
+    local all = not stages or not stages.vstages_of[name]
+    if all or not everywhere and not stages:elsewhere(name) then list[#list + 1] = { name = name, tensor = tensor } end
+  end
+  return list
+end
+
+-- Names of the buffers that the first rank of a group has for this one.
+local function sent(engine)
+  local names = {}
+  for _, at in ipairs(groups(engine)) do
+    if at.group and at.group:rank() > 0 then
+      for _, buffer in ipairs(buffers(engine, at.everywhere)) do names[buffer.name] = true end
+    end
+  end
+  return names
+end
+
+-- Sends the buffers that some rank's state lacks.
+local function share(engine, has)
+  for _, at in ipairs(groups(engine)) do
+    local list = at.group and buffers(engine, at.everywhere) or {}
+    local complete = #list == 0 or agree.all(at.group, function()
+      for _, buffer in ipairs(list) do if not has(buffer.name) then return false end end
+      return true
+    end)
+    for _, buffer in ipairs(complete and {} or list) do
+      local host = buffer.tensor:to("cpu"):contiguous()
+      at.group:broadcast(host, 0)
+      ps.no_grad(function() buffer.tensor:copy_(host) end)
+    end
+  end
+end
+
+local function merged(options, elsewhere)
+  local more = { elsewhere = elsewhere }
+  for key, value in pairs(options or {}) do more[key] = value end
+  return more
+end
+
+-- Whether a source has a name.
+local function holder(state)
+  if not state.read_into then return function(name) return state[name] ~= nil end end
+  local set = {}
+  for _, name in ipairs(state:names()) do set[name] = true end
+  return function(name) return set[name] end
+end
+
+--- Loads a state into the module of an engine; all ranks call it. An error of one rank is an error of all, unless the
+--- state says of itself that it is whole (state.whole): its reader compares ranks by itself.
+---@param engine ps.Engine
+---@param state table<string, ps.Tensor>|table or an open file
+---@param options? {strict?: boolean, check_only?: boolean}
+---@return {missing: string[], unexpected: string[]}
+function own_state.load(engine, state, options)
+  local stages, group = engine.stages, mesh.group "world"
+  local together = group and type(state) == "table" and not state.whole
+  if together and (options == nil or type(options) == "table") then
+    local names, own = sent(engine), stages and stages:is_own(state)
+    options = merged(options, function(name) return names[name] or own and stages:elsewhere(name) end)
+  end
+  if type(options) == "table" and options.check_only then return engine.module:load_state_dict(state, options) end
+  engine:settle()
+  local function load() return engine.module:load_state_dict(state, options) end
+  local result = together and agree.run(group, load) or not together and load()
+  if together then share(engine, holder(state)) end
+  step.mend(engine, "model")
+  return result
+end
+
+return own_state
