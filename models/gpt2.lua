@@ -286,7 +286,7 @@ function GPT2:batch_of(idx, targets)
   if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
   heads.some_tokens("gpt2", idx)
   local batch = read(self, { input_ids = idx }, self.transformer)
-  batch.targets = targets
+  batch.targets = heads.targets("gpt2", targets)
   return batch
 end
 

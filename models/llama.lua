@@ -286,7 +286,7 @@ function CausalLM:count_targets(given) return heads.count_targets(given) end -- 
 function CausalLM:batch_of(idx, targets)
   local given = heads.batch(self, idx)
   local batch = read(self, given)
-  batch.targets = targets
+  batch.targets = heads.targets(self.family.model_type, targets)
   if given.labels ~= nil then batch.targets = heads.shifted(given.labels) end
   return batch
 end

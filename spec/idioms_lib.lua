@@ -260,10 +260,10 @@ lib.IDIOMS = {
     e.make()
     e.model(e.x, e.y, e.y)
   end, fails = "no third argument" },
-  { name = "model(x, labels=y)", on = "plain chunks zero3 pipeline", run = function(e)
+  { name = "model(x, labels=y)", run = function(e)
     e.make()
     e.model(e.x, { labels = e.y })
-  end, fails = "target" },
+  end, fails = "its targets are a table, not a tensor: write model { input_ids = x, labels = x }" },
   { name = "model.to('cuda')", run = function(e)
     e.make()
     e.model:to "cuda"

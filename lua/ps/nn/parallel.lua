@@ -488,6 +488,7 @@ function Head:loss(x, targets, options)
   options = caller.options(options, call, LOSS)
   local reduction = options.reduction or "mean"
   caller.one_of(reduction, MEAN_OR_SUM, call .. ": reduction")
+  caller.tensor(targets, call, "targets")
   local region, w, words = self.region, weight_of(self), self.outputs
   local per, N, dtype = w:size(0), targets:numel(), w:dtype() == "fp64" and "fp64" or "fp32"
   targets = targets:reshape(N):to "int64"
@@ -555,6 +556,8 @@ end
 ---@param targets ps.Tensor integers [...], the same on all ranks
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function CrossEntropy:forward(logits, targets)
+  caller.tensor(logits, "nn.ParallelCrossEntropy", "logits")
+  caller.tensor(targets, "nn.ParallelCrossEntropy", "targets")
   local region, per, N = self.region, logits:size(-1), targets:numel()
   local total, first = self.words or per * region.size, region.rank * per
   if math.ceil(total / region.size) ~= per then

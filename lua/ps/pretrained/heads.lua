@@ -164,6 +164,16 @@ function heads.shifted(labels)
   return T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
 end
 
+--- The second argument of a language model's call: targets, or nil. Names belong into one table with the tokens.
+---@param who string
+---@param targets? ps.Tensor
+---@return ps.Tensor?
+function heads.targets(who, targets)
+  if targets == nil or ps.is_tensor(targets) then return targets end
+  error(("%s: its targets are a %s, not a tensor: write model { input_ids = x, labels = x }, where labels are the "
+    .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
+end
+
 --- How many targets a batch by names has: those of its labels that are not -100, but for the first of each row, which
 --- no position predicts. Nil for other batches: y counts as it is.
 ---@param given any
