@@ -26,10 +26,21 @@ local Partial = { __call = Output.__call, __index = function(_, name)
     .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
 end }
 
+-- The same of a call without targets, whose loss is made when a script asks for it.
+local pending = setmetatable({}, { __mode = "k" })
+local Later = { __call = Output.__call, __index = function(out, name)
+  local make = name == "loss" and pending[out]
+  if not make then return nil end
+  local value = ps.no_grad(make)
+  rawset(out, "loss", value)
+  pending[out] = nil
+  return value
+end }
+
 -- A table of a script, which may hold tensors: no module, nor any other object.
 local function is_plain_table(value)
   local mt = type(value) == "table" and getmetatable(value)
-  return mt == nil or mt == Output or mt == Partial
+  return mt == nil or mt == Output or mt == Partial or mt == Later
 end
 
 --- The arguments of a model's call, and their number n: a list of tensors in one table is spread. A nil behind it is
@@ -270,7 +281,7 @@ end
 ---@param ... any
 ---@return any ... the same
 function batch.turning(result, ...)
-  if is_plain_table(result) then setmetatable(result, Output) end
+  if is_plain_table(result) and getmetatable(result) ~= Later then setmetatable(result, Output) end
   return result, ...
 end
 
@@ -290,6 +301,24 @@ end
 ---@param out table<string, ps.Tensor>
 ---@return table out
 function batch.partial(out) return setmetatable(out, Partial) end
+
+--- An output whose loss is made, without gradients, when a script asks for it.
+---@param out table
+---@param make fun(): ps.Tensor
+---@return table out
+function batch.later(out, make)
+  out.loss = nil
+  pending[out] = make
+  return setmetatable(out, Later)
+end
+
+--- Whether a batch has targets: `labels` of a batch by names, else a second argument.
+---@param given any[] and n
+---@return boolean
+function batch.has_targets(given)
+  if batch.is_named(given) then return given[1].labels ~= nil end
+  return given.n > 1
+end
 
 --- The tensors of an output.
 ---@param output any

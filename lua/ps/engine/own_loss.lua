@@ -19,19 +19,33 @@ function own_loss.inputs(given)
   return { n = math.max(given.n - 1, math.min(given.n, 1)), unpack(given, 1, given.n) }
 end
 
---- The model's output with the script's loss of it.
+local NO_TARGETS = "ps.initialize: loss(out, batch) failed in a call without targets, which has no labels and no second "
+  .. "argument: %s"
+
+local function value_of(loss, out, given)
+  local args = batch.is_named(given) and given[1] or given
+  local ok, value = true, nil
+  if batch.has_targets(given) then value = loss(out, args) else ok, value = pcall(loss, out, args) end
+  if not ok then error(NO_TARGETS:format(tostring(value)), 0) end
+  if not ps.is_tensor(value) or value:numel() ~= 1 then
+    error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
+      .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
+  end
+  return value
+end
+
+--- The model's output with the script's loss of it. Without gradients and without targets the loss is made when the
+--- script asks for out.loss: an evaluation may want the logits alone.
 ---@param loss fun(out: table, batch: table): ps.Tensor
 ---@param result any what the model gave
 ---@param given any[] what it was called with, targets included; and n
 ---@return table out
 function own_loss.of(loss, result, given)
   local out = batch.output(result)
-  local value = loss(out, batch.is_named(given) and given[1] or given)
-  if not ps.is_tensor(value) or value:numel() ~= 1 then
-    error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
-      .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
+  if not (ps.grad_enabled() or batch.has_targets(given)) then
+    return batch.later(out, function() return value_of(loss, out, given) end)
   end
-  out.loss = value
+  out.loss = value_of(loss, out, given)
   return out
 end
 
