@@ -318,11 +318,20 @@ describe("an engine of one rank of a pipeline", function()
     assert.equal(16 * gpt2.new(UNTIED):num_parameters(), sums)
   end)
 
-  it("takes no model that exists already", function()
+  it("takes a model that exists already, of which its own parameters keep their values", function()
     local t = table_of("1f1b", 2, 1, 2)
     lib.play(t, 0)
-    fails({ "exists already", "model_func" }, function()
-      ps.initialize { model = gpt2.new(UNTIED), client = {}, config = { optimizer = { type = "AdamW" } }, quiet = true }
-    end)
+    local made, bits, own = gpt2.new(UNTIED), {}, 0
+    for name, p in made:named_parameters() do bits[name] = hash(p) end
+    local model = ps.initialize { model = made, client = {}, config = { optimizer = { type = "AdamW" } }, quiet = true }
+    engine = inner(model)
+    assert.truthy(rawequal(made, model.module))
+    for name, p in made:named_parameters() do
+      if p:device() ~= "meta" then
+        own = own + 1
+        assert.equal(bits[name], hash(p))
+      end
+    end
+    assert.equal(own, #inner(model).built.list)
   end)
 end)

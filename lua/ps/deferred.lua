@@ -412,7 +412,10 @@ end
 ---@return ps.Tensor
 function deferred.cut(model, parameter, desc)
   local record = records[model] and records[model].record
-  if not record or parameter.device_ ~= META then error "a parameter can be cut while it has no values" end
+  if not record or parameter.device_ ~= META then
+    error("a parameter is cut while it has no values, and this one of a " .. model.class_name .. " has: make the model "
+      .. "within the function, model_func = function() return MODEL_CLASS(...) end, and name no device there", 0)
+  end
   local part = ps.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
   core.Parameter(part)
   if not parameter:needs_grad() then part:requires_grad(false) end

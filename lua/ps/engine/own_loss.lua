@@ -19,14 +19,18 @@ function own_loss.inputs(given)
   return { n = math.max(given.n - 1, math.min(given.n, 1)), unpack(given, 1, given.n) }
 end
 
-local NO_TARGETS = "ps.initialize: loss(out, batch) failed in a call without targets, which has no labels and no second "
-  .. "argument: %s"
+local NO_TARGETS = "ps.initialize: loss(out, batch) failed in a call without targets, which has no labels and no "
+  .. "second argument: %s"
 
 local function value_of(loss, out, given)
   local args = batch.is_named(given) and given[1] or given
-  local ok, value = true, nil
-  if batch.has_targets(given) then value = loss(out, args) else ok, value = pcall(loss, out, args) end
-  if not ok then error(NO_TARGETS:format(tostring(value)), 0) end
+  local value
+  if batch.has_targets(given) then value = loss(out, args)
+  else
+    local ok, result = pcall(loss, out, args)
+    if not ok then error(NO_TARGETS:format(tostring(result)), 0) end
+    value = result
+  end
   if not ps.is_tensor(value) or value:numel() ~= 1 then
     error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
       .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))

@@ -342,24 +342,36 @@ function setup.open_engine(self, step)
   end
 end
 
+-- Refuses a module whose layers would have to be cut where they have values already.
+local function refuse_whole(request)
+  local optimizer, more = request.optimizer, ""
+  if optimizer then
+    more = (", and optimizer = { type = \"%s\", params = { lr = %.14g } } into the configuration"):format(
+      optimizer.kind.name, optimizer.given_lr or optimizer.groups[1].lr)
+  end
+  error("ps.initialize: this model exists already, whole on each rank, and tensor parallelism cuts layers while they "
+    .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
+end
+
 --- Runs model_func, whose parameters go into chunks as they are made, or takes the module that exists already.
 function setup.make_module(self, request)
   local shards = self.ranks and self.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
   local cut = self.tensor_parallel
-  if request.module and (self.pipeline and not request.stages or cut and not request.is_cut) then
-    error(("ps.initialize: this model exists already, whole on each rank; %s takes model_func = function() return "
-      .. "MODEL end, and each rank makes its own %s of it"):format(self.pipeline and "a pipeline"
-      or "tensor parallelism", self.pipeline and "stages" or "part"), 0)
+  local given, model_func = request.module, request.model_func
+  if given and cut and not request.is_cut then refuse_whole(request) end
+  -- Of a module that exists already a stage keeps its own parameters, and drops the bytes of the others.
+  if given and self.pipeline and not request.stages then
+    given, model_func = nil, function() return request.module end
   end
-  if request.module then
+  if given then
     self.stages, self.stays = request.stages or false, request.stays
-    for name, p in request.module:named_parameters() do
+    for name, p in given:named_parameters() do
       if not (self.stages and self.stages:elsewhere(name)) then stage(p) end
     end
-    return request.module
+    return given
   end
-  local model_func = model_of(request.model_func)
+  model_func = model_of(model_func)
   if self.pipeline then
     local module
     module, self.stages = stages.make(model_func, self.pipeline, { device = self.device_name,
