@@ -104,6 +104,56 @@ describe("a failure that other ranks are told of", function()
       %s]]):format(what, rank_0 or "", rank_1), options)
   end
 
+  local function count(text, words)
+    local n, at = 0, 1
+    while true do
+      local first, last = text:find(words, at, true)
+      if not first then return n end
+      n, at = n + 1, last + 1
+    end
+  end
+
+  it("is shown once", function()
+    if no_gloo then return pending(no_gloo) end
+    local begin = "local ps = require 'ps' ps.init_distributed { quiet = true } "
+    -- by the rank that failed, and not by the one that is told of it
+    local text, code = run(begin .. "if ps.rank() == 1 then error 'of one rank' end "
+      .. "ps.mesh.group 'world':all_reduce(ps.ones { 2 })", "--log-dir logs")
+    assert.equal(1, code, text)
+    assert.matches("rank 1 .* failed first, [^\n]*: exit code 1; its last lines:\n", text)
+    assert.equal(1, count(text, "of one rank"), text)
+    for rank = 0, 1 do
+      local f = assert(io.open(("%s/logs/attempt_0/rank_%d.log"):format(folder, rank)))
+      assert.equal(1, count(f:read "*a", "of one rank"))
+      f:close()
+    end
+    -- one that all ranks have
+    text, code = run(begin .. "error 'of all ranks'")
+    assert.equal(1, code, text)
+    assert.equal(1, count(text, "of all ranks"), text)
+    -- each of two unlike ones
+    os.remove(folder .. "/ignores")
+    text = run [[
+      local time, signal = require "posix.time", require "posix.signal"
+      if os.getenv "RANK" == "1" then
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        io.open("ignores", "w"):close()
+        time.nanosleep { tv_sec = 0, tv_nsec = 3e8 }
+        error "of rank 1 alone"
+      end
+      while not io.open "ignores" do time.nanosleep { tv_sec = 0, tv_nsec = 1e6 } end
+      error "of rank 0 alone"]]
+    assert.equal(1, count(text, "of rank 0 alone"), text)
+    assert.equal(1, count(text, "of rank 1 alone"), text)
+    -- one of a process that a rank starts, while the rank lives on
+    text, code = run(("if os.getenv 'RANK' == '0' then os.execute(%q) require('posix.time').nanosleep { tv_sec = 4, "
+      .. "tv_nsec = 0 } print 'later' end"):format(("'%s' -e \"error 'of a child'\""):format(paths.exe)))
+    assert.equal(0, code, text)
+    assert.equal(1, count(text, "of a child"), text)
+    assert.is_true(text:find("of a child", 1, true) < text:find("later", 1, true), text)
+    assert.is_nil(text:find "\30")
+  end)
+
   it("is that of the rank that failed, though another one ended before it", function()
     for _, what in ipairs { "1 EIO", "1 ETIME", "7 EIO\\n1 EINVAL" } do
       local text, code = told(what, "os.exit(3)")

@@ -61,6 +61,35 @@ static void message(const struct program *p, const char *text)
     fflush(stderr);
 }
 
+/* Whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's errors.
+ * PS_LAUNCHER_STDERR is its inode: a process that inherits the variable alone writes elsewhere. */
+static bool launcher_reads(void)
+{
+    const char *text = getenv("PS_LAUNCHER_STDERR");
+    struct stat file;
+    unsigned long long inode;
+    return text && sscanf(text, "%llu", &inode) == 1 && fstat(2, &file) == 0 && S_ISFIFO(file.st_mode)
+        && file.st_ino == inode;
+}
+
+/* Prints the error that ends the program. A launcher gets it with a mark before each line, and shows it once per job:
+ * ranks that are told of it repeat it. */
+static void last_message(const struct program *p, const char *text)
+{
+    if (!launcher_reads()) {
+        message(p, text);
+        return;
+    }
+    fflush(stdout);
+    fprintf(stderr, "\036%s%s", p->name ? p->name : "", p->name ? ": " : "");
+    for (; *text; text++) {
+        fputc(*text, stderr);
+        if (*text == '\n') fputc('\036', stderr);
+    }
+    fputc('\n', stderr);
+    fflush(stderr);
+}
+
 static void print_usage(const struct program *p, FILE *f)
 {
     fprintf(f, "usage: %s [options]... [script [args]...].\n", p->name ? p->name : "psluajit");
@@ -167,7 +196,7 @@ static int report(const struct program *p, lua_State *L, int status)
     if (status) {
         const char *text = lua_tostring(L, -1);
         if (!text) text = no_text;
-        message(p, text);
+        last_message(p, text);
         ps_groups_end(text);
         lua_pop(L, 1);
     }

@@ -121,12 +121,12 @@ local function on_failure(r)
   local how = r.how == "killed" and ("killed by signal %d (%s)"):format(r.code, ranks.signal_name(r.code))
     or ("exit code %d"):format(r.code)
   local lines = {}
-  for i, line in ipairs(r.tail) do
+  for i, line in ipairs(r.shown and {} or r.tail) do
     lines[i] = "\n  | " .. line:sub(1, SHOWN):gsub("\n$", "") .. (#line > SHOWN and "..." or "")
   end
   say("rank %d (local rank %d, pid %d) failed first, after %.1f s, at %s: %s%s", r.rank, r.local_rank, r.pid, r.seconds,
     os.date("%Y-%m-%d %H:%M:%S"), how, #lines > 0 and "; its last lines:" .. table.concat(lines)
-    or "; it wrote nothing")
+    or r.shown and "; its error is above" or "; it wrote nothing")
 end
 
 local function on_signal(name, again)

@@ -4,6 +4,9 @@
 -- * Signals are blocked and read from a file descriptor, so that nothing happens between two lines of this file.
 -- * Each rank leads a process group: its children go with it. Both die with the launcher, even by kill -9.
 -- * A rank's output is read to its end before its failure is told.
+-- * The error that ends a rank of psluajit comes with a mark before each line (src/main.c), and is shown once: in the
+--   report of the rank that failed first, or after all have ended. Ranks that repeat the error of another, or have the
+--   same, are not shown. Where a rank does not end, its error is shown after HELD_S.
 -- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one. The
 --   supervisor waits for the end of the other one, and tells that instead.
 local bit = require "bit"
@@ -39,6 +42,8 @@ local KEPT_LINES = 24                       -- a rank's last lines in the report
 local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
 -- How long the end of a rank is waited for that other ranks blame. One that is silent may not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
+local MARK = 30                              -- before a line of the error that ends a rank
+local HELD_S = 2                             -- how long the error of a rank that does not end is held back
 local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
@@ -129,6 +134,7 @@ local function become(spec, out, err, blames, blames_name, launcher)
   for name, value in pairs(spec.env) do stdlib.setenv(name, value or nil) end
   fcntl.fcntl(blames, fcntl.F_SETFD, 0)
   stdlib.setenv("PS_LAUNCHER_PIPE", blames_name)
+  stdlib.setenv("PS_LAUNCHER_STDERR", ("%.0f"):format(stat.stat("/proc/self/fd/2").st_ino))
   ffi.C.sigprocmask(SIG_SETMASK, before, nil)
   local _, why = unistd.execp(spec.command[0], spec.command)
   unistd.write(2, ("cannot start %s: %s\n"):format(spec.command[0], tostring(why)))
@@ -173,13 +179,51 @@ local function keep(tail, line)
   if #tail > KEPT_LINES then table.remove(tail, 1) end
 end
 
+local function show(self, r, to, line)
+  if self.mute then return end
+  if to == io.stderr then io.stdout:flush() end
+  local ok = to:write(self.prefix and ("[%d] "):format(r.rank) or "", line)
+  if not ok then self.mute = "cannot write output" end
+end
+
 local function put(self, r, s, line)
+  local marked = s.to == io.stderr and line:byte(1) == MARK
+  if marked then
+    line = line:sub(2)
+    r.error, r.error_at = (r.error or "") .. line, now()
+  end
   if r.log then r.log:write(line) end
   keep(r.tail, line)
-  if self.mute then return end
-  if s.to == io.stderr then io.stdout:flush() end
-  local ok = s.to:write(self.prefix and ("[%d] "):format(r.rank) or "", line)
-  if not ok then self.mute = "cannot write output" end
+  if not marked then show(self, r, s.to, line) end
+end
+
+-- Shows the error that a rank holds back.
+local function show_error(self, r)
+  for line in r.error:gmatch "[^\n]*\n" do show(self, r, io.stderr, line) end
+  r.error, r.shown = nil, true
+end
+
+-- Shows errors of ranks that live on.
+local function show_held(self)
+  for _, r in ipairs(self.list) do
+    if r.error and not r.how and now() - r.error_at >= HELD_S then show_error(self, r) end
+  end
+end
+
+-- An error without the addresses in its traceback.
+local function words(text) return (text:gsub("0x%x+", "")) end
+
+-- Once all ranks have ended: shows the errors that no report has, each once.
+local function show_rest(self)
+  local known, cause = {}, self.failure
+  if cause and cause.error then known[words(cause.error)] = true end
+  for _, r in ipairs(self.list) do
+    local text = r ~= cause and r.error and words(r.error)
+    if text and not next(r.others or {}) and not known[text] then
+      known[text] = true
+      show_error(self, r)
+    end
+  end
 end
 
 -- Reads the bytes that have come; false at the end of the stream, where the last line is shown even without an end.
@@ -318,6 +362,7 @@ local function reap(self)
   self.decide_at = suspect.weight == TOLD and not self.stopping and cause_until(self) or 0
   if now() < self.decide_at then return false end
   self.suspect, self.failure = nil, suspect
+  if suspect.weight == TOLD and suspect.error then show_error(self, suspect) end   -- of a rank of another launcher
   self.on_failure(suspect)
   return not self.stopping
 end
@@ -358,6 +403,7 @@ local function watch(self)
     else
       time.nanosleep { tv_sec = 0, tv_nsec = GATHER_NS }
     end
+    show_held(self)
     if self.mute and not self.stopping then stop(self, signal.SIGTERM) end
     if reap(self) then stop(self, signal.SIGTERM) end
     if self.deadline and not self.killed and self.alive > 0 and now() >= self.deadline then
@@ -365,6 +411,7 @@ local function watch(self)
       kill_all(self, signal.SIGKILL)
     end
   end
+  show_rest(self)
 end
 
 --- Runs one attempt to its end; no process of it is left afterwards, whatever happens.
