@@ -316,6 +316,7 @@ local INNER = {
   ["lua/ps/tokenizer/description.lua"] = "description.add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
   ["lua/ps/tokenizer.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
+  ["lua/ps/engine/own_state.lua"] = "*",                  -- Module:load_state_dict checks them
   ["lua/ps/pretrained/generate.lua"] = "*", ["lua/ps/pretrained/model.lua"] = "asked",
   ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/trace_view.lua"] = "trace.trace",
   ["lua/ps/init.lua"] = "ps.chunks ps.trace ps.load ps.from_pretrained ps.from_config",
