@@ -12,6 +12,7 @@ local RULES = {
   { of = "src/backend/cuda", "base/", "ps_cdef%.h$", "backend/backend%.h$", "backend/dims%.h$", "backend/cuda",
     "ops%.def$" },
   { of = "src/backend/pretend/", "base/", "backend/backend%.h$", "backend/cuda_rules%.h$" },
+  { of = "src/backend/sim/", "base/", "backend/backend%.h$", "backend/cpu/cpu%.h$", "backend/sim/" },
   { of = "src/backend/", "base/", "ps%.h$", "ps_test%.h$", "backend/backend%.h$", "backend/dims%.h$", "backend/cpu/" },
   { of = "src/mem/", "base/", "backend/backend%.h$", "mem/" },
   { of = "src/offload/", "base/", "backend/backend%.h$", "mem/", "offload/" },

@@ -29,6 +29,7 @@
 #endif
 #include "backend/backend.h"
 #include "backend/cpu/cpu.h"
+#include "backend/sim/sim.h"
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/thread.h"
@@ -377,6 +378,8 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     ps_free(c);
     return cancelled ? ps_fail(PS_ESTATE, "a copy of %zu bytes was under way when sim's memory was freed", nbytes) : 1;
 }
+
+void ps_sim_copy_times(const ps_copy *copy, double *begin, double *end) { *begin = copy->begin, *end = copy->end; }
 
 static int copy_whole(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes)
 {

@@ -1,0 +1,10 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * For tests of sim's copy engine. */
+#ifndef PS_BACKEND_SIM_SIM_H
+#define PS_BACKEND_SIM_SIM_H
+#include "backend/backend.h"
+
+/* The modelled times of a copy that was not waited for yet, as ps_now() counts: when its first byte goes, and when it
+ * ends. */
+void ps_sim_copy_times(const ps_copy *copy, double *begin, double *end);
+#endif
