@@ -183,11 +183,12 @@ end
 --- Functions of `ps` that only lead on to another file, by name: the functions that they lead to.
 ---@return table<string, function>
 function annotations.own()
-  local ps = require "ps"
+  local dist = require "ps.dist"
+  local serialize = require "ps.serialize"
   local own = {}
   for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
-    "any_rank" } do own[name] = ps.dist[name] end
-  for _, name in ipairs { "save", "load" } do own[name] = ps.serialize[name] end
+    "any_rank" } do own[name] = dist[name] end
+  for _, name in ipairs { "save", "load" } do own[name] = serialize[name] end
   own.initialize = require("ps.engine").initialize
   for _, name in ipairs { "set_detect_anomaly", "detect_anomaly" } do own[name] = require("ps.anomaly")[name] end
   own.help = require("ps.help").help

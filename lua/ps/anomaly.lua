@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Anomaly mode, PyTorch's detect_anomaly: the first op that makes a NaN or an infinity is an error that names it, the
 -- script's line that called it and the module. src/tensor/anomaly.c looks at the values; this file knows the lines.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
-local ffi, C, ctx = E.ffi, E.C, E.ctx
+local ffi, C, ctx = native.ffi, native.C, native.ctx
 
 local anomaly = {}
 
@@ -22,7 +22,7 @@ local function here()
   C.ps_anomaly_at(ctx, number)
 end
 
-local function op_name(op) return E.op_info[op].name end
+local function op_name(op) return native.op_info[op].name end
 
 local function text()
   C.ps_anomaly_get(ctx, found)
@@ -54,7 +54,7 @@ hooks.on("step", function() C.ps_anomaly_scaled(ctx, 0) end)
 ---@return boolean was the setting before
 function anomaly.set_detect_anomaly(on)
   caller.typed(on, "boolean", "ps.set_detect_anomaly: the setting")
-  E.placer = on and here or nil
+  native.placer = on and here or nil
   return C.ps_detect_anomaly(ctx, on and 1 or 0) ~= 0
 end
 

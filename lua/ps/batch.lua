@@ -1,7 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Batches as models take them, and the outputs of models. A batch is positional (inputs x and targets y, where y[i] is
 -- the target of x[i]), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as `loss`.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local core = require "ps.nn.module"
 local caller = require "ps.caller"
 
@@ -31,7 +34,7 @@ local pending = setmetatable({}, { __mode = "k" })
 local Later = { __call = Output.__call, __index = function(out, name)
   local make = name == "loss" and pending[out]
   if not make then return nil end
-  local value = ps.no_grad(make)
+  local value = scope.no_grad(make)
   rawset(out, "loss", value)
   pending[out] = nil
   return value
@@ -57,7 +60,7 @@ function batch.spread(...)
 end
 
 local function moved(value, device, name, depth)
-  if ps.is_tensor(value) then return value.device_ ~= device and value:to(name) or value end
+  if scope.is_tensor(value) then return value.device_ ~= device and value:to(name) or value end
   if depth == 0 or not is_plain_table(value) then return value end
   local copy
   for key, part in pairs(value) do
@@ -91,7 +94,7 @@ local function sorted_keys(value)
 end
 
 local function describe(parts, value, depth)
-  if ps.is_tensor(value) then
+  if scope.is_tensor(value) then
     parts[#parts + 1] = value:dtype() .. "[" .. table.concat(value:shape(), ",") .. "]"
   elseif depth > 0 and is_plain_table(value) then
     parts[#parts + 1] = "{"
@@ -114,16 +117,16 @@ function batch.signature(given)
   return table.concat(parts, " ")
 end
 
-local hash_out = ps.ffi.new("uint64_t[1]")
+local hash_out = native.ffi.new("uint64_t[1]")
 
 --- Appends the hashes of the tensors of a value, in order: ranks that must have the same batch compare them. The host
 --- waits for tensors that lie on a device.
 ---@param said string[]
 ---@param value any
 function batch.add_hashes(said, value)
-  if not ps.computes then return end                         -- a dry run of a script has no other ranks' rows
-  if ps.is_tensor(value) then
-    ps.check(ps.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
+  if not devices.computes then return end                         -- a dry run of a script has no other ranks' rows
+  if scope.is_tensor(value) then
+    native.check(native.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
     said[#said + 1] = tostring(hash_out[0])
   elseif type(value) == "table" then
     for _, key in ipairs(sorted_keys(value)) do batch.add_hashes(said, value[key]) end
@@ -132,7 +135,7 @@ end
 
 -- -- targets --------------------------------------------------------------------------------------------------------
 local function are_classes(t)
-  if not ps.is_tensor(t) then return false end
+  if not scope.is_tensor(t) then return false end
   local dtype = t:dtype()
   return dtype == "int32" or dtype == "int64"
 end
@@ -141,7 +144,7 @@ end
 local function find(given)
   local x, y = given[1], given[2]
   if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
-  if are_classes(y) and ps.is_tensor(x) and core.same_shape(x:shape(), y:shape()) then return y end
+  if are_classes(y) and scope.is_tensor(x) and core.same_shape(x:shape(), y:shape()) then return y end
 end
 
 ---@class ps.Targets
@@ -150,8 +153,8 @@ end
 
 -- What fn(...) gives; nil in a dry run of a script where it reads values that the script did not write itself.
 local function known(fn, ...)
-  if ps.computes then return ps.no_grad(fn, ...) end
-  local ok, value = pcall(ps.no_grad, fn, ...)
+  if devices.computes then return scope.no_grad(fn, ...) end
+  local ok, value = pcall(scope.no_grad, fn, ...)
   if ok then return value end
   if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
 end
@@ -186,7 +189,7 @@ batch.is_named = is_named
 -- A copy in which fn(tensor, rule, name) is in the place of each tensor. The rule says whether a tensor has a row for
 -- each sample: "rows"; "rows or one", where all samples may share one row; nil: it has none.
 local function with_tensors(value, rule, name, fn, depth)
-  if ps.is_tensor(value) then return fn(value, rule, name) end
+  if scope.is_tensor(value) then return fn(value, rule, name) end
   if depth == 0 or not is_plain_table(value) then return value end
   local copy = {}
   for _, key in ipairs(sorted_keys(value)) do copy[key] = with_tensors(value[key], rule, name, fn, depth - 1) end
@@ -257,7 +260,7 @@ function batch.resized(model, given, rows)
     if not has then return t end
     local shape = t:shape()
     shape[1] = rows
-    return ps.empty(shape, { dtype = t:dtype(), device = t:device() })
+    return create.empty(shape, { dtype = t:dtype(), device = t:device() })
   end)
 end
 
@@ -267,9 +270,9 @@ end
 ---@param output any
 ---@return ps.Tensor?
 function batch.loss(output)
-  if ps.is_tensor(output) then return output end
+  if scope.is_tensor(output) then return output end
   if type(output) ~= "table" then return nil end
-  if ps.is_tensor(output.loss) then return output.loss end
+  if scope.is_tensor(output.loss) then return output.loss end
   for _, key in ipairs(sorted_keys(output)) do
     local found = batch.loss(output[key])
     if found ~= nil then return found end
@@ -291,7 +294,7 @@ end
 ---@param ... any the model's further results
 ---@return table
 function batch.output(result, ...)
-  if not ps.is_tensor(result) then return (batch.turning(result)) end
+  if not scope.is_tensor(result) then return (batch.turning(result)) end
   local out = { result, ... }
   out[result:numel() == 1 and "loss" or "logits"] = result
   return setmetatable(out, Output)

@@ -14,7 +14,7 @@
 -- and loss scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
 -- With `async` the state is copied, and a thread writes it (checkpoints/background.lua). Rank 0 sees in the folder that
 -- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
-local ps = require "ps"
+local native = require "ps.ffi"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
@@ -161,7 +161,7 @@ local function share(job, tensors, model)
   if are_owned(model) then return tensors, job.names end
   local mine, expected, nbytes = {}, {}, {}
   for name, tensor in pairs(tensors) do
-    nbytes[name], expected[#expected + 1] = tonumber(ps.C.ps_tensor_nbytes(tensor)), name
+    nbytes[name], expected[#expected + 1] = tonumber(native.C.ps_tensor_nbytes(tensor)), name
   end
   local alike = job.group
   if stages or job.pieces then alike = mesh.group "dp" end
@@ -250,7 +250,7 @@ local function commit(job)
   if job.form == "shards" then
     rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
       mesh = restore.mesh_sizes() }, job.state, job.expected)
-    if ps.check(ps.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
+    if native.check(native.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
   end
   if job.folder then
     folder.set_latest(job.folder, job.name, job.run)
@@ -312,9 +312,9 @@ local function finish_alone(job, patience)
   if job.problem then error(job.problem, 0) end
   if job.rank > 0 or job.committed then return end
   local limit = (patience or EXIT_S) + 3 * (job.seconds or 0)
-  local until_s = ps.now() + limit
+  local until_s = native.C.ps_now() + limit
   while not ready(job) do
-    if ps.now() > until_s then
+    if native.C.ps_now() > until_s then
       error(("after %.0f s not all files of the %d ranks are there"):format(limit, job.size), 0)
     end
     time.nanosleep { tv_sec = 0, tv_nsec = 2e7 }

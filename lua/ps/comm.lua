@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Sums of the calls between ranks (src/comm/count.c), which comms_logger of a configuration asks for, as DeepSpeed's
 -- table: ps.comm.log_summary(), and its rows: ps.comm.log_rows().
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local names = require "ps.comm_names"
 local view = require "ps.memory_view"
 local dist = require "ps.dist"
-local ffi, C = E.ffi, E.C
+local ffi, C = native.ffi, native.C
 
 local comm = {}
 

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Making tensors: empty, filled, counted, random, from tables. ps.tensor puts these functions beside its methods.
-local F = require "ps.ffi"
+local native = require "ps.ffi"
 local scope = require "ps.scope"
 local array = require "ps.array"
-local ffi, C, ctx, check, own, ops, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.ops, F.caller
+local ffi, C, ctx, check, own, ops, caller = native.ffi, native.C, native.ctx, native.check, native.own, native.ops,
+  native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local floor = math.floor
@@ -21,7 +22,7 @@ local default_dtype, default_device = C.PS_F32, 0
 ---@param name string "fp32", "bf16", "fp16" or "fp64"
 ---@return string was the name before
 function M.set_default_dtype(name)
-  local was, code = F.dtype_name[default_dtype], F.dtype_code(name)
+  local was, code = native.dtype_name[default_dtype], native.dtype_code(name)
   if not FLOAT[code] then error(("ps.set_default_dtype: %s is no type of floats"):format(name)) end
   default_dtype = code
   return was
@@ -30,8 +31,8 @@ end
 ---@param name string
 ---@return string was the name before
 function M.set_default_device(name)
-  local was = F.device_name[default_device]
-  default_device = F.device_index(name)
+  local was = native.device_name[default_device]
+  default_device = native.device_index(name)
   return was
 end
 
@@ -57,21 +58,21 @@ local function bare(options, dtype)
 end
 
 local function dtype_of(options, fallback)
-  if options and options.dtype then return F.dtype_code(options.dtype) end
+  if options and options.dtype then return native.dtype_code(options.dtype) end
   return fallback or default_dtype
 end
 local function device_of(options)
-  if options and options.device then return F.device_index(options.device) end
+  if options and options.device then return native.device_index(options.device) end
   return default_device
 end
 
 local function new_tensor(ndim, dtype, device)
   local rc = C.ps_tensor_new(ctx, dtype, device, ndim, shape8, tensor_out)
-  if rc < 0 then F.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
-  F.collect_if_due()
+  if rc < 0 then native.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
+  native.collect_if_due()
   local t = own(tensor_out[0])
-  F.note_line(t)
-  if F.recorder then F.recorder:empty(t) end
+  native.note_line(t)
+  if native.recorder then native.recorder:empty(t) end
   return t
 end
 
@@ -104,7 +105,7 @@ function M.held(value, dtype)
   -- 2^63 - 1 as a double is 2^63, which int64 does not hold.
   if range and not (value >= range[1] and value <= range[2] and value < 2 ^ 63) then
     local low, high = ("%.0f"):format(range[1]), dtype == C.PS_I64 and "2^63 - 1" or ("%.0f"):format(range[2])
-    error(("%s does not fit %s (%s to %s)"):format(("%.17g"):format(value), F.dtype_name[dtype], low, high))
+    error(("%s does not fit %s (%s to %s)"):format(("%.17g"):format(value), native.dtype_name[dtype], low, high))
   end
   return value
 end
@@ -122,7 +123,7 @@ end
 -- t, which an op in place has filled. The op's result is a second reference, beside which release() would keep the
 -- bytes.
 local function alone(t, given)
-  F.give_back(given)
+  native.give_back(given)
   return t
 end
 M.alone = alone
@@ -222,9 +223,9 @@ end
 ---@return ps.Tensor
 function M.to_device(t, device)
   if device == t.device_ then return t end
-  F.retry(C.ps_tensor_to_device, t, device, tensor_out)
+  native.retry(C.ps_tensor_to_device, t, device, tensor_out)
   local moved = own(tensor_out[0])
-  if F.recorder then F.recorder:copied(t, moved) end
+  if native.recorder then native.recorder:copied(t, moved) end
   return moved
 end
 

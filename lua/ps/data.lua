@@ -2,7 +2,11 @@
 -- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation. A loader
 -- reads shards in C, or a list of texts (text_rows.lua).
 -- Each turn of a loader ends the scope of the turn before: it drops the tensors of a training step that nothing kept.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local native = require "ps.ffi"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local error = caller.error
 local bit = require "bit"
@@ -11,7 +15,7 @@ local array = require "ps.array"
 local mesh = require "ps.mesh"
 local text_rows = require "ps.text_rows"
 local exact = require "ps.exact"
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local int_array, handle_array = array "int32_t", array "ps_tokens *"
 
 local data = {}
@@ -182,18 +186,18 @@ local function end_turn(self)
   if not self.scope then return end
   local others = {}
   for _, batch in pairs(given_out) do others[#others + 1] = batch end
-  local ok, problem = pcall(ps.scope_end, self.scope, others)
+  local ok, problem = pcall(scope.finish, self.scope, others)
   self.scope = nil
   if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
 end
 
 local function begin_turn(self)
   end_turn(self)
-  self.scope = ps.scope_begin()
+  self.scope = scope.begin()
 end
 
 local function batch_tensor(ids, rows, seq, device)
-  local tensor = ps.empty({ rows, seq }, { dtype = "int32", device = device })
+  local tensor = create.empty({ rows, seq }, { dtype = "int32", device = device })
   check(C.ps_tensor_write(tensor, ids, rows * seq * 4))
   return tensor
 end
@@ -219,7 +223,7 @@ local function give_rows(self)
     self.order.epoch = at.epoch
   end
   local n, first = own_rows(self, at)
-  local rng = ps.rng()
+  local rng = random.state()
   rng.sample, rng.op = at.epoch * self.batches * self.global_batch + first - 1, 0
   local batch = self.rows:batch(self.order, first, n, self.device)
   given_out[self] = { batch.input_ids, batch.attention_mask, batch.labels }
@@ -366,7 +370,7 @@ function data.loader(options)
   end
   if not (options.batch and options.seq) then error("the loader needs batch and seq") end
   for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do small(options, name) end
-  if options.device ~= nil then ps.device(options.device) end
+  if options.device ~= nil then devices.open(options.device) end
   local seed = caller.seed(options.seed or 0, "ps.data.loader: seed")
   local shuffle = options.shuffle ~= false
   local of_mesh = options.rank == nil and options.world_size == nil
@@ -412,7 +416,7 @@ local function turn(self)
   check(given)
   if given == 0 then return nil end
   if self.world and not read_by[self.world] then read_by[self.world] = self end
-  local rng = ps.rng()
+  local rng = random.state()
   rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.global_batch + self.rank * self.batch
   rng.op = 0
   return give(self, self.x, self.y, self.batch, self.seq)
@@ -536,7 +540,7 @@ function data.windows(options)
     error(("%s: %d tokens hold no window of %d and its targets, which take %d; give more text, or a smaller seq")
       :format(tokens.path, last - first, seq, seq + 1))
   end
-  if options.device ~= nil then ps.device(options.device) end
+  if options.device ~= nil then devices.open(options.device) end
   local self, at = { device = options.device }, 0
   return function()
     if at >= given then

@@ -8,15 +8,19 @@
 -- its tensors. The offsets of random numbers (Philox) advance as they would with data. ps.materialize runs the ops
 -- again that a parameter's bytes came from, so they are the bits that the function makes with data. An op that cannot
 -- be run again is an error that names the parameter. The idea is that of torchdistx's deferred_init.
-local ps = require "ps"
-local E = require "ps.ffi"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local scope = require "ps.scope"
+local serialize = require "ps.serialize"
+local tensors = require "ps.tensor"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local core = require "ps.nn.module"
 local array = require "ps.array"
 local rectangles = require "ps.rectangles"
 local shard = require "ps.nn.shard"
-local ffi, C, own = E.ffi, E.C, E.own
+local ffi, C, own = native.ffi, native.C, native.own
 local error = caller.error
 
 local deferred = {}
@@ -24,7 +28,7 @@ local deferred = {}
 -- Compiled code keeps closures that it met, and those of a record hold the model's tensors. What runs here is short.
 jit.off(true, true)
 
-local META = E.device_index "meta"
+local META = native.device_index "meta"
 local pointer_array = array "ps_tensor *"
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
 local address = core.address
@@ -138,8 +142,8 @@ function Record:copied(from, to)
     local check = unchanged(from)
     function node.run(_, _, device)
       check()
-      local there = from:to(E.device_name[device])
-      return ps.same(there, from) and from:clone() or there
+      local there = from:to(native.device_name[device])
+      return tensors.same(there, from) and from:clone() or there
     end
   end
   self:add(node)
@@ -152,7 +156,7 @@ function Record:loads(t, state, name)
   local path, own_name, open = deferred.origin(state, name)
   if path then
     local function opened(files)
-      files[path] = files[path] or (open and open() or ps.load(path, { lazy = true, mmap = state.mmap }))
+      files[path] = files[path] or (open and open() or serialize.load(path, { lazy = true, mmap = state.mmap }))
       return files[path]
     end
     function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end
@@ -215,8 +219,8 @@ end
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
-  if not env[at] then env[at] = ps.empty(header:shape(), { dtype = header:dtype(),
-    device = E.device_name[device] }) end
+  if not env[at] then env[at] = create.empty(header:shape(), { dtype = header:dtype(),
+    device = native.device_name[device] }) end
   return env[at]
 end
 
@@ -230,7 +234,7 @@ local function run_node(record, env, node, device, files)
   local ins = pointer_array(math.max(1, node.n_in))
   for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then ins[i] = real(record, env, node.ins[i], device) end end
   for i = 0, 3 do outs[i] = nil end
-  E.retry(C.ps_apply, E.ctx, node.op, node.n_in, ins, node.attrs, node.nbytes, outs)
+  native.retry(C.ps_apply, native.ctx, node.op, node.n_in, ins, node.attrs, node.nbytes, outs)
   local made = {}
   for i = 0, 3 do if outs[i] ~= nil then made[i] = own(outs[i]) end end
   for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
@@ -268,16 +272,16 @@ local function fill_run(t, at, numel, node, first)
   local part = t:narrow(0, at, numel)
   ins[0] = part
   for i = 0, 3 do outs[i] = nil end
-  E.retry(C.ps_apply, E.ctx, node.op, 1, ins, attributes, node.nbytes, outs)
-  E.give_back(own(outs[0]))
-  E.give_back(part)
+  native.retry(C.ps_apply, native.ctx, node.op, 1, ins, attributes, node.nbytes, outs)
+  native.give_back(own(outs[0]))
+  native.give_back(part)
 end
 
 -- The same values of a shard alone, by the fills that make the whole tensor. They are many where the cut goes through
 -- its rows.
 local function fill_shard(list, whole, desc, device)
-  local t = ps.zeros(shard.shape(desc), { dtype = whole:dtype(), device = E.device_name[device] })
-  if not ps.computes then return t end                             -- a dry run of a script has no values
+  local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
+  if not devices.computes then return t end                             -- a dry run of a script has no values
   local flat, d, shape = t:reshape(-1), desc.dim + 1, desc.full_shape
   local rows, inner, wide = 1, 1, t:shape()[d]                      -- [rows, cut dimension, inner]
   for i = 1, d - 1 do rows = rows * shape[i] end
@@ -290,13 +294,13 @@ local function fill_shard(list, whole, desc, device)
       end
     end
   end
-  E.give_back(flat)
+  native.give_back(flat)
   return t
 end
 
 -- The same from a file, of which the rest is not read. node: the load of the whole tensor.
 local function read_shard(node, whole, desc, device, files)
-  local t = ps.zeros(shard.shape(desc), { dtype = whole:dtype(), device = E.device_name[device] })
+  local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   for _, piece in ipairs(shard.pieces(desc)) do
     node.part(files, rectangles.view(t, piece.at, piece.shape), piece.offset)
   end
@@ -308,7 +312,7 @@ local function fill(record, t, device, files)
   local whole, desc = record.whole[address(t)], nil
   if whole then desc = shard.of(t) else whole = t end
   local list = nodes_for(record, whole)
-  ps.no_grad(ps.scope, function()
+  scope.no_grad(scope.scope, function()
     local env, value = {}
     if desc and is_filled(record, list, whole) then value = fill_shard(list, whole, desc, device)
     elseif desc and #list == 1 and list[1].part then value = read_shard(list[1], whole, desc, device, files)
@@ -317,9 +321,9 @@ local function fill(record, t, device, files)
       if desc then value = shard.cut(desc, value) end
     end
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
-    E.check(C.ps_tensor_set_data(t, value:keep()))
-    for _, made in pairs(env) do E.give_back(made) end     -- now, so that the bytes are t's alone
-    if desc then E.give_back(value) end
+    native.check(C.ps_tensor_set_data(t, value:keep()))
+    for _, made in pairs(env) do native.give_back(made) end     -- now, so that the bytes are t's alone
+    if desc then native.give_back(value) end
   end)
 end
 
@@ -347,19 +351,19 @@ hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewh
 ---@return ps.nn.Module model
 function deferred.make(fn, ...)
   caller.callable(fn, "ps.deferred")
-  if E.recorder then error("ps.deferred inside of ps.deferred") end
+  if native.recorder then error("ps.deferred inside of ps.deferred") end
   local record = new_record()
-  local device = ps.set_default_device("meta")
+  local device = create.set_default_device("meta")
   local off = hooks.on("load", function(t, state, name)
     if t.device_ ~= META then return nil end
     record:loads(t, state, name)
     return { elsewhere = true }
   end)
-  E.recorder = record
+  native.recorder = record
   local ok, model = pcall(fn, ...)
-  E.recorder = nil
+  native.recorder = nil
   off()
-  ps.set_default_device(device)
+  create.set_default_device(device)
   if not ok then error(model, 0) end
   if not core.is_module(model) then error("ps.deferred: the function gave a " .. type(model) .. ", no module") end
   records[model] = { record = record, device = device }
@@ -378,7 +382,7 @@ local function tensors_of(model)
   local rest = {}
   for path, module in model:named_modules() do
     for key, value in pairs(module._fields) do
-      if ps.is_tensor(value) and not seen[address(value)] then
+      if scope.is_tensor(value) and not seen[address(value)] then
         seen[address(value)] = true
         rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value,
           kind = module._kind[key] }
@@ -394,7 +398,7 @@ end
 local function settle(record, entry, device, files)
   local ok, why = pcall(fill, record, entry.tensor, device, files)
   if not ok then
-    if getmetatable(why) ~= ps.Error then
+    if getmetatable(why) ~= native.Error then
       error(("ps.materialize: %s: %s; make it on a device that has data, { device = \"cpu\" }, or in the model's "
         .. "forward"):format(entry.name, tostring(why)), 0)
     end
@@ -416,7 +420,7 @@ function deferred.cut(model, parameter, desc)
     error("a parameter is cut while it has no values, and this one of a " .. model.class_name .. " has: make the model "
       .. "within the function, model_func = function() return MODEL_CLASS(...) end, and name no device there", 0)
   end
-  local part = ps.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
+  local part = create.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
   core.Parameter(part)
   if not parameter:needs_grad() then part:requires_grad(false) end
   record.whole[address(part)] = held(parameter)
@@ -426,7 +430,7 @@ end
 -- Drops the bytes here of a tensor that lies elsewhere.
 local function leave(t)
   if t.device_ == META then return end
-  E.check(C.ps_tensor_set_data(t, ps.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
+  native.check(C.ps_tensor_set_data(t, create.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
 --- Drops the bytes here of a parameter that lies elsewhere, and keeps its shape and type.
@@ -449,7 +453,7 @@ function deferred.materialize(model, options)
   options = caller.options(options, "ps.materialize", OPTIONS)
   local made = core.is_module(model) and records[model]
   if not made then error("ps.materialize takes a model that ps.deferred made") end
-  local device, files, left = E.device_index(options.device or made.device), {}, false
+  local device, files, left = native.device_index(options.device or made.device), {}, false
   local ok, problem = pcall(function()
     for _, entry in ipairs(tensors_of(model)) do
       local name, t = entry.name, entry.tensor

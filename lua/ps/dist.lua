@@ -2,14 +2,14 @@
 -- Many processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua) or
 -- from explicit values. Groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
 -- Gloo, those of NVIDIA GPUs over NCCL.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local caller = require "ps.caller"
 local env = require "ps.dist.env"
 local mesh = require "ps.mesh"
 local secret = require "ps.dist.secret"
 local exact = require "ps.exact"
-local C, ffi, check = E.C, E.ffi, E.check
+local C, ffi, check = native.C, native.ffi, native.check
 local error = caller.error
 
 local dist = {}
@@ -91,7 +91,7 @@ function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open
 ---@param device string
 ---@return string carrier the library that carries the bytes: "nccl", "gloo" ("self" in a world of one)
 function Group:connect(device)
-  check(C.ps_group_connect(open(self), E.ctx, E.device_index(device)))
+  check(C.ps_group_connect(open(self), native.ctx, native.device_index(device)))
   return self:carrier()
 end
 
@@ -164,7 +164,7 @@ function Group:recv(t, peer)
 end
 
 -- -- collectives as ops: a new tensor, with a gradient -------------------------------------------------------------
-local ops = E.ops
+local ops = native.ops
 local PRODUCT = {
   gathered_linear = { out_in = "boolean", pieces = "whole", keep = "boolean" },
   gathered_linears = { out_in = "boolean", pieces = "whole", keep = "boolean" },
@@ -462,10 +462,10 @@ end
 ---@return ps.Group
 function dist.self()
   if C.ps_machine_pretended() ~= 0 then                     -- memory of devices that are not here has no bytes to move
-    check(C.ps_group_pretend(E.ctx, 0, 1, out))
+    check(C.ps_group_pretend(native.ctx, 0, 1, out))
     return own "nobody"
   end
-  check(C.ps_group_self(E.ctx, out))
+  check(C.ps_group_self(native.ctx, out))
   return own "self"
 end
 
@@ -488,7 +488,7 @@ end
 ---@return ps.Group
 function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
   if C.ps_machine_pretended() ~= 0 then                     -- a dry run opens no port
-    check(C.ps_group_pretend(E.ctx, rank, size, out))
+    check(C.ps_group_pretend(native.ctx, rank, size, out))
     return own "nobody"
   end
   local known = secret.find(os.getenv, rendezvous, all_here(rendezvous, machines))
@@ -500,7 +500,7 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
   local meeting = ffi.new("ps_meeting", { rendezvous = rendezvous, run = run, secret = known, rank = rank, size = size,
     machines = machines or 0, timeout_s = timeout or DEFAULT_TIMEOUT_S,
     heartbeat_s = heartbeat or DEFAULT_HEARTBEAT_S })
-  check(C.ps_group_gloo(E.ctx, meeting, out))
+  check(C.ps_group_gloo(native.ctx, meeting, out))
   return own "gloo"
 end
 

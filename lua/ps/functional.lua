@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.functional (ps.F): functions over tensors without state, in PyTorch's terms. Random masks come from counters
 -- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.losses"
 local hooks = require "ps.hooks"
-local ops, C, caller = E.ops, E.C, E.caller
+local ops, C, caller = native.ops, native.C, native.caller
 local error = caller.error
-local rng = C.ps_rng_get(E.ctx)
+local rng = C.ps_rng_get(native.ctx)
 
 ---@class ps.functional
 local F = {}

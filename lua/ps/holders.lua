@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Who holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with the op and
 -- the module that made it and the script's line. Errors of memory list those of their moment.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local view = require "ps.memory_view"
-local ffi, C = E.ffi, E.C
+local ffi, C = native.ffi, native.C
 
 local holders = {}
 
@@ -47,14 +47,14 @@ local list_t, used = ffi.typeof("ps_holder[$]", C.PS_HOLDERS), ffi.new "int64_t[
 ---@return ps.Holder[] list with `used`, the bytes in use then
 function holders.list(when, device)
   local found = list_t()
-  local n = C.ps_memory_holders(E.ctx, device, WHEN[when], found, used)
-  E.check(n)
+  local n = C.ps_memory_holders(native.ctx, device, WHEN[when], found, used)
+  native.check(n)
   local modules, lines = require("ps.profile_events").modules(), require("ps.nn.module").called_at
   local list = setmetatable({ used = tonumber(used[0]) }, Holders)
   for i = 0, n - 1 do
     local h, module = found[i], modules[found[i].module]
     if h.nbytes >= LEAST then
-      local line = h.line > 0 and E.lines[h.line] or lines[h.module]
+      local line = h.line > 0 and native.lines[h.line] or lines[h.module]
       list[#list + 1] = { nbytes = tonumber(h.nbytes), op = h.op ~= nil and ffi.string(h.op) or nil,
         module = module and module.path, class = module and module.class, line = line ~= "" and line or nil,
         backward = h.backward == 1, scratch = h.scratch == 1 }

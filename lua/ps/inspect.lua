@@ -9,12 +9,12 @@
 -- All numbers are computed in fp64 (ps_tensor_stats). std divides by the number of elements less one, as PyTorch does,
 -- and is NaN of a single element. Parameters and records of several ranks are put together: those calls are of all
 -- ranks.
-local ps = require "ps"
+local native = require "ps.ffi"
 local handle = require "ps.engine.handle"
 local exact = require "ps.exact"
 local caller = require "ps.caller"
 local scope = require "ps.scope"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 local error = caller.error
 
 local inspect = {}
@@ -35,8 +35,8 @@ local stats_out, no_values = ffi.new("ps_stats"), ffi.new("double[1]")
 
 -- {numel, mean, squares, min, max} of a tensor; squares: the sum of squared differences from the mean.
 local function stats_of(t)
-  return ps.no_grad(ps.scope, function()
-    ps.check(C.ps_tensor_stats(t:to("cpu"), stats_out))
+  return scope.no_grad(scope.scope, function()
+    native.check(C.ps_tensor_stats(t:to("cpu"), stats_out))
     return { tonumber(stats_out.numel), stats_out.mean, stats_out.squares, stats_out.min, stats_out.max }
   end)
 end
@@ -282,14 +282,14 @@ local function again(x)
 end
 
 local function note(inspector, x, name, group)
-  local tensor, index = ps.no_grad(function() return x:detach():clone() end), 0
+  local tensor, index = scope.no_grad(function() return x:detach():clone() end), 0
   tensor:keep()
   for _, other in ipairs(inspector.records) do
     if other.name == name and other.group == group then index = index + 1 end
   end
   local record = { name = name, group = group, index = index, tensor = tensor }
   if x.node == nil then record.leaf = x:needs_grad() and x or nil
-  else ps.check(keep(x, record)) end
+  else native.check(keep(x, record)) end
   table.insert(inspector.records, record)
   return record
 end
@@ -423,7 +423,7 @@ function Inspector:get_tensor(name, group, index)
   if not found then return nil end
   local grad, factor = grad_of(found)
   if grad == nil or factor == 1 then return found.tensor, grad end
-  return found.tensor, ps.no_grad(function() return grad * factor end)
+  return found.tensor, scope.no_grad(function() return grad * factor end)
 end
 
 -- -- the table --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Losses made of other ops, in PyTorch's terms and with its formulas; ps.functional has them as its own (F.mse_loss).
 -- Shapes must be equal: nothing is broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local tensor = require "ps.tensor"
 local scope = require "ps.scope"
-local ops, caller = E.ops, E.caller
+local ops, caller = native.ops, native.caller
 local error = caller.error
 
 local losses = {}

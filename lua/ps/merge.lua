@@ -11,7 +11,7 @@
 -- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
 -- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
 -- appears only when it is complete.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local json = require("cjson").new()
@@ -20,7 +20,7 @@ local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.rectangles"
 local restore = require "ps.checkpoints.restore"
 local tree = require "ps.merge.tree"
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local KIND, class, inside, shape_text = tree.KIND, tree.class, tree.inside, tree.shape_text
 local error = caller.error
 

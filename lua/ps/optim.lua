@@ -6,7 +6,10 @@
 --
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
 local check = require "ps.config.check"
@@ -17,7 +20,7 @@ local loss_scaler = require "ps.loss_scaler"
 local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
 local mesh = require "ps.mesh"
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local exact = require "ps.exact"
 
 local optim = {}
@@ -25,7 +28,7 @@ local optim = {}
 --- Gives back gradients that were looked at, now and not when Lua collects: zero_grad must free their bytes.
 ---@param grads ps.Tensor[] nobody uses these afterwards
 function optim.give_back(grads)
-  for _, grad in ipairs(grads) do E.give_back(grad) end
+  for _, grad in ipairs(grads) do native.give_back(grad) end
 end
 local address = core.address
 
@@ -46,9 +49,9 @@ end
 ---@return number[]
 function optim.squares(grads)
   local squares = {}
-  local sums = by_most(grads, ps.ops.sq_norms)
-  for _, all in ipairs(by_most(sums, function(list) return list[2] and ps.ops.concat(list, 0) or list[1] end)) do
-    if not ps.computes then break end
+  local sums = by_most(grads, native.ops.sq_norms)
+  for _, all in ipairs(by_most(sums, function(list) return list[2] and native.ops.concat(list, 0) or list[1] end)) do
+    if not devices.computes then break end
     for _, square in ipairs(all:tolist()) do squares[#squares + 1] = square end
   end
   for i = #squares + 1, #grads do squares[i] = 0 end
@@ -68,7 +71,7 @@ function optim.global_norm(grads)
       .. "norm of its gradients and clips nothing")
   end
   for i, grad in ipairs(grads) do
-    if not ps.is_tensor(grad) then error(("optim.global_norm: number %d is a %s"):format(i, type(grad))) end
+    if not scope.is_tensor(grad) then error(("optim.global_norm: number %d is a %s"):format(i, type(grad))) end
   end
   local total = 0
   for _, square in ipairs(optim.squares(grads)) do total = total + square end
@@ -187,7 +190,8 @@ local function prepare(kind, entry)
   end
   for _, name in ipairs(kind.state(entry.group)) do
     if entry[name] == nil then
-      entry[name] = ps.zeros(entry.param:shape(), { dtype = state_dtype(entry.param), device = entry.param:device() })
+      entry[name] = create.zeros(entry.param:shape(), { dtype = state_dtype(entry.param),
+        device = entry.param:device() })
       entry[name]:keep()
     end
   end
@@ -232,7 +236,7 @@ end
 ---@param optimizer ps.Optimizer
 ---@return number
 function optim.norm_of(optimizer)
-  return ps.no_grad(function()
+  return scope.no_grad(function()
     local _, grads = with_gradient(optimizer)
     local norm = optim.global_norm(grads)
     optim.give_back(grads)
@@ -246,7 +250,7 @@ end
 ---@param scale number a factor on the gradients
 ---@param done fun(entry: table)
 function optim.apply(optimizer, scale, done)
-  ps.no_grad(function()
+  scope.no_grad(function()
     local entries, grads = with_gradient(optimizer)
     update(optimizer, entries, grads, scale, done)
     optim.give_back(grads)
@@ -255,10 +259,10 @@ function optim.apply(optimizer, scale, done)
 end
 
 local function end_step()
-  local rng = ps.rng()
+  local rng = random.state()
   rng.step = rng.step + 1
   rng.op = 0
-  ps.step_scope()
+  scope.step_scope()
 end
 
 -- Each of several ranks would update by its own gradients, and their parameters would drift apart.
@@ -294,7 +298,7 @@ local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 ---  on all gradients, for instance 1 / (number of accumulated batches)
 ---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
 function Optimizer:step(options)
-  E.check_running "optimizer:step()"
+  native.check_running "optimizer:step()"
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
   groups.check(self.groups, self.kind.name)
@@ -307,7 +311,7 @@ function Optimizer:step(options)
   local scale = options.grad_scale or 1
   if scaler then scale = scale / scaler.scale end
   local info = { skipped = false }
-  ps.no_grad(function()
+  scope.no_grad(function()
     local entries, grads = with_gradient(self)
     if not entries[1] then
       info.skipped = true
@@ -346,7 +350,7 @@ end
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
   called(self, "zero_grad")
-  E.check_running "optimizer:zero_grad()"
+  native.check_running "optimizer:zero_grad()"
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
@@ -433,7 +437,7 @@ local function same_or_fail(name, tensor, param)
       table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(cut.shape(param), ", ")))
   end
   if fit == "own" or core.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
-  local own = ps.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
+  local own = create.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
   cut.read({ state = tensor }, "state", own, param)
   return own
 end
@@ -492,7 +496,7 @@ end
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
-  E.check_running "optimizer:load_state_dict"
+  native.check_running "optimizer:load_state_dict"
   caller.typed(state, "table", "load_state_dict: the state")
   if is_torch(state) then
     load_torch(self, state)
@@ -534,7 +538,7 @@ end
 
 local function adam_apply(list, group, t, scale)
   local b1, b2 = group.betas[1], group.betas[2]
-  ps.ops.adam_(list, group.decoupled and 1 or 0, group.lr, b1, b2, group.eps, group.weight_decay, scale,
+  native.ops.adam_(list, group.decoupled and 1 or 0, group.lr, b1, b2, group.eps, group.weight_decay, scale,
     1 - b1 ^ t, 1 - b2 ^ t)
 end
 
@@ -565,7 +569,7 @@ local SGD = {
     list[n + 4] = entry.group.momentum ~= 0 and entry.momentum_buffer or entry.master
   end,
   apply = function(list, group, t, scale)
-    ps.ops.sgd_(list, group.lr, group.momentum, group.weight_decay, group.dampening, group.nesterov and 1 or 0,
+    native.ops.sgd_(list, group.lr, group.momentum, group.weight_decay, group.dampening, group.nesterov and 1 or 0,
       t == 1 and 1 or 0, scale)
   end,
 }

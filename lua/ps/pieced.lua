@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tensors whose pieces are in several open files, as one file with the methods that readers call. A read takes from
 -- each file what it needs of it.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
 local rectangles = require "ps.rectangles"
 local error = require("ps.caller").error
 
@@ -52,7 +53,7 @@ function Pieced:dtype(name) return entry_of(self, name).dtype end
 ---@return integer
 function Pieced:nbytes(name)
   local entry = entry_of(self, name)
-  return rectangles.numel(entry.shape) * tonumber(ps.C.ps_dtype_size(ps.dtype_code(entry.dtype)))
+  return rectangles.numel(entry.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(entry.dtype)))
 end
 
 --- Fails where a piece is not there, or of a type that this engine lacks.
@@ -112,7 +113,7 @@ function Pieced:tensor(name, device)
   local entry = entry_of(self, name)
   local only = entry.pieces[1]
   if #entry.pieces == 1 then return only.from:tensor(only.name, device) end
-  local tensor = ps.empty(entry.shape, { dtype = entry.dtype, device = device or "cpu" })
+  local tensor = create.empty(entry.shape, { dtype = entry.dtype, device = device or "cpu" })
   self:read_into(name, tensor)
   return tensor:keep()
 end

@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A tensor's bytes between it and a file, through a buffer of host memory that is small whatever the tensor's size.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local array = require "ps.array"
 local rectangles = require "ps.rectangles"
-local C = ps.C
+local C = native.C
 
 local pieces = {}
 
@@ -18,7 +20,7 @@ function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PI
 --- Elements of a type in a piece.
 ---@param dtype string
 ---@return integer
-function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(ps.dtype_code(dtype))) end
+function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
 -- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on; part: these as a tensor.
 local function each(tensor, fn)
@@ -35,10 +37,10 @@ end
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(buffer: ffi.cdata*, nbytes: integer)
 function pieces.read(tensor, buffer, put)
-  ps.scope(ps.no_grad, function()
+  scope.scope(scope.no_grad, function()
     each(tensor:detach():contiguous(), function(part)
       local nbytes = C.ps_tensor_nbytes(part)
-      ps.retry(C.ps_tensor_save, part, buffer, nbytes)
+      native.retry(C.ps_tensor_save, part, buffer, nbytes)
       put(buffer, nbytes)
     end)
   end)
@@ -49,10 +51,10 @@ end
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
 function pieces.write(tensor, get)
   local buffer = pieces.buffer(tonumber(C.ps_tensor_nbytes(tensor)))
-  ps.scope(ps.no_grad, function()
+  scope.scope(scope.no_grad, function()
     each(tensor, function(part, first, n)
       get(buffer, first, n)
-      ps.retry(C.ps_tensor_write, part, buffer, C.ps_tensor_nbytes(part))
+      native.retry(C.ps_tensor_write, part, buffer, C.ps_tensor_nbytes(part))
     end)
   end)
 end
@@ -67,8 +69,8 @@ function pieces.convert(tensor, dtype, get)
   if tensor:dtype() == dtype and C.ps_tensor_is_contiguous(tensor) ~= 0 then return pieces.write(tensor, get) end
   local done = 0
   rectangles.each(tensor:shape(), pieces.elements(dtype), function(offset, shape)
-    ps.scope(ps.no_grad, function()
-      local part = ps.empty(shape, { dtype = dtype, device = tensor:device() })
+    scope.scope(scope.no_grad, function()
+      local part = create.empty(shape, { dtype = dtype, device = tensor:device() })
       pieces.write(part, function(buffer, first, n) get(buffer, done + first, n) end)
       rectangles.view(tensor:detach(), offset, shape):copy_(part)
     end)

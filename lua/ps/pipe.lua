@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tables of pipelines (src/pipe, docs/pipeline.md): the actions that each rank performs in a step whose model is cut
 -- into virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists begin, at index 1, with number 0.
-local ps = require "ps"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local caller = require "ps.caller"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local pipe = {}
 
@@ -84,14 +84,14 @@ end
 ---@return ps.pipe.Table
 function pipe.table(options)
   options = caller.options(options, "pipe.table", SPEC)
-  ps.check(C.ps_pipe_schedule_find(caller.typed(options.schedule, "string", "pipe.table: schedule"), int_out))
+  native.check(C.ps_pipe_schedule_find(caller.typed(options.schedule, "string", "pipe.table: schedule"), int_out))
   local spec = ffi.new("ps_pipe_spec")
   spec.schedule = int_out[0]
   spec.stages = caller.typed(options.stages, "number", "pipe.table: stages")
   spec.virtual_stages = options.virtual_stages or (options.schedule == "zb_v" and 2 or 1)
   spec.micro_batches = caller.typed(options.micro_batches, "number", "pipe.table: micro_batches")
   spec.forward_only = options.forward_only and 1 or 0
-  ps.check(C.ps_pipe_table_new(spec, table_out))
+  native.check(C.ps_pipe_table_new(spec, table_out))
   return adopt(table_out[0])
 end
 
@@ -101,7 +101,7 @@ end
 ---@return ps.pipe.Table
 function pipe.read(text, name)
   caller.typed(text, "string", "pipe.read: the text")
-  ps.check(C.ps_pipe_table_read(text, #text, name or "the table", table_out))
+  native.check(C.ps_pipe_table_read(text, #text, name or "the table", table_out))
   return adopt(table_out[0])
 end
 
@@ -120,7 +120,7 @@ end
 ---@param rank integer
 ---@return ps.pipe.Action[]
 function Table:row(rank)
-  ps.check(C.ps_pipe_table_row(self.c, rank, row_out, int_out))
+  native.check(C.ps_pipe_table_row(self.c, rank, row_out, int_out))
   local list, row = {}, row_out[0]
   for i = 0, int_out[0] - 1 do
     list[i + 1] = { kind = KINDS[row[i].kind], vstage = row[i].vstage, micro = row[i].micro }
@@ -133,7 +133,7 @@ end
 ---@return integer rank
 ---@return integer index
 function Table:place(vstage)
-  ps.check(C.ps_pipe_table_place(self.c, vstage, int_out, int_out + 1))
+  native.check(C.ps_pipe_table_place(self.c, vstage, int_out, int_out + 1))
   return int_out[0], int_out[1]
 end
 
@@ -144,14 +144,14 @@ end
 ---@return integer waiting
 function Table:held(rank)
   local held = ffi.new("ps_pipe_held")
-  ps.check(C.ps_pipe_table_held(self.c, rank, held))
+  native.check(C.ps_pipe_table_held(self.c, rank, held))
   return held.in_flight, held.waiting
 end
 
 --- Puts transfers, reductions and yields between the actions.
 ---@return ps.pipe.Table self
 function Table:lower()
-  ps.check(C.ps_pipe_table_lower(self.c))
+  native.check(C.ps_pipe_table_lower(self.c))
   return self
 end
 
@@ -180,17 +180,17 @@ end
 function Table:simulate(costs, link)
   local times, ranks, lists, spans = ffi.new("ps_pipe_times"), times_array(self.stages), list_array(self.stages), {}
   for rank = 0, self.stages - 1 do
-    ps.check(C.ps_pipe_table_row(self.c, rank, row_out, int_out))
+    native.check(C.ps_pipe_table_row(self.c, rank, row_out, int_out))
     spans[rank] = span_array(int_out[0])
     lists[rank] = spans[rank]
   end
-  ps.check(C.ps_pipe_simulate(self.c, costs_of(costs, self.vstages, "Table:simulate"),
+  native.check(C.ps_pipe_simulate(self.c, costs_of(costs, self.vstages, "Table:simulate"),
     link_of(link, "Table:simulate"), times, ranks, lists))
   local course = { makespan = times.makespan, bubble = times.bubble, ranks = {}, spans = {} }
   for rank = 0, self.stages - 1 do
     local r, list = ranks[rank], {}
     course.ranks[rank + 1] = { first = r.first, last = r.last, busy = r.busy, peak = tonumber(r.peak) }
-    ps.check(C.ps_pipe_table_row(self.c, rank, row_out, int_out))
+    native.check(C.ps_pipe_table_row(self.c, rank, row_out, int_out))
     for i = 0, int_out[0] - 1 do list[i + 1] = { begin = spans[rank][i].begin, finish = spans[rank][i]["end"] } end
     course.spans[rank + 1] = list
   end
@@ -206,7 +206,7 @@ end
 function pipe.cut(t, parts, link)
   local n, times = #caller.typed(parts, "table", "pipe.cut: the parts"), ffi.new("ps_pipe_cut_times")
   local counts, list = count_array(t.vstages), {}
-  ps.check(C.ps_pipe_cut(t.c, costs_of(parts, n, "pipe.cut"), n, link_of(link, "pipe.cut"), counts, times))
+  native.check(C.ps_pipe_cut(t.c, costs_of(parts, n, "pipe.cut"), n, link_of(link, "pipe.cut"), counts, times))
   for v = 0, t.vstages - 1 do list[v + 1] = counts[v] end
   return list, { makespan = times.makespan, equal = times.equal, bound = times.bound,
     bound_part = times.bound_part >= 0 and times.bound_part + 1 or nil }
@@ -222,7 +222,7 @@ function pipe.layout(layout, kinds, vstages)
   caller.typed(kinds, "string", "pipe.layout: the parts' letters")
   caller.typed(vstages, "number", "pipe.layout: the virtual stages")
   local counts, list = count_array(math.max(vstages, 1)), {}
-  ps.check(C.ps_pipe_layout(layout, kinds, vstages, counts))
+  native.check(C.ps_pipe_layout(layout, kinds, vstages, counts))
   for v = 0, vstages - 1 do list[v + 1] = counts[v] end
   return list
 end

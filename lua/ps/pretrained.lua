@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Models of others, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and makes the
 -- class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
-local ps = require "ps"
+local create = require "ps.create"
+local deferred = require "ps.deferred"
+local dist = require "ps.dist"
 local caller = require "ps.caller"
-local core = require "ps.ffi"
+local native = require "ps.ffi"
 local folder = require "ps.pretrained.folder"
 local hooks = require "ps.hooks"
 local serialize = require "ps.serialize"
@@ -173,7 +175,7 @@ local told = {}                                            -- files whose dtype 
 local function tell_dtype(fields, model, from)
   local word, dtype = said_dtype(fields)
   local made = model:parameters()[1]:dtype()
-  if not dtype or dtype == made or told[from] or ps.rank() > 0 then return end
+  if not dtype or dtype == made or told[from] or dist.rank() > 0 then return end
   told[from] = true
   io.stderr:write(("psluajit: %s: dtype is %s, which is not followed: parameters are made in %s, unless "
     .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"):format(from, word,
@@ -314,7 +316,7 @@ function pretrained.load(name, options, family)
   local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
   if dtype == "auto" then dtype = select(2, said_dtype(fields)) or widest end
   if rest.mmap == true then dtype = dtype or widest end
-  local mmap = maps(rest.mmap, files, dtype, rest.device or ps.empty({ 0 }):device())
+  local mmap = maps(rest.mmap, files, dtype, rest.device or create.empty({ 0 }):device())
   files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes, mmap = mmap,
     shorter = asks_for_fewer(family, changes, fields) }
   local function make(device)
@@ -324,9 +326,9 @@ function pretrained.load(name, options, family)
     if not dtype then tell_dtype(fields, model, where) end
     return model:load_weights(unpack(files)):eval()
   end
-  if core.recorder or hooks.heard "parameter" then return make(rest.device) end
+  if native.recorder or hooks.heard "parameter" then return make(rest.device) end
   -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
-  return ps.materialize(ps.deferred(make), { device = rest.device })
+  return deferred.materialize(deferred.make(make), { device = rest.device })
 end
 
 return pretrained

@@ -4,9 +4,10 @@
 -- Rank 0 tells its time to one rank after the other, some times over. The time that it tells lies between the
 -- question and the answer, so that the middle of the two is wrong by half of the round trip at most (Cristian 1989,
 -- "Probabilistic clock synchronization"). The shortest round trip counts.
-local E = require "ps.ffi"
-local ps = require "ps"
-local C = E.C
+local native = require "ps.ffi"
+local create = require "ps.create"
+local scope = require "ps.scope"
+local C = native.C
 
 local clock = {}
 
@@ -15,7 +16,7 @@ local SECOND = 1000000000LL
 
 -- A time as a tensor [2] of whole seconds and nanoseconds: its nanoseconds are more than fp64 holds exactly.
 local function told(ns)
-  return ps.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
+  return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
 end
 
 local function time_of(t) return SECOND * t[0]:item() + t[1]:item() end
@@ -48,7 +49,7 @@ end
 local function least(group, ns)
   local origin = group:broadcast(told(C.ps_record_clock()), 0)
   local zero = time_of(origin)
-  local since = ps.tensor({ ns and tonumber(ns - zero) or math.huge }, { dtype = "fp64", device = "cpu" })
+  local since = create.tensor({ ns and tonumber(ns - zero) or math.huge }, { dtype = "fp64", device = "cpu" })
   group:all_reduce(since, "min")
   local first = since:item()
   return first < math.huge and zero + first or nil
@@ -61,7 +62,7 @@ end
 ---@return ffi.cdata* wrong int64_t, nanoseconds by which the offset may be wrong at most
 ---@return ffi.cdata* zero int64_t, nanoseconds by rank 0's clock: the first event of all ranks, or 0
 function clock.align(group, first)
-  return ps.no_grad(ps.scope, function()
+  return scope.no_grad(scope.scope, function()
     local offset, wrong = (group:rank() == 0 and tell or ask)(group)
     return offset, wrong, least(group, first and first + offset) or 0LL
   end)

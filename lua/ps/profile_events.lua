@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The record of events as Lua sees it: the events themselves, by their begin, and names of what they tell by number.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local array = require "ps.array"
-local ffi, C = E.ffi, E.C
+local ffi, C = native.ffi, native.C
 local event_array = array "ps_record_event"
 
 local events = {}
@@ -24,13 +24,13 @@ events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move"
 ---@return integer[] order places in the list
 ---@return integer dropped
 function events.read()
-  C.ps_record_settle(E.ctx)
+  C.ps_record_settle(native.ctx)
   local dropped = ffi.new("int64_t[1]")
   local most = tonumber(C.ps_record_count(dropped))
   local list, n = event_array(math.max(most, 1)), 0
   for i = 0, most - 1 do
     local rc = C.ps_record_get(i, list[n])
-    E.check(rc)
+    native.check(rc)
     if rc == 0 then n = n + 1 end
   end
   local order = {}

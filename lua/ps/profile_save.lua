@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.profiler.save: the record of events as a file of docs/profiling.md.
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local clock = require "ps.profile_clock"
 local dist = require "ps.dist"
 local encode = require "ps.checkpoints.encode"
 local events = require "ps.profile_events"
 local kinds = require "ps.engine.layout.kinds"
 local look = require "ps.engine.inspect"
-local ffi, C = E.ffi, E.C
+local ffi, C = native.ffi, native.C
 
 local VERSION = 1
 -- Streams: what runs beside the script has tracks of its own, as many as there are events at once.
@@ -47,16 +47,18 @@ function Writer:in_module(e)
   return module and ',"module":' .. text(module.path) or ""
 end
 
-local function device_of(e) return text(E.device_name[e.from] or tostring(e.from)) end
+local function device_of(e) return text(native.device_name[e.from] or tostring(e.from)) end
 
 -- Name and further arguments of an event, as JSON text.
 local TELLS = {
   [C.PS_REC_OP] = function(w, e)
-    return E.op_info[e.name].name, (',"bytes":%d,"flops":%d%s,"device":%s%s'):format(tonumber(e.bytes),
-      tonumber(e.flops), e.flops > 0 and ',"dtype":' .. text(E.dtype_name[e.to]) or "", device_of(e), w:in_module(e))
+    return native.op_info[e.name].name, (',"bytes":%d,"flops":%d%s,"device":%s%s'):format(tonumber(e.bytes),
+      tonumber(e.flops), e.flops > 0 and ',"dtype":' .. text(native.dtype_name[e.to]) or "", device_of(e),
+        w:in_module(e))
   end,
   [C.PS_REC_PART] = function(w, e)
-    return E.op_info[e.name].name, (',"rows":%d,"dtype":%s,"device":%s%s'):format(e.id, text(E.dtype_name[e.to]),
+    return native.op_info[e.name].name, (',"rows":%d,"dtype":%s,"device":%s%s'):format(e.id,
+      text(native.dtype_name[e.to]),
       device_of(e), w:in_module(e))
   end,
   [C.PS_REC_MODULE] = function(w, e)
@@ -98,7 +100,7 @@ function Writer:at(ns) return micros(ns + self.offset - self.zero) end
 -- Bytes of a tier or device; a counter has its numbers alone.
 function Writer:counter(e)
   local tier = e.kind == C.PS_REC_TIER
-  local name = tier and self:tier(e.to) or E.device_name[e.to] or tostring(e.to)
+  local name = tier and self:tier(e.to) or native.device_name[e.to] or tostring(e.to)
   self:line(('{"name":%s,"cat":"memory","ph":"C","ts":%s,"pid":%d,"tid":0,"args":{"chunks":%d,"other":%d}}'):format(
     text(name), self:at(e.begin_ns), self.rank, tonumber(e.bytes), tonumber(e.flops)))
 end

@@ -2,13 +2,13 @@
 -- The record of events (src/base/record.h) for scripts: ops, modules, copies, disk, collectives, waits, chunks and the
 -- bytes of tiers, each with its time, step and phase.
 --   ps.profiler.start(); ...; ps.profiler.stop(); ps.profiler.save("profile.json"); ps.profiler.report()
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local json = require("cjson").new()
 local mesh = require "ps.mesh"
 local report = require "ps.profile_report"
 local error = caller.error
-local ffi, C = E.ffi, E.C
+local ffi, C = native.ffi, native.C
 
 local profiler = {}
 
@@ -23,20 +23,21 @@ function profiler.start(options)
   if events < 1 or events > C.PS_RECORD_MOST then
     error(("ps.profiler.start: events is %s; a record holds 1 to %d"):format(events, C.PS_RECORD_MOST))
   end
-  E.check(C.ps_record_start(events))
+  native.check(C.ps_record_start(events))
 end
 
 --- Stops recording; what was recorded stays.
 ---@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] all calls of each op since
 ---  the start, also those whose events were overwritten; largest time first
 function profiler.stop()
-  C.ps_record_settle(E.ctx)
+  C.ps_record_settle(native.ctx)
   C.ps_record_stop()
   local total, rows = ffi.new("ps_record_total"), {}
   for op = 0, C.PS_OP_COUNT - 1 do
-    E.check(C.ps_record_op_total(op, total))
+    native.check(C.ps_record_op_total(op, total))
     if total.calls > 0 then
-      rows[#rows + 1] = { name = E.op_info[op].name, calls = tonumber(total.calls), seconds = tonumber(total.ns) * 1e-9,
+      rows[#rows + 1] = { name = native.op_info[op].name, calls = tonumber(total.calls),
+        seconds = tonumber(total.ns) * 1e-9,
         flops = tonumber(total.flops), bytes = tonumber(total.bytes) }
     end
   end
@@ -61,7 +62,7 @@ function profiler.save(path, options)
     path = ("%s.rank%d%s"):format(name or path, group:rank(), kind or "")
   end
   local text = require "ps.profile_save"(options.align and group or nil)
-  E.check(C.ps_file_write_atomic(path, text, #text))
+  native.check(C.ps_file_write_atomic(path, text, #text))
   return path
 end
 
@@ -76,7 +77,7 @@ local function given(limits)
   if type(flops) == "table" then
     flops = {}
     for dtype, rate in pairs(limits.flops) do
-      flops[E.dtype_name[E.dtype_code(dtype)]], ok = rate, ok and above_0(rate)
+      flops[native.dtype_name[native.dtype_code(dtype)]], ok = rate, ok and above_0(rate)
     end
   elseif not above_0(flops) then ok = false end
   if not ok then
@@ -90,8 +91,8 @@ end
 local function measured(profile, device, asked)
   local products = report.products(profile)
   asked = asked or device ~= nil
-  device = device or products.device or E.device_name[0]
-  if not (asked or pcall(E.device_index, device)) then return nil, "this machine has no device " .. device end
+  device = device or products.device or native.device_name[0]
+  if not (asked or pcall(native.device_index, device)) then return nil, "this machine has no device " .. device end
   local ok, found = pcall(require "ps.profile_limits", device, products.dtypes)
   if ok then return found end
   if asked or type(found) ~= "table" or found.name ~= "ENOMEM" then error(found, 0) end
@@ -115,7 +116,7 @@ function profiler.report(options)
   if by ~= "op" and by ~= "module" then
     error(("ps.profiler.report: by is '%s'; it is 'op' or 'module'"):format(by))
   end
-  C.ps_record_settle(E.ctx)
+  C.ps_record_settle(native.ctx)
   C.ps_record_stop()
   local profile = options.file and report.read(options.file) or json.decode(require "ps.profile_save"())
   local against = options.against and report.read(options.against)

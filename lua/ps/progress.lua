@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How a run shows itself: a bar on a terminal, a plain line now and then elsewhere.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local exact = require "ps.exact"
-local C = ps.C
+local C = native.C
 
 ---@class ps.Progress
 local Progress = {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The state of the random numbers as a whole (ps.rng): kept and put back, as text for files, and the same on all ranks.
 -- Its numbers are 64 bits wide, which neither Lua's nor JSON's hold, so that outside they are decimal text.
-local ps = require "ps"
+local random = require "ps.random"
 local talk = require "ps.dist.agree"
 
 local random_state = {}
@@ -17,7 +17,7 @@ end
 --- {seed = "17", ...}
 ---@return table<string, string>
 function random_state.get()
-  local rng, state = ps.rng(), {}
+  local rng, state = random.state(), {}
   for _, key in ipairs(FIELDS) do state[key] = (tostring(rng[key]):gsub("ULL$", "")) end
   return state
 end
@@ -25,14 +25,14 @@ end
 --- Sets what `get` gave; fields that are not in it stay.
 ---@param state table<string, string>
 function random_state.set(state)
-  local rng = ps.rng()
+  local rng = random.state()
   for _, key in ipairs(FIELDS) do if state[key] then rng[key] = u64(state[key]) end end
 end
 
 --- A function that puts the present state back.
 ---@return fun()
 function random_state.keep()
-  local rng, kept = ps.rng(), {}
+  local rng, kept = random.state(), {}
   for i, key in ipairs(FIELDS) do kept[i] = rng[key] end
   return function() for i, key in ipairs(FIELDS) do rng[key] = kept[i] end end
 end

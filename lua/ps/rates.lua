@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How fast Adam and copies are here, measured once a process and device (src/engine/rates.c). ps.device_rates("cuda")
 -- shows it; plans decide by it where Adam runs (engine/hybrid.lua) and embeddings are looked up (engine/embed.lua).
-local ps = require "ps"
-local ffi, C = ps.ffi, ps.C
+local devices = require "ps.devices"
+local native = require "ps.ffi"
+local ffi, C = native.ffi, native.C
 
 local rates = {}
 
@@ -47,16 +48,16 @@ function rates.suppose(r) supposed = r and setmetatable(r, shown) end
 ---@param nbytes? integer
 ---@return ps.Rates
 function rates.measured(device, nbytes)
-  if not ps.computes then
+  if not devices.computes then
     if not supposed then error("a dry run measures no speeds: a hardware's table has them, or the section rates", 0) end
     supposed.seconds, supposed.given = 0, {}
     return supposed
   end
-  local index = type(device) == "number" and device or ps.device_index(device)
+  local index = type(device) == "number" and device or native.device_index(device)
   nbytes = math.min(nbytes or ENOUGH, MOST)
   local had = known[index]
   if had and nbytes < 2 * had.nbytes then return had.rates end
-  ps.check(C.ps_rates_measure(ps.ctx, index, ps.device_index "cpu", nbytes, out))
+  native.check(C.ps_rates_measure(native.ctx, index, native.device_index "cpu", nbytes, out))
   local r = setmetatable({ seconds = out.seconds, given = {} }, shown)
   for _, key in ipairs(rates.KEYS) do r[key] = out[key] end
   known[index] = { nbytes = nbytes, rates = r }

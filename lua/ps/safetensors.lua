@@ -3,14 +3,16 @@
 -- tensor's bytes are those of the map itself: nothing is read before it is used. Files are written
 -- whole or not at all (a temporary file, fsync, rename). Files with checksums (checkpoints have them) are compared with
 -- these when they are opened and as tensors are read.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local array = require "ps.array"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
 local rectangles = require "ps.rectangles"
 local exact = require "ps.exact"
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local error = caller.error
 
 local safetensors = {}
@@ -136,7 +138,7 @@ local function fill(self, name, entry, tensor)
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
     if rc ~= C.PS_EUNSUP then return check(rc) end         -- else it is read: of another device, or a part of a tensor
   end
-  ps.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
+  native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
 
 -- Integers that no tensor here has: the type of C, and the next type here that has all their values.
@@ -149,7 +151,7 @@ local function widened(self, name, wider, device)
   local st = opened(self)
   local _, i = entry_of(self, name)
   if self.compares then self:verify(name) end
-  local tensor = ps.empty(self:shape(name), { dtype = wider[2], device = "cpu" })
+  local tensor = create.empty(self:shape(name), { dtype = wider[2], device = "cpu" })
   local n = tensor:numel()
   local from, to = ffi.cast("const " .. wider[1] .. " *", C.ps_st_data(st, i)), wide_array[wider[2]](math.max(n, 1))
   for k = 0, n - 1 do to[k] = from[k] end
@@ -161,7 +163,7 @@ local function new_tensor(self, name, device)
   local entry = entry_of(self, name)
   local dtype, other = self:dtype(name)
   if not dtype and WIDER[other] then return widened(self, name, WIDER[other], device) end
-  local tensor = ps.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
+  local tensor = create.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
   fill(self, name, entry, tensor)
   return tensor
 end
@@ -178,7 +180,7 @@ function File:tensor(name, device) return new_tensor(self, name, device):keep() 
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local entry = entry_of(self, name)
-  if not ps.is_tensor(tensor) then error("read_into takes a tensor behind the name, not a " .. type(tensor)) end
+  if not scope.is_tensor(tensor) then error("read_into takes a tensor behind the name, not a " .. type(tensor)) end
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     fill(self, name, entry, tensor)
   else
@@ -250,7 +252,7 @@ end
 local function entries_of(tensors)
   local entries = {}
   for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
-    if type(name) ~= "string" or not ps.is_tensor(t) then
+    if type(name) ~= "string" or not scope.is_tensor(t) then
       error(("ps.safetensors.save: it takes tensors by name, '%s' is a %s"):format(tostring(name),
         type(name) ~= "string" and "name of type " .. type(name) or type(t)))
     end
@@ -329,9 +331,9 @@ end
 
 -- Copies a tensor's bytes to host memory at `to`.
 local function copy_out(tensor, to)
-  ps.scope(function()
-    local whole = ps.no_grad(function() return tensor:contiguous() end)
-    ps.retry(C.ps_tensor_save, whole, to, C.ps_tensor_nbytes(whole))
+  scope.scope(function()
+    local whole = scope.no_grad(function() return tensor:contiguous() end)
+    native.retry(C.ps_tensor_save, whole, to, C.ps_tensor_nbytes(whole))
   end)
 end
 

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
-local F = require "ps.ffi"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local hooks = require "ps.hooks"
-local ffi, C, ctx, check, own, caller = F.ffi, F.C, F.ctx, F.check, F.own, F.caller
+local ffi, C, ctx, check, own, caller = native.ffi, native.C, native.ctx, native.check, native.own, native.caller
 local error = caller.error
 
 local M = {}
@@ -138,7 +138,7 @@ end
 --- For xpcall: notes the frames of an error, and gives one of C, a table, its traceback. M.caught: called when an error
 --- is noted.
 local function trace(e)
-  if getmetatable(e) == F.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
+  if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
   e = caller.note(e, M.caught)
   return e
 end
@@ -176,7 +176,7 @@ end
 ---@return any ... the results of fn
 function M.enable_grad(fn, ...)
   caller.callable(fn, "ps.enable_grad")
-  F.check_running "ps.enable_grad"
+  native.check_running "ps.enable_grad"
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
@@ -210,7 +210,7 @@ end
 function M.offload_activations(fn, ...)
   caller.callable(fn, "ps.offload_activations")
   local was = C.ps_set_offload(ctx, 1)
-  if was < 0 then F.raise(was) end
+  if was < 0 then native.raise(was) end
   return restore_offload(was, xpcall(fn, trace, ...))
 end
 
@@ -299,7 +299,7 @@ function M.recompute(fn, ...)
   local rc = C.ps_segment_new(ctx, n_in, c_in, results.n, c_out, id_out)
   if rc < 0 then
     C.ps_segment_cancel(ctx)
-    F.raise(rc)
+    native.raise(rc)
   end
   segment.reads_engine = rc == 1
   hold_args(segment)
@@ -352,7 +352,7 @@ local function walk(rc)
   while rc ~= 0 do
     if rc < 0 then
       if rc == C.PS_ENOMEM then collectgarbage() end
-      F.raise(rc)
+      native.raise(rc)
     end
     M.run_again(tonumber(id_out[0]))
     rc = C.ps_backward_next(ctx, id_out)
@@ -421,7 +421,7 @@ function M.detach(t)
   local out = ffi.new("ps_tensor *[1]")
   check(C.ps_tensor_detach(t, out))
   local view = own(out[0])
-  if F.recorder then F.recorder:copied(t, view) end
+  if native.recorder then native.recorder:copied(t, view) end
   return view
 end
 

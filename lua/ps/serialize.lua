@@ -11,7 +11,7 @@
 -- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
 -- other views of one storage become tensors of their own, but one that repeats its elements (expand) stays small, in
 -- the file and in memory. A table that occurs twice stays one table. requires_grad is not kept.
-local ps = require "ps"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local encode = require "ps.checkpoints.encode"
 local safetensors = require "ps.safetensors"
@@ -40,7 +40,7 @@ local function check_flat(path, value)
   if type(value) ~= "table" then what = "a " .. type(value) end
   for name, item in pairs(what and {} or value) do
     if type(name) ~= "string" then what = ("the key %s"):format(tostring(name))
-    elseif not ps.is_tensor(item) then what = ("'%s', a %s"):format(name, type(item)) end
+    elseif not scope.is_tensor(item) then what = ("'%s', a %s"):format(name, type(item)) end
   end
   if what then
     error(("%s: a safetensors file holds name -> tensor only, this is %s; save it as .pt, or call save with a flat " ..

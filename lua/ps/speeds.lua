@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What a device reaches at most, measured: operations a second in a large product, by type, and bytes a second read and
 -- written by a large copy. The best of a few tries counts.
-local ps = require "ps"
-local C = ps.C
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
+local C = native.C
 
 local speeds = {}
 
@@ -28,11 +30,11 @@ end
 ---@return {flops: table<string, number>, bandwidth: number} flops: by type
 function speeds.of(device, sizes)
   local flops, bandwidth, side, nbytes = {}, nil, sizes.side, sizes.nbytes
-  ps.no_grad(ps.scope, function()
-    local one = ps.zeros({ 1 }, { device = device })
+  scope.no_grad(scope.scope, function()
+    local one = create.zeros({ 1 }, { device = device })
     local function wait() return one:sum():item() end       -- until the device has done what it was given
     for _, dtype in ipairs(sizes.dtypes) do
-      local a = ps.ones({ side, side }, { device = device, dtype = dtype })
+      local a = create.ones({ side, side }, { device = device, dtype = dtype })
       local ok, seconds = pcall(speeds.least, function()
         local _ = a:matmul(a)
         wait()
@@ -40,7 +42,8 @@ function speeds.of(device, sizes)
       if ok then flops[dtype] = 2 * side ^ 3 / seconds
       elseif type(seconds) ~= "table" or seconds.name ~= "EUNSUP" then error(seconds, 0) end
     end
-    local from, to = ps.zeros({ nbytes / 4 }, { device = device }), ps.zeros({ nbytes / 4 }, { device = device })
+    local from, to = create.zeros({ nbytes / 4 }, { device = device }), create.zeros({ nbytes / 4 },
+      { device = device })
     bandwidth = 2 * nbytes / speeds.least(function()
       to:copy_(from)
       wait()

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.Tensor: methods and operators over the ops. A tensor is the engine's own header (cdata ps_tensor *), so nothing is
 -- kept twice. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
-local F = require "ps.ffi"
+local native = require "ps.ffi"
 local scope = require "ps.scope"
 local create = require "ps.create"
 local arithmetic = require "ps.tensor_math"
 local indexing = require "ps.tensor_index"
 local exact = require "ps.exact"
-local ffi, C, check, own, ops, caller = F.ffi, F.C, F.check, F.own, F.ops, F.caller
+local ffi, C, check, own, ops, caller = native.ffi, native.C, native.check, native.own, native.ops, native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local bit = require "bit"
@@ -53,10 +53,10 @@ function T:numel() return tonumber(self.numel_) end
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
 --- The name of its type: "fp32".
 ---@return string
-function T:dtype() return F.dtype_name[self.dtype_] end
+function T:dtype() return native.dtype_name[self.dtype_] end
 --- The name of its device: "cpu".
 ---@return string
-function T:device() return F.device_name[self.device_] end
+function T:device() return native.device_name[self.device_] end
 --- Whether its type is a floating-point one.
 ---@return boolean
 function T:is_float() return FLOAT[self.dtype_] == true end
@@ -81,9 +81,9 @@ end
 local function read(t, n, buffer)
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
-    local was = C.ps_set_grad_enabled(F.ctx, 0)
-    local moved = C.ps_tensor_to_device(t, F.device_index("cpu"), tensor_out)
-    C.ps_set_grad_enabled(F.ctx, was)
+    local was = C.ps_set_grad_enabled(native.ctx, 0)
+    local moved = C.ps_tensor_to_device(t, native.device_index("cpu"), tensor_out)
+    C.ps_set_grad_enabled(native.ctx, was)
     check(moved)
     local copy = tensor_out[0]
     rc = C.ps_tensor_read_f64(copy, 0, n, buffer)
@@ -199,7 +199,7 @@ end
 ---@return ps.Tensor
 function T:clone() return ops.contiguous(self) end
 
-local function to_device(t, name) return create.to_device(t, F.device_index(name)) end
+local function to_device(t, name) return create.to_device(t, native.device_index(name)) end
 
 local TO = { dtype = "string", device = "string" }
 
@@ -216,10 +216,10 @@ function T:to(what, ...)
   if type(what) == "table" then
     caller.options(what, "tensor:to", TO)
     dtype, device = what.dtype, what.device
-  elseif type(what) == "string" and pcall(F.dtype_code, what) then dtype = what
+  elseif type(what) == "string" and pcall(native.dtype_code, what) then dtype = what
   else device = what end
   local t = self
-  if dtype and F.dtype_code(dtype) ~= t.dtype_ then t = ops.cast(t, F.dtype_code(dtype)) end
+  if dtype and native.dtype_code(dtype) ~= t.dtype_ then t = ops.cast(t, native.dtype_code(dtype)) end
   if device then t = to_device(t, device) end
   return t
 end
@@ -445,14 +445,14 @@ function T:masked_select(mask)
     error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
       table.concat(b, ", "), table.concat(a, ", ")))
   end
-  F.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
+  native.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
   local at = own(tensor_out[0])
   return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
 end
 --- The indices of the elements that are not 0.
 ---@return ps.Tensor int64 [count, number of dimensions]
 function T:nonzero()
-  F.retry(C.ps_tensor_nonzero, self, tensor_out)
+  native.retry(C.ps_tensor_nonzero, self, tensor_out)
   return own(tensor_out[0])
 end
 --- Picks elements along dimension d: y[i][j].. = x with coordinate d replaced by idx[i][j]...

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Methods and functions of tensors that are made of others: no kernels of their own, gradients by those of their parts.
 -- They are named, and mean, what PyTorch's do.
-local F = require "ps.ffi"
+local native = require "ps.ffi"
 local scope = require "ps.scope"
 local create = require "ps.create"
 local tensor = require "ps.tensor"
-local C, ops, caller = F.C, F.ops, F.caller
+local C, ops, caller = native.C, native.ops, native.caller
 local error = caller.error
 local dim_index = create.dim_index
 

@@ -2,9 +2,9 @@
 -- t[key] and t[key] = value: numbers, ranges, new axes, index tensors and masks, by PyTorch's rules. Numbers, ranges
 -- and new axes give a view. Index tensors and masks then copy from that view. Several of them are broadcast together
 -- and name one element each. If they are neighbours, the broadcast dimensions stand in their place, else in front.
-local F = require "ps.ffi"
+local native = require "ps.ffi"
 local scope = require "ps.scope"
-local C, ops, caller = F.C, F.ops, F.caller
+local C, ops, caller = native.C, native.ops, native.caller
 local create = require "ps.create"
 local error = caller.error
 local is_tensor = scope.is_tensor

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The arithmetic of ps.Tensor: operators, elementwise functions, products, reductions, in-place forms.
-local F = require "ps.ffi"
+local native = require "ps.ffi"
 local scope = require "ps.scope"
 local create = require "ps.create"
-local C, ops, caller = F.C, F.ops, F.caller
+local C, ops, caller = native.C, native.ops, native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 local scalar, scalar_like, dim_index, draw = create.scalar, create.scalar_like, create.dim_index, create.draw
 local alone = create.alone
 local bit = require "bit"
 local floor = math.floor
-local rng = C.ps_rng_get(F.ctx)
+local rng = C.ps_rng_get(native.ctx)
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 
 local T = {}

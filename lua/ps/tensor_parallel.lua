@@ -28,7 +28,7 @@
 --
 -- The rest is on every rank alike. Tables of outer modules come before those of inner ones. The model is made without
 -- data (ps.deferred), cut, and given its values, each rank its own; they are the bits of the uncut model.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local deferred = require "ps.deferred"
@@ -36,7 +36,7 @@ local hooks = require "ps.hooks"
 local shard = require "ps.nn.shard"
 local scope = require "ps.scope"
 local nn = require "ps.nn"
-local C = ps.C
+local C = native.C
 
 local tensor_parallel = {}
 
@@ -304,7 +304,7 @@ local function partial_inside(cut, module)
     return ...
   end
   rawset(module, "forward", function(self, ...)
-    if region.on or not ps.grad_enabled() then return forward(self, ...) end
+    if region.on or not scope.grad_enabled() then return forward(self, ...) end
     local fields = {}
     for _, key in ipairs(names) do
       fields[key] = self._fields[key]

@@ -2,12 +2,13 @@
 -- Rows of texts for ps.data.loader: a list of strings becomes ids once, when the loader is made. A batch is the rows of
 -- some texts, padded behind to the longest of them, with labels for a causal language model. Which texts come when
 -- depends on the seed and the epoch alone.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local error = caller.error
-local C = ps.C
+local C = native.C
 local int_array, key_array = array "int32_t", array "uint64_t"
 
 local IGNORED = require("ps.batch").IGNORED
@@ -117,8 +118,8 @@ function Rows:batch(order, first, n, device)
   end
   local batch = {}
   for name, values in pairs { input_ids = ids, attention_mask = mask, labels = labels } do
-    batch[name] = ps.empty({ n, longest }, { dtype = "int32", device = device })
-    ps.check(C.ps_tensor_write(batch[name], values, 4 * n * longest))
+    batch[name] = create.empty({ n, longest }, { dtype = "int32", device = device })
+    native.check(C.ps_tensor_write(batch[name], values, 4 * n * longest))
   end
   return batch
 end

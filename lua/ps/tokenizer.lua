@@ -2,7 +2,7 @@
 -- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The one of bytes is here; those
 -- of Hugging Face's files are in tokenizer/text.lua. One may also have :append, which writes text to a shard without
 -- going through a table.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local lfs = require "lfs"
@@ -89,7 +89,7 @@ end
 ---@param text string
 function Bytes:append(writer, text) -- luacheck: ignore 212
   caller.typed(text, "string", "the text to tokenize")
-  ps.check(ps.C.ps_tokw_append_bytes(writer, text, #text))
+  native.check(native.C.ps_tokw_append_bytes(writer, text, #text))
 end
 
 return tokenizer

@@ -3,12 +3,14 @@
 -- writes them). Nothing in a file is ever run. Memory: an open file costs some hundred bytes a tensor; bytes of tensors
 -- go from the map straight into the tensor that is read, those of strided ones by way of a small buffer. A tensor that
 -- repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is expanded, as in PyTorch.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local ffi = require "ffi"
 local pieces = require "ps.pieces"
 local rectangles = require "ps.rectangles"
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local error = caller.error
 
 local torch_pt = {}
@@ -133,7 +135,7 @@ local function fill(self, pt, id, t, tensor)
   if nbytes > 0 and is_dense(t) then
     local offset = t.offset * C.ps_dtype_size(t.dtype)
     check(C.ps_pt_ready(pt))
-    ps.retry(C.ps_tensor_write, tensor, ffi.cast("const char *", t.data) + offset, nbytes)
+    native.retry(C.ps_tensor_write, tensor, ffi.cast("const char *", t.data) + offset, nbytes)
   elseif nbytes > 0 then
     pieces.write(tensor, function(buffer, first, n) check(C.ps_pt_copy(pt, t, first, buffer, n)) end)
   end
@@ -169,9 +171,9 @@ local function new_tensor(self, pt, id, label, made)
     nbytes = nbytes * once[d + 1]
   end
   if t.numel > 0 then check_shared(self, t, nbytes, label, made) end
-  local tensor = ps.empty(once, { dtype = ffi.string(C.ps_dtype_name(t.dtype)), device = made.device or "cpu" })
+  local tensor = create.empty(once, { dtype = ffi.string(C.ps_dtype_name(t.dtype)), device = made.device or "cpu" })
   fill(self, pt, id, t, tensor)
-  return repeats and ps.no_grad(tensor.expand, tensor, shape) or tensor
+  return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
 -- A key that two tensors of a file share if they are one: they become one tensor, so that tied weights stay tied.
@@ -363,7 +365,7 @@ end
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local id, pt = id_of(self, name)
-  if not ps.is_tensor(tensor) then
+  if not scope.is_tensor(tensor) then
     caller.error("read_into takes a tensor behind the name, not a " .. type(tensor))
   end
   local entry = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
@@ -374,9 +376,9 @@ function File:read_into(name, tensor)
     end
     fill(self, pt, id, entry, tensor)
   else
-    ps.scope(function()
+    scope.scope(function()
       local copy = new_tensor(self, pt, id, name, { device = tensor:device() })
-      ps.no_grad(function() tensor:copy_(copy) end)
+      scope.no_grad(function() tensor:copy_(copy) end)
     end)
   end
 end

@@ -3,7 +3,8 @@
 -- follow. Memory: a small buffer and some hundred bytes a tensor. A table that occurs twice is one in the file, too,
 -- and a tensor that repeats its elements (expand) has them once, as PyTorch writes it. Parameters that are shards
 -- (ps.nn.shard) are described in a text beside the value, so that ps.merge does not take one rank's for another's.
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local ffi = require "ffi"
 local bit = require "bit"
 local encode = require "ps.checkpoints.encode"
@@ -11,7 +12,7 @@ local pieces = require "ps.pieces"
 local shard = require "ps.nn.shard"
 local torch_pt = require "ps.torch_pt"
 local utf8 = require "ps.utf8"
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 
 local MAX_DEPTH = 200                                      -- src/io/pickle.h's; a path for the message is known here
 local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
@@ -52,7 +53,7 @@ local function put_tensor(state, t, label)
   for d = #shape - 1, 0, -1 do
     entry.shape[d], entry.stride[d] = shape[d + 1], stride
     if t.stride_[d] == 0 and shape[d + 1] > 1 and t.numel_ > 0 then
-      entry.stride[d], once = 0, ps.no_grad(once.narrow, once, d, 0, 1)
+      entry.stride[d], once = 0, scope.no_grad(once.narrow, once, d, 0, 1)
     else
       stride = stride * math.max(1, shape[d + 1])
     end
@@ -139,7 +140,7 @@ end
 -- Gives the height of tables, 0 for other values.
 function put_value(state, value, label, depth)
   local kind, writer = type(value), state.writer
-  if ps.is_tensor(value) then put_tensor(state, value, label)
+  if scope.is_tensor(value) then put_tensor(state, value, label)
   elseif value == torch_pt.none then put(writer, C.PS_PT_NONE)
   elseif kind == "table" then return put_table(state, value, label, depth)
   elseif kind == "number" then put_number(writer, value)

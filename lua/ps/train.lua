@@ -9,7 +9,11 @@
 -- `callbacks` hear of steps, evaluations and checkpoints, and may end the run.
 -- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
 -- Ctrl-C or SIGTERM ends the process.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local dist = require "ps.dist"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local core = require "ps.nn.module"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
@@ -23,7 +27,7 @@ local progress = require "ps.progress"
 local train_log = require "ps.train_log"
 local engine_step = require "ps.engine.step"
 local unused = require "ps.engine.unused"
-local C = ps.C
+local C = native.C
 
 local train = {}
 
@@ -73,13 +77,13 @@ end
 local function held_out_weight(model, given)
   local found, first = batch.targets(model, given), given[1]
   if found then return found.count end
-  return ps.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
+  return scope.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
 end
 
 -- Numbers added up over the ranks of a group.
 local function sums(group, ...)
   if not group then return ... end
-  return unpack(group:all_reduce(ps.tensor({ ... }, { dtype = "fp64" })):tolist())
+  return unpack(group:all_reduce(create.tensor({ ... }, { dtype = "fp64" })):tolist())
 end
 
 -- Whether there is a batch, and whether to stop, of all ranks: of the model's parts each has some, so that all compute
@@ -110,7 +114,7 @@ function train.evaluate(model, batches, options)
   local restore, ranks = core.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
   local sum, weights, stopped, number = 0, 0, false, 0
-  local ok, problem = pcall(ps.no_grad, function()
+  local ok, problem = pcall(scope.no_grad, function()
     while true do
       local given = number > 0 and options.stop and options.stop() and {} or batch.spread(batches())
       local has, stop = agreed(ranks.world, given[1] ~= nil, given.n == nil, number + 1)
@@ -173,7 +177,7 @@ local function interrupted() return C.ps_interrupts() > 0 end
 function Run:stopping(now)
   local stop = self.asked or interrupted()
   if not self.world then return stop end
-  if now and not self.stop then self.stop = ps.any_rank(stop) end
+  if now and not self.stop then self.stop = dist.any_rank(stop) end
   return self.stop
 end
 
@@ -269,13 +273,13 @@ end
 -- tensor, then the others in the order of their names.
 local function tokens_of(given)
   local first = given[1]
-  if type(first) == "table" and not ps.is_tensor(first) then
+  if type(first) == "table" and not scope.is_tensor(first) then
     local names = {}
-    for name, value in pairs(first) do if ps.is_tensor(value) then names[#names + 1] = name end end
+    for name, value in pairs(first) do if scope.is_tensor(value) then names[#names + 1] = name end end
     table.sort(names, function(a, b) return tostring(a) < tostring(b) end)
     first = first.input_ids or first[names[1]]
   end
-  if not ps.is_tensor(first) or first:dim() == 0 then return 1 end
+  if not scope.is_tensor(first) or first:dim() == 0 then return 1 end
   if first:is_float() or first:dim() == 1 then return first:size(0) end
   return first:size(0) * first:size(1)
 end
@@ -297,7 +301,7 @@ function Run:gradients(step)
   for i, loss, given in turns do
     self.counted = self.counted + tokens_of(given)
     local weight = self:weight(given, loss)
-    local value = ps.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
+    local value = devices.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
     if weight > 0 then sum, weights = sum + value * weight, weights + weight end
     if i == accumulate then sum, weights = sums(mesh.group "dp", sum, weights) end
     if weights > 0 then mean = sum / weights end
@@ -328,10 +332,10 @@ function Run:step(step)
   local info = self:update(weights)
   options.optimizer:zero_grad()
   if options.sched and not info.skipped then options.sched:step() end
-  if not self.looked and not info.skipped and options.optimizer.entries and ps.computes then
+  if not self.looked and not info.skipped and options.optimizer.entries and devices.computes then
     self.looked = true
     local text = unused.of_plain(options.model, options.optimizer)
-    if text and ps.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
+    if text and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
   end
   self.grad_norm, self.loss = info.grad_norm, loss or self.loss
   local seconds = C.ps_now() - began
@@ -452,7 +456,7 @@ function train.run(options)
   self.display = progress.new { total = options.steps, start = start,
     quiet = options.quiet or group and group:rank() > 0 }
   if options.log or options.checkpoint then open_log(self, start) end
-  ps.check(C.ps_interrupts_install())
+  native.check(C.ps_interrupts_install())
   local ok, step = pcall(loop, self)
   local stopped = self:stopping()
   C.ps_interrupts_remove()

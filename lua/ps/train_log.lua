@@ -2,7 +2,7 @@
 -- The logs of ps.train.run: a CSV file, where the run asks for one, and a JSONL file beside it, which a run always has
 -- that has a folder. Both get a line for each step. A resumed run keeps the lines up to its start. The shorter file
 -- replaces the old one only when it is complete, so that a crash loses no line.
-local ps = require "ps"
+local native = require "ps.ffi"
 local appended = require "ps.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
@@ -50,7 +50,7 @@ local function open(path, what, step, header, step_of)
   if kind == nil or kind == "file" then
     kept = lines_until(path, step, step_of)
     local text = header .. table.concat(kept)
-    ps.check(ps.C.ps_file_write_atomic(path, text, #text))
+    native.check(native.C.ps_file_write_atomic(path, text, #text))
   else                                                     -- a device or pipe has no lines to keep
     first = header
   end

@@ -17,7 +17,8 @@
 --
 -- Python's keyword arguments are one table, the last argument. What BMTrain has and ps.bmt does not is an error that
 -- says what there is instead.
-local ps = require "ps"
+local create = require "ps.create"
+local scope = require "ps.scope"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local dist = require "ps.dist"
@@ -60,8 +61,8 @@ end
 function bmt.sum_loss(loss, comm)
   session.need "bmt.sum_loss"
   if comm ~= nil then error "bmt.sum_loss: comm: the mean is over all ranks; groups of ps.mesh have all_reduce" end
-  if not ps.is_tensor(loss) then error("bmt.sum_loss takes a tensor, not a " .. type(loss)) end
-  return ps.no_grad(function()
+  if not scope.is_tensor(loss) then error("bmt.sum_loss takes a tensor, not a " .. type(loss)) end
+  return scope.no_grad(function()
     local copy, group = loss:detach():to("fp32"):clone(), mesh.group "world"
     if group then group:all_reduce(copy) end
     return copy / dist.world_size()
@@ -73,13 +74,13 @@ end
 ---@return ps.Tensor
 function bmt.gather_result(result)
   session.need "bmt.gather_result"
-  if not ps.is_tensor(result) then error("bmt.gather_result takes a tensor, not a " .. type(result)) end
-  return ps.no_grad(function()
+  if not scope.is_tensor(result) then error("bmt.gather_result takes a tensor, not a " .. type(result)) end
+  return scope.no_grad(function()
     local group, own = mesh.group "world", result:detach():contiguous()
     if not group then return own:clone() end
     local shape = own:shape()
     shape[1] = shape[1] * group:size()
-    return group:all_gather(ps.empty(shape, { dtype = own:dtype(), device = own:device() }), own)
+    return group:all_gather(create.empty(shape, { dtype = own:dtype(), device = own:device() }), own)
   end)
 end
 

@@ -11,7 +11,10 @@
 -- list are on all stages, and their gradients are added up over the stages (src/engine/ties.c).
 --
 -- Sizes: n rows of a rank, p stages, m micro-batches.
-local ps = require "ps"
+local create = require "ps.create"
+local random = require "ps.random"
+local scope = require "ps.scope"
+local tensors = require "ps.tensor"
 local caller = require "ps.caller"
 local container = require "ps.nn.container"
 local core = require "ps.nn.module"
@@ -84,7 +87,7 @@ local function pack(...) return { n = select("#", ...), ... } end
 function TransformerBlockList:forward(...)
   local args, options = arguments(...)
   caller.options(options, "a call of bmt." .. self.class_name, CALL)
-  local n, seen, outs, rng = self.num_hidden, {}, nil, ps.rng()
+  local n, seen, outs, rng = self.num_hidden, {}, nil, random.state()
   local op = self.dropouts and tonumber(rng.op)
   if args.n < n then error(("this list has num_hidden = %d and got %d arguments"):format(n, args.n)) end
   for k = 1, n do seen[k] = {} end
@@ -97,7 +100,7 @@ function TransformerBlockList:forward(...)
   end
   if op then rng.op = op + self.length * self.dropouts end
   if not options.return_hidden_states then return unpack(outs, 1, n) end
-  for k = 1, n do outs[outs.n + k] = ps.stack(seen[k], 0) end
+  for k = 1, n do outs[outs.n + k] = tensors.stack(seen[k], 0) end
   return unpack(outs, 1, outs.n + n)
 end
 
@@ -149,7 +152,7 @@ local function all_rows(group, t)
   if t:needs_grad() then return group:gathered(t) end
   local shape = t:shape()
   shape[1] = shape[1] * group:size()
-  return group:all_gather(ps.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
+  return group:all_gather(create.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
 end
 
 -- Functions that give an argument of the blocks for rows [first, first + count), by its number from 2 on.
@@ -160,7 +163,7 @@ local function arguments_of_micros(args, group, related)
     local value = args[k]
     local function same() return value end
     give[k] = same
-    if ps.is_tensor(value) then
+    if scope.is_tensor(value) then
       local has_rows = value:dim() > 0 and value:size(0) == x:size(0)
       if said[k] and not has_rows then
         error(("batch_related: argument %d is of shape [%s], and the batch has %d rows"):format(k - 2,
@@ -179,12 +182,12 @@ end
 
 -- A block's result for one micro-batch. op: the number of the list's first dropout.
 local function through(list, i, op, h, args)
-  ps.rng().op = op + i * DROPOUTS
+  random.state().op = op + i * DROPOUTS
   args[1] = h
   local y = list[i](unpack(args, 1, args.n))
-  if not (ps.is_tensor(y) and core.same_shape(y:shape(), h:shape()) and y:dtype() == h:dtype()) then
+  if not (scope.is_tensor(y) and core.same_shape(y:shape(), h:shape()) and y:dtype() == h:dtype()) then
     error(("block %d gave %s of a %s of shape [%s]: what goes from stage to stage keeps its shape and type"):format(i,
-      ps.is_tensor(y) and ("a %s of shape [%s]"):format(y:dtype(), table.concat(y:shape(), ", ")) or "a " .. type(y),
+      scope.is_tensor(y) and ("a %s of shape [%s]"):format(y:dtype(), table.concat(y:shape(), ", ")) or "a " .. type(y),
       h:dtype(), table.concat(h:shape(), ", ")))
   end
   return y
@@ -204,8 +207,8 @@ local function hidden_states(list, pipe, seen, all, n)
     local x
     if stage == pipe.rank then
       local rows = {}
-      for k = 1, blocks do rows[k] = ps.cat(seen[k], 0) end
-      x = ps.stack(rows, 0)
+      for k = 1, blocks do rows[k] = tensors.cat(seen[k], 0) end
+      x = tensors.stack(rows, 0)
     else
       local shape = all:shape()
       table.insert(shape, 1, blocks)
@@ -213,13 +216,13 @@ local function hidden_states(list, pipe, seen, all, n)
     end
     of_stages[stage + 1] = own_rows(pipe, x, stage, 1, n)
   end
-  return ps.cat(of_stages, 0)
+  return tensors.cat(of_stages, 0)
 end
 
 -- A call of the list on one of several stages. how: the options of the call.
 local function staged(list, pipe, args, how)
-  local x, group, rng = args[1], pipe.group, ps.rng()
-  if not ps.is_tensor(x) or x:dim() == 0 then
+  local x, group, rng = args[1], pipe.group, random.state()
+  if not scope.is_tensor(x) or x:dim() == 0 then
     error "a pipeline takes hidden states [rows, ...] as its first argument"
   end
   local n = x:size(0)
@@ -228,7 +231,7 @@ local function staged(list, pipe, args, how)
     error(("%d rows on each of %d stages are fewer than num_micro_batches = %d"):format(n, pipe.size, micros))
   end
   -- Gradients go back through all stages, whether this one's hidden states want theirs or not.
-  if ps.grad_enabled() and not x:needs_grad() then x = x:detach():requires_grad(true) end
+  if scope.grad_enabled() and not x:needs_grad() then x = x:detach():requires_grad(true) end
   local all, give, outs, seen = all_rows(group, x), arguments_of_micros(args, group, how.batch_related), {}, {}
   local first_block, behind, sample = list.firsts[pipe.rank], list.firsts[pipe.rank + 1], rng.sample
   local op = tonumber(rng.op)
@@ -251,7 +254,7 @@ local function staged(list, pipe, args, how)
     outs[micro + 1] = h
   end
   rng.op, rng.sample = op + list.length * DROPOUTS, sample
-  local y = own_rows(pipe, ps.cat(outs, 0), pipe.size - 1, 0, n)
+  local y = own_rows(pipe, tensors.cat(outs, 0), pipe.size - 1, 0, n)
   if not how.return_hidden_states then return y end
   return y, hidden_states(list, pipe, seen, all, n)
 end

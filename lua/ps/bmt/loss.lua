@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's losses.
-local ps = require "ps"
+local functional = require "ps.functional"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local mesh = require "ps.mesh"
@@ -44,7 +44,7 @@ end
 ---@return ps.Tensor fp32 of 0 dimensions; [N] with reduction "none"
 function FusedCrossEntropy:forward(input, target)
   if self.parallel then return self.parallel(input, target) end
-  return ps.F.cross_entropy(input, target, self.how)
+  return functional.cross_entropy(input, target, self.how)
 end
 
 return loss

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's modules: DistributedModule, DistributedParameter and blocks. bmt/lists.lua has lists of blocks.
-local ps = require "ps"
+local create = require "ps.create"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local shard = require "ps.nn.shard"
@@ -49,7 +50,7 @@ end
 function modules.DistributedParameter(data, options)
   local call = "bmt.DistributedParameter"
   options = caller.options(options, "bmt.DistributedParameter", PARAMETER)
-  if not ps.is_tensor(data) then error(call .. " takes a tensor, not a " .. type(data)) end
+  if not scope.is_tensor(data) then error(call .. " takes a tensor, not a " .. type(data)) end
   local dim = options.tp_split_dim or -1
   if dim ~= -1 and not options.tp_mode then error(call .. ": tp_split_dim needs tp_mode = true") end
   if options.tp_mode and options.group then
@@ -58,7 +59,7 @@ function modules.DistributedParameter(data, options)
   local run = session.need(call)
   run:ready(data:dtype(), call)
   local desc = options.tp_mode and shard_of(data, dim, call) or nil
-  local own = ps.no_grad(function()
+  local own = scope.no_grad(function()
     local there = data:detach():to(run.engine.device_name)
     return (there.storage == data.storage and there:clone() or there:contiguous())
   end)
@@ -88,9 +89,9 @@ function modules.init_parameters(model)
   for _, param in model:named_parameters() do
     local about = told[param]
     if about and about.init_method then
-      ps.scope(ps.no_grad, function()
+      scope.scope(scope.no_grad, function()
         local desc = shard.of(param)
-        local whole = ps.empty(desc and desc.full_shape or param:shape(),
+        local whole = create.empty(desc and desc.full_shape or param:shape(),
           { dtype = param:dtype(), device = param:device() })
         about.init_method(whole)                             -- of another stage: without data, and random numbers go on
         if param:device() ~= "meta" then param:copy_(desc and shard.cut(desc, whole) or whole) end

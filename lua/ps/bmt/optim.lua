@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's optimizers and OptimManager, which drive the step of an engine: zero_grad, backward, clip_grad_norm, step.
 -- An optimizer here has groups and settings; the engine that the model gets has the state and makes the updates.
-local ps = require "ps"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local check = require "ps.config.check"
 local core = require "ps.nn.module"
@@ -40,7 +40,7 @@ local GROUP = { params = "any", lr = "number", betas = "table", eps = "number", 
 
 local function tensors_of(value, call)
   if core.is_module(value) then return value:parameters() end
-  if ps.is_tensor(value) then value = { value } end
+  if scope.is_tensor(value) then value = { value } end
   if type(value) ~= "table" then error(("%s: parameters are a list, not a %s"):format(call, type(value))) end
   for i, param in ipairs(value) do optim_groups.check_trainable(param, nil, i, call) end
   return value
@@ -231,7 +231,7 @@ end
 function OptimManager:backward(loss)
   local engine = begun(self, "backward")
   local factor = engine.accumulate * (self.grad_scale and mesh.size "dp" / self.grad_scale or 1 / mesh.size "pp")
-  if factor ~= 1 and ps.is_tensor(loss) then loss = loss * factor end
+  if factor ~= 1 and scope.is_tensor(loss) then loss = loss * factor end
   self.scale_before = self.loss_scale
   engine:backward(loss, { weight = 1 })
 end

@@ -5,7 +5,9 @@
 -- rows. Without tp_size all of it is one rank's.
 --
 -- Sizes: n rows, t ranks along tp.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local functional = require "ps.functional"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
@@ -67,18 +69,18 @@ function parallel.OpParallelLinear(input, weight, bias, options)
     if bias ~= nil then error(call .. ": with reduce_output_type the bias would count once for each rank") end
     if options.gather_output then error(call .. ": reduce_output_type and gather_output are of different layers") end
   elseif options.split_input then error(call .. ": split_input needs reduce_output_type") end
-  if not group then return ps.ops.linear(x, weight, bias, nil, 1) end
+  if not group then return native.ops.linear(x, weight, bias, nil, 1) end
   if reduce then
     if options.gather_input then x = group:gather_from(x, 0) end
     if options.split_input then x = group:scatter_to(x) end
     if reduce == "reduce_scatter" then return group:linear_scattered(x, weight, { pieces = pieces }) end
-    return group:reduce_from(ps.ops.linear(x, weight, nil, nil, 1))
+    return group:reduce_from(native.ops.linear(x, weight, nil, nil, 1))
   end
   local y
   if options.gather_input then
     y = group:gathered_linear(x, weight, bias, { pieces = pieces, keep = session.need(call).keep_gathered })
   else
-    y = ps.ops.linear(group:copy_to(x), weight, bias, nil, 1)
+    y = native.ops.linear(group:copy_to(x), weight, bias, nil, 1)
   end
   return options.gather_output and group:gather_from(y) or y
 end
@@ -87,9 +89,9 @@ end
 local function fill(self, outputs, inputs, given, weight, bias)
   weight.init_method, bias.init_method = init.xavier_normal_, init.zeros_
   local dtype = given.dtype or "fp32"
-  self.weight = modules.DistributedParameter(ps.zeros({ outputs, inputs }, { dtype = dtype }), weight)
+  self.weight = modules.DistributedParameter(create.zeros({ outputs, inputs }, { dtype = dtype }), weight)
   if given.bias ~= false then
-    self.bias = modules.DistributedParameter(ps.zeros({ outputs }, { dtype = dtype }), bias)
+    self.bias = modules.DistributedParameter(create.zeros({ outputs }, { dtype = dtype }), bias)
   end
 end
 
@@ -127,7 +129,7 @@ end
 
 ---@param input ps.Tensor [..., inputs]
 ---@return ps.Tensor [..., outputs]
-function Linear:forward(input) return ps.ops.linear(input, self.weight, self.bias, nil, 1) end
+function Linear:forward(input) return native.ops.linear(input, self.weight, self.bias, nil, 1) end
 
 Linear.extra_repr = describe
 
@@ -215,7 +217,7 @@ function Vocabulary:init(words, width, options)
   options = caller.options(options, "bmt.nn.VPEmbedding", VOCABULARY)
   local own = part_of(words, "the number of words", call)
   self.words, self.width, self.sequence = words, width, session.need(call).sequence
-  self.weight = modules.DistributedParameter(ps.zeros({ own, width }, { dtype = options.dtype or "fp16" }), {
+  self.weight = modules.DistributedParameter(create.zeros({ own, width }, { dtype = options.dtype or "fp16" }), {
     init_method = modules.ParameterInitializer(init.normal_, options.init_mean or 0, options.init_std or 1),
     tp_mode = true, tp_split_dim = 0 })
 end
@@ -223,11 +225,12 @@ end
 -- The vectors of indices. Where ranks share out the rows, each has its own indices, and so many on all ranks.
 local function look_up(self, group, index)
   local weight = self.weight
-  local function own(x) return ps.ops.embedding(weight, x, nil, group:rank() * weight:size(0), self.words) end
+  local function own(x) return native.ops.embedding(weight, x, nil, group:rank() * weight:size(0), self.words) end
   if not self.sequence then return group:reduce_from(own(index)) end
   local shape = index:shape()
   shape[1] = shape[1] * group:size()
-  local all = group:all_gather(ps.empty(shape, { dtype = index:dtype(), device = index:device() }), index:contiguous())
+  local all = group:all_gather(create.empty(shape, { dtype = index:dtype(), device = index:device() }),
+    index:contiguous())
   return group:scattered(own(all))
 end
 
@@ -240,12 +243,12 @@ function Vocabulary:forward(x, projection)
   local group = mesh.group "tp"
   if not projection then
     if group then return look_up(self, group, x) end
-    return ps.F.embedding(x, self.weight)
+    return functional.embedding(x, self.weight)
   end
   if group and not self.sequence then x = group:copy_to(x)
   elseif group and x:dim() == 3 then x = gathered(group, x:transpose(0, 1):contiguous()):transpose(0, 1):contiguous()
   elseif group then x = gathered(group, x) end
-  return ps.ops.linear(x, self.weight, nil, nil, 1)
+  return native.ops.linear(x, self.weight, nil, nil, 1)
 end
 
 function Vocabulary:extra_repr() return ("%d, %d"):format(self.words, self.width) end

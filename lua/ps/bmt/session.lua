@@ -3,7 +3,10 @@
 -- engine is opened in two steps: the first distributed parameter, whose type decides the precision, opens its chunks,
 -- and parameters are staged as they are made; the first call of the model for training gives it the model and the
 -- optimizers of the OptimManager. From there on a call of the model is a forward of the engine's step.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local adopt = require "ps.engine.adopt"
 local build = require "ps.engine.layout.build"
 local caller = require "ps.caller"
@@ -214,7 +217,7 @@ function Session:stop_staging()
   if not self.off then return end
   self.off()
   self.off = false
-  ps.set_default_device(self.device)
+  create.set_default_device(self.device)
 end
 
 -- Opens the engine's chunks for parameters of a type.
@@ -224,7 +227,7 @@ function Session:open(dtype)
   if dtype ~= "fp32" then cfg[dtype] = { enabled = true } end
   self.engine = engines.open { config = cfg, quiet = self.quiet }
   self.dtype = dtype
-  self.device = ps.set_default_device(self.engine.device_name)
+  self.device = create.set_default_device(self.engine.device_name)
   self.off = hooks.on("parameter", function(tensor) self:stage(tensor) end)
 end
 
@@ -249,7 +252,7 @@ function Session:stage(tensor)
       tensor:dtype(), self.dtype))
   end
   if self.sequence and not self.alike[tensor] then shard.set_partial(tensor) end
-  if ps.C.ps_engine_holds(ps.ctx, tensor) ~= 0 then return end
+  if native.C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
   local ranks = self.engine.ranks
   if ranks and ranks.tp and not shard.of(tensor) and tensor:numel() > 0 then ranks.tp:broadcast(tensor, 0) end
   if ranks and ranks.dp:size() > 1 and tensor:numel() > 0 then ranks.dp:broadcast(tensor, 0) end
@@ -309,7 +312,7 @@ local function stages_for(self, module)
   if not pipe then return nil end
   for path, owner in module:named_modules() do
     for key, value in pairs(owner._fields) do
-      local stage = ps.is_tensor(value) and pipe.stage_of[value]
+      local stage = scope.is_tensor(value) and pipe.stage_of[value]
       if stage and pipe.inside[owner] ~= stage then
         error(("%s%s is a parameter of a block of stage %d, too: blocks of a PipelineTransformerBlockList share no "
           .. "parameters with what is outside"):format(path == "" and "" or path .. ".", tostring(key), stage))
@@ -354,9 +357,9 @@ end
 -- Numbers this rank's samples, by which dropout draws: those of the stages of one pipeline follow each other, as their
 -- rows do in its lists. A loader that the script reads numbers them itself.
 local function number_samples(self, first)
-  local rng, pipe = ps.rng(), self.pipe
+  local rng, pipe = random.state(), self.pipe
   if rng.sample ~= 0 and rng.sample ~= pipe.sample then return end
-  local rows = ps.is_tensor(first) and first:dim() > 0 and first:size(0) or 0
+  local rows = scope.is_tensor(first) and first:dim() > 0 and first:size(0) or 0
   pipe.sample = mesh.rank "dp" * 2 ^ 20 + pipe.rank * rows
   rng.sample = pipe.sample
 end
@@ -374,10 +377,10 @@ end
 function session.call(module, run, ...)
   local self = current
   if not self or self.inside or not self.engine then return run(module, ...) end
-  if not self.module and self.manager and ps.grad_enabled() then self:take(module) end
+  if not self.module and self.manager and scope.grad_enabled() then self:take(module) end
   if self.module ~= module then return run(module, ...) end
   local engine = self.engine
-  if ps.grad_enabled() and engine.micro > 0 and engine:at_boundary() then
+  if scope.grad_enabled() and engine.micro > 0 and engine:at_boundary() then
     error(("the model is called again before OptimManager:step(), behind %d of %d backwards of the step; "
       .. "gradient_accumulation_steps in bmt.init_distributed's config says how many a step has"):format(engine.micro,
       engine.accumulate))

@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- bmt.save and bmt.load: one file with the state dict of the whole model, whatever ranks share out of it.
-local ps = require "ps"
+local create = require "ps.create"
+local scope = require "ps.scope"
+local serialize = require "ps.serialize"
 local handle = require "ps.engine.handle"
 local agree = require "ps.dist.agree"
 local caller = require "ps.caller"
@@ -20,7 +22,7 @@ local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save
 -- The whole tensor of which ranks along tp have shards.
 local function joined(own, desc)
   local group, shards = mesh.group "tp", {}
-  local all = ps.empty({ group:size(), own:numel() }, { dtype = own:dtype() })
+  local all = create.empty({ group:size(), own:numel() }, { dtype = own:dtype() })
   group:all_gather(all, own:contiguous():reshape(1, own:numel()))
   for i = 1, group:size() do shards[i] = all:select(0, i - 1):reshape(own:shape()) end
   return shard.join(desc, shards)
@@ -29,7 +31,7 @@ end
 -- A copy of a parameter in memory; of a block's, the values of its stage.
 local function value_of(tensor)
   local stage = session.stage_of(tensor)
-  local copy = session.elsewhere(tensor) and ps.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
+  local copy = session.elsewhere(tensor) and create.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
     or tensor:detach():clone():to "cpu"
   return stage and mesh.group "pp":broadcast(copy, stage) or copy
 end
@@ -41,7 +43,7 @@ local function gathered(model, rank)
   for name in pairs(all) do names[#names + 1] = name end
   table.sort(names)
   for _, name in ipairs(names) do
-    ps.scope(ps.no_grad, function()
+    scope.scope(scope.no_grad, function()
       local desc, copy = shard.of(all[name]), value_of(all[name])
       if desc then copy = joined(copy, desc) end
       if rank == 0 then state[name] = copy:keep() end
@@ -72,7 +74,7 @@ function store.save(model, file_name, options)
   agree.same(group, "bmt.save", { { "file", file_name } })
   if not handle.of(target) then
     local state = agree.run(group, function() return gathered(model, rank) end)
-    agree.run(group, function() if rank == 0 then ps.save(state, file_name) end end)
+    agree.run(group, function() if rank == 0 then serialize.save(state, file_name) end end)
     return
   end
   if target.micro > 0 then
@@ -96,7 +98,7 @@ function store.load(model, file_name, options)
   caller.typed(file_name, "string", "bmt.load: the file")
   session.settle(model)
   local target, group = session.target(model), mesh.group "world"
-  local file = agree.run(group, function() return ps.load(file_name, { lazy = true }) end)
+  local file = agree.run(group, function() return serialize.load(file_name, { lazy = true }) end)
   local function load() return target:load_state_dict(file, { strict = options.strict }) end
   if handle.of(target) then return load() end                        -- its ranks hear of each other's errors
   return agree.run(group, load)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's small helpers of training scripts: what they print, and running averages.
-local ps = require "ps"
+local devices = require "ps.devices"
+local views = require "ps.views"
 local caller = require "ps.caller"
 local dist = require "ps.dist"
 
@@ -39,10 +40,10 @@ end
 ---@param message string
 function utils.see_memory(message)
   if dist.rank() == 0 then
-    print(tostring(message) .. "\n" .. tostring(ps.memory()))
+    print(tostring(message) .. "\n" .. tostring(views.memory()))
     io.stdout:flush()
   end
-  ps.reset_peak_memory()
+  devices.reset_peak()
 end
 
 ---@class ps.bmt.AverageRecorder

@@ -3,12 +3,12 @@
 -- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it. It stays from save to save
 -- until a larger one is needed, or until it is given back. A step that does not fit beside it waits until the file is
 -- written.
-local ps = require "ps"
-local core = require "ps.ffi"
+local create = require "ps.create"
+local native = require "ps.ffi"
 local hooks = require "ps.hooks"
 local safetensors = require "ps.safetensors"
 local time = require "posix.time"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local background = {}
 
@@ -24,7 +24,7 @@ end
 --- Gives the memory back.
 function background.release()
   if not buffer then return end
-  core.give_back(buffer)
+  native.give_back(buffer)
   unlisten()
   buffer, buffer_nbytes = nil, nil
 end
@@ -47,7 +47,7 @@ end
 local function room(nbytes, quiet)
   if not buffer or buffer_nbytes < nbytes then
     background.release()
-    local ok, made = pcall(ps.empty, { nbytes + ALIGN }, { dtype = "uint8", device = "cpu" })
+    local ok, made = pcall(create.empty, { nbytes + ALIGN }, { dtype = "uint8", device = "cpu" })
     if not ok then
       error(("saving in the background (async = true) copies %s to host memory, which it does not have: %s. Save "
         .. "without async"):format(shown(nbytes), tostring(made)), 0)
@@ -59,7 +59,7 @@ local function room(nbytes, quiet)
         shown(nbytes)))
     end
   end
-  ps.check(C.ps_tensor_address(buffer, address_out))
+  native.check(C.ps_tensor_address(buffer, address_out))
   local address = ffi.cast("uintptr_t", address_out[0])
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
@@ -78,7 +78,7 @@ function background.possible() return C.ps_machine_pretended() == 0 end
 function background.start(path, tensors, metadata, quiet)
   if not saver then
     local out = ffi.new("ps_saver *[1]")
-    ps.check(C.ps_saver_new(out))
+    native.check(C.ps_saver_new(out))
     saver = ffi.gc(out[0], C.ps_saver_free)
   end
   copying = true
@@ -88,7 +88,7 @@ function background.start(path, tensors, metadata, quiet)
   copying = false
   if not ok then error(writer, 0) end
   local nbytes = tonumber(C.ps_stw_nbytes(writer))
-  ps.check(C.ps_saver_start(saver, ffi.gc(writer, nil), data, nbytes))
+  native.check(C.ps_saver_start(saver, ffi.gc(writer, nil), data, nbytes))
   return nbytes
 end
 
@@ -100,7 +100,7 @@ function background.busy() return saver ~= nil and C.ps_saver_busy(saver) ~= 0 e
 ---@return number seconds that writing took
 function background.wait()
   if not saver then return 0 end
-  ps.check(C.ps_saver_wait(saver, seconds_out))
+  native.check(C.ps_saver_wait(saver, seconds_out))
   return seconds_out[0]
 end
 

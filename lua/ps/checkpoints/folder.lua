@@ -8,10 +8,10 @@
 -- names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
 -- (ps_file_swap_folder). A crash at that moment leaves it under that name. It then counts as a checkpoint as long as
 -- nothing has the step's own name.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local lfs = require "lfs"
-local C = ps.C
+local C = native.C
 
 local folder = {}
 
@@ -28,7 +28,7 @@ function folder.make(path)
       if not ok and lfs.attributes(at, "mode") ~= "directory" then
         error(("cannot make the folder %s: %s"):format(at, why), 0)
       end
-      ps.check(C.ps_file_fsync_dir(above))
+      native.check(C.ps_file_fsync_dir(above))
     end
   end
 end
@@ -105,7 +105,7 @@ end
 ---@param run string
 function folder.set_latest(path, name, run)
   local text = ("%s\n%s\n"):format(name, run)
-  ps.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
+  native.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
 --- The checkpoints to try, in order: the latest, then those before it. Checkpoints of later steps are another run's.

@@ -15,14 +15,14 @@
 -- Versions 1 and 2 are read as well. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
 -- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written where nothing is cut.
 -- Version 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
-local ps = require "ps"
+local native = require "ps.ffi"
 local json = require("cjson").new()
 local bit = require "bit"
 local encode = require "ps.checkpoints.encode"
 local Pieced = require "ps.pieced"
 local rectangles = require "ps.rectangles"
 local safetensors = require "ps.safetensors"
-local C = ps.C
+local C = native.C
 local error = require("ps.caller").error
 
 local rank_files = {}
@@ -195,7 +195,7 @@ function rank_files.write_index(folder, about, state_text, expected)
   for name, entry in pairs(index.tensors) do check_pieces(name, entry) end
   local text = "," .. encode(index):sub(2, -2) .. ",\"state\":" .. state_text .. "}\n"
   text = HEAD .. bit.tohex(C.ps_xxh3("\"" .. text, #text + 1), 16) .. "\"" .. text
-  ps.check(C.ps_file_write_atomic(folder .. INDEX, text, #text))
+  native.check(C.ps_file_write_atomic(folder .. INDEX, text, #text))
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
 -- them), falls back to an earlier checkpoint where one is damaged, and loads the state into the parts.
-local ps = require "ps"
+local dist = require "ps.dist"
 local handle = require "ps.engine.handle"
 local json = require("cjson").new()
 local agree = require "ps.dist.agree"
@@ -135,7 +135,7 @@ local function agreed_candidates(path, group)
 end
 
 local function say(text)
-  if ps.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
+  if dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
 --- The reason why a path has no candidates, as text. A folder with checkpoints may lack the file `latest`.

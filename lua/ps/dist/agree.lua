@@ -2,10 +2,13 @@
 -- Short messages between ranks. All ranks hear each rank's message, and an error of one is an error of all, so that
 -- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
 -- exchange of short messages, or two where a message is long.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local array = require "ps.array"
 local byte_array = array "uint8_t"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local agree = {}
 
@@ -27,13 +30,13 @@ function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) 
 local function gather(group, nbytes, fill)
   local size = group:size()
   local bytes = byte_array(size * nbytes)
-  ps.scope(function()
-    local mine = ps.empty({ nbytes }, { dtype = "uint8", device = "cpu" })
-    local all = ps.empty({ size * nbytes }, { dtype = "uint8", device = "cpu" })
+  scope.scope(function()
+    local mine = create.empty({ nbytes }, { dtype = "uint8", device = "cpu" })
+    local all = create.empty({ size * nbytes }, { dtype = "uint8", device = "cpu" })
     fill(bytes)
-    ps.check(C.ps_tensor_write(mine, bytes, nbytes))
+    native.check(C.ps_tensor_write(mine, bytes, nbytes))
     group:all_gather(all, mine)
-    ps.check(C.ps_tensor_read(all, bytes, size * nbytes))
+    native.check(C.ps_tensor_read(all, bytes, size * nbytes))
   end)
   return bytes
 end
@@ -135,7 +138,7 @@ end
 function agree.first(group, fn)
   if not group then return fn() or "" end
   local text = ""
-  if group:rank() == 0 or not ps.computes then                 -- in a dry run rank 0 may be one that is not here
+  if group:rank() == 0 or not devices.computes then                 -- in a dry run rank 0 may be one that is not here
     local ok, result = pcall(fn)
     text = ok and "+" .. (result or "") or "-" .. words(result)
   end

@@ -2,12 +2,13 @@
 -- The beginning of a step. Its plan comes from a trace of a step with the same shapes, or from a dry run. Where the
 -- plan finds too little room, these give room up, in this order: Lua's garbage, the copy of a checkpoint that is being
 -- saved, chunks that can be smaller (engine/layout/rechunk.lua). Either all ranks begin a step, or none.
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local forecasts = require "ps.engine.forecast"
 local setup = require "ps.engine.setup"
 local step = require "ps.engine.step"
 local finer = require "ps.engine.layout.rechunk"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local begin = {}
 
@@ -16,9 +17,9 @@ local left_out = ffi.new("int64_t[1]")
 -- Small tensors wait for Lua's collector, and a plan counts only those of its own step. Garbage of other steps is
 -- collected, and the plan counts in the tensors that stay.
 local function leave_nothing(id)
-  if C.ps_engine_leftover(ps.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
-  ps.collect()
-  C.ps_engine_leftover(ps.ctx, id, 1, left_out)
+  if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
+  scope.collect()
+  C.ps_engine_leftover(native.ctx, id, 1, left_out)
 end
 
 -- Begins a step like trace `id`. Where memory is short, it collects Lua's garbage and tries again.
@@ -26,7 +27,7 @@ local function begin_like(self, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(self, key, id)
   if rc ~= C.PS_ENOMEM then return rc end
-  ps.collect_all()
+  scope.collect_all()
   if id then leave_nothing(id) end
   return step.begin(self, key, id)
 end
@@ -38,7 +39,7 @@ local function rather_smaller(self, forecast)
   if not short then return end
   local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
   local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, sub = "OP_CHUNKS", msg = msg, tier = short.tier,
-    wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, ps.Error)
+    wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, native.Error)
   if finer.share(self, problem) then error(problem, 0) end
 end
 
@@ -57,7 +58,7 @@ local function plan_and_begin(self, args, key)
     id = self.traces[key]
     rc = begin_like(self, key, id)
   end
-  ps.check(rc)
+  native.check(rc)
 end
 
 -- Tries to begin a step. Returns nil: it has begun; a share for finer.split: smaller chunks may help; 0: they may help,
@@ -66,7 +67,7 @@ local function try_step(self, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, self, args, key)
     if ok then return end
-    if not (type(problem) == "table" and problem.name == "ENOMEM" and ps.give_room()) then error(problem, 0) end
+    if not (type(problem) == "table" and problem.name == "ENOMEM" and native.give_room()) then error(problem, 0) end
     plan_and_begin(self, args, key)
   end
   local function share(problem) return finer.share(self, problem) end

@@ -7,11 +7,14 @@
 -- schedules cut it: INPUT gives the gradients of a part's inputs, WEIGHT those of its parameters. In backward a product
 -- has, for each input that wants a gradient, as many operations as in forward. Attention's backward has two and a half
 -- times the operations of its forward, since it computes the scores again.
-local ps = require "ps"
-local E = require "ps.ffi"
+local create = require "ps.create"
+local random = require "ps.random"
+local scope = require "ps.scope"
+local views = require "ps.views"
+local native = require "ps.ffi"
 local core = require "ps.nn.module"
 local random_state = require "ps.random_state"
-local C = ps.C
+local C = native.C
 local bit = require "bit"
 
 local count = {}
@@ -83,7 +86,7 @@ local COSTS = {
   attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
 }
 local COST_OF = {}                                                                -- by the op's number
-for op, row in pairs(E.op_info) do
+for op, row in pairs(native.op_info) do
   if row.flags:find "PRODUCT" then
     COST_OF[op] = function(cost, flops, x) product(cost, flops, x[0], x[1]) end
   end
@@ -98,11 +101,11 @@ function Watch:begin(op, n_in, ins, attrs)
   if not fn then return nil end
   return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }              -- C's own: they live until finish
 end
-local info = E.ffi.new "ps_op_cost_info"
+local info = native.ffi.new "ps_op_cost_info"
 function Watch:finish(note, outs)
   local x = {}
   for i = 0, note.n_in - 1 do x[i] = note.ins[i] ~= nil and note.ins[i] or nil end
-  ps.check(C.ps_op_cost(note.op, note.n_in, note.ins, note.attrs, E.op_info[note.op].n_out, outs, info))
+  native.check(C.ps_op_cost(note.op, note.n_in, note.ins, note.attrs, native.op_info[note.op].n_out, outs, info))
   note.fn(self.cost, tonumber(info.flops), x, note.attrs)
 end
 function Watch:empty() end                                                        -- luacheck: ignore 212
@@ -120,7 +123,7 @@ function count.stand_in(modules, device, precision)
   for _, module in ipairs(modules) do
     for _, m in module:named_modules() do
       for key, value in pairs(seen[m] and {} or m._fields) do
-        if ps.is_tensor(value) then places[#places + 1] = { m, key, value } end
+        if scope.is_tensor(value) then places[#places + 1] = { m, key, value } end
       end
       seen[m] = true
     end
@@ -131,7 +134,8 @@ function count.stand_in(modules, device, precision)
     local stand = standing[core.address(value)]
     if not stand then
       local dtype = value:dtype()
-      stand = ps.zeros(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype, device = device })
+      stand = create.zeros(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype,
+        device = device })
       if is_param and value:needs_grad() then stand:requires_grad(true) end
       standing[core.address(value)] = stand:keep()
     end
@@ -142,7 +146,7 @@ end
 
 -- A copy of the arguments with all tensors on meta, those in tables too.
 local function arguments_on_meta(value)
-  if ps.is_tensor(value) then return ps.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
+  if scope.is_tensor(value) then return create.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
   if type(value) ~= "table" then return value end
   local copy = {}
   for key, item in pairs(value) do copy[key] = arguments_on_meta(item) end
@@ -152,7 +156,7 @@ end
 local function used()
   collectgarbage()
   collectgarbage()                                           -- what the first one's finalizers let go
-  return ps.memory("meta").used
+  return views.memory("meta").used
 end
 
 -- The carry that a part gave, as a list in the order of names, and its bytes.
@@ -162,7 +166,7 @@ local function carry_of(part, carry)
   end
   local list, nbytes = {}, 0
   for name, t in pairs(carry) do
-    if type(name) ~= "string" or not ps.is_tensor(t) then
+    if type(name) ~= "string" or not scope.is_tensor(t) then
       error(("part %s gave %s = a %s; a part's forward gives tensors by name"):format(part.name, tostring(name),
         type(t)), 0)
     end
@@ -203,18 +207,18 @@ end
 -- One forward of all parts. Of those in `measured`, by number, garbage is collected before and behind them, to see what
 -- they leave.
 local function pass(module, args, measured, cached)
-  local list, watch, rng = module:parts(), setmetatable({}, Watch), ps.rng()
+  local list, watch, rng = module:parts(), setmetatable({}, Watch), random.state()
   local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
   if cached then batch.cached = true end
   rng.op = 0
-  E.recorder = watch
+  native.recorder = watch
   for i, part in ipairs(list) do
     local cost = { name = part.name, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0, trains = false,
       activations = 0, first_dropout = tonumber(rng.op) }
     parameters_of(part, cost)
     watch.cost = cost
     local before = measured[i] and used()
-    carry = ps.scope(part.forward, carry, batch)
+    carry = scope.scope(part.forward, carry, batch)
     if before then cost.activations = math.max(0, used() - before) end
     cost.dropouts = tonumber(rng.op) - cost.first_dropout
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
@@ -251,9 +255,9 @@ end
 ---  has cached = true. Needs `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
-  local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), E.recorder
-  local ok, result = pcall(ps.scope, ps.enable_grad, run, module, args, carries, cached)
-  E.recorder = was
+  local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), native.recorder
+  local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)
+  native.recorder = was
   restore()
   put_back()
   if ok then return result end

@@ -2,7 +2,9 @@
 -- Training with several processes. Each takes its own rows of each batch. Gradients are added up, weighed by the ranks'
 -- targets, so that a step is that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have each rank's
 -- share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local random = require "ps.random"
 local talk = require "ps.dist.agree"
 local batch = require "ps.batch"
 local core = require "ps.nn.module"
@@ -16,7 +18,7 @@ local shard = require "ps.nn.shard"
 local step = require "ps.engine.step"
 local trained = require "ps.engine.trained"
 local zero = require "ps.engine.zero"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local data_parallel = {}
 
@@ -64,7 +66,7 @@ function data_parallel.new(engine)
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
   local cut = engine.cfg.pipeline.stages > 1               -- else exchanges for each micro-batch of each virtual stage
   if self.tp then
-    ps.check(C.ps_engine_tensor_parallel(ps.ctx, self.tp.c))
+    native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
   end
   self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut,
     cut and reshard ~= "always")
@@ -180,7 +182,7 @@ local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 local function calls_number(self, axis)
   local group = self[axis]
   if not group or group:size() == 1 then return 0 end
-  ps.check(C.ps_engine_plan_calls(ps.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, group.c, hash_out))
+  native.check(C.ps_engine_plan_calls(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, group.c, hash_out))
   return talk.hash_number(hash_out[0])
 end
 
@@ -188,7 +190,7 @@ end
 local function calls_text(group)
   local lines = {}
   for i = 0, C.ps_group_plan_calls(group.c) - 1 do
-    ps.check(C.ps_group_plan_call(group.c, i, text_out, 200))
+    native.check(C.ps_group_plan_call(group.c, i, text_out, 200))
     lines[i + 1] = ffi.string(text_out)
   end
   return table.concat(lines, "\n")
@@ -238,7 +240,7 @@ end
 function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
-  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(ps.ctx) or 0, part and 1 or 0,
+  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(native.ctx) or 0, part and 1 or 0,
     part or ok and limit() or 1, 0, 0, 0, 0 }
   for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
   local engine = self.engine
@@ -249,10 +251,10 @@ function Ranks:begin_step(fn, share, limit)
   local cut = engine.stages or self.tp
   if cut and ok then
     mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(engine))
-    mine[8] = talk.text_hash(("%s %s"):format(tostring(ps.rng().seed), trained.text(engine.module)))
+    mine[8] = talk.text_hash(("%s %s"):format(tostring(random.state().seed), trained.text(engine.module)))
   end
-  local all = ps.empty({ self.world:size(), #mine }, { dtype = "fp64" })
-  self.world:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
+  local all = create.empty({ self.world:size(), #mine }, { dtype = "fp64" })
+  self.world:all_gather(all, create.tensor(mine, { dtype = "fp64" }))
   local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
   for rank, row in ipairs(list) do
     hashes[rank] = row[5]
@@ -267,7 +269,7 @@ function Ranks:begin_step(fn, share, limit)
   if not failed and not short then
     if cut then compare_parts(list, engine.pipe) end
     if not self.data_compared then self:compare_data(hashes) end
-    if not same then C.ps_engine_gathers_drop(ps.ctx) end
+    if not same then C.ps_engine_gathers_drop(native.ctx) end
     begin_plans(self, list, 9)
     if not self.rows_compared then compare_rows(self, list, 9 + #PLANNED) end
     return
@@ -282,13 +284,13 @@ end
 --- Dropout draws by the number of the sample. A loader numbers the samples of all ranks. Without a loader each rank's
 --- samples get numbers that no other rank has (up to 2^20 rows each; the numbers are 32 bits wide).
 function Ranks:number_samples()
-  local rng = ps.rng()
+  local rng = random.state()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
 local function least_of(group, value)
-  local all = ps.empty({ group:size() }, { dtype = "int64" })
-  group:all_gather(all, ps.tensor({ value }, { dtype = "int64" }))
+  local all = create.empty({ group:size() }, { dtype = "int64" })
+  group:all_gather(all, create.tensor({ value }, { dtype = "int64" }))
   local least = value
   for _, other in ipairs(all:tolist()) do least = math.min(least, other) end
   return least
@@ -306,7 +308,7 @@ end
 ---@param value number
 ---@return number
 function Ranks:sum(value)
-  local t = ps.tensor({ value }, { dtype = "fp64" })
+  local t = create.tensor({ value }, { dtype = "fp64" })
   self.dp:all_reduce(t)
   return t:item()
 end
@@ -330,7 +332,7 @@ function Ranks:begin()
     if tp and row.master ~= nil and not shard.of(row.param) then share_values(tp, row) end
   end
   engine.masters:note()
-  if engine.zero_stage > 0 then ps.check(C.ps_engine_forget(ps.ctx)) end
+  if engine.zero_stage > 0 then native.check(C.ps_engine_forget(native.ctx)) end
 end
 
 local function some(names)
@@ -364,7 +366,7 @@ function Ranks:explain(problem, backward)
   if backward then
     local missing = {}
     for i, row in ipairs(self.engine.built.list) do
-      local updated = C.ps_engine_param_updated(ps.ctx, i - 1) == 1
+      local updated = C.ps_engine_param_updated(native.ctx, i - 1) == 1
       if scope.grad_of(row.param) == nil and not updated then missing[#missing + 1] = row.name end
     end
     more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.world:rank(), #missing > 0 and some(missing)

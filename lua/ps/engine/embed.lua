@@ -5,10 +5,10 @@
 -- finds the table beside tensors of the device. The bytes that a step moves by a dry run, weighed by measured rates
 -- (ps/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host where all
 -- of them want that.
-local ps = require "ps"
+local native = require "ps.ffi"
 local hooks = require "ps.hooks"
 local Embedding = require "ps.nn.embedding".Embedding
-local C = ps.C
+local C = native.C
 
 local embed = {}
 
@@ -51,7 +51,7 @@ end
 
 local function put(engine, tables, on_host)
   for _, t in ipairs(tables) do
-    ps.check(C.ps_engine_set_device(ps.ctx, t.param, on_host[t] and engine.host or engine.device))
+    native.check(C.ps_engine_set_device(native.ctx, t.param, on_host[t] and engine.host or engine.device))
   end
 end
 

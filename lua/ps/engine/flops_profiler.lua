@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The configuration's flops_profiler: what one step costs by module, out of the record of events. As in DeepSpeed, the
 -- step is the one that `profile_step` others came before.
-local ps = require "ps"
+local native = require "ps.ffi"
+local profiler = require "ps.profiler"
 local json = require("cjson").new()
 local copied = require "ps.copied"
 local report = require "ps.profile_report"
-local C = ps.C
+local C = native.C
 
 local flops_profiler = {}
 
@@ -20,7 +21,7 @@ FlopsProfiler.__index = FlopsProfiler
 local function begin(self)
   if self.engine.steps ~= self.settings.profile_step then return end
   self.owns = C.ps_record_is_on() == 0
-  if self.owns then ps.profiler.start() end
+  if self.owns then profiler.start() end
 end
 
 --- Makes one; nil where the configuration asks for none, or where nobody would read it.
@@ -104,7 +105,7 @@ end
 --- A step is over: writes what is due, and begins to record before the step that is asked for.
 function FlopsProfiler:step_done()
   if self.engine.steps ~= self.settings.profile_step + 1 then return begin(self) end
-  if self.owns then ps.profiler.stop() end
+  if self.owns then profiler.stop() end
   local profile = last_step()
   if not profile then
     return self.engine:note("flops_profiler: the script began or ended a record within the step, so that none of it "
@@ -112,7 +113,7 @@ function FlopsProfiler:step_done()
   end
   local content, path = text(self, profile), self.settings.output_file
   if path then                                                -- training goes on where it cannot be written
-    local ok, problem = pcall(ps.check, C.ps_file_write_atomic(path, content, #content))
+    local ok, problem = pcall(native.check, C.ps_file_write_atomic(path, content, #content))
     if not ok then io.stderr:write("psluajit: flops_profiler.output_file: ", problem.msg, "\n") end
     return
   end

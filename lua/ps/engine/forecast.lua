@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A step before it runs: dry runs, the forecast, and the lines of the printed plan.
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local batch = require "ps.batch"
 local view = require "ps.memory_view"
 local random_state = require "ps.random_state"
 local step = require "ps.engine.step"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local forecasts = {}
 
@@ -29,7 +30,7 @@ function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
-  ps.collect_all()
+  scope.collect_all()
   local collecting = collectgarbage "isrunning"
   collectgarbage "stop"
   local ok, id, problem = pcall(step.dry_run, engine, args, like)
@@ -62,7 +63,7 @@ end
 -- The first op that has room only where other tensors leave it, by a forecast; nil: there is none.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
-  ps.check(C.ps_engine_tier_get(ps.ctx, tonumber(out.short_tier), info))
+  native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
@@ -71,13 +72,13 @@ end
 ---@return ps.engine.Forecast
 function forecasts.of(id)
   local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
-  ps.check(C.ps_engine_forecast(ps.ctx, id, out))
+  native.check(C.ps_engine_forecast(native.ctx, id, out))
   local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
     resident = tonumber(out.resident), short = short_of(out, info), gathers = tonumber(out.gathers),
     gathered = tonumber(out.gathered) }
-  local count = C.ps_engine_tier_count(ps.ctx)
+  local count = C.ps_engine_tier_count(native.ctx)
   for t = 0, count - 1 do
-    ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
+    native.check(C.ps_engine_tier_get(native.ctx, t, info))
     forecast.tiers[t + 1] = { name = ffi.string(info.name), is_file = info.device < 0,
       budget = tonumber(info.budget), peak = tonumber(out.peak[t]), other = tonumber(out.other[t]) }
     if t + 1 < count then

@@ -6,8 +6,8 @@
 -- which tell the bytes that a step moves, and the speeds of rates.lua. Units of both ways alternate, so that copies run
 -- while the host updates. Values are the same wherever Adam runs. The exchanges between ranks are the same, too, since
 -- they see only gradients and parameters: each rank splits its own units.
-local ps = require "ps"
-local C = ps.C
+local native = require "ps.ffi"
+local C = native.C
 
 local hybrid = {}
 
@@ -99,7 +99,8 @@ end
 local function speed(engine) return 28 / (12 + 8 * #engine.optimizer.averages) end
 
 local function apply(engine, on)
-  for unit = 1, engine.built.units do ps.check(C.ps_engine_set_on_device(ps.ctx, unit - 1, on[unit] and 1 or 0)) end
+  for unit = 1, engine.built.units do native.check(C.ps_engine_set_on_device(native.ctx, unit - 1,
+    on[unit] and 1 or 0)) end
 end
 
 --- Predicts the time of a step with this split, besides forward and backward.

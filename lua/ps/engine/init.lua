@@ -12,7 +12,8 @@
 -- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
 -- with gradients begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
 -- that the step is planned, printed and carried out (engine/forecast.lua, src/chunk/).
-local ps = require "ps"
+local native = require "ps.ffi"
+local random = require "ps.random"
 local adopt = require "ps.engine.adopt"
 local handle = require "ps.engine.handle"
 local masters = require "ps.engine.masters"
@@ -36,7 +37,7 @@ local unused = require "ps.engine.unused"
 local step = require "ps.engine.step"
 local micro = require "ps.engine.micro"
 require "ps.engine.clip"
-local C = ps.C
+local C = native.C
 
 ---@class ps.Engine
 ---@field module ps.nn.Module
@@ -93,12 +94,12 @@ function Engine:finish_step(info)
   self.steps = self.steps + 1
   if self.report then self.report:step_done(info) end
   if self.scheduler and not info.skipped then self.scheduler:step() end
-  local rng = ps.rng()
+  local rng = random.state()
   rng.step = rng.step + 1
   rng.op = 0
   local every = self.ranks and self.cfg.compare_ranks_every or 0
   if every > 0 and self.steps % every == 0 then replicas.compare(self) end
-  ps.step_scope()
+  scope.step_scope()
   if not info.skipped then unused.look(self) end
 end
 
@@ -193,7 +194,7 @@ end
 function Engine:close()
   self = handle.own(self, "close")
   if self.closed then return end
-  ps.check_running "model:close()"
+  native.check_running "model:close()"
   self.closed = true
   step.leave_loop(self)
   local had_chunks = setup.closed(self)
@@ -201,10 +202,10 @@ function Engine:close()
   if self.pipe then self.pipe:close() end
   if self.report then self.report:close() end
   if had_chunks then
-    C.ps_engine_close(ps.ctx)
+    C.ps_engine_close(native.ctx)
     scope.engine_closed()
   end
-  ps.collect_all()
+  scope.collect_all()
 end
 
 -- The methods of the model that scripts get, by name. The other methods are for the files of the program.

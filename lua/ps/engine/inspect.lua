@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Chunks, tiers and traces of the open engine as plain lists, for ps.chunks(), ps.memory() and ps.trace().
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 local kinds = require "ps.engine.layout.kinds"
 local array = require "ps.array"
-local ffi, C = E.ffi, E.C
+local ffi, C = native.ffi, native.C
 
 local use_array = array "ps_use"
 
@@ -17,11 +17,11 @@ local STATES = { [0] = "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_
 --- The tiers, fastest first; nil when no engine is open.
 ---@return ps.view.Tier[]?
 function look.tiers()
-  local count = C.ps_engine_tier_count(E.ctx)
+  local count = C.ps_engine_tier_count(native.ctx)
   if count == 0 then return nil end
   local info, list = ffi.new("ps_tier_info"), {}
   for t = 0, count - 1 do
-    E.check(C.ps_engine_tier_get(E.ctx, t, info))
+    native.check(C.ps_engine_tier_get(native.ctx, t, info))
     local row = { name = ffi.string(info.name) }
     for _, key in ipairs { "budget", "chunks", "other", "free", "peak", "bytes_up", "bytes_down" } do
       row[key] = tonumber(info[key])
@@ -41,8 +41,8 @@ end
 function look.chunks()
   local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
   list.open, tiers = tiers ~= nil, tiers or {}
-  for id = 0, C.ps_engine_chunk_count(E.ctx) - 1 do
-    E.check(C.ps_engine_chunk_get(E.ctx, id, info))
+  for id = 0, C.ps_engine_chunk_count(native.ctx) - 1 do
+    native.check(C.ps_engine_chunk_get(native.ctx, id, info))
     if info.nbytes > 0 then
       local row = { id = id, kind = kinds.name[info.kind], group = info.group, index = info.index,
         nbytes = tonumber(info.nbytes), used_nbytes = tonumber(info.used_nbytes), state = STATES[info.state],
@@ -50,7 +50,7 @@ function look.chunks()
       for t, tier in ipairs(tiers) do
         if bit.band(info.valid, bit.lshift(1, t - 1)) ~= 0 then row.tiers[tier.name] = true end
       end
-      for i = 0, info.n_tensors - 1 do row.tensors[i + 1] = ffi.string(C.ps_engine_chunk_tensor(E.ctx, id, i)) end
+      for i = 0, info.n_tensors - 1 do row.tensors[i + 1] = ffi.string(C.ps_engine_chunk_tensor(native.ctx, id, i)) end
       list[#list + 1] = row
     end
   end
@@ -63,11 +63,11 @@ end
 ---@return table<string, integer>? other by tier: the most bytes besides chunks at once
 function look.trace(id)
   local info, tiers, chunks, moments, other = ffi.new("ps_trace_info"), look.tiers(), {}, {}, {}
-  local rc = C.ps_engine_trace_get(E.ctx, id, info, 0, nil)
+  local rc = C.ps_engine_trace_get(native.ctx, id, info, 0, nil)
   if rc == C.PS_ERANGE then return nil end
-  E.check(rc)
+  native.check(rc)
   local uses = use_array(info.n_uses)
-  E.check(C.ps_engine_trace_get(E.ctx, id, info, info.n_uses, uses))
+  native.check(C.ps_engine_trace_get(native.ctx, id, info, info.n_uses, uses))
   for _, chunk in ipairs(look.chunks()) do chunks[chunk.id] = chunk end
   for m = 0, info.n_moments - 1 do moments[m + 1] = { moment = m, action = "-", nbytes = 0, uses = {} } end
   for i = 0, info.n_uses - 1 do

@@ -2,9 +2,10 @@
 -- Writes to parameters from outside the engine. Parameters of half types have fp32 masters. Module's load_state_dict
 -- writes into the master and rounds it into the parameter (masters answer the hook "load"). The version of a
 -- parameter's bytes shows any other write (nn.init, copy_, a slice), and the master then takes the new value.
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local hooks = require "ps.hooks"
-local C = ps.C
+local C = native.C
 
 local masters = {}
 
@@ -27,7 +28,7 @@ local function settle(held, param)
   if not held.rounds then return end
   local place = held.place
   if place == nil then place = param end
-  ps.no_grad(function() place:copy_(held.to) end)
+  scope.no_grad(function() place:copy_(held.to) end)
   held.seen = C.ps_tensor_version(param)
 end
 
@@ -78,7 +79,7 @@ function Masters:sync()
     if held.rounds and C.ps_tensor_version(row.param) ~= held.seen then
       local place = held.place
       if place == nil then place = row.param end
-      ps.no_grad(function() held.to:copy_(place) end)
+      scope.no_grad(function() held.to:copy_(place) end)
       held.seen = C.ps_tensor_version(row.param)
     end
   end
@@ -91,7 +92,7 @@ end
 
 -- Values were loaded. Ranks that share parameters out gather them again, from the owners, when they are next used.
 function Masters:loaded()
-  if self.shared then ps.check(C.ps_engine_forget(ps.ctx)) end
+  if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end
 
 --- Stops listening: the parameters are gone.

@@ -2,10 +2,11 @@
 -- Seconds that a model's parts (ps.nn.parts) take on a device: each kind of part runs forward and backward a few
 -- times, by itself, with tensors of zeros in the place of the model's: the time of a product does not depend on values.
 -- At most one part's tensors are in memory.
-local ps = require "ps"
+local create = require "ps.create"
+local scope = require "ps.scope"
 local count = require "ps.engine.count"
 local random_state = require "ps.random_state"
-local E = require "ps.ffi"
+local native = require "ps.ffi"
 
 local measure = {}
 
@@ -13,11 +14,11 @@ local TIMES = 3                           -- runs of a part, of which the fastes
 
 -- Waits until the device has done all its work.
 local function wait(t)
-  if E.device_info(t.device_).is_host == 0 then t:detach():reshape(-1):narrow(0, 0, 1):item() end
+  if native.device_info(t.device_).is_host == 0 then t:detach():reshape(-1):narrow(0, 0, 1):item() end
 end
 
 local function zeros(like, device)
-  local t = ps.zeros(like.shape, { dtype = like.dtype, device = device })
+  local t = create.zeros(like.shape, { dtype = like.dtype, device = device })
   if like.needs_grad then t:requires_grad(true) end
   return t
 end
@@ -26,17 +27,17 @@ end
 local function run(part, from, batch, device)
   local carry = {}
   for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
-  local begin = ps.now()
+  local begin = native.C.ps_now()
   local out = part.forward(carry, batch)
   for _, t in pairs(out) do wait(t) end
-  local middle = ps.now()
+  local middle = native.C.ps_now()
   for _, t in pairs(out) do
     if t:needs_grad() then
-      ps.backward(t, ps.zeros(t:shape(), { dtype = t:dtype(), device = device }))
+      scope.backward(t, create.zeros(t:shape(), { dtype = t:dtype(), device = device }))
       wait(t)
     end
   end
-  return middle - begin, ps.now() - middle
+  return middle - begin, native.C.ps_now() - middle
 end
 
 -- The key of a part's kind: parts with the same counted costs are measured once.
@@ -45,7 +46,7 @@ local function kind_of(cost)
 end
 
 local function on_device(value, device)
-  if ps.is_tensor(value) then return ps.zeros(value:shape(), { dtype = value:dtype(), device = device }) end
+  if scope.is_tensor(value) then return create.zeros(value:shape(), { dtype = value:dtype(), device = device }) end
   if type(value) ~= "table" then return value end
   local copy = {}
   for key, item in pairs(value) do copy[key] = on_device(item, device) end
@@ -66,12 +67,12 @@ local function measured(module, costs, args, device, precision)
       local back = count.stand_in(part.modules, device, precision)
       local fine, why = pcall(function()
         for _ = 1, TIMES do
-          local forward, backward = ps.scope(run, part, from, batch, device)
+          local forward, backward = scope.scope(run, part, from, batch, device)
           best = { math.min(best[1], forward), math.min(best[2], backward) }
         end
       end)
       back()
-      ps.collect()
+      scope.collect()
       if not fine then error(why, 0) end
       known[kind] = best
     end
@@ -91,7 +92,7 @@ end
 ---@return {name: string, forward: number, input: number, weight: number}[] seconds
 function measure.parts(module, costs, args, device, precision)
   local restore = random_state.keep()
-  local ok, result = pcall(ps.enable_grad, measured, module, costs, args, device, precision)
+  local ok, result = pcall(scope.enable_grad, measured, module, costs, args, device, precision)
   restore()
   if not ok then error(result, 0) end
   return result

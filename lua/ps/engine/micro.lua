@@ -9,7 +9,8 @@
 --
 -- Each micro-batch is weighed by its targets, so that the gradient is that of the batch's mean loss. Random numbers are
 -- those of the uncut batch: dropout counts samples by their place in the batch. engine/step.lua has the step.
-local ps = require "ps"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local batch = require "ps.batch"
 local caller = require "ps.caller"
 local types = require "ps.config.types"
@@ -29,7 +30,7 @@ end
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
-  if type(first) ~= "table" and not ps.is_tensor(first) then
+  if type(first) ~= "table" and not scope.is_tensor(first) then
     caller.error(("model:micro_batches takes a batch (x, y, or a table with names) or a loader, not a %s"):format(
       type(first)))
   end
@@ -78,7 +79,7 @@ end
 -- Ends the scope of a turn. An outer scope may have ended it already.
 local function end_scope(self)
   if not self.scope then return end
-  local ok, problem = pcall(ps.scope_end, self.scope)
+  local ok, problem = pcall(scope.finish, self.scope)
   self.scope = nil
   if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
 end
@@ -133,7 +134,7 @@ function Loop:forward()
   end
   local given = self.take(self.at + 1)
   self.given = given
-  self.scope = ps.scope_begin()
+  self.scope = scope.begin()
   if self.trains then return step.turn(self.engine, self, given) end
   self.at = self.at + 1
   return step.look(self.engine, given)
@@ -142,12 +143,12 @@ end
 --- Cleans up behind the loop. Called once.
 function Loop:left()
   end_scope(self)
-  if self.sample then ps.rng().sample = self.sample end
+  if self.sample then random.state().sample = self.sample end
 end
 
 -- Makes a loop over the rows of a batch. Where they do not divide evenly, the first micro-batches have one row more.
 local function cut(self, given)
-  local engine, rng = self.engine, ps.rng()
+  local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
   local count = count_of(engine, rows, self.trains)
   if self.trains and engine.ranks then engine.ranks:number_samples() end
@@ -178,7 +179,7 @@ function micro.batches(engine, ...)
   local options, loader, given = request(...)
   local self = setmetatable({ engine = engine, at = 0, rows = false, ended = false, sample = false,
     gather = options.gather or false, draws = loader ~= nil,
-    training = engine.module.training, trains = ps.grad_enabled() }, Loop)
+    training = engine.module.training, trains = scope.grad_enabled() }, Loop)
   if given then return cut(self, given) end
   if not engine.cfg.counts_micro_batches and not engine.cfg.train_micro_batch_size_per_gpu then
     return cut(self, drawn(loader, 1, 1))

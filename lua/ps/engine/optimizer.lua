@@ -2,7 +2,7 @@
 -- The optimizer of an engine, which ps.initialize gives beside the model: Adam (Kingma and Ba 2015), AdamW (Loshchilov
 -- and Hutter 2019) or SGD with PyTorch's momentum on chunks, with the clipping, loss scale and accumulation of the
 -- configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
-local ps = require "ps"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local exact = require "ps.exact"
 local caller = require "ps.caller"
@@ -13,7 +13,7 @@ local groups = require "ps.optim_groups"
 local text_of = require "ps.optim_text"
 local unused = require "ps.engine.unused"
 local error = caller.error
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 ---@class ps.EngineOptimizer
 ---@field groups table[] each with its settings (optim_groups.SETTINGS), which may be changed between steps
@@ -92,7 +92,7 @@ function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.s
 --- The norm of all gradients.
 ---@return number
 function Optimizer:norm()
-  ps.check(C.ps_engine_sq_norm(ps.ctx, double_out))
+  native.check(C.ps_engine_sq_norm(native.ctx, double_out))
   return math.sqrt(double_out[0])
 end
 
@@ -103,7 +103,7 @@ function Optimizer:norm_of(numbers)
   local sum, first, n = 0, 0, 0
   local function add()
     if n > 0 then
-      ps.check(C.ps_engine_sq_norm_of(ps.ctx, first, n, double_out))
+      native.check(C.ps_engine_sq_norm_of(native.ctx, first, n, double_out))
       sum = sum + double_out[0]
     end
   end
@@ -126,7 +126,7 @@ end
 function Optimizer:squares(list) -- luacheck: no self
   local squares = {}
   for i, at in ipairs(list) do
-    ps.check(C.ps_engine_sq_norm_of(ps.ctx, at.row.order, 1, double_out))
+    native.check(C.ps_engine_sq_norm_of(native.ctx, at.row.order, 1, double_out))
     squares[i] = double_out[0]
   end
   return squares
@@ -136,23 +136,23 @@ end
 ---@param place integer in built.list
 ---@param factor number
 function Optimizer:set_factor(place, factor) -- luacheck: no self
-  ps.check(C.ps_engine_param_scale(ps.ctx, place - 1, factor))
+  native.check(C.ps_engine_param_scale(native.ctx, place - 1, factor))
 end
 
 --- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
-function Optimizer:update() ps.retry(C.ps_engine_update, ps.ctx) end
+function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
 --- The number of parameters that this step has updated, and of all.
 ---@return integer n
 ---@return integer all
 function Optimizer:updated()
   local n, all = 0, self:count()
-  for i = 1, all do n = n + C.ps_engine_param_updated(ps.ctx, i - 1) end
+  for i = 1, all do n = n + C.ps_engine_param_updated(native.ctx, i - 1) end
   return n, all
 end
 
 --- Drops the gradients of all parameters.
-function Optimizer:drop() ps.check(C.ps_engine_drop_grads(ps.ctx)) end
+function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
 --- Would refuse gradients that are there before the first backward of a step; in chunks C refuses to make them.
 function Optimizer:check_no_gradients() end
 --- Would drop the gradients that C does not drop when it gives a step up; in chunks there are none.
@@ -199,8 +199,8 @@ function Optimizer:slot(i)
   return { name = row.name, param = row.param, averages = row.averages,
     master = row.master ~= nil and not rawequal(row.master, row.param) and row.master or nil }
 end
-function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(ps.ctx, i - 1)) end
-function Optimizer:set_updates(i, t) ps.check(C.ps_engine_set_param_steps(ps.ctx, i - 1, t)) end
+function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
+function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
 --- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or momentum_buffer of SGD, n from 0 in
 --- the order of groups; with a model, the form that ps.checkpoints writes: {tensors by name, values}. Tensors are lent:
@@ -227,7 +227,7 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
 end
 
 --- Values of state were written: it may have had masters.
-function Optimizer:loaded() ps.check(C.ps_engine_forget(ps.ctx)) end
+function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
 --- Splits the trained parameters into groups by the engine's param_groups (default: one), and orders built.list by
 --- virtual stage, then group by group.

@@ -2,7 +2,7 @@
 -- A loss of the script's own, ps.initialize { loss = function(out, batch) ... end }: it runs behind the model, which is
 -- called without the targets. `out` is the model's output, by names. `batch` is the table of names that the model was
 -- called with, or a list of the arguments.
-local ps = require "ps"
+local scope = require "ps.scope"
 local batch = require "ps.batch"
 
 local own_loss = {}
@@ -31,9 +31,9 @@ local function value_of(loss, out, given)
     if not ok then error(NO_TARGETS:format(tostring(result)), 0) end
     value = result
   end
-  if not ps.is_tensor(value) or value:numel() ~= 1 then
+  if not scope.is_tensor(value) or value:numel() ~= 1 then
     error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
-      .. (ps.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
+      .. (scope.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
   end
   return value
 end
@@ -46,7 +46,7 @@ end
 ---@return table out
 function own_loss.of(loss, result, given)
   local out = batch.output(result)
-  if not (ps.grad_enabled() or batch.has_targets(given)) then
+  if not (scope.grad_enabled() or batch.has_targets(given)) then
     return batch.later(out, function() return value_of(loss, out, given) end)
   end
   out.loss = value_of(loss, out, given)

@@ -2,7 +2,7 @@
 -- Loading a model's state in an engine of several ranks. A state is whole, or this rank's own, as model:state_dict()
 -- gives it: without the tensors that other ranks have. Buffers that all ranks have are in the state of the first of
 -- them alone, which sends them to the others.
-local ps = require "ps"
+local scope = require "ps.scope"
 local agree = require "ps.dist.agree"
 local mesh = require "ps.mesh"
 local step = require "ps.engine.step"
@@ -50,7 +50,7 @@ local function share(engine, has)
     for _, buffer in ipairs(complete and {} or list) do
       local host = buffer.tensor:to("cpu"):contiguous()
       at.group:broadcast(host, 0)
-      ps.no_grad(function() buffer.tensor:copy_(host) end)
+      scope.no_grad(function() buffer.tensor:copy_(host) end)
     end
   end
 end

@@ -3,7 +3,11 @@
 -- order of the rank's row of the schedule's table. C performs the row (src/pipe/exec.c): transfers, weight gradients
 -- that were put off, reductions. This file runs the model's code in between. engine/step.lua performs forwards and
 -- backwards as actions of the step, and engine/pipe_step.lua goes on at the pace of the script's loop.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local native = require "ps.ffi"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local hooks = require "ps.hooks"
 local agree = require "ps.dist.agree"
 local array = require "ps.array"
@@ -17,7 +21,7 @@ local replicas = require "ps.engine.replicas"
 local talk = require "ps.dist.agree"
 local tables = require "ps.pipe"
 local trained = require "ps.engine.trained"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local pipe = {}
 
@@ -110,7 +114,7 @@ function pipe.join(module, stages, built)
     among = #ranks > 1 and part or nil
   end
   local numbers = math.max(1, #built.list + #built.elsewhere)              -- a model that only generates trains nothing
-  ps.check(C.ps_engine_stages(ps.ctx, group.c, among and among.c, numbers))
+  native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end
 
 --- The pipeline of an engine.
@@ -139,7 +143,7 @@ local function row_of(self, micros, forward_only)
   found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {},
     whole = os.getenv "PS_DRY_RUN" == "whole" }
   if micros < self.size and not forward_only then
-    ps.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
+    native.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
     self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
       .. "gradient_accumulation_steps says how many there are"):format(micros, self.size, 100 * times.bubble))
   end
@@ -148,7 +152,7 @@ local function row_of(self, micros, forward_only)
     local kind, _, index = IN_STEP[action.kind], found.table:place(action.vstage)
     if kind then found.actions[#found.actions + 1] = { kind, index, action.micro } end
   end
-  ps.check(C.ps_pipe_open(ps.ctx, found.table.c, self.group.c, pipe_out))
+  native.check(C.ps_pipe_open(native.ctx, found.table.c, self.group.c, pipe_out))
   found.c = ffi.gc(pipe_out[0], C.ps_pipe_close)
   self.rows[key] = found
   return found
@@ -180,10 +184,11 @@ local function expect(self, row, micro)
     end
     for i, t in ipairs(part.carry) do
       local e = expected[i - 1]
-      e.dtype, e.device, e.ndim, e.grad = ps.dtype_code(t.dtype), self.engine.device, #t.shape, t.needs_grad and 1 or 0
+      e.dtype, e.device, e.ndim, e.grad = native.dtype_code(t.dtype), self.engine.device, #t.shape,
+        t.needs_grad and 1 or 0
       for d, size in ipairs(t.shape) do e.shape[d - 1] = size end
     end
-    ps.check(C.ps_pipe_expect(row.c, v, micro.number, #part.carry, expected))
+    native.check(C.ps_pipe_expect(row.c, v, micro.number, #part.carry, expected))
   end
   row.keys[micro.number] = micro.key
 end
@@ -201,7 +206,8 @@ end
 ---@param micros ps.engine.PipeMicro[] from 0; n: how many
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
-  self.trains, self.seed, self.training = trained.text(self.engine.module), ps.rng().seed, self.engine.module.training
+  self.trains, self.seed, self.training = trained.text(self.engine.module), random.state().seed,
+    self.engine.module.training
   for i = 0, micros.n - 1 do
     micros[i].key = (cached(micros[i]) and "cached " or "") .. (self.training and "" or "eval ") .. self.trains
       .. batch.signature(micros[i].args)
@@ -216,11 +222,11 @@ function Pipe:check_unchanged()
     caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches "
       .. "than the loop: do it before or behind the loop")
   end
-  if not ps.grad_enabled() then refuse "gradients were switched off" end
+  if not scope.grad_enabled() then refuse "gradients were switched off" end
   if self.engine.module.training ~= self.training then
     refuse(("the model went to %s mode"):format(self.training and "evaluation" or "training"))
   end
-  if ps.rng().seed ~= self.seed then refuse "ps.manual_seed was called" end
+  if random.state().seed ~= self.seed then refuse "ps.manual_seed was called" end
   local trains = trained.text(self.engine.module)
   if trains == self.trains then return end
   local at = 1
@@ -278,18 +284,18 @@ function Pipe:begin(step, dry)
   for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
   if dry then
     local first, stop = repeated(self, row)
-    ps.check(C.ps_pipe_repeat(row.c, first, stop))
+    native.check(C.ps_pipe_repeat(row.c, first, stop))
     self.performed = self.count - (stop - first)
   end
   self.tells = step ~= nil and hooks.heard "action"
-  ps.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0, self.tells and 1 or 0))
+  native.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0, self.tells and 1 or 0))
   self.row = row
 end
 
 --- Gives C the settings of the last backward, or weight gradients, of each virtual stage, before it comes to the first
 --- of them.
 ---@param how ffi.cdata* ps_action_how
-function Pipe:settle(how) ps.check(C.ps_pipe_settings(self.row.c, how)) end
+function Pipe:settle(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
 --- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
 ---@return boolean again it failed since micro-batches did not do alike: another dry run performs each
@@ -326,7 +332,7 @@ function Pipe:next()
   local event = self.event
   local rc = C.ps_pipe_next(self.row.c, event)
   if rc == C.PS_ENOMEM then collectgarbage() end
-  ps.check(rc)
+  native.check(rc)
   self.n_out = 0
   if event.kind == C.PS_ACT_YIELD then self.micros[event.micro].loss = event.loss end
   if event.kind ~= C.PS_ACT_NONE then return event.kind, event.vstage, event.micro end
@@ -357,7 +363,7 @@ end
 
 --- Tells C that the action is over, and the tensors that it gave.
 function Pipe:done()
-  ps.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
+  native.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
   self.given = nil
 end
 
@@ -384,7 +390,7 @@ local function come_in(self, names)
   for i = 1, self.event.n do
     local t = self.event["in"][i - 1]
     C.ps_tensor_retain(t)
-    carry[names[i].name] = ps.own(t)
+    carry[names[i].name] = native.own(t)
   end
   return carry
 end
@@ -403,7 +409,7 @@ local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
     local given = type(carry) == "table" and carry[t.name]
-    if not ps.is_tensor(given) then
+    if not scope.is_tensor(given) then
       error(("the parts of virtual stage %d gave no tensor '%s'"):format(v, t.name), 0)
     end
     local said, counted_as = line_of(t.name, given:dtype(), given:shape()), line_of(t.name, t.dtype, t.shape)
@@ -420,7 +426,7 @@ end
 local function finish(self, micro, carry)
   if micro.batch then                                        -- of a step of generate, which has no loss
     micro.out = carry
-    self.given = { ps.zeros({}, { dtype = "fp32" }) }
+    self.given = { create.zeros({}, { dtype = "fp32" }) }
     return give(self, self.given)
   end
   local own = self.engine.own_loss
@@ -454,15 +460,16 @@ function Pipe:forward(v, number)
   local carry = v > 0 and come_in(self, costs[first - 1].carry) or {}
   local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
   local given = micro.batch or self.engine.module:batch_of(unpack(args, 1, args.n))
-  local out = ps.scope(parts.run, stages.parts, first, last, carry, given)
+  local out = scope.scope(parts.run, stages.parts, first, last, carry, given)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
 -- The loss that another rank has. In training it requires a gradient, as there: a loss that a script makes of it can
 -- then be told to be of this micro-batch.
 local function loss_here(micro)
-  local loss = ps.computes and ps.tensor(micro.loss) or ps.empty({}, { dtype = "fp32" })  -- a dry run knows no loss
-  return loss:requires_grad(ps.grad_enabled())
+  -- a dry run knows no loss
+  local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
+  return loss:requires_grad(scope.grad_enabled())
 end
 
 -- What the last virtual stage would say of its output that is on a rank which is not here.
@@ -478,7 +485,7 @@ end
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
   for name, t in pairs(micro.out or {}) do
-    if type(name) == "string" and name ~= "loss" and ps.is_tensor(t) then names[#names + 1] = name end
+    if type(name) == "string" and name ~= "loss" and scope.is_tensor(t) then names[#names + 1] = name end
   end
   table.sort(names)
   for i, name in ipairs(names) do
@@ -486,13 +493,13 @@ local function gathered(self, micro)
     lines[i] = line_of(name, t:dtype(), t:shape())
   end
   local said, out = agree.texts(self.group, table.concat(lines, "\n"))[root + 1], { loss = loss_here(micro) }
-  if not ps.computes and not micro.out then said = said_of(self, micro) end
+  if not devices.computes and not micro.out then said = said_of(self, micro) end
   for line in said:gmatch "[^\n]+" do
     local name, dtype, sizes = line:match "^(%S+) (%S+) ?(.*)$"
     local shape = {}
     for size in sizes:gmatch "%d+" do shape[#shape + 1] = tonumber(size) end
     local t = micro.out and micro.out[name]:detach():contiguous()
-      or ps.empty(shape, { dtype = dtype, device = self.engine.device_name })
+      or create.empty(shape, { dtype = dtype, device = self.engine.device_name })
     out[name] = self.group:broadcast(t, root)
   end
   return micro.out or batch.turning(out)
@@ -513,7 +520,7 @@ end
 ---@param weight number
 function Pipe:mark(root, weight)
   local micro = self.micros[self.marked]
-  ps.check(C.ps_pipe_mark(self.row.c, self.marked, micro.out and root or nil, weight))
+  native.check(C.ps_pipe_mark(self.row.c, self.marked, micro.out and root or nil, weight))
   micro.out = nil
   self.marked, self.total = self.marked + 1, self.total + weight
 end
@@ -521,8 +528,8 @@ end
 --- Refuses weights that the stages do not give alike, behind the last backward of a loop. All ranks call it.
 ---@param total number sum of this rank's weights
 function Pipe:check_weights(total)
-  local all = ps.empty({ self.size }, { dtype = "fp64" })
-  self.group:all_gather(all, ps.tensor({ total }, { dtype = "fp64" }))
+  local all = create.empty({ self.size }, { dtype = "fp64" })
+  self.group:all_gather(all, create.tensor({ total }, { dtype = "fp64" }))
   for stage, other in ipairs(all:tolist()) do
     if other ~= total then
       error(("the stages of a pipeline weigh the step's losses differently: %.17g in all on stage %d, %.17g on stage "

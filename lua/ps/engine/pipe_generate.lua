@@ -5,7 +5,7 @@
 -- that share layers out keep keys and values of their own heads, and the head gives all of them the logits.
 -- ps/pretrained/generate.lua runs on every rank, with an object in the model's place that has the module's fields and
 -- these functions.
-local ps = require "ps"
+local create = require "ps.create"
 local agree = require "ps.dist.agree"
 local caller = require "ps.caller"
 local mesh = require "ps.mesh"
@@ -26,7 +26,7 @@ local function next_logits(engine, ids, at)
   local logits
   if out then logits = out.logits:reshape(ids:size(0), -1):to("fp32"):contiguous()
   else
-    logits = ps.empty({ ids:size(0), module.config.vocab_size }, { dtype = "fp32", device = engine.device_name })
+    logits = create.empty({ ids:size(0), module.config.vocab_size }, { dtype = "fp32", device = engine.device_name })
   end
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end

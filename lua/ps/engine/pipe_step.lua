@@ -2,7 +2,8 @@
 -- A pipeline at the pace of a script: loops over the micro-batches of a step or of an evaluation, and the forwards of
 -- generate. A pipeline goes through one of them at a time, and its ranks compare what they begin. This file has no
 -- state: engine/pipe.lua has the row that is under way, engine/step.lua the step.
-local ps = require "ps"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local batch = require "ps.batch"
 local hooks = require "ps.hooks"
 local step = require "ps.engine.step"
@@ -13,7 +14,7 @@ local pipe_step = {}
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
-    local given, rng = loop.take(i), ps.rng()
+    local given, rng = loop.take(i), random.state()
     given = hooks.ask("batch", engine, given) or given
     if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end     -- past the loader's next turn
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
@@ -72,7 +73,7 @@ function pipe_step.look(engine, loop)
     pipe:compare_begin(said("an evaluation", loop), true)
     pipe:begin(nil)
   end
-  return ps.no_grad(function()
+  return scope.no_grad(function()
     local number = pipe:look()
     if number == nil then return nil end
     local out = pipe:output(number, loop.gather)
@@ -88,7 +89,7 @@ end
 ---@param given table what the parts read, ids among it
 ---@return table<string, ps.Tensor>?
 function pipe_step.once(engine, ids, given)
-  local pipe, rng, args = engine.pipe, ps.rng(), { n = 1, ids }
+  local pipe, rng, args = engine.pipe, random.state(), { n = 1, ids }
   pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),
     op = tonumber(rng.op), targets = false, batch = given } }
   local micros = pipe.micros

@@ -2,7 +2,9 @@
 -- The engine over plain memory (memory = "plain"): the same configuration, model and optimizer calls, with parameters
 -- where they were made and the optimizer of ps.optim. Specs compare chunks with it, bit for bit. Models with parameters
 -- of unusual types use it.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local optim = require "ps.optim"
@@ -32,7 +34,7 @@ function PlainOptimizer:squares(list) -- luacheck: no self
     squares[i] = 0
     if grad ~= nil then grads[#grads + 1], of[#of + 1] = grad, i end
   end
-  for k, square in ipairs(ps.no_grad(optim.squares, grads)) do squares[of[k]] = square end
+  for k, square in ipairs(scope.no_grad(optim.squares, grads)) do squares[of[k]] = square end
   optim.give_back(grads)
   return squares
 end
@@ -84,7 +86,7 @@ function PlainOptimizer:slot(i)
   for k, name in ipairs(self.averages) do
     if entry[name] == nil then
       local dtype = param:dtype() == "fp64" and "fp64" or "fp32"
-      entry[name] = ps.zeros(param:shape(), { dtype = dtype, device = param:device() }):keep()
+      entry[name] = create.zeros(param:shape(), { dtype = dtype, device = param:device() }):keep()
     end
     averages[k] = entry[name]
   end
@@ -106,7 +108,7 @@ local function convert(module, precision)
         local from = core.address(value)
         if not replaced[from] then
           local trains = value:needs_grad()
-          local copy = core.Parameter(ps.no_grad(function() return value:detach():to(precision) end))
+          local copy = core.Parameter(scope.no_grad(function() return value:detach():to(precision) end))
           copy:requires_grad(trains)
           value:requires_grad(false)
           replaced[from] = copy
@@ -130,7 +132,7 @@ local function named_rows(module, inner, made)
     if entry then
       local half = param:dtype() == "bf16" or param:dtype() == "fp16"
       local master = made[core.address(param)]
-      if master == nil and half then master = ps.no_grad(function() return param:detach():to("fp32") end):keep() end
+      if master == nil and half then master = scope.no_grad(function() return param:detach():to("fp32") end):keep() end
       if master == nil then master = param end
       entry.master = master
       rows[#rows + 1] = { name = name, param = param, entry = entry, order = orders[entry], master = master,
@@ -153,16 +155,16 @@ end
 -- Begins a step, without a plan.
 local function begin_step(engine)
   engine.masters:sync()
-  ps.check(step.begin(engine, false))
+  native.check(step.begin(engine, false))
 end
 
 --- Makes the module, and the optimizer of ps.optim, from a request and a configuration that engine/setup.lua has read.
 ---@param self ps.Engine with cfg, accumulate, precision, device_name and so on
 ---@param request table
 function plain.initialize(self, request)
-  local was = ps.set_default_device(self.device_name)
+  local was = create.set_default_device(self.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)
-  ps.set_default_device(was)
+  create.set_default_device(was)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
   local cfg = self.cfg

@@ -7,11 +7,13 @@
 -- the loss scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where
 -- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to
 -- be compared with, so that settings which differ would never show in it.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local random = require "ps.random"
 local optim_groups = require "ps.optim_groups"
 local talk = require "ps.dist.agree"
 local shard = require "ps.nn.shard"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local replicas = {}
 
@@ -101,8 +103,8 @@ end
 
 local function compare(group, what, lines)
   local own = table.concat(lines, "\n")
-  local all = group:all_gather(ps.empty({ group:size(), 2 }, { dtype = "int64" }),
-    ps.tensor({ talk.text_hash(own), #own }, { dtype = "int64" })):tolist()
+  local all = group:all_gather(create.empty({ group:size(), 2 }, { dtype = "int64" }),
+    create.tensor({ talk.text_hash(own), #own }, { dtype = "int64" })):tolist()
   for r = 2, group:size() do
     if all[r][1] ~= all[1][1] or all[r][2] ~= all[1][2] then
       local texts, rank, zeroth = talk.texts(group, own), group:world_rank(r - 1), group:world_rank(0)
@@ -142,7 +144,8 @@ replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimi
 function replicas.settings(engine)
   local optimizer = engine.optimizer
   local keys = optim_groups.SETTINGS[optimizer.kind]
-  local parts = { engine.steps, optimizer.steps, tostring(ps.rng().step), ("%.17g"):format(optimizer.max_norm or 0) }
+  local parts = { engine.steps, optimizer.steps, tostring(random.state().step),
+    ("%.17g"):format(optimizer.max_norm or 0) }
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
   for _, group in ipairs(optimizer.groups) do
     local text = optim_groups.to_text(group, keys)
@@ -154,10 +157,10 @@ end
 -- A {name, hash} for each compared state, in the same order on all ranks of the axis. Of state that ranks of dp share
 -- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
 local function hashes(engine, axis)
-  local settings = talk.text_hash(("%s %s"):format(tostring(ps.rng().seed), replicas.settings(engine)))
+  local settings = talk.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
   local list = { { replicas.OF_SETTINGS, settings } }
   local function add(name, tensor)
-    ps.check(C.ps_tensor_hash(tensor, hash_out))
+    native.check(C.ps_tensor_hash(tensor, hash_out))
     list[#list + 1] = { name, talk.hash_number(hash_out[0]) }
   end
   for name, tensor in engine.module:named_buffers() do
@@ -186,8 +189,8 @@ local function difference_along(engine, axis)
   if not group or group:size() == 1 then return nil end
   local list, mine = hashes(engine, axis), {}
   for i, entry in ipairs(list) do mine[i] = entry[2] end
-  local all = ps.empty({ group:size(), #mine }, { dtype = "fp64" })
-  group:all_gather(all, ps.tensor(mine, { dtype = "fp64" }))
+  local all = create.empty({ group:size(), #mine }, { dtype = "fp64" })
+  group:all_gather(all, create.tensor(mine, { dtype = "fp64" }))
   local rows = all:tolist()
   for i, entry in ipairs(list) do
     local column = {}

@@ -5,13 +5,14 @@
 -- follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
 -- (ps.monitor) get each step's numbers, its flops_profiler has one step's, and its comms_logger counts what ranks say
 -- to each other. An engine without any of these settings has no report.
-local ps = require "ps"
+local native = require "ps.ffi"
+local views = require "ps.views"
 local view = require "ps.memory_view"
 local look = require "ps.engine.inspect"
 local comm = require "ps.comm"
 local flops_profiler = require "ps.engine.flops_profiler"
 local monitor = require "ps.monitor"
-local C = ps.C
+local C = native.C
 
 local report = {}
 
@@ -124,9 +125,9 @@ end
 -- What tiers hold and have held at most, and who held the peak of the device that computes.
 local function memory(engine)
   local device = engine.device_name
-  local held = ps.memory { at = "peak", device = device }
+  local held = views.memory { at = "peak", device = device }
   held.shown = HELD
-  return ("%s\n%s"):format(ps.memory(device), held)
+  return ("%s\n%s"):format(views.memory(device), held)
 end
 
 -- The events of a step, by DeepSpeed's names. Times are those of this step, in milliseconds.

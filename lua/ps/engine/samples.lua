@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A micro-batch has as many samples as the configuration says: train_micro_batch_size_per_gpu, written or derived from
 -- train_batch_size. With another size the step's global batch would not be the configured one.
-local ps = require "ps"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 
 local samples = {}
@@ -9,7 +9,7 @@ local samples = {}
 -- The number of samples in a batch: the first dimension of its first tensor that has dimensions; nil: there is none. A
 -- table's tensors are in the order of their names.
 local function count(value)
-  if ps.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
+  if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end
   local names = {}
   for name in pairs(value) do if type(name) == "string" then names[#names + 1] = name end end

@@ -1,7 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
 -- module built in staging chunks, and where updates run.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local dist = require "ps.dist"
+local native = require "ps.ffi"
+local random = require "ps.random"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local copied = require "ps.copied"
 local hooks = require "ps.hooks"
@@ -25,7 +30,7 @@ local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
 local optim_groups = require "ps.optim_groups"
 local random_state = require "ps.random_state"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 local error = caller.error
 
 local setup = {}
@@ -112,7 +117,7 @@ function setup.request(first, local_rank, cfg, client)
   check_groups(request.param_groups)
   mesh.check_joined "ps.initialize"
   local group = mesh.group "world"
-  local mine = group and ps.local_rank() or 0
+  local mine = group and dist.local_rank() or 0
   if (request.local_rank or mine) ~= mine then
     error(("ps.initialize: local_rank %s, but this is %s"):format(tostring(request.local_rank),
       group and "local rank " .. mine or "a single process (ps.init_distributed comes before ps.initialize)"))
@@ -133,18 +138,18 @@ local held_out = ffi.new("ps_memory_info")
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
-    ps.check(C.ps_memory_get(ps.ctx, ps.device_index(name), held_out))
+    native.check(C.ps_memory_get(native.ctx, native.device_index(name), held_out))
     return tonumber(held_out.reserved)
   end
-  ps.collect()
-  local there = { host = ps.memory_available("cpu") / sharing + held "cpu" }
-  if device ~= "cpu" then there.device = ps.memory_available(device) + held(device) end
+  scope.collect()
+  local there = { host = devices.available("cpu") / sharing + held "cpu" }
+  if device ~= "cpu" then there.device = devices.available(device) + held(device) end
   return there
 end
 
 -- The device of "auto": cuda where a GPU can be used. A GPU that is there and cannot be used gets a note.
 local function choose_device(self)
-  local ok, err = pcall(ps.device, "cuda")
+  local ok, err = pcall(devices.open, "cuda")
   if ok then return "cuda" end
   if err.sub ~= "NO_DEVICE" then self:note(('device: "auto" is the cpu here: %s'):format(tostring(err))) end
   return "cpu"
@@ -198,7 +203,7 @@ function setup.configure(self, request, config)
     layers.note(text)
     hooks.tell("planned", text)
   end
-  self.device, self.host = ps.device_index(self.device_name), ps.device_index("cpu")
+  self.device, self.host = native.device_index(self.device_name), native.device_index("cpu")
   self.accumulate = cfg.gradient_accumulation_steps
   self.adds_up = self.accumulate > 1 or cfg.pipeline.stages > 1     -- there is memory in which gradients are added up
   self.policy = cfg.eviction
@@ -214,7 +219,7 @@ function setup.configure(self, request, config)
     end
     self.lookups = false
   end
-  if cfg.seed then ps.manual_seed(cfg.seed) end
+  if cfg.seed then random.seed(cfg.seed) end
 end
 
 -- Parameters of a module, and how many of them train.
@@ -232,12 +237,12 @@ local function model_of(model_func) return hooks.ask("model", model_func) or mod
 -- The same of a model that is made on the meta device to be counted; nil when its function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
-  local was = ps.set_default_device("meta")
-  local ok, module = pcall(ps.scope, function()
+  local was = create.set_default_device("meta")
+  local ok, module = pcall(scope.scope, function()
     local made = model_func()
     return core.is_module(made) and count(made) or nil
   end)
-  ps.set_default_device(was)
+  create.set_default_device(was)
   restore()
   return ok and module or nil
 end
@@ -321,7 +326,7 @@ function setup.open_engine(self, step)
   end
   local memory, c = self.cfg.memory, ffi.new("ps_chunk_config")
   c.device, c.host = self.device, self.host
-  ps.check(C.ps_policy_find(self.policy, int_out))
+  native.check(C.ps_policy_find(self.policy, int_out))
   c.policy = int_out[0]
   c.prefetch = self.cfg.prefetch and 1 or 0
   c.stress = os.getenv("PS_STRESS") == "1" and 1 or 0
@@ -333,8 +338,8 @@ function setup.open_engine(self, step)
   local group = mesh.group "world"
   local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
   self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
-  ps.collect_all()                                -- garbage should not count against the budgets
-  ps.check(C.ps_engine_open(ps.ctx, step, c, memory.disk and memory.disk.path or nil))
+  scope.collect_all()                                -- garbage should not count against the budgets
+  native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = self
   if group then
     self.ranks = data_parallel.new(self)
@@ -380,11 +385,11 @@ function setup.make_module(self, request)
     return module
   end
   if cut then return (tensor_parallel.make(model_func, cut, { device = self.device_name, stage = stage })) end
-  local was = ps.set_default_device(self.device_name)
+  local was = create.set_default_device(self.device_name)
   local off = hooks.on("parameter", stage)
   local ok, module = pcall(model_func)
   off()
-  ps.set_default_device(was)
+  create.set_default_device(was)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
   collectgarbage()
@@ -457,7 +462,7 @@ function setup.finish(self)
   if cfg.activation_checkpointing.cpu_checkpointing then
     if self.device ~= self.host then
       local run = self.run
-      self.run = function(...) return ps.offload_activations(run, ...) end
+      self.run = function(...) return scope.offload_activations(run, ...) end
     else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
   end
 end

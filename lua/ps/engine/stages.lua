@@ -2,7 +2,8 @@
 -- A model cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters that a
 -- rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process makes
 -- the whole model without data (ps.deferred), and gives its own virtual stages their values.
-local ps = require "ps"
+local devices = require "ps.devices"
+local scope = require "ps.scope"
 local core = require "ps.nn.module"
 local count = require "ps.engine.count"
 local deferred = require "ps.deferred"
@@ -370,7 +371,7 @@ end
 ---@return table<string, ps.Tensor>
 function Stages:run(vstage, carry, batch)
   local v = self.mine[vstage + 1] + 1
-  return ps.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
+  return scope.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
 end
 
 --- The cost of a virtual stage: the sums over its parts, and the carry that it gives.
@@ -420,7 +421,7 @@ end
 -- The costs with the parts' seconds on rank 0's device in the place of operations. All ranks use rank 0's, since they
 -- must cut alike.
 local function measured(module, costs, args, where)
-  if not ps.computes then
+  if not devices.computes then
     hooks.tell("planned", 'pipeline.partition = "measured": a dry run of a script measures nothing, and cut the model '
       .. "by counted operations; a real run may cut it elsewhere, and its stages hold more or less then")
     return costs

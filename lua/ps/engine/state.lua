@@ -11,7 +11,7 @@
 --   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
 --   named: false where parameters have no names
-local ps = require "ps"
+local scope = require "ps.scope"
 local cut = require "ps.nn.cut"
 local optim_groups = require "ps.optim_groups"
 local torch_pt = require "ps.torch_pt"
@@ -27,7 +27,7 @@ local function is_file(value) return type(value) == "table" and type(value.read_
 
 local function has(source, key)
   if is_file(source) then return source:has(key) end
-  return ps.is_tensor(source[key])
+  return scope.is_tensor(source[key])
 end
 
 local function check_tensor(source, key, slot)
@@ -49,7 +49,7 @@ end
 local function set_averages(opt, slot, source, prefix)
   for k, average in ipairs(slot.averages or {}) do
     if source then cut.read(source, prefix .. opt.averages[k], average, slot.param)
-    else ps.no_grad(function() average:fill_(0) end) end
+    else scope.no_grad(function() average:fill_(0) end) end
   end
 end
 
@@ -181,7 +181,7 @@ end
 -- begun, and the op needs to know no more.
 local function whole_step(opt, source, step, name)
   if step == nil and opt.kind == "SGD" then return has(source, "momentum_buffer") and 1 or 0 end
-  if ps.is_tensor(step) then step = step:item() end
+  if scope.is_tensor(step) then step = step:item() end
   step = tonumber(step)
   if not step or step < 0 or step % 1 ~= 0 then
     error(("the saved optimizer's step of parameter %s is %s, no whole number"):format(name, tostring(step)), 0)
@@ -190,7 +190,7 @@ local function whole_step(opt, source, step, name)
 end
 
 local function number_of(value)
-  if ps.is_tensor(value) then value = value:item() end
+  if scope.is_tensor(value) then value = value:item() end
   return tonumber(value)
 end
 

@@ -3,7 +3,9 @@
 -- perform() performs one action. model(), model:backward and optimizer:step() perform them at the script's pace; a dry
 -- run loops over the table. Lua's own state of a step is in `states`, which no other file can reach: other files read
 -- it by the functions here.
-local ps = require "ps"
+local create = require "ps.create"
+local devices = require "ps.devices"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local batch = require "ps.batch"
 local caller = require "ps.caller"
@@ -15,7 +17,7 @@ local handle = require "ps.engine.handle"
 local samples = require "ps.engine.samples"
 local trained = require "ps.engine.trained"
 local weigh = require "ps.engine.weigh"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local step = {}
 
@@ -86,7 +88,7 @@ end
 ---@return ffi.cdata* step for ps_engine_open
 function step.new(engine)
   local out = ffi.new("ps_step *[1]")
-  ps.check(C.ps_step_new(ps.ctx, out))
+  native.check(C.ps_step_new(native.ctx, out))
   local c = ffi.gc(out[0], C.ps_step_free)
   local s = { c = c, is = C.ps_step_look(c), backward_how = ffi.new("ps_action_how"),
     update_how = ffi.new("ps_action_how"), config = ffi.new("ps_step_config"), targets = false,
@@ -240,7 +242,7 @@ end
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function step.take_back(engine, failed)
-  ps.check_running "giving the step up"
+  native.check_running "giving the step up"
   local s = states[engine]
   if failed == nil and overlapped(s) then failed = "given up by a load, after backward" end
   if failed ~= nil then note_torn(engine, s, failed, false) end
@@ -281,7 +283,7 @@ end
 
 -- Ends a step that is over, and keeps its trace.
 local function finish(engine, s)
-  ps.check(C.ps_step_end(s.c, id_out))
+  native.check(C.ps_step_end(s.c, id_out))
   if s.key and id_out[0] >= 0 then engine.traces[s.key] = id_out[0] end
   forget(s)
   s.torn = false
@@ -337,14 +339,14 @@ local function done(engine, s, ok, ...)
   if not ok then failed(engine, s, (...)) end
   hooks.tell("action", s.is.now, false)
   local rc = C.ps_step_done(s.c)
-  if rc < 0 then failed(engine, s, select(2, pcall(ps.raise, rc))) end
+  if rc < 0 then failed(engine, s, select(2, pcall(native.raise, rc))) end
   return ...
 end
 
 -- Lua's garbage goes before a walk.
 local function collect()
   collectgarbage()
-  if not ps.computes then collectgarbage "stop" end              -- as dry_run.lua of ps.planning has it
+  if not devices.computes then collectgarbage "stop" end              -- as dry_run.lua of ps.planning has it
 end
 
 -- Performs one action. Every action of every step comes through here, but for those that C performs on its way through
@@ -352,7 +354,7 @@ end
 local function perform(engine, kind, how, ...)
   local s = states[engine]
   if kind == BACKWARD and C.ps_step_collects(s.c) ~= 0 then collect() end
-  ps.check(C.ps_step_next(s.c, kind, how))
+  native.check(C.ps_step_next(s.c, kind, how))
   hooks.tell("action", s.is.now, true)
   return done(engine, s, pcall((engine.pipe and pipe_work or work)[kind], engine, ...))
 end
@@ -391,7 +393,7 @@ end
 
 -- Refuses a turn of a loop without gradients, or in another mode than the loop began in.
 local function check_loop(engine, loop)
-  if not ps.grad_enabled() then
+  if not scope.grad_enabled() then
     caller.error "gradients are off within a loop over micro-batches, and it began with them"
   end
   if engine.module.training ~= loop.training then
@@ -466,7 +468,7 @@ function step.forward(engine, ...)
   local is_named = batch.is_named(given)
   local turning = is_named and batch.turning or same
   local args = batch.on(given, engine.device, engine.device_name)
-  if not ps.grad_enabled() then
+  if not scope.grad_enabled() then
     return turning(engine.apply(engine.module, unpack(args, 1, args.n)))
   end
   step.check_no_loop(engine, "model(...) with gradients (an evaluation goes within ps.no_grad)")
@@ -493,7 +495,7 @@ end
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 function step.enter_loop(engine, loop)
-  ps.check_running "a loop over micro-batches"
+  native.check_running "a loop over micro-batches"
   step.check_whole(engine)
   step.check_no_loop(engine, "model:micro_batches(...)")
   local s = states[engine]
@@ -628,7 +630,7 @@ end
 ---@return table out
 function step.look(engine, given)
   local args = batch.on(given, engine.device, engine.device_name)
-  return batch.output(ps.no_grad(engine.apply, engine.module, unpack(args, 1, args.n)))
+  return batch.output(scope.no_grad(engine.apply, engine.module, unpack(args, 1, args.n)))
 end
 
 -- Refuses backward of a loss that is not of the loop's present micro-batch, and a second backward of it.
@@ -723,9 +725,9 @@ end
 ---@param options? {weight?: number}
 function step.backward(engine, loss, options)
   engine = handle.own(engine, "backward")
-  ps.check_running "model:backward"
+  native.check_running "model:backward"
   step.check_whole(engine)
-  if not ps.is_tensor(loss) then caller.error(weigh.no_loss(loss)) end
+  if not scope.is_tensor(loss) then caller.error(weigh.no_loss(loss)) end
   local s = states[engine]
   local is = s.is
   if s.loop then check_of_loop(engine, s, loss)
@@ -743,7 +745,7 @@ function step.backward(engine, loss, options)
   if is.micro == 0 then engine.optimizer:check_no_gradients() end
   if is.open == 0 then                                         -- a step without a forward of its own
     engine.masters:sync()
-    ps.check(begin(engine, C.PS_TRACE_NONE))
+    native.check(begin(engine, C.PS_TRACE_NONE))
   end
   s.evaluates = false
   hooks.tell("backwards", function(text) engine:note(text) end)
@@ -799,7 +801,7 @@ function step.gradients_gone(engine) return overlapped(states[engine]) end
 ---@param engine ps.Engine
 ---@param call string of messages
 function step.check_gradients(engine, call)
-  ps.check_running(call)
+  native.check_running(call)
   step.check_whole(engine)
   local s = states[engine]
   local is = s.is
@@ -901,7 +903,7 @@ end
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
-  ps.check_running "optimizer:step()"
+  native.check_running "optimizer:step()"
   local s = states[engine]
   step.check_no_loop(engine, "optimizer:step()")
   if not (s.torn and s.torn.again) then step.check_whole(engine, 2) end
@@ -933,7 +935,7 @@ end
 ---@param call? string of messages, default "optimizer:zero_grad()"
 function step.zero_grad(engine, call)
   call = call or "optimizer:zero_grad()"
-  ps.check_running(call)
+  native.check_running(call)
   engine:check_open()
   step.check_no_loop(engine, call)
   local s = states[engine]
@@ -969,7 +971,7 @@ local dry = {
     if root == nil then error("the model gave no tensor", 0) end
     run.root, run.gradient = root, nil
     if root:numel() ~= 1 then
-      run.gradient = ps.empty(root:shape(), { dtype = root:dtype(), device = root:device() })
+      run.gradient = create.empty(root:shape(), { dtype = root:dtype(), device = root:device() })
     end
   end,
   [BACKWARD] = function(engine, run, micro)
@@ -1016,18 +1018,18 @@ end
 ---@return any problem its error
 function step.dry_run(engine, args, like)
   local s = states[engine]
-  ps.check(begin(engine, like or C.PS_TRACE_UNKNOWN, true))
-  local ok, problem = pcall(ps.scope, function() ps.enable_grad(through_table, engine, args) end)
+  native.check(begin(engine, like or C.PS_TRACE_UNKNOWN, true))
+  local ok, problem = pcall(scope.scope, function() scope.enable_grad(through_table, engine, args) end)
   local again = engine.pipe and engine.pipe:drop_dry()
   local rc = C.ps_step_end(s.c, ok and id_out or nil)
   forget(s)
   if again then
-    ps.collect()
+    scope.collect()
     collectgarbage "stop"
     return step.dry_run(engine, args, like)
   end
   if not ok then return nil, problem end
-  ps.check(rc)
+  native.check(rc)
   return id_out[0]
 end
 

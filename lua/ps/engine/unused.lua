@@ -6,7 +6,8 @@ local agree = require "ps.dist.agree"
 local core = require "ps.nn.module"
 local lists = require "ps.lists"
 local mesh = require "ps.mesh"
-local ps = require "ps"
+local devices = require "ps.devices"
+local dist = require "ps.dist"
 
 local unused = {}
 
@@ -109,7 +110,7 @@ end
 ---@param engine ps.Engine
 function unused.look(engine)
   local counts = before[engine]
-  if counts == false or not ps.computes then return end                   -- a dry run of a script updates nothing
+  if counts == false or not devices.computes then return end                   -- a dry run of a script updates nothing
   before[engine] = false
   local several = engine.ranks or engine.stages or engine.tensor_parallel
   local state, trained, lacking = {}, {}, {}
@@ -123,7 +124,7 @@ function unused.look(engine)
   local text = unused.text(engine.module, trained, lacking, not engine.stages)
   if not text then return end
   if engine.cfg.strict_gradients then error("strict_gradients: " .. text, 0) end
-  if ps.rank() == 0 then engine:note(text) end
+  if dist.rank() == 0 then engine:note(text) end
 end
 
 --- The line for an optimizer of ps.optim that has stepped once; nil: there is nothing to say.

@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The parameters of an engine as a reader wants them: their fp32 values, whatever lies in their places just now, and
 -- their gradients without the loss scale. Each rank gives what it owns.
-local ps = require "ps"
+local native = require "ps.ffi"
 local core = require "ps.nn.module"
 local scope = require "ps.scope"
 local step = require "ps.engine.step"
 local bit = require "bit"
-local C = ps.C
+local C = native.C
 
 local values = {}
 
 -- This rank's own bytes of a gradient, as the host sees it; nil: another rank has it. A tensor of a part would gather
 -- the other ranks' bytes.
 local function own_gradient(engine, grad)
-  if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(ps.ctx, grad) ~= 0) then return grad end
+  if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
+    grad) ~= 0) then return grad end
   local own = engine.ranks.shards:own(grad, engine.host)
   if own ~= nil then own.flags = bit.bor(own.flags, bit.band(grad.flags, C.PS_T_SLOT)) end
   return own

@@ -9,7 +9,7 @@
 -- other types `unit` is 1.
 --
 -- A step whose weights add up to 0 is skipped: parameters, optimizer state and the loss scale stay.
-local ps = require "ps"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 
 local weigh = {}
@@ -26,7 +26,7 @@ function weigh.several(engine, micros) return micros > 1 or engine.adds_up or en
 ---@param value any
 ---@return string
 function weigh.no_loss(value)
-  local named = type(value) == "table" and ps.is_tensor(value.loss)
+  local named = type(value) == "table" and scope.is_tensor(value.loss)
   return ("backward takes the loss tensor, not a %s%s"):format(type(value),
     named and ": model:backward(output.loss)" or "")
 end

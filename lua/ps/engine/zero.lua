@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ZeRO for layout/build.lua: the parts of chunks that ranks share out (src/zero/shard.h). layout/share.lua gives each
 -- chunk its owner.
-local ps = require "ps"
-local ffi, C = ps.ffi, ps.C
+local native = require "ps.ffi"
+local ffi, C = native.ffi, native.C
 
 local zero = {}
 
@@ -30,7 +30,7 @@ function zero.new(group, stage, stays, once)
   local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, once = once,
     rank = group:rank(), size = group:size(), stripes = 0, staged = {} }, Sharding)
   for rank = 1, self.size do self.staged[rank] = 0 end
-  ps.check(C.ps_engine_shard(ps.ctx, group.c, stage, once and 1 or 0))
+  native.check(C.ps_engine_shard(native.ctx, group.c, stage, once and 1 or 0))
   return self
 end
 
@@ -45,36 +45,37 @@ function Sharding:parameters() return self.stage >= 3 end
 ---@return integer
 function Sharding:part(at)
   local c = ffi.new("ps_part_config")
-  c.owner, c.stripe, c.dtype, c.nbytes = at.owner, at.stripe, ps.dtype_code(at.dtype), at.nbytes
+  c.owner, c.stripe, c.dtype, c.nbytes = at.owner, at.stripe, native.dtype_code(at.dtype), at.nbytes
   c.chunk, c.device = at.chunk or -1, at.device
   c.reads, c.keeps = at.reads and 1 or 0, at.keeps and 1 or 0
-  ps.check(C.ps_engine_part(ps.ctx, c, part_out))
+  native.check(C.ps_engine_part(native.ctx, c, part_out))
   return part_out[0]
 end
 
 --- Takes back a part whose chunk is about to go. A part that holds tensors goes with the last of them.
 ---@param part integer
 function Sharding:drop(part)
-  ps.check(C.ps_engine_part_drop(ps.ctx, part))
+  native.check(C.ps_engine_part_drop(native.ctx, part))
 end
 
 --- Moves a tensor into a part, `offset` bytes from its beginning. All ranks call it together.
 function Sharding:adopt(tensor, part, offset, name)
-  ps.retry(C.ps_engine_part_adopt, ps.ctx, tensor, part, offset, name)
+  native.retry(C.ps_engine_part_adopt, native.ctx, tensor, part, offset, name)
 end
 
 --- Makes a tensor of another's shape in a part, `offset` bytes from its beginning.
 ---@return ps.Tensor
 function Sharding:tensor(like, dtype, device, part, offset, name)
-  ps.retry(C.ps_engine_part_tensor, ps.ctx, like, ps.dtype_code(dtype), device, part, offset, name, tensor_out)
-  return ps.own(tensor_out[0])
+  native.retry(C.ps_engine_part_tensor, native.ctx, like, native.dtype_code(dtype), device, part, offset, name,
+    tensor_out)
+  return native.own(tensor_out[0])
 end
 
 --- A tensor over this rank's own bytes of another tensor, seen from a device; nil: another rank owns the bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
-  ps.retry(C.ps_engine_own, ps.ctx, tensor, device, tensor_out)
-  if tensor_out[0] ~= nil then return ps.own(tensor_out[0]) end
+  native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)
+  if tensor_out[0] ~= nil then return native.own(tensor_out[0]) end
 end
 
 --- Gives out numbers for `count` more stripes.

@@ -2,12 +2,12 @@
 -- A file of a checkpoint as a tree of its values, and tensors' bytes a piece at a time.
 -- A value that a file shares is one node, so the tree may have far more paths than nodes: walks remember their nodes.
 -- Memory: some hundred bytes a tensor, and a piece.
-local ps = require "ps"
+local native = require "ps.ffi"
 local ffi = require "ffi"
 local array = require "ps.array"
 local rectangles = require "ps.rectangles"
 local serialize = require "ps.serialize"
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 
 local tree = {}
 
@@ -155,9 +155,9 @@ end
 ---@param parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]
 ---@return ps.merge.Node
 function tree.pieced(name, entry, parts)
-  local each = tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
+  local each = tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype)))
   local node = { kind = KIND.TENSOR, file = parts[1].node.file, id = parts[1].node.id,
-    dtype = ps.dtype_code(entry.dtype), shape = entry.shape, numel = rectangles.numel(entry.shape), dense = true,
+    dtype = native.dtype_code(entry.dtype), shape = entry.shape, numel = rectangles.numel(entry.shape), dense = true,
     identity = "pieces of " .. name, parts = parts }
   node.nbytes = node.numel * each
   for _, part in ipairs(parts) do
@@ -242,7 +242,7 @@ local function lender(node, as_is)
     check(C.ps_st_verify(file.st, node.id))
     return function(at)
       local data = C.ps_st_data(file.st, node.id)
-      if data == nil then ps.raise(C.PS_EIO) end
+      if data == nil then native.raise(C.PS_EIO) end
       return ffi.cast(pointer, data) + at
     end, function() C.ps_st_drop(file.st, node.id) end
   end

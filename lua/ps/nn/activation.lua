@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Modules without parameters: activations and Dropout.
-local ps = require "ps"
+local functional = require "ps.functional"
 local caller = require "ps.caller"
 local error = caller.error
 local core = require "ps.nn.module"
-local F = ps.functional
+local F = functional
 
 local activation = {}
 

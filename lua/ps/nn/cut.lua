@@ -4,7 +4,7 @@
 --
 -- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. It has whole
 -- tensors, of which a rank takes its pieces. A rank's own state_dict has the shards themselves, with their padding.
-local ps = require "ps"
+local scope = require "ps.scope"
 local handle = require "ps.engine.handle"
 local rectangles = require "ps.rectangles"
 local shard = require "ps.nn.shard"
@@ -71,7 +71,7 @@ end
 
 -- Copies the rectangle of a table's tensor that begins at `offset` to a tensor.
 local function copy_part(from, tensor, offset)
-  ps.no_grad(ps.scope, function()
+  scope.no_grad(scope.scope, function()
     tensor:copy_(rectangles.view(from:detach(), offset, tensor:shape()):to(tensor:device()))
   end)
 end
@@ -86,7 +86,7 @@ function cut.read(source, name, tensor, parameter)
   local from = not is_file and source[name] or nil
   if not desc or cut.fit(is_file and source:shape(name) or from:shape(), parameter) == "own" then
     if is_file then return source:read_into(name, tensor) end
-    return ps.no_grad(function() tensor:copy_(from:to(tensor:device())) end)
+    return scope.no_grad(function() tensor:copy_(from:to(tensor:device())) end)
   end
   for _, piece in ipairs(shard.pieces(desc)) do
     local place = rectangles.view(tensor, piece.at, piece.shape)

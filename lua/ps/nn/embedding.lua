@@ -1,6 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Embedding: a table of vectors looked up by integer.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local hooks = require "ps.hooks"
 local core = require "ps.nn.module"
@@ -11,7 +13,7 @@ local init = require "ps.nn.weights"
 local Embedding = core.class("Embedding")
 Embedding.unscoped = true
 
-local META = ps.device_index "meta"                        -- a table there has no rows to send
+local META = native.device_index "meta"                        -- a table there has no rows to send
 local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
 --- A table of vectors, looked up by integer.
@@ -28,7 +30,7 @@ function Embedding:init(rows, width, options)
     caller.error(("nn.Embedding: padding_idx = %.14g is none of its %.14g rows"):format(self.padding_idx, rows))
   end
   local where = { dtype = options.dtype, device = options.device }
-  self:param("weight", init.normal_(ps.empty({ rows, width }, where), 0, options.std or 1))
+  self:param("weight", init.normal_(create.empty({ rows, width }, where), 0, options.std or 1))
   if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
@@ -38,11 +40,11 @@ end
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)
   local weight = self.weight
-  if not ps.is_tensor(index) then caller.error("nn.Embedding takes a tensor of indices, not " .. tostring(index)) end
+  if not scope.is_tensor(index) then caller.error("nn.Embedding takes a tensor of indices, not " .. tostring(index)) end
   if index.device_ == weight.device_ or weight.device_ == META then
-    return ps.ops.embedding(weight, index, self.padding_idx)
+    return native.ops.embedding(weight, index, self.padding_idx)
   end
-  local rows = ps.ops.embedding(weight, index:to(weight:device()), self.padding_idx)
+  local rows = native.ops.embedding(weight, index:to(weight:device()), self.padding_idx)
   hooks.tell("lookup", self, rows:nbytes())
   return rows:to(index:device())
 end

@@ -26,14 +26,14 @@ end
 ---@return number norm
 function nn.clip_grad_norm(params, max_norm)
   local optim = require "ps.optim"
-  local ps = require "ps"
+  local scope = require "ps.scope"
   local error = caller.error
   if core.is_module(params) or require("ps.engine.handle").of(params) then params = params:parameters() end
   if type(params) ~= "table" then
     error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
   end
   for i, p in ipairs(params) do
-    if not ps.is_tensor(p) then
+    if not scope.is_tensor(p) then
       error(("nn.clip_grad_norm: number %d of the parameters is a %s"):format(i, type(p)))
     end
   end
@@ -45,7 +45,7 @@ function nn.clip_grad_norm(params, max_norm)
   norm = optim.global_norm(grads)
   local factor = max_norm / (norm + 1e-6)
   if factor < 1 then
-    ps.no_grad(function() for _, g in ipairs(grads) do g:mul_(factor) end end)
+    scope.no_grad(function() for _, g in ipairs(grads) do g:mul_(factor) end end)
   end
   optim.give_back(grads)
   return norm

@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Products with a weight: Linear (PyTorch's layout [out, in]), Conv1D (GPT-2's layout [in, out]), and LMHead, the
 -- product with a vocabulary.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local functional = require "ps.functional"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
-local F = ps.functional
+local F = functional
 
 ---@class ps.nn.Linear: ps.nn.Module
 ---@field weight ps.Tensor [out, in]
@@ -26,10 +28,10 @@ function Linear:init(inputs, outputs, options)
   caller.whole(outputs, "nn.Linear: the number of outputs")
   self.inputs, self.outputs = inputs, outputs
   local where = { dtype = options.dtype, device = options.device }
-  local weight, std = ps.empty({ outputs, inputs }, where), options.std
+  local weight, std = create.empty({ outputs, inputs }, where), options.std
   self:param("weight", std and init.normal_(weight, 0, std) or init.kaiming_uniform_(weight, math.sqrt(5)))
   if options.bias == false then return end
-  local bias, bound = ps.empty({ outputs }, where), 1 / math.sqrt(inputs)
+  local bias, bound = create.empty({ outputs }, where), 1 / math.sqrt(inputs)
   self:param("bias", std and init.zeros_(bias) or init.uniform_(bias, -bound, bound))
 end
 
@@ -38,7 +40,7 @@ end
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
 function Linear:forward(x, residual)
-  return ps.ops.linear(x, self.weight, self.bias, residual, 1)
+  return native.ops.linear(x, self.weight, self.bias, residual, 1)
 end
 
 function Linear:extra_repr()
@@ -64,8 +66,8 @@ function Conv1D:init(inputs, outputs, options)
   caller.whole(outputs, "nn.Conv1D: the number of outputs")
   self.inputs, self.outputs = inputs, outputs
   local where = { dtype = options.dtype, device = options.device }
-  self:param("weight", init.normal_(ps.empty({ inputs, outputs }, where), 0, options.std or 0.02))
-  self:param("bias", ps.zeros({ outputs }, where))
+  self:param("weight", init.normal_(create.empty({ inputs, outputs }, where), 0, options.std or 0.02))
+  self:param("bias", create.zeros({ outputs }, where))
 end
 
 --- x weight + bias, plus a residual that is added while the product is written.
@@ -73,7 +75,7 @@ end
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
 function Conv1D:forward(x, residual)
-  return ps.ops.linear(x, self.weight, self.bias, residual, 0)
+  return native.ops.linear(x, self.weight, self.bias, residual, 0)
 end
 
 function Conv1D:extra_repr() return ("%d, %d"):format(self.inputs, self.outputs) end
@@ -99,7 +101,7 @@ function LMHead:init(width, words, options)
     rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
     return
   end
-  local weight = ps.empty({ words, width }, { dtype = options.dtype, device = options.device })
+  local weight = create.empty({ words, width }, { dtype = options.dtype, device = options.device })
   self:param("weight", init.normal_(weight, 0, options.std or 0.02))
 end
 
@@ -109,7 +111,7 @@ local function weight_of(head) return (rawget(head, "tied") or head).weight end
 --- The logits.
 ---@param x ps.Tensor [..., C]
 ---@return ps.Tensor [..., V]
-function LMHead:forward(x) return ps.ops.linear(x, weight_of(self), nil, nil, 1) end
+function LMHead:forward(x) return native.ops.linear(x, weight_of(self), nil, nil, 1) end
 
 --- The mean cross entropy of the logits, computed without ever holding all of them.
 ---@param x ps.Tensor [..., C]

@@ -14,7 +14,9 @@
 -- Names and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own
 -- tensors come before those of its modules. A tied tensor is listed once, under its first name. Modules keep no
 -- activations.
-local ps = require "ps"
+local native = require "ps.ffi"
+local inspect = require "ps.inspect"
+local scope = require "ps.scope"
 local ffi = require "ffi"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
@@ -24,7 +26,7 @@ local rectangles = require "ps.rectangles"
 local registry = require "ps.nn.registry"
 local shard = require "ps.nn.shard"
 local error = caller.error
-local C = ps.C
+local C = native.C
 
 -- changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim that live, each
 -- with `trained` (address -> true). updated: by address of a parameter that an engine updates: {engine, name}, which
@@ -42,7 +44,7 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---  so that each assignment is seen
 local Module = { class_name = "Module" }
 
-local is_tensor = ps.is_tensor
+local is_tensor = scope.is_tensor
 
 --- Whether a value is a module.
 ---@param value any
@@ -103,9 +105,9 @@ local function number(self)
 end
 
 local function forward(self, ...)
-  if self.recomputes and ps.grad_enabled() then return ps.recompute(self.forward, self, ...) end
+  if self.recomputes and scope.grad_enabled() then return scope.recompute(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
-  return ps.scope(self.forward, self, ...)
+  return scope.scope(self.forward, self, ...)
 end
 
 local function leave(depth, ...)
@@ -119,7 +121,7 @@ end
 
 -- An error leaves the modules that it came through entered, and a scope's end leaves those that were entered in it. So
 -- the outermost call, within which all others are, has a scope around it.
-local function alone(self, ...) return ps.scope(entered, self, ...) end
+local function alone(self, ...) return scope.scope(entered, self, ...) end
 
 -- How a module is called, for the error of an argument too many; what to write instead.
 local function input_names(self)
@@ -328,7 +330,7 @@ end
 
 --- The modules below with the parameters in them: a list that prints as a table (ps.inspect.summary).
 ---@return table[] rows
-function Module:summary() return ps.inspect.summary(self) end
+function Module:summary() return inspect.summary(self) end
 
 --- `for name, module in model:named_modules() do`: the module itself (name "") and all below.
 ---@return fun(): string?, ps.nn.Module?
@@ -410,13 +412,13 @@ end
 function Module:to(target, ...)
   if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and nothing behind it") end
   if type(target) == "string" then
-    target = pcall(ps.dtype_code, target) and { dtype = target } or { device = target }
+    target = pcall(native.dtype_code, target) and { dtype = target } or { device = target }
   end
   caller.typed(target, "table", "module:to: what to convert to")
   caller.options(target, "module:to", TO)
   check_owned(self)
-  local moved, dtype, device = {}, target.dtype and ps.dtype_code(target.dtype), target.device
-  device = device and ps.device_index(device)
+  local moved, dtype, device = {}, target.dtype and native.dtype_code(target.dtype), target.device
+  device = device and native.device_index(device)
   walk(self, "", function(name, tensor, kind, owner, key)
     if kind == "module" then return end
     local stays = not dtype or tensor.dtype_ == dtype or not floating[tensor:dtype()]
@@ -424,7 +426,7 @@ function Module:to(target, ...)
     local at = address(tensor)
     if not moved[at] then
       local spec = { device = target.device, dtype = floating[tensor:dtype()] and target.dtype or nil }
-      local copy = ps.no_grad(function() return tensor:detach():to(spec) end)
+      local copy = scope.no_grad(function() return tensor:detach():to(spec) end)
       if kind == "param" then
         made_anew(tensor, name)
         Parameter(copy)
@@ -589,7 +591,7 @@ local off, told = setmetatable({}, { __mode = "v" }), false
 --- Notes that a layer drops nothing since it is in evaluation mode, for a note of the next backward.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
-  if not told and ps.grad_enabled() then off[1] = module end
+  if not told and scope.grad_enabled() then off[1] = module end
 end
 
 hooks.on("backwards", function(note)

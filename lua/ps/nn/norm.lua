@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Normalisation over the last dimension: LayerNorm and RMSNorm.
-local ps = require "ps"
+local create = require "ps.create"
+local functional = require "ps.functional"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
-local F = ps.functional
+local F = functional
 
 ---@class ps.nn.LayerNorm: ps.nn.Module
 ---@field weight ps.Tensor [width]
@@ -21,8 +22,8 @@ function LayerNorm:init(width, options)
   caller.whole(width, "nn.LayerNorm: the width")
   self.width, self.eps = width, options.eps or 1e-5
   local where = { dtype = options.dtype, device = options.device }
-  self:param("weight", ps.ones({ width }, where))
-  if options.bias ~= false then self:param("bias", ps.zeros({ width }, where)) end
+  self:param("weight", create.ones({ width }, where))
+  if options.bias ~= false then self:param("bias", create.zeros({ width }, where)) end
 end
 
 --- Normalises over the last dimension.
@@ -46,7 +47,7 @@ function RMSNorm:init(width, options)
   options = caller.options(options, "nn.RMSNorm", RMS_NORM)
   caller.whole(width, "nn.RMSNorm: the width")
   self.width, self.eps = width, options.eps or 1e-6
-  self:param("weight", ps.ones({ width }, { dtype = options.dtype, device = options.device }))
+  self:param("weight", create.ones({ width }, { dtype = options.dtype, device = options.device }))
 end
 
 --- Normalises over the last dimension.

@@ -8,7 +8,10 @@
 -- attention and MLPs, they meet once: behind the row layer, whose products are added up over the ranks.
 --
 -- Sizes: B samples, T positions, t ranks.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
+local tensors = require "ps.tensor"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
@@ -221,7 +224,7 @@ function Column:forward(x)
       { out_in = self.out_in == 1, pieces = region.pieces, keep = region.keep })
   else
     if gather == nil then x = region.group:copy_to(x) end
-    y = ps.ops.linear(x, self.weight, self.bias, nil, self.out_in)
+    y = native.ops.linear(x, self.weight, self.bias, nil, self.out_in)
   end
   if region.on then y = y:reshape(region.B, region.T, -1) end
   return self.gather_output and region.group:gather_from(y) or y
@@ -287,7 +290,7 @@ function Row:forward(x, residual)
   if whole == nil then whole = not region.on end
   local y
   if whole then
-    y = region.group:reduce_from(ps.ops.linear(x, self.weight, nil, nil, self.out_in))
+    y = region.group:reduce_from(native.ops.linear(x, self.weight, nil, nil, self.out_in))
   else
     y = region.group:linear_scattered(x, self.weight,
       { out_in = self.out_in == 1, pieces = region.pieces, flat = flat })
@@ -337,7 +340,7 @@ end
 ---@return ps.Tensor [B T / t, width], or [..., width]
 function Vocabulary:forward(index)
   local region, weight = self.region, self.weight
-  local y = ps.ops.embedding(weight, index, self.padding_idx, region.rank * weight:size(0), self.rows)
+  local y = native.ops.embedding(weight, index, self.padding_idx, region.rank * weight:size(0), self.rows)
   if self.enter then return region:reduce(y) end
   return region.group:reduce_from(y)
 end
@@ -387,7 +390,7 @@ local function bias_of(head) return (rawget(head, "biased") or head).bias end
 ---@return ps.Tensor [B, T, V], or [..., V]
 function Head:forward(x)
   local region = self.region
-  local y = region.group:gather_from(ps.ops.linear(region:gather(x), weight_of(self), bias_of(self), nil, 1))
+  local y = region.group:gather_from(native.ops.linear(region:gather(x), weight_of(self), bias_of(self), nil, 1))
   y = y:narrow(-1, 0, self.outputs)
   return region.on and y:reshape(region.B, region.T, -1) or y
 end
@@ -396,16 +399,17 @@ end
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
-  local low = ps.zeros({ per }, where)
-  ps.no_grad(function() low:narrow(0, words, per - words):fill_(-1e30) end)
+  local low = create.zeros({ per }, where)
+  scope.no_grad(function() low:narrow(0, words, per - words):fill_(-1e30) end)
   return low
 end
 
 -- Refuses a target that is none of `total` words, as the op lm_loss does.
 local function check_targets(targets, counts, total, call)
   -- A lookup refuses what is outside of [0, total). Its table is behind all words.
-  local known = ps.where(counts, targets, 0)
-  local ok, problem = pcall(ps.ops.embedding, ps.zeros({ 1, 1 }, { device = targets:device() }), known, -1, total,
+  local known = tensors.where(counts, targets, 0)
+  local ok, problem = pcall(native.ops.embedding, create.zeros({ 1, 1 }, { device = targets:device() }), known, -1,
+    total,
     total)
   if ok then return end
   for row, target in ipairs(problem.name == "ERANGE" and known:reshape(-1):tolist() or {}) do
@@ -430,8 +434,8 @@ local function own_classes(t, first, per)
   local from, words = math.min(first, t:numel()), t:numel()
   local n = math.min(per, words - from)
   if n == per then return t:narrow(0, from, n) end
-  local zeros = ps.zeros({ per - n }, { dtype = t:dtype(), device = t:device() })
-  return n == 0 and zeros or ps.cat({ t:narrow(0, from, n), zeros }, 0)
+  local zeros = create.zeros({ per - n }, { dtype = t:dtype(), device = t:device() })
+  return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
 end
 
 -- The classes' weights of a loss: {share [N] of the targets, smooth, and for smoothed labels own [per] and their sum}.
@@ -448,7 +452,7 @@ local function weights_of(chosen, targets, counts, words, first, per, dtype, cal
     share = weight:gather(0, targets:clamp(0, words - 1)) * counts
   end
   if smooth == 0 then return share, 0 end
-  if weight == nil then weight = ps.ones({ words }, { dtype = dtype, device = targets:device() }) end
+  if weight == nil then weight = create.ones({ words }, { dtype = dtype, device = targets:device() }) end
   return share, smooth, own_classes(weight, first, per), weight:sum()
 end
 
@@ -461,10 +465,10 @@ local MEAN_OR_SUM = { mean = true, sum = true }
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
   local all = mass and one + some * mass or one
-  local rows = ps.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
+  local rows = tensors.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
   if reduction == "sum" then return rows end
   local sum = share:sum()
-  return rows / ps.where(sum:eq(0), 1, sum)                                              -- the mean of none is 0
+  return rows / tensors.where(sum:eq(0), 1, sum)                                              -- the mean of none is 0
 end
 
 -- A power of two: the gradients of a mean over many rows would underflow in fp16, as in the op lm_loss.
@@ -492,7 +496,7 @@ function Head:loss(x, targets, options)
   local region, w, words = self.region, weight_of(self), self.outputs
   local per, N, dtype = w:size(0), targets:numel(), w:dtype() == "fp64" and "fp64" or "fp32"
   targets = targets:reshape(N):to "int64"
-  local rows, mass = ps.no_grad(function()
+  local rows, mass = scope.no_grad(function()
     local counts = counted(targets, options.ignore_index or -100, words, call):to(dtype)
     local share, smooth, own, all = weights_of(options, targets, counts, words, region.rank * per, per, dtype, call)
     return coefficients(share, counts, smooth, all, words, reduction), own
@@ -533,7 +537,7 @@ local function stats_of(logits, low, own, here, dtype)
   local top = logits:detach():amax(-1, true)
   local sum = (logits - top):exp():sum(-1)
   local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
-  return ps.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
+  return tensors.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
 end
 
 -- The rows' losses [N], 0 where `counts` is, from this rank's stats [3, N].
@@ -548,7 +552,8 @@ end
 local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
   local sum = share:sum()
-  return losses:sum() / ps.where(sum:eq(0), 1, sum)                                         -- the mean of none is 0
+  -- the mean of none is 0
+  return losses:sum() / tensors.where(sum:eq(0), 1, sum)
 end
 
 --- The loss, the same on all ranks. Logits get the gradient of this rank's words.
@@ -570,7 +575,7 @@ function CrossEntropy:forward(logits, targets)
   local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts):to(dtype)
   counts = counts:to(dtype)
   local low = padding_of(total, first, per, { dtype = dtype, device = logits:device() })
-  local mine = ps.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
+  local mine = scope.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
   local losses = losses_of(region.group, mine, counts)
   if self.reduction == "none" then return losses:reshape(targets:shape()) end
   return reduced(losses, counts, self.reduction)

@@ -11,7 +11,7 @@
 -- A part uses the parameters of its modules and no others. The carry is all that it gets from the part before it: a
 -- table of tensors, {} at the first. The batch is the same for all parts: ids, masks and targets, never values that
 -- parts computed.
-local ps = require "ps"
+local scope = require "ps.scope"
 
 ---@class ps.nn.Part
 ---@field name string as parameters' names begin, "h.0", where there is one module
@@ -38,7 +38,7 @@ end
 ---@return table<string, ps.Tensor> carry the last part's: { loss = }, { logits = }, ...
 function parts.fold(list, batch)
   local n = #list
-  return list[n].forward(ps.scope(parts.run, list, 1, n - 1, {}, batch), batch)
+  return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
 end
 
 return parts

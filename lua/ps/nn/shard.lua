@@ -6,7 +6,8 @@
 -- A dimension may consist of several equal blocks, as GPT-2's queries, keys and values lie side by side in one weight.
 -- Then each block is cut, and a rank has its part of each. A dimension that the ranks do not divide (a vocabulary) may
 -- be padded behind its end. Padding is in the last shards, and in no file.
-local ps = require "ps"
+local create = require "ps.create"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local error = caller.error
 
@@ -96,8 +97,8 @@ end
 ---@return ps.Tensor
 function shard.cut(desc, whole)
   local where = { dtype = whole:dtype(), device = whole:device() }
-  local t, d = (desc.padded and ps.zeros or ps.empty)(shard.shape(desc), where), desc.dim
-  ps.no_grad(function()
+  local t, d = (desc.padded and create.zeros or create.empty)(shard.shape(desc), where), desc.dim
+  scope.no_grad(function()
     for _, piece in ipairs(shard.pieces(desc)) do
       local size = piece.shape[d + 1]
       t:narrow(d, piece.at[d + 1], size):copy_(whole:narrow(d, piece.offset[d + 1], size))
@@ -111,8 +112,8 @@ end
 ---@param shards ps.Tensor[] by rank, from 1
 ---@return ps.Tensor
 function shard.join(desc, shards)
-  local whole, d = ps.empty(desc.full_shape, { dtype = shards[1]:dtype(), device = shards[1]:device() }), desc.dim
-  ps.no_grad(function()
+  local whole, d = create.empty(desc.full_shape, { dtype = shards[1]:dtype(), device = shards[1]:device() }), desc.dim
+  scope.no_grad(function()
     for rank, part in ipairs(shards) do
       local other = setmetatable({ index = rank - 1 }, { __index = desc })
       for _, piece in ipairs(shard.pieces(other)) do

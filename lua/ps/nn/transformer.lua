@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The two halves of a transformer block, for models that need no particular parameter names.
-local ps = require "ps"
+local functional = require "ps.functional"
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
 local linear = require "ps.nn.linear"
 local activation = require "ps.nn.activation"
-local F = ps.functional
+local F = functional
 
 ---@class ps.nn.MultiheadSelfAttention: ps.nn.Module
 local MultiheadSelfAttention = core.class("MultiheadSelfAttention")

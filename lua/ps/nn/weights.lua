@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless said otherwise.
-local ps = require "ps"
+local scope = require "ps.scope"
 local caller = require "ps.caller"
 local error = caller.error
 
@@ -8,8 +8,8 @@ local init = {}
 
 local function fill(tensor, method, ...)
   local a, b = ...
-  if not ps.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
-  ps.no_grad(function() tensor[method](tensor, a, b) end)
+  if not scope.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
+  scope.no_grad(function() tensor[method](tensor, a, b) end)
   return tensor
 end
 
@@ -19,7 +19,7 @@ local function number(value, default, what)
 end
 
 local function fans(tensor)
-  if not ps.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
+  if not scope.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
   local shape = tensor:shape()
   if #shape < 2 then error("nn.init: fan in and fan out need a tensor of two or more dimensions") end
   local field = 1

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Folders as Hugging Face's save_pretrained writes them: where one is, its config.json, its files of weights, and what
 -- goes along when a model is saved.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local json = require "cjson"
 local without_bom = require "ps.bom"
@@ -9,7 +9,7 @@ local lfs = require "lfs"
 local rectangles = require "ps.rectangles"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
-local C = ps.C
+local C = native.C
 
 local folder = {}
 
@@ -244,7 +244,7 @@ function folder.copy_companions(from, to)
     local source, target = from .. "/" .. name, to .. "/" .. name
     if is(source, "file") and not lfs.attributes(target, "mode") then
       local text = read(source)
-      ps.check(C.ps_file_write_atomic(target, text, #text))
+      native.check(C.ps_file_write_atomic(target, text, #text))
     end
   end
 end

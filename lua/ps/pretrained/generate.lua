@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Continues token sequences with a causal model, whose keys and values are cached (generate_rows.lua says what a model
 -- gives for that).
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local beams = require "ps.pretrained.generate_beams"
 local caller = require "ps.caller"
 local choose = require "ps.pretrained.generate_choose"
@@ -22,7 +23,8 @@ end
 -- Draws a token for each row, writes it behind the row, and gives them as a list.
 local function draw(rows, chosen, offset)
   local logits = choose.process(rows:logits(), rows, chosen, rows.model.together)
-  local ids = ps.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset, chosen.min_p)
+  local ids = native.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset,
+    chosen.min_p)
   rows:append(ids)
   return ids:tolist()
 end
@@ -61,7 +63,7 @@ local function run(model, prompts, n, chosen)
   end
   for i = 1, n do
     rows:ready()
-    local ids = ps.scope(draw, rows, chosen, (i - 1) * rows.count)
+    local ids = scope.scope(draw, rows, chosen, (i - 1) * rows.count)
     for r, id in ipairs(ids) do
       if ended[r] then ids[r] = -1
       else
@@ -80,10 +82,10 @@ local function prompts_of(prompt)
   local mask
   if type(prompt) == "table" and prompt.input_ids ~= nil then
     mask, prompt = prompt.attention_mask, prompt.input_ids
-    mask = ps.is_tensor(mask) and mask:tolist() or mask
+    mask = scope.is_tensor(mask) and mask:tolist() or mask
     if mask ~= nil then caller.typed(mask, "table", "generate: attention_mask") end
   end
-  if type(prompt) ~= "table" and not ps.is_tensor(prompt) then
+  if type(prompt) ~= "table" and not scope.is_tensor(prompt) then
     error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
   end
   if type(prompt) == "cdata" then prompt = prompt:tolist() end
@@ -172,7 +174,7 @@ return function(model, prompt, n, options)
   chosen.seed = settings.seed(chosen)
   local restore = core.modes(model)
   model:eval()
-  local ok, result = pcall(ps.no_grad, ps.scope, run, model, prompts, n, chosen)
+  local ok, result = pcall(scope.no_grad, scope.scope, run, model, prompts, n, chosen)
   restore()
   if not ok then error(result, 0) end
   return single and #result == 1 and result[1] or result

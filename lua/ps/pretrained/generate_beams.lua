@@ -3,7 +3,8 @@
 -- those that have ended stay. A score is the sum of a continuation's log probabilities; of one that has ended it is
 -- divided by its length to the power length_penalty.
 -- Sizes: B prompts, K beams, V words.
-local ps = require "ps"
+local create = require "ps.create"
+local scope = require "ps.scope"
 local choose = require "ps.pretrained.generate_choose"
 local copied = require "ps.copied"
 
@@ -36,7 +37,7 @@ end
 -- The likeliest continuations by one token: values and words of [B, K * V], the largest first.
 local function candidates(rows, running, K, keep, chosen)
   local B = #running
-  return ps.scope(function()
+  return scope.scope(function()
     local logits = rows:logits()
     local V = logits:size(1)
     local logp = choose.process(logits:log_softmax(-1), rows, chosen, rows.model.together)
@@ -44,7 +45,7 @@ local function candidates(rows, running, K, keep, chosen)
     for b, list in ipairs(running) do
       for k, beam in ipairs(list) do scores[(b - 1) * K + k] = beam.score end
     end
-    local sums = logp + ps.tensor(scores, { dtype = "fp32", device = logp:device() }):reshape(B * K, 1)
+    local sums = logp + create.tensor(scores, { dtype = "fp32", device = logp:device() }):reshape(B * K, 1)
     local values, places = sums:reshape(B, K * V):topk(math.min(keep, K * V))
     return values:tolist(), places:tolist(), V
   end)
@@ -120,9 +121,9 @@ function beams.run(rows, prompts, n, chosen)
       all_full = all_full and #state.finished == K
     end
     if all_ended or not improvable or all_full and chosen.early_stopping == true then break end
-    ps.scope(function()
+    scope.scope(function()
       rows:reorder(order)
-      rows:append(ps.tensor(next_ids, { dtype = "int32", device = rows.ids:device() }))
+      rows:append(create.tensor(next_ids, { dtype = "int32", device = rows.ids:device() }))
     end)
   end
   local results = {}

@@ -2,7 +2,10 @@
 -- What changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019,
 -- "CTRL"), n-grams that may not come again, an end that is not allowed yet, and a user's function. Padding never
 -- counts. Sizes: R rows, L columns so far, V words.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
+local tensors = require "ps.tensor"
 local caller = require "ps.caller"
 local same_shape = require("ps.nn.module").same_shape
 local error = caller.error
@@ -11,17 +14,17 @@ local choose = {}
 
 -- Which words a bool [R, n] of columns has: bool [R, V]. ids int [R, n]; chosen nil: all.
 local function words(logits, ids, chosen)
-  local zero = ps.zeros(logits:shape(), { dtype = "fp32", device = logits:device() })
+  local zero = create.zeros(logits:shape(), { dtype = "fp32", device = logits:device() })
   local one
   if chosen ~= nil then one = chosen:to("fp32")
-  else one = ps.ones(ids:shape(), { dtype = "fp32", device = logits:device() }) end
+  else one = create.ones(ids:shape(), { dtype = "fp32", device = logits:device() }) end
   return zero:scatter_add(1, ids:contiguous(), one):gt(0)
 end
 
 local function less_repetition(logits, rows, penalty)
   local seen = words(logits, rows.ids:narrow(1, 0, rows.length), rows:real(rows.length))
-  local scaled = ps.where(logits:lt(0), logits * penalty, logits / penalty)
-  return ps.where(seen, scaled, logits)
+  local scaled = tensors.where(logits:lt(0), logits * penalty, logits / penalty)
+  return tensors.where(seen, scaled, logits)
 end
 
 -- Forbids words that would end a row with n tokens which are in it already.
@@ -31,10 +34,10 @@ local function no_ngram_again(logits, rows, n)
   local found = rows:real(m)
   for i = 0, n - 2 do
     local same = ids:narrow(1, i, m):eq(ids:narrow(1, m + i, 1))         -- [R, m]
-    found = found == nil and same or ps.ops.logical_and(found, same)
+    found = found == nil and same or native.ops.logical_and(found, same)
   end
   local banned = words(logits, ids:narrow(1, n - 1, m), found)
-  return ps.where(banned, ps.full({ 1 }, -math.huge, { device = logits:device() }), logits)
+  return tensors.where(banned, create.full({ 1 }, -math.huge, { device = logits:device() }), logits)
 end
 
 --- The logits to choose from.
@@ -52,7 +55,7 @@ function choose.process(logits, rows, chosen, together)
   local function by_function()
     local shape = logits:shape()
     logits = chosen.logits_processor(rows.ids:narrow(1, 0, rows.length), logits)
-    if not ps.is_tensor(logits) or not same_shape(logits:shape(), shape) then
+    if not scope.is_tensor(logits) or not same_shape(logits:shape(), shape) then
       error(("generate: logits_processor must give logits [%d, %d]"):format(shape[1], shape[2]), 0)
     end
     return true

@@ -13,7 +13,7 @@
 --   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
 --   together(fn)                 fn() on all ranks: an error of one is one of all; false where one rank's gives false
 -- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
-local ps = require "ps"
+local create = require "ps.create"
 
 ---@class ps.pretrained.Rows
 ---@field model ps.pretrained.Model
@@ -54,15 +54,15 @@ function rows.new(model, prompts, n, copies)
     starts = starts, lead = math.max(unpack(starts)), at = 0, next = {},
     parts = model.parts and model:parts() }, Rows)
   self.window = math.min(model:positions(), width + n)
-  self.ids = ps.zeros({ #columns, width + n }, { dtype = "int32", device = device_of(model) })
-  self.ids:narrow(1, 0, width):copy_(ps.tensor(columns, { dtype = "int32", device = device_of(model) }))
+  self.ids = create.zeros({ #columns, width + n }, { dtype = "int32", device = device_of(model) })
+  self.ids:narrow(1, 0, width):copy_(create.tensor(columns, { dtype = "int32", device = device_of(model) }))
   return self
 end
 
 -- Numbers of columns `first`, ... that are compared with starts: int64 [1, n] and [R, 1].
 local function columns_and_starts(self, first, n, starts)
   local where = { dtype = "int64", device = self.ids:device() }
-  return ps.arange(first, first + n, 1, where):reshape(1, n), ps.tensor(starts, where):reshape(self.count, 1)
+  return create.arange(first, first + n, 1, where):reshape(1, n), create.tensor(starts, where):reshape(self.count, 1)
 end
 
 --- Which of the first n columns are tokens and no padding, bool [R, n]; nil: all.
@@ -123,7 +123,7 @@ function Rows:logits()
     end
   end
   if self.mask ~= nil then
-    local columns = ps.arange(self.at, self.at + n, 1, { dtype = "int64", device = self.ids:device() })
+    local columns = create.arange(self.at, self.at + n, 1, { dtype = "int64", device = self.ids:device() })
     step.mask = part(self.mask:narrow(1, 0, self.at + n))
     step.position_ids = part((columns:reshape(1, n) - self.shift):clamp(0, self.window))
   end
@@ -151,7 +151,7 @@ function Rows:reorder(order)
   local same = true
   for r, other in ipairs(order) do same = same and other == r - 1 end
   if same then return end
-  local index = ps.tensor(order, { dtype = "int64", device = self.ids:device() })
+  local index = create.tensor(order, { dtype = "int64", device = self.ids:device() })
   if self.length > self.width then
     local written = self.ids:narrow(1, self.width, self.length - self.width)
     written:copy_(written:index_select(0, index))

@@ -5,7 +5,7 @@ local caller = require "ps.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
 local lfs = require "lfs"
-local ps = require "ps"
+local random = require "ps.random"
 local rules = require "ps.pretrained.settings"
 local text = require "ps.pretrained.generate_text"
 local error = caller.error
@@ -171,7 +171,7 @@ end
 ---@param request {prompts: integer[][], n: integer, chosen: table}
 ---@return string[][]
 function settings.told(request)
-  local chosen, rng = request.chosen, ps.rng()
+  local chosen, rng = request.chosen, random.state()
   local list = { { "number of prompts", tostring(#request.prompts) } }
   for i, prompt in ipairs(request.prompts) do list[#list + 1] = { "prompt " .. i, table.concat(prompt, " ") } end
   list[#list + 1] = { "number of tokens", tostring(request.n) }
@@ -192,7 +192,7 @@ end
 ---@return integer
 function settings.seed(chosen)
   if chosen.seed then return chosen.seed end
-  local rng = ps.rng()
+  local rng = random.state()
   local seed = rng.seed + rng.offset * 0x9E3779B97F4A7C15ULL
   rng.offset = rng.offset + 1
   return seed

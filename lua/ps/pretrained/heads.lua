@@ -1,15 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What heads share, with transformers' meaning: batches by names, masks, the losses of classification and of question
 -- answering; and what models share that generate: caches and attention with them.
-local ps = require "ps"
+local create = require "ps.create"
+local functional = require "ps.functional"
+local scope = require "ps.scope"
+local tensors = require "ps.tensor"
 local caller = require "ps.caller"
 local settings = require "ps.pretrained.settings"
 local same_shape = require("ps.nn.module").same_shape
-local E = require "ps.ffi"
-local F = ps.functional
+local native = require "ps.ffi"
+local F = functional
 local IGNORED = require("ps.batch").IGNORED
 local error = caller.error
-local META = ps.device_index "meta"
+local META = native.device_index "meta"
 
 local heads = {}
 
@@ -31,7 +34,7 @@ end
 ---@return table batch
 function heads.batch(model, given)
   local who = model.family.model_type
-  if ps.is_tensor(given) then given = { input_ids = given } end
+  if scope.is_tensor(given) then given = { input_ids = given } end
   if type(given) ~= "table" then
     error(("%s takes a tensor of token ids or a batch by names, { input_ids =, ... }, not a %s"):format(who,
       type(given)))
@@ -97,7 +100,7 @@ end
 ---@return any
 function heads.known(t, fn)
   if t.device_ == META then return nil end
-  local ok, value = pcall(ps.no_grad, fn, t)
+  local ok, value = pcall(scope.no_grad, fn, t)
   if ok then return value end
   if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
   return nil
@@ -150,7 +153,7 @@ end
 ---@return ps.Tensor
 function heads.rows(x, at)
   local B, T, C = x:size(0), x:size(1), x:size(2)
-  local first = ps.arange(0, B, 1, { dtype = "int64", device = x:device() }) * T
+  local first = create.arange(0, B, 1, { dtype = "int64", device = x:device() }) * T
   return F.embedding(first + at, x:reshape(B * T, C))
 end
 
@@ -160,8 +163,8 @@ end
 ---@return ps.Tensor
 function heads.shifted(labels)
   local B, T = labels:size(0), labels:size(1)
-  local none = ps.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
-  return T > 1 and ps.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
+  local none = create.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
+  return T > 1 and tensors.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
 end
 
 --- The second argument of a language model's call: targets, or nil. Names belong into one table with the tokens.
@@ -169,7 +172,7 @@ end
 ---@param targets? ps.Tensor
 ---@return ps.Tensor?
 function heads.targets(who, targets)
-  if targets == nil or ps.is_tensor(targets) then return targets end
+  if targets == nil or scope.is_tensor(targets) then return targets end
   error(("%s: its targets are a %s, not a tensor: write model { input_ids = x, labels = x }, where labels are the "
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
@@ -180,7 +183,7 @@ end
 ---@return integer?
 function heads.count_targets(given)
   local labels = type(given) == "table" and given.labels
-  if not ps.is_tensor(labels) or labels:dim() ~= 2 then return nil end
+  if not scope.is_tensor(labels) or labels:dim() ~= 2 then return nil end
   local T = labels:size(1)
   return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
 end
@@ -197,9 +200,9 @@ function heads.last_tokens(who, ids, pad)
       error(("%s: the configuration has no pad_token_id, which says where each of %d sequences ends"):format(who, B),
         0)
     end
-    return ps.full({ 1 }, T - 1, { dtype = "int64", device = ids:device() })
+    return create.full({ 1 }, T - 1, { dtype = "int64", device = ids:device() })
   end
-  return (ps.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
+  return (create.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
 -- What classification is, when the configuration leaves it to the labels.
@@ -276,13 +279,13 @@ function heads.caches(names, shape, layers, weight_of)
     local where = { dtype = weight:dtype(), device = weight:device() }
     if where.device ~= "meta" then
       caches[i] = {}
-      for _, name in ipairs(names) do caches[i][name] = ps.empty(shape, where) end
+      for _, name in ipairs(names) do caches[i][name] = create.empty(shape, where) end
     end
   end
   return caches
 end
 
-local how, attended = E.ffi.new "ps_cached_attention", E.ffi.new "ps_tensor *[1]"
+local how, attended = native.ffi.new "ps_cached_attention", native.ffi.new "ps_tensor *[1]"
 
 --- Attention of T positions that follow `at` others, whose keys and values are in caches: writes theirs behind them.
 --- One call, since a token of a small model costs more calls than memory. Without gradients only.
@@ -300,9 +303,10 @@ local how, attended = E.ffi.new "ps_cached_attention", E.ffi.new "ps_tensor *[1]
 function heads.attend_cached(attention, caches, at, mask, q, k, v, cos, sin)
   how.heads, how.groups, how.at = attention.heads, attention.groups or attention.heads, at
   how.window, how.scale = attention.window or 0, attention.scale or 0
-  if E.placer then E.placer() end
-  E.retry(E.C.ps_attention_cached, E.ctx, how, q, k, v, caches.kv or caches.k, caches.v, cos, sin, mask, attended)
-  return E.own(attended[0])
+  if native.placer then native.placer() end
+  native.retry(native.C.ps_attention_cached, native.ctx, how, q, k, v, caches.kv or caches.k, caches.v, cos, sin, mask,
+    attended)
+  return native.own(attended[0])
 end
 
 return heads

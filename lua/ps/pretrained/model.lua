@@ -11,7 +11,9 @@
 --   spare       patterns of body names that a file or a class may lack, such as a pooler's
 --   inputs      what a batch by names may have: name -> "tensor"
 --   ties        file name -> name here, of tensors that are one while tie_word_embeddings holds
-local ps = require "ps"
+local create = require "ps.create"
+local dist = require "ps.dist"
+local scope = require "ps.scope"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local copied = require "ps.copied"
@@ -122,7 +124,7 @@ local function drop_mismatched(self, state, tensors)
 end
 
 local function tell(self, text, ...)
-  if self.quiet or ps.rank() > 0 then return end
+  if self.quiet or dist.rank() > 0 then return end
   io.stderr:write(("%s: %s\n"):format(self.class_name, text:format(...)))
 end
 
@@ -278,8 +280,8 @@ local function resize(owner, key, n, fill)
   local kept = math.min(n, shape[1])
   shape[1] = n
   local is_buffer = owner._kind[key] == "buffer"
-  local new = ps.empty(shape, { dtype = old:dtype(), device = old:device() })
-  ps.no_grad(function()
+  local new = create.empty(shape, { dtype = old:dtype(), device = old:device() })
+  scope.no_grad(function()
     new:narrow(0, 0, kept):copy_(old:detach():narrow(0, 0, kept))
     if n > kept then fill(new:narrow(0, kept, n - kept)) end
   end)
@@ -319,7 +321,7 @@ end
 ---@return {input_ids: ps.Tensor} batch
 function Model:example(rows, positions)
   local shape = { rows, math.min(positions, self:costs().positions) }
-  return { input_ids = ps.empty(shape, { dtype = "int64", device = "meta" }) }
+  return { input_ids = create.empty(shape, { dtype = "int64", device = "meta" }) }
 end
 
 -- -- costs ----------------------------------------------------------------------------------------------------------

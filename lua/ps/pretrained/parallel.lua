@@ -8,7 +8,7 @@
 --   whole, "shape", "at": of its first element in the file's tensor } ] } }
 -- With merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a
 -- whole, so that no file of a larger layout survives.
-local ps = require "ps"
+local native = require "ps.ffi"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local agree = require "ps.dist.agree"
@@ -19,7 +19,7 @@ local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
 local mesh = require "ps.mesh"
 local save = require "ps.pretrained.save"
-local ffi, C, check = ps.ffi, ps.C, ps.check
+local ffi, C, check = native.ffi, native.C, native.check
 local error = caller.error
 
 local parallel = {}
@@ -35,7 +35,7 @@ local function declare(self, entries)
     local key = ffi.new("ps_pt_value", { kind = C.PS_PT_STRING, integer = #entry.name })
     key.text = entry.name
     check(C.ps_ptw_put(self.writer, key))
-    self.storage[entry.name] = check(C.ps_ptw_storage(self.writer, ps.dtype_code(entry.dtype), entry.numel))
+    self.storage[entry.name] = check(C.ps_ptw_storage(self.writer, native.dtype_code(entry.dtype), entry.numel))
     local t, stride = ffi.new("ps_pt_tensor", { ndim = #entry.shape, storage = self.storage[entry.name] }), 1
     for d = #entry.shape - 1, 0, -1 do
       t.shape[d], t.stride[d] = entry.shape[d + 1], stride
@@ -128,7 +128,8 @@ function parallel.save(model, path, config_of, whole, source)
   local group = save.group_of(model)
   local rank = group and group:rank() or 0
   agree.same(group, "save_parallelized", { { "folder", path }, { "merge_checkpoints", tostring(whole) } })
-  local temp = ("%s.tmp-%s"):format(path, agree.first(group, function() return ("%x"):format(ps.now() * 1e6) end))
+  local temp = ("%s.tmp-%s"):format(path, agree.first(group,
+    function() return ("%x"):format(native.C.ps_now() * 1e6) end))
   local ok, problem = pcall(function()
     agree.run(group, function()
       if rank > 0 then return end

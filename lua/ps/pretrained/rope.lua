@@ -3,7 +3,7 @@
 -- The angle of column pair i at position p is p times a frequency, theta^(-2i / D), which the kinds below stretch for
 -- longer sequences than a model was trained on. The formulas are those of transformers' modeling_rope_utils.py, except
 -- that "dynamic" goes by the length of each call alone.
-local ps = require "ps"
+local create = require "ps.create"
 local ffi = require "ffi"
 local settings = require "ps.pretrained.settings"
 local error = require("ps.caller").error
@@ -189,8 +189,8 @@ function Rope:angles(places, T, at, device, dtype)
   local all, factor
   if self.fixed then all, factor = unpack(self.fixed)
   else all, factor = rope.frequencies(self.parameters, self.width, self.most, length) end
-  local frequencies = ps.tensor(all, { dtype = "fp32", device = device })
-  places = places ~= nil and places:to("fp32") or ps.arange(at, at + T, 1, { dtype = "fp32", device = device })
+  local frequencies = create.tensor(all, { dtype = "fp32", device = device })
+  places = places ~= nil and places:to("fp32") or create.arange(at, at + T, 1, { dtype = "fp32", device = device })
   local angles = places:reshape(-1, T, 1) * frequencies
   local cos, sin = angles:cos(), angles:sin()
   if factor ~= 1 then cos, sin = cos * factor, sin * factor end

@@ -1,7 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes a model's weights as Hugging Face reads them: one safetensors file, or several and their index. Of an engine
 -- these are the fp32 values (masters), which rank 0 writes alone.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local handle = require "ps.engine.handle"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
@@ -16,7 +18,7 @@ local pieces = require "ps.pieces"
 local rectangles = require "ps.rectangles"
 local safetensors = require "ps.safetensors"
 local error = caller.error
-local C = ps.C
+local C = native.C
 
 local save = {}
 
@@ -122,7 +124,7 @@ end
 function save.dtype_of(entries)
   local found, size
   for _, entry in ipairs(entries) do
-    local nbytes = HF_DTYPE[entry.dtype] and tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
+    local nbytes = HF_DTYPE[entry.dtype] and tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype)))
     if nbytes and nbytes > (size or 0) then found, size = entry.dtype, nbytes end
   end
   return HF_DTYPE[found] or "float32"
@@ -139,8 +141,8 @@ local function buffers_for(entries)
     if entry.parts then slabs[entry.dtype] = true end
   end
   for dtype, n in pairs(numel) do
-    buffers[dtype] = ps.empty({ n }, { dtype = dtype, device = "cpu" })
-    slabs[dtype] = slabs[dtype] and ps.empty({ n }, { dtype = dtype, device = "cpu" }) or nil
+    buffers[dtype] = create.empty({ n }, { dtype = dtype, device = "cpu" })
+    slabs[dtype] = slabs[dtype] and create.empty({ n }, { dtype = dtype, device = "cpu" }) or nil
   end
   return { of = buffers, slabs = slabs }
 end
@@ -150,7 +152,7 @@ end
 local function exchange(entries, buffers, group, writer)
   local rank, largest, problem = group and group:rank() or 0, 1, nil
   for _, entry in ipairs(entries) do
-    largest = math.max(largest, entry.numel * tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype))))
+    largest = math.max(largest, entry.numel * tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype))))
   end
   local bytes = pieces.buffer(largest)
   local function try(fn, ...)
@@ -161,7 +163,7 @@ local function exchange(entries, buffers, group, writer)
   local function append(entry, tensor)
     try(pieces.read, tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
   end
-  local function copy(to, from) try(function() ps.no_grad(to.copy_, to, from():to("cpu")) end) end
+  local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
   -- Has elements of the owner's, which from() gives there, in `to` on rank 0.
   local function bring(owner, buffer, from, to)
     if owner == 0 and rank == 0 then return copy(to, from) end
@@ -186,7 +188,7 @@ local function exchange(entries, buffers, group, writer)
   local function put_together(entry)
     local buffer, slab = buffers.of[entry.dtype], buffers.slabs[entry.dtype]
     rectangles.each(entry.shape, buffer:numel(), function(offset, shape)
-      ps.scope(function()
+      scope.scope(function()
         local whole = slab:narrow(0, 0, rectangles.numel(shape)):reshape(shape)
         for _, part in ipairs(entry.parts) do
           local common = rectangles.common({ offset = offset, shape = shape }, part)
@@ -204,7 +206,7 @@ local function exchange(entries, buffers, group, writer)
   for _, entry in ipairs(entries) do
     if entry.parts then put_together(entry)
     elseif entry.owner == 0 and rank == 0 then append(entry, entry.tensor)
-    elseif entry.owner > 0 and (rank == 0 or rank == entry.owner) then ps.scope(pass, entry) end
+    elseif entry.owner > 0 and (rank == 0 or rank == entry.owner) then scope.scope(pass, entry) end
   end
   return problem
 end
@@ -216,7 +218,7 @@ end
 ---@param group? ps.Group
 function save.write(path, entries, open, group)
   local rank, writer, buffers = group and group:rank() or 0, nil, nil
-  local ok, problem = pcall(ps.scope, function()
+  local ok, problem = pcall(scope.scope, function()
     agree.run(group, function()
       buffers = buffers_for(entries)
       if rank == 0 then writer = open(path, entries) end
@@ -250,7 +252,7 @@ end
 local function split(entries, most)
   local files, filled = { {} }, 0
   for _, entry in ipairs(entries) do
-    local nbytes = entry.numel * tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
+    local nbytes = entry.numel * tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype)))
     if filled > 0 and filled + nbytes > most then
       files[#files + 1], filled = {}, 0
     end
@@ -266,14 +268,14 @@ local function index_of(files, names)
   for i, list in ipairs(files) do
     for _, entry in ipairs(list) do
       index.weight_map[entry.name] = names[i]
-      local nbytes = entry.numel * tonumber(C.ps_dtype_size(ps.dtype_code(entry.dtype)))
+      local nbytes = entry.numel * tonumber(C.ps_dtype_size(native.dtype_code(entry.dtype)))
       index.metadata.total_size = index.metadata.total_size + nbytes
     end
   end
   return index
 end
 
-local function write_text(path, text) ps.check(C.ps_file_write_atomic(path, text, #text)) end
+local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
 
 -- Files of weights, and indices of them, as readers look for them.
 local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "^model%-%d+%-of%-%d+%.safetensors$",

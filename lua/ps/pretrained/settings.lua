@@ -5,8 +5,9 @@
 local caller = require "ps.caller"
 local encode = require "ps.checkpoints.encode"
 local json = require "cjson"
-local ps = require "ps"
-local F = ps.functional
+local native = require "ps.ffi"
+local functional = require "ps.functional"
+local F = functional
 local error = caller.error
 
 ---@class ps.pretrained.Rules
@@ -89,8 +90,8 @@ end
 function settings.refuse(who, field, value, why)
   local refused = ("%s = %s: %s"):format(field, shown(value), why)
   local _, text = pcall(error, ("%s: refused: %s"):format(who, refused))         -- with the script's line
-  error(setmetatable({ code = ps.C.PS_EUNSUP, name = "EUNSUP", msg = text, where = "", refused = refused },
-    ps.Error), 0)
+  error(setmetatable({ code = native.C.PS_EUNSUP, name = "EUNSUP", msg = text, where = "", refused = refused },
+    native.Error), 0)
 end
 
 local function wrong(self, key, value, text, ...)

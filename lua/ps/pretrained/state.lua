@@ -1,7 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Several files of weights as one state for load_state_dict: tensors stay in the files, and are read one at a time, of
 -- a cut parameter its part. Tensors of which files have pieces (save_parallelized) are put together.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
+local serialize = require "ps.serialize"
 local Pieced = require "ps.pieced"
 local ffi = require "ffi"
 local folder = require "ps.pretrained.folder"
@@ -13,7 +16,7 @@ local state_of = {}
 
 -- A file of weights, whose tensors stay in it. A format that is known and not read is a refusal.
 local function open_file(path, mmap)
-  local ok, file = pcall(ps.load, path, { lazy = true, mmap = mmap })
+  local ok, file = pcall(serialize.load, path, { lazy = true, mmap = mmap })
   if ok then return file end
   if type(file) == "table" and file.sub == "OLD_TORCH" then
     local at, name = path:match "^(.*)/([^/]*)$"
@@ -104,18 +107,18 @@ function state_of.open(paths, own_name, mmap)
   function state.same(_, a, b)
     local shape, dtype, equal = state:shape(a), state:dtype(a), true
     if dtype ~= state:dtype(b) or not rectangles.same(shape, state:shape(b)) then return false end
-    local nbytes = rectangles.numel(shape) * tonumber(ps.C.ps_dtype_size(ps.dtype_code(dtype)))
+    local nbytes = rectangles.numel(shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(dtype)))
     local one, other = pieces.buffer(nbytes), pieces.buffer(nbytes)
     rectangles.each(shape, pieces.elements(dtype), function(offset, size)
       if not equal then return end
-      ps.scope(function()
+      scope.scope(function()
         for name, buffer in pairs { [a] = one, [b] = other } do
-          local part = ps.empty(size, { dtype = dtype, device = "cpu" })
+          local part = create.empty(size, { dtype = dtype, device = "cpu" })
           state:read_part(name, part, offset)
-          ps.check(ps.C.ps_tensor_read(part, buffer, part:nbytes()))
+          native.check(native.C.ps_tensor_read(part, buffer, part:nbytes()))
         end
       end)
-      local n = rectangles.numel(size) * tonumber(ps.C.ps_dtype_size(ps.dtype_code(dtype)))
+      local n = rectangles.numel(size) * tonumber(native.C.ps_dtype_size(native.dtype_code(dtype)))
       equal = ffi.string(one, n) == ffi.string(other, n)
     end)
     return equal

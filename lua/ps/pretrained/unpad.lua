@@ -4,10 +4,14 @@
 -- reads it), and where it has a label. Nothing reads the others, so the numbers are those of the padded batch up to the
 -- rounding of products with fewer rows, and masks of dropout are the same. A few rows that do not count are computed,
 -- too, so that products have few sizes; nothing reads them, either.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
+local functional = require "ps.functional"
+local scope = require "ps.scope"
+local tensors = require "ps.tensor"
 local IGNORED = require("ps.batch").IGNORED
-local F = ps.functional
-local META = ps.device_index "meta"
+local F = functional
+local META = native.device_index "meta"
 
 local unpad = {}
 
@@ -24,19 +28,19 @@ end
 -- values: all rows count there, which is the most there can be.
 local function numbers(kept)
   local all = { kept:numel() }
-  if kept.device_ == META then return ps.empty(all, { dtype = "int64", device = "meta" }) end
+  if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
   local ok, found = pcall(function()
     local on_host = kept:to "cpu"
     local rows = on_host:nonzero():reshape(-1)
     local more = math.min(filled(rows:size(0)), all[1]) - rows:size(0)
     if more > 0 then
-      rows = ps.cat({ rows, on_host:logical_not():nonzero():reshape(-1):narrow(0, 0, more) }, 0)
+      rows = tensors.cat({ rows, on_host:logical_not():nonzero():reshape(-1):narrow(0, 0, more) }, 0)
     end
     return rows:to(kept:device())
   end)
   if ok then return found end
   if type(found) ~= "table" or found.name ~= "EDRY" then error(found, 0) end
-  return ps.empty(all, { dtype = "int64", device = kept:device() })
+  return create.empty(all, { dtype = "int64", device = kept:device() })
 end
 
 --- Which rows count. The host waits for a mask that lies on a device.
@@ -45,9 +49,10 @@ end
 ---@return ps.Tensor rows int64 [S]: their numbers among the B * T, rising, and then those of a few that do not count
 ---@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S where it does not count
 function unpad.plan(mask, labels)
-  return ps.no_grad(function()
+  return scope.no_grad(function()
     local B, T = mask:size(0), mask:size(1)
-    local kept = ps.arange(0, T, 1, { dtype = "int64", device = mask:device() }):eq(0):reshape(1, T):logical_or(mask)
+    local kept = create.arange(0, T, 1, { dtype = "int64", device = mask:device() }):eq(0):reshape(1,
+      T):logical_or(mask)
     if labels ~= nil then kept = kept:logical_or(labels:ne(IGNORED)) end
     kept = kept:reshape(B * T)
     local rows, counts = numbers(kept), kept:to("int64")
@@ -75,7 +80,7 @@ function unpad.pack(x, rows) return F.embedding(rows, x:reshape(-1, x:size(-1)))
 ---@param shape integer[] {B, T}
 ---@return ps.Tensor [B, T, C]
 function unpad.unpack(x, places, shape)
-  return ps.ops.embedding(x, places, -1, 0, x:size(0) + 1):reshape(shape[1], shape[2], x:size(1))
+  return native.ops.embedding(x, places, -1, 0, x:size(0) + 1):reshape(shape[1], shape[2], x:size(1))
 end
 
 --- The first row of each sequence.

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- From a description of a tokenizer, as tokenizer.json has it (normalizer, pre_tokenizer, model, post_processor,
 -- decoder, added_tokens), to the engine's tokenizer. What a description asks for and is not here is refused by name.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local object = require "ps.tokenizer.object"
 local patterns = require "ps.tokenizer.pattern"
 local ffi = require "ffi"
 local error = caller.error
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local fields, is_null, listed, refuse = object.fields, object.is_null, object.listed, object.refuse
 
 local description = {}

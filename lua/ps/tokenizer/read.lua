@@ -2,7 +2,7 @@
 -- Tokenizers' files as Hugging Face has them. Whatever the files are, they are brought to one description, that of
 -- tokenizer.json, by which the engine's tokenizer is made (tokenizer/description.lua). Vocabularies and merges are read
 -- in C.
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local classes = require "ps.tokenizer.classes"
 local description = require "ps.tokenizer.description"
@@ -12,7 +12,7 @@ local ffi = require "ffi"
 local json = require "cjson"
 local lfs = require "lfs"
 local error = caller.error
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local is_null, listed, refuse = object.is_null, object.listed, object.refuse
 
 local read = {}

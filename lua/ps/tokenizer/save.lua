@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A tokenizer's files in another folder: copies of those that it came from, and in tokenizer_config.json what a script
 -- has set since (special tokens, sides, the limit).
-local ps = require "ps"
+local native = require "ps.ffi"
 local caller = require "ps.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
 local lfs = require "lfs"
 local error = caller.error
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 
 local save = {}
 

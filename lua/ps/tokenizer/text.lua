@@ -2,7 +2,8 @@
 -- Tokenizers of Hugging Face's files as scripts use them: batches of texts to tensors, single texts to ids and back.
 -- Texts become ids in C (src/data/tokenizer.c); here are special tokens, what stands around texts, truncation and
 -- padding.
-local ps = require "ps"
+local create = require "ps.create"
+local native = require "ps.ffi"
 local array = require "ps.array"
 local caller = require "ps.caller"
 local classes = require "ps.tokenizer.classes"
@@ -13,7 +14,7 @@ local json = require "cjson"
 local read = require "ps.tokenizer.read"
 local save = require "ps.tokenizer.save"
 local error = caller.error
-local C, check = ps.C, ps.check
+local C, check = native.C, native.check
 local int_array = array "int32_t"
 
 local text = {}
@@ -410,7 +411,7 @@ local function put(row, at, ids, types, offsets)
 end
 
 local function tensor_of(buffer, shape, numel)
-  local out = ps.empty(shape, { dtype = "int32", device = "cpu" })
+  local out = create.empty(shape, { dtype = "int32", device = "cpu" })
   if numel > 0 then check(C.ps_tensor_write(out, buffer, 4 * numel)) end
   return out
 end

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- From a module to parameters in chunks. Parameters are staged as they are made, so that a model larger than memory can
 -- be built. The layout is then made in the order of registration, and every tensor moves to its place in it.
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local core = require "ps.nn.module"
 local shard = require "ps.nn.shard"
 local layout = require "ps.engine.layout.pack"
@@ -9,7 +10,7 @@ local kinds = require "ps.engine.layout.kinds"
 local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.embed"
 local array = require "ps.array"
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local build = {}
 
@@ -20,20 +21,22 @@ local PAGE = 4096
 local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
 
 local function new_chunk(kind, group, index, dtype, nbytes)
-  ps.check(C.ps_engine_chunk_new(ps.ctx, kinds.number[kind], group, index, ps.dtype_code(dtype), nbytes, id_out))
+  native.check(C.ps_engine_chunk_new(native.ctx, kinds.number[kind], group, index, native.dtype_code(dtype), nbytes,
+    id_out))
   return id_out[0]
 end
 
 -- Makes a tensor of another's shape, `offset` elements into the chunk of a kind. ids: a row's chunks (chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
-  ps.retry(C.ps_engine_tensor_new, ps.ctx, like, ps.dtype_code(dtype), device, ids[kind], at, name, tensor_out)
-  return ps.own(tensor_out[0])
+  native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
+    tensor_out)
+  return native.own(tensor_out[0])
 end
 
 local function adopt(tensor, dtype, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
-  ps.retry(C.ps_engine_adopt, ps.ctx, tensor, ids[kind], at, name)
+  native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
 -- The same for a parameter. Where state is sharded, all ranks have it in a part, which one rank owns.
@@ -51,8 +54,8 @@ local function adopt_param(tensor, dtype, where, ids, offset, name)
 end
 
 local function seen_from(tensor, device)
-  ps.retry(C.ps_engine_tensor_at, ps.ctx, tensor, device, tensor_out)
-  return ps.own(tensor_out[0])
+  native.retry(C.ps_engine_tensor_at, native.ctx, tensor, device, tensor_out)
+  return native.own(tensor_out[0])
 end
 
 --- Takes a parameter that has just been made out of plain memory into a chunk of its own. A tensor that chunks hold
@@ -62,11 +65,11 @@ end
 ---@param shards? ps.engine.Sharding
 function build.stage(tensor, shards)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
-  if nbytes == 0 or C.ps_engine_holds(ps.ctx, tensor) ~= 0 then return end
+  if nbytes == 0 or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
   local whole = math.ceil(nbytes / PAGE) * PAGE
   local function chunk() return new_chunk("param", -1, 0, tensor:dtype(), whole) end
   if not (shards and shards:parameters()) then
-    ps.retry(C.ps_engine_adopt, ps.ctx, tensor, chunk(), 0, nil)
+    native.retry(C.ps_engine_adopt, native.ctx, tensor, chunk(), 0, nil)
     return
   end
   local owner = shards:stage_owner(nbytes)
@@ -125,7 +128,7 @@ local function check_parameter(entry, device)
   end
   if entry.tensor.device_ ~= device then
     error(("parameter %s lies on %s, the engine computes on %s; make it on the default device"):format(entry.name,
-      entry.tensor:device(), ps.device_name[device]), 0)
+      entry.tensor:device(), native.device_name[device]), 0)
   end
 end
 
@@ -146,11 +149,11 @@ local function place_param(entry, ids, offset, where)
     if not trains or dtype == "fp32" then return old, old end
     local master = new_tensor(old, "fp32", where.host, ids, "param_fp32", offset, name)
     local from = where.shards and where.shards:own(old, where.host) or apart and seen_from(old, where.host) or old
-    ps.no_grad(function() master:copy_(from) end)
+    scope.no_grad(function() master:copy_(from) end)
     return old, master
   end
   local param = new_param(old, dtype, where, ids, offset, name)
-  ps.no_grad(function() param:copy_(old) end)
+  scope.no_grad(function() param:copy_(old) end)
   core.Parameter(param)
   shard.move(old, param)
   if not trains then param:requires_grad(false) end
@@ -253,8 +256,8 @@ end
 
 local function state_bytes()
   local info, sum = ffi.new("ps_chunk_info"), 0
-  for i = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
-    ps.check(C.ps_engine_chunk_get(ps.ctx, i, info))
+  for i = 0, C.ps_engine_chunk_count(native.ctx) - 1 do
+    native.check(C.ps_engine_chunk_get(native.ctx, i, info))
     sum = sum + tonumber(info.nbytes)
   end
   return sum
@@ -406,14 +409,14 @@ function build.register(built, group_of, n_groups, where)
     row.param, row.grad, row.tie = ptr(other.entry.param), ptr(other.use.grad), C.PS_TIE_USE
     row.vstage, row.number = other.use.vstage, other.entry.order
   end
-  ps.check(C.ps_engine_params(ps.ctx, n + #uses, rows, built.units, n_groups))
+  native.check(C.ps_engine_params(native.ctx, n + #uses, rows, built.units, n_groups))
   local numbers, count = {}, 0
   for unit, row in ipairs(where.ranks and built.unit_rows or {}) do
     if not numbers[row.stripe] then
       numbers[row.stripe] = count
       count = count + 1
     end
-    ps.check(C.ps_engine_unit_parts(ps.ctx, unit - 1, numbers[row.stripe], row.param, row.grad or -1))
+    native.check(C.ps_engine_unit_parts(native.ctx, unit - 1, numbers[row.stripe], row.param, row.grad or -1))
   end
 end
 

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. In the chunks that an update
 -- needs at once tensors begin at other offsets; PS_KIND_SHIFT (src/ps.h) tells the reason.
-local E = require "ps.ffi"
-local ffi, C = E.ffi, E.C
+local native = require "ps.ffi"
+local ffi, C = native.ffi, native.C
 
 local kinds = {}
 

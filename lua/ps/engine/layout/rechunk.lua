@@ -3,7 +3,8 @@
 -- budgets, but not the other tensors of a step. Where a step's dry run shows that an op's chunks do not fit beside
 -- them, and the configuration has not set the size, the model is laid out anew between two steps. Values do not depend
 -- on the layout. Ranks agree on the size; any of them may be the one that has too little room.
-local ps = require "ps"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
 local layout = require "ps.engine.layout.pack"
 local kinds = require "ps.engine.layout.kinds"
 local split = require "ps.engine.layout.split"
@@ -13,7 +14,7 @@ local masters = require "ps.engine.masters"
 local setup = require "ps.engine.setup"
 local human = require("ps.memory_view").bytes
 
-local ffi, C = ps.ffi, ps.C
+local ffi, C = native.ffi, native.C
 
 local finer = {}
 
@@ -60,7 +61,7 @@ local function move(built, plan, options)
       for _, at in ipairs(row.tensors) do rows[at.index].place, rows[at.index].values = nil, nil end
     end
   end
-  ps.collect()
+  scope.collect()
   if shards then pieces.number_stripes(fresh, shards, options.grads, share.stripes(fresh, owners)) end
   built.layout, built.units, built.unit_bytes, built.unit_numel, built.unit_rows = plan, 0, {}, {}, {}
   for _, row in ipairs(plan.chunks) do
@@ -118,8 +119,8 @@ function finer.limit(engine)
   for _, list in ipairs { engine.built.list, engine.built.frozen } do
     for _, made in ipairs(list) do if made.numel <= most then largest = math.max(largest, made.numel) end end
   end
-  for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
-    ps.check(C.ps_engine_tier_get(ps.ctx, t, info))
+  for t = 0, C.ps_engine_tier_count(native.ctx) - 1 do
+    native.check(C.ps_engine_tier_get(native.ctx, t, info))
     local limited = info.budget > 0
     free = free + (limited and tonumber(info.free) or math.huge)
     if limited and info.device == engine.host then room = tonumber(info.budget - info.other) end
