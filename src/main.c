@@ -162,7 +162,7 @@ static int traceback(lua_State *L)
         } else {
             lua_settop(L, 1);
             lua_getglobal(L, "require");                           /* the script may never have asked for ps */
-            lua_pushliteral(L, "ps.caller");
+            lua_pushliteral(L, "ps.pretty");                       /* which loads ps.caller */
             lua_pcall(L, 1, 0, 0);
             lua_settop(L, 1);
             by_caller(L, "described");

@@ -191,6 +191,7 @@ function annotations.own()
   for _, name in ipairs { "save", "load" } do own[name] = serialize[name] end
   own.initialize = require("ps.engine").initialize
   for _, name in ipairs { "set_detect_anomaly", "detect_anomaly" } do own[name] = require("ps.anomaly")[name] end
+  for _, name in ipairs { "memory", "chunks" } do own[name] = require("ps.views")[name] end
   own.help = require("ps.help").help
   own.deferred, own.materialize = require("ps.deferred").make, require("ps.deferred").materialize
   own.initialize_engine = own.initialize

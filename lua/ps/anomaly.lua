@@ -26,7 +26,7 @@ local function op_name(op) return native.op_info[op].name end
 
 local function text()
   C.ps_anomaly_get(ctx, found)
-  local module = found.module > 0 and require("ps.profile_events").modules()[found.module]
+  local module = found.module > 0 and require("ps.nn.calls")()[found.module]
   local line = places[tonumber(found.place)]
   local words = { line and line:gsub(": $", "") or "at a line that is not known: anomaly mode was off at the call" }
   if module then

@@ -86,11 +86,15 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
+--- Shows a value as text. ps.pretty sets it, which the program's handler loads before it asks for `described`.
+---@type (fun(value: any): string)?
+caller.shown = nil
+
 --- What is printed of an error that is no string: its value. For the program's handler.
 ---@param e any
 ---@return string
 function caller.described(e)
-  local ok, text = pcall(function() return require("ps.pretty").format(e) end)
+  local ok, text = pcall(caller.shown or tostring, e)
   return ("the error is no text but a %s: %s"):format(type(e), ok and text or tostring(e))
 end
 

@@ -3,7 +3,7 @@
 -- table: ps.comm.log_summary(), and its rows: ps.comm.log_rows().
 local native = require "ps.ffi"
 local names = require "ps.comm_names"
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 local dist = require "ps.dist"
 local ffi, C = native.ffi, native.C
 
@@ -50,10 +50,11 @@ function Summary.__tostring(rows)
   if #rows == 0 then return "comms_logger: no call between ranks was counted" end
   local lines = {}
   for i, row in ipairs(rows) do
-    lines[i] = { row.op, view.bytes(row.bytes), tostring(row.count), ("%.2f"):format(row.seconds * 1e3),
+    lines[i] = { row.op, readable.bytes(row.bytes), tostring(row.count), ("%.2f"):format(row.seconds * 1e3),
       ("%.3f"):format(row.seconds * 1e3 / row.count), gbps(row.algbw), gbps(row.busbw) }
   end
-  return table.concat(view.lines({ { title = "Comm. Op", left = true }, { title = "Message Size" }, { title = "Count" },
+  return table.concat(readable.lines({ { title = "Comm. Op", left = true }, { title = "Message Size" },
+    { title = "Count" },
     { title = "Total Latency(ms)" }, { title = "Avg Latency(ms)" }, { title = "algbw (Gbps)" },
     { title = "busbw (Gbps)" } }, lines), "\n")
 end

@@ -58,7 +58,7 @@ function command_line.try(program, fn, ...)
     if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
     if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end
     io.stderr:write(program, ": ", text, "\n")
-    require("ps").C.ps_groups_end(text)
+    require("ps.ffi").C.ps_groups_end(text)
     os.exit(1, true)
   end
   return finish(pcall(fn, ...))

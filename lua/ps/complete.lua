@@ -11,8 +11,8 @@ for w in ([[and break do else elseif end false for function goto if in local nil
 ---@param value any
 ---@return table|nil
 function complete.methods_of(value)
-  local tensor = package.loaded["ps.tensor"]
-  if type(tensor) == "table" and require("ps.pretty").is_tensor(value) then return tensor.methods end
+  local ok, tensor = pcall(require, "ps.tensor")           -- the prompt works without the engine, too
+  if ok and require("ps.pretty").is_tensor(value) then return tensor.methods end
   return nil
 end
 

@@ -6,6 +6,8 @@ local native = require "ps.ffi"
 local array = require "ps.array"
 local caller = require "ps.caller"
 local env = require "ps.dist.env"
+local create = require "ps.create"
+local random = require "ps.random"
 local mesh = require "ps.mesh"
 local secret = require "ps.dist.secret"
 local exact = require "ps.exact"
@@ -561,7 +563,7 @@ function dist.init_distributed(options)
         type(problem) == "table" and problem.msg or tostring(problem)))
     end
   end
-  if o.seed then require("ps").manual_seed(o.seed) end
+  if o.seed then random.seed(o.seed) end
   return group
 end
 
@@ -590,7 +592,7 @@ end
 function dist.any_rank(flag)
   local group = mesh.group "world"
   if not group then return flag end
-  local sum = group:all_reduce(require("ps").tensor({ flag and 1 or 0 }, { dtype = "fp32" }))
+  local sum = group:all_reduce(create.tensor({ flag and 1 or 0 }, { dtype = "fp32" }))
   return sum:item() > 0
 end
 

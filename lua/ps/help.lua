@@ -3,10 +3,22 @@
 -- same reading of the sources that makes docs/api.md.
 local annotations = require "ps.annotations"
 local caller = require "ps.caller"
+local native = require "ps.ffi"
 local nearest = require "ps.nearest"
+local scope = require "ps.scope"
 local wrap_to = require "ps.wrap"
 
 local help = {}
+
+local ps                                             -- what scripts have as `ps`
+
+--- Tells what scripts have as `ps`, which help describes.
+---@param facade table
+---@return table help
+function help.of(facade)
+  ps = facade
+  return help
+end
 
 local WIDTH = 100
 local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "train", "checkpoints", "safetensors",
@@ -15,7 +27,6 @@ local PREFIX = { functional = "F.", nn = "nn." }
 
 -- Every function, with how it is called: {name, call ("F.gelu"), fn, method}; of one name several.
 local function all_functions()
-  local ps = require "ps"
   local list, own = {}, annotations.own()
   local function add(prefix, t, method)
     for name, value in pairs(t) do
@@ -46,7 +57,7 @@ end
 local function wrap(lines, text, indent) wrap_to(lines, text, WIDTH, indent) end
 
 local function op_text(name)
-  for _, info in pairs(require("ps").op_info) do
+  for _, info in pairs(native.op_info) do
     if info.name == name then return info.doc .. "." end
   end
   return ""
@@ -143,7 +154,7 @@ local function of_name(lines, text)
   end
   local fields = annotations.class(text) or annotations.class("ps." .. text)
   if #lines == 0 and fields and fields.fields[1] then put_fields(lines, fields) end
-  local class = require("ps").nn[text:match "^nn%.(.*)$" or text]
+  local class = ps.nn[text:match "^nn%.(.*)$" or text]
   if #lines == 0 and type(class) == "table" and rawget(class, "instance") then put_class(lines, class) end
   if #lines > 0 then return end
   local near = nearest.find(text, names)
@@ -154,7 +165,7 @@ end
 ---@param x any a function, a class, a module, a tensor, a table of functions, or a name: "gelu", "F.gelu"
 ---@return string
 function help.text(x)
-  local ps, lines = require "ps", {}
+  local lines = {}
   if type(x) == "function" then x = require("ps.engine.handle").original(x) end
   if type(x) == "string" then of_name(lines, x)
   elseif type(x) == "function" then
@@ -167,7 +178,7 @@ function help.text(x)
       end
     end
     if #lines == 0 then put_function(lines, { name = "", call = "function", fn = x }) end
-  elseif ps.is_tensor(x) then
+  elseif scope.is_tensor(x) then
     wrap(lines, ("a tensor, %s [%s] on %s, with the methods"):format(x:dtype(), table.concat(x:shape(), ", "),
       x:device()), "")
     wrap(lines, table.concat(sorted_functions(require("ps.tensor").methods), ", "), "  ")

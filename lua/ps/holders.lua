@@ -2,7 +2,7 @@
 -- Who holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with the op and
 -- the module that made it and the script's line. Errors of memory list those of their moment.
 local native = require "ps.ffi"
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 local ffi, C = native.ffi, native.C
 
 local holders = {}
@@ -32,7 +32,7 @@ local function show(self)
   local lines = { self.title }
   for i, h in ipairs(self) do
     if i > (self.shown or #self) then break end
-    lines[i + 1] = ("  %10s  %s"):format(view.bytes(h.nbytes), text(h))
+    lines[i + 1] = ("  %10s  %s"):format(readable.bytes(h.nbytes), text(h))
   end
   return table.concat(lines, "\n")
 end
@@ -49,7 +49,7 @@ function holders.list(when, device)
   local found = list_t()
   local n = C.ps_memory_holders(native.ctx, device, WHEN[when], found, used)
   native.check(n)
-  local modules, lines = require("ps.profile_events").modules(), require("ps.nn.module").called_at
+  local modules, lines = require("ps.nn.calls")(), require("ps.nn.module").called_at
   local list = setmetatable({ used = tonumber(used[0]) }, Holders)
   for i = 0, n - 1 do
     local h, module = found[i], modules[found[i].module]
@@ -60,7 +60,7 @@ function holders.list(when, device)
         backward = h.backward == 1, scratch = h.scratch == 1 }
     end
   end
-  list.title = ("the largest of %s in use:"):format(view.bytes(list.used))
+  list.title = ("the largest of %s in use:"):format(readable.bytes(list.used))
   return list
 end
 
@@ -69,7 +69,7 @@ end
 function holders.refused()
   local list = holders.list("failed", -1)
   if #list == 0 then return nil end
-  list.title, list.shown = ("the largest of %s of tensors in use then:"):format(view.bytes(list.used)), SHOWN
+  list.title, list.shown = ("the largest of %s of tensors in use then:"):format(readable.bytes(list.used)), SHOWN
   return list
 end
 

@@ -4,7 +4,10 @@ local E = require "ps.ffi"
 local tensor = require "ps.tensor"
 local composed = require "ps.tensor_composed"
 local scope = require "ps.scope"
+local devices = require "ps.devices"
 local exact = require "ps.exact"
+local process = require "ps.process"
+local random = require "ps.random"
 
 ---@class ps
 local ps = {
@@ -26,9 +29,14 @@ for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "ra
                         "stack", "set_default_dtype", "set_default_device" } do
   ps[name] = tensor[name]
 end
+ps.same = tensor.same
+ps.rng, ps.manual_seed, ps.computes = random.state, random.seed, devices.computes
+ps.device, ps.devices, ps.fast_dtype, ps.prefers_fused = devices.open, devices.all, devices.fast_dtype,
+  devices.prefers_fused
+ps.set_memory_limit, ps.reset_peak_memory, ps.memory_available = devices.set_limit, devices.reset_peak,
+  devices.available
+for name, fn in pairs(process) do ps[name] = fn end
 for _, name in ipairs { "eye", "linspace", "einsum", "one_hot" } do ps[name] = composed[name] end
---- Whether ops compute values: not in a dry run of a script (tools/plan.lua).
-ps.computes = E.C.ps_machine_pretended() == 0
 ps.version = E.ffi.string(E.C.ps_version())
 
 local caller = E.caller
@@ -82,92 +90,8 @@ function ps.randn_like(t)
   return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
 
---- Whether two Lua values refer to one tensor. Each call that gives a tensor makes a Lua value of its own.
----@param a ps.Tensor
----@param b ps.Tensor
----@return boolean
-function ps.same(a, b)
-  a, b = like(a, "ps.same"), like(b, "ps.same")
-  return E.ffi.cast("ps_tensor *", a) == E.ffi.cast("ps_tensor *", b)
-end
-
---- The state of all random numbers, which may be read and written: seed, offset, step, sample, op (struct ps_rng of
---- ps.h).
----@return ffi.cdata* ps_rng
-function ps.rng() return E.C.ps_rng_get(E.ctx) end
-
---- Starts every stream of random numbers anew from a seed.
----@param seed integer from 0 to 2^53, or of 64 bits (1ULL)
-function ps.manual_seed(seed)
-  local rng = ps.rng()
-  caller.seed(seed, "ps.manual_seed")
-  rng.seed, rng.offset, rng.step, rng.sample, rng.op = seed, 0, 0, 0, 0
-end
-
----@class ps.Device
----@field name string
----@field description string instruction set, threads and libraries in use
-
---- Looks a device up by name and opens it: ps.device("cpu").
----@param name string an error names the devices that there are
----@return ps.Device
-function ps.device(name)
-  local i = E.device_index(name)
-  return { name = E.device_name[i], description = E.ffi.string(E.C.ps_device_describe(E.ctx, i)) }
-end
-
---- The type that trains fastest on a device (default cpu): "bf16" on a GPU and where the processor multiplies it, else
---- "fp32".
----@param device? string
----@return string
-function ps.fast_dtype(device)
-  return E.device_info(E.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
-end
-
---- Whether ops that join several (ops.mlp) are faster on a device than those apart, as on a GPU.
----@param device string
----@return boolean
-function ps.prefers_fused(device) return E.device_info(E.device_index(device)).fuses ~= 0 end
-
---- All devices that are open. cuda is opened by the first call that names it.
----@return ps.Device[]
-function ps.devices()
-  local list = {}
-  for i = 0, #E.device_name do list[i + 1] = ps.device(E.device_name[i]) end
-  return list
-end
-
-local MEMORY = { at = "string", device = "string" }
-
---- A device's memory in bytes, and the tiers of the engine that is open. It prints as a table. With `at`, the largest
---- tensors that lie there outside of chunks, each with its bytes, op, module and line: now, or when most was in use.
----@param device? string|{at?: "peak"|"now", device?: string} default the first device, "cpu"
----@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
----  limit 0: none; with `at` a list, largest first
-function ps.memory(device)
-  if type(device) == "table" then
-    local options = caller.options(device, "ps.memory", MEMORY)
-    device = options.device
-    if options.at and options.at ~= "peak" and options.at ~= "now" then
-      error(("ps.memory: at is '%s'; it is 'peak' or 'now'"):format(options.at))
-    end
-    if options.at then return require("ps.holders").list(options.at, device and E.device_index(device) or 0) end
-  end
-  local info = E.ffi.new("ps_memory_info")
-  E.check(E.C.ps_memory_get(E.ctx, device and E.device_index(device) or 0, info))
-  return require("ps.memory_view").memory({ device = device or E.device_name[0], used = tonumber(info.used),
-    peak = tonumber(info.peak), reserved = tonumber(info.reserved), limit = tonumber(info.limit) },
-    require("ps.engine.inspect").tiers())
-end
-
---- The chunks of the engine that is open, as a list that prints as a table; an empty list without an engine.
----@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for that
----  one with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; only
----  those of a kind, with a valid copy on a tier, in a state; all = true prints every row
----@return table[] chunks
-function ps.chunks(options)
-  return require("ps.memory_view").chunks(require("ps.engine.inspect").chunks(), options)
-end
+function ps.memory(...) return exact.of(require("ps.views").memory, "ps.memory")(...) end
+function ps.chunks(...) return exact.of(require("ps.views").chunks, "ps.chunks")(...) end
 
 --- The trace that the plan of steps like the last one is made from: the moments of a step (its ops that use chunks) in
 --- order, each with the chunks that it uses. A list that prints as a table, where moments in a row with the same uses
@@ -177,8 +101,8 @@ end
 ---  all = true prints every row
 ---@return ps.view.Moment[] moments `other` of the list: by tier, the most bytes besides chunks at once
 function ps.trace(options)
-  local setup = package.loaded["ps.engine.setup"]
-  return require("ps.trace_view").trace(setup and setup.current(), options)
+  local engine = require("ps.engine.setup").current()
+  return require("ps.trace_view").trace(engine and require("ps.engine.step").trace(engine), options)
 end
 
 --- What the engine that is open is doing, as a table that prints as a line; nil: none is open, or its parameters lie in
@@ -186,29 +110,8 @@ end
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}? state
 function ps.engine()
-  local setup = package.loaded["ps.engine.setup"]
-  local engine = setup and setup.current()
+  local engine = require("ps.engine.setup").current()
   return engine and require("ps.engine.values").state(engine) or nil
-end
-
---- Limits the bytes that tensors may take on a device; what would take more is an error.
----@param nbytes integer 0: no limit
----@param device? string default the first device, "cpu"
-function ps.set_memory_limit(nbytes, device)
-  caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
-  E.check(E.C.ps_memory_set_limit(E.ctx, device and E.device_index(device) or 0, nbytes))
-end
---- Sets the peak that ps.memory tells back to the bytes in use now.
----@param device? string default the first device, "cpu"
-function ps.reset_peak_memory(device)
-  E.C.ps_memory_reset_peak(E.ctx, device and E.device_index(device) or 0)
-end
-
---- The bytes of a device's memory that could still be had.
----@param device? string default the first device, "cpu"
----@return integer bytes
-function ps.memory_available(device)
-  return tonumber(E.C.ps_memory_available(E.ctx, device and E.device_index(device) or 0))
 end
 
 --- How fast Adam and copies are with a device; measured by the first call of a process, if no engine has done so.
@@ -227,37 +130,8 @@ function ps.initialize(...)
 end
 ps.initialize_engine = ps.initialize
 
---- Sets how many threads compute.
----@param n integer from 1; an error above the most that this machine takes
-function ps.set_threads(n)
-  if caller.whole(n, "ps.set_threads: the number of threads") < 1 then
-    error("ps.set_threads takes 1 or more, not " .. n)
-  end
-  if n > E.C.ps_threads_most() then
-    error(("ps.set_threads takes up to %d on this machine, not %.17g"):format(E.C.ps_threads_most(), n))
-  end
-  E.C.ps_set_threads(n)
-end
---- How many threads compute.
----@return integer
-function ps.threads() return E.C.ps_threads() end
---- Seconds of a clock that only goes forward.
----@return number
-function ps.now() return E.C.ps_now() end
-
---- From now on the first Ctrl-C, SIGTERM or SIGHUP is counted instead of ending the process, so that a loop can look at
---- ps.interrupts(), save and leave. The next Ctrl-C or SIGTERM ends it at once. A signal that was ignored when the
---- process began (nohup, a job in the background) stays so.
-function ps.catch_interrupts() E.check(E.C.ps_interrupts_install()) end
---- How many signals were counted since ps.catch_interrupts().
----@return integer
-function ps.interrupts() return E.C.ps_interrupts() end
---- The largest resident size of this process so far.
----@return integer bytes
-function ps.peak_rss() return tonumber(E.C.ps_rss_peak()) end
-
 --- What a function, an op, a class or a module is: see ps/help.lua.
-function ps.help(...) return exact.of(require("ps.help").help, "ps.help")(...) end
+function ps.help(...) return exact.of(require("ps.help").of(ps).help, "ps.help")(...) end
 
 --- Finds the first op that makes a NaN or an infinity: see ps/anomaly.lua.
 function ps.set_detect_anomaly(...)
@@ -296,7 +170,7 @@ for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", 
   ps[name] = function(...) return ps.dist[name](...) end
 end
 
-if require("ps.paths").pauses then require "ps.pause" end
+if require("ps.paths").pauses then require("ps.pause").attach(ps) end
 if require("ps.paths").interprets then scope.caught = require("ps.locals").note end
 require("ps.hooks").on("short", function() return require("ps.holders").refused() end)
 

@@ -13,6 +13,7 @@ local native = require "ps.ffi"
 local handle = require "ps.engine.handle"
 local exact = require "ps.exact"
 local caller = require "ps.caller"
+local summary = require "ps.nn.summary"
 local scope = require "ps.scope"
 local ffi, C = native.ffi, native.C
 local error = caller.error
@@ -206,17 +207,6 @@ function inspect.inspect_model(model, pattern, prefix)
   return rows
 end
 
--- -- modules ----------------------------------------------------------------------------------------------------------
-local SUMMARY = { prints_rows = true, __tostring = function(self)
-  local lines, view = {}, require "ps.memory_view"
-  for i, row in ipairs(self) do
-    lines[i] = { row.name == "" and "(the model)" or row.name, row.class, ("%d"):format(row.parameters),
-      ("%d"):format(row.trained), view.bytes(row.nbytes) }
-  end
-  return table.concat(view.lines({ { title = "module", left = true }, { title = "class", left = true },
-    { title = "parameters" }, { title = "trained" }, { title = "size" } }, lines), "\n")
-end }
-
 --- A model's modules with the parameters in them: a list that prints as a table. A parameter that several modules
 --- share counts in each, and once in the model. model:summary() is the same.
 ---@param model ps.nn.Module|ps.Engine
@@ -227,16 +217,7 @@ function inspect.summary(model)
   if not require("ps.nn.module").is_module(module) then
     error("ps.inspect.summary takes a model, not a " .. type(model))
   end
-  local rows = {}
-  for name, inner in module:named_modules() do
-    local row = { name = name, class = inner.class_name, parameters = 0, trained = 0, nbytes = 0 }
-    for _, p in ipairs(inner:parameters()) do
-      row.parameters, row.nbytes = row.parameters + p:numel(), row.nbytes + p:nbytes()
-      if p:needs_grad() then row.trained = row.trained + p:numel() end
-    end
-    rows[#rows + 1] = row
-  end
-  return setmetatable(rows, SUMMARY)
+  return summary(module)
 end
 
 -- -- records ----------------------------------------------------------------------------------------------------------
@@ -438,7 +419,7 @@ end
 ---@return string
 function inspect.format_summary(rows)
   caller.typed(rows, "table", "ps.inspect.format_summary: the rows")
-  local view, lines = require "ps.memory_view", {}
+  local readable, lines = require "ps.readable", {}
   for i, row in ipairs(rows) do
     if type(row) ~= "table" or type(row.name) ~= "string" or type(row.shape) ~= "table" then
       caller.error(("ps.inspect.format_summary: row %d is none of inspect_model or get_summary"):format(i))
@@ -448,7 +429,7 @@ function inspect.format_summary(rows)
     lines[i] = { name, "[" .. table.concat(row.shape, ", ") .. "]", number(row.mean), number(row.std), number(row.min),
       number(row.max), number(row.grad_mean), number(row.grad_std) }
   end
-  return table.concat(view.lines({ { title = "name", left = true }, { title = "shape", left = true },
+  return table.concat(readable.lines({ { title = "name", left = true }, { title = "shape", left = true },
     { title = "mean" }, { title = "std" }, { title = "min" }, { title = "max" }, { title = "grad mean" },
     { title = "grad std" } }, lines), "\n")
 end

@@ -2,6 +2,7 @@
 -- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
 -- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
 local caller = require "ps.caller"
+local readable = require "ps.readable"
 local nearest = require "ps.nearest"
 local error = caller.error
 
@@ -33,47 +34,6 @@ local LEAST_NAMES = 12         -- columns for names, however wide the rest is
 ---@field other integer
 ---@field free integer
 ---@field peak integer
-
---- Bytes as people read them: "24.0 MiB", "1.05 GiB".
----@param n number
----@return string
-function view.bytes(n)
-  if math.abs(n) < 1024 then return ("%d B"):format(n) end
-  local units, i = { "KiB", "MiB", "GiB", "TiB" }, 1
-  n = n / 1024
-  while math.abs(n) >= 1023.95 and i < #units do n, i = n / 1024, i + 1 end
-  return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
-end
-
---- Lines of a table: a row of headings and rows of text, columns as wide as they must be, two blanks apart.
----@param columns {title: string, left?: boolean}[]
----@param rows string[][] a row that is a string stands as it is
----@return string[]
-function view.lines(columns, rows)
-  local widths, lines = {}, {}
-  for c, column in ipairs(columns) do
-    widths[c] = #column.title
-    for _, row in ipairs(rows) do
-      if type(row) == "table" then widths[c] = math.max(widths[c], #row[c]) end
-    end
-  end
-  local function line(cell)
-    local parts = {}
-    for c, column in ipairs(columns) do
-      local text = cell(c, column)
-      local pad = (" "):rep(widths[c] - #text)
-      parts[c] = column.left and text .. pad or pad .. text
-    end
-    return (table.concat(parts, "  "):gsub(" +$", ""))
-  end
-  lines[1] = line(function(_, column) return column.title end)
-  for _, row in ipairs(rows) do
-    lines[#lines + 1] = type(row) == "table" and line(function(c) return row[c] end) or row
-  end
-  return lines
-end
-
--- -- names ----------------------------------------------------------------------------------------------------------
 
 -- What two names begin with, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
 local function common_part(a, b)
@@ -147,7 +107,7 @@ local function sums(title, chunks, order, each)
   local text, column = title .. ":", #title + 1
   for _, key in ipairs(names) do
     if total[key] then
-      local part = (" %s %s"):format(key, view.bytes(total[key]))
+      local part = (" %s %s"):format(key, readable.bytes(total[key]))
       if column > #title + 1 then text, column = text .. ",", column + 1 end
       if column + #part >= WIDTH then text, column = text .. "\n ", 1 end
       text, column = text .. part, column + #part
@@ -159,7 +119,7 @@ end
 local function summary(chunks)
   local nbytes, used = 0, 0
   for _, chunk in ipairs(chunks) do nbytes, used = nbytes + chunk.nbytes, used + chunk.used_nbytes end
-  return { ("%d chunk%s, %s, %s used"):format(#chunks, #chunks == 1 and "" or "s", view.bytes(nbytes),
+  return { ("%d chunk%s, %s, %s used"):format(#chunks, #chunks == 1 and "" or "s", readable.bytes(nbytes),
     percent(used, nbytes)), sums("by kind", chunks, nil, function(chunk, add) add(chunk.kind) end),
     sums("valid copies", chunks, TIERS, function(chunk, add)
       for name, valid in pairs(chunk.tiers) do
@@ -173,7 +133,7 @@ local function moment(m) return m and ("%d"):format(m) or "-" end
 local COLUMNS = {
   { title = "id", text = function(c) return ("%d"):format(c.id) end },
   { title = "kind", left = true, text = function(c) return c.kind end },
-  { title = "size", text = function(c) return view.bytes(c.nbytes) end },
+  { title = "size", text = function(c) return readable.bytes(c.nbytes) end },
   { title = "used", text = function(c) return percent(c.used_nbytes, c.nbytes) end },
   { title = "tier", left = true, text = function(c) return tiers_text(c.tiers) end },
   { title = "state", left = true, text = function(c)
@@ -213,7 +173,7 @@ local function show_chunks(self)
     table.insert(rows, edge + 1, ('... %d more: ps.chunks{all=true}; or fewer: {kind="param"}, {tier="host"}')
       :format(#self - 2 * edge))
   end
-  local lines = view.lines(COLUMNS, rows)
+  local lines = readable.lines(COLUMNS, rows)
   for _, line in ipairs(summary(self)) do lines[#lines + 1] = line end
   local notes = {}
   if prefix ~= "" then notes[1] = ("names without their '%s'"):format(prefix) end
@@ -366,16 +326,16 @@ local function show_memory(self)
     local rows = {}
     for i, tier in ipairs(self.tiers) do
       local limited = tier.budget > 0
-      rows[i] = { tier.name, limited and view.bytes(tier.budget) or "none", view.bytes(tier.chunks),
-        view.bytes(tier.other), limited and view.bytes(tier.free) or "-", view.bytes(tier.peak),
+      rows[i] = { tier.name, limited and readable.bytes(tier.budget) or "none", readable.bytes(tier.chunks),
+        readable.bytes(tier.other), limited and readable.bytes(tier.free) or "-", readable.bytes(tier.peak),
         limited and bar(tier.chunks + tier.other, tier.budget, 20) or "" }
     end
-    lines = view.lines({ { title = "tier", left = true }, { title = "budget" }, { title = "chunks" },
+    lines = readable.lines({ { title = "tier", left = true }, { title = "budget" }, { title = "chunks" },
       { title = "other" }, { title = "free" }, { title = "peak" }, { title = "", left = true } }, rows)
   end
   lines[#lines + 1] = ("%s: %s in use, %s at most, %s set aside, %s"):format(self.device or "memory",
-    view.bytes(self.used), view.bytes(self.peak), view.bytes(self.reserved),
-    self.limit > 0 and "limit " .. view.bytes(self.limit) or "no limit")
+    readable.bytes(self.used), readable.bytes(self.peak), readable.bytes(self.reserved),
+    self.limit > 0 and "limit " .. readable.bytes(self.limit) or "no limit")
   return table.concat(lines, "\n")
 end
 

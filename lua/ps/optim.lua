@@ -7,7 +7,6 @@
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
 local create = require "ps.create"
-local devices = require "ps.devices"
 local random = require "ps.random"
 local scope = require "ps.scope"
 local caller = require "ps.caller"
@@ -20,63 +19,14 @@ local loss_scaler = require "ps.loss_scaler"
 local text_of = require "ps.optim_text"
 local core = require "ps.nn.module"
 local mesh = require "ps.mesh"
+local norms = require "ps.nn.norms"
 local native = require "ps.ffi"
+local optimizer_state = require "ps.engine.state"
 local exact = require "ps.exact"
 
-local optim = {}
+local optim = { give_back = norms.give_back, squares = norms.squares, global_norm = norms.global_norm }
 
---- Gives back gradients that were looked at, now and not when Lua collects: zero_grad must free their bytes.
----@param grads ps.Tensor[] nobody uses these afterwards
-function optim.give_back(grads)
-  for _, grad in ipairs(grads) do native.give_back(grad) end
-end
 local address = core.address
-
--- What fn makes of each run of as many as an op takes.
-local function by_most(list, fn)
-  local out = {}
-  for first = 1, #list, 64 do
-    local some = {}
-    for i = first, math.min(first + 63, #list) do some[#some + 1] = list[i] end
-    out[#out + 1] = fn(some)
-  end
-  return out
-end
-
---- The sum of squares of each tensor. The host waits for the device once for every 4096 of them. A dry run of a script
---- has no values: zeros.
----@param grads ps.Tensor[]
----@return number[]
-function optim.squares(grads)
-  local squares = {}
-  local sums = by_most(grads, native.ops.sq_norms)
-  for _, all in ipairs(by_most(sums, function(list) return list[2] and native.ops.concat(list, 0) or list[1] end)) do
-    if not devices.computes then break end
-    for _, square in ipairs(all:tolist()) do squares[#squares + 1] = square end
-  end
-  for i = #squares + 1, #grads do squares[i] = 0 end
-  return squares
-end
-
---- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
---- stored); NaN or infinite when a gradient is.
---- The host waits for the device once for every 4096 gradients. A dry run of a script has no gradients' values: 0, with
---- which a step neither clips nor overflows.
----@param grads ps.Tensor[]
----@return number
-function optim.global_norm(grads)
-  caller.typed(grads, "table", "optim.global_norm: the list of gradients")
-  if core.is_module(grads) or require("ps.engine.handle").of(grads) then
-    error("optim.global_norm takes a list of gradients, not a model: nn.clip_grad_norm(model, math.huge) gives the "
-      .. "norm of its gradients and clips nothing")
-  end
-  for i, grad in ipairs(grads) do
-    if not scope.is_tensor(grad) then error(("optim.global_norm: number %d is a %s"):format(i, type(grad))) end
-  end
-  local total = 0
-  for _, square in ipairs(optim.squares(grads)) do total = total + square end
-  return math.sqrt(total)
-end
 
 --- Two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
 ---@param model ps.nn.Module
@@ -474,7 +424,7 @@ end
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
-  return require("ps.engine.state").torch(for_torch(self), own_names(self) ~= nil)
+  return optimizer_state.torch(for_torch(self), own_names(self) ~= nil)
 end
 
 -- Whether a state, or an open file of one, is in PyTorch's form.
@@ -486,7 +436,7 @@ end
 -- Takes over a state in PyTorch's form. It has no masters, which begin anew as the parameters are.
 local function load_torch(self, state)
   local view = for_torch(self)
-  require("ps.engine.state").load(view, state)
+  optimizer_state.load(view, state)
   self.steps = view.steps
   for _, entry in ipairs(self.entries) do entry.master = nil end
 end

@@ -16,6 +16,11 @@ local exact = setmetatable({}, { __mode = "k" })           -- functions that are
 local typed = {}                                           -- names that statements made
 local where, doubtful                                      -- the script's place; whether values may be old
 local scope                                                -- of what is computed in it, or nil
+local facade, native                                       -- what scripts have as `ps`, and ps.ffi; nil: not loaded
+
+--- Tells what the script has loaded as `ps`. A pause without it holds no engine.
+---@param ps table
+function pause.attach(ps) facade, native = ps, require "ps.ffi" end
 
 --- Keeps the functions of the script that are running from the compiler.
 function pause.keep_exact()
@@ -41,8 +46,7 @@ end
 -- Why this process cannot pause, or nil.
 local function refusal()
   local ok, size = pcall(function()                        -- a malformed variable is of no launcher
-    local known = package.loaded["ps.dist"] and package.loaded["ps.dist"].world_size() or 1
-    return math.max(known, require("ps.dist.env").read(os.getenv, {}).world_size)
+    return math.max(facade and facade.world_size() or 1, require("ps.dist.env").read(os.getenv, {}).world_size)
   end)
   if ok and size > 1 then return ("one of %d ranks does not pause: the others would wait"):format(size) end
 end
@@ -52,12 +56,11 @@ end
 function pause.begin()
   local why = refusal()
   if why then return why end
-  local F = package.loaded["ps.ffi"]
-  if F then
-    if F.recorder then return true end                     -- a model is made without data
-    local id = F.ffi.new "int64_t[1]"
-    local rc = F.C.ps_suspend(F.ctx, id)
-    if rc < 0 then return F.ffi.string(F.C.ps_error_message()) end
+  if native then
+    if native.recorder then return true end                     -- a model is made without data
+    local id = native.ffi.new "int64_t[1]"
+    local rc = native.C.ps_suspend(native.ctx, id)
+    if rc < 0 then return native.ffi.string(native.C.ps_error_message()) end
     if rc > 0 then return true end
     scope = id[0]
   end
@@ -78,17 +81,16 @@ function pause.environment()
   end
   return locals.over(setmetatable({}, {
     __names = function()
-      local ps, values = require "ps", {}
+      local values = {}
       for name, value in pairs(typed) do values[name] = value end
-      values.ps, values.help = values.ps or ps, values.help or ps.help
+      values.ps, values.help = values.ps or facade, values.help or facade and facade.help
       return values, _G
     end,
     __index = function(_, name)
       local value = rawget(_G, name)
       if value == nil then value = typed[name] end
       if value == nil and (name == "ps" or name == "help") then
-        local ps = require "ps"
-        return name == "ps" and ps or ps.help
+        return name == "ps" and facade or facade and facade.help
       end
       if value == nil then return _G[name] end
       return value
@@ -100,12 +102,12 @@ function pause.environment()
 end
 
 -- The tensors in values that survive a scope, as scope.finish finds them.
-local function finish_scope(F)
+local function finish_scope()
   local list, n = require("ps.scope").tensors(locals.changed())
-  local rc = F.C.ps_resume(F.ctx, n, list)
+  local rc = native.C.ps_resume(native.ctx, n, list)
   if rc < 0 then
     io.stderr:write(("after the pause memory is not within its budgets: %s\n"):format(
-      F.ffi.string(F.C.ps_error_message())))
+      native.ffi.string(native.C.ps_error_message())))
   end
 end
 
@@ -115,7 +117,7 @@ function pause.finish()
   hooks.tell "resumes"
   if scope then
     scope = nil
-    finish_scope(package.loaded["ps.ffi"])
+    finish_scope()
   end
 end
 

@@ -334,4 +334,6 @@ function pretty.print(...)
   for i = 1, select("#", ...) do io.write(pretty.format((select(i, ...))), "\n") end
 end
 
+caller.shown = pretty.format
+
 return pretty

@@ -44,31 +44,4 @@ function events.read()
   return list, n, order, tonumber(dropped[0]) + most - n
 end
 
-local function join(path, name) return path == "" and tostring(name) or path .. "." .. tostring(name) end
-
---- The modules that were called, by number: path below the outermost module that was called, and class.
----@return table<integer, { path: string, class: string }>
-function events.modules()
-  local called, above, names = require("ps.nn.module").called, {}, {}
-  for _, module in pairs(called) do
-    for _, name in ipairs(module._names) do
-      if module._kind[name] == "module" then above[module._fields[name]] = { module, name } end
-    end
-    for path, inner in module:named_modules() do
-      for _, name in ipairs(inner._names) do
-        if inner._kind[name] == "module" then above[inner._fields[name]] = { inner, name, path } end
-      end
-    end
-  end
-  for id, module in pairs(called) do
-    local path, at = "", module
-    while above[at] do
-      path = path == "" and tostring(above[at][2]) or join(tostring(above[at][2]), path)
-      at = above[at][1]
-    end
-    names[id] = { path = path, class = module.class_name }
-  end
-  return names
-end
-
 return events

@@ -3,7 +3,7 @@
 -- module, beside the limit of the machine, and beside another profile.
 local json = require("cjson").new()
 local caller = require "ps.caller"
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 local error = caller.error
 
 local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of what no module called
@@ -250,7 +250,7 @@ local function show(self)
     lines[#lines + 1] = ("and %d op%s with less than %.1f%% of the time%s"):format(rest, rest == 1 and "" or "s",
       LEAST * 100, rest == 1 and "" or " each")
   end
-  lines = view.lines(columns, lines)
+  lines = readable.lines(columns, lines)
   lines[#lines + 1] = summary(self)
   return table.concat(lines, "\n")
 end

@@ -171,7 +171,7 @@ return function(group)
   local first = n > 0 and list[order[1]].begin_ns or nil
   local offset, wrong, zero = 0LL, dist.rank() == 0 and 0LL or nil, dist.world_size() == 1 and first or 0LL
   if group then offset, wrong, zero = clock.align(group, first) end
-  local w = setmetatable({ tiers = look.tiers() or {}, modules = events.modules(), lines = {}, free = {},
+  local w = setmetatable({ tiers = look.tiers() or {}, modules = require("ps.nn.calls")(), lines = {}, free = {},
     rank = dist.rank(), offset = offset, zero = zero }, Writer)
   local tiers, steps = {}, {}
   for i, tier in ipairs(w.tiers) do tiers[i] = { name = tier.name, budget = tier.budget } end

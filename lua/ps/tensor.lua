@@ -528,4 +528,15 @@ local mt = {
 }
 ffi.metatype("ps_tensor", mt)
 
+local function given(t, call) return caller.tensor(t, call,
+  "its argument") or error(call .. ": no tensor was given") end
+--- Whether two Lua values refer to one tensor. Each call that gives a tensor makes a Lua value of its own.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@return boolean
+function M.same(a, b)
+  a, b = given(a, "ps.same"), given(b, "ps.same")
+  return ffi.cast("ps_tensor *", a) == ffi.cast("ps_tensor *", b)
+end
+
 return M

@@ -2,6 +2,7 @@
 -- What ps.trace() gives: the moments of a step as a list that scripts can index and that prints as a table of at most
 -- 100 columns.
 local caller = require "ps.caller"
+local readable = require "ps.readable"
 local view = require "ps.memory_view"
 local error = caller.error
 
@@ -75,7 +76,7 @@ end
 local function cells(row)
   local moments = ("%d"):format(row.first)
   if row.last > row.first then moments = ("%s .. %d"):format(moments, row.last) end
-  return { moments, row.action, row.tiers, view.bytes(row.nbytes), row.text }
+  return { moments, row.action, row.tiers, readable.bytes(row.nbytes), row.text }
 end
 
 local function summary(self)
@@ -91,10 +92,10 @@ local function summary(self)
   end
   local lines = { ("%d moment%s, %d use%s of %d chunk%s; at most %s of chunks at once, at moment %d"):format(#self,
     #self == 1 and "" or "s", uses, uses == 1 and "" or "s", chunks, chunks == 1 and "" or "s",
-    view.bytes(most.nbytes), most.moment) }
+    readable.bytes(most.nbytes), most.moment) }
   local parts = {}
   for _, name in ipairs { "device", "host" } do
-    if self.other[name] then parts[#parts + 1] = ("%s %s"):format(name, view.bytes(self.other[name])) end
+    if self.other[name] then parts[#parts + 1] = ("%s %s"):format(name, readable.bytes(self.other[name])) end
   end
   lines[2] = "besides chunks, at most: " .. table.concat(parts, ", ")
   local notes = {}
@@ -122,7 +123,7 @@ local function show(self)
     table.insert(texts, edge + 1, ('... %d more: ps.trace{all=true}; or fewer: {action="forward"}, or a chunk\'s id')
       :format(#rows - 2 * edge))
   end
-  local lines = view.lines(COLUMNS, texts)
+  local lines = readable.lines(COLUMNS, texts)
   for _, line in ipairs(summary(self)) do lines[#lines + 1] = line end
   return table.concat(lines, "\n")
 end
@@ -178,15 +179,14 @@ function trace.list(moments, other, chunks, options)
 end
 
 --- What ps.trace gives.
----@param engine? ps.Engine the engine that is open
+---@param id? integer of the trace of the engine that is open; nil: there is none
 ---@param options? integer|string|{all?: boolean, action?: string}
 ---@return ps.view.Moment[]
-function trace.trace(engine, options)
-  local id = engine and require("ps.engine.step").trace(engine)
+function trace.trace(id, options)
   local look = require "ps.engine.inspect"
   local moments, other
   if id then moments, other = look.trace(id) end
-  return trace.list(moments or {}, other or {}, engine and look.chunks() or {}, options)
+  return trace.list(moments or {}, other or {}, id and look.chunks() or {}, options)
 end
 
 return trace

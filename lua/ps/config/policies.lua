@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The names of the eviction policies, as the rows of src/chunk/policy.c have them.
 local native = require "ps.ffi"
+local C = native.C
 
 local names = {}
-while native.C.ps_policy_name(#names) ~= nil do names[#names + 1] = native.ffi.string(native.C.ps_policy_name(#names)) end
+while C.ps_policy_name(#names) ~= nil do names[#names + 1] = native.ffi.string(C.ps_policy_name(#names)) end
 
 return names

@@ -5,7 +5,7 @@
 local native = require "ps.ffi"
 local scope = require "ps.scope"
 local forecasts = require "ps.engine.forecast"
-local setup = require "ps.engine.setup"
+local plan_step = require "ps.engine.plan_step"
 local step = require "ps.engine.step"
 local finer = require "ps.engine.layout.rechunk"
 local ffi, C = native.ffi, native.C
@@ -48,13 +48,13 @@ local function plan_and_begin(self, args, key)
   local id = self.traces[key]
   local function look(forecast) rather_smaller(self, forecast) end
   if id == nil and not self.unplanned[key] then
-    id = setup.plan_step(self, args, look)
+    id = plan_step(self, args, look)
     self.traces[key] = id
     self.unplanned[key] = id == nil or nil
   end
   local rc = begin_like(self, key, id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
-    self.traces[key] = not self.unplanned[key] and setup.plan_step(self, args, look) or nil
+    self.traces[key] = not self.unplanned[key] and plan_step(self, args, look) or nil
     id = self.traces[key]
     rc = begin_like(self, key, id)
   end

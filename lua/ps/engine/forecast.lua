@@ -3,7 +3,7 @@
 local native = require "ps.ffi"
 local scope = require "ps.scope"
 local batch = require "ps.batch"
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 local random_state = require "ps.random_state"
 local step = require "ps.engine.step"
 local ffi, C = native.ffi, native.C
@@ -98,8 +98,8 @@ local function gradients_line(engine)
     parts = parts or row.grad ~= nil
   end
   local times = parts and not shards.once and step.count(engine) or 1
-  return ("          it sends %s of gradients to other processes, %s"):format(view.bytes(times * bytes),
-    times > 1 and ("in %d backwards, each %s"):format(times, view.bytes(bytes))
+  return ("          it sends %s of gradients to other processes, %s"):format(readable.bytes(times * bytes),
+    times > 1 and ("in %d backwards, each %s"):format(times, readable.bytes(bytes))
       or parts and shards.once and "once, and keeps them until then" or "once")
 end
 
@@ -111,7 +111,7 @@ function forecasts.lines(engine, forecast)
   local built, layout = engine.built, engine.built.layout
   local lines = {
     ("plan: %d parameters, %s of state (%.2f bytes a parameter), in chunks of %d elements, %.2f %% waste"):format(
-      built.numel, view.bytes(built.state_bytes), built.state_bytes / built.numel, layout.chunk_size,
+      built.numel, readable.bytes(built.state_bytes), built.state_bytes / built.numel, layout.chunk_size,
       100 * (layout.numel - layout.used) / math.max(1, layout.numel)),
   }
   if engine.zero_stage > 0 then
@@ -120,32 +120,32 @@ function forecasts.lines(engine, forecast)
     lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks are of this process, number %d of %d"):format(
       engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.dp:size())
     lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%d times), which %s"):format(
-      view.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
+      readable.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
         or "go after each forward and backward")
     lines[#lines + 1] = gradients_line(engine)
   end
   for i, tier in ipairs(forecast.tiers) do
     local line
     if tier.is_file then
-      line = ("  %-6s  %s set aside, %s used"):format(tier.name, view.bytes(tier.budget), view.bytes(tier.peak))
+      line = ("  %-6s  %s set aside, %s used"):format(tier.name, readable.bytes(tier.budget), readable.bytes(tier.peak))
     else
       line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,
-        view.bytes(tier.peak), tier.budget > 0 and view.bytes(tier.budget) or "what there is",
-        view.bytes(tier.peak - tier.other), view.bytes(tier.other))
+        readable.bytes(tier.peak), tier.budget > 0 and readable.bytes(tier.budget) or "what there is",
+        readable.bytes(tier.peak - tier.other), readable.bytes(tier.other))
     end
     lines[#lines + 1] = line
     if i == 1 and forecast.resident > 0 then
       lines[#lines + 1] = ("          %s of them live here alone: %s has no room for them"):format(
-        view.bytes(forecast.resident), forecast.tiers[#forecast.tiers].name)
+        readable.bytes(forecast.resident), forecast.tiers[#forecast.tiers].name)
     end
     if forecast.short and forecast.short.tier == tier.name then
       lines[#lines + 1] = ("          an op takes %s of chunks at once, where other tensors leave it"):format(
-        view.bytes(forecast.short.wanted))
+        readable.bytes(forecast.short.wanted))
     end
     if forecast.fetched[i] then
       lines[#lines + 1] = forecast.fetched[i] + forecast.evicted[i] == 0 and "          nothing moves: all of it fits"
-        or ("          a step fetches %s from %s and evicts %s to it (%s)"):format(view.bytes(forecast.fetched[i]),
-          forecast.tiers[i + 1].name, view.bytes(forecast.evicted[i]), engine.policy)
+        or ("          a step fetches %s from %s and evicts %s to it (%s)"):format(readable.bytes(forecast.fetched[i]),
+          forecast.tiers[i + 1].name, readable.bytes(forecast.evicted[i]), engine.policy)
     end
   end
   if engine.adam_split then

@@ -23,6 +23,7 @@ local own_state = require "ps.engine.own_state"
 local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.layout.build"
+local place_options = require "ps.engine.layout.options"
 local optimizer = require "ps.engine.optimizer"
 local plain = require "ps.engine.plain"
 local setup = require "ps.engine.setup"
@@ -289,7 +290,7 @@ function Engine:take(request)
     making(self, function()
       self.module = setup.make_module(self, request)
       adopt.take(self, self.module)
-      self.built = build.place(self.module, setup.place_options(self))
+      self.built = build.place(self.module, place_options(self))
       self.masters = masters.new(self.built)
       self.optimizer = optimizer.new(self, self.built, self.cfg)
       if self.stages then pipe.join(self.module, self.stages, self.built) end

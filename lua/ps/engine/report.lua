@@ -7,7 +7,7 @@
 -- to each other. An engine without any of these settings has no report.
 local native = require "ps.ffi"
 local views = require "ps.views"
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 local look = require "ps.engine.inspect"
 local comm = require "ps.comm"
 local flops_profiler = require "ps.engine.flops_profiler"
@@ -118,7 +118,7 @@ local function line(self)
   end
   local up, down = moved()
   up, down = (up - self.up) / n, (down - self.down) / n
-  if up + down > 0 then say("; moved %s up, %s down a step", view.bytes(up), view.bytes(down)) end
+  if up + down > 0 then say("; moved %s up, %s down a step", readable.bytes(up), readable.bytes(down)) end
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 

@@ -16,7 +16,6 @@ local core = require "ps.nn.module"
 local deferred = require "ps.deferred"
 local adopt = require "ps.engine.adopt"
 local build = require "ps.engine.layout.build"
-local forecasts = require "ps.engine.forecast"
 local embed = require "ps.engine.embed"
 local hybrid = require "ps.engine.hybrid"
 local rates = require "ps.rates"
@@ -24,9 +23,9 @@ local data_parallel = require "ps.engine.data_parallel"
 local stages = require "ps.engine.stages"
 local tensor_parallel = require "ps.tensor_parallel"
 local mesh = require "ps.mesh"
+local place_options = require "ps.engine.layout.options"
 local own_loss = require "ps.engine.own_loss"
 local pipe = require "ps.engine.pipe"
-local view = require "ps.memory_view"
 local shortage = require "ps.engine.shortage"
 local optim_groups = require "ps.optim_groups"
 local random_state = require "ps.random_state"
@@ -162,7 +161,6 @@ local function asked(request)
   return all
 end
 
-local HIGHER = 1.25               -- times a printed peak, from which on another plan is printed
 local said = {}                 -- notes on configurations, which a job has once however many engines it makes
 
 local function note_of_job(self, text)
@@ -396,21 +394,6 @@ function setup.make_module(self, request)
   return module
 end
 
---- The options of build.place.
-function setup.place_options(self)
-  local grads = self.adds_up or self.precision == "fp32"
-  local first = self.device ~= self.host and self.cfg.memory.device or self.cfg.memory.host
-  local grad_dtype = self.adds_up and self.cfg.grad_accum_dtype or "param"
-  local averages = optim_groups.averages(self.cfg.optimizer, self.param_groups)
-  local state = 4 * #averages + (self.precision == "fp32" and 4 or 6)
-  if grads then state = state + ((grad_dtype == "fp32" or self.precision == "fp32") and 4 or 2) end
-  return { state_bytes = state, precision = self.precision, chunk_size = self.cfg.chunk_size, capacity = first,
-    device = self.device, lookups = self.lookups, shards = self.ranks and self.ranks.shards, stages = self.stages,
-    stays = self.stays,
-    agree = self.ranks and function(size) return self.ranks:least(size) end,
-    host = self.host, grads = grads, grad_dtype = grad_dtype, averages = averages }
-end
-
 --- The error of a model that could not be made. Where memory ran out, it has the bytes of the whole model.
 ---@param problem any
 ---@return any
@@ -419,7 +402,7 @@ function setup.explain(self, problem)
   local group = mesh.group "dp"
   local counted = self.module and count(self.module)
     or self.request_model_func and count_parameters(self.request_model_func) or nil
-  return shortage.explain(problem, counted, setup.place_options(self), self.zero_stage, group and group:size() or 1)
+  return shortage.explain(problem, counted, place_options(self), self.zero_stage, group and group:size() or 1)
 end
 
 local function call(module, ...) return module(...) end
@@ -465,73 +448,6 @@ function setup.finish(self)
       self.run = function(...) return scope.offload_activations(run, ...) end
     else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
   end
-end
-
--- Refuses a plan that moves chunks although offload_optimizer.device is "none".
-local function check_stays(self, forecast)
-  local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
-  if not self.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
-  local first, second = forecast.tiers[1], forecast.tiers[2]
-  error(('zero_optimization.offload_optimizer.device is "none", but the optimizer\'s state does not fit beside the '
-    .. "model: a step would move %s between %s and %s; raise memory.%s (%s), or write \"cpu\", or leave it out"):format(
-    view.bytes(moved), first.name, second.name, first.name, view.bytes(first.budget)), 0)
-end
-
--- Whether a plan tells something that the printed ones do not: another layout, moves or an op short of room where there
--- were none, or a peak that is clearly higher. Plans of batches of other sizes differ by less.
-local function is_news(self, forecast)
-  local layout, printed = self.built.layout, self.printed
-  local moves = false
-  for _, bytes in ipairs(forecast.fetched) do moves = moves or bytes > 0 end
-  for _, bytes in ipairs(forecast.evicted) do moves = moves or bytes > 0 end
-  if not printed or printed.layout ~= layout or moves and not printed.moves or forecast.short and not printed.short then
-    self.printed = { layout = layout, moves = moves, short = forecast.short ~= nil, peaks = {} }
-    for i, tier in ipairs(forecast.tiers) do self.printed.peaks[i] = tier.peak end
-    return true
-  end
-  local news = false
-  for i, tier in ipairs(forecast.tiers) do
-    if tier.peak > printed.peaks[i] * HIGHER then news = true end
-  end
-  if news then
-    for i, tier in ipairs(forecast.tiers) do printed.peaks[i] = math.max(printed.peaks[i], tier.peak) end
-  end
-  return news
-end
-
---- Plans a step with these arguments. Returns its trace, or nil when the step has to run once first. `look` gets the
---- forecast before it is printed, and may raise an error.
----@param self ps.Engine
----@param args any[]
----@param look fun(forecast: ps.engine.Forecast)
----@return integer?
-function setup.plan_step(self, args, look)
-  local function dry_run(like)
-    local id = forecasts.dry_run(self, args, like)
-    if id and not like and self.zero_stage > 0 then id = forecasts.dry_run(self, args, id) end   -- gathers run ahead
-    return id
-  end
-  local function split() return hybrid.place(self, dry_run) end
-  if self.lookups and not self.tables_on_host then embed.settle(self, dry_run, split) end
-  local id
-  if self.device ~= self.host and not self.adam_split then
-    self.adam_split = split()
-    id = self.adam_split and self.adam_split.id
-  else
-    id = dry_run()
-  end
-  if id == nil then return nil end
-  local forecast = forecasts.of(id)
-  look(forecast)
-  self.forecast = forecast
-  check_stays(self, forecast)
-  local prints, world = self.cfg.plan_print, mesh.group "world"
-  local here = prints and (prints == "all" or not world or world:rank() == 0) and not self.quiet
-  if here and is_news(self, forecast) then
-    for _, line in ipairs(forecasts.lines(self, forecast)) do io.stdout:write(line, "\n") end
-    io.stdout:flush()
-  end
-  return id
 end
 
 return setup

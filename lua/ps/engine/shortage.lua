@@ -2,7 +2,7 @@
 -- Memory that ran out while a model was made and laid out. The error names the tensor that found no room. This file
 -- adds the bytes of the whole model, the bytes of the budgets, and the keys to change where the budgets are too small.
 local look = require "ps.engine.inspect"
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 
 local shortage = {}
 
@@ -26,7 +26,7 @@ end
 local function budgets()
   local texts, sum = {}, 0
   for i, tier in ipairs(look.tiers()) do
-    texts[i] = KEY[tier.name] .. " " .. (tier.budget > 0 and view.bytes(tier.budget) or "is what there is")
+    texts[i] = KEY[tier.name] .. " " .. (tier.budget > 0 and readable.bytes(tier.budget) or "is what there is")
     sum = sum + (tier.budget > 0 and tier.budget or math.huge)
   end
   return table.concat(texts, " and "), sum
@@ -58,12 +58,12 @@ function shortage.explain(problem, counted, options, stage, size)
   local each, frozen = shortage.bytes_each(options, stage, size)
   local state = counted.trained * each + (counted.numel - counted.trained) * frozen
   local text, sum = budgets()
-  local whole = ("%s of state (%.0f parameters, %.4g bytes for each that trains%s)"):format(view.bytes(state),
+  local whole = ("%s of state (%.0f parameters, %.4g bytes for each that trains%s)"):format(readable.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")
   local said, holders = problem.msg:match "^([^\n]*)(.*)$"            -- the largest tensors are a list behind it
   if state > sum then
     problem.msg = ("the model does not fit: it has %s, and the budgets hold %s: %s; %s. It stopped at: %s"):format(
-      whole, view.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)
+      whole, readable.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)
   else
     problem.msg = ("%s. The model has %s; the budgets: %s%s"):format(said, whole, text, holders)
   end

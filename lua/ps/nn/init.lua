@@ -2,7 +2,10 @@
 -- ps.nn: modules and initialisations. One file per family; this one only gathers them.
 local caller = require "ps.caller"
 local core = require "ps.nn.module"
+local norms = require "ps.nn.norms"
+local handle = require "ps.engine.handle"
 local hooks = require "ps.hooks"
+local scope = require "ps.scope"
 
 ---@class ps.nn
 local nn = {
@@ -25,10 +28,8 @@ end
 ---@param max_norm number
 ---@return number norm
 function nn.clip_grad_norm(params, max_norm)
-  local optim = require "ps.optim"
-  local scope = require "ps.scope"
   local error = caller.error
-  if core.is_module(params) or require("ps.engine.handle").of(params) then params = params:parameters() end
+  if core.is_module(params) or handle.of(params) then params = params:parameters() end
   if type(params) ~= "table" then
     error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
   end
@@ -42,12 +43,12 @@ function nn.clip_grad_norm(params, max_norm)
   if norm then return norm end
   local grads = {}
   for _, p in ipairs(params) do grads[#grads + 1] = p:grad() end
-  norm = optim.global_norm(grads)
+  norm = norms.global_norm(grads)
   local factor = max_norm / (norm + 1e-6)
   if factor < 1 then
     scope.no_grad(function() for _, g in ipairs(grads) do g:mul_(factor) end end)
   end
-  optim.give_back(grads)
+  norms.give_back(grads)
   return norm
 end
 

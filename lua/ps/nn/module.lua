@@ -15,12 +15,12 @@
 -- tensors come before those of its modules. A tied tensor is listed once, under its first name. Modules keep no
 -- activations.
 local native = require "ps.ffi"
-local inspect = require "ps.inspect"
 local scope = require "ps.scope"
 local ffi = require "ffi"
 local caller = require "ps.caller"
 local cut = require "ps.nn.cut"
 local exact = require "ps.exact"
+local summary = require "ps.nn.summary"
 local hooks = require "ps.hooks"
 local rectangles = require "ps.rectangles"
 local registry = require "ps.nn.registry"
@@ -330,7 +330,7 @@ end
 
 --- The modules below with the parameters in them: a list that prints as a table (ps.inspect.summary).
 ---@return table[] rows
-function Module:summary() return inspect.summary(self) end
+function Module:summary() return summary(self) end
 
 --- `for name, module in model:named_modules() do`: the module itself (name "") and all below.
 ---@return fun(): string?, ps.nn.Module?

@@ -241,9 +241,9 @@ end
 
 -- Without an engine in chunks: what plain memory held at most.
 local function of_devices(engine, seen)
-  local ps, plain, device = require "ps", {}, "cpu"
-  for _, d in ipairs(ps.devices()) do
-    local info = ps.memory(d.name)
+  local devices, views, plain, device = require "ps.devices", require "ps.views", {}, "cpu"
+  for _, d in ipairs(devices.all()) do
+    local info = views.memory(d.name)
     if info.peak > 0 and d.name ~= "meta" then plain[d.name] = info.peak end
   end
   if engine then device = engine.device_name end
@@ -273,7 +273,7 @@ local STEADY = 2 ^ 18                      -- bytes
 -- take long or much memory, or the system does not tell. The second result is the seconds that it took.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
-  local seconds = require("ps").now
+  local seconds = require("ps.process").now
   local since, began, left = seconds(), pages.resident(), REHEARSED
   local now = began
   if not began then return nil end
@@ -337,7 +337,6 @@ function dry_run.perform(request, give)
   outside.close()
   local seen = { notes = {} }
   hooks.on("planned", function(text) table.insert(seen.notes, text) end)
-  require "ps"
   require("ps.rates").suppose(request.rates)
   change_settings(request, seen)
   watch_joining(request)
@@ -354,7 +353,7 @@ function dry_run.perform(request, give)
     local engine = setup.current()
     local tiers = require("ps.engine.inspect").tiers()
     local result = tiers and of_engine(engine, seen, when, tiers, sent) or of_devices(engine, seen)
-    result.ops, result.rss = ops(), require("ps").peak_rss()
+    result.ops, result.rss = ops(), require("ps.process").peak_rss()
     if request.pages and tiers and result.device ~= "cuda" then
       result.kept, result.kept_s = kept_by_products(C, request.pages)
     end

@@ -27,7 +27,7 @@ local planning = {}
 -- Speeds of this machine between its processor and the device sim, measured in a process of its own.
 local function rates_here()
   local got = child.run(function(give)
-    local r = require("ps").device_rates("sim")
+    local r = require("ps.rates").measured("sim")
     give { host_adam = r.host_adam, device_adam = r.device_adam, up = r.up, down = r.down, at_once = r.at_once }
   end, true)
   return not got.error and got or nil

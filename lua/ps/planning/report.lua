@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What a dry run of a script says, as lines of text. It prints tables, and computes nothing (tools/plan.lua).
-local view = require "ps.memory_view"
+local readable = require "ps.readable"
 
 local report = {}
 
@@ -13,23 +13,23 @@ end
 local function tiers(lines, plan)
   local rows = {}
   for i, tier in ipairs(plan.tiers) do
-    rows[i] = { tier.name, tier.budget > 0 and view.bytes(tier.budget) or "no limit", view.bytes(tier.peak),
-      tier.least_budget and (tier.least_budget_is_bound and "<= " or "") .. view.bytes(tier.least_budget) or "-",
+    rows[i] = { tier.name, tier.budget > 0 and readable.bytes(tier.budget) or "no limit", readable.bytes(tier.peak),
+      tier.least_budget and (tier.least_budget_is_bound and "<= " or "") .. readable.bytes(tier.least_budget) or "-",
       tier.when or "-" }
   end
   local columns = { { title = "tier", left = true }, { title = "budget" }, { title = "peak" },
     { title = "least budget" }, { title = "when the peak is", left = true } }
-  for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
+  for _, line in ipairs(readable.lines(columns, rows)) do lines[#lines + 1] = line end
 end
 
 local function links(lines, plan)
   local rows = {}
   for i, link in ipairs(plan.links) do
-    rows[i] = { link.upper .. " - " .. link.lower, view.bytes(link.up), view.bytes(link.down) }
+    rows[i] = { link.upper .. " - " .. link.lower, readable.bytes(link.up), readable.bytes(link.down) }
   end
   if #rows == 0 then return end
   local columns = { { title = "link", left = true }, { title = "up a step" }, { title = "down a step" } }
-  for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
+  for _, line in ipairs(readable.lines(columns, rows)) do lines[#lines + 1] = line end
 end
 
 local AXES = { dp = "gathers of parameters, sums of gradients", pp = "activations and their gradients",
@@ -40,8 +40,9 @@ local function axes(lines, plan)
     local nbytes = plan.axes and plan.axes[axis]
     if nbytes then
       local beside = axis == "tp" and plan.pieces and (", %s beside products in %d pieces"):format(
-        view.bytes(plan.pieces.nbytes), plan.pieces.count) or ""
-      lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)%s"):format(axis, view.bytes(nbytes), AXES[axis],
+        readable.bytes(plan.pieces.nbytes), plan.pieces.count) or ""
+      lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)%s"):format(axis, readable.bytes(nbytes),
+        AXES[axis],
         beside)
     end
   end
@@ -68,13 +69,13 @@ local function stages(lines, plan)
   for _, run in ipairs(plan.runs) do
     for _, tier in ipairs(run.tiers) do
       rows[#rows + 1] = { run.kind, stages_text(run.stands_for), tostring(run.rank), count(run.parameters), tier.name,
-        tier.budget > 0 and view.bytes(tier.budget) or "no limit", view.bytes(tier.peak), tier.when or "-" }
+        tier.budget > 0 and readable.bytes(tier.budget) or "no limit", readable.bytes(tier.peak), tier.when or "-" }
     end
   end
   local columns = { { title = "stage", left = true }, { title = "number" }, { title = "rank run" },
     { title = "parameters" }, { title = "tier", left = true }, { title = "budget" }, { title = "peak" },
     { title = "when", left = true } }
-  for _, line in ipairs(view.lines(columns, rows)) do lines[#lines + 1] = line end
+  for _, line in ipairs(readable.lines(columns, rows)) do lines[#lines + 1] = line end
 end
 
 local function verdict(plan)
@@ -82,8 +83,8 @@ local function verdict(plan)
     if plan.plain then return "fits: yes, in plain memory" end
     local first = plan.tiers[1]
     if first.budget > 0 then
-      return ("fits: yes; %s of %s are left on tier %s at the peak"):format(view.bytes(first.budget - first.peak),
-        view.bytes(first.budget), first.name)
+      return ("fits: yes; %s of %s are left on tier %s at the peak"):format(readable.bytes(first.budget - first.peak),
+        readable.bytes(first.budget), first.name)
     end
     return "fits: yes"
   end
@@ -91,7 +92,8 @@ local function verdict(plan)
   if short and short.least_budget then
     local most = short.least_budget_is_bound and "at most " or ""
     return ("fits: no; tier %s lacks %s%s: its least budget is %s%s, and it has %s"):format(short.tier, most,
-      view.bytes(short.least_budget - short.budget), most, view.bytes(short.least_budget), view.bytes(short.budget))
+      readable.bytes(short.least_budget - short.budget), most, readable.bytes(short.least_budget),
+        readable.bytes(short.budget))
   end
   return "fits: no"
 end
@@ -116,22 +118,22 @@ function report.lines(plan)
   if plan.parameters then
     local rank = plan.cut and ("rank %d: "):format(plan.kinds[1]) or ""
     say("%s%s parameters, %s of state in chunks of %d elements, computed on %s in %s", rank, count(plan.parameters),
-      view.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
+      readable.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
     if plan.resident > 0 then
-      say("%s of them live on tier %s alone: the last tier has no room", view.bytes(plan.resident),
+      say("%s of them live on tier %s alone: the last tier has no room", readable.bytes(plan.resident),
         plan.tiers[1].name)
     end
     tiers(lines, plan)
     if plan.process then
       local process = plan.process
-      say("process: %s of memory, of which %s are the program, Lua%s", view.bytes(process.nbytes),
-        view.bytes(process.besides), process.kept and ", libraries and what oneDNN keeps"
+      say("process: %s of memory, of which %s are the program, Lua%s", readable.bytes(process.nbytes),
+        readable.bytes(process.besides), process.kept and ", libraries and what oneDNN keeps"
         or " and libraries; oneDNN's code and buffers come on top")
     end
     links(lines, plan)
     axes(lines, plan)
   end
-  for device, nbytes in pairs(plan.plain or {}) do say("%s: %s at most", device, view.bytes(nbytes)) end
+  for device, nbytes in pairs(plan.plain or {}) do say("%s: %s at most", device, readable.bytes(nbytes)) end
   if plan.seconds then
     for _, line in ipairs(plan.seconds.lines) do lines[#lines + 1] = line end
   end

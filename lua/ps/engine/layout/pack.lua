@@ -27,7 +27,7 @@
 -- the edges of chunks meet those of layers.
 local caller = require "ps.caller"
 local share = require "ps.engine.layout.share"
-local human = require("ps.memory_view").bytes
+local human = require("ps.readable").bytes
 local error = caller.error
 
 local layout = {}

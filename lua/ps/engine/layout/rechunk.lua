@@ -11,8 +11,8 @@ local split = require "ps.engine.layout.split"
 local share = require "ps.engine.layout.share"
 local build = require "ps.engine.layout.build"
 local masters = require "ps.engine.masters"
-local setup = require "ps.engine.setup"
-local human = require("ps.memory_view").bytes
+local place_options = require "ps.engine.layout.options"
+local human = require("ps.readable").bytes
 
 local ffi, C = native.ffi, native.C
 
@@ -157,7 +157,7 @@ function finer.share(engine, problem)
   end
   -- Parameters that other ranks own are gathered into other tensors, and smaller chunks need fewer bytes of these.
   if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for none") end
-  local least, name = least_set(engine, setup.place_options(engine))
+  local least, name = least_set(engine, place_options(engine))
   if problem.tier == "host" and left > 0 and least > left then
     return hopeless(("%s with its optimizer state takes %s"):format(name, human(least)))
   end
@@ -178,7 +178,7 @@ function finer.split(engine, part)
   for i = 1, optimizer:count() do updates[i] = optimizer:updates(i) end
   engine.masters:close()
   local ok, problem = pcall(function()
-    move(built, split.cut(built.layout, numel, size), setup.place_options(engine))
+    move(built, split.cut(built.layout, numel, size), place_options(engine))
     build.register(built, optimizer.group_of, #optimizer.groups, engine)
     for i, t in ipairs(updates) do optimizer:set_updates(i, t) end
     engine.masters = masters.new(built)

@@ -1,0 +1,30 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Names for the modules that were called, which events and tensors have by number.
+local core = require "ps.nn.module"
+
+local function join(path, name) return path == "" and tostring(name) or path .. "." .. tostring(name) end
+
+--- The modules that were called, by number: path below the outermost module that was called, and class.
+---@return table<integer, { path: string, class: string }>
+return function()
+  local called, above, names = core.called, {}, {}
+  for _, module in pairs(called) do
+    for _, name in ipairs(module._names) do
+      if module._kind[name] == "module" then above[module._fields[name]] = { module, name } end
+    end
+    for path, inner in module:named_modules() do
+      for _, name in ipairs(inner._names) do
+        if inner._kind[name] == "module" then above[inner._fields[name]] = { inner, name, path } end
+      end
+    end
+  end
+  for id, module in pairs(called) do
+    local path, at = "", module
+    while above[at] do
+      path = path == "" and tostring(above[at][2]) or join(tostring(above[at][2]), path)
+      at = above[at][1]
+    end
+    names[id] = { path = path, class = module.class_name }
+  end
+  return names
+end

@@ -1,0 +1,65 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Norms of gradients, and their bytes given back.
+local caller = require "ps.caller"
+local core = require "ps.nn.module"
+local devices = require "ps.devices"
+local handle = require "ps.engine.handle"
+local native = require "ps.ffi"
+local scope = require "ps.scope"
+local error = caller.error
+
+local norms = {}
+
+--- Gives back gradients that were looked at, now and not when Lua collects: zero_grad must free their bytes.
+---@param grads ps.Tensor[] nobody uses these afterwards
+function norms.give_back(grads)
+  for _, grad in ipairs(grads) do native.give_back(grad) end
+end
+
+-- What fn makes of each run of as many as an op takes.
+local function by_most(list, fn)
+  local out = {}
+  for first = 1, #list, 64 do
+    local some = {}
+    for i = first, math.min(first + 63, #list) do some[#some + 1] = list[i] end
+    out[#out + 1] = fn(some)
+  end
+  return out
+end
+
+--- The sum of squares of each tensor. The host waits for the device once for every 4096 of them. A dry run of a script
+--- has no values: zeros.
+---@param grads ps.Tensor[]
+---@return number[]
+function norms.squares(grads)
+  local squares = {}
+  local sums = by_most(grads, native.ops.sq_norms)
+  for _, all in ipairs(by_most(sums, function(list) return list[2] and native.ops.concat(list, 0) or list[1] end)) do
+    if not devices.computes then break end
+    for _, square in ipairs(all:tolist()) do squares[#squares + 1] = square end
+  end
+  for i = #squares + 1, #grads do squares[i] = 0 end
+  return squares
+end
+
+--- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
+--- stored); NaN or infinite when a gradient is.
+--- The host waits for the device once for every 4096 gradients. A dry run of a script has no gradients' values: 0, with
+--- which a step neither clips nor overflows.
+---@param grads ps.Tensor[]
+---@return number
+function norms.global_norm(grads)
+  caller.typed(grads, "table", "optim.global_norm: the list of gradients")
+  if core.is_module(grads) or handle.of(grads) then
+    error("optim.global_norm takes a list of gradients, not a model: nn.clip_grad_norm(model, math.huge) gives the "
+      .. "norm of its gradients and clips nothing")
+  end
+  for i, grad in ipairs(grads) do
+    if not scope.is_tensor(grad) then error(("optim.global_norm: number %d is a %s"):format(i, type(grad))) end
+  end
+  local total = 0
+  for _, square in ipairs(norms.squares(grads)) do total = total + square end
+  return math.sqrt(total)
+end
+
+return norms

@@ -1,0 +1,46 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tables as text: columns as wide as their cells, and bytes as people read them.
+local readable = {}
+
+--- Bytes as people read them: "24.0 MiB", "1.05 GiB".
+---@param n number
+---@return string
+function readable.bytes(n)
+  if math.abs(n) < 1024 then return ("%d B"):format(n) end
+  local units, i = { "KiB", "MiB", "GiB", "TiB" }, 1
+  n = n / 1024
+  while math.abs(n) >= 1023.95 and i < #units do n, i = n / 1024, i + 1 end
+  return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
+end
+
+--- Lines of a table: a row of headings and rows of text, columns as wide as they must be, two blanks apart.
+---@param columns {title: string, left?: boolean}[]
+---@param rows string[][] a row that is a string stands as it is
+---@return string[]
+function readable.lines(columns, rows)
+  local widths, lines = {}, {}
+  for c, column in ipairs(columns) do
+    widths[c] = #column.title
+    for _, row in ipairs(rows) do
+      if type(row) == "table" then widths[c] = math.max(widths[c], #row[c]) end
+    end
+  end
+  local function line(cell)
+    local parts = {}
+    for c, column in ipairs(columns) do
+      local text = cell(c, column)
+      local pad = (" "):rep(widths[c] - #text)
+      parts[c] = column.left and text .. pad or pad .. text
+    end
+    return (table.concat(parts, "  "):gsub(" +$", ""))
+  end
+  lines[1] = line(function(_, column) return column.title end)
+  for _, row in ipairs(rows) do
+    lines[#lines + 1] = type(row) == "table" and line(function(c) return row[c] end) or row
+  end
+  return lines
+end
+
+-- -- names ----------------------------------------------------------------------------------------------------------
+
+return readable
