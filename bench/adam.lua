@@ -12,7 +12,7 @@ local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/adam.lua", "Measures the CPU's AdamW against memory bandwidth.")
 whole(parser:option("--params", "parameters", "50e6"), 1)

@@ -18,7 +18,7 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/bert.lua", "Measures fine-tuning of BERT on lines of natural length.")
 parser:option("--text", "lines", "docs/memory.md")

@@ -14,7 +14,7 @@
 -- parameters bit for bit.
 --   psluajit bench/chunk.lua [--only moved,speed] [--disk DIR]
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 local parser = argparse("bench/chunk.lua", "Measures chunked training against plain memory and against bounds.")
 parser:option("--only", "sections, with commas between: state, moved, speed, sim, exact")
 parser:option("--disk", "folder for disk tiers", ".")

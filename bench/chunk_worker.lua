@@ -3,7 +3,7 @@
 -- the setting (JSON: model, options, config, batch, seq), each later one a command. An answer begins with
 -- "@". The same setting gives the same batches and the same first parameters, whatever its memory is.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
 local ffi, C = ps.ffi, ps.C

@@ -6,7 +6,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local lfs = require "lfs"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/dist.lua merge", "Memory of merging shards.")
 whole(parser:option("--parameters", "of the model", "1.56e9"), 1)

@@ -8,9 +8,9 @@
 --   peak_share           its peak, gathered chunks and activations included, over that of one process
 --   step_s, one_step_s   median seconds of a step; ranks_wait_s: of them, standing still for other ranks
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 local paths = require "ps.paths"
 
 local parser = argparse("bench/dist.lua zero", "What sharding saves and costs.")

@@ -16,7 +16,7 @@ local json = require "cjson"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/first_logits.lua", "Seconds from a program's start to a model's first logits.")
 parser:argument("folder", "a folder of Hugging Face's with a causal model in one model.safetensors")

@@ -17,7 +17,7 @@ local ffi = require "ffi"
 local json = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/generate.lua", "Continues ids with the model of a folder.")
 parser:argument("folder", "a folder of Hugging Face's with a causal model")

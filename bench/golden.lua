@@ -11,7 +11,7 @@
 -- c_attn_bias_grad_error, c_attn_bias_param_error.
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/golden.lua", "Compares training with golden float64 values.")
 parser:argument("golden", "a file of spec/golden, or a folder with golden.json and model.safetensors")

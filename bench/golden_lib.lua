@@ -5,10 +5,10 @@
 -- tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
 -- `c_attn.bias` is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 
 local golden = {}
 

@@ -11,7 +11,7 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 local gpt2 = require "models.gpt2"
 local C = ps.C
 

@@ -63,7 +63,8 @@ end
 -- `numel` fp32 numbers to the next virtual stage.
 local function forwards(virtual_stages, micro_batches, numel)
   local C, ffi = ps.C, ps.ffi
-  local rows = require("ps.pipe").table { schedule = "looped_bfs", stages = size, virtual_stages = virtual_stages,
+  local rows = require("ps.parallel.pipeline.table").table { schedule = "looped_bfs", stages = size,
+    virtual_stages = virtual_stages,
     micro_batches = micro_batches, forward_only = true }
   local opened, carry, event = ffi.new "ps_pipe *[1]", ffi.new "ps_pipe_tensor[1]", ffi.new "ps_pipe_event"
   ps.check(C.ps_pipe_open(ps.ctx, rows:lower().c, group.c, opened))

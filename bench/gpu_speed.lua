@@ -5,7 +5,7 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")

@@ -82,7 +82,7 @@ end
 
 local parser = require "argparse" ("bench/hf.lua", "Runs a folder of Hugging Face's on inputs.safetensors in it.")
 parser:argument "folder"
-require("ps.command_line").whole(parser:option("--train", "steps of AdamW"), 1)
+require("ps.core.command_line").whole(parser:option("--train", "steps of AdamW"), 1)
 parser:flag("--unpad", "padding is left out of what is computed")
 parser:flag("--mmap", "weights stay in the files where they can")
 local args = parser:parse()

@@ -10,7 +10,7 @@
 -- step over the shortest of all others, the worst of the link rates; exact: all runs of a link rate ended with the same
 -- bits.
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 local cjson = require "cjson"
 local lib = require "bench.chunk_lib"
 local merged, pluck = lib.merged, lib.pluck

@@ -7,7 +7,7 @@
 --   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 local argparse = require "argparse"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 local cjson = require "cjson"
 
@@ -74,7 +74,7 @@ print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.p
 
 -- Bytes to measure the disk with: 1 GiB, but no more than the host's budget and half of what the disk's tier has free.
 local function probe_nbytes()
-  local tiers = require("ps.engine.inspect").tiers()
+  local tiers = require("ps.memory.chunks").tiers()
   local host, disk = tiers[#tiers - 1], tiers[#tiers]
   local most = math.min(2 ^ 30, host.budget, disk.free / 2)
   return math.max(1, math.floor(most / 2 ^ 20)) * 2 ^ 20

@@ -28,13 +28,13 @@ local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local lfs = require "lfs"
-local comm = require "ps.comm"
-local command_line = require "ps.command_line"
-local count = require "ps.engine.count"
+local comm = require "ps.profile.comms_summary"
+local command_line = require "ps.core.command_line"
+local count = require "ps.engine.pipeline.count"
 local mesh_lib = require "bench.mesh_lib"
 local paths = require "ps.paths"
 local process_lib = require "bench.process_lib"
-local tensor_parallel = require "ps.tensor_parallel"
+local tensor_parallel = require "ps.parallel.tensor.cut"
 local F = ps.functional
 
 local parser = argparse("bench/mesh.lua", "Models on ranks that are cut along axes, compared with one rank.")

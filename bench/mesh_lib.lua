@@ -7,10 +7,10 @@
 -- (value before - value after) / learning rate. That is right wherever a layout keeps its gradients. The second run
 -- begins anew and has o.steps steps.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
-local mesh = require "ps.mesh"
-local shard = require "ps.nn.shard"
+local mesh = require "ps.dist.mesh"
+local shard = require "ps.tensor.shard"
 
 local lib = {}
 

@@ -18,15 +18,15 @@
 --   traffic_bound_mib    what the same ops in the same memory move at least, whatever moves when (bench/bound_lib.lua;
 --                    absent without glpsol)
 local ps = require "ps"
-local engine_of = require("ps.engine.handle").of
+local engine_of = require("ps.nn.handle").of
 local argparse = require "argparse"
 local cjson = require "cjson"
 local lfs = require "lfs"
-local array = require "ps.array"
+local array = require "ps.core.array"
 local bound = require "bench.bound_lib"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local paths = require "ps.paths"
-local pipe = require "ps.pipe"
+local pipe = require "ps.parallel.pipeline.table"
 local time = require "posix.time"
 local ffi, C, check = ps.ffi, ps.C, ps.check
 
@@ -156,7 +156,7 @@ local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITION
 
 -- Writes a rank's figures: bytes moved and held, those left for chunks, and the step's uses of chunks.
 local function write_traffic(path, moved, model)
-  local tier, info, nbytes = require("ps.engine.inspect").tiers()[1], ffi.new("ps_trace_info"), {}
+  local tier, info, nbytes = require("ps.memory.chunks").tiers()[1], ffi.new("ps_trace_info"), {}
   local id = select(2, next(engine_of(model).traces))
   check(C.ps_engine_trace_get(ps.ctx, id, info, 0, nil))
   local uses = array("ps_use")(info.n_uses)
@@ -183,7 +183,7 @@ local function traffic_main()
   local function moved()
     check(C.ps_engine_settle(ps.ctx))
     local sum = 0
-    for _, tier in ipairs(require("ps.engine.inspect").tiers()) do sum = sum + tier.bytes_up + tier.bytes_down end
+    for _, tier in ipairs(require("ps.memory.chunks").tiers()) do sum = sum + tier.bytes_up + tier.bytes_down end
     return sum
   end
   local before, last

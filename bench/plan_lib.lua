@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Plans of bench/planner_case.lua on machines that are not here: for bench/planner.lua and bench/mesh.lua.
 local cjson = require "cjson"
-local C = require "ps.declared"
+local C = require "ps.core.declared"
 local hardware = require "ps.planning.hardware"
 local paths = require "ps.paths"
 local trial = require "ps.planning.trial"

@@ -24,8 +24,8 @@
 -- byte. No number is fitted to the settings. --light draws small settings, for a look at the bench itself.
 local argparse = require "argparse"
 local cjson = require "cjson"
-local C = require "ps.declared"
-local command_line = require "ps.command_line"
+local C = require "ps.core.declared"
+local command_line = require "ps.core.command_line"
 local course = require "ps.planning.course"
 local pages = require "ps.planning.pages"
 local paths = require "ps.paths"

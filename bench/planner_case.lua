@@ -61,7 +61,7 @@ for step = 1, steps do
 end
 local totals = case.record and ps.profiler.stop() or nil
 table.sort(times, function(a, b) return a < b end)
-local tiers = require("ps.engine.inspect").tiers()
+local tiers = require("ps.memory.chunks").tiers()
 print(cjson.encode { loss = ("%.17g"):format(loss:item()), seconds = times[math.ceil(#times / 2)], least = times[1],
   base = base, rss = ps.peak_rss(), tiers = tiers, device_peak = ps.memory(device).peak, totals = totals,
   recorded = math.max(1, steps - 1) })

@@ -16,7 +16,7 @@
 --   instructions, of_record    of such a step
 --   step_ms, events            of a step without the record; that the record has of one
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/profiler_cost.lua", "What the record of events costs.")
 whole(parser:option("--rounds", "times that each is measured", "100"), 1)

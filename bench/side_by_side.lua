@@ -7,7 +7,7 @@
 -- _mib.
 local cjson = require "cjson"
 local argparse = require "argparse"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("bench/side_by_side.lua", "Medians of several commands, side by side.")

@@ -8,7 +8,7 @@
 -- the same bits, how many strangers came, and whether anything of theirs was shown.
 local ffi = require "ffi"
 local paths = require "ps.paths"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 
 local parser = require "argparse"("bench/strangers.lua")

@@ -11,7 +11,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local paths = require "ps.paths"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/tokenize_speed.lua", "Measures tokenizing from a cold process against tiktoken.")
 parser:argument("tokenizer", "a folder with GPT-2's vocabulary and merges")

@@ -10,7 +10,7 @@
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
-local whole = require("ps.command_line").whole
+local whole = require("ps.core.command_line").whole
 
 io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
 local parser = argparse("bench/train.lua", "Measures training speed.")

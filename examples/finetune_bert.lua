@@ -14,7 +14,7 @@ local json = require "cjson"
 local line = require "ps.command_line"
 local bert = require "models.bert"
 local progress = require "ps.progress"
-local without_bom = require "ps.bom"
+local without_bom = require "ps.core.bom"
 
 local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
   pretrained = { lr = 5e-5, epochs = 3 },                   -- as BERT's authors fine-tune

@@ -15,9 +15,9 @@ local command_line = require "ps.command_line"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local optim, sched = require "ps.optim", require "ps.sched"
-local train, progress, plot = require "ps.train", require "ps.progress", require "ps.plot"
+local train, progress, plot = require "ps.train", require "ps.progress", require "ps.train.plot"
 local checkpoints, tokenizer = require "ps.checkpoints", require "ps.tokenizer"
-local types = require "ps.config.types"
+local types = require "ps.core.types"
 
 local settings = {
   fortunes = "/usr/share/games/fortunes",

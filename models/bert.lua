@@ -182,7 +182,7 @@ BertModel.base, BertModel.spare = "bert", { "^pooler%." }
 BertModel.inputs = INPUTS
 BertModel.body = { embeddings = true, encoder = true, pooler = true }
 
--- How ranks share the layers out (ps/tensor_parallel.lua).
+-- How ranks share the layers out (ps/parallel/tensor/cut.lua).
 local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
   ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = "enter",
@@ -323,7 +323,7 @@ local function vocabulary_head(module, c, where)
   local at = { dtype = where.dtype, device = where.device }
   module:param("bias", ps.zeros({ c.vocab_size }, at))
   if c.tie_word_embeddings then return end
-  rawset(module, "_unused", { bias = true })                -- for engine/unused.lua
+  rawset(module, "_unused", { bias = true })                -- for engine/step/unused.lua
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 

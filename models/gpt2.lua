@@ -132,7 +132,7 @@ function GPT2Model:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks share the layers out (ps/tensor_parallel.lua).
+-- How ranks share the layers out (ps/parallel/tensor/cut.lua).
 GPT2Model.tensor_parallel = {
   ["wte"] = "vocabulary", ["drop"] = "enter",
   ["h"] = "inside",

@@ -146,7 +146,7 @@ function Body:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks share the layers out (ps/tensor_parallel.lua).
+-- How ranks share the layers out (ps/parallel/tensor/cut.lua).
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true }, ["layers"] = "inside",

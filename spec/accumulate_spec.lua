@@ -2,7 +2,7 @@
 -- Many micro-batches a step: how many there may be, how soon such a step begins, what its plan counts, and what a
 -- signal in the middle of it does.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"

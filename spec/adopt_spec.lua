@@ -2,7 +2,7 @@
 -- ps.initialize as OSLO's and DeepSpeed's users call it: the configuration in second place, a model and an optimizer
 -- that exist already; and optimizers that it was not given.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local fails = lib.fails

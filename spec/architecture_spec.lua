@@ -83,6 +83,15 @@ describe("ARCHITECTURE.md's map of the tree", function()
     map[folder] = (map[folder] or "") .. " " .. rest
   end
 
+  it("has every folder of the library", function()
+    local missing = {}
+    for name in lfs.dir(paths.root .. "/lua/ps") do
+      local is_folder = not name:match "^%." and lfs.attributes(paths.root .. "/lua/ps/" .. name, "mode") == "directory"
+      if is_folder and not map["lua/ps/" .. name .. "/"] then missing[#missing + 1] = name end
+    end
+    assert.same({}, missing)
+  end)
+
   it("has every folder of src", function()
     local missing = {}
     for name in lfs.dir(paths.root .. "/src") do

@@ -253,7 +253,7 @@ describe("recording", function()
   end)
 
   it("tells whether a tensor was made from others", function()
-    local from = require("ps.scope").made_from
+    local from = require("ps.core.scope").made_from
     local x, w = leaf { 1, 2 }, leaf { 3, 4 }
     local y, z = x * w, w:exp()
     local sum = y:sum()

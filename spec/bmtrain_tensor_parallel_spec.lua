@@ -131,7 +131,7 @@ local GPT = [[
 local LAYERS = [[
   begin { config = CONFIG, tp_size = 2, zero_level = 0 }
   local SEQUENCE = WANTED
-  local shard, group = require "ps.nn.shard", ps.mesh.group "tp"
+  local shard, group = require "ps.tensor.shard", ps.mesh.group "tp"
   local rank, t = bmt.config.tp_rank, bmt.config.tp_size
   local function near(got, want, what)
     assert(table.concat(got:shape(), " ") == table.concat(want:shape(), " "), what .. ": shapes")

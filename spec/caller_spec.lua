@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Errors of a script's mistakes begin with the script's position or with none, never with one in psluajit's own files
--- (lua/ps/caller.lua). What is tried: wrong arguments of all public parts, each as a line of a script.
+-- (lua/ps/core/caller.lua). What is tried: wrong arguments of all public parts, each as a line of a script.
 local ps = require "ps"
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local check_lib = require "spec.check_lib"
 local paths = require "ps.paths"
 local lfs = require "lfs"
@@ -114,7 +114,7 @@ describe("errors of a script's mistakes", function()
     script = "local ps = require 'ps'\nps.train.evaluate({}, function() end)\n"                 -- a nil is called
     said = check_lib.run("PS_TRACEBACK=all", script)
     assert.matches("lua_%w+:2: attempt to call method 'apply'", said)
-    assert.matches("lua/ps/train.lua", said, 1, true)
+    assert.matches("lua/ps/train/init.lua", said, 1, true)
     local p = assert(io.popen(("echo 'x = ps.train.evaluate({}, print)' | timeout 300 '%s' -i 2>&1"):format(paths.exe)))
     said = p:read("*a")
     p:close()

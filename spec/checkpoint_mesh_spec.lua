@@ -5,7 +5,7 @@
 local ps = require "ps"
 local bit = require "bit"
 local check = require "spec.check_lib"
-local encode = require "ps.checkpoints.encode"
+local encode = require "ps.core.encode"
 local lib = require "spec.ranks_lib"
 local rank_files = require "ps.checkpoints.rank_files"
 local checkpoints, nn, C = ps.checkpoints, ps.nn, ps.C
@@ -37,13 +37,13 @@ local COMMON = [[
   end
   local function lines_of(model, optimizer)
     local lines = {}
-    for i, row in ipairs(require("ps.engine.handle").of(model).built.list) do
+    for i, row in ipairs(require("ps.nn.handle").of(model).built.list) do
       if row.averages then
         lines[#lines + 1] = ("%s %s %s %s %d"):format(row.name, hash(row.values), hash(row.averages[1]),
           hash(row.averages[2]), optimizer:updates(i))
       end
     end
-    for _, row in ipairs(require("ps.engine.handle").of(model).built.frozen) do
+    for _, row in ipairs(require("ps.nn.handle").of(model).built.frozen) do
       local at = row.place or row.param
       if row.owner == nil or row.place ~= nil then lines[#lines + 1] = row.name .. " " .. hash(at) end
     end
@@ -208,11 +208,11 @@ describe("the index of a checkpoint", function()
     files:close()
     fails({ "weight is [6, 4] in the model, [6, 5] in the state" },
       function() checkpoints.load(path, { model = nn.Linear(4, 6) }) end)
-    require("ps.merge").folder(path, folder .. "/merged.safetensors")
+    require("ps.checkpoints.merge").folder(path, folder .. "/merged.safetensors")
     assert.equal(check.bytes(whole), check.bytes(ps.load(folder .. "/merged.safetensors").weight))
     fails({ "'weight'", "pieces", "index.json" }, function()
       local file = path .. "/" .. rank_files.file_name(0, 3)
-      require("ps.merge").run({ file }, { out = folder .. "/merged.safetensors" })
+      require("ps.checkpoints.merge").run({ file }, { out = folder .. "/merged.safetensors" })
     end)
     fails({ "was saved twice", "rank-00001" }, function() save { { 0, 4, 0, 5 }, { 3, 3, 0, 5 } } end)
     fails({ "20 of 30 elements" }, function() save { { 0, 2, 0, 5 }, { 4, 2, 0, 5 } } end)

@@ -70,7 +70,7 @@ local TRAIN = [[
   local loader = ps.data.loader { file = folder .. "/text.txt", batch = 12 / size, seq = 16, seed = 4 }
   local parts = { model = model, optimizer = optimizer, loader = loader, async = async, extra = { name = "x" },
     keep = 9 }
-  local inner = require("ps.engine.handle").of
+  local inner = require("ps.nn.handle").of
   local function digest()
     local list = {}
     local function add(tensors)
@@ -300,10 +300,11 @@ describe("a checkpoint of several processes", function()
       checkpoints.save(at, parts)
       step()
       local function fail(nth) if rank == 1 then C.ps_test_fail_file(nth, 2 ^ 40, 28) end end
-      local empty = ps.empty
+      local create = require "ps.tensor.create"
+      local empty = create.empty
       local function mend()
         C.ps_test_fail_file(-1, 0, 0)
-        ps.empty = empty
+        create.empty = empty
       end
       local function save(more) return function() checkpoints.save(at, with(more or {})) end end
       fail(0)
@@ -323,7 +324,7 @@ describe("a checkpoint of several processes", function()
       case("full, told by the next", save())
       mend()
       save()()                                             -- gives the memory of the copy back
-      ps.empty = function(shape, options)
+      create.empty = function(shape, options)
         if rank == 1 and shape[1] > 10000 then error "none left" end
         return empty(shape, options)
       end
@@ -360,7 +361,7 @@ describe("a checkpoint of several processes", function()
       checkpoints.save(folder .. "/whole", parts)
       -- As the engine does when parameters are sharded: each rank gives what it owns.
       local owner = {}
-      for i, row in ipairs(require("ps.engine.handle").of(model).built.list) do
+      for i, row in ipairs(require("ps.nn.handle").of(model).built.list) do
         row.owner = (i * i) % 3
         owner[row.name] = row.owner
       end
@@ -381,7 +382,7 @@ describe("a checkpoint of several processes", function()
       case("one file", function() checkpoints.save(folder .. "/x.safetensors", parts) end)
       checkpoints.save(folder .. "/owned", with { async = true })
       checkpoints.wait()
-      local first = require("ps.engine.handle").of(model).built.list[1].name
+      local first = require("ps.nn.handle").of(model).built.list[1].name
       owner[first] = 7
       case("owned by none", function() checkpoints.save(folder .. "/none", parts) end)
       if rank == 2 then owner[first] = 2 end

@@ -4,7 +4,7 @@
 -- checkpoint_ranks_spec.lua; killed ones: checkpoint_kill_spec.lua.
 local ps = require "ps"
 local lfs = require "lfs"
-local safetensors = require "ps.safetensors"
+local safetensors = require "ps.io.safetensors"
 local lib = require "spec.checkpoint_lib"
 local checkpoints, C = ps.checkpoints, ps.C
 local path, read, write, flipped, names, child = lib.path, lib.read, lib.write, lib.flipped, lib.names, lib.child

@@ -3,7 +3,7 @@
 -- case gives the same losses, parameters and optimizer state, bit for bit, under every setting. Loaded with dofile;
 -- both are plain tables, so that a case can be printed, and run in another process (M.child).
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"

@@ -3,7 +3,7 @@
 -- drawn for it, with the same losses, norms, texts, parameters and optimizer state, bit for bit. A failure prints case
 -- and setting; PS_CHUNKS_SEED=n runs that one alone.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local check_lib = require "spec.check_lib"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")

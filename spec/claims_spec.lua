@@ -2,10 +2,10 @@
 -- What README.md, docs/memory.md, docs/config.md and docs/zero.md say that no other spec sees: figures that follow from
 -- a formula, and what a setting changes.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local ranks_lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
 local bytes = check.bytes
@@ -239,7 +239,7 @@ describe("docs/zero.md", function()
             for i = 1, 8 do list[i] = nn.Linear(256, 256) end
             return nn.Sequential(unpack(list))
           end }
-        local P, sent, owners = require("ps.engine.handle").of(model).built.numel, nil, 0
+        local P, sent, owners = require("ps.nn.handle").of(model).built.numel, nil, 0
         for i = 1, 3 do
           if i == 3 then sent = group:bytes_sent() end
           model:backward(model(ps.ones({ 2, 256 }, { dtype = "bf16" })):sum())

@@ -203,7 +203,7 @@ describe("psluajit's command line", function()
   end)
 
   it("has the engine's modules without any path set", function()
-    assert.equal("table\n", (run { "-e", "print(type(require 'ps.pretty'))" }))
+    assert.equal("table\n", (run { "-e", "print(type(require 'ps.tensor.pretty'))" }))
     assert.equal("string\t16\n", (run { "-e", "local c = require 'ps.cdef' print(type(c.text), #c.hash)" }))
     assert.equal("function\n", (run { "-e", "print(type(require 'ps.ops_generated'))" }))
     local out = run { "-e", "local p = require 'ps.paths' print(p.root, p.exe)" }
@@ -223,22 +223,22 @@ describe("psluajit's command line", function()
     shell("cp -r '%s' '%s/psluajit.root' '%s/gen' %s/copy/build", paths.exe, build, build, scratch)
     shell("cp -r '%s' '%s/psluajit.root' '%s/gen' %s/alone", paths.exe, build, build, scratch)
     local show = [[ -e 'local ps = require "ps"
-      print(require("ps.paths").root, debug.getinfo(require("ps.nearest").find).source)']]
+      print(require("ps.paths").root, debug.getinfo(require("ps.core.nearest").find).source)']]
     local function says(folder)
       local p = assert(io.popen(("env -u LUA_PATH -u LUA_INIT %s/%s/psluajit%s 2>&1"):format(scratch, folder, show)))
       local text = p:read("*a")
       p:close()
       return text
     end
-    assert.equal(("%s/copy\t@%s/copy/lua/ps/nearest.lua\n"):format(scratch, scratch), says("copy/build"))
-    assert.equal(("%s\t@%s/lua/ps/nearest.lua\n"):format(paths.root, paths.root), says("alone"))
+    assert.equal(("%s/copy\t@%s/copy/lua/ps/core/nearest.lua\n"):format(scratch, scratch), says("copy/build"))
+    assert.equal(("%s\t@%s/lua/ps/core/nearest.lua\n"):format(paths.root, paths.root), says("alone"))
   end)
 
   it("takes its own modules before those of the current folder, and the user's models before its own", function()
-    assert(os.execute("mkdir -p " .. scratch .. "/ps " .. scratch .. "/models") == 0)
-    write("ps/pretty.lua", "return 'not ours'")
+    assert(os.execute("mkdir -p " .. scratch .. "/ps/tensor " .. scratch .. "/models") == 0)
+    write("ps/tensor/pretty.lua", "return 'not ours'")
     write("models/mine.lua", "return 'mine'")
-    assert.equal("table\n", (run { "-e", "print(type(require 'ps.pretty'))" }))
+    assert.equal("table\n", (run { "-e", "print(type(require 'ps.tensor.pretty'))" }))
     assert.equal("mine\n", (run { "-e", "print(require 'models.mine')" }))
   end)
 

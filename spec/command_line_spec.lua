@@ -2,7 +2,7 @@
 -- Numbers on the command lines of examples, tools and benches: one checked way for all of them, and what it says.
 local lfs = require "lfs"
 local paths = require "ps.paths"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local lib = require "spec.check_lib"
 
 local function parse(option, text)

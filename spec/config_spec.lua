@@ -2,7 +2,7 @@
 -- Configurations: files others wrote, every kind of error, and the list of keys in docs/config.md.
 local paths = require "ps.paths"
 local config = require "ps.config"
-local nearest = require "ps.nearest"
+local nearest = require "ps.core.nearest"
 local json = require "ps.config.json"
 
 local GIB = 1024 ^ 3

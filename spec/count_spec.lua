@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What parts of a model cost (ps/engine/count.lua), against formulas worked out by hand.
+-- What parts of a model cost (ps/engine/pipeline/count.lua), against formulas worked out by hand.
 local ps = require "ps"
-local count = require "ps.engine.count"
+local count = require "ps.engine.pipeline.count"
 local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
 local nn = ps.nn
@@ -55,7 +55,8 @@ describe("counting", function()
     end
     local all = count.parts(Mean(), { ps.ones { 512, 4 } })
     assert.same({ 4 * 512 * 64, 0 }, { all[1].activations, all[2].activations })
-    require("ps.pipe").cut(require("spec.stages_lib").table_of("1f1b", 2, 1, 4), { { held = all[1].activations },
+    require("ps.parallel.pipeline.table").cut(require("spec.stages_lib").table_of("1f1b", 2, 1, 4),
+      { { held = all[1].activations },
       { held = all[2].activations } })
   end)
 
@@ -191,6 +192,6 @@ describe("counting", function()
       return { { name = "first", modules = {}, forward = function() return { x = 3 } end } }
     end
     check.fails_saying({ "part first", "x = a number" }, function() count.parts(Odd(), { x }) end)
-    assert.is_nil(require("ps.ffi").recorder)
+    assert.is_nil(require("ps.core.ffi").recorder)
   end)
 end)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A small model whose parameters ranks along tp share out (ps.nn.shard), for specs of files. It has parameters cut by
--- columns in blocks, by rows, with padding, and one that is whole on all ranks. The values are those of one process.
+-- A small model whose parameters ranks along tp share out (ps.tensor.shard), for specs of files. It has parameters cut
+-- by columns in blocks, by rows, with padding, and one that is whole on all ranks. The values are those of one process.
 local lib = {}
 
 --- Behind a script's own `local ps = require "ps"`: make(index, count) gives { model, optimizer } of one rank along tp;
@@ -8,7 +8,7 @@ local lib = {}
 --- one process's. hash(t) is a tensor's bytes as a number.
 lib.MODEL = [[
   local ffi, C = ps.ffi, ps.C
-  local shard, nn, PretrainedModel = require "ps.nn.shard", ps.nn, require "ps.pretrained.model"
+  local shard, nn, PretrainedModel = require "ps.tensor.shard", ps.nn, require "ps.pretrained.model"
   local WHOLE = {
     { name = "wte", shape = { 7, 4 }, dim = 0, pad = true },
     { name = "qkv", shape = { 4, 36 }, dim = 1, blocks = 3 },

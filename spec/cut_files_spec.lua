@@ -3,15 +3,15 @@
 -- shards in state dicts, and what damaged or foreign pieces say.
 local ps = require "ps"
 local bit = require "bit"
-local cut = require "ps.nn.cut"
+local cut = require "ps.nn.saved"
 local check = require "spec.check_lib"
 local cut_lib = require "spec.cut_files_lib"
-local encode = require "ps.checkpoints.encode"
+local encode = require "ps.core.encode"
 local json = require "cjson"
 local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
 local rank_files = require "ps.checkpoints.rank_files"
-local rectangles = require "ps.rectangles"
+local rectangles = require "ps.core.rectangles"
 local checkpoints, C = ps.checkpoints, ps.C
 local fails, merge = check.fails_saying, check.merge
 local here = cut_lib.here()
@@ -90,7 +90,7 @@ describe("a checkpoint of cut parameters", function()
       assert.same(want, bits(made))
     end
     local made = here.make(0, 1)
-    require("ps.merge").folder(folder .. "/" .. last .. "/step-00000002", folder .. "/merged.safetensors")
+    require("ps.checkpoints.merge").folder(folder .. "/" .. last .. "/step-00000002", folder .. "/merged.safetensors")
     checkpoints.load(folder .. "/merged.safetensors", { model = made.model, optimizer = made.optimizer })
     assert.same(want, bits(made))
     checkpoints.save(folder .. "/one.safetensors", { model = one.model, optimizer = one.optimizer })
@@ -249,7 +249,7 @@ describe("weights of cut parameters", function()
       end)
       for _, row in ipairs(here.WHOLE) do
         local desc = here.desc_of(row, index, 3)
-        if desc then model[row.name] = require("ps.deferred").cut(model, model[row.name], desc) end
+        if desc then model[row.name] = require("ps.nn.deferred").cut(model, model[row.name], desc) end
       end
       ps.materialize(model)
       for _, row in ipairs(here.WHOLE) do

@@ -5,8 +5,8 @@ local ps = require "ps"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
-local deferred = require "ps.deferred"
-local shard = require "ps.nn.shard"
+local deferred = require "ps.nn.deferred"
+local shard = require "ps.tensor.shard"
 local nn, fails = ps.nn, check.fails_saying
 
 local folder = os.tmpname()

@@ -211,7 +211,7 @@ describe("collectives on devices", function()
 
   -- waits: of the script's thread for bytes of calls, from the record, and all of the emulator's.
   local ASYNCHRONOUS = [[
-    local ffi, events = require "ffi", require "ps.profile_events"
+    local ffi, events = require "ffi", require "ps.core.events"
     ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
     local plugin, seen = ffi.load(os.getenv "PS_CUDA_PLUGIN"), ffi.new("int64_t[1]")
     local function waits(fn)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The model that ps.initialize gives: its own names, and those of its module, which every other name belongs to.
 local ps = require "ps"
-local handle = require "ps.engine.handle"
+local handle = require "ps.nn.handle"
 local Engine = require("ps.engine").Engine
 local step = require "ps.engine.step"
 local fails = require("spec.check_lib").fails
@@ -179,7 +179,7 @@ describe("a model of ps.initialize", function()
 
   it("is described by help as what its module's functions are", function()
     open("chunk", require("models.gpt2").new "tiny")
-    assert.truthy(require("ps.help").text(model.num_parameters):find("parameters", 1, true))
-    assert.falsy(require("ps.help").text(model.generate):find("no description", 1, true))
+    assert.truthy(require("ps.prompt.help").of(ps).text(model.num_parameters):find("parameters", 1, true))
+    assert.falsy(require("ps.prompt.help").of(ps).text(model.generate):find("no description", 1, true))
   end)
 end)

@@ -3,7 +3,7 @@
 -- an error that says what and where, nothing leaks, no file stays, and training that was interrupted before an update
 -- goes on with the bits it would have had.
 local ps = require "ps"
-local engine_of = require("ps.engine.handle").of
+local engine_of = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
 local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")

@@ -5,7 +5,7 @@ local ps = require "ps"
 local nn = require "ps.nn"
 local check = require "spec.check_lib"
 local config = require "ps.config"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local fails, optim = check.fails, ps.optim
 
 local model

@@ -3,10 +3,10 @@
 -- state, PyTorch's files in both directions (where a Python with torch is found: PS_TORCH_PYTHON, else python3), values
 -- written to parameters from outside, and budgets that hold all the while.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local check = require "spec.check_lib"
 local optim, checkpoints = ps.optim, ps.checkpoints
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")

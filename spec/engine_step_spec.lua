@@ -2,7 +2,7 @@
 -- A step has one owner: its actions come in the order of its table, each call out of turn is refused by name, what a
 -- script may do besides changes no bit, and no other file can write what is known of a step.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local nn = ps.nn
 local lib = require "spec.check_lib"
 local fails = lib.fails

@@ -2,7 +2,7 @@
 -- train.run with an engine, the lines it prints about its steps, and loops over a loader: the same numbers as a loop
 -- written out, a checkpoint that outlives an error, and settings that contradict each other refused.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
 local check = require "spec.check_lib"

@@ -2,8 +2,8 @@
 -- Public functions, methods and modules refuse an argument behind their last one: every one of them is called so. What
 -- takes any number of arguments is listed here, and looks at them itself.
 local ps = require "ps"
-local exact = require "ps.exact"
-local annotations = require "ps.annotations"
+local exact = require "ps.core.exact"
+local annotations = require "ps.prompt.annotations"
 local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
 local nn, F = ps.nn, ps.F

@@ -2,7 +2,7 @@
 -- Smaller chunks for steps that do not fit: cutting a layout (layout/split.lua), and an engine that lays its model out
 -- anew between two steps. Losses, parameters and moments are those of plain memory, bit for bit.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local layout = require "ps.engine.layout.pack"
 local split = require "ps.engine.layout.split"
 local finer = require "ps.engine.layout.rechunk"
@@ -238,7 +238,7 @@ describe("a step that does not fit", function()
             local first = short and least or 8192 * KIB
             local memory = device == "sim" and { device = first, host = 8192 * KIB }
               or { host = first, disk = { path = folder, limit = 8192 * KIB } }
-            local inner = require("ps.engine.handle").of
+            local inner = require("ps.nn.handle").of
             local seen, was, now
             local function train(model, optimizer)
               seen, was = {}, inner(model).built.layout.chunk_size
@@ -299,7 +299,7 @@ describe("a step that does not fit", function()
               gradient_accumulation_steps = accumulate, zero_optimization = { stage = stage },
               optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
             for _, part in ipairs(cuts) do
-              local engine = require("ps.engine.handle").of(model)
+              local engine = require("ps.nn.handle").of(model)
               if split.next_size(engine.built.layout, part) then finer.split(engine, part) end
             end
             local seen = losses(model, optimizer, 2 * accumulate, 64, { 2, 8 })

@@ -2,7 +2,7 @@
 -- The plan's "other tensors" against what a step then holds beside its chunks: no less, and little more. What kernels
 -- take for themselves while they run is counted by the dry run: with a large vocabulary that is most of it (lm_loss).
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 
 -- Trains two steps; what the plan said of the tier that computes, and what it then held besides chunks at most.

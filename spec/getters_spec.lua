@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A function that can be called without arguments answers, or has a verb's name. What answers changes nothing.
 local ps = require "ps"
-local annotations = require "ps.annotations"
+local annotations = require "ps.prompt.annotations"
 local fails = require("spec.check_lib").fails
 local nn = ps.nn
 
@@ -59,7 +59,7 @@ describe("without an argument", function()
       made[0].weight:requires_grad(false)
       return made
     end, config = { plan_print = false, scheduler = { type = "WarmupLR", params = { warmup_num_steps = 5 } } } }
-    local schedule = require("ps.engine.handle").of(model).scheduler
+    local schedule = require("ps.nn.handle").of(model).scheduler
     local function facts()
       local list = { optimizer.groups[1].lr, optimizer.steps, schedule:state_dict().count, ps.engine().steps }
       for _, module in model:named_modules() do list[#list + 1] = { module.training, module.recomputes or false } end
@@ -69,7 +69,7 @@ describe("without an argument", function()
     end
     local before, walked = facts(), 0
     for _, of in ipairs { { model, require("ps.engine").Engine.methods }, { model.module, nn.Module },
-      { optimizer, require("ps.engine.optimizer").methods }, { schedule, getmetatable(schedule).__index } } do
+      { optimizer, require("ps.engine.state.optimizer").methods }, { schedule, getmetatable(schedule).__index } } do
       for _, name in ipairs(answering(of[2])) do
         pcall(of[1][name], of[1])
         assert.same(before, facts(), name)

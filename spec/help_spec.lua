@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- help: what the annotations say, of values and of names; and a model's summary.
 local ps = require "ps"
-local help = require "ps.help"
+local help = require("ps.prompt.help").of(ps)
 local nn = ps.nn
 local fails = require("spec.check_lib").fails
 
@@ -45,7 +45,7 @@ end)
 
 describe("tables at a terminal", function()
   it("have colours where they are asked for, and the same text", function()
-    local pretty, view = require "ps.pretty", require "ps.memory_view"
+    local pretty, view = require "ps.tensor.pretty", require "ps.memory.view"
     local list = view.chunks { { id = 0, kind = "param", index = 0, nbytes = 4096, used_nbytes = 4096, state = "HOLD",
       pins = 0, tiers = { host = true }, tensors = { "w" } } }
     local text = pretty.format(list, { color = true })

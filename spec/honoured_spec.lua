@@ -2,12 +2,12 @@
 -- Every configuration key that docs/config.md calls honoured does something: an engine that is given the key does what
 -- an engine that has the default does not. Each key has a case here; a key without one fails.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local lfs = require "lfs"
 local config = require "ps.config"
 local schema = require "ps.config.schema"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local ranks_lib = require "spec.ranks_lib"
 local check_lib = require "spec.check_lib"
 local bytes, text_of = check_lib.bytes, check_lib.read

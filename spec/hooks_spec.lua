@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.hooks: who hears of what, until when, and that nobody who is gone still listens.
 local ps = require "ps"
-local hooks = require "ps.hooks"
+local hooks = require "ps.core.hooks"
 local fails = require("spec.check_lib").fails
 
 describe("a hook", function()

@@ -2,7 +2,7 @@
 -- Where Adam runs when the optimizer's state does not fit the device: the split follows the rates it is planned by,
 -- keeps to the settings that bound it and to the budgets, and changes no bit.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local ffi = require "ffi"
 local nn = require "ps.nn"
 local ranks_lib = require "spec.ranks_lib"
@@ -99,7 +99,7 @@ describe("the split of updates", function()
   end)
 
   it("is told with its reasons", function()
-    local forecasts = require "ps.engine.forecast"
+    local forecasts = require "ps.engine.plan.forecast"
     local function text(model) return table.concat(forecasts.lines(inner(model), inner(model).forecast), "\n") end
     local _, said = train(with(TIGHT, BF16, { rates = EVEN }), text)
     assert.matches("Adam    on the device for %d+ of %d+ chunks, on the host for the others\n"
@@ -181,7 +181,7 @@ local state, names, sum = model:state_dict(), {}, 0
 for name in pairs(state) do names[#names + 1] = name end
 table.sort(names)
 for _, name in ipairs(names) do sum = sum + state[name]:to("fp64"):abs():sum():item() end
-local engine = require("ps.engine.handle").of(model)
+local engine = require("ps.nn.handle").of(model)
 print(("%.17g %d %d %s %g %g"):format(sum, engine.adam_split.count, engine.adam_split.resident,
   model.module.table.weight:device(), engine.adam_rates.host_adam, engine.adam_rates.at_once))
 model:close()
@@ -308,7 +308,7 @@ for _ = 1, 4 do
 end
 ps.check(C.ps_engine_tier_get(ps.ctx, 0, others))
 print(free, tonumber(others.budget), tonumber(others.peak), least,
-  require("ps.engine.handle").of(model).built.state_bytes, mine:size(0))
+  require("ps.nn.handle").of(model).built.state_bytes, mine:size(0))
 model:close()
 ]])
     local free, budget, peak, least, state = text:match("^(%d+)\t(%d+)\t(%d+)\t(%d+)\t(%d+)\t256\n$")

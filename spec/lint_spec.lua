@@ -88,8 +88,8 @@ describe("the sources", function()
 
   it("leave arrays of any length to ps.array, which looks at it", function()
     assert.same({}, complaints(function(line, path)
-      if path:match("^lua/") and path ~= "lua/ps/array.lua" and line:find("[?]", 1, true) then
-        return "an array whose length nobody checks; see lua/ps/array.lua"
+      if path:match("^lua/") and path ~= "lua/ps/core/array.lua" and line:find("[?]", 1, true) then
+        return "an array whose length nobody checks; see lua/ps/core/array.lua"
       end
     end))
   end)
@@ -117,7 +117,7 @@ describe("the sources", function()
     assert.truthy(reads 'if tostring(err):find("no driver", 1, true) then')
     assert.truthy(reads 'for n in problem.msg:gmatch("%d+") do')
     assert.same({}, complaints(function(line, path)
-      if not path:match("%.lua$") or path:match("^spec/") or path == "lua/ps/caller.lua" then return nil end
+      if not path:match("%.lua$") or path:match("^spec/") or path == "lua/ps/core/caller.lua" then return nil end
       if reads(line) then return "a program that reads an error's text; give the error a field" end
     end))
   end)
@@ -125,8 +125,8 @@ describe("the sources", function()
   -- A level is a guess of how many calls lie between an error and the script; caller.error looks. A global of
   -- ps.strict is where it is used, in psluajit's own files, too.
   it("count no calls to say where an error comes from", function()
-    local counts, exempt = {}, { ["lua/ps/strict.lua"] = true, ["lua/ps/engine/init.lua"] = true,
-      ["lua/ps/engine/step.lua"] = true, ["lua/ps/engine/trained.lua"] = true,
+    local counts, exempt = {}, { ["lua/ps/core/strict.lua"] = true, ["lua/ps/engine/init.lua"] = true,
+      ["lua/ps/engine/step/init.lua"] = true, ["lua/ps/engine/step/trained.lua"] = true,
       ["lua/ps/config/doc.lua"] = true }
     for _, path in ipairs(sources()) do
       local f = path:match("^lua/ps/.*%.lua$") and not exempt[path] and assert(io.open(paths.root .. "/" .. path))

@@ -2,7 +2,7 @@
 -- The loss scaler against sequences worked out by hand from DeepSpeed's rules, its state, bad settings, and its part in
 -- an optimizer's step.
 local ps = require "ps"
-local loss_scaler = require "ps.loss_scaler"
+local loss_scaler = require "ps.optim.loss_scaler"
 
 --- The scales after each step of `steps`: "." a good one, "x" an overflow.
 local function go(scaler, steps)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The tables of chunks and memory: what they show, how wide they get, and that they stay lists.
-local view = require "ps.memory_view"
+local readable = require "ps.core.readable"
+local view = require "ps.memory.view"
 
 local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" }
 
@@ -170,7 +171,8 @@ describe("ps.memory()", function()
 
   it("prints bytes that people read", function()
     assert.same({ "0 B", "1023 B", "1.0 KiB", "24.0 MiB", "1.00 GiB", "1.00 TiB", "2048.00 TiB" }, {
-      view.bytes(0), view.bytes(1023), view.bytes(1024), view.bytes(24 * 2 ^ 20), view.bytes(2 ^ 30 - 1),
-      view.bytes(2 ^ 40), view.bytes(2 ^ 51) })
+      readable.bytes(0), readable.bytes(1023), readable.bytes(1024), readable.bytes(24 * 2 ^ 20),
+        readable.bytes(2 ^ 30 - 1),
+      readable.bytes(2 ^ 40), readable.bytes(2 ^ 51) })
   end)
 end)

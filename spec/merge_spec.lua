@@ -236,7 +236,7 @@ describe("tools/merge.lua", function()
     merges("--pattern=c-*.pt --num=2 --strict")
     local back = ps.load(path "c-merged.pt")
     assert.same({ { 1, 2, 3 }, { 4 }, { [0] = 1, 5 } }, { back.l, back.m, back.n })
-    local kind = require("ps.torch_pt").kind               -- what PyTorch will see
+    local kind = require("ps.io.torch_pt").kind               -- what PyTorch will see
     assert.same({ "list", "list", "dict" }, { kind(back.l), kind(back.m), kind(back.n) })
   end)
 
@@ -316,7 +316,8 @@ describe("tools/merge.lua", function()
     if why then return pending(why) end
     local big = ps.ones({ 96 * 2 ^ 20 }, { dtype = "uint8" })   -- 96 MB in one tensor
     for rank = 0, 1 do ps.save({ ["w" .. rank] = big, both = ps.ones { 4 } }, path("c-" .. rank .. ".pt")) end
-    local script = ("package.path = '%s;' .. package.path; local ps, merge = require 'ps', require 'ps.merge'\n" ..
+    local script = ("package.path = '%s;' .. package.path; local ps = require 'ps'\n" ..
+      "local merge = require 'ps.checkpoints.merge'\n" ..
       "merge.run({ 'c-0.pt', 'c-1.pt' }, { out = arg[1] }) print(tonumber(ps.C.ps_rss_peak()))"):format(package.path)
     write("peak.lua", script)
     for _, out in ipairs { "m.pt", "m.safetensors" } do

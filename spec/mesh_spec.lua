@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Who is together along an axis of the mesh.
 local ps = require "ps"
-local mesh = require "ps.mesh"
+local mesh = require "ps.dist.mesh"
 
 describe("the mesh", function()
   local function group_of(size) return { size = function() return size end } end

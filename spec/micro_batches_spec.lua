@@ -2,7 +2,7 @@
 -- Loops over micro-batches: their bits are those of the loop written by hand, their gradient is that of the whole batch
 -- (against values worked out by hand), their dropout that of the uncut batch; and loops that go wrong.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local ranks = require "spec.ranks_lib"

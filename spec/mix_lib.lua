@@ -4,9 +4,9 @@
 -- gives the same numbers over plain memory and over chunks, whatever the settings. Cases and settings are
 -- chunks_lib.lua's.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
-local random_state = require "ps.random_state"
+local random_state = require "ps.dist.random_state"
 local background = require "ps.checkpoints.background"
 local checkpoints = ps.checkpoints
 

@@ -2,9 +2,9 @@
 -- Scripts that do more than the usual loop (spec/mix_lib.lua): drawn by seed, over plain memory and over chunks, with
 -- the same numbers; and what was found so, each by itself. PS_MIX_SEED=n runs one seed alone.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
-local forecasts = require "ps.engine.forecast"
+local forecasts = require "ps.engine.plan.forecast"
 local ranks_lib = require "spec.ranks_lib"
 local M = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/mix_lib.lua")
 local L = M.L

@@ -406,10 +406,11 @@ describe("batches by names", function()
       end },
       { "unpad", function() gpt2.new("tiny", { unpad = true }) end },
       { "pipeline: with unpad = true", function()
-        require("ps.engine.stages").new(bert.new("tiny", { task = "masked_lm", unpad = true }), {}, { 1, 2 }, {})
+        require("ps.engine.pipeline.stages").new(bert.new("tiny", { task = "masked_lm", unpad = true }), {}, { 1, 2 },
+          {})
       end },
       { "tensor_parallel: with unpad = true", function()
-        require("ps.tensor_parallel").cut(bert.new("tiny", { task = "masked_lm", unpad = true }), {})
+        require("ps.parallel.tensor.cut").cut(bert.new("tiny", { task = "masked_lm", unpad = true }), {})
       end },
     } do
       fails({ case[1] }, case[2])

@@ -3,7 +3,7 @@
 local ps = require "ps"
 local lib = require "spec.check_lib"
 local fails = lib.fails
-local handle = require "ps.engine.handle"
+local handle = require "ps.nn.handle"
 local gpt2 = require "models.gpt2"
 
 local model, optimizer

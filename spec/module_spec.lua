@@ -3,7 +3,7 @@
 -- and nil only, so that nothing is taken out of training by accident.
 local ps = require "ps"
 local nn = ps.nn
-local complete = require "ps.complete"
+local complete = require "ps.prompt.complete"
 local fails = require("spec.check_lib").fails
 
 local function names(module)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Monitors: the files of tensorboard and csv_monitor. oracle/monitor_oracle.py has TensorBoard itself read event files.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local tfevents = require "ps.monitor.tfevents"
 local unistd = require "posix.unistd"

@@ -2,7 +2,7 @@
 -- Batches and outputs by names, as transformers has them: what gpt2 makes of input_ids, labels and attention_mask, and
 -- what engines do with them, which is what they do with the same tensors in order, to the bit.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local nn, F = ps.nn, ps.functional

@@ -2,7 +2,7 @@
 -- Engines that keep on the host what the configuration says (activation_checkpointing.cpu_checkpointing,
 -- use_cpu_embedding), or do not keep it (recompute): the losses and parameters are those of plain memory, bit for bit.
 local ps = require "ps"
-local engine_of = require("ps.engine.handle").of
+local engine_of = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
 local F = ps.F

@@ -2,7 +2,7 @@
 -- States of optimizers that are loaded over a run: one without updates begins anew, as a fresh run does; one of another
 -- algorithm is refused by name. For ps.optim and engines in both kinds of memory.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local lib = require "spec.check_lib"
 local fails = lib.fails
 

@@ -88,7 +88,7 @@ local CALLS = {
   { "tensor:to", "dtipe", "dtype", function(o) x:to(o) end },
   { "module:to", "dtipe", "dtype", function(o) model():to(o) end },
   { "ps.materialize", "devise", "device", function(o) ps.materialize(ps.deferred(nn.Linear, 2, 2), o) end },
-  { "shard.new", "block", "blocks", function(o) require("ps.nn.shard").new(o) end },
+  { "shard.new", "block", "blocks", function(o) require("ps.tensor.shard").new(o) end },
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
@@ -121,7 +121,7 @@ local CALLS = {
   end, source = "call" },
   { "optimizer:step", "max_nrom", "max_norm", function(o) adam():step(o) end },
   { "optim.GradScaler", "init_scale", false, function(o) optim.GradScaler(o) end },
-  { "a loss scaler", "hysteresys", "hysteresis", function(o) require("ps.loss_scaler").new(o) end },
+  { "a loss scaler", "hysteresys", "hysteresis", function(o) require("ps.optim.loss_scaler").new(o) end },
   { "ps.data.tokens", "widht", "width", function(o) ps.data.tokens(paths.root .. "/README.md", o) end },
   { "ps.data.write_tokens", "widht", "width", function(o) ps.data.write_tokens("/nowhere/x.bin", { 1 }, o) end },
   { "ps.data.loader", "shufle", "shuffle", function(o)
@@ -164,15 +164,15 @@ local CALLS = {
   { "ps.load", "lasy", "lazy", function(o) ps.load("/nowhere", o) end },
   { "ps.safetensors.open", "verfy", "verify", function(o) ps.safetensors.open("/nowhere", o) end },
   { "ps.safetensors.save", "checksum", "checksums", function(o) ps.safetensors.save("/nowhere/x", {}, nil, o) end },
-  { "torch_pt.open", "verfy", "verify", function(o) require("ps.torch_pt").open("/nowhere", o) end },
+  { "torch_pt.open", "verfy", "verify", function(o) require("ps.io.torch_pt").open("/nowhere", o) end },
   { "merge.run", "stric", "strict", function(o)
-    require("ps.merge").run({ "/nowhere.pt" }, with(o, { out = "x.pt" }))
+    require("ps.checkpoints.merge").run({ "/nowhere.pt" }, with(o, { out = "x.pt" }))
   end },
   { "ps.chunks", "kinds", "kind", function(o) ps.chunks(o) end },
   { "ps.trace", "actoin", "action", function(o) ps.trace(o) end },
   { "ps.pretty.format", "widht", "width", function(o) ps.pretty.format({}, o) end },
-  { "plot.text", "widht", "width", function(o) require("ps.plot").text({}, o) end },
-  { "plot.png", "titel", "title", function(o) require("ps.plot").png("/nowhere/x.png", {}, o) end },
+  { "plot.text", "widht", "width", function(o) require("ps.train.plot").text({}, o) end },
+  { "plot.png", "titel", "title", function(o) require("ps.train.plot").png("/nowhere/x.png", {}, o) end },
   { "ps.memory", "devise", "device", function(o) ps.memory(o) end },
   { "ps.profiler.start", "event", "events", function(o) ps.profiler.start(o) end },
   { "planning.plan", "hardwar", "hardware", function(o) require("ps.planning").plan(o) end },
@@ -206,7 +206,7 @@ local CALLS = {
     assert(ok, problem)
   end },
   { "pipe.table", "micro_batch", "micro_batches", function(o)
-    require("ps.pipe").table(with(o, { schedule = "gpipe", stages = 2, micro_batches = 2 }))
+    require("ps.parallel.pipeline.table").table(with(o, { schedule = "gpipe", stages = 2, micro_batches = 2 }))
   end },
   { "save_parallelized", "merge_checkpoint", "merge_checkpoints", function(o)
     gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
@@ -302,23 +302,23 @@ local INNER = {
   ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
-  ["lua/ps/create.lua"] = "bare dtype_of device_of empty M.full",
-  ["lua/ps/data.lua"] = "shards_of range_of small of_texts",
+  ["lua/ps/tensor/create.lua"] = "bare dtype_of device_of empty M.full",
+  ["lua/ps/data/init.lua"] = "shards_of range_of small of_texts",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
-  ["lua/ps/engine/shortage.lua"] = "*",
+  ["lua/ps/engine/plan/shortage.lua"] = "*",
   ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",
-  ["lua/ps/engine/step.lua"] = "step.weight_of step.backward",
-  ["lua/ps/functional.lua"] = "reduction_of",
-  ["lua/ps/memory_view.lua"] = "check_filter",
-  ["lua/ps/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
-  ["lua/ps/optim.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/sched.lua"] = "*",
-  ["lua/ps/train.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
+  ["lua/ps/engine/step/init.lua"] = "step.weight_of step.backward",
+  ["lua/ps/tensor/functional.lua"] = "reduction_of",
+  ["lua/ps/memory/view.lua"] = "check_filter",
+  ["lua/ps/checkpoints/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
+  ["lua/ps/optim/init.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/optim/sched.lua"] = "*",
+  ["lua/ps/train/init.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
   ["lua/ps/tokenizer/description.lua"] = "description.add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
-  ["lua/ps/tokenizer.lua"] = "tokenizer.from_pretrained",
+  ["lua/ps/tokenizer/init.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
   ["lua/ps/engine/own_state.lua"] = "*",                  -- Module:load_state_dict checks them
   ["lua/ps/pretrained/generate.lua"] = "*", ["lua/ps/pretrained/model.lua"] = "asked",
-  ["lua/ps/pretrained.lua"] = "family.from_pretrained", ["lua/ps/trace_view.lua"] = "trace.trace",
+  ["lua/ps/pretrained/init.lua"] = "family.from_pretrained", ["lua/ps/memory/trace.lua"] = "trace.trace",
   ["lua/ps/init.lua"] = "ps.chunks ps.trace ps.load ps.from_pretrained ps.from_config",
 }
 
@@ -356,7 +356,7 @@ describe("an option that a function does not know", function()
     for path, text in pairs(sources()) do
       for args in text:gmatch("caller%.options(%b())") do
         local name = args:match("^%([^,]+, (.-), [^,]+%)$")
-        if path ~= "lua/ps/caller.lua" and not (name and known[name]) then
+        if path ~= "lua/ps/core/caller.lua" and not (name and known[name]) then
           missing[#missing + 1] = path .. " " .. args
         end
       end
@@ -368,7 +368,7 @@ end)
 describe("a function that takes options", function()
   it("checks them, by a list of names", function()
     local unchecked, all = {}, sources()
-    all["lua/ps/caller.lua"] = nil
+    all["lua/ps/core/caller.lua"] = nil
     for path, text in pairs(all) do
       for indent, name, params, body in text:gmatch("\n( *)[%w =]*function ?([%w_.:]*)(%b())(.-\n)%f[^\n]%1end") do
         local inner = INNER[path] or ""

@@ -4,7 +4,7 @@
 local lib = require "spec.ranks_lib"
 
 local BEGIN = [[
-  local F, shard = ps.F, require "ps.nn.shard"
+  local F, shard = ps.F, require "ps.tensor.shard"
   local function near(got, want, what, tol)
     assert(table.concat(got:shape(), " ") == table.concat(want:shape(), " "), what .. ": shapes")
     local scale = want:numel() > 0 and math.max(1, want:abs():max():item()) or 1
@@ -276,7 +276,7 @@ local LOSS = [[
 -- A block of a model on meta: gathered rows are above 1 MiB, which backward gathers again. It keeps half of what the
 -- whole one does; with gathered rows a fifth of the whole more, two of its ten [B, T, C].
 local KEPT = [[
-  local count, tensor_parallel = require "ps.engine.count", require "ps.tensor_parallel"
+  local count, tensor_parallel = require "ps.engine.pipeline.count", require "ps.parallel.tensor.cut"
   ps.mesh { tp = 2 }
   local x = ps.empty({ 4, 256 }, { dtype = "int32", device = "meta" })
   local function kept(how)

@@ -4,7 +4,7 @@
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local paths = require "ps.paths"
 local read = require "ps.profile.read"
 local profile_lib = require "spec.profile_lib"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tables of pipelines from Lua, and the tool that shows them; spec/c/test_pipe.c has what tables promise.
-local pipe = require "ps.pipe"
-local picture = require "ps.pipe_picture"
+local pipe = require "ps.parallel.pipeline.table"
+local picture = require "ps.parallel.pipeline.picture"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local fails = check.fails

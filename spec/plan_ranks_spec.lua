@@ -22,7 +22,7 @@ local function script(folder, settings, micros, rows)
     for out in model:micro_batches(x, x) do model:backward(out.loss) end
     optimizer:step()
   end
-  print(require("cjson").encode(require("ps.engine.inspect").tiers()))
+  print(require("cjson").encode(require("ps.memory.chunks").tiers()))
   ]]):format(WIDTH, POSITIONS, VOCAB, micros, settings, VOCAB, micros * (rows or ROWS), POSITIONS)
 end
 
@@ -55,7 +55,7 @@ end
 -- they sent along dp and tp in the second step.
 local function mesh_script(folder, size, layers, settings)
   return ranks_lib.begin(folder) .. ([[
-  local gpt2, C, hooks, mesh = require "models.gpt2", ps.C, require "ps.hooks", require "ps.mesh"
+  local gpt2, C, hooks, mesh = require "models.gpt2", ps.C, require "ps.core.hooks", require "ps.dist.mesh"
   local size = %s
   local model, optimizer = ps.initialize { quiet = true,
     model_func = function() return gpt2.new({ n_layer = %d, n_embd = size.width, n_head = 4,
@@ -74,7 +74,7 @@ local function mesh_script(folder, size, layers, settings)
   end
   local sent = {}
   for axis, bytes in pairs(before) do sent[axis] = mesh.group(axis):bytes_sent() - bytes end
-  print(require("cjson").encode { tiers = require("ps.engine.inspect").tiers(), sent = sent })
+  print(require("cjson").encode { tiers = require("ps.memory.chunks").tiers(), sent = sent })
   ]]):format(size, layers, settings)
 end
 

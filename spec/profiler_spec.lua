@@ -3,7 +3,7 @@
 -- costs worked out by hand.
 local ps = require "ps"
 local json = require "cjson"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local fails = require("spec.check_lib").fails
 local ffi, C, nn = ps.ffi, ps.C, ps.nn
 

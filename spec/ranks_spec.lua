@@ -81,7 +81,7 @@ describe("several processes", function()
   end)
 
   for name, case in pairs {
-    ["a bit of a parameter"] = { 0, "local m = require('ps.engine.handle').of(model).built.list[2].master; "
+    ["a bit of a parameter"] = { 0, "local m = require('ps.nn.handle').of(model).built.list[2].master; "
       .. "if ps.rank() == 1 then ps.no_grad(function() m[3] = m[3]:item() * 1.0001 end) end",
       "parameter b of rank 1:" },
     ["a learning rate"] = { 3, "if ps.rank() == 2 then optimizer:set_lr(1e-2) end",

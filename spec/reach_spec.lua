@@ -2,10 +2,10 @@
 -- What a script can reach is in docs/api.md and in help: functions of ps and its tables, methods of all objects that
 -- these give, and the classes of tables that annotations name.
 local ps = require "ps"
-local annotations = require "ps.annotations"
+local annotations = require "ps.prompt.annotations"
 local bert = require "models.bert"
 local gpt2 = require "models.gpt2"
-local help = require "ps.help"
+local help = require("ps.prompt.help").of(ps)
 local llama = require "models.llama"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"

@@ -336,7 +336,7 @@ end)
 
 -- -- cheap outputs: from 1 MiB on they are computed again in backward -----------------------------------------------
 describe("an object whose state a segment needs", function()
-  local scope = require "ps.scope"
+  local scope = require "ps.core.scope"
 
   it("has the state of the segment's forward whenever it runs again, and its own behind it", function()
     local object, seen = { now = 0 }, {}

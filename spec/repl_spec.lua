@@ -2,9 +2,9 @@
 -- The prompt (driven through a pipe), what it prints and what TAB offers.
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
-local complete = require "ps.complete"
+local complete = require "ps.prompt.complete"
 local paths = require "ps.paths"
-local pretty = require "ps.pretty"
+local pretty = require "ps.tensor.pretty"
 
 --- What the prompt answers to these lines: standard output without the banner, and standard error.
 ---@param input string
@@ -390,7 +390,7 @@ end)
 describe("ps.strict", function()
   it("makes undeclared globals errors", function()
     local p = assert(io.popen(("'%s' -e \"%s\" 2>&1"):format(paths.exe, [[
-      local strict = require 'ps.strict'
+      local strict = require 'ps.core.strict'
       strict.declare('fine') fine = 1
       print(fine, (pcall(function() wrong = 1 end)), (pcall(function() return wrong end)), rawget(_G, 'wrong'))]])))
     local out = p:read("*a")

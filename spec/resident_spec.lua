@@ -3,7 +3,7 @@
 -- and host, or host and disk, hold the state together. Values are plain memory's, bit for bit; what does not fit is
 -- refused before the step.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local ffi = require "ffi"
 local gpt2 = require "models.gpt2"
 local checkpoints = require "ps.checkpoints"
@@ -184,7 +184,7 @@ describe("ranks whose budgets hold their part of the state only together", funct
           local seen = losses(model, optimizer, 3, 256, { 2, 16 })
           want = want or seen
           assert(seen == want, "stage " .. stage)
-          local resident = require("ps.engine.handle").of(model).forecast.resident
+          local resident = require("ps.nn.handle").of(model).forecast.resident
           if scarce then assert(resident > 2 ^ 19, ("stage %d: %d"):format(stage, resident)) end
           model:close()
           collectgarbage()

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Schedules against numbers that DeepSpeed's own gave (commit edaa72212, one value a step, the first before any step).
 local config = require "ps.config"
-local sched = require "ps.sched"
+local sched = require "ps.optim.sched"
 
 -- What a schedule needs of an optimizer.
 local function optimizer(lr)

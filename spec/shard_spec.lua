@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shard descriptions (ps.nn.shard): which rectangles of a whole tensor each rank of tensor parallelism has.
+-- Shard descriptions (ps.tensor.shard): which rectangles of a whole tensor each rank of tensor parallelism has.
 local ps = require "ps"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 local fails = require("spec.check_lib").fails_saying
 local nn = ps.nn
 

@@ -68,7 +68,7 @@ describe("between backward and step", function()
   it("a reduction that fails leaves no parameter other than its master", function()
     local all = lib.check(folder, 2, PARTLY .. ([[
       local function mismatch(model)
-        for _, row in ipairs(require("ps.engine.handle").of(model).built.list) do
+        for _, row in ipairs(require("ps.nn.handle").of(model).built.list) do
           if row.master ~= nil then
             local here = row.place ~= nil and row.place or row.param
             local gap = (here:to("fp32") - row.master:to("bf16"):to("fp32")):abs():max():item()
@@ -91,7 +91,7 @@ describe("between backward and step", function()
         local ok = pcall(model.backward, model, loss)
         local requests = 1e6 - tonumber(ps.C.ps_test_fail_alloc_left())
         ps.C.ps_test_fail_alloc(-1, 0)
-        if ok then require("ps.engine.handle").of(model):abandon() else print("failed", stage, n) end
+        if ok then require("ps.nn.handle").of(model):abandon() else print("failed", stage, n) end
         local why = mismatch(model)
         assert(not why, ("stage %%d, request %%d: %%s"):format(stage, n, tostring(why)))
         model:close()
@@ -166,7 +166,7 @@ describe("a model that fails in the middle of a pass", function()
           name, states = debug.getupvalue(steps.new, i)
           assert(name, "steps.new has no states")
         until name == "states"
-        free("ps_step_free", states[require("ps.engine.handle").of(model)].c)
+        free("ps_step_free", states[require("ps.nn.handle").of(model)].c)
         free("ps_ctx_free", ps.ctx)
       end
     ]], "GLIBC_TUNABLES=glibc.malloc.perturb=165:glibc.malloc.tcache_count=0")

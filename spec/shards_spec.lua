@@ -172,7 +172,7 @@ describe("sharding", function()
       local model = make(3)
       local tier = ps.ffi.new "ps_tier_info"
       ps.check(ps.C.ps_engine_tier_get(ps.ctx, 0, tier))
-      local built = require("ps.engine.handle").of(model).built
+      local built = require("ps.nn.handle").of(model).built
       local numel, state, peak = built.numel, built.state_bytes, tonumber(tier.peak)
       assert(state < 0.27 * 14 * numel, ("%d of %d"):format(state, 14 * numel))
       assert(peak < 0.6 * 4 * numel + state, ("a peak of %d, %d parameters"):format(peak, numel))   -- made in fp32

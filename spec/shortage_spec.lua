@@ -2,10 +2,10 @@
 -- Budgets that are far too small for a model: the error of ps.initialize has the whole state's bytes, what each tier
 -- can hold, and what to change.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local check_lib = require "spec.check_lib"
-local shortage = require "ps.engine.shortage"
-local view = require "ps.memory_view"
+local shortage = require "ps.engine.plan.shortage"
+local readable = require "ps.core.readable"
 local nn = ps.nn
 
 local WIDTH, LAYERS = 64, 8
@@ -35,12 +35,12 @@ describe("a model far too large for its budgets", function()
   before_each(function() ps.collect() end)
 
   it("is told with its whole state, what the tiers hold, and what to change", function()
-    local problem = refused({ host = 20000 }, nil, nil, "the model does not fit", view.bytes(numel * 16),
+    local problem = refused({ host = 20000 }, nil, nil, "the model does not fit", readable.bytes(numel * 16),
       ("%d parameters, 16 bytes"):format(numel), "memory.host 19.5 KiB", "raise memory.host",
       "set memory.disk = { path = FOLDER }", "train in bf16", "smaller model", "wanted on tier host")
     assert.equal("ENOMEM", problem.name)
     assert.is_nil(tostring(problem):find("zero_optimization", 1, true))
-    refused({ host = 20000 }, { bf16 = { enabled = true } }, nil, view.bytes(numel * 14), "14 bytes")
+    refused({ host = 20000 }, { bf16 = { enabled = true } }, nil, readable.bytes(numel * 14), "14 bytes")
     refused({ host = 20000 }, { bf16 = { enabled = true }, gradient_accumulation_steps = 2 }, nil, "18 bytes")
   end)
 
@@ -61,12 +61,13 @@ describe("a model far too large for its budgets", function()
 
   it("is told on a device and host apart", function()
     refused({ device = 20000, host = 24000 }, { device = "sim" }, nil, "the model does not fit",
-      view.bytes(numel * 16), "memory.device 19.5 KiB and memory.host 23.4 KiB", "raise memory.device or memory.host")
+      readable.bytes(numel * 16), "memory.device 19.5 KiB and memory.host 23.4 KiB",
+        "raise memory.device or memory.host")
   end)
 
   it("that one tensor alone has no room for is told so, with the rest", function()
     local problem = refused({ host = 12000, disk = { path = "/tmp", limit = 2 ^ 22 } }, nil, nil,
-      "20.0 KiB wanted on tier host", "The model has " .. view.bytes(numel * 16),
+      "20.0 KiB wanted on tier host", "The model has " .. readable.bytes(numel * 16),
       "memory.host 11.7 KiB and memory.disk.limit 4.0 MiB")
     assert.is_nil(tostring(problem):find("the model does not fit", 1, true))
   end)
@@ -76,7 +77,7 @@ describe("a model far too large for its budgets", function()
       local module = model_func()
       for i = 0, LAYERS - 2 do module[i].weight:requires_grad(false) end
       return module
-    end, view.bytes(WIDTH * WIDTH * (14 + 2 * (LAYERS - 1))))
+    end, readable.bytes(WIDTH * WIDTH * (14 + 2 * (LAYERS - 1))))
   end)
 
   it("keeps the error where it cannot be counted, and errors of other kinds", function()

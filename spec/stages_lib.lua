@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- For specs of models cut into stages: tables of schedules, and engines that are one of a pipeline's ranks without the
 -- others.
-local pipe = require "ps.pipe"
-local pipe_of = require "ps.engine.pipe"
+local pipe = require "ps.parallel.pipeline.table"
+local pipe_of = require "ps.engine.pipeline.row"
 local setup = require "ps.engine.setup"
 
 local lib = {}

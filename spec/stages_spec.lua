@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models cut into virtual stages (ps/engine/stages.lua): where they are cut, what each rank makes and holds, and that
--- the stages one after the other compute the whole model's bits. One process plays the ranks in turn.
+-- Models cut into virtual stages (ps/engine/pipeline/stages.lua): where they are cut, what each rank makes and holds,
+-- and that the stages one after the other compute the whole model's bits. One process plays the ranks in turn.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local check = require "spec.check_lib"
-local stages = require "ps.engine.stages"
+local stages = require "ps.engine.pipeline.stages"
 local lib = require "spec.stages_lib"
 local gpt2 = require "models.gpt2"
 local ffi, C, nn, fails = ps.ffi, ps.C, ps.nn, check.fails_saying
@@ -71,7 +71,7 @@ end)
 
 describe("measured parts", function()
   it("take seconds, leave the model as it was, and cut it", function()
-    local measure, count = require "ps.engine.measure", require "ps.engine.count"
+    local measure, count = require "ps.engine.pipeline.measure", require "ps.engine.pipeline.count"
     local config = { vocab_size = 32768, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 2, embd_pdrop = 0.1 }
     local model = ps.deferred(gpt2.new, config)
     local offset, args = tostring(ps.rng().offset), { model:example(1, 64) }
@@ -95,7 +95,7 @@ describe("measured parts", function()
 
   -- The clock stands still but for what part i adds to it: 3 i, i and 2 i in its three runs. Layers are of one kind.
   it("are the fastest run of each kind", function()
-    local measure, count = require "ps.engine.measure", require "ps.engine.count"
+    local measure, count = require "ps.engine.pipeline.measure", require "ps.engine.pipeline.count"
     local model = ps.deferred(gpt2.new, { vocab_size = 64, n_positions = 8, n_embd = 16, n_layer = 4, n_head = 2 })
     local args, list, clock, at = { model:example(1, 8) }, model:parts(), ps.now, 0
     local costs = count.parts(model, args)

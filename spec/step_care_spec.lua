@@ -4,8 +4,8 @@
 local ps = require "ps"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
-local handle = require "ps.engine.handle"
-local hooks = require "ps.hooks"
+local handle = require "ps.nn.handle"
+local hooks = require "ps.core.hooks"
 local fails, nn = check.fails, ps.nn
 
 local One = nn.class("One")
@@ -70,7 +70,7 @@ describe("a loss scale", function()
   local T, N = true, false
 
   it("that is fixed and too high is told of once, with the remedy", function()
-    local new = require("ps.loss_scaler").new
+    local new = require("ps.optim.loss_scaler").new
     local lines = said(new { loss_scale = 2 ^ 40 }, { T, T, T, T, T, T, T, N, T, T, T, T, T })
     assert.equal(1, #lines)
     for _, part in ipairs { "last 5 steps were all skipped", "1.09951e+12, which is fixed", "loss_scale = 0" } do

@@ -2,7 +2,7 @@
 -- Batches in which some targets, or all, are ignored (-100): losses, what a micro-batch weighs, and steps in which no
 -- target counts.
 local ps = require "ps"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 local lib = require "spec.check_lib"
 local ranks = require "spec.ranks_lib"

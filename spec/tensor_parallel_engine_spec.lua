@@ -10,7 +10,7 @@ teardown(function() lib.remove(folder) end)
 -- The model is made as it is, in the place of one that is cut by a table. A rank's gradient is x of `whole`
 -- and `piece`, and (1 + its number along tp) times that of `part`.
 local MODEL = [[
-  local mesh, shard, nn = ps.mesh { tp = 2 }, require "ps.nn.shard", ps.nn
+  local mesh, shard, nn = ps.mesh { tp = 2 }, require "ps.tensor.shard", ps.nn
   local tp, dp = mesh.rank "tp", mesh.rank "dp"
   local Three = nn.class("Three")
   function Three:init()
@@ -26,7 +26,7 @@ local MODEL = [[
     if without then return loss end
     return loss + (x * self.part * (1 + tp)):sum()
   end
-  local cut, hooks = require "ps.tensor_parallel", require "ps.hooks"
+  local cut, hooks = require "ps.parallel.tensor.cut", require "ps.core.hooks"
   function cut.make(model_func, _, where)
     local off = hooks.on("parameter", where.stage)
     local model = model_func()

@@ -208,7 +208,7 @@ describe("two ranks that share out layers", function()
           optimizer:step()
         end)
         local was = false
-        for text in pairs(require("ps.engine.handle").of(model).said) do
+        for text in pairs(require("ps.nn.handle").of(model).said) do
           was = was or text:find "laid out anew" ~= nil
         end
         model:close()

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How models are cut among ranks (ps/tensor_parallel.lua): shards by name, bits of the uncut model, what is on all
+-- How models are cut among ranks (ps/parallel/tensor/cut.lua): shards by name, bits of the uncut model, what is on all
 -- ranks alike, and errors with the numbers. One process plays the ranks in turn; tensor_parallel_ranks_spec.lua has
 -- them train.
 local ps = require "ps"
 local check = require "spec.check_lib"
-local deferred = require "ps.deferred"
-local shard = require "ps.nn.shard"
-local tensor_parallel = require "ps.tensor_parallel"
+local deferred = require "ps.nn.deferred"
+local shard = require "ps.tensor.shard"
+local tensor_parallel = require "ps.parallel.tensor.cut"
 local nn, fails = ps.nn, check.fails_saying
 
 local function group_of(size, rank)

@@ -74,7 +74,7 @@ describe("ps.save and ps.load", function()
     for _, key in ipairs { 0, "big", "small", "inf", "minus", "exact", "wide", "text", "bytes", "step", "yes" } do
       assert.equal(value[key], back[key])
     end
-    assert.equal("list", require("ps.torch_pt").kind(back.empty))
+    assert.equal("list", require("ps.io.torch_pt").kind(back.empty))
     ps.save(back, path "w.pt")                             -- and give the same file when nothing has changed
     ps.save(ps.load(path "w.pt"), path "v.pt")
     assert.truthy(read_file "v.pt" == read_file "w.pt")
@@ -255,7 +255,7 @@ describe("ps.save and ps.load", function()
   end)
 
   it("make no array longer than LuaJIT counts", function()
-    local array = require "ps.array"
+    local array = require "ps.core.array"
     assert.equal(8, ffi.sizeof(array "uint8_t" (8)))
     for _, n in ipairs { 2 ^ 31, 2 ^ 32 + 64, 4294967296LL + 64, -1, 0 / 0 } do
       fails("take it in pieces", array "uint8_t", n)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.trace: the moments of a step with the chunks that each uses, and how they print.
 local ps = require "ps"
-local view = require "ps.trace_view"
+local view = require "ps.memory.trace"
 local nn = ps.nn
 local fails = require("spec.check_lib").fails
 

@@ -5,7 +5,7 @@ local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
 local lfs = require "lfs"
-local look = require "ps.engine.inspect"
+local look = require "ps.memory.chunks"
 local unistd = require "posix.unistd"
 local check = require "spec.check_lib"
 

@@ -119,10 +119,10 @@ describe("train.run of two ranks", function()
       local options = start { loss = function(m, ...) return rank == 1 and m(...) * (0 / 0) or m(...) end }
       local ok, problem = pcall(train.run, options)
       assert(not ok and tostring(problem):find("the loss is %-?nan at step 1"), problem)
-      local before = require("ps.engine.handle").of(options.model).steps
+      local before = require("ps.nn.handle").of(options.model).steps
       ok, problem = pcall(train.evaluate, options.model, windows(4 + 4 * rank))
       assert(not ok and tostring(problem):find("1 of 2 ranks have no batch", 1, true), problem)
-      assert(require("ps.engine.handle").of(options.model).steps == before)
+      assert(require("ps.nn.handle").of(options.model).steps == before)
       options.model:close()
       print("told nothing")
     ]])

@@ -3,7 +3,7 @@
 local ps = require "ps"
 local nn = ps.nn
 local check = require "spec.check_lib"
-local inner = require("ps.engine.handle").of
+local inner = require("ps.nn.handle").of
 local ranks_lib = require "spec.ranks_lib"
 local fails = check.fails
 
@@ -178,7 +178,7 @@ describe("several ranks", function()
             optimizer:step()
           end)
           local text = strict and not ok and tostring(problem) or ""
-          for said in pairs(require("ps.engine.handle").of(model).said) do
+          for said in pairs(require("ps.nn.handle").of(model).said) do
             if said:find("no gradient", 1, true) then text = text .. said end
           end
           print(stage, strict, text:match "to (%d of %d) trained", text:match "parameters: ([^.]*)")

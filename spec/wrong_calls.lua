@@ -372,8 +372,8 @@ ps.progress.new(3)
 ps.progress.new({total="a"})
 ps.dist.new_group()
 ps.functional.gelu(1)
-require "ps.merge".run()
-require "ps.plot".text()
+require "ps.checkpoints.merge".run()
+require "ps.train.plot".text()
 ]==]
 
 -- The same of a model that is made by ps.initialize, with these in the configuration.
@@ -520,10 +520,10 @@ ps.serialize.dict(3) | ps.serialize.dict | a number
 ps.checkpoints.make_folder() | make_folder: the path is nil
 ps.checkpoints.make_folder({}) | make_folder: the path is a table
 ps.checkpoints.make_folder("") | make_folder: the path is empty
-require("ps.merge").run({}, {out="x.pt"}) | merge.run | empty
-require("ps.merge").run({3}, {out="x.pt"}) | merge.run: a file is a number
-require("ps.merge").folder() | merge.folder | nil
-require("ps.merge").folder("x") | merge.folder | nil
+require("ps.checkpoints.merge").run({}, {out="x.pt"}) | merge.run | empty
+require("ps.checkpoints.merge").run({3}, {out="x.pt"}) | merge.run: a file is a number
+require("ps.checkpoints.merge").folder() | merge.folder | nil
+require("ps.checkpoints.merge").folder("x") | merge.folder | nil
 gpt2.new("tiny"):save_pretrained() | save_pretrained: the folder is nil
 gpt2.new("tiny"):load_weights() | load_weights
 gpt2.new("tiny"):load_weights(3) | load_weights: a path is a number

@@ -2,11 +2,12 @@
  * Ctrl-C while Lua runs. The handler sets a hook, which is the one thing that may be done to a running lua_State from a
  * signal handler. The hook raises an error, or pauses the script: it waits for the next instruction of a function of
  * the script itself, since psluajit's own functions may be in the middle of a change, and opens a prompt there. What a
- * pause means to tensors and steps is lua/ps/pause.lua and src/engine/suspend.c. */
+ * pause means to tensors and steps is lua/ps/prompt/pause.lua and src/engine/suspend.c. */
 #include <lauxlib.h>
 #include <unistd.h>
 
 #include "interrupt.h"
+#include "modules.h"
 #include "repl.h"
 
 bool interrupt_pauses, interrupt_at_prompt;
@@ -61,14 +62,14 @@ void interrupt_end(lua_State *L, const interrupt_watch *was)
 }
 
 /* -- pausing ------------------------------------------------------------------------------------------------------ */
-/* Calls a function of lua/ps/pause.lua with `nargs` arguments from the top of the stack; 1 result. A failure gives its
+/* Calls a function of lua/ps/prompt/pause.lua with `nargs` arguments from the top of the stack; 1 result. A failure gives its
  * message, as a string, and false. */
 static bool call_pause(lua_State *L, const char *function, int nargs)
 {
     int base = lua_gettop(L) - nargs + 1;
-    lua_getglobal(L, "require");
-    lua_pushliteral(L, "ps.pause");
-    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
+    if (!program_require(L, MODULE_PAUSE)) {
+        lua_pushliteral(L, MODULE_PAUSE " cannot be loaded");
+    } else {
         lua_getfield(L, -1, function);
         lua_insert(L, base);
         lua_pop(L, 1);

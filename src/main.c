@@ -22,6 +22,7 @@
 
 #include "backend/cpu/threads.h"
 #include "interrupt.h"
+#include "modules.h"
 #include "ps.h"
 #include "ps_cdef.h"
 #include "repl.h"
@@ -119,13 +120,13 @@ static void print_version(void) { printf("psluajit %s -- %s\n", PS_VERSION, LUAJ
 
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
-/* Puts the message at 1 through a function of lua/ps/caller.lua: "at" gives a message that begins with a place in
+/* Puts the message at 1 through a function of lua/ps/core/caller.lua: "at" gives a message that begins with a place in
  * psluajit's own Lua files the script's instead, "trace" takes their frames from a traceback, "described" makes a text
  * of an error that is no string. */
 static void by_caller(lua_State *L, const char *function)
 {
     luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
-    lua_getfield(L, -1, "ps.caller");
+    lua_getfield(L, -1, MODULE_CALLER);
     if (lua_istable(L, -1)) {
         lua_getfield(L, -1, function);
         lua_pushvalue(L, 1);
@@ -136,12 +137,10 @@ static void by_caller(lua_State *L, const char *function)
 
 static bool keeps_locals;        /* a script runs, and a prompt opens at its error */
 
-/* Notes the script's variables while its frames are there (lua/ps/locals.lua). The error is at 1, and stays. */
+/* Notes the script's variables while its frames are there (lua/ps/prompt/locals.lua). The error is at 1, and stays. */
 static void keep_locals(lua_State *L)
 {
-    lua_getglobal(L, "require");
-    lua_pushliteral(L, "ps.locals");
-    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
+    if (program_require(L, MODULE_LOCALS)) {
         lua_getfield(L, -1, "keep_at_error");
         lua_pushvalue(L, 1);
         lua_pcall(L, 1, 0, 0);
@@ -161,9 +160,7 @@ static int traceback(lua_State *L)
             lua_settop(L, 1);
         } else {
             lua_settop(L, 1);
-            lua_getglobal(L, "require");                           /* the script may never have asked for ps */
-            lua_pushliteral(L, "ps.pretty");                       /* which loads ps.caller */
-            lua_pcall(L, 1, 0, 0);
+            program_require(L, MODULE_PRETTY);                     /* the script may never have asked for ps */
             lua_settop(L, 1);
             by_caller(L, "described");
         }
@@ -312,15 +309,11 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
-/* Lua's functions on lists know lists of modules from the script's first line on. If the file cannot be read, the
- * script's require "ps" reports it. */
-static void load_lists(lua_State *L, const struct program *p)
+/* Lua's functions on lists know lists of modules from the script's first line on. */
+static void load_lists(lua_State *L)
 {
     int top = lua_gettop(L);
-    if (!p->root[0]) return;
-    lua_getglobal(L, "require");
-    lua_pushliteral(L, "ps.lists");
-    lua_pcall(L, 1, 0, 0);
+    program_require(L, MODULE_LISTS);
     lua_settop(L, top);
 }
 
@@ -332,7 +325,7 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     bool ok = true;
     int top = lua_gettop(L);
     lua_getfield(L, LUA_REGISTRYINDEX, "_LOADED");
-    lua_getfield(L, -1, "ps.checkpoints");
+    lua_getfield(L, -1, MODULE_CHECKPOINTS);
     if (lua_istable(L, -1)) {
         lua_getfield(L, -1, "at_exit");
         lua_pushboolean(L, failed);
@@ -625,10 +618,11 @@ static int protected_main(lua_State *L)
     lua_gc(L, LUA_GCRESTART, -1);
     wrap_os_exit(L);
     set_package_path(L, p);
+    program_has_modules(p->root[0] != 0);
     add_preload(L, p, "ps.paths", load_paths);
     add_preload(L, p, "ps.cdef", load_cdef);
     add_preload(L, p, "ps.ops_generated", load_ops);
-    load_lists(L, p);
+    load_lists(L);
     p->status = p->bytecode ? run_bytecode(p, L) != 0 : run_program(p, L);
     if (p->status == 0 && !finish_exchanges()) p->status = 1;
     if (!finish_checkpoint(L, p->status != 0)) {

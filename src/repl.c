@@ -22,6 +22,7 @@
 #include <wchar.h>
 
 #include "interrupt.h"
+#include "modules.h"
 #include "repl.h"
 
 enum { HISTORY_LINES = 2000 };
@@ -511,9 +512,7 @@ static void run_statement(struct repl *r)
 static int find_function(lua_State *L, const char *module, const char *name)
 {
     int ref = LUA_NOREF, top = lua_gettop(L);
-    lua_getglobal(L, "require");
-    lua_pushstring(L, module);
-    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) {
+    if (program_require(L, module)) {
         lua_getfield(L, -1, name);
         if (lua_isfunction(L, -1)) ref = luaL_ref(L, LUA_REGISTRYINDEX);
     }
@@ -527,7 +526,7 @@ static const char start_text[] =
     "if not ok then return 'ps is not available: ' .. tostring(ps):match('^[^\\n]*') end\n"
     "rawset(_G, 'ps', ps)\n"
     "if rawget(_G, 'help') == nil then rawset(_G, 'help', ps.help) end\n"
-    "local F = package.loaded['ps.ffi']\n"
+    "local F = package.loaded['" MODULE_FFI "']\n"
     "return F and F.ffi.string(F.C.ps_device_describe(F.ctx, 0)) or ''\n";
 
 static void print_banner(struct repl *r, const char *version)
@@ -562,9 +561,9 @@ bool repl_run(lua_State *L, const char *version, bool interactive, repl_mode mod
     interrupt_at_prompt = true;
     lua_settop(L, 0);
     if (mode != REPL_PAUSED) print_banner(&r, version);
-    if (mode != REPL_ALONE) r.environment = environment_of(L, mode == REPL_PAUSED ? "ps.pause" : "ps.locals");
-    r.pretty = find_function(L, "ps.pretty", "format");
-    r.complete = find_function(L, "ps.complete", "tab");
+    if (mode != REPL_ALONE) r.environment = environment_of(L, mode == REPL_PAUSED ? MODULE_PAUSE : MODULE_LOCALS);
+    r.pretty = find_function(L, MODULE_PRETTY, "format");
+    r.complete = find_function(L, MODULE_COMPLETE, "tab");
     if (interactive) open_editor(&r);
     while ((status = read_statement(&r)) >= 0) {
         if (status) print_error(L);

@@ -13,8 +13,8 @@ extern const char no_text[];     /* printed in the place of an error that has no
 
 typedef enum repl_mode {
     REPL_ALONE,
-    REPL_AT_ERROR,               /* a script failed, and statements see its variables (lua/ps/locals.lua) */
-    REPL_PAUSED                  /* a script is paused, and statements see its variables (lua/ps/pause.lua) */
+    REPL_AT_ERROR,               /* a script failed, and statements see its variables (lua/ps/prompt/locals.lua) */
+    REPL_PAUSED                  /* a script is paused, and statements see its variables (lua/ps/prompt/pause.lua) */
 } repl_mode;
 
 /* Reads and runs statements until end of input. Errors are printed and never leave it. `interactive`: a person sits at

@@ -6,9 +6,9 @@
 -- docs/api.md is out of date.
 local ps = require "ps"
 local paths = require "ps.paths"
-local annotations = require "ps.annotations"
-local exact = require "ps.exact"
-local wrap = require "ps.wrap"
+local annotations = require "ps.prompt.annotations"
+local exact = require "ps.core.exact"
+local wrap = require "ps.core.wrap"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
@@ -314,7 +314,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     .. "module returns the model.")
   local Engine = require("ps.engine").Engine
   put_functions("model:", Engine, true, Engine.PUBLIC)
-  put_functions("optimizer:", require("ps.engine.optimizer").methods, true, { "step", "zero_grad", "set_lr",
+  put_functions("optimizer:", require("ps.engine.state.optimizer").methods, true, { "step", "zero_grad", "set_lr",
     "state_dict", "load_state_dict" })
   section("Models of ps.from_pretrained", "Methods of these models, besides those of every module. A model that "
     .. "ps.initialize made of one has them, too.")

@@ -6,7 +6,7 @@
 -- A reply ends where the model would speak for the user, or with its end token. An empty input ends the conversation.
 local ps = require "ps"
 local argparse = require "argparse"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local whole, number = command_line.whole, command_line.number
 

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/check_layers.lua [ROOT [BUILD]]: who may know whom (ARCHITECTURE.md). Prints breaches; exit code 1 if
--- there are any. RULES looks at the names in the sources: includes and requires. With BUILD, a build folder, LINKS
+-- there are any. RULES looks at the names in the sources, includes and requires, FLOORS at those of the folders of
+-- lua/ps. With BUILD, a build folder, LINKS
 -- looks at the objects in it: a function that an object calls counts, however its declaration came into the file.
 
 -- A row: files whose path fits `of` may name only what fits a pattern; the first row that fits counts, if any.
@@ -39,27 +40,69 @@ local RULES = {
   { of = "src/tensor_parallel/ranks%.c$", "base/", "collectives/collectives%.h$", "engine/zero_table%.h$" },
   { of = "src/tensor_parallel/", "base/", "tensor/", "collectives/collectives%.h$", "tensor_parallel/" },
   { of = "src/groups%.c$", "base/", "tensor/tensor%.h$", "tensor_parallel/ops%.h$" },
-  { of = "lua/ps/caller%.lua", "ps%.paths$", "ps%.nearest$", "ps%.pretty$" },      -- pretty: to show an error value
-  { of = "lua/ps/hooks%.lua" },
-  { of = "lua/ps/exact%.lua", "ps%.caller$" },
-  { of = "lua/ps/rectangles%.lua" },
-  { of = "lua/ps/declared%.lua", "ps%.cdef$" },
-  { of = "lua/ps/ffi%.lua", "ps%.cdef$", "ps%.declared$", "ps%.ops_generated$", "ps%.caller$", "ps%.hooks$" },
-  { of = "lua/ps/array%.lua", "ps%.caller$" },
-  { of = "lua/ps/scope%.lua", "ps%.ffi$", "ps%.array$", "ps%.hooks$" },
-  { of = "lua/ps/create%.lua", "ps%.ffi$", "ps%.scope$", "ps%.array$" },
-  { of = "lua/ps/tensor_math%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
-  { of = "lua/ps/tensor_index%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$" },
-  { of = "lua/ps/tensor%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor_math$", "ps%.tensor_index$",
-    "ps%.pretty$", "ps%.array$", "ps%.exact$", "ps%.hooks$" },
-  { of = "lua/ps/tensor_composed%.lua", "ps%.ffi$", "ps%.scope$", "ps%.create$", "ps%.tensor$" },
-  { of = "lua/ps/losses%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.scope$" },
-  { of = "lua/ps/functional%.lua", "ps%.ffi$", "ps%.tensor$", "ps%.losses$", "ps%.hooks$" },
-  { of = "lua/ps/nn/", "ps$", "ps%.caller$", "ps%.exact$", "ps%.hooks$", "ps%.lists$", "ps%.rectangles$",
-    "ps%.mesh$", "ps%.nn", "ps%.optim$", "ps%.engine%.handle$" },     -- handle: a model's module, and no engine
-  { of = "lua/", "ps", "posix%." },                                 -- the library knows no model, example or tool
+  { of = "lua/ps/core/caller%.lua", "ps%.paths$", "ps%.core%.nearest$" },
+  { of = "lua/ps/core/hooks%.lua" },
+  { of = "lua/ps/core/exact%.lua", "ps%.core%.caller$" },
+  { of = "lua/ps/core/rectangles%.lua" },
+  { of = "lua/ps/core/declared%.lua", "ps%.cdef$" },
+  { of = "lua/ps/core/ffi%.lua", "ps%.cdef$", "ps%.core%.declared$", "ps%.ops_generated$", "ps%.core%.caller$",
+    "ps%.core%.hooks$" },
+  { of = "lua/ps/core/array%.lua", "ps%.core%.caller$" },
+  { of = "lua/ps/core/scope%.lua", "ps%.core%.ffi$", "ps%.core%.array$", "ps%.core%.hooks$" },
+  { of = "lua/ps/tensor/create%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.core%.array$" },
+  { of = "lua/ps/tensor/math%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$" },
+  { of = "lua/ps/tensor/index%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$" },
+  { of = "lua/ps/tensor/init%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$", "ps%.tensor%.math$",
+    "ps%.tensor%.index$", "ps%.tensor%.pretty$", "ps%.core%.array$", "ps%.core%.exact$", "ps%.core%.hooks$" },
+  { of = "lua/ps/tensor/composed%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$", "ps%.tensor$" },
+  { of = "lua/ps/tensor/losses%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.core%.scope$" },
+  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.tensor%.losses$", "ps%.core%.hooks$" },
   { of = "models/", "ps", "models%." },
 }
+-- The floors of the library, from the lowest: a folder of lua/ps, and the folders below it whose files its own may
+-- require. It may require files of its own folder, too, and what the program itself gives (PROGRAM).
+local FLOORS = {
+  { "core" },
+  { "config", "core" },
+  { "tensor", "core" },
+  { "dist", "core", "tensor" },
+  { "io", "core", "tensor" },
+  { "nn", "core", "tensor", "dist", "io" },
+  { "data", "core", "tensor", "dist", "nn" },
+  { "optim", "core", "config", "tensor", "dist", "io", "nn" },
+  { "memory", "core", "nn" },
+  { "profile", "core", "tensor", "dist", "nn", "memory" },
+  { "checkpoints", "core", "tensor", "dist", "io", "nn" },
+  { "monitor", "io", "checkpoints" },
+  { "parallel/tensor", "core", "tensor", "nn" },
+  { "parallel/pipeline", "core" },
+  { "engine/step", "core", "tensor", "dist", "nn", "data" },
+  { "engine/state", "core", "tensor", "nn", "optim", "engine/step" },
+  { "engine/layout", "core", "tensor", "nn", "optim", "engine/state" },
+  { "engine/ranks", "core", "tensor", "dist", "nn", "data", "optim", "engine/step" },
+  { "engine/plan", "core", "dist", "data", "memory", "engine/step", "engine/layout" },
+  { "engine/pipeline", "core", "tensor", "dist", "nn", "data", "memory", "parallel/pipeline", "engine/step",
+    "engine/ranks" },
+  { "engine/report", "core", "memory", "profile", "monitor" },
+  { "engine", "core", "config", "tensor", "dist", "nn", "data", "optim", "parallel/tensor", "engine/step",
+    "engine/state", "engine/layout", "engine/ranks", "engine/plan", "engine/pipeline", "engine/report" },
+  { "inspect", "core", "dist", "nn", "engine/state", "engine" },
+  { "pretrained", "core", "tensor", "dist", "io", "nn", "data", "checkpoints" },
+  { "tokenizer", "core", "tensor", "pretrained" },
+  { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "checkpoints", "engine/step" },
+  { "prompt", "core", "tensor", "dist", "io", "nn", "memory", "engine", "inspect", "pretrained" },
+  { "launch", "core" },
+  { "planning", "core", "dist", "data", "memory", "profile", "parallel/pipeline", "engine/step", "engine/plan",
+    "engine" },
+  -- What scripts require by name: files that only lead on, and the tables that gather several folders.
+  { "", "core", "tensor", "dist", "io", "nn", "data", "optim", "memory", "profile", "parallel/tensor",
+    "parallel/pipeline", "engine/step", "engine/state", "engine/plan", "engine", "inspect", "pretrained", "train",
+    "prompt" },
+  { "bmt", "core", "config", "tensor", "dist", "io", "nn", "optim", "memory", "parallel/tensor", "engine/step",
+    "engine/state", "engine/layout", "engine/pipeline", "engine", "inspect", "pretrained" },
+}
+local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true }
+
 -- A row: objects of the sources whose path fits `of` may use symbols only of their own folder and of those that fit.
 -- The first row that fits counts, and every source has one.
 local LINKS = {
@@ -94,32 +137,87 @@ local LINKS = {
   { of = "src/api%.c$", "src/base/", "src/backend/registry%.c$", "src/tensor/" },
   { of = "src/abi%.c$" },
   { of = "src/main%.c$", "src/" },
-  { of = "src/repl%.c$", "src/base/", "src/main%.c$", "src/interrupt%.c$" },
-  { of = "src/interrupt%.c$", "src/repl%.c$" },
+  { of = "src/repl%.c$", "src/base/", "src/main%.c$", "src/interrupt%.c$", "src/modules%.c$" },
+  { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },
+  { of = "src/modules%.c$" },
 }
 -- Libraries that one file alone knows: what its symbols begin with, and that file.
 local LIBRARIES = { dnnl_ = "src/backend/cpu/onednn.c", io_uring_ = "src/chunk/disk.c",
   crypto_ = "src/rendezvous/proof.c", sodium_ = "src/rendezvous/proof.c" }
 
+local root, build, breaches = arg[1] or ".", arg[2], 0
+local function breach(text, ...)
+  print(text:format(...))
+  breaches = breaches + 1
+end
+
+local fitted = {}                                          -- rules that a file fits
 local function allowed(path, name)
   for _, rule in ipairs(RULES) do
     if path:match("^" .. rule.of) then
+      fitted[rule] = true
       for _, pattern in ipairs(rule) do if name:match("^" .. pattern) then return true end end
       return false
     end
   end
   return true
 end
-local root, build, breaches = arg[1] or ".", arg[2], 0
+
+local sources = {}                                         -- path -> text
 for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):format(root))):lines() do
-  local text, lua = assert(io.open(root .. "/" .. path)):read("*a"), path:match("%.lua$")
+  sources[path] = assert(io.open(root .. "/" .. path)):read("*a")
+end
+
+-- The folder of lua/ps that a module's file lies in; nil: it is none of the library.
+local function folder_of(module)
+  local path = "lua/" .. module:gsub("%.", "/")
+  if sources[path .. ".lua"] then return (path:match "^lua/ps/(.*)/[^/]*$" or "") end
+  if sources[path .. "/init.lua"] then return (path:match "^lua/ps/(.*)$" or "") end
+end
+
+local floors = {}                                          -- folder -> set of folders
+for at, row in ipairs(FLOORS) do
+  floors[row[1]] = { [row[1]] = true, at = at }
+  for i = 2, #row do
+    if not floors[row[i]] then breach("the floor '%s' may not know '%s', which is not below it", row[1], row[i]) end
+    floors[row[1]][row[i]] = true
+  end
+end
+local whole = sources["lua/ps/init.lua"] ~= nil            -- not a part of the tree
+local lived = {}                                           -- folders with a file
+local function check_floor(path, name)
+  local folder = path:match "^lua/ps/(.*)/[^/]*$" or ""
+  lived[folder] = true
+  if not floors[folder] then return breach("%s lies in a folder without a floor", path) end
+  if not name or PROGRAM[name] or not name:match "^ps%f[.%z]" then
+    if name and not PROGRAM[name] and not name:match "^posix%." then breach("%s names %s of a script", path, name) end
+    return
+  end
+  local other = folder_of(name)
+  if not other and whole and not name:match "%.$" then return breach("%s names %s, which is no file", path, name) end
+  if other and not floors[folder][other] then breach("%s names %s, which its layer may not", path, name) end
+  if name == "ps" then breach("%s names ps, which is for scripts", path) end
+end
+
+for path, text in pairs(sources) do
+  local lua = path:match("%.lua$")
+  local library = path:match "^lua/ps/"
+  allowed(path, "")
+  if library then check_floor(path) end
+  if lua then text = text:gsub("%-%-[^\n]*", ""):gsub("'[^'\n]*'", "") end
   for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
+    if library then check_floor(path, name) end
     local beside = lua and name or (path:match("^src/(.*/)") or "") .. name    -- an include may name a neighbour
     if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
-      print(("%s names %s, which its layer may not"):format(path, name))
-      breaches = breaches + 1
+      breach("%s names %s, which its layer may not", path, name)
     end
   end
+end
+for folder in pairs(floors) do
+  if whole and not lived[folder] then breach("the floor '%s' has no file", folder) end
+end
+for _, rule in ipairs(RULES) do
+  if whole and not fitted[rule] then breach("the rule of '%s' fits no file", rule.of) end
 end
 --- The symbols that objects of the program define and use. Objects whose source was moved or removed stay in a build
 --- folder and do not count.
@@ -159,20 +257,17 @@ end
 if build then
   local defined, used = symbols(build)
   if not next(defined) then
-    print(build .. ": there are no objects of the program, or nm is not installed")
-    breaches = breaches + 1
+    breach("%s: there are no objects of the program, or nm is not installed", build)
   end
   for _, use in ipairs(used) do
     local source, symbol = use[1], use[2]
     local other = defined[symbol]
     if other and not may_use(source, other) then
-      print(("%s uses %s of %s, which its layer may not"):format(source, symbol, other))
-      breaches = breaches + 1
+      breach("%s uses %s of %s, which its layer may not", source, symbol, other)
     end
     for prefix, file in pairs(LIBRARIES) do
       if symbol:find("^" .. prefix) and source ~= file then
-        print(("%s uses %s of a library that %s alone knows"):format(source, symbol, file))
-        breaches = breaches + 1
+        breach("%s uses %s of a library that %s alone knows", source, symbol, file)
       end
     end
   end

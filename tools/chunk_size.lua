@@ -8,7 +8,7 @@
 local ps = require "ps"
 local argparse = require "argparse"
 local layout = require "ps.engine.layout.pack"
-local view = require "ps.memory_view"
+local readable = require "ps.core.readable"
 
 local SHOWN = 5               -- sizes next to the best that are shown beside the powers of two
 
@@ -20,7 +20,7 @@ end
 -- -- arguments ------------------------------------------------------------------------------------------------------
 
 local function bytes(text)
-  local ok, value = require("ps.config.types").bytes.take(text)
+  local ok, value = require("ps.core.types").bytes.take(text)
   if not ok then return nil, ("'%s' is no number of bytes (6GiB, 500MB, ...)"):format(text) end
   return tonumber(value)
 end
@@ -78,7 +78,7 @@ local function settings(args)
   local capacity = device or host
   if capacity then
     options.capacity = capacity - (args.other or 0)
-    if options.capacity <= 0 then fail("--other leaves nothing for chunks of " .. view.bytes(capacity)) end
+    if options.capacity <= 0 then fail("--other leaves nothing for chunks of " .. readable.bytes(capacity)) end
   end
   if grad and dtype ~= "fp32" then                        -- gradients that are added up have chunks of their own
     options.state_bytes = layout.state_bytes({ dtype = dtype, trains = true }) + (grad == "fp32" and 4 or 2)
@@ -186,18 +186,18 @@ local function show_table(found, args, facts)
     print(("  group %d: %s, %s: %s, %g bytes of chunks an element"):format(i, group.dtype,
       group.trains and "trained" or "frozen", count(group.used), layout.state_bytes(group, facts.state_bytes)))
   end
-  print(facts.capacity and ("%s: %s for chunks; all chunks take %s"):format(facts.tier, view.bytes(facts.capacity),
-    view.bytes(chosen.bytes)) or ("no memory limit given; all chunks take %s"):format(view.bytes(chosen.bytes)))
+  print(facts.capacity and ("%s: %s for chunks; all chunks take %s"):format(facts.tier, readable.bytes(facts.capacity),
+    readable.bytes(chosen.bytes)) or ("no memory limit given; all chunks take %s"):format(readable.bytes(chosen.bytes)))
   print()
   local rows, why = {}, nil
   for i, row in ipairs(selection(found, args)) do
     rows[i] = { row == chosen and "*" or "", ("%d"):format(row.size),
-      view.bytes(row.size * element[groups[1].dtype]), counts(row), ("%d"):format(alone(row)),
+      readable.bytes(row.size * element[groups[1].dtype]), counts(row), ("%d"):format(alone(row)),
       ("%.3f"):format(100 * row.waste_share), ("%.3f"):format(row.bytes_per_param),
-      view.bytes(row.set_bytes * layout.SETS), row.feasible and ("%.4f"):format(row.score) or "no" }
+      readable.bytes(row.set_bytes * layout.SETS), row.feasible and ("%.4f"):format(row.score) or "no" }
     if not why and chosen.feasible and row.why then why = ("no: %d elements: %s"):format(row.size, row.why) end
   end
-  local lines = view.lines({ { title = "", left = true }, { title = "elements" }, { title = groups[1].dtype },
+  local lines = readable.lines({ { title = "", left = true }, { title = "elements" }, { title = groups[1].dtype },
     { title = "chunks" }, { title = "alone" }, { title = "waste %" }, { title = "bytes/p" },
     { title = layout.SETS .. " sets" }, { title = "score" } }, rows)
   print(table.concat(lines, "\n"))

@@ -6,7 +6,7 @@ local argparse = require "argparse"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local json = require("cjson").new()
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 
 local parser = argparse("tools/dashboard.lua", "Shows a run of ps.train.run as a live page on this machine.")
 parser:argument("run", "the run's folder, or its .jsonl file")

@@ -8,7 +8,7 @@
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/generate.lua DIR --pipeline 2 --start "Once upon a time"
 local ps = require "ps"
 local argparse = require "argparse"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local whole, number = command_line.whole, command_line.number
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges the shards of a checkpoint, one file a rank, into one file, in the memory of a few MB (lua/ps/merge.lua says
--- what becomes of what is in several shards).
+-- Merges the shards of a checkpoint, one file a rank, into one file, in the memory of a few MB
+-- (lua/ps/checkpoints/merge.lua says what becomes of what is in several shards).
 --   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
 --   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; out: its newest
@@ -8,10 +8,10 @@
 -- The exit code is 1 when it failed; no file is left then.
 local ps = require "ps"
 local argparse = require "argparse"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local whole = command_line.whole
 local lfs = require "lfs"
-local merge = require "ps.merge"
+local merge = require "ps.checkpoints.merge"
 local restore = require "ps.checkpoints.restore"
 local folder = require "ps.pretrained.folder"
 

@@ -15,10 +15,11 @@ local BEGIN, END = "<!-- path: psluajit tools/path_doc.lua -->", "<!-- end of pa
 
 -- { lane, function, file, leads on by, words }. A lane is named where it begins; "FFI" is the border of Lua and C.
 local PATH = {
-  { "Lua call", "step.backward", "lua/ps/engine/step.lua", "backward", "model:backward(loss) of a script" },
-  { "", "perform", "lua/ps/engine/step.lua", "ps_step_next", "ps_step_next, the action's work, ps_step_done" },
-  { "", "M.walk_back", "lua/ps/scope.lua", "ps_backward_begin_n", "the work: one call, where nothing is recomputed" },
-  { "", "walk", "lua/ps/scope.lua", "ps_backward_next", "only with recompute: a segment again, then on" },
+  { "Lua call", "step.backward", "lua/ps/engine/step/init.lua", "backward", "model:backward(loss) of a script" },
+  { "", "perform", "lua/ps/engine/step/init.lua", "ps_step_next", "ps_step_next, the action's work, ps_step_done" },
+  { "", "M.walk_back", "lua/ps/core/scope.lua", "ps_backward_begin_n",
+    "the work: one call, where nothing is recomputed" },
+  { "", "walk", "lua/ps/core/scope.lua", "ps_backward_next", "only with recompute: a segment again, then on" },
   { "FFI" },
   { "step", "ps_step_next", "src/engine/step.c", "pass_began", "called first: the action due, or an error" },
   { "tape", "ps_backward_begin_n", "src/grad/walk.c", "ps_backward_next", "called next: the walk from the loss" },

@@ -4,9 +4,9 @@
 --   psluajit tools/pipeline.lua --read mine.csv --weight 0.5
 -- --csv writes the table in PyTorch's form, --read takes one instead of a schedule.
 local argparse = require "argparse"
-local pipe = require "ps.pipe"
-local picture = require "ps.pipe_picture"
-local command_line = require "ps.command_line"
+local pipe = require "ps.parallel.pipeline.table"
+local picture = require "ps.parallel.pipeline.picture"
+local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("tools/pipeline.lua", "Shows the table of a pipeline.")

@@ -6,11 +6,11 @@
 -- memory, 2: it does not fit.
 local argparse = require "argparse"
 local cjson = require "cjson"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local hardware = require "ps.planning.hardware"
 local planning = require "ps.planning"
 local report = require "ps.planning.report"
-local types = require "ps.config.types"
+local types = require "ps.core.types"
 
 local DOES_NOT_FIT = 2
 

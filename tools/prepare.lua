@@ -9,7 +9,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
 local lfs = require "lfs"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local whole = command_line.whole
 local C, check = ps.C, ps.check
 

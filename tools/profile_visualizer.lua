@@ -4,7 +4,7 @@
 --   psluajit tools/profile_visualizer.lua profile.json --fig_type access --out access.png
 --   psluajit tools/profile_visualizer.lua profile.json --html --out profile.html
 local argparse = require "argparse"
-local command_line = require "ps.command_line"
+local command_line = require "ps.core.command_line"
 local draw = require "ps.profile.draw"
 local page = require "ps.profile.page"
 local read = require "ps.profile.read"

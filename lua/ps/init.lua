@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
-local E = require "ps.ffi"
+local E = require "ps.core.ffi"
 local tensor = require "ps.tensor"
-local composed = require "ps.tensor_composed"
-local scope = require "ps.scope"
-local devices = require "ps.devices"
-local exact = require "ps.exact"
-local process = require "ps.process"
-local random = require "ps.random"
+local composed = require "ps.tensor.composed"
+local scope = require "ps.core.scope"
+local devices = require "ps.core.devices"
+local exact = require "ps.core.exact"
+local process = require "ps.core.process"
+local random = require "ps.core.random"
 
 ---@class ps
 local ps = {
@@ -15,14 +15,14 @@ local ps = {
   check_running = E.check_running, give_room = E.give_room,
   ops = E.ops, op_info = E.op_info, own = E.own, dtype_code = E.dtype_code, device_index = E.device_index,
   device_name = E.device_name, backward = scope.backward,
-  functional = require "ps.functional",
+  functional = require "ps.tensor.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   keep_cheap_outputs = scope.keep_cheap_outputs,
   offload_activations = scope.offload_activations,
   recompute = scope.recompute, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
-  newaxis = require("ps.tensor_index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
+  newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
 }
 ps.F = ps.functional
 for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat",
@@ -90,8 +90,8 @@ function ps.randn_like(t)
   return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
 
-function ps.memory(...) return exact.of(require("ps.views").memory, "ps.memory")(...) end
-function ps.chunks(...) return exact.of(require("ps.views").chunks, "ps.chunks")(...) end
+function ps.memory(...) return exact.of(require("ps.memory.views").memory, "ps.memory")(...) end
+function ps.chunks(...) return exact.of(require("ps.memory.views").chunks, "ps.chunks")(...) end
 
 --- The trace that the plan of steps like the last one is made from: the moments of a step (its ops that use chunks) in
 --- order, each with the chunks that it uses. A list that prints as a table, where moments in a row with the same uses
@@ -102,7 +102,7 @@ function ps.chunks(...) return exact.of(require("ps.views").chunks, "ps.chunks")
 ---@return ps.view.Moment[] moments `other` of the list: by tier, the most bytes besides chunks at once
 function ps.trace(options)
   local engine = require("ps.engine.setup").current()
-  return require("ps.trace_view").trace(engine and require("ps.engine.step").trace(engine), options)
+  return require("ps.memory.trace").trace(engine and require("ps.engine.step").trace(engine), options)
 end
 
 --- What the engine that is open is doing, as a table that prints as a line; nil: none is open, or its parameters lie in
@@ -111,17 +111,17 @@ end
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}? state
 function ps.engine()
   local engine = require("ps.engine.setup").current()
-  return engine and require("ps.engine.values").state(engine) or nil
+  return engine and require("ps.engine.state.values").state(engine) or nil
 end
 
 --- How fast Adam and copies are with a device; measured by the first call of a process, if no engine has done so.
 ---@param device string
 ---@return ps.Rates
-function ps.device_rates(device) return require("ps.rates").measured(device) end
+function ps.device_rates(device) return require("ps.engine.plan.rates").measured(device) end
 
---- Models without data, which get it later: see ps/deferred.lua.
-function ps.deferred(...) return exact.of(require("ps.deferred").make, "ps.deferred")(...) end
-function ps.materialize(...) return exact.of(require("ps.deferred").materialize, "ps.materialize")(...) end
+--- Models without data, which get it later: see ps/nn/deferred.lua.
+function ps.deferred(...) return exact.of(require("ps.nn.deferred").make, "ps.deferred")(...) end
+function ps.materialize(...) return exact.of(require("ps.nn.deferred").materialize, "ps.materialize")(...) end
 
 --- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...)
@@ -130,18 +130,18 @@ function ps.initialize(...)
 end
 ps.initialize_engine = ps.initialize
 
---- What a function, an op, a class or a module is: see ps/help.lua.
-function ps.help(...) return exact.of(require("ps.help").of(ps).help, "ps.help")(...) end
+--- What a function, an op, a class or a module is: see ps/prompt/help.lua.
+function ps.help(...) return exact.of(require("ps.prompt.help").of(ps).help, "ps.help")(...) end
 
---- Finds the first op that makes a NaN or an infinity: see ps/anomaly.lua.
+--- Finds the first op that makes a NaN or an infinity: see ps/inspect/anomaly.lua.
 function ps.set_detect_anomaly(...)
-  return exact.of(require("ps.anomaly").set_detect_anomaly, "ps.set_detect_anomaly")(...)
+  return exact.of(require("ps.inspect.anomaly").set_detect_anomaly, "ps.set_detect_anomaly")(...)
 end
-function ps.detect_anomaly(...) return require("ps.anomaly").detect_anomaly(...) end
+function ps.detect_anomaly(...) return require("ps.inspect.anomaly").detect_anomaly(...) end
 
---- Writes a value to a .pt or .safetensors file, and reads one: see ps/serialize.lua.
-function ps.save(value, path) return require("ps.serialize").save(value, path) end
-function ps.load(path, options) return require("ps.serialize").load(path, options) end
+--- Writes a value to a .pt or .safetensors file, and reads one: see ps/io/serialize.lua.
+function ps.save(value, path) return require("ps.io.serialize").save(value, path) end
+function ps.load(path, options) return require("ps.io.serialize").load(path, options) end
 
 --- The model of a folder that Hugging Face's save_pretrained wrote, or that its cache has under that name; nothing is
 --- fetched. Every field of its config.json is followed or refused by name, but dtype. Weights are read one tensor at a
@@ -164,23 +164,24 @@ function ps.from_pretrained(name, options) return require("ps.pretrained").load(
 ---@return ps.pretrained.Model model
 function ps.from_config(source, options) return require("ps.pretrained").from_config(source, options) end
 
---- Many processes: see ps/dist.lua.
+--- Many processes: see ps/dist/init.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do
   ps[name] = function(...) return ps.dist[name](...) end
 end
 
-if require("ps.paths").pauses then require("ps.pause").attach(ps) end
-if require("ps.paths").interprets then scope.caught = require("ps.locals").note end
-require("ps.hooks").on("short", function() return require("ps.holders").refused() end)
+if require("ps.paths").pauses then require("ps.prompt.pause").attach(ps) end
+if require("ps.paths").interprets then scope.caught = require("ps.prompt.locals").note end
+require("ps.core.hooks").on("short", function() return require("ps.memory.holders").refused() end)
 
 exact.all(ps, "ps.")
 exact.all(ps.F, "F.")
 
-local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.sched", data = "ps.data", tokenizer = "ps.tokenizer",
-               checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.safetensors",
-               progress = "ps.progress", pretty = "ps.pretty", profiler = "ps.profiler", serialize = "ps.serialize",
-               dist = "ps.dist", mesh = "ps.mesh", inspect = "ps.inspect", comm = "ps.comm" }
+local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
+  tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.io.safetensors",
+  progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
+  serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
+  comm = "ps.profile.comms_summary" }
 
 local function old_checkpoint() require "ps.checkpoint" end
 

@@ -46,7 +46,7 @@ local SCRIPT = [[
   local own = {}
   for _, kind in pairs(IN_C) do own[kind] = true end
   local SIGNALS = { kill = signal.SIGKILL, stop = signal.SIGSTOP }
-  local row, events = require("ps.engine.handle").of(model).pipe:actions(4), 0
+  local row, events = require("ps.nn.handle").of(model).pipe:actions(4), 0
   local function follows()                                        -- whether it comes before the next event
     local n = 0
     for _, action in ipairs(row) do
@@ -78,7 +78,7 @@ local SCRIPT = [[
       return was(...)
     end
   end
-  local engine = require("ps.engine.handle").of(model)
+  local engine = require("ps.nn.handle").of(model)
   local pipe, own_optimizer = engine.pipe, engine.optimizer
   local next_action = pipe.next
   function pipe:next()

@@ -4,7 +4,7 @@
 torch.save writes drawn values (nested containers, numbers, text, tensors of all types, views with strides, tied ones), a
 writer of this file's own writes safetensors with headers of any length and tensors in any order. psluajit loads each and
 saves it again; what torch.load and the safetensors library then read must be what was drawn, bit for bit. The rules by
-which values cross (tuples come back as lists, 2.0 as 2, None is an absent key) are those that lua/ps/serialize.lua states.
+which values cross (tuples come back as lists, 2.0 as 2, None is an absent key) are those that lua/ps/io/serialize.lua states.
 """
 import collections
 import json

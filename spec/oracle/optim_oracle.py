@@ -132,7 +132,7 @@ def loss_scaler(d):
     steps, window, hysteresis = d.int(5, 40), d.int(1, 6), d.int(1, 3)
     consecutive, power, least = d.chance(0.4), d.int(4, 16), 2.0 ** d.int(-2, 2)
     bad = [d.chance(0.25) for _ in range(steps)]
-    code = ("local scaler = require('ps.loss_scaler').new { initial_scale_power = %d, loss_scale_window = %d, hysteresis = %d, "
+    code = ("local scaler = require('ps.optim.loss_scaler').new { initial_scale_power = %d, loss_scale_window = %d, hysteresis = %d, "
             "consecutive_hysteresis = %s, min_loss_scale = %s, raise_error_at_min_scale = false } local scales = {} "
             "for i, bad in ipairs(%s) do scaler:update(bad) scales[i] = scaler.scale end "
             "return ps.tensor(scales, { dtype = 'fp64' })") % (power, window, hysteresis, lua(consecutive), lua(least), lua(bad))

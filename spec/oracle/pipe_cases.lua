@@ -3,7 +3,7 @@
 -- options of pipe.table, or {text = a table}. Of each: the table's text, its makespan with F = I = W = 1, what ranks
 -- hold.
 local cjson = require "cjson"
-local pipe = require "ps.pipe"
+local pipe = require "ps.parallel.pipeline.table"
 
 local f = assert(io.open(arg[1]))
 local cases = cjson.decode(f:read "*a")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: methods and functions that are made of others (lua/ps/tensor_composed.lua)."""
+"""Rows of the part `ops`: methods and functions that are made of others (lua/ps/tensor/composed.lua)."""
 import math
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Losses that are made of other ops (lua/ps/losses.lua): ps.F.mse_loss and the like, and weights of classes and smoothed labels."""
+"""Losses that are made of other ops (lua/ps/tensor/losses.lua): ps.F.mse_loss and the like, and weights of classes and smoothed labels."""
 import torch
 import torch.nn.functional as F
 

@@ -2,7 +2,7 @@
 -- For tensor_oracle.py: the networks and models of its cases on two ranks, which write losses and whole gradients.
 local ps = require "ps"
 local cjson = require "cjson"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 local nn, F = ps.nn, ps.F
 
 local f = assert(io.open(arg[1]))

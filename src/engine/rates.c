@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * How fast this machine runs Adam and copies. A plan weighs these rates when it decides where Adam runs. A trial has
  * regions of its own, given back when it ends, and calls kernels and copies as a step does. So no memory of a model is
- * read or written. lua/ps/rates.lua alone calls it, between steps. */
+ * read or written. lua/ps/engine/plan/rates.lua alone calls it, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"

@@ -3,7 +3,7 @@
 -- table for plans (planning/hardware.lua). Give a folder with --disk, and its disk is measured, too.
 local ps = require "ps"
 local argparse = require "argparse"
-local speeds = require "ps.speeds"
+local speeds = require "ps.profile.speeds"
 local C = ps.C
 
 local DISK_NBYTES = 2 ^ 29      -- written and read to measure the disk

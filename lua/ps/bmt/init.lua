@@ -17,14 +17,14 @@
 --
 -- Python's keyword arguments are one table, the last argument. What BMTrain has and ps.bmt does not is an error that
 -- says what there is instead.
-local create = require "ps.create"
-local scope = require "ps.scope"
-local handle = require "ps.engine.handle"
-local caller = require "ps.caller"
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
+local handle = require "ps.nn.handle"
+local caller = require "ps.core.caller"
 local dist = require "ps.dist"
 local inspect = require "ps.inspect"
 local lists = require "ps.bmt.lists"
-local mesh = require "ps.mesh"
+local mesh = require "ps.dist.mesh"
 local modules = require "ps.bmt.modules"
 local session = require "ps.bmt.session"
 local store = require "ps.bmt.store"

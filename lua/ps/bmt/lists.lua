@@ -11,14 +11,14 @@
 -- list are on all stages, and their gradients are added up over the stages (src/engine/ties.c).
 --
 -- Sizes: n rows of a rank, p stages, m micro-batches.
-local create = require "ps.create"
-local random = require "ps.random"
-local scope = require "ps.scope"
+local create = require "ps.tensor.create"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local container = require "ps.nn.container"
 local core = require "ps.nn.module"
-local module_lists = require "ps.lists"
+local module_lists = require "ps.core.lists"
 local modules = require "ps.bmt.modules"
 local session = require "ps.bmt.session"
 local error = caller.error

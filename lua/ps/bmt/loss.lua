@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's losses.
-local functional = require "ps.functional"
-local caller = require "ps.caller"
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
-local mesh = require "ps.mesh"
-local nn = require "ps.nn"
+local mesh = require "ps.dist.mesh"
+local layers = require "ps.parallel.tensor.layers"
 local session = require "ps.bmt.session"
 local error = caller.error
 
@@ -31,7 +31,7 @@ function FusedCrossEntropy:init(options)
   end
   local group = options.parallel and mesh.group "tp"
   if group then
-    self.parallel = nn.ParallelCrossEntropy { group = group, ignore_index = options.ignore_index,
+    self.parallel = layers.ParallelCrossEntropy { group = group, ignore_index = options.ignore_index,
       reduction = options.reduction }
   end
   self.how = { weight = options.weight, ignore_index = options.ignore_index, reduction = options.reduction,

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The loss scale of BMTrain's OptimManager (1.0.1), for the optimizer of an engine, in the place of ps.loss_scaler. An
 -- overflow divides it, unless it is at its least; enough good steps multiply it, unless it is at its greatest.
-local caller = require "ps.caller"
-local hooks = require "ps.hooks"
+local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
 
 local loss_scale = {}
 

@@ -7,8 +7,8 @@
 --   Cosine       L n / w          L (1 + cos(pi (n - w) / max(1, e - w))) / 2
 --   Exponential  L n / w          L gamma^(n - w)
 -- They are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). The rate of every group is set, at once and by each step.
-local caller = require "ps.caller"
-local types = require "ps.config.types"
+local caller = require "ps.core.caller"
+local types = require "ps.core.types"
 local error = caller.error
 
 local lr_scheduler = {}

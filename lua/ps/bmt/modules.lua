@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's modules: DistributedModule, DistributedParameter and blocks. bmt/lists.lua has lists of blocks.
-local create = require "ps.create"
-local scope = require "ps.scope"
-local caller = require "ps.caller"
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
-local shard = require "ps.nn.shard"
-local mesh = require "ps.mesh"
+local shard = require "ps.tensor.shard"
+local mesh = require "ps.dist.mesh"
 local session = require "ps.bmt.session"
 local error = caller.error
 

@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's optimizers and OptimManager, which drive the step of an engine: zero_grad, backward, clip_grad_norm, step.
 -- An optimizer here has groups and settings; the engine that the model gets has the state and makes the updates.
-local scope = require "ps.scope"
-local caller = require "ps.caller"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local core = require "ps.nn.module"
 local dist = require "ps.dist"
 local loss_scale = require "ps.bmt.loss_scale"
-local mesh = require "ps.mesh"
-local optim_groups = require "ps.optim_groups"
+local mesh = require "ps.dist.mesh"
+local optim_groups = require "ps.optim.groups"
 local session = require "ps.bmt.session"
 local step = require "ps.engine.step"
-local types = require "ps.config.types"
+local types = require "ps.core.types"
 local error = caller.error
 
 local optim = {}

@@ -5,17 +5,17 @@
 -- rows. Without tp_size all of it is one rank's.
 --
 -- Sizes: n rows, t ranks along tp.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local functional = require "ps.functional"
-local caller = require "ps.caller"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
-local mesh = require "ps.mesh"
+local mesh = require "ps.dist.mesh"
 local modules = require "ps.bmt.modules"
 local loss = require "ps.bmt.loss"
 local session = require "ps.bmt.session"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 local error = caller.error
 
 local parallel = {}

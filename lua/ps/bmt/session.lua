@@ -3,22 +3,22 @@
 -- engine is opened in two steps: the first distributed parameter, whose type decides the precision, opens its chunks,
 -- and parameters are staged as they are made; the first call of the model for training gives it the model and the
 -- optimizers of the OptimManager. From there on a call of the model is a forward of the engine's step.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local random = require "ps.random"
-local scope = require "ps.scope"
-local adopt = require "ps.engine.adopt"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local adopt = require "ps.engine.state.adopt"
 local build = require "ps.engine.layout.build"
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
-local deferred = require "ps.deferred"
+local deferred = require "ps.nn.deferred"
 local dist = require "ps.dist"
 local engines = require "ps.engine"
-local hooks = require "ps.hooks"
-local mesh = require "ps.mesh"
-local shard = require "ps.nn.shard"
+local hooks = require "ps.core.hooks"
+local mesh = require "ps.dist.mesh"
+local shard = require "ps.tensor.shard"
 local source = require "ps.config.source"
-local stages = require "ps.engine.stages"
+local stages = require "ps.engine.pipeline.stages"
 local error = caller.error
 
 local session = {}

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- bmt.save and bmt.load: one file with the state dict of the whole model, whatever ranks share out of it.
-local create = require "ps.create"
-local scope = require "ps.scope"
-local serialize = require "ps.serialize"
-local handle = require "ps.engine.handle"
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
+local serialize = require "ps.io.serialize"
+local handle = require "ps.nn.handle"
 local agree = require "ps.dist.agree"
-local caller = require "ps.caller"
-local mesh = require "ps.mesh"
+local caller = require "ps.core.caller"
+local mesh = require "ps.dist.mesh"
 local parallel = require "ps.pretrained.parallel"
 local save = require "ps.pretrained.save"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 local session = require "ps.bmt.session"
 local error = caller.error
 

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's small helpers of training scripts: what they print, and running averages.
-local devices = require "ps.devices"
-local views = require "ps.views"
-local caller = require "ps.caller"
+local devices = require "ps.core.devices"
+local views = require "ps.memory.views"
+local caller = require "ps.core.caller"
 local dist = require "ps.dist"
 
 local utils = {}

@@ -3,10 +3,10 @@
 -- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it. It stays from save to save
 -- until a larger one is needed, or until it is given back. A step that does not fit beside it waits until the file is
 -- written.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local hooks = require "ps.hooks"
-local safetensors = require "ps.safetensors"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local hooks = require "ps.core.hooks"
+local safetensors = require "ps.io.safetensors"
 local time = require "posix.time"
 local ffi, C = native.ffi, native.C
 

@@ -8,8 +8,8 @@
 -- names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
 -- (ps_file_swap_folder). A crash at that moment leaves it under that name. It then counts as a checkpoint as long as
 -- nothing has the step's own name.
-local native = require "ps.ffi"
-local caller = require "ps.caller"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local lfs = require "lfs"
 local C = native.C
 

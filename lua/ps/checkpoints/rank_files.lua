@@ -15,15 +15,15 @@
 -- Versions 1 and 2 are read as well. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
 -- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written where nothing is cut.
 -- Version 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
-local native = require "ps.ffi"
+local native = require "ps.core.ffi"
 local json = require("cjson").new()
 local bit = require "bit"
-local encode = require "ps.checkpoints.encode"
-local Pieced = require "ps.pieced"
-local rectangles = require "ps.rectangles"
-local safetensors = require "ps.safetensors"
+local encode = require "ps.core.encode"
+local Pieced = require "ps.io.pieced"
+local rectangles = require "ps.core.rectangles"
+local safetensors = require "ps.io.safetensors"
 local C = native.C
-local error = require("ps.caller").error
+local error = require("ps.core.caller").error
 
 local rank_files = {}
 

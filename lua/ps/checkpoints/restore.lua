@@ -2,14 +2,14 @@
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
 -- them), falls back to an earlier checkpoint where one is damaged, and loads the state into the parts.
 local dist = require "ps.dist"
-local handle = require "ps.engine.handle"
+local handle = require "ps.nn.handle"
 local json = require("cjson").new()
 local agree = require "ps.dist.agree"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
-local mesh = require "ps.mesh"
-local random_state = require "ps.random_state"
-local safetensors = require "ps.safetensors"
+local mesh = require "ps.dist.mesh"
+local random_state = require "ps.dist.random_state"
+local safetensors = require "ps.io.safetensors"
 local rank_files = require "ps.checkpoints.rank_files"
 
 local restore = {}

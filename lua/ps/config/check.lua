@@ -2,9 +2,9 @@
 -- Walks a raw configuration along the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result has
 -- every section and every default. Relations between keys are settled afterwards (batch.lua, memory.lua, ...).
 local schema = require "ps.config.schema"
-local nearest = require "ps.nearest"
+local nearest = require "ps.core.nearest"
 local json = require "ps.config.json"
-local types = require "ps.config.types"
+local types = require "ps.core.types"
 
 local check = {}
 

@@ -2,7 +2,7 @@
 -- The schema as the reference tables of docs/config.md. tools/config_doc.lua writes them; a spec keeps them true.
 local schema = require "ps.config.schema"
 local check = require "ps.config.check"
-local wrap = require "ps.wrap"
+local wrap = require "ps.core.wrap"
 
 local doc = { BEGIN = "<!-- tables: psluajit tools/config_doc.lua -->", END = "<!-- end of tables -->" }
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The names of the eviction policies, as the rows of src/chunk/policy.c have them.
-local native = require "ps.ffi"
+local native = require "ps.core.ffi"
 local C = native.C
 
 local names = {}

@@ -11,8 +11,8 @@
 --   later      the same, but it comes with a later version
 --   alias      another spelling of the key in `words`; `as` translates its value
 -- check(value) gives a reason to refuse a value of the right type.
-local types = require "ps.config.types"
-local nearest = require "ps.nearest"
+local types = require "ps.core.types"
+local nearest = require "ps.core.nearest"
 local policies = require "ps.config.policies"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"

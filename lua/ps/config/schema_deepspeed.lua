@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- DeepSpeed's keys that mean nothing here, or that would change the result: the second half of schema.lua, in its form.
-local comm_names = require "ps.comm_names"
+local comm_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
@@ -63,7 +63,7 @@ local function monitor(T, path, files)
     { "job_name", T.path, "DeepSpeedJobName", H, "a folder below it, made where it is missing" } } }
 end
 
----@param T table ps.config.types
+---@param T table ps.core.types
 ---@return table[] sections
 return function(T)
   local off = { "enabled", T.boolean, false }

@@ -6,7 +6,7 @@ local H, I, A = "honoured", "ignored", "alias"
 local STAGES = "it belongs to a model of several stages"
 local OWN = "DeepSpeed's way of cutting layers; a model says itself how its layers are cut"
 
----@param T table ps.config.types
+---@param T table ps.core.types
 ---@return table[] sections
 return function(T)
   return {

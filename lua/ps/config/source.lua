@@ -2,7 +2,7 @@
 -- The sources of a configuration: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
 -- file, or base64 of one. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
-local without_bom = require "ps.bom"
+local without_bom = require "ps.core.bom"
 local lib_null = require("cjson").null                     -- null of a table that a script decoded itself
 
 local source = {}

@@ -2,11 +2,11 @@
 -- Short messages between ranks. All ranks hear each rank's message, and an error of one is an error of all, so that
 -- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
 -- exchange of short messages, or two where a message is long.
-local create = require "ps.create"
-local devices = require "ps.devices"
-local native = require "ps.ffi"
-local scope = require "ps.scope"
-local array = require "ps.array"
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local array = require "ps.core.array"
 local byte_array = array "uint8_t"
 local ffi, C = native.ffi, native.C
 

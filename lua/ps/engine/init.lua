@@ -11,33 +11,33 @@
 --
 -- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
 -- with gradients begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
--- that the step is planned, printed and carried out (engine/forecast.lua, src/chunk/).
-local native = require "ps.ffi"
-local random = require "ps.random"
-local adopt = require "ps.engine.adopt"
-local handle = require "ps.engine.handle"
-local masters = require "ps.engine.masters"
-local replicas = require "ps.engine.replicas"
-local mesh = require "ps.mesh"
+-- that the step is planned, printed and carried out (engine/plan/forecast.lua, src/chunk/).
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local adopt = require "ps.engine.state.adopt"
+local handle = require "ps.nn.handle"
+local masters = require "ps.engine.state.masters"
+local replicas = require "ps.engine.ranks.replicas"
+local mesh = require "ps.dist.mesh"
 local own_state = require "ps.engine.own_state"
 local report = require "ps.engine.report"
 local config = require "ps.config"
 local build = require "ps.engine.layout.build"
 local place_options = require "ps.engine.layout.options"
-local optimizer = require "ps.engine.optimizer"
-local plain = require "ps.engine.plain"
+local optimizer = require "ps.engine.state.optimizer"
+local plain = require "ps.engine.state.plain"
 local setup = require "ps.engine.setup"
-local begin = require "ps.engine.begin"
-local scope = require "ps.scope"
-local caller = require "ps.caller"
-local exact = require "ps.exact"
-local pipe = require "ps.engine.pipe"
-local pipe_generate = require "ps.engine.pipe_generate"
-local trained = require "ps.engine.trained"
-local unused = require "ps.engine.unused"
+local begin = require "ps.engine.plan.begin"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local exact = require "ps.core.exact"
+local pipe = require "ps.engine.pipeline.row"
+local pipe_generate = require "ps.engine.pipeline.generate"
+local trained = require "ps.engine.step.trained"
+local unused = require "ps.engine.step.unused"
 local step = require "ps.engine.step"
 local micro = require "ps.engine.micro"
-require "ps.engine.clip"
+require "ps.engine.step.clip"
 local C = native.C
 
 ---@class ps.Engine
@@ -47,10 +47,11 @@ local C = native.C
 ---@field accumulate integer micro-batches a step
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, skipped ones too
----@field micro integer micro-batches of the step whose backward has run (engine/step.lua, as all of the step's state)
+---@field micro integer micro-batches of the step whose backward has run (engine/step/init.lua, as all of the step's
+---  state)
 ---@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: whether the
 ---  values of model and optimizer are of two steps, and the error of using them
----@field plain boolean parameters lie in plain memory (engine/plain.lua), not in chunks
+---@field plain boolean parameters lie in plain memory (engine/state/plain.lua), not in chunks
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = {}
 

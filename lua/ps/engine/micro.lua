@@ -8,14 +8,14 @@
 --   end
 --
 -- Each micro-batch is weighed by its targets, so that the gradient is that of the batch's mean loss. Random numbers are
--- those of the uncut batch: dropout counts samples by their place in the batch. engine/step.lua has the step.
-local random = require "ps.random"
-local scope = require "ps.scope"
-local batch = require "ps.batch"
-local caller = require "ps.caller"
-local types = require "ps.config.types"
-local handle = require "ps.engine.handle"
-local pipe_step = require "ps.engine.pipe_step"
+-- those of the uncut batch: dropout counts samples by their place in the batch. engine/step/init.lua has the step.
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local batch = require "ps.data.batch"
+local caller = require "ps.core.caller"
+local types = require "ps.core.types"
+local handle = require "ps.nn.handle"
+local pipe_step = require "ps.engine.pipeline.pace"
 local step = require "ps.engine.step"
 
 local micro = {}

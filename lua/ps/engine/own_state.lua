@@ -2,9 +2,9 @@
 -- Loading a model's state in an engine of several ranks. A state is whole, or this rank's own, as model:state_dict()
 -- gives it: without the tensors that other ranks have. Buffers that all ranks have are in the state of the first of
 -- them alone, which sends them to the others.
-local scope = require "ps.scope"
+local scope = require "ps.core.scope"
 local agree = require "ps.dist.agree"
-local mesh = require "ps.mesh"
+local mesh = require "ps.dist.mesh"
 local step = require "ps.engine.step"
 
 local own_state = {}

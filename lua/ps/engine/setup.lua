@@ -1,34 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
 -- module built in staging chunks, and where updates run.
-local create = require "ps.create"
-local devices = require "ps.devices"
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
 local dist = require "ps.dist"
-local native = require "ps.ffi"
-local random = require "ps.random"
-local scope = require "ps.scope"
-local caller = require "ps.caller"
-local copied = require "ps.copied"
-local hooks = require "ps.hooks"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
+local hooks = require "ps.core.hooks"
 local check = require "ps.config.check"
-local types = require "ps.config.types"
+local types = require "ps.core.types"
 local core = require "ps.nn.module"
-local deferred = require "ps.deferred"
-local adopt = require "ps.engine.adopt"
+local deferred = require "ps.nn.deferred"
+local adopt = require "ps.engine.state.adopt"
 local build = require "ps.engine.layout.build"
-local embed = require "ps.engine.embed"
-local hybrid = require "ps.engine.hybrid"
-local rates = require "ps.rates"
-local data_parallel = require "ps.engine.data_parallel"
-local stages = require "ps.engine.stages"
-local tensor_parallel = require "ps.tensor_parallel"
-local mesh = require "ps.mesh"
+local embed = require "ps.engine.layout.embed"
+local hybrid = require "ps.engine.plan.hybrid"
+local rates = require "ps.engine.plan.rates"
+local data_parallel = require "ps.engine.ranks.agreement"
+local stages = require "ps.engine.pipeline.stages"
+local tensor_parallel = require "ps.parallel.tensor.cut"
+local mesh = require "ps.dist.mesh"
 local place_options = require "ps.engine.layout.options"
-local own_loss = require "ps.engine.own_loss"
-local pipe = require "ps.engine.pipe"
-local shortage = require "ps.engine.shortage"
-local optim_groups = require "ps.optim_groups"
-local random_state = require "ps.random_state"
+local own_loss = require "ps.engine.step.own_loss"
+local pipe = require "ps.engine.pipeline.row"
+local shortage = require "ps.engine.plan.shortage"
+local optim_groups = require "ps.optim.groups"
+local random_state = require "ps.dist.random_state"
 local ffi, C = native.ffi, native.C
 local error = caller.error
 
@@ -428,13 +428,13 @@ function setup.finish(self)
     or self.scaler_config ~= nil
   if self.scaler_config then
     local f = self.scaler_config
-    self.optimizer.scaler = require("ps.loss_scaler").new {
+    self.optimizer.scaler = require("ps.optim.loss_scaler").new {
       loss_scale = f.dynamic and 0 or f.loss_scale, initial_scale = f.initial_scale,
       loss_scale_window = f.loss_scale_window, hysteresis = f.hysteresis,
       consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
   end
   if cfg.scheduler then
-    self.scheduler = require("ps.sched").from_config(cfg.scheduler, self.optimizer)
+    self.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, self.optimizer)
   end
   if cfg.recompute and self.module:recompute_blocks() == 0 then
     self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.recompute(fn) "

@@ -2,7 +2,7 @@
 -- The command line of tools/launch.lua: torchrun's names, with dashes or underscores, the value after = or in the next
 -- word. PET_<NAME> in the environment stands in for an option that is not given, as with torchrun. Everything after the
 -- script's name is the script's. An option of torchrun or deepspeed that this launcher lacks is refused by name.
-local nearest = require "ps.nearest"
+local nearest = require "ps.core.nearest"
 
 local launch_options = {}
 

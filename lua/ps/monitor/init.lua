@@ -4,7 +4,7 @@
 -- ranks have trained on: steps times train_batch_size. Rank 0 writes.
 -- A run that goes on adds to what is there: a new event file, which tells TensorBoard where it begins, and further rows
 -- of the CSV files.
-local appended = require "ps.appended"
+local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
 local tfevents = require "ps.monitor.tfevents"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Modules without parameters: activations and Dropout.
-local functional = require "ps.functional"
-local caller = require "ps.caller"
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
 local error = caller.error
 local core = require "ps.nn.module"
 local F = functional

@@ -4,8 +4,8 @@
 -- length of a table, so it is 0 of every list; list:size() is the number of modules.
 local core = require "ps.nn.module"
 local registry = require "ps.nn.registry"
-local caller = require "ps.caller"
-local lists = require "ps.lists"
+local caller = require "ps.core.caller"
+local lists = require "ps.core.lists"
 local error = caller.error
 
 ---@class ps.nn.ModuleList: ps.nn.Module

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Embedding: a table of vectors looked up by integer.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local scope = require "ps.scope"
-local caller = require "ps.caller"
-local hooks = require "ps.hooks"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
 

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Products with a weight: Linear (PyTorch's layout [out, in]), Conv1D (GPT-2's layout [in, out]), and LMHead, the
 -- product with a vocabulary.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local functional = require "ps.functional"
-local caller = require "ps.caller"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local F = functional

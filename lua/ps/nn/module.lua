@@ -14,17 +14,17 @@
 -- Names and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own
 -- tensors come before those of its modules. A tied tensor is listed once, under its first name. Modules keep no
 -- activations.
-local native = require "ps.ffi"
-local scope = require "ps.scope"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
 local ffi = require "ffi"
-local caller = require "ps.caller"
-local cut = require "ps.nn.cut"
-local exact = require "ps.exact"
+local caller = require "ps.core.caller"
+local cut = require "ps.nn.saved"
+local exact = require "ps.core.exact"
 local summary = require "ps.nn.summary"
-local hooks = require "ps.hooks"
-local rectangles = require "ps.rectangles"
+local hooks = require "ps.core.hooks"
+local rectangles = require "ps.core.rectangles"
 local registry = require "ps.nn.registry"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 local error = caller.error
 local C = native.C
 
@@ -460,7 +460,7 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
--- Notes whether a state has whole tensors or a rank's own shards (ps.nn.cut), the names of the first of each: a state
+-- Notes whether a state has whole tensors or a rank's own shards (ps.nn.saved), the names of the first of each: a state
 -- has one kind. What says of itself that it is whole has no shards.
 local function fits(shape, tensor, name, kinds, state)
   local kind = cut.fit(shape, tensor)
@@ -599,7 +599,7 @@ hooks.on("backwards", function(note)
   off[1] = nil
   if told or module == nil or module.training then return end
   told = true
-  local group = require("ps.mesh").group "world"
+  local group = require("ps.dist.mesh").group "world"
   if group and group:rank() > 0 then return end
   note(("dropout is off in this backward: %s is in evaluation mode, which ps.from_pretrained gives; model:train() "
     .. "switches dropout on"):format(module.class_name))

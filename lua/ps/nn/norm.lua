@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Normalisation over the last dimension: LayerNorm and RMSNorm.
-local create = require "ps.create"
-local functional = require "ps.functional"
-local caller = require "ps.caller"
+local create = require "ps.tensor.create"
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
 local F = functional
 

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Norms of gradients, and their bytes given back.
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
-local devices = require "ps.devices"
-local handle = require "ps.engine.handle"
-local native = require "ps.ffi"
-local scope = require "ps.scope"
+local devices = require "ps.core.devices"
+local handle = require "ps.nn.handle"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
 local error = caller.error
 
 local norms = {}

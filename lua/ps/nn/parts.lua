@@ -11,7 +11,7 @@
 -- A part uses the parameters of its modules and no others. The carry is all that it gets from the part before it: a
 -- table of tensors, {} at the first. The batch is the same for all parts: ids, masks and targets, never values that
 -- parts computed.
-local scope = require "ps.scope"
+local scope = require "ps.core.scope"
 
 ---@class ps.nn.Part
 ---@field name string as parameters' names begin, "h.0", where there is one module

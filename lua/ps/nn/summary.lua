@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A model's modules with the parameters in them, as a list that prints as a table.
-local readable = require "ps.readable"
+local readable = require "ps.core.readable"
 
 local SUMMARY = { prints_rows = true, __tostring = function(self)
   local lines = {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The two halves of a transformer block, for models that need no particular parameter names.
-local functional = require "ps.functional"
-local caller = require "ps.caller"
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
 local linear = require "ps.nn.linear"
 local activation = require "ps.nn.activation"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless said otherwise.
-local scope = require "ps.scope"
-local caller = require "ps.caller"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
 local error = caller.error
 
 local init = {}

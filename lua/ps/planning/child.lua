@@ -31,7 +31,7 @@ end
 -- Refuses a fork of this process where the child would not be whole.
 local function check_alone()
   local cause
-  if package.loaded["ps.ffi"] then cause = 'has loaded psluajit (require "ps")' end
+  if package.loaded["ps.core.ffi"] then cause = 'has loaded psluajit (require "ps")' end
   local tasks = 0
   if not cause and lfs.attributes("/proc/self/task", "mode") == "directory" then
     for name in lfs.dir "/proc/self/task" do if name:match "^%d+$" then tasks = tasks + 1 end end

@@ -8,7 +8,7 @@ local course = {}
 -- The simulated course of a cut (ps.planning.Pipeline). costs: of its virtual stages (ps.pipe.Cost).
 local function simulated(cut, costs, link)
   local got = child.run(function(give)
-    local c = require("ps.pipe").table({ schedule = cut.schedule, stages = cut.stages,
+    local c = require("ps.parallel.pipeline.table").table({ schedule = cut.schedule, stages = cut.stages,
       virtual_stages = cut.virtual_stages, micro_batches = cut.micro_batches }):simulate(costs, link)
     local held = {}
     for stage, row in ipairs(c.ranks) do held[stage] = row.peak end

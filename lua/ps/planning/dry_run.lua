@@ -2,8 +2,8 @@
 -- One dry run of a script, in a process of its own: the script runs to the end of its first optimizer:step() on a
 -- machine that is not here (ps_machine_pretend), with the engine's own code and decisions. Ops allocate and compute
 -- nothing, chunks move without bytes, and the high-water marks of the tiers are those of a real first step. What a
--- trial changes (budgets, rows of a batch, blocks of the model) it changes by the engine's hooks (ps/hooks.lua).
-local hooks = require "ps.hooks"
+-- trial changes (budgets, rows of a batch, blocks of the model) it changes by the engine's hooks (ps/core/hooks.lua).
+local hooks = require "ps.core.hooks"
 local known = require "ps.planning.known"
 local outside = require "ps.planning.outside"
 
@@ -33,7 +33,7 @@ local UNCOLLECTED = 32                    -- forwards: the collector's own pace 
 -- Within a step Lua's collector comes behind so many forwards, and where the engine asks for it. By itself it would
 -- come at another moment in each run, and peaks would differ by the bytes of small tensors, which wait for it.
 local function collect_by_count()
-  local C, forwards = require "ps.declared", 0
+  local C, forwards = require "ps.core.declared", 0
   hooks.on("action", function(action, begins)
     if not begins then return end
     if action.kind == C.PS_ACT_FORWARD then
@@ -46,7 +46,7 @@ end
 
 -- Notes in which part of the run each tier's peak rose last: {name -> part}.
 local function watch_peaks()
-  local C, look = require "ps.declared", require "ps.engine.inspect"
+  local C, look = require "ps.core.declared", require "ps.memory.chunks"
   local PARTS = { [C.PS_ACT_FORWARD] = "forward of micro-batch %d", [C.PS_ACT_BACKWARD] = "backward of micro-batch %d",
     [C.PS_ACT_INPUT] = "backward of micro-batch %d", [C.PS_ACT_WEIGHT] = "weight gradients of micro-batch %d",
     [C.PS_ACT_REDUCE] = "reduction of gradients", [C.PS_ACT_NORM] = "norm", [C.PS_ACT_UPDATE] = "update" }
@@ -67,7 +67,7 @@ end
 
 -- The rows of the script's micro-batches; in a trial with other rows, batches get these.
 local function watch_rows(seen, rows)
-  local batch = require "ps.batch"
+  local batch = require "ps.data.batch"
   hooks.on("batch", function(engine, given)
     if not seen.rows then
       local ok, n = pcall(batch.rows, engine.module, given)
@@ -108,7 +108,7 @@ end
 -- Counts operations and bytes of the first step's ops: a list as ps.profiler.stop gives it, once the step has ended.
 -- Ops of the engine's own dry runs are not recorded.
 local function watch_ops()
-  local profiler, counting = require "ps.profiler", false
+  local profiler, counting = require "ps.profile.profiler", false
   hooks.on("action", function()
     if counting then return end
     counting = true
@@ -191,7 +191,7 @@ end
 -- count as others do (ps_group_bytes_sent). Gives a function that has the bytes by axis, and those along tp that travel
 -- in pieces beside products, once the step has ended.
 local function watch_sent()
-  local C, mesh, before, in_pieces = require "ps.declared", require "ps.mesh", {}, 0
+  local C, mesh, before, in_pieces = require "ps.core.declared", require "ps.dist.mesh", {}, 0
   local function sent(axis)
     local group = mesh.group(axis)
     return group and group:bytes_sent()
@@ -241,7 +241,7 @@ end
 
 -- Without an engine in chunks: what plain memory held at most.
 local function of_devices(engine, seen)
-  local devices, views, plain, device = require "ps.devices", require "ps.views", {}, "cpu"
+  local devices, views, plain, device = require "ps.core.devices", require "ps.memory.views", {}, "cpu"
   for _, d in ipairs(devices.all()) do
     local info = views.memory(d.name)
     if info.peak > 0 and d.name ~= "meta" then plain[d.name] = info.peak end
@@ -252,7 +252,7 @@ end
 
 -- The error of a script as a table, with the script's line.
 local function explained(problem)
-  local caller = require "ps.caller"
+  local caller = require "ps.core.caller"
   local text = caller.at(tostring(problem))
   if type(problem) == "table" or not text:match "^[^\n:]+:%d+: " then
     text = select(2, pcall(caller.error, text))
@@ -273,7 +273,7 @@ local STEADY = 2 ^ 18                      -- bytes
 -- take long or much memory, or the system does not tell. The second result is the seconds that it took.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
-  local seconds = require("ps.process").now
+  local seconds = require("ps.core.process").now
   local since, began, left = seconds(), pages.resident(), REHEARSED
   local now = began
   if not began then return nil end
@@ -331,13 +331,13 @@ end
 ---@param give fun(result: ps.planning.Result)
 function dry_run.perform(request, give)
   set_rank(request)
-  local C = require "ps.declared"
+  local C = require "ps.core.declared"
   local machine = require("ffi").new("ps_machine", request.machine)
   if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is no number of bytes", 0) end
   outside.close()
   local seen = { notes = {} }
   hooks.on("planned", function(text) table.insert(seen.notes, text) end)
-  require("ps.rates").suppose(request.rates)
+  require("ps.engine.plan.rates").suppose(request.rates)
   change_settings(request, seen)
   watch_joining(request)
   known.tell(request.known)
@@ -351,15 +351,15 @@ function dry_run.perform(request, give)
   hooks.on("step", function()
     note "update"
     local engine = setup.current()
-    local tiers = require("ps.engine.inspect").tiers()
+    local tiers = require("ps.memory.chunks").tiers()
     local result = tiers and of_engine(engine, seen, when, tiers, sent) or of_devices(engine, seen)
-    result.ops, result.rss = ops(), require("ps.process").peak_rss()
+    result.ops, result.rss = ops(), require("ps.core.process").peak_rss()
     if request.pages and tiers and result.device ~= "cuda" then
       result.kept, result.kept_s = kept_by_products(C, request.pages)
     end
     give(result)
   end)
-  local caller, said = require "ps.caller", keep_errors()
+  local caller, said = require "ps.core.caller", keep_errors()
   os.exit = function(code)                                                        -- luacheck: ignore 122
     caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
       tostring(code), said()))

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The plan of a script: what its first step takes on a machine, by dry runs of it (planning/trial.lua, search.lua).
 -- Nothing here makes a context of psluajit: runs are made in processes of their own.
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
 local hardware = require "ps.planning.hardware"
@@ -27,7 +27,7 @@ local planning = {}
 -- Speeds of this machine between its processor and the device sim, measured in a process of its own.
 local function rates_here()
   local got = child.run(function(give)
-    local r = require("ps.rates").measured("sim")
+    local r = require("ps.engine.plan.rates").measured("sim")
     give { host_adam = r.host_adam, device_adam = r.device_adam, up = r.up, down = r.down, at_once = r.at_once }
   end, true)
   return not got.error and got or nil

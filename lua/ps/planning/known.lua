@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What a dry run of one rank of a pipeline has found out that holds for all ranks: the costs of the model's parts, and
--- where the model is cut. Dry runs of other ranks take it from there (ps/hooks.lua) instead of counting anew.
-local hooks = require "ps.hooks"
+-- where the model is cut. Dry runs of other ranks take it from there (ps/core/hooks.lua) instead of counting anew.
+local hooks = require "ps.core.hooks"
 
 local known = {}
 

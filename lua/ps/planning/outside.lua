@@ -10,8 +10,8 @@ local stat = require "posix.sys.stat"
 local stdio = require "posix.stdio"
 local stdlib = require "posix.stdlib"
 local unistd = require "posix.unistd"
-local caller = require "ps.caller"
-local C = require "ps.declared"
+local caller = require "ps.core.caller"
+local C = require "ps.core.declared"
 
 local outside = {}
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What a dry run of a script says, as lines of text. It prints tables, and computes nothing (tools/plan.lua).
-local readable = require "ps.readable"
+local readable = require "ps.core.readable"
 
 local report = {}
 

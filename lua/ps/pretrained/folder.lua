@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Folders as Hugging Face's save_pretrained writes them: where one is, its config.json, its files of weights, and what
 -- goes along when a model is saved.
-local native = require "ps.ffi"
-local caller = require "ps.caller"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local json = require "cjson"
-local without_bom = require "ps.bom"
+local without_bom = require "ps.core.bom"
 local lfs = require "lfs"
-local rectangles = require "ps.rectangles"
+local rectangles = require "ps.core.rectangles"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
 local C = native.C

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Continues token sequences with a causal model, whose keys and values are cached (generate_rows.lua says what a model
 -- gives for that).
-local native = require "ps.ffi"
-local scope = require "ps.scope"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
 local beams = require "ps.pretrained.generate_beams"
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local choose = require "ps.pretrained.generate_choose"
-local copied = require "ps.copied"
+local copied = require "ps.core.copied"
 local core = require "ps.nn.module"
 local rows_of = require "ps.pretrained.generate_rows"
 local settings = require "ps.pretrained.generate_settings"

@@ -3,10 +3,10 @@
 -- those that have ended stay. A score is the sum of a continuation's log probabilities; of one that has ended it is
 -- divided by its length to the power length_penalty.
 -- Sizes: B prompts, K beams, V words.
-local create = require "ps.create"
-local scope = require "ps.scope"
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
 local choose = require "ps.pretrained.generate_choose"
-local copied = require "ps.copied"
+local copied = require "ps.core.copied"
 
 local beams = {}
 

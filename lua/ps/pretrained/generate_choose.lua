@@ -2,11 +2,11 @@
 -- What changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019,
 -- "CTRL"), n-grams that may not come again, an end that is not allowed yet, and a user's function. Padding never
 -- counts. Sizes: R rows, L columns so far, V words.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local scope = require "ps.scope"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local same_shape = require("ps.nn.module").same_shape
 local error = caller.error
 

@@ -9,11 +9,12 @@
 --                                step.parts: parts() of the model (nn/parts.lua), where it has that method
 -- To generate in a pipeline, too:
 --   step_batch(ids, step)        the same as a batch for its parts (nn/parts.lua), the last of which gives { logits = }
--- A model in a pipeline (engine/pipe_generate.lua) also has where_ids, the device of ids, and functions of the ranks:
+-- A model in a pipeline (engine/pipeline/generate.lua) also has where_ids, the device of ids, and functions of the
+-- ranks:
 --   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
 --   together(fn)                 fn() on all ranks: an error of one is one of all; false where one rank's gives false
 -- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
-local create = require "ps.create"
+local create = require "ps.tensor.create"
 
 ---@class ps.pretrained.Rows
 ---@field model ps.pretrained.Model

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What generate is asked for: a script's options, then the generation_config.json of the folder that a model came from,
 -- by transformers' names and with its meaning. What changes the tokens and is not supported is refused by name.
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
 local lfs = require "lfs"
-local random = require "ps.random"
+local random = require "ps.core.random"
 local rules = require "ps.pretrained.settings"
 local text = require "ps.pretrained.generate_text"
 local error = caller.error

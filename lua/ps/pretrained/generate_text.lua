@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Text of tokens that come one by one: the pieces that are whole characters, and whether a stop string has come.
-local copied = require "ps.copied"
+local copied = require "ps.core.copied"
 
 local text = {}
 

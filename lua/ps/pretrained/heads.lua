@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What heads share, with transformers' meaning: batches by names, masks, the losses of classification and of question
 -- answering; and what models share that generate: caches and attention with them.
-local create = require "ps.create"
-local functional = require "ps.functional"
-local scope = require "ps.scope"
+local create = require "ps.tensor.create"
+local functional = require "ps.tensor.functional"
+local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local settings = require "ps.pretrained.settings"
 local same_shape = require("ps.nn.module").same_shape
-local native = require "ps.ffi"
+local native = require "ps.core.ffi"
 local F = functional
-local IGNORED = require("ps.batch").IGNORED
+local IGNORED = require("ps.data.batch").IGNORED
 local error = caller.error
 local META = native.device_index "meta"
 

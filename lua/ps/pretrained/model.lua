@@ -11,14 +11,14 @@
 --   spare       patterns of body names that a file or a class may lack, such as a pooler's
 --   inputs      what a batch by names may have: name -> "tensor"
 --   ties        file name -> name here, of tensors that are one while tie_word_embeddings holds
-local create = require "ps.create"
+local create = require "ps.tensor.create"
 local dist = require "ps.dist"
-local scope = require "ps.scope"
-local handle = require "ps.engine.handle"
-local caller = require "ps.caller"
-local copied = require "ps.copied"
+local scope = require "ps.core.scope"
+local handle = require "ps.nn.handle"
+local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
 local core = require "ps.nn.module"
-local cut = require "ps.nn.cut"
+local cut = require "ps.nn.saved"
 local init = require "ps.nn.weights"
 local state_of = require "ps.pretrained.state"
 local folder = require "ps.pretrained.folder"
@@ -34,7 +34,7 @@ local error = caller.error
 local Model = core.class("PretrainedModel")
 
 -- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
--- share one row (ps/batch.lua). Other inputs go whole to each micro-batch.
+-- share one row (ps/data/batch.lua). Other inputs go whole to each micro-batch.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", token_type_ids = "rows or one", position_ids = "rows or one" }
 

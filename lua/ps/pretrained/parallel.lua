@@ -8,16 +8,16 @@
 --   whole, "shape", "at": of its first element in the file's tensor } ] } }
 -- With merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a
 -- whole, so that no file of a larger layout survives.
-local native = require "ps.ffi"
-local handle = require "ps.engine.handle"
-local caller = require "ps.caller"
+local native = require "ps.core.ffi"
+local handle = require "ps.nn.handle"
+local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local checkpoint_folder = require "ps.checkpoints.folder"
-local cut = require "ps.nn.cut"
-local encode = require "ps.checkpoints.encode"
+local cut = require "ps.nn.saved"
+local encode = require "ps.core.encode"
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
-local mesh = require "ps.mesh"
+local mesh = require "ps.dist.mesh"
 local save = require "ps.pretrained.save"
 local ffi, C, check = native.ffi, native.C, native.check
 local error = caller.error

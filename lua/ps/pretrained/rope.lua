@@ -3,10 +3,10 @@
 -- The angle of column pair i at position p is p times a frequency, theta^(-2i / D), which the kinds below stretch for
 -- longer sequences than a model was trained on. The formulas are those of transformers' modeling_rope_utils.py, except
 -- that "dynamic" goes by the length of each call alone.
-local create = require "ps.create"
+local create = require "ps.tensor.create"
 local ffi = require "ffi"
 local settings = require "ps.pretrained.settings"
-local error = require("ps.caller").error
+local error = require("ps.core.caller").error
 
 local rope = {}
 

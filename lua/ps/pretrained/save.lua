@@ -1,22 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes a model's weights as Hugging Face reads them: one safetensors file, or several and their index. Of an engine
 -- these are the fp32 values (masters), which rank 0 writes alone.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local scope = require "ps.scope"
-local handle = require "ps.engine.handle"
-local caller = require "ps.caller"
-local cut = require "ps.nn.cut"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local handle = require "ps.nn.handle"
+local caller = require "ps.core.caller"
+local cut = require "ps.nn.saved"
 local agree = require "ps.dist.agree"
-local encode = require "ps.checkpoints.encode"
+local encode = require "ps.core.encode"
 local make_folder = require("ps.checkpoints.folder").make
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
-local mesh = require "ps.mesh"
+local mesh = require "ps.dist.mesh"
 local json = require("cjson").new()
-local pieces = require "ps.pieces"
-local rectangles = require "ps.rectangles"
-local safetensors = require "ps.safetensors"
+local pieces = require "ps.io.pieces"
+local rectangles = require "ps.core.rectangles"
+local safetensors = require "ps.io.safetensors"
 local error = caller.error
 local C = native.C
 

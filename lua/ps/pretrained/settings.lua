@@ -2,11 +2,11 @@
 -- A model's settings by Hugging Face's names: what a config.json may say, checked by the rules of its family. Whatever
 -- changes the model's numbers is done or refused by name; other fields (names, generation, caches) are kept and written
 -- again. A refusal reads "gpt2: refused: FIELD = VALUE: why".
-local caller = require "ps.caller"
-local encode = require "ps.checkpoints.encode"
+local caller = require "ps.core.caller"
+local encode = require "ps.core.encode"
 local json = require "cjson"
-local native = require "ps.ffi"
-local functional = require "ps.functional"
+local native = require "ps.core.ffi"
+local functional = require "ps.tensor.functional"
 local F = functional
 local error = caller.error
 

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Several files of weights as one state for load_state_dict: tensors stay in the files, and are read one at a time, of
 -- a cut parameter its part. Tensors of which files have pieces (save_parallelized) are put together.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local scope = require "ps.scope"
-local serialize = require "ps.serialize"
-local Pieced = require "ps.pieced"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local serialize = require "ps.io.serialize"
+local Pieced = require "ps.io.pieced"
 local ffi = require "ffi"
 local folder = require "ps.pretrained.folder"
-local pieces = require "ps.pieces"
-local rectangles = require "ps.rectangles"
+local pieces = require "ps.io.pieces"
+local rectangles = require "ps.core.rectangles"
 local settings = require "ps.pretrained.settings"
 
 local state_of = {}

@@ -4,12 +4,12 @@
 -- reads it), and where it has a label. Nothing reads the others, so the numbers are those of the padded batch up to the
 -- rounding of products with fewer rows, and masks of dropout are the same. A few rows that do not count are computed,
 -- too, so that products have few sizes; nothing reads them, either.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local functional = require "ps.functional"
-local scope = require "ps.scope"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local functional = require "ps.tensor.functional"
+local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
-local IGNORED = require("ps.batch").IGNORED
+local IGNORED = require("ps.data.batch").IGNORED
 local F = functional
 local META = native.device_index "meta"
 

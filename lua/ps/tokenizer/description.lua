@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- From a description of a tokenizer, as tokenizer.json has it (normalizer, pre_tokenizer, model, post_processor,
 -- decoder, added_tokens), to the engine's tokenizer. What a description asks for and is not here is refused by name.
-local native = require "ps.ffi"
-local caller = require "ps.caller"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local object = require "ps.tokenizer.object"
 local patterns = require "ps.tokenizer.pattern"
 local ffi = require "ffi"

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Objects of JSON in a tokenizer's files. Errors about them name the file, the field and the value.
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local json = require "cjson"
 local lfs = require "lfs"
-local without_bom = require "ps.bom"
+local without_bom = require "ps.core.bom"
 local error = caller.error
 
 local object = {}

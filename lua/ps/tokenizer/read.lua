@@ -2,8 +2,8 @@
 -- Tokenizers' files as Hugging Face has them. Whatever the files are, they are brought to one description, that of
 -- tokenizer.json, by which the engine's tokenizer is made (tokenizer/description.lua). Vocabularies and merges are read
 -- in C.
-local native = require "ps.ffi"
-local caller = require "ps.caller"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
 local description = require "ps.tokenizer.description"
 local object = require "ps.tokenizer.object"

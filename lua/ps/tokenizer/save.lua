@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A tokenizer's files in another folder: copies of those that it came from, and in tokenizer_config.json what a script
 -- has set since (special tokens, sides, the limit).
-local native = require "ps.ffi"
-local caller = require "ps.caller"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
 local lfs = require "lfs"

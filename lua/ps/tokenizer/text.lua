@@ -2,14 +2,14 @@
 -- Tokenizers of Hugging Face's files as scripts use them: batches of texts to tensors, single texts to ids and back.
 -- Texts become ids in C (src/data/tokenizer.c); here are special tokens, what stands around texts, truncation and
 -- padding.
-local create = require "ps.create"
-local native = require "ps.ffi"
-local array = require "ps.array"
-local caller = require "ps.caller"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local array = require "ps.core.array"
+local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
-local copied = require "ps.copied"
+local copied = require "ps.core.copied"
 local ffi = require "ffi"
-local nearest = require "ps.nearest"
+local nearest = require "ps.core.nearest"
 local json = require "cjson"
 local read = require "ps.tokenizer.read"
 local save = require "ps.tokenizer.save"

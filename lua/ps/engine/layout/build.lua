@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- From a module to parameters in chunks. Parameters are staged as they are made, so that a model larger than memory can
 -- be built. The layout is then made in the order of registration, and every tensor moves to its place in it.
-local native = require "ps.ffi"
-local scope = require "ps.scope"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
 local core = require "ps.nn.module"
-local shard = require "ps.nn.shard"
+local shard = require "ps.tensor.shard"
 local layout = require "ps.engine.layout.pack"
-local kinds = require "ps.engine.layout.kinds"
+local kinds = require "ps.core.kinds"
 local share = require "ps.engine.layout.share"
-local embed = require "ps.engine.embed"
-local array = require "ps.array"
+local embed = require "ps.engine.layout.embed"
+local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C
 
 local build = {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What an engine's configuration asks of the layout of its chunks.
-local optim_groups = require "ps.optim_groups"
+local optim_groups = require "ps.optim.groups"
 
 --- The options of build.place.
 ---@param self ps.Engine

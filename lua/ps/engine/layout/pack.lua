@@ -25,9 +25,9 @@
 -- leave no room to read ahead (SETS working sets in the fastest tier, unless everything fits there at once) are out.
 -- Candidates are a ladder of round sizes, equal shares of the whole, and sums of neighbours in a repeated block, where
 -- the edges of chunks meet those of layers.
-local caller = require "ps.caller"
+local caller = require "ps.core.caller"
 local share = require "ps.engine.layout.share"
-local human = require("ps.readable").bytes
+local human = require("ps.core.readable").bytes
 local error = caller.error
 
 local layout = {}

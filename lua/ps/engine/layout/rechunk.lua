@@ -3,16 +3,16 @@
 -- budgets, but not the other tensors of a step. Where a step's dry run shows that an op's chunks do not fit beside
 -- them, and the configuration has not set the size, the model is laid out anew between two steps. Values do not depend
 -- on the layout. Ranks agree on the size; any of them may be the one that has too little room.
-local native = require "ps.ffi"
-local scope = require "ps.scope"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
 local layout = require "ps.engine.layout.pack"
-local kinds = require "ps.engine.layout.kinds"
+local kinds = require "ps.core.kinds"
 local split = require "ps.engine.layout.split"
 local share = require "ps.engine.layout.share"
 local build = require "ps.engine.layout.build"
-local masters = require "ps.engine.masters"
+local masters = require "ps.engine.state.masters"
 local place_options = require "ps.engine.layout.options"
-local human = require("ps.readable").bytes
+local human = require("ps.core.readable").bytes
 
 local ffi, C = native.ffi, native.C
 

@@ -1,0 +1,419 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Checkpoints: everything a run needs to go on bit for bit, on any number of ranks, with a checksum for every byte.
+-- One process writes ONE safetensors file, atomically:
+--   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
+--   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
+--              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
+-- Several processes write a folder together, each its share of these tensors (checkpoints/rank_files.lua): the tensors
+-- that it owns, or, where all hold all, those dealt to it. The folder gets its name when all of it is on disk.
+-- In a folder of checkpoints each has the number of its run. A process draws that number at its first save (rank 0, for
+-- all) or takes it over from the checkpoint that it loads. A single file there has it as "psluajit_run" in its
+-- metadata, the folder of several processes in its index. A file that is saved or merged elsewhere has no such number,
+-- so that its bytes depend on the state alone.
+-- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
+-- and loss scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
+-- With `async` the state is copied, and a thread writes it (checkpoints/background.lua). Rank 0 sees in the folder that
+-- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
+local native = require "ps.core.ffi"
+local handle = require "ps.nn.handle"
+local caller = require "ps.core.caller"
+local agree = require "ps.dist.agree"
+local background = require "ps.checkpoints.background"
+local cut = require "ps.nn.saved"
+local encode = require "ps.core.encode"
+local folder = require "ps.checkpoints.folder"
+local mesh = require "ps.dist.mesh"
+local random_state = require "ps.dist.random_state"
+local restore = require "ps.checkpoints.restore"
+local safetensors = require "ps.io.safetensors"
+local hooks = require "ps.core.hooks"
+local rank_files = require "ps.checkpoints.rank_files"
+local time = require "posix.time"
+local error = caller.error
+
+local checkpoint = { make_folder = folder.make }
+
+local PREFIX = "optimizer."
+local EXIT_S, FAILED_S = 10, 1                             -- seconds that a script's end waits for other ranks' files
+local pending, unlisten                                    -- the save under way; a function: it hears of steps no more
+local run                                                  -- this process's run, from its first save or load on
+
+local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
+
+-- The keys that save and load take: parts, which have a state, and options. One table serves both calls of a script.
+local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
+local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
+  shards = "boolean", verify = "boolean", fallback = "boolean" }
+for _, part in ipairs(PARTS) do OPTIONS[part] = "table" end
+
+local function check_parts(call, path, parts)
+  local function refuse(text, ...) caller.error(("ps.checkpoints." .. call .. ": " .. text):format(...)) end
+  if type(path) ~= "string" or path == "" then
+    refuse("the path is %s; it takes that of a folder, or of a .safetensors file", path == "" and "empty" or type(path))
+  end
+  local model, method = type(parts) == "table" and rawget(parts, "model"), call == "save" and "state_dict"
+    or "load_state_dict"
+  if type(model) ~= "table" or not model[method] then
+    refuse("behind the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
+      .. "%s", type(model or nil))
+  end
+  caller.options(parts, "ps.checkpoints." .. call, OPTIONS)
+  for _, part in ipairs(PARTS) do
+    if parts[part] and not parts[part][method] then refuse("%s is a table without %s", part, method) end
+  end
+  if parts.step and parts.step < 0 then refuse("step is %d; it is 0 or more", parts.step) end
+  local ok, why = pcall(encode, parts.extra, "extra")
+  if parts.extra ~= nil and not ok then refuse("extra holds what JSON cannot: %s", tostring(why)) end
+end
+
+---@class ps.CheckpointParts
+---@field model ps.nn.Module|ps.Engine
+---@field optimizer? ps.Optimizer|ps.EngineOptimizer
+---@field sched? ps.Schedule default: the engine's
+---@field loader? ps.Loader
+---@field scaler? ps.LossScaler default: the engine's
+---@field step? integer default: the optimizer's
+---@field extra? table anything JSON can hold
+---@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)
+---@field async? boolean save returns once the state is copied to host memory
+---@field quiet? boolean no message on the memory that async takes
+---@field shards? boolean one process writes a folder, too
+---@field verify? boolean of load: false does not compare checksums
+---@field fallback? boolean of load: false makes a damaged checkpoint an error even where there is one before it
+
+-- The schedule and the loss scale: those given, or the engine's.
+local function parts_of(parts)
+  local model, optimizer = parts.model, parts.optimizer
+  local engine = optimizer ~= nil and handle.of(model)
+  return { optimizer = optimizer, loader = parts.loader, sched = parts.sched or engine and engine.scheduler or nil,
+    scaler = parts.scaler or engine and optimizer.scaler or nil }
+end
+
+-- -- the saved state ------------------------------------------------------------------------------------------------
+-- The state that this rank holds: tensors by name, and the rest as a table.
+local function gather(parts, step)
+  local with, tensors = parts_of(parts), {}
+  local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
+  for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
+  if parts.optimizer then
+    local saved = parts.optimizer:state_dict(parts.model)
+    for name, tensor in pairs(saved.tensors) do tensors[PREFIX .. name] = tensor end
+    state.optimizer = saved.values
+  end
+  for _, part in ipairs { "sched", "loader", "scaler" } do
+    if with[part] then state[part] = with[part]:state_dict() end
+  end
+  return tensors, state
+end
+
+-- Whether parameters have one owner each, so that state_dict gives those of this rank alone.
+local function are_owned(model)
+  local engine = handle.of(model)
+  local built = engine and engine.built
+  for _, list in ipairs { built and built.list or {}, built and built.frozen or {} } do
+    for _, row in ipairs(list) do if row.owner ~= nil then return true end end
+  end
+  return false
+end
+
+-- The names of all parameters, where no rank holds the whole model; nil: each rank does.
+local function names_of(model)
+  local engine, names = handle.of(model), {}
+  local stages = engine and engine.stages
+  if not (stages or are_owned(model) or cut.of(model)) then return nil end
+  for name in handle.module(model):named_parameters() do names[#names + 1] = name end
+  return names
+end
+
+-- The name of the parameter to which a tensor of a checkpoint belongs.
+local function parameter_of(name)
+  if name:sub(1, #PREFIX) ~= PREFIX then return name end
+  return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
+end
+
+-- Leaves what this rank along tp saves of the tensors: of cut ones its pieces, without padding, and on rank 0 those
+-- that are whole on all ranks. Gives the places of the pieces, for the file's metadata; nil: nothing is cut.
+local function keep_pieces(tensors, model)
+  local cuts, pieces = cut.of(model), {}
+  if not cuts then return nil end
+  local _, any = next(cuts)
+  for name, tensor in pairs(tensors) do
+    local at = cuts[parameter_of(name)]
+    if at then
+      tensors[name] = cut.own(tensor, at)
+      pieces[name] = tensors[name] and { shape = at.shape, parts = at.pieces } or nil
+    elseif any.index > 0 then
+      tensors[name] = nil
+    end
+  end
+  return pieces
+end
+
+-- This rank's share of the tensors, and the names that all shares together must have. Ranks that hold the same tensors
+-- get a part of them each. Of stages that share a table, one has it in its share.
+local function share(job, tensors, model)
+  local engine = handle.of(model)
+  local stages = engine and engine.stages
+  if stages then
+    for name in pairs(tensors) do if not stages:saves(parameter_of(name)) then tensors[name] = nil end end
+  end
+  job.pieces = keep_pieces(tensors, model)
+  if are_owned(model) then return tensors, job.names end
+  local mine, expected, nbytes = {}, {}, {}
+  for name, tensor in pairs(tensors) do
+    nbytes[name], expected[#expected + 1] = tonumber(native.C.ps_tensor_nbytes(tensor)), name
+  end
+  local alike = job.group
+  if stages or job.pieces then alike = mesh.group "dp" end
+  local dealt, rank = rank_files.deal(nbytes, alike and alike:size() or 1), alike and alike:rank() or 0
+  for name, tensor in pairs(tensors) do if dealt[name] == rank then mine[name] = tensor end end
+  return mine, job.names or expected
+end
+
+-- -- a save ---------------------------------------------------------------------------------------------------------
+-- The files of a save and their writers. form "file": by rank 0 alone; "shards": a folder, by all.
+local function new_job(path, parts)
+  local group = mesh.group "world"
+  local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
+  local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
+    keep = math.max(1, parts.keep or 2), names = group and names_of(parts.model) or nil,
+    async = parts.async and background.possible() }
+  job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
+  if is_file_path(path) then
+    if job.names then
+      error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
+        .. ".safetensors (tools/merge.lua makes one file of it)"):format(path))
+    end
+    job.final = path
+  else
+    job.folder = path:gsub("(.)/+$", "%1")
+    job.name = folder.name(step, job.form == "shards")
+    job.final = job.folder .. "/" .. job.name
+  end
+  return job
+end
+
+local function random_number()
+  local file = assert(io.open("/dev/urandom", "rb"))
+  local bytes = file:read(8)
+  file:close()
+  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
+end
+
+-- Rank 0 makes the folders, and draws the number of this save. All ranks then know it, the number of the run, and where
+-- their files go.
+local function prepare(job)
+  agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
+    { "option async", tostring(job.async or false) } })
+  local numbers = agree.first(job.group, function()
+    local number = random_number()
+    if job.folder then folder.make(job.folder) end
+    if job.form == "shards" then
+      job.temp = ("%s.tmp-%s"):format(job.final, number)
+      folder.make(job.temp)
+    end
+    return number .. " " .. (run or random_number())
+  end)
+  job.save, run = numbers:match("^(%x+) (%x+)$")
+  job.run, job.file = run, job.final
+  if job.form == "shards" then
+    job.temp = ("%s.tmp-%s"):format(job.final, job.save)
+    job.file = job.temp .. "/" .. rank_files.file_name(job.rank, job.size)
+  end
+end
+
+local function write(job, parts)
+  if job.form == "file" and job.rank > 0 then return end
+  local tensors, state = gather(parts, job.step)
+  local metadata
+  if job.form == "shards" then
+    local updates = state.optimizer and state.optimizer.t
+    tensors, job.expected = share(job, tensors, parts.model)
+    if state.optimizer then state.optimizer.t = nil end
+    for name in pairs(job.pieces or {}) do if not tensors[name] then job.pieces[name] = nil end end
+    metadata = rank_files.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
+      rng = state.rng, updates = updates, pieces = job.pieces and next(job.pieces) and job.pieces or nil }
+    job.state = encode(state)
+  else
+    metadata = { format = "pt", psluajit = encode(state), psluajit_run = job.folder and job.run or nil }
+  end
+  if job.async then
+    background.start(job.file, tensors, metadata, job.rank > 0 or parts.quiet or parts.model.quiet)
+    job.writes = true
+  else
+    safetensors.save(job.file, tensors, metadata, { checksums = true })
+  end
+end
+
+-- Makes the checkpoint valid. Called by rank 0 when all files are there.
+local function commit(job)
+  if job.form == "shards" then
+    rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
+      mesh = restore.mesh_sizes() }, job.state, job.expected)
+    if native.check(native.C.ps_file_swap_folder(job.temp, job.final)) == 1 then folder.remove(job.temp) end
+  end
+  if job.folder then
+    folder.set_latest(job.folder, job.name, job.run)
+  end
+  job.committed = true
+  if job.folder then folder.prune(job.folder, job.step, job.keep, job.name) end
+end
+
+-- Removes the leftovers of a failed save.
+local function clean(job)
+  if job.temp and job.rank == 0 and not job.committed then folder.remove(job.temp) end
+end
+
+-- -- in the background ----------------------------------------------------------------------------------------------
+-- Waits until the thread has written this rank's file.
+local function end_writing(job)
+  if not job.writes then return end
+  job.writes = false
+  job.seconds = background.wait()
+end
+
+local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
+
+-- Called between two steps: rank 0 commits as soon as all files are complete. `wait` reports problems.
+local function between_steps()
+  local job = pending
+  if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
+  local ok, problem = pcall(function()
+    end_writing(job)
+    if ready(job) then commit(job) end
+  end)
+  if not ok then job.problem = problem end
+end
+
+local function take_pending()
+  local job = pending
+  if unlisten then unlisten() end
+  pending, unlisten = nil, nil
+  return job
+end
+
+-- Waits with the other ranks, and commits. job.unsure: this rank has not heard of the others, so it does not know
+-- whether rank 0 has committed.
+local function finish(job)
+  local function heard() job.unsure = false end
+  job.unsure = job.rank > 0
+  agree.run(job.group, function()
+    end_writing(job)
+    if job.problem then error(job.problem, 0) end
+  end, heard)
+  job.unsure = job.rank > 0
+  agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
+end
+
+-- The same by the files alone, when other ranks cannot be asked any more. They began when this rank did, so they need
+-- about as long as it did. A rank that died never completes its file, so the wait has a limit.
+local function finish_alone(job, patience)
+  end_writing(job)
+  if job.problem then error(job.problem, 0) end
+  if job.rank > 0 or job.committed then return end
+  local limit = (patience or EXIT_S) + 3 * (job.seconds or 0)
+  local until_s = native.C.ps_now() + limit
+  while not ready(job) do
+    if native.C.ps_now() > until_s then
+      error(("after %.0f s not all files of the %d ranks are there"):format(limit, job.size), 0)
+    end
+    time.nanosleep { tv_sec = 0, tv_nsec = 2e7 }
+  end
+  commit(job)
+end
+
+local function finished(job, how, patience)
+  local ok, problem = pcall(how, job, patience)
+  if ok then return job.final, job.seconds end
+  if job.committed then error(problem, 0) end              -- complete; another thing went wrong
+  clean(job)
+  local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
+  if job.unsure then
+    text = "it is not known whether the checkpoint %s, which was being written in the background, is complete"
+      .. (job.folder and " (the file latest says): %s" or " (loading it says): %s")
+  end
+  error(text:format(job.final, tostring(problem)), 0)
+end
+
+--- Waits for a save with `async` that is under way, and commits it; its error is raised here. All ranks call it.
+---@return string? path of the checkpoint; nil when there was nothing to wait for
+---@return number? seconds that the thread took
+function checkpoint.wait()
+  local job = take_pending()
+  if not job then return nil end
+  return finished(job, job.group and not job.group.c and finish_alone or finish)
+end
+
+--- Ends a save that is under way when the script ends. The program calls it.
+---@param failed boolean the script ends with an error
+---@return string? problem
+function checkpoint.at_exit(failed)
+  local job = take_pending()
+  if not job then return nil end
+  local ok, problem = pcall(finished, job, finish_alone, failed and FAILED_S or EXIT_S)
+  return not ok and tostring(problem) or nil
+end
+
+-- -- the calls ------------------------------------------------------------------------------------------------------
+--- Writes a checkpoint. Earlier ones are untouched until the new one is complete. With several processes all call it;
+--- an error of one is an error of all. With async = true it returns when the state has been copied to host memory. The
+--- checkpoint is then complete some steps later, or after checkpoints.wait().
+---@param path string a folder, or a .safetensors file (which rank 0 writes alone)
+---@param parts ps.CheckpointParts
+---@return string path of the checkpoint
+function checkpoint.save(path, parts)
+  agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
+  local engine = handle.of(parts.model)
+  if engine and engine.micro > 0 and not engine.torn then
+    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()")
+  end
+  checkpoint.wait()
+  if not parts.async then background.release() end
+  local job = new_job(path, parts)
+  local ok, problem = pcall(function()
+    prepare(job)
+    agree.run(job.group, function() write(job, parts) end)
+    if not job.async then agree.run(job.group, function() if job.rank == 0 then commit(job) end end) end
+  end)
+  if not ok then
+    pcall(end_writing, job)                                -- its error does not hide the first one
+    clean(job)
+    error(problem, 0)
+  end
+  if job.async then pending, unlisten = job, hooks.on("step", between_steps) end
+  return job.final
+end
+
+--- The checkpoint that a path means: the path itself, or the newest of a folder; nil when the folder has none.
+---@param path string
+---@return string?
+---@return string? why there is none
+function checkpoint.find(path)
+  caller.typed(path, "string", "ps.checkpoints.find: the path")
+  local found = restore.candidates(path)[1]
+  if found then return found end
+  return nil, restore.why_none(path)
+end
+
+--- A checkpoint's step and `extra`, without its tensors. Of a folder it takes the newest checkpoint that can be read.
+---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+---@return {step: integer, extra?: table, file: string}
+function checkpoint.info(path)
+  return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
+end
+
+--- Restores the given parts, and the random numbers, on any number of ranks. A part that the checkpoint lacks is an
+--- error. Where the newest checkpoint of a folder is damaged or not complete, load says so and takes the one before it
+--- of the same run. All ranks call it; an error of one is an error of all.
+---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+---@param parts ps.CheckpointParts
+---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
+function checkpoint.load(path, parts)
+  agree.run(mesh.group "world", function() check_parts("load", path, parts) end)
+  checkpoint.wait()
+  local from, its_run = restore.load(path, parts, parts_of(parts))
+  run = its_run                                            -- nil: an older one without a run; save draws one
+  return from
+end
+
+return checkpoint

@@ -1,0 +1,369 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Merging the shards of a checkpoint, files that each rank wrote with its part of the state, into one file
+-- (tools/merge.lua). It is as if each shard's tables were put over those of the ranks before:
+--   tables    are joined key by key, at every depth: dicts, and lists as the Lua tables 1 .. n
+--   tensors   in several shards must agree in type and shape; equal ones are one, of others the last counts (noted)
+--   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
+--   metadata  of safetensors likewise, where the result is one, too; where a shard has checksums the result has its own
+-- Tensors of which shards have pieces (ps.tensor.shard) are put together where it is known which piece is where, as in
+-- a checkpoint's folder and in one of save_parallelized; files that do not tell are refused.
+-- A checkpoint's folder (ps.checkpoints of several processes) becomes the one file that one process would have written.
+-- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
+-- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
+-- appears only when it is complete.
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local ffi = require "ffi"
+local json = require("cjson").new()
+local encode = require "ps.core.encode"
+local rank_files = require "ps.checkpoints.rank_files"
+local rectangles = require "ps.core.rectangles"
+local restore = require "ps.checkpoints.restore"
+local tree = require "ps.checkpoints.merge_tree"
+local C, check = native.C, native.check
+local KIND, class, inside, shape_text = tree.KIND, tree.class, tree.inside, tree.shape_text
+local error = caller.error
+
+local merge = {}
+
+local value_out = ffi.new("ps_pt_value")
+local CHECKSUMS = "xxh3_64"                                -- of a safetensors file, in its metadata
+
+-- -- merging --------------------------------------------------------------------------------------------------------
+local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. shape_text(node) or class(node) end
+
+local join
+
+-- Tables that were joined are new, since others may share the old ones.
+local function join_lists(a, b, label, state)
+  local both = { kind = b.kind, file = b.file, items = {} }
+  for i = 1, math.max(#a.items, #b.items) do
+    local one, other = a.items[i], b.items[i]
+    both.items[i] = one and other and join(one, other, ("%s[%d]"):format(label, i - 1), state) or one or other
+  end
+  return both
+end
+
+local function join_dicts(a, b, label, state)
+  local both = { kind = KIND.DICT, file = b.file, keys = {}, entries = {} }
+  for i, token in ipairs(a.keys) do both.keys[i], both.entries[token] = token, a.entries[token] end
+  for _, token in ipairs(b.keys) do
+    local old, new = both.entries[token], b.entries[token]
+    if old then
+      new = { key = old.key, text = old.text, value = join(old.value, new.value, inside(label, new.text), state) }
+    else
+      both.keys[#both.keys + 1] = token
+    end
+    both.entries[token] = new
+  end
+  return both
+end
+
+local function is_empty(node) return #(node.keys or node.items) == 0 end
+
+local function joined(a, b, label, state)
+  if b.kind == KIND.NONE then return a end
+  if a.kind == KIND.NONE then return b end
+  local tables = (a.keys or a.items) and (b.keys or b.items)
+  if tables and class(a) ~= class(b) and (is_empty(a) or is_empty(b)) then return is_empty(b) and a or b end
+  if tables and a.items and b.items then return join_lists(a, b, label, state) end
+  if tables then return join_dicts(tree.as_dict(a), tree.as_dict(b), label, state) end
+  if class(a) ~= class(b) or a.kind == KIND.TENSOR and shape_text(a) ~= shape_text(b) then
+    error(("'%s' is %s in %s, but %s in %s: these are not shards of one checkpoint"):format(label, what(a),
+      a.file.path, what(b), b.file.path), 0)
+  end
+  if not tree.same(a, b, label) then state.differ(label, class(a), a.file.path, b.file.path) end
+  return b
+end
+
+-- `b` put over `a`. state: differ, called where they differ; known[a][b]: the result for two nodes, which may meet at
+-- many paths.
+function join(a, b, label, state)
+  local known = state.known[a] or {}
+  state.known[a] = known
+  known[b] = known[b] or joined(a, b, label, state)
+  return known[b]
+end
+
+-- -- writing --------------------------------------------------------------------------------------------------------
+
+local function put_key(writer, key)
+  if key.text then
+    local v = ffi.new("ps_pt_value", { kind = KIND.STRING, integer = #key.text })
+    v.text = key.text
+    return check(C.ps_ptw_put(writer, v))
+  elseif key.number then
+    return check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = KIND.INT, integer = key.number })))
+  end
+  check(C.ps_pt_get(key.file.pt, key.id, value_out))
+  check(C.ps_ptw_put(writer, value_out))
+end
+
+local function declare_tensor(state, node, label)
+  local known = state.storages[node.file] or {}
+  state.storages[node.file] = known
+  if not known[node.identity] then
+    known[node.identity] = check(C.ps_ptw_storage(state.writer, node.dtype, node.span or node.numel))
+    state.tensors[#state.tensors + 1] = { node = node, label = label, storage = known[node.identity] }
+  end
+  local t = ffi.new("ps_pt_tensor", { ndim = #node.shape, storage = known[node.identity] })
+  local stride = 1
+  for d = #node.shape - 1, 0, -1 do
+    t.shape[d], t.stride[d] = node.shape[d + 1], node.span and node.tensor.stride[d] or stride
+    stride = stride * math.max(1, node.shape[d + 1])
+  end
+  check(C.ps_ptw_tensor(state.writer, t))
+end
+
+local function declare(state, node, label)
+  local writer = state.writer
+  local function container(kind, count)
+    state.numbers[node] = check(C.ps_ptw_put(writer, ffi.new("ps_pt_value", { kind = kind, count = count })))
+  end
+  if state.numbers[node] then
+    check(C.ps_ptw_again(writer, state.numbers[node]))
+  elseif node.kind == KIND.TENSOR then
+    declare_tensor(state, node, label)
+  elseif node.kind == KIND.DICT then
+    container(KIND.DICT, 2 * #node.keys)
+    for _, token in ipairs(node.keys) do
+      local entry = node.entries[token]
+      put_key(writer, entry.key)
+      declare(state, entry.value, inside(label, entry.text))
+    end
+  elseif node.items then
+    container(node.kind == KIND.SET and KIND.LIST or node.kind, #node.items)
+    for i, item in ipairs(node.items) do declare(state, item, ("%s[%d]"):format(label, i - 1)) end
+  else
+    check(C.ps_pt_get(node.file.pt, node.id, value_out))
+    if value_out.kind == KIND.NAME then value_out.kind = KIND.STRING end
+    check(C.ps_ptw_put(writer, value_out))
+  end
+end
+
+local function write_pt(writer, root, path)
+  local state = { writer = writer, storages = {}, tensors = {}, numbers = {} }
+  declare(state, root, "")
+  check(C.ps_ptw_begin(writer))
+  for _, tensor in ipairs(state.tensors) do
+    local storage = tensor.storage
+    tree.copy(tensor.node, tensor.label, path, function(at, n) return C.ps_ptw_write(writer, storage, at, n) end)
+  end
+  check(C.ps_ptw_commit(writer))
+end
+
+local function check_flat(root, path)
+  for _, token in ipairs(root.keys) do
+    local entry = root.entries[token]
+    local node, key = entry.value, entry.key
+    if node.kind ~= KIND.TENSOR or key.kind ~= KIND.STRING then
+      error(("%s: a safetensors file holds name -> tensor only, '%s' of %s is %s%s; merge to a .pt file"):format(path,
+        entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " whose key is no text" or ""), 0)
+    elseif node.span then
+      error(("%s: '%s' of %s is a view that shows the same elements several times, which a safetensors file cannot "
+        .. "hold; merge to a .pt file, or save it in PyTorch as .contiguous()"):format(path, entry.text,
+        node.file.path), 0)
+    end
+  end
+end
+
+local function write_st(writer, root, path, metadata)
+  check_flat(root, path)
+  if metadata[CHECKSUMS] then check(C.ps_stw_checksums(writer)) end
+  local keys = {}
+  for key in pairs(metadata) do if key ~= CHECKSUMS then keys[#keys + 1] = key end end
+  table.sort(keys)
+  for _, key in ipairs(keys) do check(C.ps_stw_meta(writer, key, metadata[key])) end
+  local shape = ffi.new("int64_t[8]")
+  for _, token in ipairs(root.keys) do
+    local entry = root.entries[token]
+    for d, size in ipairs(entry.value.shape) do shape[d - 1] = size end
+    check(C.ps_stw_add(writer, entry.text, entry.value.dtype, #entry.value.shape, shape))
+  end
+  check(C.ps_stw_begin(writer))
+  for _, token in ipairs(root.keys) do
+    local name = root.entries[token].text
+    tree.copy(root.entries[token].value, name, path, function(at, n) return C.ps_stw_append(writer, name, at, n) end)
+  end
+  check(C.ps_stw_commit(writer))
+end
+
+local WRITERS = { pt = { new = C.ps_ptw_new, free = C.ps_ptw_free, ctype = "ps_ptw *[1]", write = write_pt },
+  safetensors = { new = C.ps_stw_new, free = C.ps_stw_free, ctype = "ps_stw *[1]", write = write_st } }
+WRITERS.pth, WRITERS.bin, WRITERS.ckpt = WRITERS.pt, WRITERS.pt, WRITERS.pt
+
+local function write(format, root, path, metadata)
+  local out = ffi.new(format.ctype)
+  check(format.new(path, out))
+  local writer = ffi.gc(out[0], format.free)
+  local ok, problem = pcall(format.write, writer, root, path, metadata)
+  format.free(ffi.gc(writer, nil))                         -- at once: it removes the temporary file
+  if not ok then error(problem, 0) end
+end
+
+-- Tensors, each counted once, and their bytes.
+local function count(node, seen, total)
+  if seen[node] then return total end
+  seen[node] = true
+  if node.kind == KIND.TENSOR then
+    local known = seen[node.file] or {}
+    seen[node.file] = known
+    if not known[node.identity] then
+      known[node.identity] = true
+      total.tensors, total.nbytes = total.tensors + 1, total.nbytes + tree.kept_nbytes(node)
+    end
+  end
+  for _, token in ipairs(node.keys or {}) do count(node.entries[token].value, seen, total) end
+  for _, item in ipairs(node.items or {}) do count(item, seen, total) end
+  return total
+end
+
+-- Takes a tensor out of the shards' dicts; gives it by the shard's path, as a node.
+local function take_out(shards, name)
+  local token, found = KIND.STRING .. ":" .. name, {}
+  for _, file in ipairs(shards) do
+    local root = file.root
+    if root.entries[token] then
+      found[file.path], root.entries[token] = root.entries[token], nil
+      for i, other in ipairs(root.keys) do
+        if other == token then table.remove(root.keys, i) break end
+      end
+    end
+  end
+  return found
+end
+
+-- Puts tensors in pieces together: they leave the shards' dicts, and the first shard gets the whole ones.
+local function put_together(shards, pieced)
+  local names, whole = {}, {}
+  for name in pairs(pieced) do names[#names + 1] = name end
+  table.sort(names)
+  for i, name in ipairs(names) do
+    local entry, parts, key = pieced[name], {}, nil
+    local found = take_out(shards, name)
+    for k, piece in ipairs(entry.pieces) do
+      local at = found[piece.path]
+      if not at then error(("%s has no tensor '%s', a piece of which is there"):format(piece.path, name), 0) end
+      key = key or at
+      parts[k] = { node = at.value, offset = piece.offset, shape = piece.shape,
+        at = piece.at or rectangles.zeros(piece.shape) }
+    end
+    whole[i] = { key = key.key, text = name, value = tree.pieced(name, entry, parts) }
+  end
+  for i, name in ipairs(names) do
+    local root, token = shards[1].root, KIND.STRING .. ":" .. name
+    root.keys[#root.keys + 1], root.entries[token] = token, whole[i]
+  end
+end
+
+-- A name of a shard of a parameter that ps.save noted; nil: the file has none.
+local function noted_shard(file)
+  local ok, note = pcall(json.decode, file.metadata.psluajit_shards or "")
+  return ok and type(note) == "table" and type(note.shards) == "table" and next(note.shards) or nil
+end
+
+-- Refuses files of which each has parts of the same layers: put over each other they would be a wrong model.
+local function refuse_parts(paths, shards)
+  local ranks = {}
+  for i, path in ipairs(paths) do
+    local pieces = rank_files.pieces_in(shards[i].metadata)
+    if pieces then
+      error(("%s has pieces of tensors ('%s'), not whole ones, which its folder's index.json places: merge the folder"
+        ):format(path, pieces[1]), 0)
+    end
+    local name = #paths > 1 and noted_shard(shards[i])
+    if name then
+      error(("%s has a part of '%s', which ranks of tensor parallelism share out; merge a folder of "
+        .. "ps.checkpoints.save or of save_parallelized, which says what is where"):format(path, tostring(name)), 0)
+    end
+    local tp = path:match "pytorch_model_tp_(%d+)_pp_%d+%.bin$"
+    if tp then ranks[#ranks + 1] = tp end
+    if tp and tp ~= ranks[1] then
+      error(("%s is of a rank that has parts of layers (tensor parallelism), as %s is; without the placement.json of "
+        .. "their folder nothing says which part is where, so they are not merged"):format(path, paths[1]), 0)
+    end
+  end
+end
+
+local function merged(shards, paths, options)
+  local function differ(label, kind, from, to)
+    local text = ("'%s', %s, differs between %s and %s"):format(label, kind, from, to)
+    if options.strict then error(text, 0) end
+    if options.note then options.note(text .. ", whose is taken") end
+  end
+  local root, metadata = nil, {}
+  for i, path in ipairs(paths) do shards[i] = tree.open(path) end
+  if options.pieces then put_together(shards, options.pieces) else refuse_parts(paths, shards) end
+  for i, path in ipairs(paths) do
+    root = root and join(root, shards[i].root, "", { differ = differ, known = {} }) or shards[i].root
+    for key, value in pairs(shards[i].metadata) do
+      if metadata[key] and metadata[key].value ~= value and key ~= CHECKSUMS and not options.metadata then
+        differ(key, "metadata", metadata[key].path, path)
+      end
+      metadata[key] = { value = value, path = path }
+    end
+  end
+  local total = count(root, {}, { tensors = 0, nbytes = 0 })
+  if total.tensors == 0 then error(("%s: no tensor is in %s"):format(options.out, table.concat(paths, ", ")), 0) end
+  local texts = {}
+  for key, entry in pairs(metadata) do texts[key] = entry.value end
+  texts = options.metadata or texts
+  write(WRITERS[merge.format(options.out)], root, options.out, texts)
+  return total
+end
+
+--- The format that a name asks for, or nil.
+---@param path string
+---@return string?
+function merge.format(path)
+  caller.typed(path, "string", "merge.format: the path")
+  local extension = (path:match("%.(%w+)$") or ""):lower()
+  return WRITERS[extension] and extension
+end
+
+local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table", pieces = "table" }
+
+--- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
+---@param paths string[] .pt or safetensors files, told apart by their contents
+---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>?,
+---  pieces: table<string, table>? } strict: a difference is an error; else note is called for it; metadata: of a
+---  safetensors result, instead of the shards'; pieces: tensors of which files have rectangles, by name: { dtype,
+---  shape, pieces = { { path, offset, shape, at } } }
+---@return { tensors: integer, nbytes: integer } total
+function merge.run(paths, options)
+  caller.typed(paths, "table", "merge.run: the list of files")
+  for _, path in ipairs(paths) do caller.typed(path, "string", "merge.run: a file") end
+  if #paths == 0 then caller.error("merge.run: the list of files is empty") end
+  caller.typed(caller.options(options, "merge.run", OPTIONS).out, "string", "merge.run: out")
+  if not merge.format(options.out) then
+    error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out))
+  end
+  local shards = {}
+  local ok, result = pcall(merged, shards, paths, options)
+  for _, file in pairs(shards) do tree.close(file) end
+  if not ok then error(result, 0) end
+  return result
+end
+
+--- Makes one file of a checkpoint's folder, which ps.checkpoints.load takes as it takes the folder.
+---@param path string the checkpoint's own folder
+---@param out string a .safetensors file
+---@return { tensors: integer, nbytes: integer } total
+---@return integer files
+function merge.folder(path, out)
+  caller.typed(path, "string", "merge.folder: the checkpoint's folder")
+  caller.typed(out, "string", "merge.folder: the file to write")
+  if merge.format(out) ~= "safetensors" then
+    error(("a checkpoint's folder becomes a .safetensors file, not %s"):format(out))
+  end
+  local opened = restore.open_folder(path)
+  opened.tensors:close()
+  local paths = {}
+  for i, file in ipairs(opened.tensors.files) do paths[i] = file.path end
+  opened.state.rng = opened.rng[1]
+  local pieces = opened.tensors:divided()
+  return merge.run(paths, { out = out, strict = true, pieces = next(pieces) and pieces or nil,
+    metadata = { format = "pt", [CHECKSUMS] = "", psluajit = encode(opened.state) } }), #paths
+end
+
+return merge

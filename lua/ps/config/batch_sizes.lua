@@ -1,0 +1,65 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
+-- processes. An absent one follows from the others. Processes that share a model's stages or layers take the same
+-- rows.
+local hooks = require "ps.core.hooks"
+local types = require "ps.core.types"
+
+local batch = {}
+
+local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+--- The data-parallel processes of so many: each has other rows of a batch.
+---@param state ps.config.State
+---@param cfg ps.Config
+---@param world? integer nil: as many as one copy of the model takes
+---@return integer
+function batch.data_parallel(state, cfg, world)
+  local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size
+  local ranks = stages * parts
+  local dp = (world or ranks) / ranks
+  if dp % 1 ~= 0 then
+    state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d; %s",
+      state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, ranks, world,
+      hooks.ask("few", ranks) or ("start a multiple of %d: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which "
+      .. "calls ps.init_distributed() before ps.initialize"):format(ranks, ranks))
+  end
+  return dp
+end
+
+---@param state ps.config.State
+---@param cfg ps.Config
+---@param dp integer data-parallel processes
+function batch.settle(state, cfg, dp)
+  local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
+  cfg.counts_micro_batches = steps ~= nil or total ~= nil and micro ~= nil
+  if not total and not micro then
+    cfg[STEPS] = steps or 1
+    return
+  end
+  if not total then
+    steps = steps or 1
+    total = micro * steps * dp
+  elseif micro then
+    steps = steps or math.floor(math.floor(total / micro) / dp)
+  else
+    steps = steps or 1
+    micro = math.floor(math.floor(total / dp) / steps)
+  end
+  if total <= 0 or micro <= 0 or steps <= 0 or total ~= micro * steps * dp then
+    state:fail("batch sizes do not agree: %s %d is not %s %d x %s %d x %d data-parallel process%s (= %d)%s", TOTAL,
+      total, MICRO, micro, STEPS, steps, dp, dp == 1 and "" or "es", micro * steps * dp,
+      (cfg[MICRO] and cfg[STEPS]) and "" or "; what was not given was derived, rounding down")
+  end
+  if steps > types.MICRO_BATCHES then
+    state:fail("%s would be %.17g, from %s and %s; at most %d micro-batches make a step", STEPS, steps, TOTAL, MICRO,
+      types.MICRO_BATCHES)
+  end
+  if total > types.MOST then
+    state:fail("%s x %s x processes is %.17g samples a step; at most %.0f can be counted", MICRO, STEPS, total,
+      types.MOST)
+  end
+  cfg[TOTAL], cfg[MICRO], cfg[STEPS] = total, micro, steps
+end
+
+return batch

@@ -1,0 +1,345 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Configurations: a Lua table, a .lua file, or a DeepSpeed .json file as it is, checked and completed for the engine.
+--
+--   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
+--
+-- The keys are the rows of config/schema.lua, which docs/config.md lists. Names and nesting are DeepSpeed's. `notes`
+-- tell of keys that were accepted but mean nothing here, and of decisions made for the user. Print each once.
+local caller = require "ps.core.caller"
+local source = require "ps.config.source"
+local check = require "ps.config.check"
+local batch = require "ps.config.batch_sizes"
+local memory = require "ps.config.memory"
+
+local config = {}
+
+---@class ps.Config everything is filled in; a field that may be nil says so
+---@field train_batch_size? integer nil when no batch size was given
+---@field train_micro_batch_size_per_gpu? integer likewise
+---@field gradient_accumulation_steps integer
+---@field counts_micro_batches boolean it was given, or follows from batch sizes that were
+---@field gradient_clipping number bound on the global norm; 0: off
+---@field optimizer ps.config.Optimizer
+---@field scheduler? {type: string, params: table} sched.from_config takes it
+---@field precision "fp32"|"bf16"|"fp16" type of the parameters
+---@field fp16 ps.config.Fp16
+---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
+---@field grad_accum_dtype "fp32"|"param" type gradients are added up in
+---@field pipeline ps.config.Pipeline
+---@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean,
+---  tp_overlap_comm: boolean|integer} tp_overlap_comm: as mesh.pieces takes it
+---@field zero_optimization ps.config.Zero
+---@field memory ps.config.Memory
+---@field chunk_size? integer elements; nil: search
+---@field device "auto"|"cpu"|"sim"|"cuda"
+---@field eviction string one of ps.config.policies
+---@field prefetch boolean|integer integer: bytes at most
+---@field rate_given boolean optimizer.params.lr was given
+---@field overlap_optimizer boolean|"auto"
+---@field recompute boolean
+---@field activation_checkpointing {cpu_checkpointing: boolean}
+---@field strict_gradients boolean
+---@field plan_print boolean|"all" true: by rank 0
+---@field seed? integer
+---@field use_cpu_embedding boolean|"auto"
+---@field client {mem_tracer: ps.config.MemTracer, opts: table}
+---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} nil: measured
+---@field steps_per_print? integer nil: never
+---@field wall_clock_breakdown boolean
+---@field memory_breakdown boolean
+---@field flops_profiler ps.config.FlopsProfiler
+---@field comms_logger ps.config.CommsLogger
+
+---@class ps.config.CommsLogger
+---@field enabled boolean
+---@field verbose boolean
+---@field prof_all boolean
+---@field prof_ops? string[]
+
+---@class ps.config.FlopsProfiler
+---@field enabled boolean
+---@field profile_step integer steps before the one that is profiled
+---@field module_depth integer -1: all
+---@field top_modules integer
+---@field detailed boolean
+---@field output_file? string
+
+---@class ps.config.Optimizer
+---@field type "Adam"|"AdamW"|"SGD"
+---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean,
+---  momentum?: number, dampening?: number, nesterov?: boolean} the last three of SGD
+
+---@class ps.config.Fp16
+---@field enabled boolean
+---@field dynamic boolean the loss scale is found by trial
+---@field loss_scale number 0 when dynamic, else the scale
+---@field initial_scale number first scale when dynamic
+---@field loss_scale_window integer
+---@field hysteresis integer
+---@field consecutive_hysteresis boolean
+---@field min_loss_scale number
+
+---@class ps.config.Pipeline
+---@field stages integer
+---@field schedule "gpipe"|"1f1b"|"interleaved"|"looped_bfs"|"zb_h1"|"zb_v"
+---@field virtual_stages integer of each process
+---@field partition string "best", or another way of cutting
+---@field activation_checkpoint_interval integer 0 or 1
+
+---@class ps.config.Zero
+---@field stage integer
+---@field reshard_after_forward "auto"|"always"|"never"
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: "none" was written
+---@field offload_param {device: "none"|"cpu"|"nvme"}
+
+---@class ps.config.MemTracer
+---@field overall_gpu_mem_ratio number
+---@field overall_cpu_mem_ratio number
+---@field margin_use_ratio number
+
+---@class ps.config.Memory budgets in bytes
+---@field kind "chunk"|"plain" plain: none of the others
+---@field device? integer nil: not known, or the device is the host
+---@field host? integer nil: not known
+---@field disk? {path: string, limit?: integer} nil: no disk tier; limit nil: what the plan needs
+
+---@class ps.config.Available
+---@field device? number
+---@field host? number
+---@field disk? number
+
+---@class ps.config.Options
+---@field asked? table<string, any[]> by path: a value that was given elsewhere, and where, for errors
+---@field later? boolean keys that a later version honours are taken, for tools that plan; else they are refused
+---@field world_size? integer processes; default: as many as one copy of the model takes
+---@field device? string|fun(): string what "auto" comes out as; a function is asked only then
+---@field available? ps.config.Available|fun(device: string): ps.config.Available bytes there are, which ratios and
+---  "80%" refer to; a function is called with the device of the configuration
+---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
+---@field client? table settings of the section client, which go before the configuration's
+
+-- Keys of one kind of optimizer alone.
+local OF_SGD = { momentum = 0, dampening = 0, nesterov = false }      -- with their defaults
+local OF_ADAM = { "betas", "eps", "adam_w_mode", "torch_adam" }
+
+local function refuse_others(state, keys, kind, owner)
+  for _, key in ipairs(keys) do
+    local path = "optimizer.params." .. key
+    if state.given[path] then
+      state:fail("%s is given, and optimizer.type is \"%s\"; it is of %s: leave it out", state:shown(path), kind, owner)
+    end
+  end
+end
+
+-- The kind of Adam: `type` alone says it, or `adam_w_mode` does.
+local function settle_optimizer(state, cfg)
+  local optimizer = cfg.optimizer
+  local params = optimizer.params
+  cfg.rate_given = state.given["optimizer.params.lr"] ~= nil
+  if optimizer.type:lower() == "sgd" then
+    optimizer.type = "SGD"
+    refuse_others(state, OF_ADAM, "SGD", "Adam and AdamW")
+    for key, default in pairs(OF_SGD) do if params[key] == nil then params[key] = default end end
+    return
+  end
+  refuse_others(state, { "momentum", "dampening", "nesterov" }, optimizer.type, "SGD")
+  local is_w = optimizer.type:lower() == "adamw"
+  if is_w and params.adam_w_mode == false then
+    state:fail("optimizer.type is \"AdamW\" and optimizer.params.adam_w_mode is false: they contradict each other")
+  end
+  if not is_w and params.adam_w_mode == nil and params.weight_decay ~= 0 then
+    state:note("optimizer.type \"Adam\": weight_decay %g is added to the gradient, as in PyTorch and PatrickStar; "
+      .. "DeepSpeed's default is adam_w_mode = true: write that, or type \"AdamW\", for decoupled decay",
+      params.weight_decay)
+  end
+  optimizer.type = (is_w or params.adam_w_mode) and "AdamW" or "Adam"
+  params.adam_w_mode = optimizer.type == "AdamW"
+end
+
+local SCHEDULERS = {}
+for name in ("WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest warmup_cosine warmup_linear constant")
+  :gmatch("%S+") do
+  SCHEDULERS[name:lower()] = name
+end
+
+local function settle_scheduler(state, cfg)
+  local scheduler = cfg.scheduler
+  if not scheduler then return end
+  local params, lr = scheduler.params, cfg.rate_given and cfg.optimizer.params.lr or nil
+  local name = SCHEDULERS[scheduler.type:lower()]
+  if name ~= scheduler.type then
+    state:note("scheduler.type: \"%s\" is read as \"%s\", which is how DeepSpeed needs it written", scheduler.type,
+      name)
+  end
+  scheduler.type = name
+  if scheduler.type == "WarmupLR" then params.warmup_max_lr = params.warmup_max_lr or lr end
+  if scheduler.type:match("^warmup_") or scheduler.type == "constant" then params.max_lr = params.max_lr or lr end
+  for warmup, total in pairs { warmup_num_steps = "total_num_steps", warmup = "total" } do
+    if params[total] and params[warmup] and params[warmup] > params[total] then
+      local path = "scheduler.params." .. warmup
+      state:fail("%s is %.14g%s, more than scheduler.params.%s, %.14g: the rate would never come down as asked; lower "
+        .. "the one or raise the other", path, params[warmup], state.given[path] and "" or " (its default)", total,
+        params[total])
+    end
+  end
+  if params.cycle_momentum and cfg.optimizer.type == "SGD" then
+    if state.given["scheduler.params.cycle_momentum"] then
+      state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"SGD\"; write false")
+    end
+    params.cycle_momentum = false
+    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed: SGD has no betas")
+  elseif params.cycle_momentum then
+    state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99, whatever "
+      .. "optimizer.params.betas says")
+  end
+end
+
+local function settle_fp16(state, fp16)
+  local by_spelling = state.given["fp16.init_scale"] or fp16.loss_scale == "dynamic"
+  if fp16.enabled == nil then
+    fp16.enabled = by_spelling or false
+    if not by_spelling and state.given.fp16 then
+      state:note("fp16: there is no fp16.enabled = true, so fp16 is off")
+    end
+  end
+  if fp16.init_scale and state.given["fp16.initial_scale_power"]
+    and fp16.init_scale ~= 2 ^ fp16.initial_scale_power then
+    state:fail("fp16.init_scale is %g and fp16.initial_scale_power is %d, which is %g: they contradict each other",
+      fp16.init_scale, fp16.initial_scale_power, 2 ^ fp16.initial_scale_power)
+  end
+  fp16.dynamic = fp16.loss_scale == 0 or fp16.loss_scale == "dynamic"
+  if fp16.dynamic then fp16.loss_scale = 0 end
+  fp16.initial_scale = fp16.init_scale or 2 ^ fp16.initial_scale_power
+  if fp16.enabled and fp16.dynamic and fp16.min_loss_scale > fp16.initial_scale then
+    state:fail("fp16.min_loss_scale is %g, above the first scale %g (%s)", fp16.min_loss_scale, fp16.initial_scale,
+      fp16.init_scale and "fp16.init_scale" or "fp16.initial_scale_power")
+  end
+end
+
+local function settle_precision(state, cfg)
+  settle_fp16(state, cfg.fp16)
+  if cfg.fp16.enabled and cfg.bf16.enabled then
+    state:fail("fp16.enabled and %s are both true; parameters have one type", state:shown("bf16.enabled"))
+  end
+  cfg.precision = cfg.fp16.enabled and "fp16" or cfg.bf16.enabled and "bf16" or "fp32"
+  local types = cfg.data_types
+  if types.param_dtype and types.param_dtype ~= cfg.precision then
+    state:fail("data_types.param_dtype is \"%s\", but fp16 and bf16 say %s; enable %s", types.param_dtype,
+      cfg.precision, types.param_dtype == "fp32" and "neither" or types.param_dtype .. ".enabled")
+  end
+  local accum = types.grad_accum_dtype
+  if accum and accum ~= "fp32" and accum ~= cfg.precision then
+    state:fail("data_types.grad_accum_dtype is \"%s\"; gradients are added up in fp32 or in the parameters' type, %s",
+      accum, cfg.precision)
+  end
+  local adds_up = cfg.gradient_accumulation_steps > 1 or cfg.pipeline.stages > 1
+  accum = accum or adds_up and "fp32" or cfg.precision
+  cfg.grad_accum_dtype = accum == "fp32" and "fp32" or "param"
+end
+
+local function settle_prefetch(state, cfg)
+  local moves = cfg.client.opts.with_async_move
+  if moves == nil then return end
+  local path = state:shown("client.opts.with_async_move")
+  if state.given.prefetch and (cfg.prefetch ~= false) ~= moves then
+    state:fail("prefetch is %s and %s is %s: they contradict each other", check.show(cfg.prefetch), path,
+      tostring(moves))
+  end
+  if not state.given.prefetch then cfg.prefetch = moves end
+end
+
+-- DeepSpeed's warning.
+local function look_at_vocabulary(state, size)
+  if size and size % 8 ~= 0 then
+    state:note("vocabulary_size is %d, no multiple of 8: products with it are slow on GPUs; %d rows would not be", size,
+      math.ceil(size / 8) * 8)
+  end
+end
+
+-- Notes about keys come last, one line for each reason.
+local function finish_notes(state, cfg)
+  if #state.defaulted > 0 then
+    local list = {}
+    for i, path in ipairs(state.defaulted) do
+      local value = cfg
+      for name in path:gmatch("[^.]+") do value = type(value) == "table" and value[name] or nil end
+      list[i] = path .. (value ~= nil and " = " .. check.show(value) or "")
+    end
+    state:note('"auto" was taken as the default: %s', table.concat(list, ", "))
+  end
+  for _, group in ipairs(state.ignored) do
+    state:note("%s: ignored: %s", table.concat(group.paths, ", "), group.words)
+  end
+  return state.notes
+end
+
+-- Sizes of OSLO's section have gone to their own; what it says besides.
+local function settle_parts(state, cfg)
+  local off = cfg.model_parallelism.enable == false
+  for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do
+    local section, key = path:match "(.*)%.(.*)"
+    if off and cfg[section][key] > 1 then
+      state:fail("model_parallelism.enable is false, but %s is %d", state:shown(path), cfg[section][key])
+    end
+  end
+  if cfg.pipeline.activation_checkpoint_interval == 1 then
+    if state.given.recompute and not cfg.recompute then
+      state:fail("pipeline.activation_checkpoint_interval is 1 and recompute is false: they contradict each other")
+    end
+    cfg.recompute = true
+  end
+  local parts, path = cfg.tensor_parallel, "tensor_parallel.tp_overlap_comm"
+  local overlap = parts.tp_overlap_comm
+  if overlap and overlap ~= 1 and not parts.sequence_parallel then
+    state:fail("%s is %s and tensor_parallel.sequence_parallel is false: only rows that processes share out travel "
+      .. "beside products; leave one of both out", state:shown(path), check.show(overlap))
+  end
+end
+
+local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
+  client = "table", asked = "table", later = "boolean" }
+
+-- Checked tables -> the paths that were given in their sources.
+local checked = setmetatable({}, { __mode = "k" })
+
+-- Settings of the argument `client`, which go before those of the configuration's section.
+local function add_client(raw, client)
+  local into = type(raw.client) == "table" and raw.client or {}
+  for key, value in pairs(client) do into[key] = value end
+  raw.client = into
+end
+
+--- Reads, checks and completes a configuration. The result can be read again, changed or not.
+---@param from table|string a table, a path (.lua; anything else is JSON) or base64 of JSON
+---@param options? ps.config.Options
+---@return ps.Config cfg
+---@return string[] notes
+function config.read(from, options)
+  options = caller.options(options, "config.read", OPTIONS)
+  local raw, name = source.read(checked[from] and check.written(from, checked[from]) or from)
+  if options.client then add_client(raw, options.client) end
+  local cfg, state = check.run(raw, name, options.auto, options.asked, options.later)
+  if cfg.gradient_clipping < 0 then cfg.gradient_clipping = 0 end
+  settle_optimizer(state, cfg)
+  settle_scheduler(state, cfg)
+  settle_parts(state, cfg)
+  batch.settle(state, cfg, batch.data_parallel(state, cfg, options.world_size))
+  if checked[from] and cfg.gradient_accumulation_steps == from.gradient_accumulation_steps then
+    cfg.counts_micro_batches = from.counts_micro_batches
+  end
+  settle_precision(state, cfg)
+  if cfg.device == "auto" then
+    local auto = options.device
+    if type(auto) == "function" then auto = auto() end
+    cfg.device = auto or "auto"
+  end
+  local available = options.available or {}
+  if type(available) == "function" then available = available(cfg.device) end
+  memory.settle(state, cfg, available)
+  settle_prefetch(state, cfg)
+  look_at_vocabulary(state, cfg.vocabulary_size)
+  checked[cfg] = state.given
+  return cfg, finish_notes(state, cfg)
+end
+
+return config

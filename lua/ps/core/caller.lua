@@ -1,0 +1,344 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Errors about a script's mistake. Their messages begin with the script's position, not with one in psluajit's own
+-- files, however deep in them the mistake was found. This is the one file that knows how. Modules raise a script's
+-- mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua itself raises
+-- errors in these files, too (an index of nil, a conversion). The program's handler passes them through caller.at, and
+-- tracebacks through caller.trace, which leaves the script's own frames.
+local ffi = require "ffi"
+local lfs = require "lfs"
+local nearest = require "ps.core.nearest"
+local paths = require "ps.paths"
+
+local caller = {}
+
+-- Folders of psluajit's own files, as chunk names begin with them.
+local own = {}
+for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
+  paths.gen and paths.gen .. "/" } do
+  own[#own + 1] = "@" .. folder
+end
+
+--- Whether a chunk's name, as debug.getinfo has it, is that of one of psluajit's own files.
+---@param source string
+---@return boolean
+local function is_own(source)
+  if source:sub(1, 3) == "@./" then source = "@" .. lfs.currentdir() .. source:sub(3) end
+  for _, folder in ipairs(own) do
+    if source:sub(1, #folder) == folder then return true end
+  end
+  return false
+end
+
+local pause                                                -- the C function between a paused script and its prompt
+
+--- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is. What is typed at the
+--- prompt of a pause is at no line of the script below it.
+---@return string
+local function position()
+  local level = 2
+  while true do
+    local info = debug.getinfo(level, "Slf")
+    if not info or info.func == pause then return "" end
+    if info.what ~= "C" and not is_own(info.source) then return ("%s:%d: "):format(info.short_src, info.currentline) end
+    level = level + 1
+  end
+end
+
+caller.position, caller.is_own = position, is_own
+
+--- Tells the C function that a paused script is below.
+---@param func function
+function caller.pauses(func) pause = func end
+
+--- "script.lua:12" of the innermost Lua function that is not psluajit's; "" where none is.
+---@return string
+function caller.where() return (position():gsub(": $", "")) end
+
+-- The last error that psluajit caught on its way to the script: its value, its text, the traceback of where it was
+-- raised; passing: it has been raised again since.
+local noted
+
+--- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
+---@param message any
+---@param level? integer only 0 counts
+function caller.error(message, level)
+  if noted then noted.passing = level == 0 and rawequal(message, noted.value) end
+  if level ~= 0 and type(message) == "string" then message = position() .. message end
+  error(message, 0)
+end
+local raise = caller.error
+
+-- Whether a source as messages show it, perhaps cut at its beginning, is one of psluajit's files.
+local function is_own_shown(file)
+  local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
+  local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
+  return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
+end
+
+--- A message that begins with a place in psluajit's files, with the script's place instead; other values as they are.
+--- For handlers: the frames of the error must still be there.
+---@param message any
+---@return any
+function caller.at(message)
+  if type(message) ~= "string" then return message end
+  local file, text = message:match("^([^\n:]*):%d+: (.*)$")
+  if not file then return message end
+  return is_own_shown(file) and position() .. text or message
+end
+
+--- Shows a value as text. ps.pretty sets it, which the program's handler loads before it asks for `described`.
+---@type (fun(value: any): string)?
+caller.shown = nil
+
+--- What is printed of an error that is no string: its value. For the program's handler.
+---@param e any
+---@return string
+function caller.described(e)
+  local ok, text = pcall(caller.shown or tostring, e)
+  return ("the error is no text but a %s: %s"):format(type(e), ok and text or tostring(e))
+end
+
+-- Whether the function at a level (of who asks) raises an error again that psluajit had caught.
+local function raised_again(message, level)
+  if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
+  local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
+  return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
+end
+
+--- Notes an error where it is caught first, for the traceback that a script's failure ends with: the frames of what
+--- raised it are there. To be called by the handler of an xpcall. Gives the error with the script's place in front.
+---@param e any
+---@param told? fun() is called when the error is noted
+---@return any
+function caller.note(e, told)
+  if raised_again(e, 3) then return e end
+  e = caller.at(e)
+  local frames = debug.traceback("", 3):match "\nstack traceback:(.*)$"
+  noted = { value = e, text = select(2, pcall(tostring, e)), frames = frames, passing = false }
+  if told then told() end
+  return e
+end
+
+--- Whether an error that ends the script was caught by psluajit on its way. To be called by a function that the
+--- program's handler calls.
+---@param e any
+---@return boolean
+function caller.was_noted(e)
+  local again = raised_again(e, 4)                         -- no tail call: levels are counted
+  return again
+end
+
+--- A message with a traceback, without the frames of psluajit's own functions and of the C functions that they call: a
+--- script's mistake is in the script. With PS_TRACEBACK=all the traceback stays whole.
+---@param text string
+---@return string
+function caller.trace(text)
+  local title = "\nstack traceback:"
+  local before, frames = text:match("^(.*)" .. title .. "(.*)$")
+  if not before then return text end
+  local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
+  if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
+  if os.getenv "PS_TRACEBACK" == "all" then return before .. title .. frames end
+  local kept, in_c = {}, {}                                -- in_c: C functions that wait to see who called them
+  for frame in frames:gmatch("[^\n]+") do
+    local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")
+    if file == "[C]" then in_c[#in_c + 1] = frame
+    else
+      if frame ~= "\t..." and not (file and is_own_shown(file)) then       -- "...": frames that Lua left out
+        for _, c in ipairs(in_c) do kept[#kept + 1] = c end
+        kept[#kept + 1] = frame
+      end
+      in_c = {}
+    end
+  end
+  for _, c in ipairs(in_c) do kept[#kept + 1] = c end
+  return before .. title .. "\n" .. table.concat(kept, "\n")
+end
+
+-- -- arguments -------------------------------------------------------------------------------------------------------
+local function kind(value) return value == nil and "nil" or "a " .. type(value) end
+
+-- Kinds of options besides Lua's types: the kind's name in errors, and whether a value is one.
+local KINDS = {
+  whole = { "a whole number", function(value)
+    return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
+  end },
+  callable = { "a function", function(value)
+    local mt = type(value) == "table" and getmetatable(value)
+    return type(value) == "function" or mt and mt.__call ~= nil
+  end },
+  tensor = { "a tensor", function() return false end },                     -- caller.for_tensors knows them
+  any = { "anything", function() return true end },
+}
+
+local function fits(value, kinds)
+  for name in kinds:gmatch("%w+") do
+    if KINDS[name] and KINDS[name][2](value) or type(value) == name then return true end
+  end
+  return false
+end
+
+local function sorted_names(keys)
+  local names = {}
+  for name in pairs(keys) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+-- "no option 'casual'; did you mean 'causal'? (there are causal, mask)"
+local function unknown(key, keys)
+  if type(key) ~= "string" then return "its options go by name, { name = value }, and one has none" end
+  local names = sorted_names(keys)
+  if not names[1] then return ("no option '%s'; it takes none"):format(key) end
+  local near, list = nearest.find(key, names), table.concat(names, ", ")
+  if near then return ("no option '%s'; did you mean '%s'? (there are %s)"):format(key, near, list) end
+  return ("no option '%s' (there are %s)"):format(key, list)
+end
+
+local function of_kind(value, kinds)
+  local words = {}
+  for name in kinds:gmatch("%w+") do words[#words + 1] = KINDS[name] and KINDS[name][1] or "a " .. name end
+  local is = type(value) == "number" and kinds:find("whole") and ("%.14g"):format(value)
+    or type(value) == "cdata" and "a cdata" or kind(value)
+  return ("is %s, not %s"):format(is, table.concat(words, " or "))
+end
+
+--- Options by name, checked: one that the call does not know, or of another type, is an error that names the nearest.
+--- nil becomes an empty table.
+---@param options any
+---@param call string the called function, for the message
+---@param keys table<string, string> the kind of each: a Lua type, "whole" (number), "callable", "tensor" or "any";
+---  several with "|" between them
+---@return table
+function caller.options(options, call, keys)
+  if options == nil then return {} end
+  if type(options) ~= "table" then raise(("%s takes a table of options, not %s"):format(call, kind(options))) end
+  for key, value in pairs(options) do
+    local kinds = keys[key]
+    if not kinds then raise(("%s: %s"):format(call, unknown(key, keys))) end
+    if type(value) ~= kinds and not fits(value, kinds) then
+      raise(("%s: %s %s"):format(call, key, of_kind(value, kinds)))
+    end
+  end
+  return options
+end
+
+--- The meaning of a word; an error that names the nearest where it is none of the words.
+---@param value any
+---@param words table<string, any>
+---@param what string "F.gelu: approximate"
+---@return any
+function caller.one_of(value, words, what)
+  local found = type(value) == "string" and words[value]
+  if found then return found end
+  local names = sorted_names(words)
+  local near = type(value) == "string" and nearest.find(value, names)
+  raise(("%s is %s%s (there are %s)"):format(what, type(value) == "string" and ("'%s'"):format(value) or kind(value),
+    near and ("; did you mean '%s'?"):format(near) or "", table.concat(names, ", ")))
+end
+
+--- A value of a Lua type: "string", "table", "number", ...
+---@param value any
+---@param want string
+---@param what string "ps.data.tokens: the path"
+---@return any value
+function caller.typed(value, want, what)
+  if type(value) ~= want then raise(("%s is %s; it must be a %s"):format(what, kind(value), want)) end
+  return value
+end
+
+--- What can be called: a function, or a table with __call.
+function caller.callable(value, what)
+  local mt = type(value) == "table" and getmetatable(value)
+  if type(value) ~= "function" and not (mt and mt.__call) then
+    raise(("%s takes a function, not %s"):format(what, kind(value)))
+  end
+  return value
+end
+
+--- A whole number, from `least` on where that is given; 2^53 at most, up to where they are exact.
+---@param value any
+---@param what string "ps.train.run: steps"
+---@param least? integer
+---@return integer value
+function caller.whole(value, what, least)
+  local is = type(value) == "number" and value % 1 == 0 and math.abs(value) <= 2 ^ 53
+  if is and not (least and value < least) then return value end
+  raise(("%s is %s; it must be a whole number%s"):format(what, type(value) == "number" and ("%.14g"):format(value)
+    or kind(value), least and (" from %d on"):format(least) or ""))
+end
+
+--- A seed: numbers that would wrap or lose digits on their way to 64 bits are refused, or two of them gave one stream.
+---@param value any
+---@param what string "ps.manual_seed"
+---@return integer value
+function caller.seed(value, what)
+  local t = type(value)
+  if t == "cdata" and tonumber(value) or t == "number" and value % 1 == 0 and value >= 0 and value <= 2 ^ 53 then
+    return value
+  end
+  raise(("%s takes a whole number, not %s: one from 0 to 2^53, or 64 bits (1ULL)"):format(what,
+    t == "number" and ("%.14g"):format(value) or "a " .. t))
+end
+
+local ORDINALS = { "first", "second", "third" }
+
+--- Raises the error of an argument behind the last one that a function takes.
+---@param call string "t:sum"
+---@param params string its parameters, with ", " between them
+---@param value any the argument
+---@param at? integer its place, default: after the last one
+---@param hint? string what to write instead
+function caller.more(call, params, value, at, hint)
+  at = at or select(2, params:gsub("[^, ]+", "")) + 1
+  local is = type(value) == "cdata" and "a tensor" or type(value) == "string" and ("'%s'"):format(value)
+    or (type(value) == "number" or type(value) == "boolean") and tostring(value) or "a " .. type(value)
+  raise(("%s(%s) has no %s argument; it was given %s%s"):format(call, params, ORDINALS[at] or at .. "th", is,
+    hint or type(value) == "cdata" and ". (A call in the last place passes all its results on; in parentheses only "
+    .. "the first.)" or ""))
+end
+
+--- A list, whose values are at 1, 2, ...: what else is in the table would be passed over.
+---@param value table
+---@param what string "ps.zeros: the shape"
+---@return table value
+function caller.list(value, what)
+  local n = #value
+  for key in pairs(value) do
+    if not (type(key) == "number" and key >= 1 and key <= n and key % 1 == 0) then
+      local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
+      raise(("%s has %s among its values, which are those from 1 on; options are a table of their own behind it")
+        :format(what, name))
+    end
+  end
+  return value
+end
+
+--- The checks of ops' arguments. ps.ffi calls it with ps_tensor once that type is declared.
+---@param tensor_type ffi.ctype*
+function caller.for_tensors(tensor_type)
+  local istype = ffi.istype
+  KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
+
+  --- An input of an op: a tensor, or nil, of which the op decides. name: its name, or its place in a list.
+  function caller.tensor(value, op, name)
+    if istype(tensor_type, value) or rawequal(value, nil) then return value end
+    if type(value) == "cdata" and value == nil then return nil end                -- a NULL
+    if type(name) == "number" then name = "tensor " .. name end
+    raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
+  end
+
+  --- A number that an op takes; nil is the default. (The wrappers of ops call these two where a quick look at the
+  --- value does not do.) ctype: the integer type that it becomes, of which the quick look said that a number is none.
+  function caller.number(value, op, name, ctype)
+    local t = type(value)
+    if t == "number" and ctype and ctype ~= "double" then
+      raise(("%s: %s is %.17g; it takes a whole number, as %s holds it"):format(op, name, value, ctype))
+    end
+    if t == "number" or t == "nil" or t == "boolean" or t == "cdata" and tonumber(value) then return value end
+    local is = istype(tensor_type, value) and "a tensor" or kind(value)
+    raise(("%s: %s is %s; it takes a number"):format(op, name, is))
+  end
+end
+
+return caller

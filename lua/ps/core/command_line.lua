@@ -1,0 +1,67 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What programs do with what their user gave. Numbers, for argparse: whole(parser:option("--steps", "Steps."), 1). One
+-- that is no number, no whole one or out of range ends the program with the option's name and what it takes.
+-- Files and settings: try("train.lua", fn), where an error ends the program in one line.
+local command_line = {}
+
+local MOST = 2 ^ 53                -- whole numbers up to here are exact
+
+-- Numbers in decimal: 480, 2.5, 5e3, -1.
+local function decimal(text)
+  return (text:match "^%-?%d+%.?%d*$" or text:match "^%-?%d+%.?%d*[eE][+-]?%d+$") and tonumber(text) or nil
+end
+
+local function convert(option, what, fits)
+  local name = option._name
+  return option:convert(function(text)
+    local n = decimal(text)
+    if n and fits(n) then return n end
+    return nil, ("%s %s: it takes %s"):format(name, text, what)
+  end)
+end
+
+--- The option takes whole numbers.
+---@param option table argparse's
+---@param least integer
+---@param most? integer 2^53 when absent
+---@return table option
+function command_line.whole(option, least, most)
+  most = most or MOST
+  return convert(option, ("a whole number from %.14g to %s"):format(least, most == MOST and "2^53"
+    or ("%.14g"):format(most)), function(n) return n % 1 == 0 and n >= least and n <= most end)
+end
+
+--- The option takes numbers.
+---@param option table argparse's
+---@param least number
+---@param most? number any finite one when absent
+---@return table option
+function command_line.number(option, least, most)
+  return convert(option, ("a number from %.14g %s"):format(least, most and ("to %.14g"):format(most) or "on"),
+    function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
+end
+
+--- What fn gives. Its error is taken for a mistake of the program's user, to whom a traceback says nothing: it ends the
+--- program with exit code 1 and its message alone, which other ranks are told. PS_TRACEBACK=all leaves errors as they
+--- are.
+---@param program string what the line begins with: "train.lua"
+---@param fn function
+---@param ... any its arguments
+---@return any ...
+function command_line.try(program, fn, ...)
+  if os.getenv "PS_TRACEBACK" == "all" then return fn(...) end
+  local function finish(ok, ...)
+    if ok then return ... end
+    local text = tostring((...))
+    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- caller.error's, which is the program's own line
+    local tail = script and script:match "^%.%.%.(.+)$"    -- Lua cuts long names
+    if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
+    if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end
+    io.stderr:write(program, ": ", text, "\n")
+    require("ps.core.ffi").C.ps_groups_end(text)
+    os.exit(1, true)
+  end
+  return finish(pcall(fn, ...))
+end
+
+return command_line

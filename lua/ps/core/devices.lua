@@ -1,0 +1,64 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The devices that this process has opened: their names and abilities, and how much of their memory tensors take.
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+
+local devices = {}
+
+--- Whether ops compute values: not in a dry run of a script (tools/plan.lua).
+devices.computes = native.C.ps_machine_pretended() == 0
+
+---@class ps.Device
+---@field name string
+---@field description string instruction set, threads and libraries in use
+
+--- Looks a device up by name and opens it: ps.device("cpu").
+---@param name string an error names the devices that there are
+---@return ps.Device
+function devices.open(name)
+  local i = native.device_index(name)
+  return { name = native.device_name[i], description = native.ffi.string(native.C.ps_device_describe(native.ctx, i)) }
+end
+
+--- The type that trains fastest on a device (default cpu): "bf16" on a GPU and where the processor multiplies it, else
+--- "fp32".
+---@param device? string
+---@return string
+function devices.fast_dtype(device)
+  return native.device_info(native.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
+end
+
+--- Whether ops that join several (ops.mlp) are faster on a device than those apart, as on a GPU.
+---@param device string
+---@return boolean
+function devices.prefers_fused(device) return native.device_info(native.device_index(device)).fuses ~= 0 end
+
+--- All devices that are open. cuda is opened by the first call that names it.
+---@return ps.Device[]
+function devices.all()
+  local list = {}
+  for i = 0, #native.device_name do list[i + 1] = devices.open(native.device_name[i]) end
+  return list
+end
+
+--- Limits the bytes that tensors may take on a device; what would take more is an error.
+---@param nbytes integer 0: no limit
+---@param device? string default the first device, "cpu"
+function devices.set_limit(nbytes, device)
+  caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
+  native.check(native.C.ps_memory_set_limit(native.ctx, device and native.device_index(device) or 0, nbytes))
+end
+--- Sets the peak that ps.memory tells back to the bytes in use now.
+---@param device? string default the first device, "cpu"
+function devices.reset_peak(device)
+  native.C.ps_memory_reset_peak(native.ctx, device and native.device_index(device) or 0)
+end
+
+--- The bytes of a device's memory that could still be had.
+---@param device? string default the first device, "cpu"
+---@return integer bytes
+function devices.available(device)
+  return tonumber(native.C.ps_memory_available(native.ctx, device and native.device_index(device) or 0))
+end
+
+return devices

@@ -1,0 +1,125 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Public functions refuse arguments that they do not have. Lua drops such arguments, so that one of PyTorch's (dtype,
+-- norm_type, rounding_mode) would be lost without a word. A function with `...` looks at its arguments itself.
+local caller = require "ps.core.caller"
+
+local exact = {}
+
+-- wrapper -> the function in it
+local inner = setmetatable({}, { __mode = "k" })
+
+--- The function that a wrapper calls; another function as it is.
+---@param fn function
+---@return function
+function exact.inner(fn) return inner[fn] or fn end
+
+-- The names of a function's parameters, of a method without self.
+local function parameters(fn, first)
+  local names = {}
+  for i = first, debug.getinfo(fn, "u").nparams do names[#names + 1] = debug.getlocal(fn, i) end
+  return table.concat(names, ", ")
+end
+
+local NONE = { set_to_none = "boolean" }
+local EXTRA = 3                                            -- so many arguments too many are looked at
+
+-- The code of a wrapper for n parameters. It names them, for a `...` would cost a trace. Each wrapper has code of its
+-- own, so that traces of one function are not those of all.
+local codes = {}
+local function code(n)
+  if codes[n] then return codes[n] end
+  local own, all, any = {}, {}, {}
+  for i = 1, n + EXTRA do
+    all[i] = "a" .. i
+    if i <= n then own[i] = all[i] else any[#any + 1] = all[i] .. " ~= nil" end
+  end
+  local text = ("local fn, refuse = ... return function(%s) if %s then refuse(%s) end return fn(%s) end"):format(
+    table.concat(all, ", "), table.concat(any, " or "), table.concat(all, ", ", n + 1), table.concat(own, ", "))
+  codes[n] = string.dump(loadstring(text, debug.getinfo(1, "S").source))
+  return codes[n]
+end
+
+--- fn, with an error for arguments behind its last parameter. A function with `...`, and one of C, as it is.
+---@param fn function
+---@param call string how it is called, "F.gelu" or "t:sum"
+---@param method? boolean its first parameter is self
+---@return function
+function exact.of(fn, call, method)
+  local info = debug.getinfo(fn, "uS")
+  if info.isvararg or info.what == "C" or inner[fn] then return fn end
+  local skip = method and 1 or 0
+  local takes = math.max(info.nparams, skip)               -- a method may do without its self
+  local function refuse(...)
+    for i = 1, EXTRA do
+      local value = select(i, ...)
+      if value ~= nil then caller.more(call, parameters(fn, 1 + skip), value, takes + i - skip) end
+    end
+  end
+  local wrapper = loadstring(code(takes))(fn, refuse)
+  inner[wrapper] = fn
+  return wrapper
+end
+
+-- How many arguments a function takes; of one with `...` any number.
+local most = setmetatable({}, { __mode = "k", __index = function(self, fn)
+  local info = debug.getinfo(exact.inner(fn), "uS")
+  self[fn] = (info.isvararg or info.what == "C") and math.huge or info.nparams
+  return self[fn]
+end })
+
+--- Refuses arguments `...` behind the last one of a method, of which self is none of them.
+---@param fn function the method
+---@param describe fun(object: any): string, string? of an error: how it is called, and what to write instead
+---@param object any for describe
+---@param ... any
+function exact.arguments(fn, describe, object, ...)
+  local n = select("#", ...)
+  local takes = math.max(0, most[fn] - 1)
+  if n <= takes then return end
+  for i = takes + 1, n do
+    local value = select(i, ...)
+    if value ~= nil then
+      local call, hint = describe(object)
+      caller.more(call, parameters(exact.inner(fn), 2), value, i, hint)
+    end
+  end
+end
+
+--- PyTorch's zero_grad(set_to_none): gradients are dropped here, as they are with true, its default.
+---@param value any true, { set_to_none = true } or nil; else an error
+---@param call string
+function exact.set_to_none(value, call)
+  if type(value) == "table" then value = caller.options(value, call, NONE).set_to_none end
+  if value ~= nil then caller.typed(value, "boolean", call .. ": set_to_none") end
+  if value == false then caller.error(call .. ": set_to_none is false; gradients are dropped, and not set to 0") end
+end
+
+--- A table whose functions are those of another one, exact; each is made when it is first asked for.
+---@param t table<any, any>
+---@param prefix string "t:"
+---@param method? boolean
+---@return table<any, any>
+function exact.view(t, prefix, method)
+  return setmetatable({}, { __index = function(self, key)
+    local value = t[key]
+    if type(value) == "function" then value = exact.of(value, prefix .. tostring(key), method) end
+    if value ~= nil then self[key] = value end
+    return value
+  end })
+end
+
+--- Makes the functions of a table exact, in their place.
+---@param t table<any, any>
+---@param prefix string "F."
+---@param method? boolean
+---@return table<any, any> t
+function exact.all(t, prefix, method)
+  for key, value in pairs(t) do
+    if type(value) == "function" and type(key) == "string" and not key:find "^__" then
+      t[key] = exact.of(value, prefix .. key, method)
+    end
+  end
+  return t
+end
+
+return exact

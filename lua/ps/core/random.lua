@@ -1,0 +1,21 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The random numbers of the process: one state, from which every op that draws takes its stream (Philox, src/base).
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+
+local random = {}
+
+--- The state of all random numbers, which may be read and written: seed, offset, step, sample, op (struct ps_rng of
+--- ps.h).
+---@return ffi.cdata* ps_rng
+function random.state() return native.C.ps_rng_get(native.ctx) end
+
+--- Starts every stream of random numbers anew from a seed.
+---@param seed integer from 0 to 2^53, or of 64 bits (1ULL)
+function random.seed(seed)
+  local rng = random.state()
+  caller.seed(seed, "ps.manual_seed")
+  rng.seed, rng.offset, rng.step, rng.sample, rng.op = seed, 0, 0, 0, 0
+end
+
+return random

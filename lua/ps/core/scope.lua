@@ -1,0 +1,428 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Scopes, gradient modes, backward and recompute, over the C calls of the same names.
+local native = require "ps.core.ffi"
+local array = require "ps.core.array"
+local hooks = require "ps.core.hooks"
+local ffi, C, ctx, check, own, caller = native.ffi, native.C, native.ctx, native.check, native.own, native.caller
+local error = caller.error
+
+local M = {}
+local id_out = ffi.new("int64_t[1]")
+local tensor_t = ffi.typeof("ps_tensor")
+local pointer_array = array "ps_tensor *"
+
+--- Whether a value is a tensor.
+---@param x any
+---@return boolean
+local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
+M.is_tensor = is_tensor
+
+--- Collects the tensors in values and nested tables (also as keys' values of modules' outputs), at most 6 levels down.
+local function gather(list, x, depth)
+  if is_tensor(x) then
+    list[#list + 1] = x
+  elseif type(x) == "table" and depth > 0 then
+    for _, v in pairs(x) do gather(list, v, depth - 1) end
+  end
+end
+
+-- Recompute: number -> { fn, args, rng state }. Tensors among args are bare references, given back by hand: each holds
+-- the segment before it, so that left to the collector a chain of them would go one link a cycle.
+local segments = {}
+
+local function hold_args(segment)
+  for i = 1, segment.args.n do
+    local t = segment.args[i]
+    if is_tensor(t) then
+      C.ps_tensor_retain(t)
+      segment.args[i] = ffi.cast("ps_tensor *", t)
+    end
+  end
+end
+
+--- The arguments for one more call of the function.
+local function lend_args(segment)
+  local args = { n = segment.args.n }
+  for i = 1, args.n do
+    args[i] = segment.args[i]
+    if is_tensor(args[i]) then
+      C.ps_tensor_retain(args[i])
+      args[i] = own(args[i])
+    end
+  end
+  return args
+end
+
+local function forget(id)
+  local segment = segments[id]
+  if not segment then return end
+  segments[id] = nil
+  for i = 1, segment.args.n do
+    if is_tensor(segment.args[i]) then C.ps_tensor_release(segment.args[i]) end
+  end
+end
+
+local function forget_reaped()
+  while true do
+    local id = tonumber(C.ps_segment_reap(ctx))
+    if id < 0 then return end
+    forget(id)
+  end
+end
+
+--- Forgets the functions that read parameters of an engine: it was closed. Such a function may hold, by way of its
+--- model, an output of the model, and so the segment itself: a circle through C that no collector sees.
+function M.engine_closed()
+  for id, segment in pairs(segments) do
+    if segment.reads_engine then forget(id) end
+  end
+end
+
+M.segments_end = newproxy(true)                -- forgets the segments that are left when the program ends
+getmetatable(M.segments_end).__gc = function() for id in pairs(segments) do forget(id) end end
+
+--- Runs Lua's collector, which frees tensors that nobody holds, and the arguments that recompute keeps for functions
+--- whose backward is over.
+function M.collect()
+  collectgarbage()
+  forget_reaped()
+  collectgarbage()
+end
+
+--- Runs the collector as M.collect does, but frees what compiled code holds, too: LuaJIT's traces keep the closures and
+--- tables that they met, and so a whole model that nobody else holds. They are compiled anew, which takes milliseconds.
+function M.collect_all()
+  jit.flush()
+  M.collect()
+end
+
+--- The tensors in values and nested tables, as an array for C.
+---@param ... any
+---@return ffi.cdata*? pointers nil: there are none
+---@return integer n
+function M.tensors(...)
+  local list = {}
+  for i = 1, select("#", ...) do gather(list, (select(i, ...)), 6) end
+  local n = #list
+  local pointers = n > 0 and pointer_array(n) or nil
+  for i = 1, n do pointers[i - 1] = list[i] end
+  return pointers, n
+end
+
+--- Begins a scope, for code that cannot be a function of ps.scope. ps.scope_end ends it.
+---@return integer id
+function M.begin()
+  forget_reaped()
+  check(C.ps_scope_begin(ctx, id_out))
+  return tonumber(id_out[0])
+end
+
+--- Ends a scope (and inner ones left open). `keep`: tensors, or tables of them, that survive into the scope outside.
+---@param id integer
+---@param ... any
+function M.finish(id, ...)
+  caller.typed(id, "number", "ps.scope_end: the scope, which ps.scope_begin gave,")
+  local keep, n = M.tensors(...)
+  check(C.ps_scope_end(ctx, id, n, keep))
+end
+
+local function finish_scope(id, ok, ...)
+  if not ok then
+    C.ps_scope_end(ctx, id, 0, nil)
+    error((...), 0)
+  end
+  M.finish(id, ...)
+  return ...
+end
+
+--- For xpcall: notes the frames of an error, and gives one of C, a table, its traceback. M.caught: called when an error
+--- is noted.
+local function trace(e)
+  if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
+  e = caller.note(e, M.caught)
+  return e
+end
+M.trace = trace
+
+--- Runs fn(...) in a scope. At its end the bytes of the tensors made inside are dropped, except those that fn returns
+--- (also nested in tables), kept ones and small ones.
+---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
+function M.scope(fn, ...)
+  caller.callable(fn, "ps.scope")
+  local id = M.begin()
+  return finish_scope(id, xpcall(fn, trace, ...))
+end
+
+local function restore_grad(was, ok, ...)
+  C.ps_set_grad_enabled(ctx, was)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- Runs fn(...) without recording gradients.
+---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
+function M.no_grad(fn, ...)
+  caller.callable(fn, "ps.no_grad")
+  return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
+end
+
+--- Runs fn(...) with gradients recorded, also inside no_grad.
+---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
+function M.enable_grad(fn, ...)
+  caller.callable(fn, "ps.enable_grad")
+  native.check_running "ps.enable_grad"
+  return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
+end
+
+--- Whether backward finds the outputs of norms, GELU and SwiGLU as the forward left them (true), or computes those of
+--- 1 MiB and more again (false, the default). Both give the same bits. Keeping them takes more memory and 1 to 2 % less
+--- time on a GPU. It holds for ops that run from now on.
+---@param on boolean
+---@return boolean was the setting before
+function M.keep_cheap_outputs(on)
+  if type(on) ~= "boolean" then error("ps.keep_cheap_outputs takes true or false, not " .. tostring(on)) end
+  return C.ps_set_keep_cheap(ctx, on and 1 or 0) ~= 0
+end
+
+--- Whether ops are recorded for backward.
+---@return boolean
+function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
+
+local function restore_offload(was, ok, ...)
+  C.ps_set_offload(ctx, was)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- Runs fn(...) and keeps in host memory what its backward needs. The inputs of a function that ps.recompute runs leave
+--- once it has run; what else the tape holds leaves when the scope that made it ends (a module call, say). All of it
+--- comes back in time for backward, and copies run beside the computation. Gradients are the same. Tensors under 64 KiB
+--- stay, and on the cpu nothing changes.
+---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
+function M.offload_activations(fn, ...)
+  caller.callable(fn, "ps.offload_activations")
+  local was = C.ps_set_offload(ctx, 1)
+  if was < 0 then native.raise(was) end
+  return restore_offload(was, xpcall(fn, trace, ...))
+end
+
+-- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one ----------------
+local step_id
+local step_depth             -- scopes that were open when it had begun
+
+--- Ends the current step scope and begins the next. optimizer:step() calls it last. Between the two it tells the hook
+--- "step". A step inside a scope that is younger than the step scope leaves both open: that scope ends what was made.
+function M.step_scope()
+  if step_id and C.ps_scope_depth(ctx) > step_depth then
+    hooks.tell "step"
+    collectgarbage("step", 100)
+    return
+  end
+  if step_id then
+    local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- not open any more when an outer scope ended first: fine
+    step_id = ok == 0 and step_id or nil
+  end
+  hooks.tell "step"
+  step_id = M.begin()
+  step_depth = C.ps_scope_depth(ctx)
+  collectgarbage("step", 100)
+end
+
+-- -- recompute ------------------------------------------------------------------------------------------------------
+local function pack(...) return { n = select("#", ...), ... } end
+
+-- M.segment: the segment whose function runs now: {segment, again: whether backward runs it once more, outer}; or nil.
+local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
+local function leave() M.segment = M.segment.outer end
+
+local carried = setmetatable({}, { __mode = "k" })   -- objects whose state a segment's second run needs
+
+--- Has an object in the state that it is in now whenever a segment of now runs again: state() gives it, restore(state)
+--- sets it.
+---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
+function M.carry_state(object) carried[object] = true end
+
+local function states()
+  if not next(carried) then return nil end
+  local all = {}
+  for object in pairs(carried) do all[object] = object:state() end
+  return all
+end
+
+local function set_states(all)
+  for object, state in pairs(all or {}) do object:restore(state) end
+end
+
+--- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
+--- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
+--- give the same outputs. Dropout draws the same numbers again. fn is kept, with all that it refers to, until backward
+--- has passed, or failed, or its outputs are gone. If it refers to what holds such an output (self.last, say), only
+--- backward, or model:close() of ps.initialize's model, ends that.
+---@param fn function returns tensors only
+---@param ... any tensors and other values for fn
+---@return ps.Tensor ... the results of fn
+function M.recompute(fn, ...)
+  caller.callable(fn, "ps.recompute")
+  if not M.grad_enabled() then return fn(...) end
+  local rng = C.ps_rng_get(ctx)
+  local segment = { fn = fn, args = pack(...), seed = rng.seed, op = rng.op, sample = rng.sample, step = rng.step,
+    module = C.ps_module_now(), states = states() }
+  C.ps_segment_begin(ctx)
+  enter(segment, false)
+  local ok, results = xpcall(function(...) return pack(M.no_grad(M.scope, fn, ...)) end, trace, ...)
+  leave()
+  if not ok then
+    C.ps_segment_cancel(ctx)
+    error(results, 0)
+  end
+  local ins, n_in = {}, 0
+  for i = 1, segment.args.n do
+    if is_tensor(segment.args[i]) then ins[n_in], n_in = segment.args[i], n_in + 1 end
+  end
+  local c_in, c_out = pointer_array(n_in + 1), pointer_array(results.n + 1)
+  for i = 0, n_in - 1 do c_in[i] = ins[i] end
+  for i = 1, results.n do
+    if not is_tensor(results[i]) then
+      C.ps_segment_cancel(ctx)
+      error("ps.recompute: the function must return tensors only")
+    end
+    c_out[i - 1] = results[i]
+  end
+  local rc = C.ps_segment_new(ctx, n_in, c_in, results.n, c_out, id_out)
+  if rc < 0 then
+    C.ps_segment_cancel(ctx)
+    native.raise(rc)
+  end
+  segment.reads_engine = rc == 1
+  hold_args(segment)
+  segments[tonumber(id_out[0])] = segment
+  return unpack(results, 1, results.n)
+end
+
+--- Runs the function of a segment again, at which a walk stopped, and splices what it records into the walk.
+---@param id integer
+function M.run_again(id)
+  local s = segments[id]
+  if not s then
+    error("a recompute segment read parameters of a model that was closed since: call backward before model:close()", 0)
+  end
+  local rng = C.ps_rng_get(ctx)
+  local seed, op, sample, step = rng.seed, rng.op, rng.sample, rng.step
+  local scope = M.begin()
+  rng.seed, rng.op, rng.sample, rng.step = s.seed, s.op, s.sample, s.step
+  local was = states()
+  set_states(s.states)
+  local args = lend_args(s)
+  if s.module > 0 then C.ps_module_enter(s.module) end                 -- the scope's end leaves it
+  enter(s, true)
+  local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
+  leave()
+  rng.seed, rng.op, rng.sample, rng.step = seed, op, sample, step
+  set_states(was)
+  local rc = 0
+  if results[1] then
+    local n = results.n - 1
+    local c_out = pointer_array(n + 1)
+    for i = 1, n do
+      if not is_tensor(results[i + 1]) then
+        results[1], results[2] = false, "ps.recompute: the function must return tensors"
+      end
+      if results[1] then c_out[i - 1] = results[i + 1] end
+    end
+    if results[1] then rc = C.ps_backward_splice(ctx, n, c_out) end
+  end
+  C.ps_scope_end(ctx, scope, 0, nil)
+  if not results[1] then error(results[2], 0) end
+  check(rc)
+  forget(id)
+end
+
+local root_in, gradient_in = pointer_array(1), pointer_array(1)
+
+-- From where the walk stands to its end. rc: what the call that brought it there gave.
+local function walk(rc)
+  while rc ~= 0 do
+    if rc < 0 then
+      if rc == C.PS_ENOMEM then collectgarbage() end
+      native.raise(rc)
+    end
+    M.run_again(tonumber(id_out[0]))
+    rc = C.ps_backward_next(ctx, id_out)
+  end
+end
+
+-- A walk to its end; rc: what the call that began it gave.
+local function walk_on(rc)
+  if rc ~= 0 then                                           -- the usual walk of a model without segments is over
+    local ok, err = xpcall(walk, trace, rc)
+    C.ps_backward_end(ctx)
+    if not ok then
+      forget_reaped()
+      error(err, 0)
+    end
+  end
+  if next(segments) then forget_reaped() end
+end
+
+--- M.backward itself, which asks nobody.
+---@param t ps.Tensor
+---@param gradient? ps.Tensor
+function M.walk_back(t, gradient)
+  root_in[0], gradient_in[0] = t, gradient
+  walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out))
+end
+
+--- Computes the gradients of the leaves that t was made from, and adds them to those that are there. The loss of a
+--- micro-batch of ps.initialize's model is weighed as by model:backward.
+---@param t ps.Tensor of one element, unless gradient is given
+---@param gradient? ps.Tensor of t's shape
+function M.backward(t, gradient)
+  caller.tensor(t, "backward", "the loss")
+  caller.tensor(gradient, "backward", "the gradient")
+  if hooks.ask("backward", t, gradient) then return end
+  hooks.tell("backwards", function(text) io.stderr:write("psluajit: ", text, "\n") end)
+  M.walk_back(t, gradient)
+end
+
+--- Whether a tensor is one of others, or recorded ops made it from one of them.
+---@param t ps.Tensor
+---@param from ps.Tensor[]
+---@return boolean
+function M.made_from(t, from)
+  local list = pointer_array(math.max(#from, 1))
+  for i, tensor in ipairs(from) do list[i - 1] = tensor end
+  local rc = C.ps_tensor_made_from(t, #from, list)
+  check(rc)
+  return rc == 1
+end
+
+--- The gradient of a leaf, or nil, whatever a script may ask for (T:grad).
+---@param t ps.Tensor
+---@return ps.Tensor|nil
+function M.grad_of(t)
+  local g = C.ps_tensor_get_grad(t)
+  if g == nil then return nil end
+  C.ps_tensor_retain(g)
+  return own(g)
+end
+
+--- A view of the same bytes without history: no gradient passes.
+---@param t ps.Tensor
+---@return ps.Tensor
+function M.detach(t)
+  local out = ffi.new("ps_tensor *[1]")
+  check(C.ps_tensor_detach(t, out))
+  local view = own(out[0])
+  if native.recorder then native.recorder:copied(t, view) end
+  return view
+end
+
+return M

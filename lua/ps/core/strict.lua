@@ -1,0 +1,46 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- require "ps.core.strict": from then on, reading or writing a global that was not declared is an error, which finds
+-- misspelt names. What is global already stays; strict.declare("name", ...) adds names. Calling it twice is harmless.
+local strict = {}
+
+local declared = {}
+
+--- Allows these globals.
+---@param ... string
+function strict.declare(...)
+  for i = 1, select("#", ...) do declared[(select(i, ...))] = true end
+end
+
+--- C code (the REPL, C modules) may do as it likes.
+---@return boolean
+local function from_c()
+  local info = debug.getinfo(3, "S")
+  return not info or info.what == "C"
+end
+
+local mt = getmetatable(_G)
+if mt == nil then
+  mt = {}
+  setmetatable(_G, mt)
+end
+
+if not mt.ps_strict then
+  mt.ps_strict = strict
+
+  function mt.__newindex(t, name, value)
+    if not declared[name] and not from_c() then
+      error(("global '%s' is assigned but was not declared; write 'local', or strict.declare first")
+        :format(tostring(name)), 2)
+    end
+    rawset(t, name, value)
+  end
+
+  function mt.__index(_, name)
+    if not declared[name] and not from_c() then
+      error(("global '%s' is not defined"):format(tostring(name)), 2)
+    end
+    return nil
+  end
+end
+
+return mt.ps_strict

@@ -1,0 +1,335 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Batches as models take them, and the outputs of models. A batch is positional (inputs x and targets y, where y[i] is
+-- the target of x[i]), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as `loss`.
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local core = require "ps.nn.module"
+local caller = require "ps.core.caller"
+
+local batch = {}
+
+--- Targets that do not count have this value, as in PyTorch and transformers.
+batch.IGNORED = -100
+
+local DEPTH = 6                    -- of tables in tables that are looked into
+
+-- What a model gave of a batch by names is a loop of one turn, too: `for out in model(batch) do`.
+local turned = setmetatable({}, { __mode = "k" })
+local Output = { __call = function(out)
+  turned[out] = not turned[out] or nil
+  if turned[out] then return out end
+end }
+
+-- The same of a pipeline, on a rank that does not have the model's tensors.
+local Partial = { __call = Output.__call, __index = function(_, name)
+  if type(name) ~= "string" then return nil end
+  caller.error(("out.%s: of a pipeline the last stage alone has more than out.loss: { gather = true } brings tensors "
+    .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
+end }
+
+-- The same of a call without targets, whose loss is made when a script asks for it.
+local pending = setmetatable({}, { __mode = "k" })
+local Later = { __call = Output.__call, __index = function(out, name)
+  local make = name == "loss" and pending[out]
+  if not make then return nil end
+  local value = scope.no_grad(make)
+  rawset(out, "loss", value)
+  pending[out] = nil
+  return value
+end }
+
+-- A table of a script, which may hold tensors: no module, nor any other object.
+local function is_plain_table(value)
+  local mt = type(value) == "table" and getmetatable(value)
+  return mt == nil or mt == Output or mt == Partial or mt == Later
+end
+
+--- The arguments of a model's call, and their number n: a list of tensors in one table is spread. A nil behind it is
+--- the y of `for x, y in loader do`, whose turns give one table.
+---@return any[] given
+function batch.spread(...)
+  local given = { n = select("#", ...), ... }
+  local only = given[1]
+  local alone = given.n == 1 or given.n == 2 and rawequal(given[2], nil)
+  if alone and type(only) == "table" and not core.is_module(only) and #only > 0 then
+    return { n = #only, unpack(only) }
+  end
+  return given
+end
+
+local function moved(value, device, name, depth)
+  if scope.is_tensor(value) then return value.device_ ~= device and value:to(name) or value end
+  if depth == 0 or not is_plain_table(value) then return value end
+  local copy
+  for key, part in pairs(value) do
+    local there = moved(part, device, name, depth - 1)
+    if not rawequal(there, part) then
+      copy = copy or {}
+      copy[key] = there
+    end
+  end
+  if not copy then return value end
+  for key, part in pairs(value) do if copy[key] == nil then copy[key] = part end end
+  return copy
+end
+
+--- The same arguments with tensors on a device, also those in tables. A tensor that lies there already is not copied.
+---@param given any[] and n
+---@param device integer
+---@param name string
+---@return any[]
+function batch.on(given, device, name)
+  local args = { n = given.n }
+  for i = 1, given.n do args[i] = moved(given[i], device, name, DEPTH) end
+  return args
+end
+
+local function sorted_keys(value)
+  local keys = {}
+  for key in pairs(value) do keys[#keys + 1] = key end
+  table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
+  return keys
+end
+
+local function describe(parts, value, depth)
+  if scope.is_tensor(value) then
+    parts[#parts + 1] = value:dtype() .. "[" .. table.concat(value:shape(), ",") .. "]"
+  elseif depth > 0 and is_plain_table(value) then
+    parts[#parts + 1] = "{"
+    for _, key in ipairs(sorted_keys(value)) do
+      parts[#parts + 1] = tostring(key) .. "="
+      describe(parts, value[key], depth - 1)
+    end
+    parts[#parts + 1] = "}"
+  else
+    parts[#parts + 1] = type(value) == "table" and "table" or tostring(value)
+  end
+end
+
+--- Names, shapes and types of the tensors, and the other values: together they decide which ops run.
+---@param given any[] and n
+---@return string
+function batch.signature(given)
+  local parts = {}
+  for i = 1, given.n do describe(parts, given[i], DEPTH) end
+  return table.concat(parts, " ")
+end
+
+local hash_out = native.ffi.new("uint64_t[1]")
+
+--- Appends the hashes of the tensors of a value, in order: ranks that must have the same batch compare them. The host
+--- waits for tensors that lie on a device.
+---@param said string[]
+---@param value any
+function batch.add_hashes(said, value)
+  if not devices.computes then return end                         -- a dry run of a script has no other ranks' rows
+  if scope.is_tensor(value) then
+    native.check(native.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
+    said[#said + 1] = tostring(hash_out[0])
+  elseif type(value) == "table" then
+    for _, key in ipairs(sorted_keys(value)) do batch.add_hashes(said, value[key]) end
+  end
+end
+
+-- -- targets --------------------------------------------------------------------------------------------------------
+local function are_classes(t)
+  if not scope.is_tensor(t) then return false end
+  local dtype = t:dtype()
+  return dtype == "int32" or dtype == "int64"
+end
+
+-- The targets: y of (x, y), which has the shape of x, or the labels of a named batch; nil where there are none.
+local function find(given)
+  local x, y = given[1], given[2]
+  if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
+  if are_classes(y) and scope.is_tensor(x) and core.same_shape(x:shape(), y:shape()) then return y end
+end
+
+---@class ps.Targets
+---@field count number targets that count
+---@field places number all of them, ignored ones too
+
+-- What fn(...) gives; nil in a dry run of a script where it reads values that the script did not write itself.
+local function known(fn, ...)
+  if devices.computes then return scope.no_grad(fn, ...) end
+  local ok, value = pcall(scope.no_grad, fn, ...)
+  if ok then return value end
+  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
+end
+
+--- The targets of a batch: how many are not -100. A model whose loss is the mean of other targets has a method
+--- count_targets(...). It takes the model's arguments and gives the number of these targets, or nil for the rule above.
+--- Models of transformers need it: they shift their labels, so that a row's first does not count. The result is nil
+--- where there are no targets to count. The host waits for targets that lie on a device. In a dry run of a script that
+--- did not write the targets itself, all of them count.
+---@param model ps.nn.Module
+---@param given any[] and n
+---@return ps.Targets?
+function batch.targets(model, given)
+  local labels = find(given)
+  local count
+  if type(model.count_targets) == "function" then
+    count = known(model.count_targets, model, unpack(given, 1, given.n))
+    if count ~= nil and not (type(count) == "number" and count >= 0 and count < math.huge) then
+      caller.error(("the model's count_targets gave %s, not a number of targets"):format(tostring(count)))
+    end
+  end
+  if labels == nil and count == nil then return nil end
+  count = count or known(function() return labels:ne(batch.IGNORED):sum():item() end) or labels:numel()
+  return { count = count, places = labels ~= nil and labels:numel() or count }
+end
+
+-- -- rows -----------------------------------------------------------------------------------------------------------
+-- Whether a batch is one table with names.
+local function is_named(given) return given.n == 1 and is_plain_table(given[1]) end
+batch.is_named = is_named
+
+-- A copy in which fn(tensor, rule, name) is in the place of each tensor. The rule says whether a tensor has a row for
+-- each sample: "rows"; "rows or one", where all samples may share one row; nil: it has none.
+local function with_tensors(value, rule, name, fn, depth)
+  if scope.is_tensor(value) then return fn(value, rule, name) end
+  if depth == 0 or not is_plain_table(value) then return value end
+  local copy = {}
+  for _, key in ipairs(sorted_keys(value)) do copy[key] = with_tensors(value[key], rule, name, fn, depth - 1) end
+  return copy
+end
+
+-- The same of a batch. The model's table split_inputs (name -> rule) has the rules of a batch by names; without it, and
+-- in a positional batch, every tensor has rows.
+local function with_rules(model, given, fn)
+  if not is_named(given) then
+    local copy = { n = given.n }
+    for i = 1, given.n do copy[i] = with_tensors(given[i], "rows", "argument " .. i, fn, DEPTH) end
+    return copy
+  end
+  local rules, copy = model.split_inputs, {}
+  for _, key in ipairs(sorted_keys(given[1])) do
+    local rule = "rows"
+    if rules then rule = rules[key] end
+    copy[key] = with_tensors(given[1][key], rule, tostring(key), fn, DEPTH)
+  end
+  return { n = 1, copy }
+end
+
+--- Rows (samples) of a batch: the first dimension of the tensors that have one for each sample, which must agree.
+---@param model ps.nn.Module
+---@param given any[] and n
+---@return integer rows
+function batch.rows(model, given)
+  local rows, of
+  with_rules(model, given, function(t, rule, name)
+    if rule ~= "rows" then return end
+    local n = t:dim() > 0 and t:size(0) or nil
+    if not n or rows and n ~= rows then
+      caller.error(("a batch is cut along the first dimension of its tensors: %s is of shape [%s]%s; the model's table "
+        .. "split_inputs says which inputs have a row for each sample"):format(name, table.concat(t:shape(), ", "),
+        rows and (", %s has %d rows"):format(of, rows) or ""))
+    end
+    rows, of = n, of or name
+  end)
+  if not rows then caller.error "a batch without a tensor that has a row for each sample cannot be cut" end
+  return rows
+end
+
+--- Some rows of a batch, as views: `count` of its `rows`, from row `first` on (from 0).
+---@param model ps.nn.Module
+---@param given any[] and n
+---@param rows integer
+---@param first integer
+---@param count integer
+---@return any[]
+function batch.narrow(model, given, rows, first, count)
+  if count == rows then return given end
+  return with_rules(model, given, function(t, rule)
+    local has = rule == "rows" or rule == "rows or one" and t:dim() > 1 and t:size(0) == rows
+    return has and t:narrow(0, first, count) or t
+  end)
+end
+
+--- A batch of as many rows with nothing in them: for dry runs, in which shapes alone count.
+---@param model ps.nn.Module
+---@param given any[] and n
+---@param rows integer
+---@return any[]
+function batch.resized(model, given, rows)
+  local before = batch.rows(model, given)
+  return with_rules(model, given, function(t, rule)
+    local has = rule == "rows" or rule == "rows or one" and t:dim() > 1 and t:size(0) == before
+    if not has then return t end
+    local shape = t:shape()
+    shape[1] = rows
+    return create.empty(shape, { dtype = t:dtype(), device = t:device() })
+  end)
+end
+
+-- -- outputs --------------------------------------------------------------------------------------------------------
+--- The tensor that backward starts from: the model's output itself, its `loss`, or the first of a list. Of other tables
+--- it is the first tensor in the order of names, which is the same on all ranks. Nil where there is none.
+---@param output any
+---@return ps.Tensor?
+function batch.loss(output)
+  if scope.is_tensor(output) then return output end
+  if type(output) ~= "table" then return nil end
+  if scope.is_tensor(output.loss) then return output.loss end
+  for _, key in ipairs(sorted_keys(output)) do
+    local found = batch.loss(output[key])
+    if found ~= nil then return found end
+  end
+end
+
+--- A plain table becomes a loop of one turn, too; other values are left alone.
+---@param result any
+---@param ... any
+---@return any ... the same
+function batch.turning(result, ...)
+  if is_plain_table(result) and getmetatable(result) ~= Later then setmetatable(result, Output) end
+  return result, ...
+end
+
+--- What a model gave, by names: a tensor of one element is `loss`, another tensor `logits`, and a list of both has them
+--- at 1, 2, ..., too; a plain table is taken as it is. Other objects are left alone.
+---@param result any
+---@param ... any the model's further results
+---@return table
+function batch.output(result, ...)
+  if not scope.is_tensor(result) then return (batch.turning(result)) end
+  local out = { result, ... }
+  out[result:numel() == 1 and "loss" or "logits"] = result
+  return setmetatable(out, Output)
+end
+
+--- An output whose other tensors are elsewhere: asking for one by name is an error that says so.
+---@param out table<string, ps.Tensor>
+---@return table out
+function batch.partial(out) return setmetatable(out, Partial) end
+
+--- An output whose loss is made, without gradients, when a script asks for it.
+---@param out table
+---@param make fun(): ps.Tensor
+---@return table out
+function batch.later(out, make)
+  out.loss = nil
+  pending[out] = make
+  return setmetatable(out, Later)
+end
+
+--- Whether a batch has targets: `labels` of a batch by names, else a second argument.
+---@param given any[] and n
+---@return boolean
+function batch.has_targets(given)
+  if batch.is_named(given) then return given[1].labels ~= nil end
+  return given.n > 1
+end
+
+--- The tensors of an output.
+---@param output any
+---@return ps.Tensor[]
+function batch.tensors(output)
+  local list = {}
+  with_tensors(output, nil, nil, function(t) list[#list + 1] = t end, DEPTH)
+  return list
+end
+
+return batch

@@ -1,0 +1,567 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation. A loader
+-- reads shards in C, or a list of texts (text_rows.lua).
+-- Each turn of a loader ends the scope of the turn before: it drops the tensors of a training step that nothing kept.
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local error = caller.error
+local bit = require "bit"
+local ffi = require "ffi"
+local array = require "ps.core.array"
+local mesh = require "ps.dist.mesh"
+local text_rows = require "ps.data.text_rows"
+local exact = require "ps.core.exact"
+local C, check = native.C, native.check
+local int_array, handle_array = array "int32_t", array "ps_tokens *"
+
+local data = {}
+
+---@class ps.Tokens a mapped shard
+---@field path string
+---@field width integer
+local Tokens = {}
+Tokens.__index = Tokens
+function Tokens:__tostring() return ("Tokens(%s, %.0f)"):format(self.path, self:count()) end
+
+local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- 20240520 and 20240801, little-endian
+
+local function has_header(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no token file: " .. why) end
+  local head = file:read(4)
+  file:close()
+  return MAGIC[head] or false
+end
+
+local TOKENS = { width = "whole" }
+
+--- Maps a token file. A file with llm.c's header says its width itself; elsewhere `width` bytes make a token. Without
+--- header and width, a .bin file is an error and any other file is text, one token a byte.
+---@param path string
+---@param options? {width?: 1|2|4} bytes of a token
+---@return ps.Tokens
+function data.tokens(path, options)
+  caller.typed(path, "string", "ps.data.tokens: the path")
+  local width = caller.options(options, "ps.data.tokens", TOKENS).width
+  if not width then width = (has_header(path) or path:match("%.bin$")) and 0 or 1 end
+  local out = ffi.new("ps_tokens *[1]")
+  check(C.ps_tokens_open(path, width, out))
+  return setmetatable({ path = path, width = width, handle = ffi.gc(out[0], C.ps_tokens_close) }, Tokens)
+end
+
+--- The number of tokens in the shard.
+---@return integer
+function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
+
+--- Copies tokens first .. first + n - 1 (from 0) to an int32 buffer.
+---@param first integer
+---@param n integer
+---@return ffi.cdata* ids int32_t[n]
+function Tokens:read(first, n)
+  caller.whole(first, "tokens:read: the first token")
+  if caller.whole(n, "tokens:read: the count") > self:count() then
+    error(("tokens:read: %.0f tokens, the file has %.0f"):format(n, self:count()))
+  end
+  local ids = int_array(math.max(n, 1))
+  check(C.ps_tokens_read(self.handle, first, n, ids))
+  return ids
+end
+
+local function write_shard(path, width, fill)
+  local out = ffi.new("ps_tokw *[1]")
+  check(C.ps_tokw_new(path, width, out))
+  local writer = ffi.gc(out[0], C.ps_tokw_free)
+  local ok, problem = pcall(fill, writer)
+  if ok then ok, problem = pcall(check, C.ps_tokw_commit(writer)) end
+  C.ps_tokw_free(ffi.gc(writer, nil))                      -- at once: it removes the temporary file
+  if not ok then error(problem, 0) end
+end
+
+local WRITTEN = { width = "whole", n = "whole" }
+
+--- Writes token ids to a shard with llm.c's header.
+---@param path string
+---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer with `n`
+---@param options? {width?: 2|4, n?: integer} width default 2
+function data.write_tokens(path, ids, options)
+  options = caller.options(options, "ps.data.write_tokens", WRITTEN)
+  caller.typed(path, "string", "ps.data.write_tokens: the path")
+  local n, buffer = options.n, ids
+  if type(ids) == "table" then
+    n = #ids
+    for i = 1, n do caller.whole(ids[i], "ps.data.write_tokens: a token") end
+    buffer = int_array(math.max(n, 1), ids)
+    if n == 1 then buffer[0] = ids[1] end
+  end
+  if type(ids) ~= "table" and type(ids) ~= "cdata" then
+    error("ps.data.write_tokens takes a list of tokens or an int32 buffer, not " .. tostring(ids))
+  end
+  caller.whole(n, "ps.data.write_tokens: n, which a buffer needs,")
+  write_shard(path, options.width or 2, function(writer) check(C.ps_tokw_append(writer, buffer, n)) end)
+end
+
+local function append(writer, tokenizer, text)
+  if tokenizer.append then return tokenizer:append(writer, text) end
+  local ids = tokenizer:encode(text)
+  local buffer = int_array(math.max(#ids, 1))
+  for i = 1, #ids do buffer[i - 1] = ids[i] end
+  check(C.ps_tokw_append(writer, buffer, #ids))
+end
+
+--- Writes a string's tokens to a shard.
+---@param text string
+---@param shard_path string
+---@param tokenizer ps.Tokenizer
+function data.encode_text(text, shard_path, tokenizer)
+  caller.typed(text, "string", "ps.data.encode_text: the text")
+  caller.typed(shard_path, "string", "ps.data.encode_text: the path of the shard")
+  caller.typed(tokenizer, "table", "ps.data.encode_text: the tokenizer")
+  local width = tokenizer.vocab_size > 65536 and 4 or 2
+  write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
+end
+
+--- Writes a text file's tokens to a shard. Text is cut into pieces at line ends, so a file of any size passes through.
+---@param text_path string
+---@param shard_path string
+---@param tokenizer ps.Tokenizer
+function data.encode_file(text_path, shard_path, tokenizer)
+  caller.typed(text_path, "string", "ps.data.encode_file: the path of the text")
+  caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
+  caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
+  local width = tokenizer.vocab_size > 65536 and 4 or 2
+  if tokenizer.encode_file then                            -- it knows where a text may be cut
+    write_shard(shard_path, width, function(writer)
+      tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end)
+    end)
+    return
+  end
+  local file, why = io.open(text_path, "rb")
+  if not file then error("no text file: " .. why) end
+  local ok, problem = pcall(write_shard, shard_path, width, function(writer)
+    while true do
+      local text, rest = file:read(2 ^ 24, "*L")
+      if not text then break end
+      append(writer, tokenizer, rest and text .. rest or text)
+    end
+  end)
+  file:close()
+  if not ok then error(problem, 0) end
+end
+
+-- Shards of options.shards (paths or ps.Tokens) or options.file, as a list of ps.Tokens.
+local function shards_of(options)
+  local given = options.shards or { options.file }
+  if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
+  local shards = {}
+  for i, shard in ipairs(given) do
+    shards[i] = type(shard) == "string" and data.tokens(shard, { width = options.width }) or shard
+    if getmetatable(shards[i]) ~= Tokens then error("a shard is a path or what ps.data.tokens gives") end
+  end
+  if #shards == 0 then error("the loader needs shards = { paths } or file = path") end
+  return shards
+end
+
+-- The range of tokens to use, half-open: first/last, or split = { from, to } in shares of the whole.
+local function range_of(options, shards)
+  local total = 0
+  for _, shard in ipairs(shards) do total = total + shard:count() end
+  if options.split then
+    for i = 1, 2 do caller.typed(options.split[i], "number", "a share of the loader's split") end
+    return math.floor(options.split[1] * total), math.floor(options.split[2] * total)
+  end
+  return options.first or 0, options.last or total
+end
+
+-- The batches that loaders gave out last. A loader that ends its turn may end the scopes of others begun inside it;
+-- their batches live on.
+local given_out = setmetatable({}, { __mode = "k" })
+
+-- Ends the scope of the turn before, if it is still open (an outer scope that ended took it along).
+local function end_turn(self)
+  given_out[self] = nil
+  if not self.scope then return end
+  local others = {}
+  for _, batch in pairs(given_out) do others[#others + 1] = batch end
+  local ok, problem = pcall(scope.finish, self.scope, others)
+  self.scope = nil
+  if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
+end
+
+local function begin_turn(self)
+  end_turn(self)
+  self.scope = scope.begin()
+end
+
+local function batch_tensor(ids, rows, seq, device)
+  local tensor = create.empty({ rows, seq }, { dtype = "int32", device = device })
+  check(C.ps_tensor_write(tensor, ids, rows * seq * 4))
+  return tensor
+end
+
+-- The rows of a loader of texts that are this rank's in the batch at a position, and the place of the first of them
+-- among the texts of the epoch, from 1. Of a last batch that is not full each rank takes as even a share as there is.
+local function own_rows(self, at)
+  local first = at.batch * self.global_batch
+  local there = math.min(self.global_batch, self.rows.count - first)
+  local from = math.floor(there * self.rank / self.world_size)
+  return math.floor(there * (self.rank + 1) / self.world_size) - from, first + from + 1
+end
+
+-- The next batch of texts; nil at the end of an epoch, which begins the next one.
+local function give_rows(self)
+  local at = self.at
+  if at.batch >= self.batches then
+    self.at = { epoch = at.epoch + 1, batch = 0 }
+    return nil
+  end
+  if not self.order or self.order.epoch ~= at.epoch then
+    self.order = self.rows:order(self.seed, at.epoch, self.shuffle)
+    self.order.epoch = at.epoch
+  end
+  local n, first = own_rows(self, at)
+  local rng = random.state()
+  rng.sample, rng.op = at.epoch * self.batches * self.global_batch + first - 1, 0
+  local batch = self.rows:batch(self.order, first, n, self.device)
+  given_out[self] = { batch.input_ids, batch.attention_mask, batch.labels }
+  self.at = { epoch = at.epoch, batch = at.batch + 1 }
+  return batch
+end
+
+local function give(self, x, y, rows, seq)
+  local batch = { batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device) }
+  given_out[self] = batch
+  return batch[1], batch[2]
+end
+
+-- Of each group of ranks: the first loader that gave a batch and takes its rank from the group.
+local read_by = setmetatable({}, { __mode = "k" })
+local SAMPLE = 1024                      -- tokens of a shard's beginning and end that are compared
+
+--- A text that must be equal on all ranks: the loader's tokens, their beginning and their order. nil while no loader
+--- that takes its rank from the mesh has given a batch.
+---@param group ps.Group of all ranks
+---@return string?
+function data.read_by(group)
+  local loader = read_by[group]
+  if not loader then return nil end
+  if loader.rows then
+    return ("%d texts (%s) in rows of at most %d tokens, batches of %d, %s"):format(loader.rows.count, loader.texts,
+      loader.seq, loader.batch, loader.shuffle and ("shuffled with seed %s"):format(tostring(loader.seed))
+      or "in order")
+  end
+  if not loader.reads then
+    local total, bytes = 0, {}
+    for _, shard in ipairs(loader.shards) do
+      local count = shard:count()
+      local n = math.min(count, SAMPLE)
+      total = total + count
+      bytes[#bytes + 1] = ffi.string(shard:read(0, n), 4 * n) .. ffi.string(shard:read(count - n, n), 4 * n)
+    end
+    local sample = table.concat(bytes)
+    loader.reads = ("%.0f tokens in %d shards (sample %s), %.0f to %.0f of them in rows of %d, batches of %d, %s")
+      :format(total, #loader.shards, bit.tohex(tonumber(C.ps_xxh3(sample, #sample) % 2 ^ 32)), loader.first,
+      loader.last, loader.seq, loader.batch, loader.shuffle and ("shuffled with seed %.0f"):format(loader.seed)
+      or "in order")
+  end
+  return loader.reads
+end
+
+---@class ps.Loader
+---@field batch integer rows that this rank gets
+---@field rank integer from 0
+---@field world_size integer
+---@field global_batch integer rows of all ranks together: batch * world_size
+---@field seq integer
+---@field batches integer full batches an epoch, the same on every rank
+local Loader = {}
+Loader.__index = Loader
+function Loader:__tostring()
+  local tokens, at = 0, self:position()
+  if self.rows then
+    return ("Loader(%d texts, %d of them cut to %d tokens, batches of %d, %d an epoch; next: batch %d of epoch %d)")
+      :format(self.rows.count, self.rows.cut, self.seq, self.batch, self.batches, at.batch, at.epoch)
+  end
+  for _, shard in ipairs(self.shards) do tokens = tokens + shard:count() end
+  return ("Loader(%.0f tokens of %s, batches of %d x %d, %d an epoch; next: batch %d of epoch %d)"):format(tokens,
+    #self.shards == 1 and self.shards[1].path or #self.shards .. " shards", self.batch, self.seq, self.batches,
+    at.batch, at.epoch)
+end
+
+-- Options that loaders and windows share.
+local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
+  first = "whole", last = "whole", split = "table", device = "string" }
+
+local function and_also(keys)
+  for key, kind in pairs(SOURCE) do keys[key] = kind end
+  return keys
+end
+local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
+  world_size = "whole", texts = "table", tokenizer = "table", padding = "string", drop_last = "boolean" }
+-- What only a loader of shards takes, and only one of texts.
+local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
+local OF_TEXTS = { "tokenizer", "padding", "drop_last" }
+local WINDOWS = and_also { limit = "whole" }
+
+-- An int32 of the C interface.
+local function small(options, name, default)
+  local value = options[name]
+  if value == nil then return default end
+  if math.abs(tonumber(value)) >= 2 ^ 31 then
+    error(("ps.data.loader: %s is %.14g; it is below 2^31"):format(name, tonumber(value)))
+  end
+  return value
+end
+
+-- The fields of a loader of texts.
+local function of_texts(options, self)
+  for _, name in ipairs(OF_SHARDS) do
+    if options[name] ~= nil then
+      error(("ps.data.loader: %s is for token shards, not for texts: leave one of the two out"):format(name))
+    end
+  end
+  local texts, batch, global = caller.list(options.texts, "ps.data.loader: texts"), options.batch, self.global_batch
+  caller.whole(batch, "ps.data.loader: batch", 1)
+  caller.whole(options.seq, "ps.data.loader: seq", 1)
+  local tokenizer = caller.typed(options.tokenizer, "table", "ps.data.loader: the tokenizer, which texts need,")
+  local pads = { longest = 1, max_length = 2 }
+  local to_seq = caller.one_of(options.padding or "longest", pads, "ps.data.loader: padding") == pads.max_length
+  local drop, rest = options.drop_last ~= false, #texts % global
+  if #texts < (drop and global or 1) then
+    error(("ps.data.loader: %d texts are fewer than a batch of %d (%d on each of %d ranks)%s"):format(#texts, global,
+      batch, self.world_size, #texts > 0 and "; drop_last = false gives a smaller one" or ""))
+  end
+  if not drop and rest > 0 and rest < self.world_size then
+    error(("ps.data.loader: %d texts in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
+      :format(#texts, global, rest, self.world_size))
+  end
+  self.rows = text_rows.read(texts, tokenizer, options.seq, to_seq)
+  self.texts, self.drop_last, self.at = self.rows:hash(), drop, { epoch = 0, batch = 0 }
+  self.batches = drop and math.floor(#texts / global) or math.ceil(#texts / global)
+  return self
+end
+
+--- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
+--- ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with batch *
+--- world_size; rank r takes the rows from r * batch on. Ranks that share a model's stages or layers take the same rows.
+---
+--- Of texts a batch is one table { input_ids, attention_mask, labels }, int32 [batch, tokens], as models by names take
+--- it. A text is a row, with the special tokens of its tokenizer; one of more than seq tokens loses its last ones, and
+--- `tostring(loader)` tells how many did. Rows are padded behind, with labels of -100, with the tokenizer's pad token
+--- (else its end token, else 0).
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
+---  integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
+---  rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer, padding?:
+---  "longest"|"max_length", drop_last?: boolean} shuffle: default true; split: { 0, 0.9 } uses the first nine
+---  tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and world_size: default those
+---  of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an engine takes them from
+---  anywhere); texts: instead of shards, with their tokenizer; padding: to the longest row of the batch (default), or
+---  to seq; drop_last: false: an epoch of texts ends with a batch of fewer rows where some are left (default true)
+---@return ps.Loader
+function data.loader(options)
+  options = caller.options(options, "ps.data.loader", LOADER)
+  for _, name in ipairs(OF_TEXTS) do
+    if options[name] ~= nil and not options.texts then
+      error(("ps.data.loader: %s is for texts: give texts = { strings }"):format(name))
+    end
+  end
+  if not (options.batch and options.seq) then error("the loader needs batch and seq") end
+  for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do small(options, name) end
+  if options.device ~= nil then devices.open(options.device) end
+  local seed = caller.seed(options.seed or 0, "ps.data.loader: seed")
+  local shuffle = options.shuffle ~= false
+  local of_mesh = options.rank == nil and options.world_size == nil
+  local rank = small(options, "rank", of_mesh and mesh.rank "dp" or 0)
+  local world_size = small(options, "world_size", of_mesh and mesh.size "dp" or 1)
+  if rank < 0 or rank >= world_size then
+    error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
+  end
+  local self = { batch = options.batch, seq = options.seq, shuffle = shuffle, rank = rank, world_size = world_size,
+    global_batch = options.batch * world_size, seed = seed, device = options.device, of_mesh = of_mesh,
+    group = of_mesh and mesh.group "dp" or nil, world = of_mesh and mesh.group "world" or nil }
+  if options.texts then return setmetatable(of_texts(options, self), Loader) end
+  local shards = shards_of(options)
+  local first, last = range_of(options, shards)
+  local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
+    first = first, last = last, seed = seed, shuffle = shuffle and 1 or 0, ahead = options.ahead or 2,
+    rank = rank, world_size = world_size })
+  local handles = handle_array(#shards)
+  for i, shard in ipairs(shards) do handles[i - 1] = shard.handle end
+  local out = ffi.new("ps_loader *[1]")
+  check(C.ps_loader_new(#shards, handles, config, out))
+  local n = options.batch * options.seq
+  self.handle, self.first, self.last, self.shards = ffi.gc(out[0], C.ps_loader_free), first, last, shards
+  self.batches, self.at = tonumber(C.ps_loader_batches(out[0])), ffi.new("ps_loader_position")
+  self.x, self.y = int_array(n), int_array(n)
+  return setmetatable(self, Loader)
+end
+
+-- The next batch, or nothing at the end of an epoch.
+local function turn(self)
+  if self.of_mesh and mesh.is_open() and mesh.group "dp" ~= self.group then
+    error("the loader was made before processes joined, or were cut into stages, and reads rows of others: make it "
+      .. "behind ps.initialize, or call ps.mesh { pp = ... } first")
+  end
+  begin_turn(self)
+  if self.rows then
+    local batch = give_rows(self)
+    if batch and self.world and not read_by[self.world] then read_by[self.world] = self end
+    return batch
+  end
+  check(C.ps_loader_get_position(self.handle, self.at))
+  local given = C.ps_loader_next(self.handle, self.x, self.y)
+  check(given)
+  if given == 0 then return nil end
+  if self.world and not read_by[self.world] then read_by[self.world] = self end
+  local rng = random.state()
+  rng.sample = (self.at.epoch * self.batches + self.at.batch) * self.global_batch + self.rank * self.batch
+  rng.op = 0
+  return give(self, self.x, self.y, self.batch, self.seq)
+end
+
+--- The next batch; epochs follow one another without end.
+---@return ps.Tensor|table x int32 [batch, seq]; of texts the batch
+---@return ps.Tensor? y int32 [batch, seq], the tokens that follow those of x
+function Loader:next()
+  local x, y = turn(self)
+  if x == nil then x, y = turn(self) end
+  return x, y
+end
+
+--- `for batch in loader do`: the rest of the current epoch as tables {x, y}, which an engine's model takes as they are.
+---@return ps.Tensor[]|table? batch nil at the end of the epoch
+function Loader:__call()
+  local x, y = turn(self)
+  if x ~= nil then return self.rows and x or { x, y } end
+  end_turn(self)
+end
+
+--- `for x, y in loader:epoch() do`: the rest of the current epoch.
+---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, int32 [batch, seq] each; of texts the batch
+function Loader:epoch()
+  return function()
+    local x, y = turn(self)
+    if x == nil then end_turn(self) end
+    return x, y
+  end
+end
+
+--- The place of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
+---@return {epoch: integer, batch: integer}
+function Loader:position()
+  if self.rows then return { epoch = self.at.epoch, batch = self.at.batch } end
+  check(C.ps_loader_get_position(self.handle, self.at))
+  return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
+end
+
+--- Goes on at a position that Loader:position gave.
+---@param position {epoch: integer, batch: integer}
+function Loader:seek(position)
+  caller.typed(position, "table", "loader:seek: the position")
+  for _, key in ipairs { "epoch", "batch" } do
+    if type(position[key]) ~= "cdata" then caller.whole(position[key], "loader:seek: " .. key) end
+  end
+  if self.rows then
+    local epoch, batch = tonumber(position.epoch), tonumber(position.batch)
+    if epoch < 0 or batch < 0 or batch > self.batches then
+      error(("loader:seek: there is no batch %d of epoch %d; an epoch has %d"):format(batch, epoch, self.batches))
+    end
+    self.at = { epoch = epoch, batch = batch }
+    return
+  end
+  local at = ffi.new("ps_loader_position", { epoch = position.epoch, batch = position.batch })
+  check(C.ps_loader_set_position(self.handle, at))
+end
+
+-- What must be equal for a position to mean the same samples.
+local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last" }
+
+--- The position of all ranks, the same on each: any number of ranks resumes from it (see load_state_dict).
+---@return table state `batch` is the global batch
+function Loader:state_dict()
+  local state = { position = self:position(), batch = self.global_batch, batches = self.batches }
+  for _, key in ipairs(IDENTITY) do state[key] = self[key] end
+  state.seed = tostring(self.seed)
+  return state
+end
+
+-- The saved position in batches of this loader. An epoch that had ended has ended; within one, the samples given so far
+-- must be a number of whole batches here, for else some would come twice or never.
+local function position_here(self, state)
+  local at, here = state.position, self.global_batch
+  if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch) or not tonumber(at.batch) then
+    error("this is not the state of a loader: its position or batch is missing")
+  end
+  if state.batch == here then return at end
+  if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
+  local given = at.batch * state.batch
+  if given % here ~= 0 then
+    error(("the saved loader has given %d samples of epoch %d, %d batches of %d rows; with batches of %d rows (%d " ..
+      "on each of %d ranks) it cannot go on there without repeating or skipping some: use a batch times world_size " ..
+      "that divides %d, %d as it was, or save at the end of an epoch"):format(given, at.epoch, at.batch, state.batch,
+      here, self.batch, self.world_size, given, state.batch))
+  end
+  return { epoch = at.epoch, batch = given / here }
+end
+
+--- Goes on where the saved loader was, on another number of ranks, too. The global batch (batch * world_size) may be
+--- another one at the end of an epoch and where it divides the samples given so far, else it is an error.
+---@param state table
+function Loader:load_state_dict(state)
+  caller.typed(state, "table", "the saved state of a loader")
+  for _, key in ipairs(IDENTITY) do
+    if tostring(state[key]) ~= tostring(self[key]) then
+      error(("the saved loader has %s = %s, this one %s: its position would mean other data; give the data and " ..
+        "settings it was saved with"):format(key, tostring(state[key]), tostring(self[key])))
+    end
+  end
+  self:seek(position_here(self, state))
+end
+
+--- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, for
+--- evaluation. The last batch may have fewer rows.
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
+---  integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: the most windows, spread evenly
+---  over the range
+---@return fun(): ps.Tensor?, ps.Tensor? x and y, int32 [rows, seq] each
+function data.windows(options)
+  options = caller.options(options, "ps.data.windows", WINDOWS)
+  local shards = shards_of(options)
+  if #shards > 1 then error("ps.data.windows reads one shard") end
+  for _, name in ipairs { "batch", "seq" } do caller.whole(options[name], "ps.data.windows: " .. name) end
+  local first, last = range_of(options, shards)
+  local tokens, seq = shards[1], options.seq
+  local count = math.floor((last - first - 1) / seq)
+  local given = math.min(count, options.limit or count)
+  if given < 1 then
+    error(("%s: %d tokens hold no window of %d and its targets, which take %d; give more text, or a smaller seq")
+      :format(tokens.path, last - first, seq, seq + 1))
+  end
+  if options.device ~= nil then devices.open(options.device) end
+  local self, at = { device = options.device }, 0
+  return function()
+    if at >= given then
+      end_turn(self)
+      return nil
+    end
+    begin_turn(self)
+    local rows = math.min(options.batch, given - at)
+    local x, y = int_array(rows * seq), int_array(rows * seq)
+    for r = 0, rows - 1 do
+      local start = first + math.floor((at + r) * count / given) * seq
+      local ids = tokens:read(start, seq + 1)
+      ffi.copy(x + r * seq, ids, seq * 4)
+      ffi.copy(y + r * seq, ids + 1, seq * 4)
+    end
+    at = at + rows
+    return give(self, x, y, rows, seq)
+  end
+end
+
+exact.all(Tokens, "tokens:", true)
+exact.all(Loader, "loader:", true)
+
+return data

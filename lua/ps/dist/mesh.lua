@@ -1,0 +1,197 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The mesh of ranks (ps.mesh): the ranks that are together along an axis. Code that talks to other ranks asks here for
+-- their group, by axis:
+--   world   all ranks: configurations, checkpoints, the end of a run, and whatever fails
+--   dp      ranks that train the same parameters (copies of them, or, with ZeRO, shares), each with other rows of every
+--           batch: loaders, gradients, losses
+--   pp      ranks that have a stage each of one model, in the order of the model
+--   tp      ranks that have a part each of the same layers
+-- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is cut, dp is all of it.
+local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
+local error = caller.error
+
+local mesh = {}
+
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: in which rows travel between ranks of tp beside products
+local PIECES = 4                -- where a configuration says that they do
+
+--- The pieces that tensor_parallel.tp_overlap_comm asks for.
+---@param overlap? boolean|integer
+---@return integer 1: none travels beside a product
+function mesh.pieces(overlap)
+  if type(overlap) == "number" then return overlap end
+  return overlap and PIECES or 1
+end
+
+local AXES = { world = true, dp = true, pp = true, tp = true, cp = true, ep = true }
+local CUTS = { "tp", "dp", "pp" }                          -- the fastest first
+local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- an axis's size in a configuration
+local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
+local joined, env               -- the group of ps.init_distributed; this process's place (ps.dist.Env)
+local wanted = {}               -- settings that scripts made, by keys of configurations: {value, its name in messages}
+local sizes                     -- of the axes, once the world is cut; nil before
+local groups = {}               -- by axis; groups of one rank are absent
+
+--- Called by ps.init_distributed, when it has joined the other ranks.
+---@param group ps.Group of one rank or more
+---@param where ps.dist.Env
+---@param asked? table<string, any[]>
+function mesh.open(group, where, asked)
+  joined, env, wanted, sizes, groups = group, where, asked or {}, nil, {}
+end
+
+--- Settings that a configuration has to agree with, by its keys.
+---@return table<string, any[]>
+function mesh.asked() return wanted end
+
+--- Called when a group is closed.
+---@param group ps.Group
+function mesh.close(group)
+  if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end
+end
+
+--- Whether ps.init_distributed was called, also where it found one process.
+---@return boolean
+function mesh.is_open() return joined ~= nil end
+
+--- Where this process is among all ranks and on its machine; nil before ps.init_distributed.
+---@return ps.dist.Env?
+function mesh.env() return env end
+
+local function world_size() return joined and joined:size() or 1 end
+
+local function check_axis(axis)
+  if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
+end
+
+-- The first of the ranks that differ from a rank along one axis alone, and the distance from one to the next.
+local function first_of_line(axis, all, rank)
+  local stride = 1
+  for _, cut in ipairs(CUTS) do
+    if cut == axis then break end
+    stride = stride * all[cut]
+  end
+  return rank - math.floor(rank / stride) % all[axis] * stride, stride
+end
+
+-- This rank and those that differ from it along one axis alone, in order.
+local function line(axis, all)
+  local first, stride = first_of_line(axis, all, joined:rank())
+  local list = {}
+  for i = 0, all[axis] - 1 do list[#list + 1] = first + i * stride end
+  return list
+end
+
+-- The sizes of all axes. pp and tp are 1 where they are not given, and dp is then the world's size divided by both.
+local function complete(given, world)
+  local all = { pp = given.pp or 1, tp = given.tp or 1 }
+  for axis, size in pairs(given) do
+    if RESERVED[axis] then
+      if size ~= 1 then
+        error(("ps.mesh: %s = %s: %s does not exist yet"):format(axis, tostring(size), RESERVED[axis]))
+      end
+    elseif not AXES[axis] or axis == "world" then
+      error(("ps.mesh: no axis '%s'; there are dp, pp and tp"):format(tostring(axis)))
+    end
+    if type(size) ~= "number" or size < 1 or size % 1 ~= 0 then
+      error(("ps.mesh: %s is %s; it takes a whole number from 1 on"):format(axis, tostring(size)))
+    end
+  end
+  for axis, key in pairs(KEYS) do
+    local said = wanted[key]
+    if said and given[axis] and said[1] ~= given[axis] and not said.of_mesh then
+      error(("ps.mesh: %s is %d and %s is %d; they mean the same, keep one"):format(axis, given[axis], said[2],
+        said[1]))
+    end
+  end
+  all.dp = given.dp or world / (all.pp * all.tp)
+  if all.dp * all.pp * all.tp ~= world or all.dp % 1 ~= 0 then
+    local ranks = (given.dp or 1) * all.pp * all.tp
+    error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes: the product must be their number; %s"):format(
+      given.dp and tostring(given.dp) or "what is left", all.pp, all.tp, world, hooks.ask("few", ranks)
+      or ("start so many: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() "
+      .. "first"):format(ranks)))
+  end
+  return all
+end
+
+--- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world's size. dp is by
+--- default the size divided by the others. All ranks call it at the same time. A second call with the same sizes does
+--- nothing. A loader must be made behind the call.
+---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep are 1
+---@return {dp: integer, pp: integer, tp: integer} sizes
+function mesh.cut(given)
+  if type(given) ~= "table" then error(("ps.mesh takes a table of sizes, not a %s"):format(type(given))) end
+  mesh.check_joined "ps.mesh"
+  local all = complete(given, world_size())
+  local was = sizes or { dp = world_size(), pp = 1, tp = 1 }
+  if was.dp == all.dp and was.pp == all.pp and was.tp == all.tp then return all end
+  if sizes then
+    error(("the processes are cut into dp = %d, pp = %d, tp = %d already, and dp = %d, pp = %d, tp = %d is asked for")
+      :format(was.dp, was.pp, was.tp, all.dp, all.pp, all.tp))
+  end
+  local made = {}
+  for _, axis in ipairs { "pp", "dp", "tp" } do
+    if all[axis] > 1 then made[axis] = joined:split(line(axis, all), axis) end
+  end
+  sizes, groups = all, made
+  for axis, key in pairs(KEYS) do wanted[key] = wanted[key] or { all[axis], "ps.mesh's " .. axis, of_mesh = true } end
+  return all
+end
+
+--- The number of ranks along an axis.
+---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
+---@return integer
+function mesh.size(axis)
+  check_axis(axis)
+  if axis == "world" or axis == "dp" and not sizes then return world_size() end
+  return sizes and sizes[axis] or 1
+end
+
+--- This rank's number along an axis, from 0.
+---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
+---@return integer
+function mesh.rank(axis)
+  if mesh.size(axis) == 1 then return 0 end
+  local rest = joined:rank()
+  for _, cut in ipairs(axis ~= "world" and sizes and CUTS or {}) do
+    if cut == axis then return rest % sizes[cut] end
+    rest = math.floor(rest / sizes[cut])
+  end
+  return rest
+end
+
+--- The first of the ranks that are together with a rank along an axis: its own number where it is alone.
+---@param axis "dp"|"pp"|"tp"
+---@param rank integer among all ranks
+---@return integer
+function mesh.line_of(axis, rank)
+  if mesh.size(axis) == 1 then return rank end
+  return sizes and (first_of_line(axis, sizes, rank)) or 0
+end
+
+--- The ranks that are together with this one along an axis; nil: this process is the only one.
+---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
+---@return ps.Group?
+function mesh.group(axis)
+  if mesh.size(axis) == 1 then return nil end
+  return axis ~= "world" and groups[axis] or joined
+end
+
+--- Raises an error where a launcher started several processes and the script has not joined them.
+---@param what string what the script calls
+function mesh.check_joined(what)
+  if joined then return end
+  local size = os.getenv "RANK" and os.getenv "WORLD_SIZE" or "1"
+  if tonumber(size) ~= 1 then
+    error(hooks.ask("unjoined", what) or ("WORLD_SIZE is %s: call ps.init_distributed() before %s, so that the "
+      .. "processes find each other"):format(size, what), 0)
+  end
+end
+
+--- ps.mesh { pp = 2 } cuts, and gives the mesh.
+return setmetatable(mesh, { __call = function(_, given)
+  mesh.cut(given)
+  return mesh
+end })

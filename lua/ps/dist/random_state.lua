@@ -1,0 +1,53 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The state of the random numbers as a whole (ps.rng): kept and put back, as text for files, and the same on all ranks.
+-- Its numbers are 64 bits wide, which neither Lua's nor JSON's hold, so that outside they are decimal text.
+local random = require "ps.core.random"
+local talk = require "ps.dist.agree"
+
+local random_state = {}
+
+local FIELDS = { "seed", "offset", "step", "sample", "op" }
+
+local function u64(text)
+  local value = 0ULL
+  for digit in text:gmatch("%d") do value = value * 10 + tonumber(digit) end
+  return value
+end
+
+--- {seed = "17", ...}
+---@return table<string, string>
+function random_state.get()
+  local rng, state = random.state(), {}
+  for _, key in ipairs(FIELDS) do state[key] = (tostring(rng[key]):gsub("ULL$", "")) end
+  return state
+end
+
+--- Sets what `get` gave; fields that are not in it stay.
+---@param state table<string, string>
+function random_state.set(state)
+  local rng = random.state()
+  for _, key in ipairs(FIELDS) do if state[key] then rng[key] = u64(state[key]) end end
+end
+
+--- A function that puts the present state back.
+---@return fun()
+function random_state.keep()
+  local rng, kept = random.state(), {}
+  for i, key in ipairs(FIELDS) do kept[i] = rng[key] end
+  return function() for i, key in ipairs(FIELDS) do rng[key] = kept[i] end end
+end
+
+--- All ranks go on with rank 0's.
+---@param group ps.Group
+function random_state.share(group)
+  local text = talk.first(group, function()
+    local state, values = random_state.get(), {}
+    for i, key in ipairs(FIELDS) do values[i] = state[key] end
+    return table.concat(values, " ")
+  end)
+  local state, values = {}, text:gmatch("%d+")
+  for _, key in ipairs(FIELDS) do state[key] = values() end
+  random_state.set(state)
+end
+
+return random_state

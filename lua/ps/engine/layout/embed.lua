@@ -1,0 +1,151 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Embeddings on the host (use_cpu_embedding). Where a device computes, a table that only lookups use can stay in host
+-- memory. Indices go down, the rows found go up, and their gradients come back down. Values are the same. Dry runs with
+-- a table on the host show whether anything else uses it (a tied head, a slice of positions): they fail where an op
+-- finds the table beside tensors of the device. The bytes that a step moves by a dry run, weighed by measured rates
+-- (ps/engine/plan/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host
+-- where all of them want that.
+local native = require "ps.core.ffi"
+local hooks = require "ps.core.hooks"
+local Embedding = require "ps.nn.embedding".Embedding
+local C = native.C
+
+local embed = {}
+
+local GAIN = 0.98           -- a table goes to the host where a step then takes less than this share of its time
+
+---@class ps.engine.Table
+---@field name string
+---@field module ps.nn.Embedding
+---@field param ps.Tensor
+---@field nbytes integer
+---@field crossed integer bytes of rows that a step's lookups send up, known after a dry run
+
+--- Whether a parameter is registered as one embedding's table, and nowhere else.
+---@param entry {places: table[]}
+---@return boolean
+function embed.is_table(entry)
+  local owner, key = entry.places[1][1], entry.places[1][2]
+  return #entry.places == 1 and key == "weight" and owner.forward == Embedding.forward
+end
+
+---@param tables ps.engine.Table[]
+function embed.add(tables, entry, param)
+  tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
+end
+
+--- Whether tables of this engine may go to the host. A setting that the engine cannot follow gets a note.
+---@param engine ps.Engine
+---@return boolean
+function embed.wanted(engine)
+  local want = engine.cfg.use_cpu_embedding
+  if want == true and engine.device == engine.host then
+    engine:note("use_cpu_embedding: means nothing where the cpu computes")
+  elseif want == true and engine.cfg.memory.kind == "plain" then
+    engine:note("use_cpu_embedding: plain memory stays where it is made")
+  else
+    return want ~= false and engine.device ~= engine.host
+  end
+  return false
+end
+
+local function put(engine, tables, on_host)
+  for _, t in ipairs(tables) do
+    native.check(C.ps_engine_set_device(native.ctx, t.param, on_host[t] and engine.host or engine.device))
+  end
+end
+
+local function set_of(list)
+  local set = {}
+  for _, t in ipairs(list) do set[t] = true end
+  return set
+end
+
+-- Seconds that a step takes besides computing with these tables on the host: its copies and updates (hybrid.lua), and
+-- the copies of lookups, rows up and their gradients down, for which all other work waits.
+local function cost(engine, tables, list, split)
+  put(engine, tables, set_of(list))
+  local ok, best = pcall(split)
+  if not ok and type(best) == "table" and best.name == "ENOMEM" then return math.huge end
+  if not ok then error(best, 0) end
+  local seconds, r = best.seconds, engine.adam_rates
+  for _, t in ipairs(list) do seconds = seconds + t.crossed / r.up + t.crossed / r.down end
+  return seconds
+end
+
+-- The tables that make a step shorter when they lie on the host, chosen one after the other.
+local function paying(engine, tables, works, split)
+  local chosen = {}
+  local least = #works > 0 and cost(engine, tables, chosen, split)
+  for _, t in ipairs(works) do
+    chosen[#chosen + 1] = t
+    local seconds = t.crossed > 0 and cost(engine, tables, chosen, split) or math.huge
+    if seconds < GAIN * least then least = seconds else chosen[#chosen] = nil end
+  end
+  return chosen
+end
+
+-- The tables that can lie on the host at all, by dry runs of a step with them there; and whether no step can be run
+-- dry.
+local function possible(engine, tables, dry_run)
+  local works, blind = {}, false
+  local function tries(list)
+    local crossed = {}                                        -- by module
+    put(engine, tables, set_of(list))
+    local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
+    local ok, id = pcall(dry_run)
+    off()
+    if not ok then collectgarbage() end                       -- frees the ops that the failed run recorded
+    for _, t in ipairs(ok and list or {}) do t.crossed = crossed[t.module] or 0 end
+    blind = blind or ok and id == nil
+    return ok and id ~= nil
+  end
+  if #tables > 0 and tries(tables) then
+    works = tables
+  elseif #tables > 1 and not blind then
+    for _, t in ipairs(tables) do if tries { t } then works[#works + 1] = t end end
+  end
+  return works, blind
+end
+
+-- The tables that all ranks chose. A rank that failed chose none, and raises its error after this exchange, so that the
+-- others do not wait for it.
+local function agreed(engine, tables, ok, chosen)
+  local set, all = set_of(ok and chosen or {}), {}
+  for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end
+  return all
+end
+
+--- Decides, by dry runs of the first step, which tables lie on the host.
+---@param engine ps.Engine
+---@param dry_run fun(): integer? nil when the step cannot be run without values
+---@param split fun(): ps.engine.Split? the best split of updates, with the tables where they are
+function embed.settle(engine, dry_run, split)
+  local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false
+  local ok, chosen = pcall(function()
+    local works
+    works, blind = possible(engine, tables, dry_run)
+    if not told then return paying(engine, tables, works, split) end
+    local list = {}
+    for _, t in ipairs(works) do if t.crossed > 0 then list[#list + 1] = t end end
+    return list
+  end)
+  if engine.ranks then
+    local all = agreed(engine, tables, ok, chosen)
+    chosen = ok and all or chosen
+  end
+  if not ok then error(chosen, 0) end
+  engine.tables_on_host = set_of(chosen)
+  put(engine, tables, engine.tables_on_host)
+  if not told then return end
+  if #tables == 0 then engine:note("use_cpu_embedding: the model has no nn.Embedding with a table of its own") end
+  if blind then engine:note("use_cpu_embedding: what tables are used for cannot be told before a step has run") end
+  for _, t in ipairs(blind and {} or tables) do
+    if not engine.tables_on_host[t] then
+      engine:note(("use_cpu_embedding: %s stays on the device: it is used by more than lookups (as a tied head, say), "
+        .. "or by none"):format(t.name))
+    end
+  end
+end
+
+return embed

@@ -1,0 +1,272 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The costs of a model's parts (ps.nn.parts), counted by one forward of the whole model on meta: floating-point
+-- operations of forward and of both halves of backward, bytes, numbers of dropouts, and the tensors that go from part
+-- to part. Nothing is computed, so a model of any size can be counted, with or without data.
+--
+-- Counted are the multiplications and additions of products and attention, as ps_op_cost has them. Backward is cut as
+-- schedules cut it: INPUT gives the gradients of a part's inputs, WEIGHT those of its parameters. In backward a product
+-- has, for each input that wants a gradient, as many operations as in forward. Attention's backward has two and a half
+-- times the operations of its forward, since it computes the scores again.
+local create = require "ps.tensor.create"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local views = require "ps.memory.views"
+local native = require "ps.core.ffi"
+local core = require "ps.nn.module"
+local random_state = require "ps.dist.random_state"
+local C = native.C
+local bit = require "bit"
+
+local count = {}
+
+---@class ps.engine.PartCost
+---@field name string
+---@field forward number floating-point operations of a micro-batch
+---@field input number operations of the gradients of its inputs
+---@field weight number operations of its parameters' gradients
+---@field numel integer elements of its parameters
+---@field nbytes integer bytes of its parameters, in the types they compute in
+---@field activations integer bytes that its forward leaves for its backward, its outputs included; 0 where it lets
+---  go of more, which another part gave
+---@field dropouts integer ops that draw masks
+---@field first_dropout integer dropouts of the parts before it
+---@field trains boolean it has a parameter that trains
+---@field carry ps.engine.Carry[] the tensors that it gives the next part; empty for the last
+---@field carry_nbytes integer
+---@field out? ps.engine.Carry[] of the last part: the tensors that it gives
+
+---@class ps.engine.Carry
+---@field name string
+---@field shape integer[]
+---@field dtype string
+---@field nbytes integer
+---@field needs_grad boolean a gradient comes back for it
+
+-- -- ops ------------------------------------------------------------------------------------------------------------
+-- Whether a gradient reaches t, and whether t is a leaf: then it is a parameter's.
+local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
+local function is_leaf(t) return t.node == nil end
+
+local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
+
+-- Adds a product of `flops` whose inputs are listed: each input that wants a gradient costs as much again.
+local function product(cost, flops, ...)
+  cost.forward = cost.forward + flops
+  for i = 1, select("#", ...) do
+    local t = select(i, ...)
+    if wants(t) then
+      local half = is_leaf(t) and "weight" or "input"
+      cost[half] = cost[half] + flops
+    end
+  end
+end
+
+local function attention(cost, flops, ...)
+  cost.forward = cost.forward + flops
+  for i = 1, select("#", ...) do
+    if wants((select(i, ...))) then
+      cost.input = cost.input + 2.5 * flops
+      return
+    end
+  end
+end
+
+-- Of ops by name: adds the operations of one with inputs `x` (from 0) and attributes `a`; `flops` are those that
+-- ps_op_cost counts for the outputs that Lua gets: an lm_loss that makes gradients in its forward has one product here.
+-- Rows of ops.def with the flag PRODUCT are one product of their first two inputs.
+local COSTS = {
+  mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
+    local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
+    local first = flops * inner / (inner + outer)
+    product(cost, first, x[0], x[1])
+    product(cost, flops - first, x[3])
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- of the second one's input
+  end,
+  attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
+  attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
+}
+local COST_OF = {}                                                                -- by the op's number
+for op, row in pairs(native.op_info) do
+  if row.flags:find "PRODUCT" then
+    COST_OF[op] = function(cost, flops, x) product(cost, flops, x[0], x[1]) end
+  end
+end
+for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
+
+-- Looks at ops as they run (E.recorder).
+local Watch = {}
+Watch.__index = Watch
+function Watch:begin(op, n_in, ins, attrs)
+  local fn = COST_OF[op]
+  if not fn then return nil end
+  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }              -- C's own: they live until finish
+end
+local info = native.ffi.new "ps_op_cost_info"
+function Watch:finish(note, outs)
+  local x = {}
+  for i = 0, note.n_in - 1 do x[i] = note.ins[i] ~= nil and note.ins[i] or nil end
+  native.check(C.ps_op_cost(note.op, note.n_in, note.ins, note.attrs, native.op_info[note.op].n_out, outs, info))
+  note.fn(self.cost, tonumber(info.flops), x, note.attrs)
+end
+function Watch:empty() end                                                        -- luacheck: ignore 212
+function Watch:copied() end                                                       -- luacheck: ignore 212
+
+-- -- models ---------------------------------------------------------------------------------------------------------
+--- Puts tensors of zeros in the place of all tensors of these modules and their submodules. Parameters of fp32 get the
+--- type that they compute in. put_back puts the tensors of before back.
+---@param modules ps.nn.Module[]
+---@param device string
+---@param precision? string
+---@return fun() put_back
+function count.stand_in(modules, device, precision)
+  local standing, places, seen = {}, {}, {}
+  for _, module in ipairs(modules) do
+    for _, m in module:named_modules() do
+      for key, value in pairs(seen[m] and {} or m._fields) do
+        if scope.is_tensor(value) then places[#places + 1] = { m, key, value } end
+      end
+      seen[m] = true
+    end
+  end
+  for _, at in ipairs(places) do
+    local m, key, value = unpack(at)
+    local is_param = m._kind[key] == "param"
+    local stand = standing[core.address(value)]
+    if not stand then
+      local dtype = value:dtype()
+      stand = create.zeros(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype,
+        device = device })
+      if is_param and value:needs_grad() then stand:requires_grad(true) end
+      standing[core.address(value)] = stand:keep()
+    end
+    m._fields[key] = stand
+  end
+  return function() for _, at in ipairs(places) do at[1]._fields[at[2]] = at[3] end end
+end
+
+-- A copy of the arguments with all tensors on meta, those in tables too.
+local function arguments_on_meta(value)
+  if scope.is_tensor(value) then return create.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
+  if type(value) ~= "table" then return value end
+  local copy = {}
+  for key, item in pairs(value) do copy[key] = arguments_on_meta(item) end
+  return copy
+end
+
+local function used()
+  collectgarbage()
+  collectgarbage()                                           -- what the first one's finalizers let go
+  return views.memory("meta").used
+end
+
+-- The carry that a part gave, as a list in the order of names, and its bytes.
+local function carry_of(part, carry)
+  if type(carry) ~= "table" then
+    error(("part %s gave a %s; a part's forward gives a table of tensors"):format(part.name, type(carry)), 0)
+  end
+  local list, nbytes = {}, 0
+  for name, t in pairs(carry) do
+    if type(name) ~= "string" or not scope.is_tensor(t) then
+      error(("part %s gave %s = a %s; a part's forward gives tensors by name"):format(part.name, tostring(name),
+        type(t)), 0)
+    end
+    list[#list + 1] = { name = name, shape = t:shape(), dtype = t:dtype(), nbytes = t:nbytes(),
+      needs_grad = t:needs_grad() }
+    nbytes = nbytes + t:nbytes()
+  end
+  table.sort(list, function(a, b) return a.name < b.name end)
+  return list, nbytes
+end
+
+local function parameters_of(part, cost)
+  local seen = {}
+  for _, module in ipairs(part.modules) do
+    for _, p in module:named_parameters() do
+      if not seen[core.address(p)] then
+        seen[core.address(p)] = true
+        cost.numel, cost.nbytes = cost.numel + p:numel(), cost.nbytes + p:nbytes()
+        cost.trains = cost.trains or p:needs_grad()
+      end
+    end
+  end
+end
+
+-- A text that parts have alike whose modules, sizes and operations are alike. They leave the same for their backward.
+local function likeness(part, cost)
+  local said = {}
+  for _, module in ipairs(part.modules) do said[#said + 1] = tostring(module) end
+  for _, key in ipairs { "forward", "input", "weight", "numel", "nbytes", "dropouts" } do
+    said[#said + 1] = ("%.17g"):format(cost[key])
+  end
+  for _, t in ipairs(cost.carry) do
+    said[#said + 1] = ("%s %s %s %s"):format(t.name, t.dtype, tostring(t.needs_grad), table.concat(t.shape, ","))
+  end
+  return table.concat(said, "\n")
+end
+
+-- One forward of all parts. Of those in `measured`, by number, garbage is collected before and behind them, to see what
+-- they leave.
+local function pass(module, args, measured, cached)
+  local list, watch, rng = module:parts(), setmetatable({}, Watch), random.state()
+  local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
+  if cached then batch.cached = true end
+  rng.op = 0
+  native.recorder = watch
+  for i, part in ipairs(list) do
+    local cost = { name = part.name, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0, trains = false,
+      activations = 0, first_dropout = tonumber(rng.op) }
+    parameters_of(part, cost)
+    watch.cost = cost
+    local before = measured[i] and used()
+    carry = scope.scope(part.forward, carry, batch)
+    if before then cost.activations = math.max(0, used() - before) end
+    cost.dropouts = tonumber(rng.op) - cost.first_dropout
+    cost.carry, cost.carry_nbytes = carry_of(part, carry)
+    if i == #list then cost.out, cost.carry, cost.carry_nbytes = cost.carry, {}, 0 end
+    costs[i] = cost
+  end
+  return costs
+end
+
+-- Garbage of a large model takes long to collect, and most of its parts are alike: the first of each kind is measured.
+local function run(module, args, carries, cached)
+  local list, costs = module:parts(), pass(module, args, {}, cached)
+  if carries then return costs end
+  local first, kind = {}, {}
+  for i, cost in ipairs(costs) do
+    local like = likeness(list[i], cost)
+    kind[like] = kind[like] or i
+    first[i] = kind[like]
+  end
+  local measured = {}
+  for _, i in pairs(kind) do measured[i] = true end
+  local seen = pass(module, args, measured)
+  for i, cost in ipairs(costs) do cost.activations = seen[first[i]].activations end
+  return costs
+end
+
+--- Counts what a model's parts cost for a micro-batch.
+---@param module ps.nn.Module with parts() and batch_of()
+---@param args any[] what the model is called with: tensors of a micro-batch's shapes, on any device
+---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
+---@param carries? boolean what goes from part to part is wanted, not `activations`, for which garbage is collected
+---  before and behind each part
+---@param cached? boolean a step of generate is meant, in which keys and values of earlier positions are kept: the batch
+---  has cached = true. Needs `carries`
+---@return ps.engine.PartCost[]
+function count.parts(module, args, precision, carries, cached)
+  local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), native.recorder
+  local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)
+  native.recorder = was
+  restore()
+  put_back()
+  if ok then return result end
+  local why = type(result) == "table" and result.msg or tostring(result)
+  local text = ("the model's parts cannot be counted: they run once on tensors without data, and one of them failed: "
+    .. "%s. A model in stages reads no values in its forward (item, tolist, a comparison of tensors)"):format(why)
+  if type(result) ~= "table" then error(text, 0) end
+  result.msg = text
+  error(result, 0)
+end
+
+return count

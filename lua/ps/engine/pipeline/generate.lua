@@ -1,0 +1,102 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- model:generate of a model that is cut into stages, or whose layers ranks share out. All these ranks call it with the
+-- same request, and get the same ids. In a pipeline a token is a forward through the stages, each of which keeps the
+-- keys and values of its own layers; the last one's logits then go to all ranks, which choose from them alike. Ranks
+-- that share layers out keep keys and values of their own heads, and the head gives all of them the logits.
+-- ps/pretrained/generate.lua runs on every rank, with an object in the model's place that has the module's fields and
+-- these functions.
+local create = require "ps.tensor.create"
+local agree = require "ps.dist.agree"
+local caller = require "ps.core.caller"
+local mesh = require "ps.dist.mesh"
+local pipe_step = require "ps.engine.pipeline.pace"
+
+local pipe_generate = {}
+
+---@class ps.engine.Staged in the place of a model; ps/pretrained/generate_rows.lua says what each function is
+---@field where_ids? string
+---@field next_logits fun(self: ps.engine.Staged, ids: ps.Tensor, at: table): ps.Tensor
+---@field agreed fun(read: (fun(): table), told: fun(request: table): string[][]): table
+---@field together fun(fn: fun(): boolean): boolean
+
+-- Logits [R, V] fp32 of a forward through the stages, on all ranks.
+local function next_logits(engine, ids, at)
+  local module, pipe = engine.module, engine.pipe
+  local out = pipe_step.once(engine, ids, module:step_batch(ids, at))
+  local logits
+  if out then logits = out.logits:reshape(ids:size(0), -1):to("fp32"):contiguous()
+  else
+    logits = create.empty({ ids:size(0), module.config.vocab_size }, { dtype = "fp32", device = engine.device_name })
+  end
+  return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
+end
+
+-- The groups of ranks that go on together, of which each rank is in one of each. The parameters of stage 3 are gathered
+-- among ranks that have other rows: they go on together, too.
+local function groups_of(engine)
+  if engine.zero_stage == 3 then return { mesh.group "world" } end
+  local list = { mesh.group "pp" }
+  list[#list + 1] = mesh.group "tp"
+  return list
+end
+
+-- call(group, fn) with the first group; with each further one, a call that has the one before as its fn. So all ranks
+-- of all groups hear of all.
+local function among(groups, call, fn)
+  for _, group in ipairs(groups) do
+    local inner = fn
+    fn = function() return call(group, inner) end
+  end
+  return fn()
+end
+
+local function staged(engine)
+  local module, groups = engine.module, groups_of(engine)
+  local self = {}
+  if engine.pipe then
+    self.where_ids = engine.device_name
+    function self.next_logits(_, ids, at) return next_logits(engine, ids, at) end
+  end
+  function self.together(fn) return among(groups, agree.all, fn) end
+  function self.agreed(read, told)
+    if engine.pipe then pipe_step.begin_generate(engine) end
+    local request, list
+    among(groups, agree.run, function()
+      request = read()
+      list = told(request)
+    end)
+    among(groups, function(group, inner)
+      return agree.run(group, function()
+        inner()
+        agree.same(group, "generate", list)
+      end)
+    end, function() end)
+    local quiet = among(groups, agree.all, function() return not request.chosen.followed end)
+    request.chosen.followed = not quiet
+    return request
+  end
+  return setmetatable(self, { __index = function(_, key)
+    local value = module[key]
+    if type(value) ~= "function" then return value end
+    return function(first, ...)
+      if rawequal(first, self) then return value(module, ...) end
+      return value(first, ...)
+    end
+  end })
+end
+
+--- The generate of an engine whose model several ranks have together.
+---@param engine ps.Engine
+---@param ... any what the module's own takes
+---@return integer[]|integer[][] ids
+function pipe_generate.generate(engine, ...)
+  engine:check_open()
+  local module = engine.module
+  if engine.pipe and type(module.step_batch) ~= "function" then
+    caller.error(("generate in a pipeline: %s has no method step_batch(ids, step), which gives what its parts read "
+      .. "(ps/pretrained/generate_rows.lua)"):format(module.class_name))
+  end
+  return module.generate(staged(engine), ...)
+end
+
+return pipe_generate

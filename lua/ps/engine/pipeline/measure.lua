@@ -1,0 +1,101 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Seconds that a model's parts (ps.nn.parts) take on a device: each kind of part runs forward and backward a few
+-- times, by itself, with tensors of zeros in the place of the model's: the time of a product does not depend on values.
+-- At most one part's tensors are in memory.
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
+local count = require "ps.engine.pipeline.count"
+local random_state = require "ps.dist.random_state"
+local native = require "ps.core.ffi"
+
+local measure = {}
+
+local TIMES = 3                           -- runs of a part, of which the fastest counts
+
+-- Waits until the device has done all its work.
+local function wait(t)
+  if native.device_info(t.device_).is_host == 0 then t:detach():reshape(-1):narrow(0, 0, 1):item() end
+end
+
+local function zeros(like, device)
+  local t = create.zeros(like.shape, { dtype = like.dtype, device = device })
+  if like.needs_grad then t:requires_grad(true) end
+  return t
+end
+
+-- Seconds of a forward, and of a backward, of a part. from: the tensors that the part gets (ps.engine.Carry[]).
+local function run(part, from, batch, device)
+  local carry = {}
+  for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
+  local begin = native.C.ps_now()
+  local out = part.forward(carry, batch)
+  for _, t in pairs(out) do wait(t) end
+  local middle = native.C.ps_now()
+  for _, t in pairs(out) do
+    if t:needs_grad() then
+      scope.backward(t, create.zeros(t:shape(), { dtype = t:dtype(), device = device }))
+      wait(t)
+    end
+  end
+  return middle - begin, native.C.ps_now() - middle
+end
+
+-- The key of a part's kind: parts with the same counted costs are measured once.
+local function kind_of(cost)
+  return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
+end
+
+local function on_device(value, device)
+  if scope.is_tensor(value) then return create.zeros(value:shape(), { dtype = value:dtype(), device = device }) end
+  if type(value) ~= "table" then return value end
+  local copy = {}
+  for key, item in pairs(value) do copy[key] = on_device(item, device) end
+  return copy
+end
+
+local function measured(module, costs, args, device, precision)
+  local list, known, all = module:parts(), {}, {}
+  local put_back = count.stand_in({ module }, "meta", precision)
+  local ok, batch = pcall(function() return module:batch_of(unpack(on_device(args, device), 1, args.n or #args)) end)
+  put_back()
+  if not ok then error(batch, 0) end
+  for i, part in ipairs(list) do
+    local cost, kind = costs[i], kind_of(costs[i])
+    local from = i > 1 and costs[i - 1].carry or {}
+    if not known[kind] then
+      local best = { math.huge, math.huge }
+      local back = count.stand_in(part.modules, device, precision)
+      local fine, why = pcall(function()
+        for _ = 1, TIMES do
+          local forward, backward = scope.scope(run, part, from, batch, device)
+          best = { math.min(best[1], forward), math.min(best[2], backward) }
+        end
+      end)
+      back()
+      scope.collect()
+      if not fine then error(why, 0) end
+      known[kind] = best
+    end
+    local forward, backward = unpack(known[kind])
+    local input = cost.input + cost.weight > 0 and cost.input / (cost.input + cost.weight) or 0
+    all[i] = { name = part.name, forward = forward, input = backward * input, weight = backward * (1 - input) }
+  end
+  return all
+end
+
+--- Measures a model's parts, with or without data. The seconds of a backward are divided as its counted operations.
+---@param module ps.nn.Module
+---@param costs ps.engine.PartCost[] what count.parts gave for these arguments
+---@param args any[] what the model is called with: shapes alone count
+---@param device string
+---@param precision? string
+---@return {name: string, forward: number, input: number, weight: number}[] seconds
+function measure.parts(module, costs, args, device, precision)
+  local restore = random_state.keep()
+  local ok, result = pcall(scope.enable_grad, measured, module, costs, args, device, precision)
+  restore()
+  if not ok then error(result, 0) end
+  return result
+end
+
+return measure

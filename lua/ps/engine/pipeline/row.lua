@@ -1,0 +1,541 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A step of a model that is cut into stages, on one rank: the forwards and backwards of its virtual stages, in the
+-- order of the rank's row of the schedule's table. C performs the row (src/pipe/exec.c): transfers, weight gradients
+-- that were put off, reductions. This file runs the model's code in between. engine/step/init.lua performs forwards and
+-- backwards as actions of the step, and engine/pipeline/pace.lua goes on at the pace of the script's loop.
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local hooks = require "ps.core.hooks"
+local agree = require "ps.dist.agree"
+local array = require "ps.core.array"
+local batch = require "ps.data.batch"
+local caller = require "ps.core.caller"
+local count = require "ps.engine.pipeline.count"
+local mesh = require "ps.dist.mesh"
+local own_loss = require "ps.engine.step.own_loss"
+local parts = require "ps.nn.parts"
+local replicas = require "ps.engine.ranks.replicas"
+local talk = require "ps.dist.agree"
+local tables = require "ps.parallel.pipeline.table"
+local trained = require "ps.engine.step.trained"
+local ffi, C = native.ffi, native.C
+
+local pipe = {}
+
+---@class ps.engine.Pipe
+---@field engine ps.Engine
+---@field group ps.Group the ranks that have a stage each, in the order of the model
+---@field stages ps.engine.Stages how the model is cut
+---@field n integer virtual stages of the whole model
+---@field rank integer of this process, among the stages
+---@field size integer
+---@field rows table<string, ps.engine.PipeRow> by number of micro-batches and purpose
+---@field row ps.engine.PipeRow|false the one under way
+---@field how ffi.cdata* settings of a forward
+---@field event ffi.cdata* ps_pipe_event, the one under way
+---@field n_out integer tensors in `carried` that the forward under way gave
+---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
+---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
+---@field first_key? string PipeMicro.key of the first micro-batch of that loop, or of the last one
+---@field trains string which of the whole model's parameters trained as that loop began (trained.text)
+---@field seed ffi.cdata*|number of random numbers, as that loop began
+---@field count integer micro-batches of the loop
+---@field tells boolean listeners hear of each action of the step under way, before and behind it
+---@field performed? integer micro-batches that the last dry run performed; the others did again what these did
+---@field marked integer micro-batches that the script has called backward of
+---@field total number sum of the weights of marked micro-batches
+local Pipe = {}
+Pipe.__index = Pipe
+
+---@class ps.engine.PipeRow
+---@field c ffi.cdata* ps_pipe, the executor
+---@field table ps.pipe.Table lowered
+---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
+---@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
+---@field whole boolean in dry runs each micro-batch is performed: they do not do alike
+
+---@class ps.engine.PipeMicro
+---@field key string its signature
+---@field given any[] what the model is called with
+---@field args any[] the same on the device
+---@field batch table|nil what its parts read, where that is not what batch_of makes of args
+---@field number integer from 0
+---@field sample integer number of its first sample
+---@field op integer number of its first dropout
+---@field targets ps.Targets|false
+---@field loss number|nil from its yield on
+---@field out table|nil what the last virtual stage gave, on that rank, until the script's backward
+
+local MICROS_A_STAGE = 4              -- taken for the cut where the configuration has no number of micro-batches
+local ROOM = C.PS_PIPE_CARRY
+-- Actions that a step counts, by their names in tables.
+local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
+  REDUCE = C.PS_ACT_REDUCE }
+-- Those that C performs.
+local OWN = { [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true, [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
+local times = ffi.new("ps_pipe_times")
+local pipe_out = ffi.new("ps_pipe *[1]")
+local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
+local carried, expected = pointer_array(ROOM), shape_array(ROOM)
+
+-- The table of a schedule, before transfers are added to it.
+local function new_table(cut, size, micros, forward_only)
+  return tables.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
+    micro_batches = micros, forward_only = forward_only }
+end
+
+--- How a configuration cuts a model among ranks.
+---@param cfg ps.Config
+---@param group ps.Group the ranks that have a stage each
+---@return ps.engine.Pipeline
+function pipe.request(cfg, group)
+  local how = cfg.pipeline.partition
+  local micros = cfg.counts_micro_batches and cfg.gradient_accumulation_steps or MICROS_A_STAGE * group:size()
+  return { rank = group:rank(), partition = how, table = tables.table { schedule = cfg.pipeline.schedule,
+    stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
+end
+
+--- Checks that all ranks cut the same model alike. Tells the engine the ranks of the other stages, whose gradients
+--- count in a norm, and which of them have copies of tied parameters. All ranks call it, before parameters are
+--- registered.
+---@param module ps.nn.Module
+---@param stages ps.engine.Stages
+---@param built ps.engine.Built
+function pipe.join(module, stages, built)
+  replicas.cut(mesh.group "world", module, stages)
+  local group, copies, among = mesh.group "pp", stages:copies(), nil
+  if copies then
+    local ranks = { group:rank() }
+    for _, rank in ipairs(copies) do if rank == ranks[1] then ranks = copies end end
+    local part = group:split(ranks, "tied")
+    among = #ranks > 1 and part or nil
+  end
+  local numbers = math.max(1, #built.list + #built.elsewhere)              -- a model that only generates trains nothing
+  native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
+end
+
+--- The pipeline of an engine.
+---@param engine ps.Engine
+---@param stages ps.engine.Stages
+---@param group ps.Group
+---@return ps.engine.Pipe
+function pipe.new(engine, stages, group)
+  return setmetatable({ engine = engine, stages = stages, n = #stages.ranks, rank = group:rank(), size = group:size(),
+    group = group, rows = {}, row = false, counts = {}, trains = "", seed = 0, event = ffi.new("ps_pipe_event"),
+    n_out = 0, micros = false, count = 0, tells = false, marked = 0, total = 0, how = ffi.new("ps_action_how") }, Pipe)
+end
+
+--- Closes the executors of all rows.
+function Pipe:close()
+  for _, row in pairs(self.rows) do C.ps_pipe_close(ffi.gc(row.c, nil)) end
+  self.rows, self.row, self.micros = {}, false, false
+end
+
+-- -- before a step ----------------------------------------------------------------------------------------------------
+-- The row of a step of so many micro-batches, made at the first call, with its executor. All ranks call this together.
+local function row_of(self, micros, forward_only)
+  local key = micros .. (forward_only and " forward" or "")
+  local found = self.rows[key]
+  if found then return found end
+  found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {},
+    whole = os.getenv "PS_DRY_RUN" == "whole" }
+  if micros < self.size and not forward_only then
+    native.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
+    self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
+      .. "gradient_accumulation_steps says how many there are"):format(micros, self.size, 100 * times.bubble))
+  end
+  found.table:lower()
+  for _, action in ipairs(found.table:row(self.rank)) do
+    local kind, _, index = IN_STEP[action.kind], found.table:place(action.vstage)
+    if kind then found.actions[#found.actions + 1] = { kind, index, action.micro } end
+  end
+  native.check(C.ps_pipe_open(native.ctx, found.table.c, self.group.c, pipe_out))
+  found.c = ffi.gc(pipe_out[0], C.ps_pipe_close)
+  self.rows[key] = found
+  return found
+end
+
+-- Whether it is a step of generate with keys and values of earlier positions.
+local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
+
+-- The costs of the model's parts, and the tensors that go from one to the next, for micro-batches like this one.
+local function counted(self, micro)
+  local costs = self.counts[micro.key]
+  if not costs then
+    local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
+    costs = hooks.ask("counted", micro.key)
+      or count.parts(self.engine.module, args, self.engine.precision, true, cached(micro))
+    self.counts[micro.key] = costs
+  end
+  return costs
+end
+
+-- Tells C the tensors that go between virtual stages in a micro-batch.
+local function expect(self, row, micro)
+  if row.keys[micro.number] == micro.key then return end
+  local costs = counted(self, micro)
+  for v = 0, self.n - 2 do
+    local part = costs[self.stages.first[v + 2] - 1]
+    if #part.carry > ROOM then
+      error(("part %s gives %d tensors; %d go from stage to stage"):format(part.name, #part.carry, ROOM), 0)
+    end
+    for i, t in ipairs(part.carry) do
+      local e = expected[i - 1]
+      e.dtype, e.device, e.ndim, e.grad = native.dtype_code(t.dtype), self.engine.device, #t.shape,
+        t.needs_grad and 1 or 0
+      for d, size in ipairs(t.shape) do e.shape[d - 1] = size end
+    end
+    native.check(C.ps_pipe_expect(row.c, v, micro.number, #part.carry, expected))
+  end
+  row.keys[micro.number] = micro.key
+end
+
+--- The actions of this rank in a step of so many micro-batches: forwards, backwards and reductions.
+---@param micros integer
+---@return table[] actions {kind, number of the virtual stage among this rank's, micro-batch}
+function Pipe:actions(micros)
+  local list = {}
+  for i, action in ipairs(row_of(self, micros, false).actions) do list[i] = action end
+  return list
+end
+
+--- Takes the micro-batches of a loop. Which parameters train decides which gradients go back between stages.
+---@param micros ps.engine.PipeMicro[] from 0; n: how many
+function Pipe:load(micros)
+  self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
+  self.trains, self.seed, self.training = trained.text(self.engine.module), random.state().seed,
+    self.engine.module.training
+  for i = 0, micros.n - 1 do
+    micros[i].key = (cached(micros[i]) and "cached " or "") .. (self.training and "" or "eval ") .. self.trains
+      .. batch.signature(micros[i].args)
+  end
+  self.first_key = micros[0].key
+end
+
+--- Refuses what a turn of a loop that trains has changed: stages are before other micro-batches than the turn's when
+--- they come to it, so that the numbers would depend on the schedule.
+function Pipe:check_unchanged()
+  local function refuse(what)
+    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches "
+      .. "than the loop: do it before or behind the loop")
+  end
+  if not scope.grad_enabled() then refuse "gradients were switched off" end
+  if self.engine.module.training ~= self.training then
+    refuse(("the model went to %s mode"):format(self.training and "evaluation" or "training"))
+  end
+  if random.state().seed ~= self.seed then refuse "ps.manual_seed was called" end
+  local trains = trained.text(self.engine.module)
+  if trains == self.trains then return end
+  local at = 1
+  while trains:byte(at) == self.trains:byte(at) do at = at + 1 end
+  local names = {}
+  for name in self.engine.module:named_parameters() do names[#names + 1] = name end
+  refuse(("parameter %s was %s"):format(names[at] or "?", trains:sub(at, at) == "0" and "frozen" or "thawed"))
+end
+
+--- A hash of the micro-batches: all stages of one copy of the model must have the same.
+---@return number
+function Pipe:fingerprint()
+  local said = {}
+  for i = 0, self.count - 1 do
+    said[#said + 1] = batch.signature(self.micros[i].args)
+    for k = 1, self.micros[i].given.n do batch.add_hashes(said, self.micros[i].given[k]) end
+  end
+  return talk.text_hash(table.concat(said, " "))
+end
+
+--- Compares what the ranks begin, since they would wait for each other in vain. All ranks call it.
+---@param what string
+---@param rows? boolean their micro-batches must be alike, too
+function Pipe:compare_begin(what, rows)
+  local texts = agree.texts(self.group, what .. "\n" .. (rows and self:fingerprint() or ""))
+  for stage, text in ipairs(texts) do
+    if text ~= texts[1] then
+      local first, other = texts[1]:match "^[^\n]*", text:match "^[^\n]*"
+      local ranks = ("rank %d"):format(self.group:world_rank(stage - 1))
+      if first == other then
+        error(("%s has another batch than rank %d in %s: all ranks of a pipeline run the same script on the same "
+          .. "rows"):format(ranks, self.group:world_rank(0), first), 0)
+      end
+      error(("%s begins %s, rank %d %s: both have stages of one model, and all ranks of a pipeline run the same "
+        .. "script"):format(ranks, other, self.group:world_rank(0), first), 0)
+    end
+  end
+end
+
+-- The micro-batches, from the first to before the second number, that in a dry run do again what those before them did
+-- (ps_pipe_repeat): all but the first PS_PIPE_PERFORMED and the last, if they have the shapes of the second one. 0, 0:
+-- none.
+local function repeated(self, row)
+  local last = self.count - 1
+  if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
+  for i = 2, last - 1 do if self.micros[i].key ~= self.micros[1].key then return 0, 0 end end
+  return C.PS_PIPE_PERFORMED, last
+end
+
+--- Begins to perform the row of a step, dry or real, or of an evaluation.
+---@param step ffi.cdata*|nil the ps_step under way; nil: forwards alone
+---@param dry? boolean
+function Pipe:begin(step, dry)
+  local row = row_of(self, self.count, step == nil)
+  for i = 0, self.count - 1 do expect(self, row, self.micros[i]) end
+  if dry then
+    local first, stop = repeated(self, row)
+    native.check(C.ps_pipe_repeat(row.c, first, stop))
+    self.performed = self.count - (stop - first)
+  end
+  self.tells = step ~= nil and hooks.heard "action"
+  native.check(C.ps_pipe_begin(row.c, step, dry and 1 or 0, self.tells and 1 or 0))
+  self.row = row
+end
+
+--- Gives C the settings of the last backward, or weight gradients, of each virtual stage, before it comes to the first
+--- of them.
+---@param how ffi.cdata* ps_action_how
+function Pipe:settle(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
+
+--- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
+---@return boolean again it failed since micro-batches did not do alike: another dry run performs each
+function Pipe:drop_dry()
+  local row = self.row
+  if not row then return false end
+  C.ps_pipe_abort(row.c, nil)
+  self.row = false
+  local differed = C.ps_pipe_differed(row.c) ~= 0
+  row.whole = row.whole or differed
+  return differed
+end
+
+--- Whether the forward that is due does again what that of another micro-batch did: done() performs it.
+---@return boolean
+function Pipe:is_again() return self.event.again ~= 0 end
+
+--- Tells C that Lua's collector has run in a dry run.
+function Pipe:collected() C.ps_pipe_collected(self.row.c) end
+
+--- Gives the row up. Other ranks' calls fail with the reason.
+---@param why any
+function Pipe:abandon(why)
+  if self.row then C.ps_pipe_abort(self.row.c, tostring(why)) end
+  self.row, self.micros = false, false
+end
+
+--- The next forward, recompute segment or yield; nil: the row is over. C performs what comes before it. A backward,
+--- weight gradients or a reduction come where Lua has something to do before C performs them (collects, tell).
+---@return integer? kind
+---@return integer vstage of the model
+---@return integer micro
+function Pipe:next()
+  local event = self.event
+  local rc = C.ps_pipe_next(self.row.c, event)
+  if rc == C.PS_ENOMEM then collectgarbage() end
+  native.check(rc)
+  self.n_out = 0
+  if event.kind == C.PS_ACT_YIELD then self.micros[event.micro].loss = event.loss end
+  if event.kind ~= C.PS_ACT_NONE then return event.kind, event.vstage, event.micro end
+  self.row = false
+end
+
+--- Whether Lua's garbage should go before the event under way is done.
+---@return boolean
+function Pipe:collects() return self.event.collect ~= 0 end
+
+--- The recompute segment of the event under way.
+---@return integer id
+function Pipe:segment() return tonumber(self.event.segment) end
+
+--- Tells listeners of the step's actions that C performed before the event under way that they are over, and of the one
+--- that C performs next that it begins. Their virtual stages are counted through the model.
+---@return number seconds that C took for them
+function Pipe:tell()
+  local event = self.event
+  if self.tells then
+    for i = 0, event.n_before - 1 do
+      if OWN[event.before[i].kind] then hooks.tell("action", event.before[i], false) end
+    end
+    if OWN[event.kind] then hooks.tell("action", event, true) end
+  end
+  return event.seconds
+end
+
+--- Tells C that the action is over, and the tensors that it gave.
+function Pipe:done()
+  native.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
+  self.given = nil
+end
+
+--- Drops what a dry run's last virtual stage gave. The script of a real step has it until its backward.
+---@param number integer micro-batch, from 0
+function Pipe:drop_output(number) self.micros[number].out = nil end
+
+--- Performs a row of forwards up to its next yield.
+---@return integer? micro that of the yield, from 0; nil: the row is over
+function Pipe:look()
+  while true do
+    local kind, v, micro = self:next()
+    if kind == nil then return nil end
+    if kind == C.PS_ACT_FORWARD then self:forward(v, micro) end
+    self:done()
+    if kind == C.PS_ACT_YIELD then return micro end
+  end
+end
+
+-- -- the model's code -------------------------------------------------------------------------------------------------
+-- The carry that comes into a virtual stage, by name.
+local function come_in(self, names)
+  local carry = {}
+  for i = 1, self.event.n do
+    local t = self.event["in"][i - 1]
+    C.ps_tensor_retain(t)
+    carry[names[i].name] = native.own(t)
+  end
+  return carry
+end
+
+-- Lays the tensors of a list out for C.
+local function give(self, list)
+  self.n_out = math.min(#list, ROOM)
+  for i = 1, self.n_out do carried[i - 1] = list[i] end
+end
+
+-- A tensor's name, type and sizes.
+local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
+
+-- The carry that a virtual stage gives to the next one, which waits for what the parts gave without data.
+local function go_out(self, v, carry, names)
+  local list = {}
+  for i, t in ipairs(names) do
+    local given = type(carry) == "table" and carry[t.name]
+    if not scope.is_tensor(given) then
+      error(("the parts of virtual stage %d gave no tensor '%s'"):format(v, t.name), 0)
+    end
+    local said, counted_as = line_of(t.name, given:dtype(), given:shape()), line_of(t.name, t.dtype, t.shape)
+    if said ~= counted_as then
+      error(("the parts of virtual stage %d gave %s, and %s without data"):format(v, said, counted_as), 0)
+    end
+    list[i] = given
+  end
+  give(self, list)
+  self.given = list                                          -- keeps the tensors' headers until done
+end
+
+-- Keeps the last virtual stage's output for the script, and gives C its loss, which all ranks get.
+local function finish(self, micro, carry)
+  if micro.batch then                                        -- of a step of generate, which has no loss
+    micro.out = carry
+    self.given = { create.zeros({}, { dtype = "fp32" }) }
+    return give(self, self.given)
+  end
+  local own = self.engine.own_loss
+  local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
+  local loss = batch.loss(out)
+  if loss == nil then error("the model gave no tensor", 0) end
+  micro.out = out
+  local list = { loss }
+  for _, t in ipairs(batch.tensors(out)) do if not rawequal(t, loss) then list[#list + 1] = t end end
+  give(self, list)
+end
+
+--- Settings of the forward of a virtual stage: the numbers of its dropouts and samples are those of a process that
+--- runs all virtual stages in order.
+---@param v integer
+---@param number integer
+---@return ffi.cdata* how
+function Pipe:how_forward(v, number)
+  local micro, how = self.micros[number], self.how
+  how.numbered, how.sample = 1, micro.sample
+  how.first_op = micro.op + self.counts[micro.key][self.stages.first[v + 1]].first_dropout
+  return how
+end
+
+--- The forward of a virtual stage.
+---@param v integer from 0
+---@param number integer micro-batch, from 0
+function Pipe:forward(v, number)
+  local stages, micro = self.stages, self.micros[number]
+  local costs, first, last = self.counts[micro.key], stages.first[v + 1], stages.first[v + 2] - 1
+  local carry = v > 0 and come_in(self, costs[first - 1].carry) or {}
+  local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
+  local given = micro.batch or self.engine.module:batch_of(unpack(args, 1, args.n))
+  local out = scope.scope(parts.run, stages.parts, first, last, carry, given)
+  if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
+end
+
+-- The loss that another rank has. In training it requires a gradient, as there: a loss that a script makes of it can
+-- then be told to be of this micro-batch.
+local function loss_here(micro)
+  -- a dry run knows no loss
+  local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
+  return loss:requires_grad(scope.grad_enabled())
+end
+
+-- What the last virtual stage would say of its output that is on a rank which is not here.
+local function said_of(self, micro)
+  local costs, lines = counted(self, micro), {}
+  for _, t in ipairs(costs[#costs].out) do
+    if t.name ~= "loss" then lines[#lines + 1] = line_of(t.name, t.dtype, t.shape) end
+  end
+  return table.concat(lines, "\n")
+end
+
+-- Sends the tensors in the output of the last virtual stage to all ranks, except those in tables. All ranks call it.
+local function gathered(self, micro)
+  local names, root, lines = {}, self.stages.ranks[self.n], {}
+  for name, t in pairs(micro.out or {}) do
+    if type(name) == "string" and name ~= "loss" and scope.is_tensor(t) then names[#names + 1] = name end
+  end
+  table.sort(names)
+  for i, name in ipairs(names) do
+    local t = micro.out[name]
+    lines[i] = line_of(name, t:dtype(), t:shape())
+  end
+  local said, out = agree.texts(self.group, table.concat(lines, "\n"))[root + 1], { loss = loss_here(micro) }
+  if not devices.computes and not micro.out then said = said_of(self, micro) end
+  for line in said:gmatch "[^\n]+" do
+    local name, dtype, sizes = line:match "^(%S+) (%S+) ?(.*)$"
+    local shape = {}
+    for size in sizes:gmatch "%d+" do shape[#shape + 1] = tonumber(size) end
+    local t = micro.out and micro.out[name]:detach():contiguous()
+      or create.empty(shape, { dtype = dtype, device = self.engine.device_name })
+    out[name] = self.group:broadcast(t, root)
+  end
+  return micro.out or batch.turning(out)
+end
+
+--- The output that a script gets of a micro-batch whose loss is there.
+---@param number integer
+---@param gather? boolean the tensors of the last virtual stage are on all ranks; all call it
+---@return table out
+function Pipe:output(number, gather)
+  local micro = self.micros[number]
+  if gather then return gathered(self, micro) end
+  return micro.out or batch.partial { loss = loss_here(micro) }
+end
+
+--- Notes that the script has called backward of the next micro-batch. C has the loss from here on.
+---@param root ps.Tensor which the walk begins from, on the rank of the last virtual stage
+---@param weight number
+function Pipe:mark(root, weight)
+  local micro = self.micros[self.marked]
+  native.check(C.ps_pipe_mark(self.row.c, self.marked, micro.out and root or nil, weight))
+  micro.out = nil
+  self.marked, self.total = self.marked + 1, self.total + weight
+end
+
+--- Refuses weights that the stages do not give alike, behind the last backward of a loop. All ranks call it.
+---@param total number sum of this rank's weights
+function Pipe:check_weights(total)
+  local all = create.empty({ self.size }, { dtype = "fp64" })
+  self.group:all_gather(all, create.tensor({ total }, { dtype = "fp64" }))
+  for stage, other in ipairs(all:tolist()) do
+    if other ~= total then
+      error(("the stages of a pipeline weigh the step's losses differently: %.17g in all on stage %d, %.17g on stage "
+        .. "%d; model:backward takes the same weight on all ranks"):format(total, self.rank, other, stage - 1), 0)
+    end
+  end
+end
+
+return pipe

@@ -1,0 +1,490 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A model cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters that a
+-- rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process makes
+-- the whole model without data (ps.deferred), and gives its own virtual stages their values.
+local devices = require "ps.core.devices"
+local scope = require "ps.core.scope"
+local core = require "ps.nn.module"
+local count = require "ps.engine.pipeline.count"
+local deferred = require "ps.nn.deferred"
+local hooks = require "ps.core.hooks"
+local parts = require "ps.nn.parts"
+local agree = require "ps.dist.agree"
+local measure = require "ps.engine.pipeline.measure"
+local mesh = require "ps.dist.mesh"
+local pipe = require "ps.parallel.pipeline.table"
+
+local stages = {}
+
+local MOST_POSITIONS = 2048               -- positions at most of the batch that costs are counted for
+
+---@class ps.engine.Pipeline the pipeline of a configuration and the mesh
+---@field table ps.pipe.Table its virtual stages, and the rank of each
+---@field rank integer this rank's number along the pipeline, from 0
+---@field partition? string|integer[] how the model is cut (stages.cut)
+---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} how it was cut before
+
+---@class ps.engine.Stages
+---@field parts ps.nn.Part[]|false false: the model's own forward goes through the stages
+---@field costs ps.engine.PartCost[]
+---@field first integer[] by virtual stage, from 1: its first part; behind the last the number of parts plus 1
+---@field ranks integer[] by virtual stage, from 1: its rank
+---@field mine integer[] the numbers in the model, from 0, of this rank's virtual stages
+---@field rank integer
+---@field times? ps.engine.CutTimes
+---@field vstages_of table<string, integer[]> by a parameter's or buffer's name (of a tied one, the first): the virtual
+---  stages that use it
+local Stages = {}
+Stages.__index = Stages
+
+-- -- cutting --------------------------------------------------------------------------------------------------------
+-- Cuts `weights` into n contiguous runs, none empty, whose largest sum is least, and returns the first part of each. It
+-- bisects the bound on the sum. Of equal cuts it takes the one whose first runs are fullest.
+local function balance(weights, n)
+  local function fits(bound)
+    local first, sum = { 1 }, 0
+    for i, w in ipairs(weights) do
+      local must = #weights - i < n - #first          -- each part left has to begin a run of its own
+      if i > first[#first] and (must or sum + w > bound) then
+        if #first == n then return nil end
+        first[#first + 1], sum = i, 0
+      end
+      sum = sum + w
+      if sum > bound then return nil end
+    end
+    return #first == n and first or nil
+  end
+  local low, high = 0, 0
+  for _, w in ipairs(weights) do high = high + w end
+  local best = fits(high)
+  for _ = 1, 100 do
+    local middle = (low + high) / 2
+    local found = fits(middle)
+    if found then best, high = found, middle else low = middle end
+  end
+  return best
+end
+
+local function numbers(list)
+  local said = {}
+  for i, part in ipairs(list) do said[i] = part.name end
+  if #said > 6 then said = { said[1], said[2], said[3], "...", said[#said - 1], said[#said] } end
+  return table.concat(said, ", ")
+end
+
+-- The number of layers, which are the parts whose names end in a number; of all parts, where none does.
+local function layers_of(list)
+  local n = 0
+  for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
+  return n > 0 and n or #list
+end
+
+local WEIGHTS = {
+  uniform = function() return 1 end,
+  parameters = function(cost) return cost.numel end,
+}
+
+-- Letters of Megatron's layouts: E the first part, L the last one, t a layer, m another part.
+local function kinds_of(list)
+  local kinds = {}
+  for i, part in ipairs(list) do
+    local layer = part.name:match "%.%d+$"
+    kinds[i] = layer and "t" or i == 1 and "E" or i == #list and "L" or "m"
+  end
+  return table.concat(kinds)
+end
+
+-- The number of parts of each virtual stage for which the simulated course of the schedule is shortest. The simulation
+-- shows how a slow part, such as the head, delays the other stages.
+local function by_cost(costs, table_)
+  local given = {}
+  for i, cost in ipairs(costs) do
+    given[i] = { forward = cost.forward, input = cost.input, weight = cost.weight, nbytes = cost.carry_nbytes,
+      held = cost.activations }
+  end
+  local counts, times = pipe.cut(table_, given)
+  times.bound_part = times.bound_part and costs[times.bound_part].name
+  return counts, times
+end
+
+-- Weights by DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
+local function of_type(how, list)
+  local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
+  if not names then
+    error(("pipeline.partition: %s: a type is the name of a class, or names with a bar between them"):format(how), 0)
+  end
+  for i, part in ipairs(list) do
+    weights[i] = 0
+    for _, module in ipairs(part.modules or {}) do
+      for name in names:gmatch "[^|]+" do
+        if module.class_name:lower():find(name:lower(), 1, true) then weights[i], any = 1, true end
+      end
+    end
+  end
+  if not any then error(("pipeline.partition: %s: no part of the model has such a module"):format(how), 0) end
+  return weights
+end
+
+---@class ps.engine.CutTimes
+---@field makespan number of the cut, in operations or seconds
+---@field equal number of virtual stages with equal numbers of parts
+---@field bound number no cut can be faster
+---@field bound_part? string the part that sets the bound
+
+--- Cuts a list of parts into the virtual stages of a table.
+---@param costs ps.engine.PartCost[]
+---@param table_ ps.pipe.Table
+---@param how? string|integer[] "cost" (default, "best" too): the simulated course of the table is shortest, by counted
+---  operations; "measured": by measured seconds, which `costs` has then; "parameters": the largest number of parameters
+---  is least; "uniform": the largest number of parts; "type:NAME": that of parts with a module of that class; a list:
+---  so many parts in each virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
+---@param list? ps.nn.Part[] for "type:NAME"
+---@return integer[] first by virtual stage, from 1: its first part; behind the last the number of parts plus 1
+---@return ps.engine.CutTimes? times of "cost" and "measured"
+function stages.cut(costs, table_, how, list)
+  local n, layers = table_.vstages, layers_of(costs)
+  if layers < n then
+    error(("pipeline: the model has %d layers (parts: %s), and %d virtual stages take at least as many"):format(layers,
+      numbers(costs), n), 0)
+  end
+  local counts, first, times = how, nil, nil
+  if how == nil or how == "cost" or how == "best" or how == "measured" then
+    counts, times = by_cost(costs, table_)
+  elseif type(how) == "string" and how:match "^type:" then
+    first = balance(of_type(how, list), n)
+  elseif WEIGHTS[how] then
+    local weights = {}
+    for i, cost in ipairs(costs) do weights[i] = WEIGHTS[how](cost) end
+    first = balance(weights, n)
+  elseif type(how) == "string" then
+    counts = pipe.layout(how, kinds_of(costs), n)
+  end
+  if not first then
+    local sum = 0
+    first = {}
+    for i, k in ipairs(counts) do first[i], sum = sum + 1, sum + k end
+    if #counts ~= n or sum ~= #costs then
+      error(("pipeline.partition: { %s } are %d virtual stages of %d parts; this model has %d parts (%s), the pipeline "
+        .. "%d virtual stages"):format(table.concat(counts, ", "), #counts, sum, #costs, numbers(costs), n), 0)
+    end
+  end
+  first[n + 1] = #costs + 1
+  return first, times
+end
+
+-- -- stages ---------------------------------------------------------------------------------------------------------
+-- The virtual stages that use each parameter and buffer of the parts, by name.
+local function users(self, module)
+  local of, name_of = {}, {}
+  for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
+    for name, t in iterate(module) do name_of[core.address(t)] = name end
+  end
+  for v = 1, #self.ranks do
+    for i = self.first[v], self.first[v + 1] - 1 do
+      for _, used in ipairs(self.parts[i].modules) do
+        for _, iterate in ipairs { used.named_parameters, used.named_buffers } do
+          for _, t in iterate(used) do
+            local name = name_of[core.address(t)]
+            of[name] = of[name] or {}
+            if of[name][#of[name]] ~= v - 1 then table.insert(of[name], v - 1) end
+          end
+        end
+      end
+    end
+  end
+  return of
+end
+
+-- Refuses a parameter whose gradients would be added in another order than that of its virtual stages. Each rank adds
+-- those of its own virtual stages up, in their order, and the ranks' sums follow in the order of ranks
+-- (src/engine/ties.c). Of two virtual stages either order has the same bits. Of more it is that of the virtual stages
+-- where they go up the ranks, and only the lowest rank has several of them.
+local function check_order(self, name, list)
+  if #list < 3 then return end
+  local on, ordered = {}, true
+  for i, v in ipairs(list) do
+    on[i] = self.ranks[v + 1]
+    ordered = ordered and (i == 1 or on[i] > on[i - 1] or on[i] == on[1] and on[i - 1] == on[1])
+  end
+  if ordered then return end
+  error(("pipeline: parameter %s is used by virtual stages %s, on ranks %s: its gradients would be added in another "
+    .. "order than under other schedules. Cut the model so that two virtual stages at most use it "
+    .. "(pipeline.partition), or give each rank one virtual stage"):format(name, table.concat(list, ", "),
+    table.concat(on, ", ")), 0)
+end
+
+--- A model cut into virtual stages, as one of the ranks sees it.
+---@param module ps.nn.Module
+---@param costs ps.engine.PartCost[]
+---@param first integer[] what stages.cut gave
+---@param pipeline ps.engine.Pipeline
+---@return ps.engine.Stages
+function stages.new(module, costs, first, pipeline)
+  if rawget(module, "unpad") == true then
+    error("pipeline: with unpad = true the rows that go from stage to stage are known only when a batch is there; make "
+      .. "the model without it", 0)
+  end
+  local self = setmetatable({ parts = module:parts(), costs = costs, first = first, ranks = {}, mine = {},
+    rank = pipeline.rank }, Stages)
+  for v = 1, #first - 1 do
+    local rank, own = pipeline.table:place(v - 1)
+    self.ranks[v] = rank
+    if rank == self.rank then self.mine[own + 1] = v - 1 end
+  end
+  self.vstages_of = users(self, module)
+  for name in module:named_parameters() do
+    if not self.vstages_of[name] then
+      error(("pipeline: no part of the model uses parameter %s: model:parts() lists the modules of each part"):format(
+        name), 0)
+    end
+    check_order(self, name, self.vstages_of[name])
+  end
+  return self
+end
+
+--- A model that goes through its stages in its own forward, as those of ps.bmt do: one virtual stage on each rank.
+---@param module ps.nn.Module
+---@param stage_of fun(tensor: ps.Tensor): integer? the stage, from 0, of a parameter or buffer; nil: all have it
+---@param rank integer of this process, among the stages
+---@param size integer
+---@return ps.engine.Stages
+function stages.of_itself(module, stage_of, rank, size)
+  local self = setmetatable({ parts = false, costs = {}, first = {}, ranks = {}, mine = { rank }, rank = rank,
+    vstages_of = {} }, Stages)
+  local all = {}
+  for v = 1, size do self.ranks[v], all[v] = v - 1, v - 1 end
+  for name, tensor in module:named_parameters() do
+    local stage = stage_of(tensor)
+    self.vstages_of[name] = stage and { stage } or all
+  end
+  for name, tensor in module:named_buffers() do
+    local stage = stage_of(tensor)
+    self.vstages_of[name] = stage and { stage } or nil
+  end
+  return self
+end
+
+--- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none does.
+---@param name string of a tied parameter, its first
+---@return integer? vstage from 0
+function Stages:own(name)
+  for _, v in ipairs(self.vstages_of[name] or {}) do
+    for i, mine in ipairs(self.mine) do if mine == v then return i - 1 end end
+  end
+end
+
+--- The other virtual stages of this rank that use a parameter, behind own(), by their numbers among this rank's.
+---@param name string
+---@return integer[]
+function Stages:other_uses(name)
+  local list, first = {}, self:own(name)
+  for _, v in ipairs(self.vstages_of[name] or {}) do
+    for i, mine in ipairs(self.mine) do if mine == v and i - 1 ~= first then list[#list + 1] = i - 1 end end
+  end
+  return list
+end
+
+--- Whether several virtual stages use a parameter, whichever ranks have them.
+---@return boolean
+function Stages:has_ties()
+  for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end
+  return false
+end
+
+--- Where a parameter or buffer lies, as text; nil: on this rank. Buffers that no part's modules hold are on all ranks.
+---@param name string
+---@return string?
+function Stages:elsewhere(name)
+  local list = self.vstages_of[name]
+  if not list or self:own(name) then return nil end
+  return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
+end
+
+--- The other ranks that hold a parameter of this rank, too: a copy of a tied table.
+---@param name string
+---@return integer[]
+function Stages:sharers(name)
+  local list, seen = {}, { [self.rank] = true }
+  for _, v in ipairs(self.vstages_of[name] or {}) do
+    local rank = self.ranks[v + 1]
+    if not seen[rank] then seen[rank], list[#list + 1] = true, rank end
+  end
+  return list
+end
+
+--- Whether this rank saves a parameter or buffer. One rank of a pipeline does, since copies of a tied table are equal.
+---@param name string
+---@return boolean
+function Stages:saves(name)
+  local list = self.vstages_of[name]
+  return (list and self.ranks[list[1] + 1] or 0) == self.rank
+end
+
+--- The ranks that hold copies of tied parameters; nil: no parameter is on several ranks.
+---@return integer[]?
+function Stages:copies()
+  local found
+  for name, list in pairs(self.vstages_of) do
+    local ranks, seen = {}, {}
+    for _, v in ipairs(list) do
+      local rank = self.ranks[v + 1]
+      if not seen[rank] then seen[rank], ranks[#ranks + 1] = true, rank end
+    end
+    if #ranks > 1 then
+      table.sort(ranks)
+      local key = table.concat(ranks, ", ")
+      if found and found.key ~= key then
+        error(("pipeline: parameter %s is used by ranks %s, %s by ranks %s; tied parameters lie on the same ranks: cut "
+          .. "the model at other parts (pipeline.partition)"):format(name, key, found.name, found.key), 0)
+      end
+      found = { key = key, name = name, ranks = ranks }
+    end
+  end
+  return found and found.ranks
+end
+
+--- Leaves the tensors of this rank's virtual stages in a state_dict. Rank 0 keeps the buffers that all ranks have.
+---@param state table<string, ps.Tensor>
+function Stages:keep_own(state)
+  for name in pairs(state) do
+    local everywhere = not self.vstages_of[name]
+    if everywhere and self.rank > 0 or self:elsewhere(name) then state[name] = nil end
+  end
+end
+
+--- Whether a state has no tensor that other ranks alone hold, as what keep_own leaves. It may be empty: other ranks of
+--- the same stage may own all of it.
+---@param state table<string, ps.Tensor>|table an open file has names()
+---@return boolean
+function Stages:is_own(state)
+  if type(state) ~= "table" then return false end
+  local names = {}
+  if state.read_into then names = state:names() else for name in pairs(state) do names[#names + 1] = name end end
+  for _, name in ipairs(names) do if self:elsewhere(name) then return false end end
+  return true
+end
+
+--- Runs one of this rank's virtual stages.
+---@param vstage integer number among this rank's, from 0
+---@param carry table<string, ps.Tensor> what the virtual stage before gave; {} for the first
+---@param batch table<string, any> what model:batch_of made of the micro-batch
+---@return table<string, ps.Tensor>
+function Stages:run(vstage, carry, batch)
+  local v = self.mine[vstage + 1] + 1
+  return scope.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
+end
+
+--- The cost of a virtual stage: the sums over its parts, and the carry that it gives.
+---@param v integer number in the model, from 0
+---@return ps.engine.PartCost
+function Stages:cost(v)
+  local sum = { name = "virtual stage " .. v, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0,
+    activations = 0, dropouts = 0, trains = false }
+  for i = self.first[v + 1], self.first[v + 2] - 1 do
+    local cost = self.costs[i]
+    for _, key in ipairs { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts" } do
+      sum[key] = sum[key] + cost[key]
+    end
+    sum.trains = sum.trains or cost.trains
+    sum.first_dropout = sum.first_dropout or cost.first_dropout
+    sum.carry, sum.carry_nbytes = cost.carry, cost.carry_nbytes
+  end
+  return sum
+end
+
+--- Whether a virtual stage sends a gradient back: a tensor that it got requires one.
+---@param v integer number in the model, from 0
+---@return boolean
+function Stages:sends_gradient(v)
+  for _, carry in ipairs(v > 0 and self.costs[self.first[v + 1] - 1].carry or {}) do
+    if carry.needs_grad then return true end
+  end
+  return false
+end
+
+--- Counts the costs for another batch. cost() and sends_gradient() use them from now on.
+---@param module ps.nn.Module
+---@param args any[] of a micro-batch
+---@param precision? string
+function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
+
+-- -- making a model ---------------------------------------------------------------------------------------------------
+-- The arguments for which a model's parts are counted.
+local function example(module)
+  if type(module.example) ~= "function" then
+    error(("pipeline: %s has no method example(rows, positions), which gives the arguments of a call, by which the "
+      .. "costs of its parts are counted"):format(module.class_name), 0)
+  end
+  return { module:example(1, MOST_POSITIONS) }
+end
+
+-- The costs with the parts' seconds on rank 0's device in the place of operations. All ranks use rank 0's, since they
+-- must cut alike.
+local function measured(module, costs, args, where)
+  if not devices.computes then
+    hooks.tell("planned", 'pipeline.partition = "measured": a dry run of a script measures nothing, and cut the model '
+      .. "by counted operations; a real run may cut it elsewhere, and its stages hold more or less then")
+    return costs
+  end
+  local text = agree.first(mesh.group "world", function()
+    local seconds = {}
+    for i, part in ipairs(measure.parts(module, costs, args, where.device, where.precision)) do
+      seconds[i] = ("%.17g %.17g %.17g"):format(part.forward, part.input, part.weight)
+    end
+    return table.concat(seconds, "\n")
+  end)
+  local list = {}
+  for forward, input, weight in text:gmatch "(%S+) (%S+) (%S+)" do
+    local cost = {}
+    for key, value in pairs(costs[#list + 1]) do cost[key] = value end
+    cost.forward, cost.input, cost.weight = tonumber(forward), tonumber(input), tonumber(weight)
+    list[#list + 1] = cost
+  end
+  return list
+end
+
+--- Makes a model without values and cuts it into virtual stages.
+---@param model_func fun(): ps.nn.Module
+---@param pipeline ps.engine.Pipeline
+---@param where {device: string, precision?: string, cut?: fun(module: ps.nn.Module)} cut: cuts the layers of the model
+---@return ps.nn.Module
+---@return ps.engine.Stages
+function stages.divide(model_func, pipeline, where)
+  local module = deferred.make(model_func)
+  if type(module.parts) ~= "function" or type(module.batch_of) ~= "function" then
+    error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
+      :format(module.class_name), 0)
+  end
+  if where.cut then where.cut(module) end
+  local found = pipeline.found or hooks.ask "cut"
+  if not found then
+    local how, args = pipeline.partition, example(module)
+    found = { costs = count.parts(module, args, where.precision) }
+    local weighed = how == "measured" and measured(module, found.costs, args, where) or found.costs
+    found.first, found.times = stages.cut(weighed, pipeline.table, how, module:parts())
+  end
+  local made = stages.new(module, found.costs, found.first, pipeline)
+  made.times = found.times
+  return module, made
+end
+
+--- Makes a model of which this process holds its own virtual stages. The random numbers, and so the bits, are those of
+--- a process that makes the whole model.
+---@param model_func fun(): ps.nn.Module
+---@param pipeline ps.engine.Pipeline
+---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor),
+---  cut?: fun(module: ps.nn.Module)} stage: called with each parameter of this process when it has got its values; cut:
+---  cuts the layers of the model without values
+---@return ps.nn.Module
+---@return ps.engine.Stages
+function stages.make(model_func, pipeline, where)
+  local module, made = stages.divide(model_func, pipeline, where)
+  local off = where.stage and hooks.on("parameter", where.stage)
+  local ok, problem = pcall(deferred.materialize, module, { device = where.device,
+    elsewhere = function(name) return made:elsewhere(name) end })
+  if off then off() end
+  if not ok then error(problem, 0) end
+  return module, made
+end
+
+return stages

@@ -1,0 +1,100 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The beginning of a step. Its plan comes from a trace of a step with the same shapes, or from a dry run. Where the
+-- plan finds too little room, these give room up, in this order: Lua's garbage, the copy of a checkpoint that is being
+-- saved, chunks that can be smaller (engine/layout/rechunk.lua). Either all ranks begin a step, or none.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local forecasts = require "ps.engine.plan.forecast"
+local plan_step = require "ps.engine.plan.step"
+local step = require "ps.engine.step"
+local finer = require "ps.engine.layout.rechunk"
+local ffi, C = native.ffi, native.C
+
+local begin = {}
+
+local left_out = ffi.new("int64_t[1]")
+
+-- Small tensors wait for Lua's collector, and a plan counts only those of its own step. Garbage of other steps is
+-- collected, and the plan counts in the tensors that stay.
+local function leave_nothing(id)
+  if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
+  scope.collect()
+  C.ps_engine_leftover(native.ctx, id, 1, left_out)
+end
+
+-- Begins a step like trace `id`. Where memory is short, it collects Lua's garbage and tries again.
+local function begin_like(self, key, id)
+  if id then leave_nothing(id) end
+  local rc = step.begin(self, key, id)
+  if rc ~= C.PS_ENOMEM then return rc end
+  scope.collect_all()
+  if id then leave_nothing(id) end
+  return step.begin(self, key, id)
+end
+
+-- An op may have room only because other tensors take less at its moment than at their peak. Memory then goes back and
+-- forth between these tensors and chunks in every step. Smaller chunks, where they avoid this, are preferred.
+local function rather_smaller(self, forecast)
+  local short = forecast.short
+  if not short then return end
+  local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
+  local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, sub = "OP_CHUNKS", msg = msg, tier = short.tier,
+    wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, native.Error)
+  if finer.share(self, problem) then error(problem, 0) end
+end
+
+-- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
+local function plan_and_begin(self, args, key)
+  local id = self.traces[key]
+  local function look(forecast) rather_smaller(self, forecast) end
+  if id == nil and not self.unplanned[key] then
+    id = plan_step(self, args, look)
+    self.traces[key] = id
+    self.unplanned[key] = id == nil or nil
+  end
+  local rc = begin_like(self, key, id)
+  if rc == C.PS_ERANGE then                       -- its trace made room for others
+    self.traces[key] = not self.unplanned[key] and plan_step(self, args, look) or nil
+    id = self.traces[key]
+    rc = begin_like(self, key, id)
+  end
+  native.check(rc)
+end
+
+-- Tries to begin a step. Returns nil: it has begun; a share for finer.split: smaller chunks may help; 0: they may help,
+-- but a rank has no room for laying them out.
+local function try_step(self, args, key)
+  local function try()
+    local ok, problem = pcall(plan_and_begin, self, args, key)
+    if ok then return end
+    if not (type(problem) == "table" and problem.name == "ENOMEM" and native.give_room()) then error(problem, 0) end
+    plan_and_begin(self, args, key)
+  end
+  local function share(problem) return finer.share(self, problem) end
+  if self.ranks then return self.ranks:begin_step(try, share, function() return finer.limit(self) end) end
+  local ok, problem = pcall(try)
+  if ok then return nil end
+  return share(problem) or error(problem, 0)
+end
+
+--- Begins a step with these arguments: planned, where that is possible, and with room for its ops.
+---@param self ps.Engine
+---@param args any[]
+function begin.step(self, args)
+  local key, was = forecasts.signature(self, args), self.built.layout.chunk_size
+  self.masters:sync()
+  repeat
+    local ok, part = pcall(try_step, self, args, key)
+    if not ok then step.give_up(self) elseif part then step.take_back(self) end
+    if not ok then error(part, 0) end
+    if part == 0 then self.no_finer = true
+    elseif part then finer.split(self, part) end
+  until not part
+  local now = self.built.layout.chunk_size
+  if now ~= was then
+    self:note(("a step did not fit in chunks of %d elements; the model was laid out anew in chunks of %d"):format(was,
+      now))
+  end
+end
+
+return begin

@@ -1,0 +1,163 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A step before it runs: dry runs, the forecast, and the lines of the printed plan.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local batch = require "ps.data.batch"
+local readable = require "ps.core.readable"
+local random_state = require "ps.dist.random_state"
+local step = require "ps.engine.step"
+local ffi, C = native.ffi, native.C
+
+local forecasts = {}
+
+-- A key of the arguments that decide which ops run: names, shapes and types of tensors, and other values.
+---@param engine ps.Engine
+---@param args any[]
+---@return string
+function forecasts.signature(engine, args)
+  local parts = { engine.module.training and "train" or "eval", step.cut(engine) }
+  parts[#parts + 1] = batch.signature(args)
+  return table.concat(parts, " ")
+end
+
+--- Runs a step without computing anything and returns the number of its trace. It returns nil when the model's code
+--- asks for values, since a dry run has none: the first step is then traced as it runs.
+---@param engine ps.Engine
+---@param args any[]
+---@param like? integer a trace of this step: gathers from other ranks run ahead as they do by that trace
+---@return integer?
+function forecasts.dry_run(engine, args, like)
+  local restore = random_state.keep()
+  -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
+  -- counted, so that the peak holds whenever the collector comes.
+  scope.collect_all()
+  local collecting = collectgarbage "isrunning"
+  collectgarbage "stop"
+  local ok, id, problem = pcall(step.dry_run, engine, args, like)
+  if collecting then collectgarbage "restart" end
+  restore()
+  if not ok then error(id, 0) end
+  if id then return id end
+  if type(problem) == "table" and problem.name == "EDRY" then
+    engine:note("the model reads values in its forward, so its step cannot be planned before it has run once")
+    return nil
+  end
+  error(problem, 0)
+end
+
+---@class ps.engine.Forecast
+---@field moments integer
+---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] bytes
+---@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
+---@field evicted integer[]
+---@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
+---@field gathers integer stripes that come from other processes in a step
+---@field gathered integer their bytes
+---@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its moment
+
+---@class ps.engine.Short
+---@field tier string
+---@field wanted integer bytes of chunks that one op needs on the tier at once
+---@field left integer bytes left for chunks there, beside the peak of other tensors in the step
+
+-- The first op that has room only where other tensors leave it, by a forecast; nil: there is none.
+local function short_of(out, info)
+  if out.wanted == 0 then return nil end
+  native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
+  return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
+end
+
+--- The forecast of a step like trace `id`. Where it does not fit, the fields of the error tell tier and bytes.
+---@param id integer
+---@return ps.engine.Forecast
+function forecasts.of(id)
+  local out, info = ffi.new("ps_step_forecast"), ffi.new("ps_tier_info")
+  native.check(C.ps_engine_forecast(native.ctx, id, out))
+  local forecast = { moments = out.n_moments, tiers = {}, fetched = {}, evicted = {},
+    resident = tonumber(out.resident), short = short_of(out, info), gathers = tonumber(out.gathers),
+    gathered = tonumber(out.gathered) }
+  local count = C.ps_engine_tier_count(native.ctx)
+  for t = 0, count - 1 do
+    native.check(C.ps_engine_tier_get(native.ctx, t, info))
+    forecast.tiers[t + 1] = { name = ffi.string(info.name), is_file = info.device < 0,
+      budget = tonumber(info.budget), peak = tonumber(out.peak[t]), other = tonumber(out.other[t]) }
+    if t + 1 < count then
+      forecast.fetched[t + 1], forecast.evicted[t + 1] = tonumber(out.fetched[t]), tonumber(out.evicted[t])
+    end
+  end
+  return forecast
+end
+
+-- What this process sends of its gradients to the processes that own them, and keeps of them. nil: every process keeps
+-- its own.
+local function gradients_line(engine)
+  local shards, bytes, parts = engine.ranks.shards, 0, false
+  if not shards:gradients() then return nil end
+  for _, row in ipairs(engine.built.list) do
+    if row.owner ~= shards.rank then bytes = bytes + tonumber(C.ps_tensor_nbytes(row.grad or row.param)) end
+    parts = parts or row.grad ~= nil
+  end
+  local times = parts and not shards.once and step.count(engine) or 1
+  return ("          it sends %s of gradients to other processes, %s"):format(readable.bytes(times * bytes),
+    times > 1 and ("in %d backwards, each %s"):format(times, readable.bytes(bytes))
+      or parts and shards.once and "once, and keeps them until then" or "once")
+end
+
+--- The plan as lines of text.
+---@param engine ps.Engine
+---@param forecast ps.engine.Forecast
+---@return string[]
+function forecasts.lines(engine, forecast)
+  local built, layout = engine.built, engine.built.layout
+  local lines = {
+    ("plan: %d parameters, %s of state (%.2f bytes a parameter), in chunks of %d elements, %.2f %% waste"):format(
+      built.numel, readable.bytes(built.state_bytes), built.state_bytes / built.numel, layout.chunk_size,
+      100 * (layout.numel - layout.used) / math.max(1, layout.numel)),
+  }
+  if engine.zero_stage > 0 then
+    local mine, owned = 0, engine.ranks.dp:rank()
+    for _, row in ipairs(layout.chunks) do if row.owner == owned then mine = mine + 1 end end
+    lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks are of this process, number %d of %d"):format(
+      engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.dp:size())
+    lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%d times), which %s"):format(
+      readable.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
+        or "go after each forward and backward")
+    lines[#lines + 1] = gradients_line(engine)
+  end
+  for i, tier in ipairs(forecast.tiers) do
+    local line
+    if tier.is_file then
+      line = ("  %-6s  %s set aside, %s used"):format(tier.name, readable.bytes(tier.budget), readable.bytes(tier.peak))
+    else
+      line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,
+        readable.bytes(tier.peak), tier.budget > 0 and readable.bytes(tier.budget) or "what there is",
+        readable.bytes(tier.peak - tier.other), readable.bytes(tier.other))
+    end
+    lines[#lines + 1] = line
+    if i == 1 and forecast.resident > 0 then
+      lines[#lines + 1] = ("          %s of them live here alone: %s has no room for them"):format(
+        readable.bytes(forecast.resident), forecast.tiers[#forecast.tiers].name)
+    end
+    if forecast.short and forecast.short.tier == tier.name then
+      lines[#lines + 1] = ("          an op takes %s of chunks at once, where other tensors leave it"):format(
+        readable.bytes(forecast.short.wanted))
+    end
+    if forecast.fetched[i] then
+      lines[#lines + 1] = forecast.fetched[i] + forecast.evicted[i] == 0 and "          nothing moves: all of it fits"
+        or ("          a step fetches %s from %s and evicts %s to it (%s)"):format(readable.bytes(forecast.fetched[i]),
+          forecast.tiers[i + 1].name, readable.bytes(forecast.evicted[i]), engine.policy)
+    end
+  end
+  if engine.adam_split then
+    for _, line in ipairs(require("ps.engine.plan.hybrid").lines(engine,
+      engine.adam_split)) do lines[#lines + 1] = line end
+  end
+  if engine.tables_on_host and next(engine.tables_on_host) then
+    local names = {}
+    for _, t in ipairs(built.tables) do if engine.tables_on_host[t] then names[#names + 1] = t.name end end
+    lines[#lines + 1] = "  looked up on the host: " .. table.concat(names, ", ")
+  end
+  return lines
+end
+
+return forecasts

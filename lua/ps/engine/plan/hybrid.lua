@@ -1,0 +1,264 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The place of updates (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the
+-- margin there goes. For a unit that does not fit there are two ways. Either the gradient goes down, the host updates,
+-- and the parameters come up; or the state comes up to the device for its update and goes down again. The host and the
+-- link work side by side, so the fastest split keeps both busy to the end. The search for that split uses dry runs,
+-- which tell the bytes that a step moves, and the speeds of rates.lua. Units of both ways alternate, so that copies run
+-- while the host updates. Values are the same wherever Adam runs. The exchanges between ranks are the same, too, since
+-- they see only gradients and parameters: each rank splits its own units.
+local native = require "ps.core.ffi"
+local C = native.C
+
+local hybrid = {}
+
+local TRIES = 4             -- dry runs that look for the best split, besides those of the extremes
+local NEARLY = 0.98         -- a split is a gain where it takes less than this share of the other's seconds
+local APART = 0.3           -- share of the shorter of copies and updates that does not hide behind the longer: nothing
+                            -- is updated while the first states come up and the last go down (bench/hybrid_adam.lua:
+                            -- predicted and measured)
+
+---@class ps.engine.Split
+---@field on boolean[] by unit, from 1: updated on the device
+---@field count integer units that are updated on the device
+---@field share number these units' share of the parameters that may be updated on the device
+---@field resident integer units, `count` at most, whose state fits into the margin
+---@field id integer the trace of a step with this split
+---@field seconds? number predicted of a step besides forward and backward, by the three below; nil: nothing was to be
+---  decided
+---@field link? number predicted seconds of copies a step
+---@field host? number predicted seconds a step that the host is busy with updates
+---@field device? number predicted seconds a step of updates on the device
+---@field forecast? ps.engine.Forecast
+---@field all_host? ps.engine.Split the split with all units on the host, or as many as there is room for
+
+--- Whether this engine may update anything on the device.
+---@param engine ps.Engine
+---@return boolean
+function hybrid.wanted(engine)
+  local cfg = engine.cfg
+  local offload = cfg.zero_optimization.offload_optimizer
+  return engine.device ~= engine.host and (offload.stays or cfg.optimizer.params.use_hybrid_adam
+    and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
+end
+
+-- The units that the device may update: not those of tables that are looked up on the host. Also the number of their
+-- parameters, and how many parameters the device may update at most.
+local function candidates(engine)
+  local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
+  local on_host, list, numel, all = {}, {}, 0, 0
+  for _, row in ipairs(built.list) do if row.param.device_ == engine.host then on_host[row.unit + 1] = true end end
+  for unit = 1, built.units do
+    all = all + built.unit_numel[unit]
+    if built.unit_numel[unit] > 0 and not on_host[unit] then
+      list[#list + 1], numel = unit, numel + built.unit_numel[unit]
+    end
+  end
+  return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
+end
+
+-- The margin: bytes of optimizer state for which the device has room beside the parameters, by the forecast of a step.
+local function margin_of(engine, forecast)
+  local tier, params = forecast.tiers[1], 0
+  if tier.budget == 0 then return math.huge end
+  for _, row in ipairs(engine.built.layout.chunks) do
+    local group = engine.built.layout.groups[row.group]
+    params = params + row.numel * (group.dtype == "fp32" and 4 or 2)
+  end
+  return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
+end
+
+-- The first units whose state together fits into the margin, and their number. most: parameters that they have at most.
+local function within_margin(engine, units, most, margin)
+  local on, count, built = {}, 0, engine.built
+  for _, unit in ipairs(units) do
+    local bytes, numel = built.unit_bytes[unit], built.unit_numel[unit]
+    if bytes <= margin and numel <= most then
+      margin, most, count = margin - bytes, most - numel, count + 1
+      on[unit] = true
+    end
+  end
+  return on, count
+end
+
+-- Units with about a share of the parameters, spread evenly over the model.
+local function spread(engine, units, share)
+  local on, due = {}, 0
+  for _, unit in ipairs(units) do
+    local numel = engine.built.unit_numel[unit]
+    due = due + share * numel
+    if due >= numel / 2 then
+      due = due - numel
+      on[unit] = true
+    end
+  end
+  return on
+end
+
+-- How much faster this optimizer updates a parameter than Adam, whose rates are measured: an update is as fast as its
+-- bytes: 2 each of a gradient that is read and a parameter that is written, 8 each of the master and the averages.
+local function speed(engine) return 28 / (12 + 8 * #engine.optimizer.averages) end
+
+local function apply(engine, on)
+  for unit = 1, engine.built.units do native.check(C.ps_engine_set_on_device(native.ctx, unit - 1,
+    on[unit] and 1 or 0)) end
+end
+
+--- Predicts the time of a step with this split, besides forward and backward.
+---@param engine ps.Engine
+---@param on boolean[]
+---@param forecast ps.engine.Forecast
+---@return ps.engine.Split
+local function predict(engine, on, forecast)
+  local r, here, there, count = engine.adam_rates, 0, 0, 0
+  for unit = 1, engine.built.units do
+    local numel = engine.built.unit_numel[unit]
+    if on[unit] then there, count = there + numel, count + 1 else here = here + numel end
+  end
+  local faster = speed(engine)
+  local device = there / r.device_adam / faster
+  local split = { on = on, count = count, device = device,
+    host = here / r.host_adam / faster + (1 - r.at_once) * device,
+    link = math.max(forecast.fetched[1] / r.up, forecast.evicted[1] / r.down) }
+  local busy = math.max(split.device, split.host)
+  split.seconds = math.max(busy, split.link) + APART * math.min(busy, split.link)
+  split.moved = forecast.fetched[1] + forecast.evicted[1]
+  split.disk = (forecast.fetched[2] or 0) + (forecast.evicted[2] or 0)
+  return split
+end
+
+-- The share at which copies take as long as updates on the host, on the line between two splits. With one split, each
+-- further unit is taken to copy its state and to spare the host its update.
+local function balance(engine, units, numel, low, high)
+  local gap = low.host - low.link
+  if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
+  local r, bytes = engine.adam_rates, 0
+  for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
+  return low.share + gap / (bytes / math.min(r.up, r.down) + numel / r.host_adam / speed(engine))
+end
+
+local function same(a, b, units)
+  for unit = 1, units do if a.on[unit] ~= b.on[unit] then return false end end
+  return true
+end
+
+-- Whether split a is better than b. No gain is worth more work for the disk, which is slower than the links weighed
+-- here.
+local function better(a, b)
+  if a.disk * NEARLY > b.disk then return false end
+  if a.seconds < NEARLY * b.seconds then return true end
+  return a.seconds <= b.seconds and a.moved < b.moved
+end
+
+-- The split with the fewest updates on the device for which the tiers have room. The plan with all updates on the host
+-- lacks some bytes: state that the last tier cannot hold and that has to live on the device. Raises the plan's error
+-- where there is no such split.
+local function least(engine, units, numel, most, try, problem)
+  if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
+  local bytes, share = 0, 0
+  for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
+  bytes = bytes + 2 * numel                             -- their parameters stay, too
+  while true do
+    share = math.max(share + 1 / #units, share + problem.lacking / bytes)
+    if share > most / numel and share - 1 / #units >= most / numel then error(problem, 0) end
+    share = math.min(share, most / numel)
+    local split, why = try(spread(engine, units, share), share)
+    if split then return split end
+    if why.sub ~= "HOMELESS" then error(why, 0) end
+    problem = why
+  end
+end
+
+-- Looks for the best split between `low`, whose updates on the host take longer than its copies, and the other extreme,
+-- where the device updates every unit that it may.
+local function search(engine, units, numel, low, most, try)
+  local best, high = low, nil
+  local function look(share)
+    local split = try(spread(engine, units, share), share)
+    if split and better(split, best) then best = split end
+    return split
+  end
+  for _ = 1, TRIES do
+    local share = balance(engine, units, numel, low, high)
+    local next_ = { on = spread(engine, units, math.min(share, most)) }
+    if share >= most or same(next_, low, engine.built.units) or high and same(next_, high, engine.built.units) then
+      break
+    end
+    local split = look(share)
+    if not split then return best end                   -- no room for this share, nor for more
+    if split.host > split.link then low = split else high = split end
+  end
+  look(most)
+  return best
+end
+
+--- Splits the updates: sets where each unit is updated.
+---@param engine ps.Engine
+---@param dry_run fun(like?: integer): integer? runs a step dry, like a trace; nil when it cannot be run without values
+---@return ps.engine.Split? nil when no step can be run dry; then all are updated on the host
+function hybrid.place(engine, dry_run)
+  local forecast = require("ps.engine.plan.forecast").of
+  apply(engine, {})
+  local id = dry_run()
+  if not id then return nil end
+  if not engine.adam_rates then return { on = {}, count = 0, resident = 0, id = id } end
+  local units, numel, most = candidates(engine)
+  local base
+  local function try(on, share)
+    apply(engine, on)
+    local like = share == 0 and id or dry_run(id)
+    local ok, seen = pcall(forecast, like)
+    if not ok then
+      if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
+      error(seen, 0)
+    end
+    if base and seen.short and not base.forecast.short then return nil, seen end       -- its room would cost time
+    local split = predict(engine, on, seen)
+    split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
+    return split
+  end
+  local why
+  if engine.cfg.zero_optimization.offload_optimizer.stays then
+    local all
+    all, why = try(spread(engine, units, 1), 1)
+    if not all then error(why, 0) end
+    all.resident = all.count
+    return all
+  end
+  base, why = try({}, 0)
+  if not base then base = least(engine, units, numel, most, try, why) end
+  base.resident = 0
+  if not hybrid.wanted(engine) then return base end
+  local on, resident = within_margin(engine, units, most, margin_of(engine, base.forecast))
+  local kept = 0
+  for unit in pairs(on) do kept = kept + engine.built.unit_numel[unit] end
+  local best = resident > 0 and try(on, kept / numel) or base        -- the margin is used in any case
+  if best.host > best.link and kept < most then
+    best = search(engine, units, numel, best, most / numel, try)
+  end
+  best.resident = math.min(resident, best.count)
+  apply(engine, best.on)
+  return best
+end
+
+local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
+
+--- The plan's lines about a split.
+---@param engine ps.Engine
+---@param split ps.engine.Split
+---@return string[]
+function hybrid.lines(engine, split)
+  local lines = { ("  %-4s    on the device for %d of %d chunks, on the host for the others"):format(
+    engine.optimizer.kind == "SGD" and "SGD" or "Adam", split.count, engine.built.units) }
+  if not engine.adam_rates then return lines end
+  local slowest = split.link >= math.max(split.host, split.device) and "copies"
+    or split.host >= split.device and "the host" or "the device"
+  local base = split.all_host
+  local more = split.count > base.count and (" (%s on the host: %s, %s)"):format(base.count > 0 and "as many as can be"
+    or "all", ms(base.link), ms(base.host)) or ""
+  lines[2] = ("          copies take %s a step, updates %s of the host%s: %s set%s the pace"):format(ms(split.link),
+    ms(split.host), more, slowest, slowest == "copies" and "" or "s")
+  lines[3] = "          at " .. require("ps.engine.plan.rates").text(engine.adam_rates)
+  return lines
+end
+
+return hybrid

@@ -1,0 +1,96 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- How fast Adam and copies are here, measured once a process and device (src/engine/rates.c). ps.device_rates("cuda")
+-- shows it; plans decide by it where Adam runs (engine/plan/hybrid.lua) and embeddings are looked up
+-- (engine/layout/embed.lua).
+local devices = require "ps.core.devices"
+local native = require "ps.core.ffi"
+local ffi, C = native.ffi, native.C
+
+local rates = {}
+
+---@class ps.Rates
+---@field host_adam number parameters a second on the host, while copies run
+---@field device_adam number parameters a second on the device
+---@field up number bytes a second from the host to the device, with both directions busy
+---@field down number bytes a second from the device to the host
+---@field at_once number share of the device's time in Adam in which the host is free
+---@field seconds number that measuring took; 0: nothing was measured
+---@field given table<string, boolean> those that the configuration gave
+
+rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
+
+-- Bytes of the trial on each side. If the host holds much state, the trial's must exceed the caches: on a server with
+-- an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
+local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
+local out = ffi.new("ps_rates")
+local known = {}                              -- by device: { nbytes =, rates = }
+
+--- Speeds as a line of text.
+---@param r ps.Rates
+---@return string
+function rates.text(r)
+  local from = r.seconds > 0 and ("measured in %.0f ms"):format(r.seconds * 1e3) or "from the configuration"
+  if r.seconds > 0 and next(r.given) then from = "in part from the configuration" end
+  return ("%.3g G parameters/s on the host, %.3g on the device, %.3g GB/s up, %.3g down, %.0f %% at once (%s)"):format(
+    r.host_adam / 1e9, r.device_adam / 1e9, r.up / 1e9, r.down / 1e9, r.at_once * 100, from)
+end
+
+local shown = { __tostring = rates.text }
+
+local supposed
+
+--- The speeds of a machine that is not here, for all its devices.
+---@param r table<string, number>|nil by KEYS
+function rates.suppose(r) supposed = r and setmetatable(r, shown) end
+
+--- What this process measured, with at most `nbytes` of memory on each side; measured now when it has not been, or with
+--- much less memory than there is this time.
+---@param device string|integer
+---@param nbytes? integer
+---@return ps.Rates
+function rates.measured(device, nbytes)
+  if not devices.computes then
+    if not supposed then error("a dry run measures no speeds: a hardware's table has them, or the section rates", 0) end
+    supposed.seconds, supposed.given = 0, {}
+    return supposed
+  end
+  local index = type(device) == "number" and device or native.device_index(device)
+  nbytes = math.min(nbytes or ENOUGH, MOST)
+  local had = known[index]
+  if had and nbytes < 2 * had.nbytes then return had.rates end
+  native.check(C.ps_rates_measure(native.ctx, index, native.device_index "cpu", nbytes, out))
+  local r = setmetatable({ seconds = out.seconds, given = {} }, shown)
+  for _, key in ipairs(rates.KEYS) do r[key] = out[key] end
+  known[index] = { nbytes = nbytes, rates = r }
+  return r
+end
+
+--- The speeds an engine plans by: those its configuration gives, the others as measured, the least of all ranks, so
+--- that what ranks decide by them is the same.
+---@param engine ps.Engine
+---@param least? fun(value: integer): integer of all ranks'; nil: there is one
+---@return ps.Rates
+function rates.of(engine, least)
+  local cfg, r, missing = engine.cfg, setmetatable({ seconds = 0, given = {} }, shown), false
+  for _, key in ipairs(rates.KEYS) do
+    r[key] = cfg.rates[key]
+    r.given[key] = r[key] ~= nil or nil
+    missing = missing or r[key] == nil
+  end
+  if missing then
+    local half = math.min(cfg.memory.device or math.huge, cfg.memory.host or math.huge) / 2
+    local enough = math.max(ENOUGH, (cfg.memory.host or 0) / HOST_SHARE)
+    local m = rates.measured(engine.device, math.floor(math.min(half, enough)))
+    for _, key in ipairs(rates.KEYS) do r[key] = r[key] or m[key] end
+    r.seconds = m.seconds
+  end
+  if least then
+    for _, key in ipairs(rates.KEYS) do
+      local unit = key == "at_once" and 1e6 or 1
+      r[key] = math.max(least(math.floor(r[key] * unit)), key == "at_once" and 0 or 1) / unit
+    end
+  end
+  return r
+end
+
+return rates

@@ -1,0 +1,77 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The plan of one step: by a dry run, with embeddings and updates placed first, refused where it moves what the
+-- configuration keeps in place, and printed where it tells something new.
+local mesh = require "ps.dist.mesh"
+local embed = require "ps.engine.layout.embed"
+local forecasts = require "ps.engine.plan.forecast"
+local hybrid = require "ps.engine.plan.hybrid"
+local readable = require "ps.core.readable"
+
+local HIGHER = 1.25               -- times a printed peak, from which on another plan is printed
+
+-- Refuses a plan that moves chunks although offload_optimizer.device is "none".
+local function check_stays(self, forecast)
+  local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
+  if not self.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
+  local first, second = forecast.tiers[1], forecast.tiers[2]
+  error(('zero_optimization.offload_optimizer.device is "none", but the optimizer\'s state does not fit beside the '
+    .. "model: a step would move %s between %s and %s; raise memory.%s (%s), or write \"cpu\", or leave it out"):format(
+    readable.bytes(moved), first.name, second.name, first.name, readable.bytes(first.budget)), 0)
+end
+
+-- Whether a plan tells something that the printed ones do not: another layout, moves or an op short of room where there
+-- were none, or a peak that is clearly higher. Plans of batches of other sizes differ by less.
+local function is_news(self, forecast)
+  local layout, printed = self.built.layout, self.printed
+  local moves = false
+  for _, bytes in ipairs(forecast.fetched) do moves = moves or bytes > 0 end
+  for _, bytes in ipairs(forecast.evicted) do moves = moves or bytes > 0 end
+  if not printed or printed.layout ~= layout or moves and not printed.moves or forecast.short and not printed.short then
+    self.printed = { layout = layout, moves = moves, short = forecast.short ~= nil, peaks = {} }
+    for i, tier in ipairs(forecast.tiers) do self.printed.peaks[i] = tier.peak end
+    return true
+  end
+  local news = false
+  for i, tier in ipairs(forecast.tiers) do
+    if tier.peak > printed.peaks[i] * HIGHER then news = true end
+  end
+  if news then
+    for i, tier in ipairs(forecast.tiers) do printed.peaks[i] = math.max(printed.peaks[i], tier.peak) end
+  end
+  return news
+end
+
+--- Plans a step with these arguments. Returns its trace, or nil when the step has to run once first. `look` gets the
+--- forecast before it is printed, and may raise an error.
+---@param self ps.Engine
+---@param args any[]
+---@param look fun(forecast: ps.engine.Forecast)
+---@return integer?
+return function(self, args, look)
+  local function dry_run(like)
+    local id = forecasts.dry_run(self, args, like)
+    if id and not like and self.zero_stage > 0 then id = forecasts.dry_run(self, args, id) end   -- gathers run ahead
+    return id
+  end
+  local function split() return hybrid.place(self, dry_run) end
+  if self.lookups and not self.tables_on_host then embed.settle(self, dry_run, split) end
+  local id
+  if self.device ~= self.host and not self.adam_split then
+    self.adam_split = split()
+    id = self.adam_split and self.adam_split.id
+  else
+    id = dry_run()
+  end
+  if id == nil then return nil end
+  local forecast = forecasts.of(id)
+  look(forecast)
+  self.forecast = forecast
+  check_stays(self, forecast)
+  local prints, world = self.cfg.plan_print, mesh.group "world"
+  local here = prints and (prints == "all" or not world or world:rank() == 0) and not self.quiet
+  if here and is_news(self, forecast) then
+    for _, line in ipairs(forecasts.lines(self, forecast)) do io.stdout:write(line, "\n") end
+    io.stdout:flush()
+  end
+  return id
+end

@@ -1,0 +1,393 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Training with several processes. Each takes its own rows of each batch. Gradients are added up, weighed by the ranks'
+-- targets, so that a step is that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have each rank's
+-- share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local talk = require "ps.dist.agree"
+local batch = require "ps.data.batch"
+local core = require "ps.nn.module"
+local data = require "ps.data"
+local dist = require "ps.dist"
+local mesh = require "ps.dist.mesh"
+local random_state = require "ps.dist.random_state"
+local replicas = require "ps.engine.ranks.replicas"
+local scope = require "ps.core.scope"
+local shard = require "ps.tensor.shard"
+local step = require "ps.engine.step"
+local trained = require "ps.engine.step.trained"
+local zero = require "ps.engine.ranks.zero"
+local ffi, C = native.ffi, native.C
+
+local data_parallel = {}
+
+---@class ps.engine.Ranks
+---@field world ps.Group all ranks: for agreements and failures
+---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are added up
+---  (ps/dist/mesh.lua);
+--- this rank alone where the others have other parts of the model
+---@field tp? ps.Group the ranks that have a part each of the same layers
+---@field noted string[] hashes of the micro-batches, and weights of the losses, since the last begin of a step, where
+---  there is tp
+---@field shards ps.engine.Sharding
+local Ranks = {}
+Ranks.__index = Ranks
+
+-- Connects the ranks' devices along these axes where all ranks can. Else bytes go through host memory, unless
+-- init_distributed forbade that.
+local function connect(engine, groups)
+  local noted = false
+  for _, group in ipairs(groups) do
+    if engine.device == engine.host or group.devices.never then return end
+    local ok, problem = pcall(group.connect, group, engine.device_name)
+    if not ok then
+      if type(problem) ~= "table" or problem.name ~= "EUNSUP" or group.devices.must then error(problem, 0) end
+      if not noted then
+        engine:note(("what ranks send each other goes from %s through host memory: %s"):format(engine.device_name,
+          problem.msg))
+      end
+      noted = true
+    end
+  end
+end
+
+--- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks. Called where
+--- there are several ranks.
+---@param engine ps.Engine
+---@return ps.engine.Ranks
+function data_parallel.new(engine)
+  local self = setmetatable({ engine = engine, world = mesh.group "world", dp = mesh.group "dp" or dist.self(),
+    tp = mesh.group "tp", noted = {} }, Ranks)
+  replicas.configuration(self.world, engine)
+  local groups = { self.dp }
+  for _, axis in ipairs { "tp", "pp" } do groups[#groups + 1] = mesh.group(axis) end
+  connect(engine, groups)
+  random_state.share(self.world)                   -- so that all ranks make the same model
+  local reshard = engine.cfg.zero_optimization.reshard_after_forward
+  local cut = engine.cfg.pipeline.stages > 1               -- else exchanges for each micro-batch of each virtual stage
+  if self.tp then
+    native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
+  end
+  self.shards = zero.new(self.dp, engine.zero_stage, reshard == "never" or reshard == "auto" and cut,
+    cut and reshard ~= "always")
+  return self
+end
+
+-- Refuses loaders that read other data, or in another order: such ranks would train together without any other error.
+---@param numbers number[] of each rank: the hash of its loader's data; 0: it has no loader
+function Ranks:compare_data(numbers)
+  local alike = true
+  for _, number in ipairs(numbers) do
+    if number == 0 then return end                 -- that rank's batches come from elsewhere
+    alike = alike and number == numbers[1]
+  end
+  self.data_compared = true
+  if alike then return end
+  local said = talk.texts(self.world, data.read_by(self.world))
+  for rank, text in ipairs(said) do
+    if text ~= said[1] then
+      error(("the ranks' loaders do not read the same: on rank %d %s; on rank 0 %s; give all the same files, order and "
+        .. "sizes, and a loader that not all ranks use rank = 0 and world_size = 1"):format(rank - 1, text, said[1]), 0)
+    end
+  end
+end
+
+-- The rank that has the first layers, or the first part of them, of the copy of the model that a rank has a part of.
+local function first_of_copy(rank)
+  local tp, dp = mesh.size "tp", mesh.size "dp"
+  return math.floor(rank / tp) % dp * tp
+end
+
+-- Whether two ranks have the same layers, or parts of the same layers.
+local function same_stage(a, b)
+  local ranks = mesh.size "tp" * mesh.size "dp"
+  return math.floor(a / ranks) == math.floor(b / ranks)
+end
+
+-- What ranks with parts of one copy of the model have alike, by column of what they sent. stages: whichever stage they
+-- have. The rest is a stage's own where a model goes through its stages in its own forward: each takes rows of its own,
+-- and may have a seed of its own and freeze what is its.
+local GOES_ON = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
+local ALIKE = { { column = 6, what = "has another batch, or weighs its losses otherwise, than" },
+  { column = 7, what = GOES_ON, stages = true }, { column = 8, what = GOES_ON } }
+
+-- Refuses ranks with parts of one copy of the model that take other rows, or go on by other settings. rows: what all
+-- ranks sent; pipe: the model's stages are at the same rows.
+local function compare_parts(rows, pipe)
+  for i, row in ipairs(rows) do
+    for _, alike in ipairs(ALIKE) do
+      local first = (pipe or alike.stages) and first_of_copy(i - 1) or mesh.line_of("tp", i - 1)
+      if row[alike.column] ~= rows[first + 1][alike.column] then
+        error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
+          .. "with the same seed"):format(i - 1, alike.what, first), 0)
+      end
+    end
+  end
+end
+
+-- A number for the rows of a micro-batch; 0: it has none.
+local function rows_number(given)
+  local said = {}
+  for i = 1, given.n do batch.add_hashes(said, given[i]) end
+  return said[1] and talk.text_hash(table.concat(said, " ")) or 0
+end
+
+-- Says once, after the first micro-batch, that ranks which share a batch out have the same rows. column: the number of
+-- each rank's rows in what all ranks sent.
+local function compare_rows(self, rows, column)
+  self.rows_compared = true
+  local seen = {}
+  for rank, row in ipairs(rows) do
+    local line = mesh.line_of("dp", rank - 1)
+    local key = line .. " " .. row[column]
+    if row[column] ~= 0 and seen[key] and self.world:rank() == 0 then
+      self.engine:note(("ranks %d and %d train on the same rows, so that the second adds nothing: each data-parallel "
+        .. "rank takes rows of its own, as the loaders of ps.data give them, or by ps.rank() and ps.world_size()"
+        ):format(seen[key] - 1, rank - 1))
+      return
+    end
+    seen[key] = rank
+  end
+end
+
+--- Notes a micro-batch, given to the model for training. The next begin of a step compares it with that of the other
+--- ranks that have parts of the same layers.
+---@param given any[]
+function Ranks:note_batch(given)
+  if not self.rows_compared and not self.engine.pipe then self.rows = rows_number(given) end
+  if not self.tp then return end
+  self.noted[#self.noted + 1] = batch.signature(given)
+  for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
+end
+
+--- Notes the weight of a loss, which is compared with the micro-batches: addends of gradients come from all ranks that
+--- have parts of the same layers, so these weigh a loss alike.
+---@param weight number
+function Ranks:note_weight(weight)
+  if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
+end
+
+-- A number that ranks with parts of one copy of the model have alike: of their micro-batches, and of the weights of
+-- losses.
+local function batch_number(self)
+  local text, pipe = table.concat(self.noted, " "), self.engine.pipe
+  return talk.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
+end
+
+-- -- agreement by plan -----------------------------------------------------------------------------------------------
+local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step a dry run foresees
+local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
+
+-- A number for the collectives that the dry run of this step noted along an axis; 0: none are known.
+local function calls_number(self, axis)
+  local group = self[axis]
+  if not group or group:size() == 1 then return 0 end
+  native.check(C.ps_engine_plan_calls(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, group.c, hash_out))
+  return talk.hash_number(hash_out[0])
+end
+
+-- The calls that this rank plans along an axis, one a line.
+local function calls_text(group)
+  local lines = {}
+  for i = 0, C.ps_group_plan_calls(group.c) - 1 do
+    native.check(C.ps_group_plan_call(group.c, i, text_out, 200))
+    lines[i + 1] = ffi.string(text_out)
+  end
+  return table.concat(lines, "\n")
+end
+
+-- The error of ranks that plan different calls. All ranks call it, and find the same first difference.
+local function plans_differ(self, axis, first, other)
+  local group = self[axis]
+  local said = talk.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
+  local a, b = said[first]:gmatch "[^\n]+", said[other]:gmatch "[^\n]+"
+  local one, two, n = a(), b(), 1
+  while one == two and one ~= nil do one, two, n = a(), b(), n + 1 end
+  error(("the ranks of %s plan other calls: the first that differs is number %d of the step: rank %d plans %s, rank %d "
+    .. "%s; such ranks run the same script and the same model"):format(axis, n, first - 1, one or "no further call",
+    other - 1, two or "no further call"), 0)
+end
+
+-- Begins the plans that all ranks of a group have alike. column: of the first axis's number in what all ranks sent.
+local function begin_plans(self, rows, column)
+  for i, axis in ipairs(PLANNED) do
+    local k, first_of, agreed = column + i - 1, {}, {}
+    for rank, row in ipairs(rows) do
+      local line = mesh.line_of(axis, rank - 1)
+      first_of[line] = first_of[line] or rank
+      if agreed[line] == nil then agreed[line] = true end
+      if row[k] == 0 then agreed[line] = false end
+    end
+    for rank, row in ipairs(rows) do
+      local line = mesh.line_of(axis, rank - 1)
+      local first = first_of[line]
+      if agreed[line] and row[k] ~= rows[first][k] then plans_differ(self, axis, first, rank) end
+    end
+    local group = self[axis]
+    if group and group:size() > 1 then
+      C.ps_group_plan_begin(group.c, agreed[mesh.line_of(axis, self.world:rank())] and 1 or 0)
+    end
+  end
+end
+
+--- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
+--- cause. But where all ranks that failed have a share(problem), the least of these and of the others' limits is
+--- returned, and the caller gives the step up. Gathers run ahead of their uses only where all ranks expect the same.
+---@param fn function
+---@param share fun(problem: any): number? the share of an op's chunks for which there was room
+---@param limit fun(): number the size that smaller chunks may have on this rank, as a share of the present size
+---@return number?
+function Ranks:begin_step(fn, share, limit)
+  local ok, problem = pcall(fn)
+  local part = not ok and share(problem) or nil
+  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(native.ctx) or 0, part and 1 or 0,
+    part or ok and limit() or 1, 0, 0, 0, 0 }
+  for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
+  local engine = self.engine
+  mine[#mine + 1] = not self.rows_compared and self.dp:size() > 1 and ok
+    and (engine.pipe and engine.pipe:fingerprint() or self.rows) or 0
+  local reads = not self.data_compared and data.read_by(self.world)
+  if reads then mine[5] = talk.text_hash(reads) end
+  local cut = engine.stages or self.tp
+  if cut and ok then
+    mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(engine))
+    mine[8] = talk.text_hash(("%s %s"):format(tostring(random.state().seed), trained.text(engine.module)))
+  end
+  local all = create.empty({ self.world:size(), #mine }, { dtype = "fp64" })
+  self.world:all_gather(all, create.tensor(mine, { dtype = "fp64" }))
+  local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
+  for rank, row in ipairs(list) do
+    hashes[rank] = row[5]
+    failed, short = failed or row[1] > 0, short or row[3] > 0
+    least = math.min(least, row[4])
+  end
+  if not failed and short then return least end            -- the step begins again, and compares what is noted then
+  self.noted = {}
+  for rank, row in ipairs(list) do
+    same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
+  end
+  if not failed and not short then
+    if cut then compare_parts(list, engine.pipe) end
+    if not self.data_compared then self:compare_data(hashes) end
+    if not same then C.ps_engine_gathers_drop(native.ctx) end
+    begin_plans(self, list, 9)
+    if not self.rows_compared then compare_rows(self, list, 9 + #PLANNED) end
+    return
+  end
+  local said = talk.texts(self.world, ok and "" or tostring(problem))
+  if not ok then error(problem, 0) end
+  for i, text in ipairs(said) do
+    if text ~= "" then error(("rank %d cannot begin the step: %s"):format(i - 1, text), 0) end
+  end
+end
+
+--- Dropout draws by the number of the sample. A loader numbers the samples of all ranks. Without a loader each rank's
+--- samples get numbers that no other rank has (up to 2^20 rows each; the numbers are 32 bits wide).
+function Ranks:number_samples()
+  local rng = random.state()
+  if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
+end
+
+local function least_of(group, value)
+  local all = create.empty({ group:size() }, { dtype = "int64" })
+  group:all_gather(all, create.tensor({ value }, { dtype = "int64" }))
+  local least = value
+  for _, other in ipairs(all:tolist()) do least = math.min(least, other) end
+  return least
+end
+
+--- The least of a number over the ranks that train the same layers, since their plans and layouts must be alike.
+---@param value integer
+---@return integer
+function Ranks:least(value)
+  value = least_of(self.dp, value)
+  return self.tp and least_of(self.tp, value) or value
+end
+
+--- The sum of a number over these ranks, each of which has other rows of the batch.
+---@param value number
+---@return number
+function Ranks:sum(value)
+  local t = create.tensor({ value }, { dtype = "fp64" })
+  self.dp:all_reduce(t)
+  return t:item()
+end
+
+-- Gives a parameter the values that the group's first rank has.
+local function share_values(group, row)
+  group:broadcast(row.place ~= nil and row.place or row.param, 0)
+  if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
+end
+
+--- Checks that the ranks made the same model. Ranks that have the same values get those of the first of them: where
+--- each rank has all of the model (stage 0) along dp, and along tp what is not cut.
+function Ranks:begin()
+  local engine, tp = self.engine, self.tp
+  replicas.model(self.dp, engine)
+  if tp then replicas.model(tp, engine) end
+  if engine.zero_stage > 0 and not tp then return end
+  engine.masters:sync()
+  for _, row in ipairs(engine.built.list) do
+    if engine.zero_stage == 0 then share_values(self.dp, row) end
+    if tp and row.master ~= nil and not shard.of(row.param) then share_values(tp, row) end
+  end
+  engine.masters:note()
+  if engine.zero_stage > 0 then native.check(C.ps_engine_forget(native.ctx)) end
+end
+
+local function some(names)
+  return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
+end
+
+-- The parameters in a stripe of chunks, or of their gradients.
+local function names_of(built, stripe)
+  local names, inside = {}, {}
+  for _, row in ipairs(built.layout.chunks) do
+    for _, at in ipairs(row.tensors) do inside[at.index] = row.stripe == stripe or row.grad_stripe == stripe end
+  end
+  for _, list in ipairs { built.list, built.frozen } do
+    for _, row in ipairs(list) do if inside[row.index] then names[#names + 1] = row.name end end
+  end
+  return names
+end
+
+--- For the error of ranks that do not use the same parameters, or do not have gradients of the same ones: names the
+--- parameters in the stripes that the error names, and in backward those without a gradient on this rank.
+---@param problem any
+---@param backward? boolean
+function Ranks:explain(problem, backward)
+  if type(problem) ~= "table" or problem.sub ~= "STRIPES" and problem.sub ~= "ADDENDS" then return end
+  local more, seen = { "every rank must use the same parameters in a step" }, {}
+  for _, number in ipairs { problem.stripe, problem.other_stripe } do
+    local names = names_of(self.engine.built, number)
+    if not seen[number] and #names > 0 then more[#more + 1] = ("stripe %d holds %s"):format(number, some(names)) end
+    seen[number] = true
+  end
+  if backward then
+    local missing = {}
+    for i, row in ipairs(self.engine.built.list) do
+      local updated = C.ps_engine_param_updated(native.ctx, i - 1) == 1
+      if scope.grad_of(row.param) == nil and not updated then missing[#missing + 1] = row.name end
+    end
+    more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.world:rank(), #missing > 0 and some(missing)
+      or "none that has not been added up already")
+  end
+  problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
+end
+
+--- Leaves this rank's own tensors in a state_dict; rank 0 keeps the buffers.
+---@param state table<string, ps.Tensor>
+function Ranks:keep_own(state)
+  local rows, mine = {}, self.dp:rank()
+  for _, list in ipairs { self.engine.built.list, self.engine.built.frozen } do
+    for _, row in ipairs(list) do rows[core.address(row.param)] = row end
+  end
+  for name, tensor in pairs(state) do
+    local row = rows[core.address(tensor)]
+    if row and row.place ~= nil then state[name] = row.place      -- under its tied names, too
+    elseif row or mine > 0 then state[name] = nil end
+  end
+end
+
+return data_parallel

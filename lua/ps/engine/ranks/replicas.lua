@@ -1,0 +1,220 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- State that every rank must hold alike. Before the first step ranks compare the model's parameters and every setting
+-- that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only where
+-- hashes differ do the texts travel, so that every rank ends with the same error, which names the first difference.
+-- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
+-- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the optimizer's settings,
+-- the loss scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where
+-- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to
+-- be compared with, so that settings which differ would never show in it.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local optim_groups = require "ps.optim.groups"
+local talk = require "ps.dist.agree"
+local shard = require "ps.tensor.shard"
+local ffi, C = native.ffi, native.C
+
+local replicas = {}
+
+local hash_out = ffi.new("uint64_t[1]")
+
+-- -- before the first step -------------------------------------------------------------------------------------------
+local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping",
+  "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
+  "compare_ranks_every", "recompute", "bf16", "pipeline", "tensor_parallel" }
+
+-- Appends "name<TAB>value" for every leaf of a value, keys in order.
+local function flatten(lines, name, value)
+  if type(value) ~= "table" then
+    lines[#lines + 1] = ("%s\t%s"):format(name, type(value) == "number" and ("%.17g"):format(value) or tostring(value))
+    return
+  end
+  local keys = {}
+  for key in pairs(value) do keys[#keys + 1] = key end
+  table.sort(keys, function(a, b) return tostring(a) < tostring(b) end)
+  for _, key in ipairs(keys) do
+    flatten(lines, type(key) == "number" and ("%s[%d]"):format(name, key) or name .. "." .. key, value[key])
+  end
+end
+
+local function model_lines(engine)
+  local lines = { ("the chunks' size\t%d"):format(engine.built.layout.chunk_size) }
+  for i, row in ipairs(engine.built.list) do
+    local desc = shard.of(row.param)
+    lines[i + 1] = ("parameter %d\t%s %s [%s]%s"):format(i, row.name, row.param:dtype(),
+      table.concat(row.param:shape(), ","),
+      desc and (", cut along dimension %d of %d blocks"):format(desc.dim, desc.blocks)
+      or shard.is_partial(row.param) and ", of other rows on each rank" or "")
+  end
+  return lines
+end
+
+-- The lines of a model that is cut into stages. Each rank has made all of it without data, and cuts it by itself.
+local function cut_lines(module, stages)
+  local lines = {}
+  for name, param in module:named_parameters() do
+    lines[#lines + 1] = ("parameter %s\t[%s]%s"):format(name, table.concat(param:shape(), ","),
+      param:needs_grad() and "" or " frozen")
+  end
+  for i, cost in ipairs(stages.costs) do
+    lines[#lines + 1] = ("operations of part %d\t%.17g of %s"):format(i, cost.forward, cost.name)
+  end
+  flatten(lines, "first parts of virtual stages", stages.first)
+  return lines
+end
+
+local function setting_lines(engine, group)
+  local lines = { "zero_optimization.stage\t" .. engine.zero_stage,
+    "zero_optimization.reshard_after_forward\t" .. engine.cfg.zero_optimization.reshard_after_forward,
+    "init_distributed's backend\t" .. (group.devices.never and "gloo" or group.devices.must and "nccl" or "absent") }
+  for _, key in ipairs(SETTINGS) do flatten(lines, key, engine.cfg[key]) end
+  return lines
+end
+
+local function group_lines(engine)
+  local lines = {}
+  for i, group in ipairs(engine.optimizer.groups) do
+    for _, key in ipairs(optim_groups.SETTINGS[engine.optimizer.kind]) do
+      flatten(lines, ("parameter group %d: %s"):format(i, key), group[key])
+    end
+  end
+  return lines
+end
+
+local function difference(theirs, first, rank, zeroth)
+  local function lines(text)
+    local list = {}
+    for line in (text .. "\n"):gmatch("(.-)\n") do list[#list + 1] = line end
+    return list
+  end
+  local a, b = lines(theirs), lines(first)
+  for i = 1, math.max(#a, #b) do
+    if a[i] ~= b[i] then
+      local name, value = (a[i] or ""):match("^(.-)\t(.*)$")
+      local zero, expected = (b[i] or ""):match("^(.-)\t(.*)$")
+      if name and zero and name ~= zero then return ("it has %s, rank %d has %s"):format(name, zeroth, zero) end
+      return ("%s is %s on rank %d, %s on rank %d"):format(name or zero, value or "absent", rank,
+        expected or "absent", zeroth)
+    end
+  end
+  return "in nothing that has a name"
+end
+
+local function compare(group, what, lines)
+  local own = table.concat(lines, "\n")
+  local all = group:all_gather(create.empty({ group:size(), 2 }, { dtype = "int64" }),
+    create.tensor({ talk.text_hash(own), #own }, { dtype = "int64" })):tolist()
+  for r = 2, group:size() do
+    if all[r][1] ~= all[1][1] or all[r][2] ~= all[1][2] then
+      local texts, rank, zeroth = talk.texts(group, own), group:world_rank(r - 1), group:world_rank(0)
+      error(("rank %d has another %s than rank %d: %s; every rank must make the same model and read the same "
+        .. "configuration"):format(rank, what, zeroth, difference(texts[r], texts[1], rank, zeroth)), 0)
+    end
+  end
+end
+
+--- Compares settings before the model is made. All ranks call it. Where one has other settings, all get an error.
+---@param group ps.Group of all ranks
+---@param engine ps.Engine
+function replicas.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
+
+--- Compares parameters and parameter groups once the model is made, in the same way.
+---@param group ps.Group of the ranks that train the same parameters
+---@param engine ps.Engine
+function replicas.model(group, engine)
+  compare(group, "model", model_lines(engine))
+  compare(group, "configuration", group_lines(engine))
+end
+
+--- Compares a model that is cut into stages, since each rank runs a part of what must be one model.
+---@param group ps.Group of all ranks
+---@param module ps.nn.Module
+---@param stages ps.engine.Stages
+function replicas.cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
+
+-- -- every so many steps --------------------------------------------------------------------------------------------
+--- What settings() has, in words.
+replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
+
+--- Numbers that decide the next steps, and that all ranks must have alike, as text. The seed is none of them, since
+--- stages may have seeds of their own.
+---@param engine ps.Engine
+---@return string
+function replicas.settings(engine)
+  local optimizer = engine.optimizer
+  local keys = optim_groups.SETTINGS[optimizer.kind]
+  local parts = { engine.steps, optimizer.steps, tostring(random.state().step),
+    ("%.17g"):format(optimizer.max_norm or 0) }
+  if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
+  for _, group in ipairs(optimizer.groups) do
+    local text = optim_groups.to_text(group, keys)
+    for _, key in ipairs(keys) do parts[#parts + 1] = tostring(text[key]) end
+  end
+  return table.concat(parts, " ")
+end
+
+-- A {name, hash} for each compared state, in the same order on all ranks of the axis. Of state that ranks of dp share
+-- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
+local function hashes(engine, axis)
+  local settings = talk.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
+  local list = { { replicas.OF_SETTINGS, settings } }
+  local function add(name, tensor)
+    native.check(C.ps_tensor_hash(tensor, hash_out))
+    list[#list + 1] = { name, talk.hash_number(hash_out[0]) }
+  end
+  for name, tensor in engine.module:named_buffers() do
+    if tensor.device_ == engine.host then add("buffer " .. name, tensor) end
+  end
+  for _, row in ipairs(engine.built.list) do
+    local copied = axis == "dp" and engine.zero_stage == 0 or axis == "tp" and not shard.of(row.param)
+    if copied and row.values ~= nil then add("parameter " .. row.name, row.values) end
+  end
+  return list
+end
+
+-- The ranks whose number differs from that of most ranks (from rank 0's, where no number has a majority).
+local function odd_ones(column)
+  local counts, common = {}, column[1]
+  for _, value in ipairs(column) do counts[value] = (counts[value] or 0) + 1 end
+  for _, value in ipairs(column) do if counts[value] > counts[common] then common = value end end
+  local odd = {}
+  for rank, value in ipairs(column) do if value ~= common then odd[#odd + 1] = rank - 1 end end
+  return odd
+end
+
+-- What is wrong along an axis; nil: nothing.
+local function difference_along(engine, axis)
+  local group = engine.ranks[axis]
+  if not group or group:size() == 1 then return nil end
+  local list, mine = hashes(engine, axis), {}
+  for i, entry in ipairs(list) do mine[i] = entry[2] end
+  local all = create.empty({ group:size(), #mine }, { dtype = "fp64" })
+  group:all_gather(all, create.tensor(mine, { dtype = "fp64" }))
+  local rows = all:tolist()
+  for i, entry in ipairs(list) do
+    local column = {}
+    for rank, row in ipairs(rows) do column[rank] = row[i] end
+    local odd = odd_ones(column)
+    for k, rank in ipairs(odd) do odd[k] = group:world_rank(rank) end
+    if #odd > 0 then
+      return ("the ranks have drifted apart by step %d: %s of rank %s: other bits than the rest has; a faulty machine, "
+        .. "or a script that does not do the same on all ranks; go on from a checkpoint of before"):format(engine.steps,
+        entry[1], table.concat(odd, ", "))
+    end
+  end
+end
+
+--- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks call it. Where
+--- states differ, all get an error that names the state and the ranks.
+---@param engine ps.Engine
+function replicas.compare(engine)
+  local ranks = engine.ranks
+  local along_dp, along_tp = difference_along(engine, "dp"), difference_along(engine, "tp")
+  local problem = along_dp or along_tp
+  local function tell() if problem then error(problem, 0) end end
+  if ranks.world:size() == ranks.dp:size() then return tell() end
+  talk.run(ranks.world, tell)                      -- others found nothing
+end
+
+return replicas

@@ -1,0 +1,97 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ZeRO for layout/build.lua: the parts of chunks that ranks share out (src/zero/shard.h). layout/share.lua gives each
+-- chunk its owner.
+local native = require "ps.core.ffi"
+local ffi, C = native.ffi, native.C
+
+local zero = {}
+
+local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
+
+---@class ps.engine.Sharding the ranks that share chunks out, for build.lua
+---@field group ps.Group of the ranks that train the same parameters
+---@field stage integer 0 to 3
+---@field stays boolean parameters that other ranks own are gathered once and stay until the end of the step
+---@field once boolean stages 2 and 3 add the gradients of several micro-batches up over the ranks once a step
+---@field rank integer
+---@field size integer
+---@field stripes integer numbers of stripes given out
+---@field staged number[] by rank, from 1: bytes of the parameters that it has staged
+local Sharding = {}
+Sharding.__index = Sharding
+
+--- Opens the sharing out of the engine's chunks.
+---@param group ps.Group
+---@param stage integer
+---@param stays boolean gathered parameters stay until the end of the step
+---@param once boolean gradients that other ranks own are kept until the end of the step
+---@return ps.engine.Sharding
+function zero.new(group, stage, stays, once)
+  local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, once = once,
+    rank = group:rank(), size = group:size(), stripes = 0, staged = {} }, Sharding)
+  for rank = 1, self.size do self.staged[rank] = 0 end
+  native.check(C.ps_engine_shard(native.ctx, group.c, stage, once and 1 or 0))
+  return self
+end
+
+--- Whether optimizer state, gradients, parameters have one owner each.
+function Sharding:state() return self.stage >= 1 end
+function Sharding:gradients() return self.stage >= 2 end
+function Sharding:parameters() return self.stage >= 3 end
+
+--- Makes a part: the bytes of one chunk on all ranks. chunk nil: another rank owns the chunk.
+---@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer,
+---  reads?: boolean, keeps?: boolean}
+---@return integer
+function Sharding:part(at)
+  local c = ffi.new("ps_part_config")
+  c.owner, c.stripe, c.dtype, c.nbytes = at.owner, at.stripe, native.dtype_code(at.dtype), at.nbytes
+  c.chunk, c.device = at.chunk or -1, at.device
+  c.reads, c.keeps = at.reads and 1 or 0, at.keeps and 1 or 0
+  native.check(C.ps_engine_part(native.ctx, c, part_out))
+  return part_out[0]
+end
+
+--- Takes back a part whose chunk is about to go. A part that holds tensors goes with the last of them.
+---@param part integer
+function Sharding:drop(part)
+  native.check(C.ps_engine_part_drop(native.ctx, part))
+end
+
+--- Moves a tensor into a part, `offset` bytes from its beginning. All ranks call it together.
+function Sharding:adopt(tensor, part, offset, name)
+  native.retry(C.ps_engine_part_adopt, native.ctx, tensor, part, offset, name)
+end
+
+--- Makes a tensor of another's shape in a part, `offset` bytes from its beginning.
+---@return ps.Tensor
+function Sharding:tensor(like, dtype, device, part, offset, name)
+  native.retry(C.ps_engine_part_tensor, native.ctx, like, native.dtype_code(dtype), device, part, offset, name,
+    tensor_out)
+  return native.own(tensor_out[0])
+end
+
+--- A tensor over this rank's own bytes of another tensor, seen from a device; nil: another rank owns the bytes.
+---@return ps.Tensor?
+function Sharding:own(tensor, device)
+  native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)
+  if tensor_out[0] ~= nil then return native.own(tensor_out[0]) end
+end
+
+--- Gives out numbers for `count` more stripes.
+---@return integer first
+function Sharding:take_stripes(count)
+  self.stripes = self.stripes + count
+  return self.stripes - count
+end
+
+--- The rank that stages the next parameter, which has `nbytes`.
+---@return integer
+function Sharding:stage_owner(nbytes)
+  local rank = 1
+  for r = 2, self.size do if self.staged[r] < self.staged[rank] then rank = r end end
+  self.staged[rank] = self.staged[rank] + nbytes
+  return rank - 1
+end
+
+return zero

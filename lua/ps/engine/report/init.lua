@@ -1,0 +1,180 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The line about every `steps_per_print` steps: loss, learning rate, loss scale, seconds a step, bytes that moved
+-- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and PatrickStar's two
+-- speeds: operations a second of this process, and samples a second of all. With memory_breakdown lines about memory
+-- follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
+-- (ps.monitor) get each step's numbers, its flops_profiler has one step's, and its comms_logger counts what ranks say
+-- to each other. An engine without any of these settings has no report.
+local native = require "ps.core.ffi"
+local views = require "ps.memory.views"
+local readable = require "ps.core.readable"
+local look = require "ps.memory.chunks"
+local comm = require "ps.profile.comms_summary"
+local flops_profiler = require "ps.engine.report.flops_profiler"
+local monitor = require "ps.monitor"
+local C = native.C
+
+local report = {}
+
+local EVERY = 10              -- where a breakdown is on and steps_per_print is absent
+local HELD = 10               -- tensors of the peak that memory_breakdown lists
+local PARTS = { "forward", "backward", "step" }
+
+---@class ps.engine.Report
+---@field every integer math.huge: no lines
+---@field monitor? ps.Monitor
+---@field breakdown boolean
+---@field memory boolean lines about memory
+---@field profiler? ps.engine.FlopsProfiler
+---@field writes boolean this process writes the lines
+---@field calls boolean it counts calls between ranks
+---@field last? string the last line
+local Report = {}
+Report.__index = Report
+
+-- Bytes that went up and down between all tiers since the engine was opened.
+local function moved()
+  local up, down = 0, 0
+  for _, tier in ipairs(look.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
+  return up, down
+end
+
+local function restart(self)
+  self.steps, self.skipped, self.began = 0, 0, C.ps_now()
+  self.up, self.down = moved()
+  self.flops = tonumber(C.ps_flops_counted())
+  self.seconds, self.told = { forward = 0, backward = 0, step = 0 }, nil
+end
+
+--- Makes a report; nil when the configuration asks for neither lines nor monitors.
+---@param engine ps.Engine
+---@return ps.engine.Report?
+function report.new(engine)
+  local cfg = engine.cfg
+  local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY or nil
+  if every == 0 then every = nil end
+  local ranks = engine.ranks                   -- all ranks add their losses up, quiet ones too
+  local first = not ranks or ranks.world:rank() == 0
+  local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
+  local profiler = first and flops_profiler.new(engine) or nil
+  local logged = cfg.comms_logger.enabled
+  if not monitors and not profiler and not logged and (not every or engine.quiet and not ranks) then return nil end
+  if logged then comm.begin(cfg.comms_logger, first and not engine.quiet) end
+  if cfg.wall_clock_breakdown then C.ps_flops_count(1) end
+  return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
+    breakdown = cfg.wall_clock_breakdown, memory = cfg.memory_breakdown, monitor = monitors, profiler = profiler,
+    calls = logged, loss = 0, weight = 0 }, Report)
+end
+
+local function add(self, part, began, ...)
+  self.seconds[part] = self.seconds[part] + C.ps_now() - began
+  return ...
+end
+
+--- Runs fn(...) and counts its seconds.
+---@param part "forward"|"backward"|"step"
+function Report:timed(part, fn, ...)
+  if not self.seconds then restart(self) end
+  return add(self, part, C.ps_now(), fn(...))
+end
+
+--- Counts seconds that C took.
+---@param part "forward"|"backward"|"step"
+---@param seconds number
+function Report:took(part, seconds)
+  if not self.seconds then restart(self) end
+  self.seconds[part] = self.seconds[part] + seconds
+end
+
+-- Whether step `number` gets a line.
+local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
+
+--- Takes the loss of a micro-batch and its weight. The loss's value is read only for a step that gets a line or events.
+---@param loss ps.Tensor
+---@param weight number
+function Report:take_loss(loss, weight)
+  if weight == 0 or not self.monitor and not has_line(self, self.engine.steps + 1) then return end
+  self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
+end
+
+local function line(self)
+  local engine, n = self.engine, self.steps
+  local opt = engine.optimizer
+  local parts = { ("step %d:"):format(engine.steps) }
+  local function say(format, ...) parts[#parts + 1] = format:format(...) end
+  if self.weight > 0 then say("loss %.4f,", self.loss / self.weight) end
+  say("lr %.4g,", opt.groups[1].lr)
+  if opt.grad_norm then say("gradient norm %.4g,", opt.grad_norm) end
+  if opt.scaler then say("loss scale %g,", opt.scaler.scale) end
+  if self.skipped > 0 then say("%d of %d skipped,", self.skipped, n) end
+  local seconds = (C.ps_now() - self.began) / n
+  say("%.3g s a step", seconds)
+  if self.breakdown then
+    local times = {}
+    for i, part in ipairs(PARTS) do times[i] = ("%s %.3g"):format(part, self.seconds[part] / n) end
+    say("(%s), %.3g TFLOP/s", table.concat(times, ", "),
+      (tonumber(C.ps_flops_counted()) - self.flops) / n / seconds * 1e-12)
+    if engine.cfg.train_batch_size then say(", %.4g samples/s", engine.cfg.train_batch_size / seconds) end
+  end
+  local up, down = moved()
+  up, down = (up - self.up) / n, (down - self.down) / n
+  if up + down > 0 then say("; moved %s up, %s down a step", readable.bytes(up), readable.bytes(down)) end
+  return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
+end
+
+-- What tiers hold and have held at most, and who held the peak of the device that computes.
+local function memory(engine)
+  local device = engine.device_name
+  local held = views.memory { at = "peak", device = device }
+  held.shown = HELD
+  return ("%s\n%s"):format(views.memory(device), held)
+end
+
+-- The events of a step, by DeepSpeed's names. Times are those of this step, in milliseconds.
+local function write_events(self)
+  local engine, list = self.engine, {}
+  local opt = engine.optimizer
+  if self.weight > 0 then list[1] = { "Train/Samples/train_loss", self.loss / self.weight } end
+  list[#list + 1] = { "Train/Samples/lr", opt.groups[1].lr }
+  if opt.scaler then list[#list + 1] = { "Train/Samples/loss_scale", opt.scaler.scale } end
+  for _, part in ipairs(self.breakdown and PARTS or {}) do
+    local before = self.told and self.told[part] or 0
+    list[#list + 1] = { "Train/Samples/elapsed_time_ms_" .. part, (self.seconds[part] - before) * 1e3 }
+  end
+  self.told = { forward = self.seconds.forward, backward = self.seconds.backward, step = self.seconds.step }
+  self.monitor:write(engine.steps, list)
+end
+
+--- Counts a step that is over, and writes what is due. The learning rate's schedule has not moved on yet.
+---@param info {skipped: boolean}
+function Report:step_done(info)
+  self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)
+  if self.profiler then self.profiler:step_done() end
+  local due = has_line(self, self.engine.steps)
+  if not due and not self.monitor then return end
+  local ranks = self.engine.ranks
+  if ranks then self.loss, self.weight = ranks:sum(self.loss), ranks:sum(self.weight) end
+  if self.monitor then write_events(self) end
+  if due then
+    self.last = line(self)
+    if self.writes then
+      io.stdout:write(self.last, "\n")
+      if self.memory then io.stdout:write(memory(self.engine), "\n") end
+      io.stdout:flush()
+    end
+    restart(self)
+  end
+  self.loss, self.weight = 0, 0
+end
+
+--- Closes the monitors' files, and counts operations and calls between ranks no more.
+function Report:close()
+  if self.calls then
+    if self.writes then comm.log_summary() end
+    comm.stop()
+  end
+  if self.monitor then self.monitor:close() end
+  if self.breakdown then C.ps_flops_count(0) end
+end
+
+return report

@@ -1,0 +1,104 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Writes to parameters from outside the engine. Parameters of half types have fp32 masters. Module's load_state_dict
+-- writes into the master and rounds it into the parameter (masters answer the hook "load"). The version of a
+-- parameter's bytes shows any other write (nn.init, copy_, a slice), and the master then takes the new value.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local hooks = require "ps.core.hooks"
+local C = native.C
+
+local masters = {}
+
+---@class ps.engine.Held the fp32 values of one parameter
+---@field to ps.Tensor values are written here
+---@field place? ps.Tensor the parameter as the host sees it, where it lies on a device or ranks share it out
+---@field rounds boolean `to` is a master
+---@field seen integer version of the parameter's bytes when it last equalled its master
+---@field elsewhere? integer the rank that owns the parameter: this rank writes nothing
+
+---@class ps.engine.Masters
+---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
+---@field held table<ps.Tensor, ps.engine.Held> of rows, and of parameters of other ranks
+---@field unlisten fun()
+---@field shared boolean ranks share parameters out
+local Masters = {}
+Masters.__index = Masters
+
+local function settle(held, param)
+  if not held.rounds then return end
+  local place = held.place
+  if place == nil then place = param end
+  scope.no_grad(function() place:copy_(held.to) end)
+  held.seen = C.ps_tensor_version(param)
+end
+
+--- built.list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it,
+--- for those on a device or of several ranks. Parameters of other ranks are marked, so that nobody loads them.
+---@param built {list: table[], frozen: table[]} ps.engine.Built
+---@return ps.engine.Masters
+function masters.new(built)
+  local self = setmetatable({ rows = {}, held = {}, shared = false }, Masters)
+  for _, list in ipairs { built.list, built.frozen } do
+    for _, row in ipairs(list) do self.shared = self.shared or row.owner ~= nil end
+  end
+  -- The listener holds the masters weakly: a script may drop a model in plain memory without closing it, and the
+  -- listener must not keep it.
+  local weak = setmetatable({ self }, { __mode = "v" })
+  self.unlisten = hooks.on("load", function(param)
+    if weak[1] then return weak[1].held[param] end
+  end)
+  local offs = { self.unlisten, hooks.on("loaded", function() if weak[1] then weak[1]:loaded() end end),
+    hooks.on("owner", function(param)
+      local held = weak[1] and weak[1].held[param]
+      return held and held.elsewhere
+    end) }
+  self.unlisten = function() for _, off in ipairs(offs) do off() end end
+  local function elsewhere(row) self.held[row.param] = { elsewhere = row.owner } end
+  for _, row in ipairs(built.frozen) do
+    if row.owner and row.place == nil then elsewhere(row) end
+  end
+  for _, row in ipairs(built.list) do
+    local rounds = not rawequal(row.master, row.param)
+    if row.master == nil then
+      elsewhere(row)
+    elseif rounds or row.place ~= nil then
+      local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds, settle = settle,
+        seen = C.ps_tensor_version(row.param) }
+      self.held[row.param] = held
+      self.rows[#self.rows + 1] = { param = row.param, held = held }
+    end
+  end
+  return self
+end
+
+--- Masters take the values that were written to their parameters since the last note. It may not be called while a
+--- gradient may lie in a parameter's place.
+function Masters:sync()
+  for _, row in ipairs(self.rows) do
+    local held = row.held
+    if held.rounds and C.ps_tensor_version(row.param) ~= held.seen then
+      local place = held.place
+      if place == nil then place = row.param end
+      scope.no_grad(function() held.to:copy_(place) end)
+      held.seen = C.ps_tensor_version(row.param)
+    end
+  end
+end
+
+--- Takes parameters as equal to their masters from now on, whatever was written to them.
+function Masters:note()
+  for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
+end
+
+-- Values were loaded. Ranks that share parameters out gather them again, from the owners, when they are next used.
+function Masters:loaded()
+  if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
+end
+
+--- Stops listening: the parameters are gone.
+function Masters:close()
+  self.unlisten()
+  self.rows, self.held = {}, {}
+end
+
+return masters

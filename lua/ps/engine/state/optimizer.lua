@@ -1,0 +1,269 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The optimizer of an engine, which ps.initialize gives beside the model: Adam (Kingma and Ba 2015), AdamW (Loshchilov
+-- and Hutter 2019) or SGD with PyTorch's momentum on chunks, with the clipping, loss scale and accumulation of the
+-- configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
+local native = require "ps.core.ffi"
+local array = require "ps.core.array"
+local exact = require "ps.core.exact"
+local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
+local state = require "ps.optim.state"
+local step = require "ps.engine.step"
+local groups = require "ps.optim.groups"
+local text_of = require "ps.optim.text"
+local unused = require "ps.engine.step.unused"
+local error = caller.error
+local ffi, C = native.ffi, native.C
+
+---@class ps.EngineOptimizer
+---@field groups table[] each with its settings (optim_groups.SETTINGS), which may be changed between steps
+---@field averages string[] what a parameter has beside its fp32 value (optim_groups.averages)
+---@field steps integer updates done; skipped ones not counted
+---@field scaler? ps.LossScaler
+---@field max_norm? number
+---@field checks_overflow boolean a step whose gradients are not finite is skipped
+---@field ranges {first: integer, n: integer}[] by group: its parameters, by their places in the model (row.order)
+---@field grad_norm? number of the last step, before clipping; nil when nothing asked for it
+local Optimizer = {}
+local INSTANCE = groups.fields(Optimizer, {})
+
+function INSTANCE:__tostring()
+  return text_of(self, function(number)
+    local params = {}
+    for i, row in ipairs(self.built.list) do
+      if self.group_of[i] == number - 1 then params[#params + 1] = row.param end
+    end
+    return params
+  end)
+end
+
+local optimizer = { methods = Optimizer }
+
+Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there is nothing to update "
+  .. "with; call model:backward(loss) first"
+
+local double_out = ffi.new("double[1]")
+local group_array = array "ps_update_group"
+local NONE = {}                     -- step has no options: the configuration has the settings that ps.optim takes here
+
+--- Writes the groups' settings into the settings of an action.
+---@param how ffi.cdata* ps_action_how
+---@param factors? table<integer, number> by group, from 1: a factor on its gradients; default 1
+function Optimizer:settings_into(how, factors)
+  local n = #self.groups
+  if not self.c_groups then self.c_groups = group_array(n) end
+  for i, group in ipairs(self.groups) do
+    local values = self.c_groups[i - 1]
+    values.lr, values.weight_decay = group.lr, group.weight_decay
+    values.scale = factors and factors[i] or 1
+    if self.kind == "SGD" then
+      values.rule, values.nesterov = C.PS_RULE_SGD, group.nesterov and 1 or 0
+      values.momentum, values.dampening = group.momentum, group.dampening
+    else
+      values.rule = group.decoupled and C.PS_RULE_ADAMW or C.PS_RULE_ADAM
+      values.beta1, values.beta2, values.eps = group.betas[1], group.betas[2], group.eps
+    end
+  end
+  how.groups, how.n_groups = self.c_groups, n
+end
+
+--- The settings as text, checked. The text shows a change: the settings that an update began with must stay until
+--- step() has ended.
+---@return string
+function Optimizer:checked_settings()
+  groups.check(self.groups, self.kind)
+  local parts, keys = {}, groups.SETTINGS[self.kind]
+  for i, group in ipairs(self.groups) do
+    if group.momentum and group.momentum ~= 0 and #self.averages == 0 then
+      error(("SGD, group %d: momentum is %g, and no group had any when the model was made, so there are no buffers; "
+        .. "give a momentum in the configuration or in param_groups"):format(i - 1, group.momentum))
+    end
+    local text = groups.to_text(group, keys)
+    for k, key in ipairs(keys) do parts[#parts + 1] = (k == 1 and ";" or " ") .. tostring(text[key]) end
+  end
+  return table.concat(parts)
+end
+
+--- The factor on gradients in the update: undoes the loss scale and the sum over micro-batches.
+---@return number
+function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
+
+-- -- called by the step; the optimizer of plain memory has its own (engine/state/plain.lua) ---------------------------
+--- The norm of all gradients.
+---@return number
+function Optimizer:norm()
+  native.check(C.ps_engine_sq_norm(native.ctx, double_out))
+  return math.sqrt(double_out[0])
+end
+
+--- The same of the parameters of some groups, behind norm() in the same step.
+---@param numbers integer[] of groups, from 1, rising
+---@return number
+function Optimizer:norm_of(numbers)
+  local sum, first, n = 0, 0, 0
+  local function add()
+    if n > 0 then
+      native.check(C.ps_engine_sq_norm_of(native.ctx, first, n, double_out))
+      sum = sum + double_out[0]
+    end
+  end
+  for _, number in ipairs(numbers) do
+    local range = self.ranges[number]
+    if range.n == 0 or range.first == first + n then
+      n = n + range.n                                        -- added up in one go, as norm() does
+    else
+      add()
+      first, n = range.first, range.n
+    end
+  end
+  add()
+  return math.sqrt(sum)
+end
+
+--- The sums of squares of some parameters' gradients, after norm() in the same step.
+---@param list {row: ps.engine.Row}[]
+---@return number[]
+function Optimizer:squares(list) -- luacheck: no self
+  local squares = {}
+  for i, at in ipairs(list) do
+    native.check(C.ps_engine_sq_norm_of(native.ctx, at.row.order, 1, double_out))
+    squares[i] = double_out[0]
+  end
+  return squares
+end
+
+--- Sets a factor on the gradient of a parameter in this step's update.
+---@param place integer in built.list
+---@param factor number
+function Optimizer:set_factor(place, factor) -- luacheck: no self
+  native.check(C.ps_engine_param_scale(native.ctx, place - 1, factor))
+end
+
+--- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
+function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
+
+--- The number of parameters that this step has updated, and of all.
+---@return integer n
+---@return integer all
+function Optimizer:updated()
+  local n, all = 0, self:count()
+  for i = 1, all do n = n + C.ps_engine_param_updated(native.ctx, i - 1) end
+  return n, all
+end
+
+--- Drops the gradients of all parameters.
+function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
+--- Would refuse gradients that are there before the first backward of a step; in chunks C refuses to make them.
+function Optimizer:check_no_gradients() end
+--- Would drop the gradients that C does not drop when it gives a step up; in chunks there are none.
+function Optimizer:drop_own() end
+
+-- -- called by scripts ------------------------------------------------------------------------------------------------
+--- One update, once backward of the step's last micro-batch has run; before that it does nothing. It ends the step's
+--- scope. A step whose gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an
+--- update fails, another call updates the remaining parameters, with the same factor on gradients.
+---@param options? table empty, since there are no options here; an unknown one is an error
+---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
+function Optimizer:step(options)
+  caller.options(options, "optimizer:step of an engine", NONE)
+  local info = step.update(self.engine)
+  if not info.accumulating then self.engine:finish_step(info) end
+  return info
+end
+
+--- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
+--- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
+--- step up, but not where parameters have been updated.
+---@param set_to_none? boolean PyTorch's: true, as without it
+function Optimizer:zero_grad(set_to_none)
+  exact.set_to_none(set_to_none, "optimizer:zero_grad")
+  local engine = self.engine
+  step.zero_grad(engine)
+end
+
+--- Sets the learning rate; takes effect on the next step. A group that was given another rate than the optimizer keeps
+--- its ratio to the optimizer's. Groups with unlike rates of an optimizer that was given none are refused: set
+--- optimizer.groups[i].lr.
+---@param lr number
+function Optimizer:set_lr(lr)
+  step.check_settings(self.engine, "set_lr")
+  groups.set_lr(self, lr)
+end
+
+-- For state.lua: parameters in order of registration, from 1. averages: a tensor for each of optimizer.averages; nil
+-- where another rank has them.
+function Optimizer:count() return #self.built.list end
+function Optimizer:order(i) return self.built.list[i].order end
+function Optimizer:slot(i)
+  local row = self.built.list[i]
+  return { name = row.name, param = row.param, averages = row.averages,
+    master = row.master ~= nil and not rawequal(row.master, row.param) and row.master or nil }
+end
+function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
+function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
+
+--- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or momentum_buffer of SGD, n from 0 in
+--- the order of groups; with a model, the form that ps.checkpoints writes: {tensors by name, values}. Tensors are lent:
+--- save them before the next step. Masters are the model's: model:state_dict() has them.
+---@param model? any
+---@return table
+function Optimizer:state_dict(model)
+  step.check_whole(self.engine)
+  if model ~= nil then return state.named(self) end
+  return state.torch(self)
+end
+
+--- Takes over a state that state_dict gave, in either form, or an open file of it (ps.load with lazy = true). Values
+--- are copied into the chunks, a tensor at a time. A step under way is given up.
+---@param saved table|ps.TorchFile
+---@param model? any as ps.optim's optimizers take it; this one knows its model
+function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
+  self.engine:check_open()
+  self.engine:settle()
+  state.load(self, saved)
+  self:loaded()
+  unused.begin(self.engine)
+  step.mend(self.engine, "optimizer")
+end
+
+--- Values of state were written: it may have had masters.
+function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
+
+--- Splits the trained parameters into groups by the engine's param_groups (default: one), and orders built.list by
+--- virtual stage, then group by group.
+---@param engine ps.Engine
+---@param built ps.engine.Built
+---@param cfg ps.Config
+---@return ps.EngineOptimizer
+function optimizer.new(engine, built, cfg)
+  local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
+    ranges = {}, averages = groups.averages(cfg.optimizer, engine.param_groups),
+    groups = groups.configured(cfg.optimizer, engine.param_groups),
+    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
+  groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
+  -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.
+  local all = copied(built.list)
+  for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
+  for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
+  table.sort(all, function(a, b)
+    if a.group ~= b.group then return a.group < b.group end
+    return a.number < b.number
+  end)
+  for i = 1, #self.groups do self.ranges[i] = { first = #all, n = 0 } end
+  for i, row in ipairs(all) do
+    local range = self.ranges[row.group + 1]
+    row.order, range.first, range.n = i - 1, math.min(range.first, i - 1), range.n + 1
+  end
+  table.sort(built.list, function(a, b)
+    if a.vstage ~= b.vstage then return a.vstage < b.vstage end
+    return a.order < b.order
+  end)
+  for i, row in ipairs(built.list) do self.group_of[i] = row.group end
+  return self
+end
+
+for _, name in ipairs { "step", "zero_grad", "set_lr", "state_dict", "load_state_dict" } do
+  Optimizer[name] = exact.of(Optimizer[name], "optimizer:" .. name, true)
+end
+
+return optimizer

@@ -1,0 +1,199 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The engine over plain memory (memory = "plain"): the same configuration, model and optimizer calls, with parameters
+-- where they were made and the optimizer of ps.optim. Specs compare chunks with it, bit for bit. Models with parameters
+-- of unusual types use it.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local core = require "ps.nn.module"
+local optim = require "ps.optim"
+local optim_groups = require "ps.optim.groups"
+local adopt = require "ps.engine.state.adopt"
+local masters = require "ps.engine.state.masters"
+local optimizer = require "ps.engine.state.optimizer"
+local step = require "ps.engine.step"
+
+local plain = {}
+
+---@class ps.engine.PlainOptimizer: ps.EngineOptimizer with ps.optim's for the arithmetic
+---@field inner ps.Optimizer
+local PlainOptimizer = setmetatable({}, { __index = optimizer.methods })
+PlainOptimizer.instance = optim_groups.fields(PlainOptimizer, { __tostring = function(self)
+  return tostring(self.inner)
+end })
+
+-- -- called by the step -----------------------------------------------------------------------------------------------
+function PlainOptimizer:settings_into(how) how.groups = nil end
+function PlainOptimizer:norm() return optim.norm_of(self.inner) end
+
+function PlainOptimizer:squares(list) -- luacheck: no self
+  local grads, of, squares = {}, {}, {}
+  for i, at in ipairs(list) do
+    local grad = at.row.param:grad()
+    squares[i] = 0
+    if grad ~= nil then grads[#grads + 1], of[#of + 1] = grad, i end
+  end
+  for k, square in ipairs(scope.no_grad(optim.squares, grads)) do squares[of[k]] = square end
+  optim.give_back(grads)
+  return squares
+end
+
+function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
+
+-- Factors on gradients are of one step.
+local function forget_factors(self)
+  for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
+end
+
+-- A gradient goes with its update, so that a second call after an error updates those that are left.
+function PlainOptimizer:update(scale)
+  optim.apply(self.inner, scale, function(entry)
+    entry.param:set_grad(nil)
+    self.n_updated = self.n_updated + 1
+  end)
+  self.n_updated = 0
+  forget_factors(self)
+end
+
+-- In chunks the walk back refuses to begin without model:backward.
+function PlainOptimizer:check_no_gradients()
+  for _, row in ipairs(self.engine.built.list) do
+    if row.param:grad() ~= nil then
+      caller.error(("%s has a gradient before the step's first backward: call model:backward(loss), not "
+        .. "loss:backward(), or optimizer:zero_grad() first"):format(row.name))
+    end
+  end
+end
+
+function PlainOptimizer:updated() return self.n_updated, self:count() end
+
+function PlainOptimizer:drop()
+  self.inner:zero_grad()
+  self.n_updated = 0
+  forget_factors(self)
+end
+PlainOptimizer.drop_own = PlainOptimizer.drop
+function PlainOptimizer:loaded() self.inner.steps = self.steps end
+
+-- For state.lua.
+function PlainOptimizer:count() return #self.engine.built.list end
+function PlainOptimizer:order(i) return i end -- luacheck: no self
+function PlainOptimizer:slot(i)
+  local row = self.engine.built.list[i]
+  local entry, param = row.entry, row.param
+  local averages = {}
+  for k, name in ipairs(self.averages) do
+    if entry[name] == nil then
+      local dtype = param:dtype() == "fp64" and "fp64" or "fp32"
+      entry[name] = create.zeros(param:shape(), { dtype = dtype, device = param:device() }):keep()
+    end
+    averages[k] = entry[name]
+  end
+  return { name = row.name, param = param, averages = averages,
+    master = not rawequal(entry.master, param) and entry.master or nil }
+end
+function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
+function PlainOptimizer:set_updates(i, t) self.engine.built.list[i].entry.t = t end
+
+-- Parameters of fp32 become the configuration's type; their fp32 values go on as masters.
+local function convert(module, precision)
+  local made, replaced = {}, {}
+  local function walk(at)
+    for _, key in ipairs(at._names) do
+      local value, kind = at._fields[key], at._kind[key]
+      if kind == "module" then
+        walk(value)
+      elseif kind == "param" and value ~= nil and value:dtype() == "fp32" and precision ~= "fp32" then
+        local from = core.address(value)
+        if not replaced[from] then
+          local trains = value:needs_grad()
+          local copy = core.Parameter(scope.no_grad(function() return value:detach():to(precision) end))
+          copy:requires_grad(trains)
+          value:requires_grad(false)
+          replaced[from] = copy
+          made[core.address(copy)] = value
+        end
+        at._fields[key] = replaced[from]
+      end
+    end
+  end
+  walk(module)
+  return made
+end
+
+-- The optimizer's entries with names, in the module's order. Each has its master from the start.
+local function named_rows(module, inner, made)
+  local entries, rows = {}, {}
+  local orders = {}
+  for i, entry in ipairs(inner.entries) do entries[core.address(entry.param)], orders[entry] = entry, i - 1 end
+  for name, param in module:named_parameters() do
+    local entry = entries[core.address(param)]
+    if entry then
+      local half = param:dtype() == "bf16" or param:dtype() == "fp16"
+      local master = made[core.address(param)]
+      if master == nil and half then master = scope.no_grad(function() return param:detach():to("fp32") end):keep() end
+      if master == nil then master = param end
+      entry.master = master
+      rows[#rows + 1] = { name = name, param = param, entry = entry, order = orders[entry], master = master,
+        values = master }
+    end
+  end
+  return rows
+end
+
+-- Optimizer groups with their parameters, as ps.optim takes them.
+local function groups_of(module, cfg, param_groups)
+  local list = optim_groups.configured(cfg.optimizer, param_groups)
+  for _, group in ipairs(list) do group.params = {} end
+  for name, p in module:named_parameters() do
+    if p:needs_grad() then table.insert(list[optim_groups.number_of(param_groups, name, p)].params, p) end
+  end
+  return list
+end
+
+-- Begins a step, without a plan.
+local function begin_step(engine)
+  engine.masters:sync()
+  native.check(step.begin(engine, false))
+end
+
+--- Makes the module, and the optimizer of ps.optim, from a request and a configuration that engine/setup.lua has read.
+---@param self ps.Engine with cfg, accumulate, precision, device_name and so on
+---@param request table
+function plain.initialize(self, request)
+  local was = create.set_default_device(self.device_name)
+  local ok, module = pcall(request.module and function() return request.module end or request.model_func)
+  create.set_default_device(was)
+  if not ok then error(module, 0) end
+  if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
+  local cfg = self.cfg
+  self.plain, self.module, self.begin_step = true, module, begin_step
+  adopt.take(self, module)
+  local made = convert(module, self.precision)
+  adopt.take(self, module)                                      -- the parameters in their places
+  if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
+    for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
+  end
+  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
+    { lr = cfg.rate_given and cfg.optimizer.params.lr or nil })
+  inner.of_engine = true
+  local rows = named_rows(module, inner, made)
+  local trains, untrained = {}, {}
+  for _, row in ipairs(rows) do trains[core.address(row.param)] = true end
+  for name, param in module:named_parameters() do
+    if not trains[core.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
+  end
+  self.built = { list = rows, frozen = {}, untrained = untrained }
+  self.masters = masters.new(self.built)
+  local group_of, numbers = {}, {}
+  for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
+  for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
+  self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
+    kind = cfg.optimizer.type, averages = optim_groups.averages(cfg.optimizer, self.param_groups), steps = 0,
+    n_updated = 0,
+    max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
+  optim_groups.begin_rates(self.optimizer, cfg.rate_given and cfg.optimizer.params.lr or nil)
+end
+
+return plain

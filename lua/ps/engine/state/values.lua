@@ -1,0 +1,79 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The parameters of an engine as a reader wants them: their fp32 values, whatever lies in their places just now, and
+-- their gradients without the loss scale. Each rank gives what it owns.
+local native = require "ps.core.ffi"
+local core = require "ps.nn.module"
+local scope = require "ps.core.scope"
+local step = require "ps.engine.step"
+local bit = require "bit"
+local C = native.C
+
+local values = {}
+
+-- This rank's own bytes of a gradient, as the host sees it; nil: another rank has it. A tensor of a part would gather
+-- the other ranks' bytes.
+local function own_gradient(engine, grad)
+  if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
+    grad) ~= 0) then return grad end
+  local own = engine.ranks.shards:own(grad, engine.host)
+  if own ~= nil then own.flags = bit.bor(own.flags, bit.band(grad.flags, C.PS_T_SLOT)) end
+  return own
+end
+
+--- The gradient of one of the open engine's parameters in the step under way: the bytes that this rank has, and the
+--- factor that undoes the loss scale and the sums over micro-batches and ranks.
+---@param engine ps.Engine
+---@param param ps.Tensor
+---@return ps.Tensor? grad nil: there is none, or another rank has it
+---@return number factor
+function values.gradient(engine, param)
+  local grad = scope.grad_of(param)
+  return grad ~= nil and own_gradient(engine, grad) or nil, engine.micro > 0 and engine.optimizer:grad_scale() or 1
+end
+
+--- The name of a tensor, if it is a parameter that the engine trains.
+---@param engine ps.Engine
+---@param param ps.Tensor
+---@return string?
+function values.name_of(engine, param)
+  local at = core.address(param)
+  for _, row in ipairs(engine.built.list) do if core.address(row.param) == at then return row.name end end
+end
+
+--- The parameters whose values this rank has, in the order of the model.
+---@param engine ps.Engine
+---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
+function values.parameters(engine)
+  local state, rows, list = engine:state_dict(), {}, {}
+  for _, row in ipairs(engine.built.list) do rows[core.address(row.param)] = row end
+  local factor = engine.micro > 0 and engine.optimizer:grad_scale() or 1
+  for name, param in engine.module:named_parameters() do
+    local value, row = state[name], rows[core.address(param)]
+    if value ~= nil then
+      list[#list + 1] = { name = name, value = value, grad = row and values.gradient(engine, param) or nil,
+        factor = factor }
+    end
+  end
+  return list
+end
+
+local STATE = { __tostring = function(self)
+  local where = not self.in_step and "between steps"
+    or ("in step %d, %d of %d micro-batches backward"):format(self.steps + 1, self.micro, self.micros)
+  return ("an engine of %s parameters on %s, %s, ZeRO stage %d; %d steps done; %s"):format(
+    tostring(self.parameters):reverse():gsub("(%d%d%d)", "%1 "):reverse():gsub("^ ", ""), self.device, self.precision,
+    self.zero_stage, self.steps, where)
+end }
+
+--- What an engine is doing, as a table that prints as a line.
+---@param engine ps.Engine
+---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
+---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}
+function values.state(engine)
+  return setmetatable({ model = engine.handle, optimizer = engine.optimizer, device = engine.device_name,
+    precision = engine.precision, zero_stage = engine.zero_stage, parameters = engine.module:num_parameters(),
+    steps = engine.steps, micro = engine.micro, micros = step.count(engine),
+    in_step = step.is_open(engine) and not step.evaluates(engine), config = engine.cfg }, STATE)
+end
+
+return values

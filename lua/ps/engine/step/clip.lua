@@ -1,0 +1,172 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Gradients of an engine in a script's hands, between the last backward of a step and optimizer:step():
+-- nn.clip_grad_norm, module:zero_grad() and p:grad(). Gradients lie in chunks, perhaps on other ranks, as sums over
+-- micro-batches and ranks with the loss scale in them. A norm is the true one, and clipping is a factor on gradients in
+-- the update that follows. Where backward updates parameters (overlap_optimizer), the gradients are gone by then, and
+-- each of these calls is an error.
+local caller = require "ps.core.caller"
+local core = require "ps.nn.module"
+local hooks = require "ps.core.hooks"
+local step = require "ps.engine.step"
+local types = require "ps.core.types"
+local talk = require "ps.dist.agree"
+local error = caller.error
+
+local CALL = "nn.clip_grad_norm"
+
+-- -- which engine -----------------------------------------------------------------------------------------------------
+-- The parameters of an engine by address: {row =, place =}, place: the number in built.list; an empty table for one
+-- that does not train.
+local function places_of(engine)
+  local at, built = {}, engine.built
+  for place, row in ipairs(built.list) do at[core.address(row.param)] = { row = row, place = place } end
+  for _, row in ipairs(built.elsewhere or {}) do at[core.address(row.param)] = { row = row } end
+  for _, list in ipairs { built.frozen or {}, built.untrained or {} } do
+    for _, row in ipairs(list) do at[core.address(row.param)] = at[core.address(row.param)] or {} end
+  end
+  return at
+end
+
+-- Divides parameters into those of an engine, and the rest. Without an engine all are in the rest.
+---@param params ps.Tensor[]
+---@param engine ps.Engine
+---@return table[] found of places_of
+---@return ps.Tensor[] rest
+---@return table<number, table> places by address
+local function divide(params, engine)
+  local places, found, rest = places_of(engine), {}, {}
+  for _, param in ipairs(params) do
+    local at = places[core.address(param)]
+    if at then found[#found + 1] = at else rest[#rest + 1] = param end
+  end
+  return found, rest, places
+end
+
+-- `for engine in`: the engines that have a model.
+local function engines()
+  local list = {}
+  for engine in step.engines() do
+    if not engine.closed and rawget(engine, "built") then list[#list + 1] = engine end
+  end
+  local i = 0
+  return function()
+    i = i + 1
+    return list[i]
+  end
+end
+
+-- -- nn.clip_grad_norm --------------------------------------------------------------------------------------------
+-- The trained ones among places, in the order of the optimizer's groups, in which norms add up.
+local function trained(found)
+  local list, seen = {}, {}
+  for _, at in ipairs(found) do
+    if at.row then
+      if seen[at] then error(("%s: parameter %s is listed twice"):format(CALL, at.row.name)) end
+      seen[at] = true
+      list[#list + 1] = at
+    end
+  end
+  table.sort(list, function(a, b) return a.row.order < b.row.order end)
+  return list
+end
+
+-- Refuses ranks that clip by different lists or limits: their copies of parameters would drift apart.
+local function compare(engine, list, max_norm)
+  if not engine.ranks then return end
+  local orders = {}
+  for i, at in ipairs(list) do orders[i] = at.row.order end
+  local mine = ("%d parameters (list %.0f) with max_norm %.17g"):format(#list, talk.text_hash(table.concat(orders,
+    " ")), max_norm)
+  for rank, text in ipairs(talk.texts(engine.ranks.world, mine)) do
+    if text ~= mine then
+      error(("%s: this rank clips %s, rank %d clips %s: all ranks clip the same parameters by the same max_norm")
+        :format(CALL, mine, rank - 1, text))
+    end
+  end
+end
+
+-- Refuses a second limit in a step.
+local function check_once(engine, list, max_norm)
+  local opt, factors = engine.optimizer, step.factors(engine)
+  if max_norm == math.huge then return end
+  if opt.max_norm == math.huge then
+    error(CALL .. ": an OptimManager trains this model: call manager:clip_grad_norm(optimizer.param_groups, max_norm)")
+  elseif opt.max_norm then
+    error(("%s: gradient_clipping = %.14g of the configuration clips each step: leave one of both out, or give "
+      .. "math.huge, which only measures"):format(CALL, opt.max_norm))
+  end
+  for _, at in ipairs(list) do
+    if factors[at.row] then
+      error(("%s: the gradient of %s was clipped already in this step: each parameter is clipped once a step"):format(
+        CALL, at.row.name))
+    end
+  end
+end
+
+-- The norm of some parameters' gradients with the factors of earlier calls, or of all where none has one.
+local function norm_of(engine, list)
+  local all, factors = step.norm(engine), step.factors(engine)
+  if not types.finite(all) then return all end
+  local squares, sum = engine.optimizer:squares(list), 0
+  for i, at in ipairs(list) do sum = sum + squares[i] * (factors[at.row] or 1) ^ 2 end
+  return math.sqrt(sum) * step.unscale(engine)
+end
+
+local function clip(engine, found, max_norm)
+  step.check_gradients(engine, CALL)
+  local list = trained(found)
+  compare(engine, list, max_norm)
+  check_once(engine, list, max_norm)
+  local ok, norm = pcall(norm_of, engine, list)
+  if not ok then
+    step.give_up(engine)
+    error(norm, 0)
+  end
+  if max_norm == math.huge then return norm end
+  local factor, factors = math.min(1, max_norm / (norm + step.CLIP_EPS)), step.factors(engine)
+  for _, at in ipairs(list) do
+    factors[at.row] = factor
+    if at.place and factor == factor then engine.optimizer:set_factor(at.place, factor) end
+  end
+  return norm
+end
+
+hooks.on("clip", function(params, max_norm)
+  for engine in engines() do
+    local found, rest = divide(params, engine)
+    if #found > 0 then
+      if #rest > 0 then
+        error(("%s: %d of the %d parameters are not of the model that ps.initialize made: their gradients have a norm "
+          .. "of their own, so clip them in a call of their own"):format(CALL, #rest, #params))
+      end
+      return clip(engine, found, max_norm)
+    end
+  end
+end)
+
+-- -- module:zero_grad() and p:grad() ------------------------------------------------------------------------------
+hooks.on("zero_grad", function(params)
+  local left
+  for engine in engines() do
+    local found, rest, places = divide(left or params, engine)
+    local here, all = 0, 0
+    for _, at in ipairs(found) do here = here + (at.row and 1 or 0) end
+    for _, at in pairs(places) do all = all + (at.row and 1 or 0) end
+    if here > 0 and here == all then
+      step.zero_grad(engine, "model:zero_grad()")
+      left = rest
+    elseif here > 0 and not engine.plain then
+      error(("zero_grad of a part of the model that ps.initialize made, with %d of its %d parameters: "
+        .. "optimizer:zero_grad() drops the gradients of all"):format(here, all))
+    end
+  end
+  return left
+end)
+
+hooks.on("gradient", function(param)
+  for engine in engines() do
+    if step.gradients_gone(engine) and places_of(engine)[core.address(param)] then
+      error("p:grad(): " .. step.GONE)
+    end
+  end
+end)

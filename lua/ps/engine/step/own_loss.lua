@@ -1,0 +1,56 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A loss of the script's own, ps.initialize { loss = function(out, batch) ... end }: it runs behind the model, which is
+-- called without the targets. `out` is the model's output, by names. `batch` is the table of names that the model was
+-- called with, or a list of the arguments.
+local scope = require "ps.core.scope"
+local batch = require "ps.data.batch"
+
+local own_loss = {}
+
+--- The arguments without the targets: without `labels`, or without the last of several arguments.
+---@param given any[] and n
+---@return any[] and n
+function own_loss.inputs(given)
+  if batch.is_named(given) then
+    local rest = {}
+    for name, value in pairs(given[1]) do if name ~= "labels" then rest[name] = value end end
+    return { n = 1, rest }
+  end
+  return { n = math.max(given.n - 1, math.min(given.n, 1)), unpack(given, 1, given.n) }
+end
+
+local NO_TARGETS = "ps.initialize: loss(out, batch) failed in a call without targets, which has no labels and no "
+  .. "second argument: %s"
+
+local function value_of(loss, out, given)
+  local args = batch.is_named(given) and given[1] or given
+  local value
+  if batch.has_targets(given) then value = loss(out, args)
+  else
+    local ok, result = pcall(loss, out, args)
+    if not ok then error(NO_TARGETS:format(tostring(result)), 0) end
+    value = result
+  end
+  if not scope.is_tensor(value) or value:numel() ~= 1 then
+    error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
+      .. (scope.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
+  end
+  return value
+end
+
+--- The model's output with the script's loss of it. Without gradients and without targets the loss is made when the
+--- script asks for out.loss: an evaluation may want the logits alone.
+---@param loss fun(out: table, batch: table): ps.Tensor
+---@param result any what the model gave
+---@param given any[] what it was called with, targets included; and n
+---@return table out
+function own_loss.of(loss, result, given)
+  local out = batch.output(result)
+  if not (scope.grad_enabled() or batch.has_targets(given)) then
+    return batch.later(out, function() return value_of(loss, out, given) end)
+  end
+  out.loss = value_of(loss, out, given)
+  return out
+end
+
+return own_loss

@@ -1,0 +1,39 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A micro-batch has as many samples as the configuration says: train_micro_batch_size_per_gpu, written or derived from
+-- train_batch_size. With another size the step's global batch would not be the configured one.
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+
+local samples = {}
+
+-- The number of samples in a batch: the first dimension of its first tensor that has dimensions; nil: there is none. A
+-- table's tensors are in the order of their names.
+local function count(value)
+  if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
+  if type(value) ~= "table" then return nil end
+  local names = {}
+  for name in pairs(value) do if type(name) == "string" then names[#names + 1] = name end end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local n = count(value[name])
+    if n then return n end
+  end
+end
+
+--- Refuses a batch of another size than the configuration's.
+---@param engine table with cfg
+---@param batch any[] the arguments of the model's call, and their number n
+function samples.check(engine, batch)
+  local wanted = engine.cfg.train_micro_batch_size_per_gpu
+  for i = 1, wanted and batch.n or 0 do
+    local n = count(batch[i])
+    if n == wanted then return end
+    if n then
+      caller.error(("the batch has %d samples (the first dimension of its first tensor), but the configuration's "
+        .. "train_micro_batch_size_per_gpu is %d: give batches of that size, or write gradient_accumulation_steps "
+        .. "alone where sizes differ"):format(n, wanted))
+    end
+  end
+end
+
+return samples

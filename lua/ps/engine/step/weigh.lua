@@ -1,0 +1,63 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. With w_i its weight (its targets
+-- that count), the step's gradient is that of sum(w_i loss_i) / sum(w_i), over micro-batches and ranks: the mean over a
+-- batch's tokens does not depend on the cut into micro-batches.
+--
+-- Backward runs from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16 `unit` is
+-- the power of two nearest to the sum(w_i) that a step without ignored targets would have. Gradients before the update
+-- are then about `scale` times those of the step's mean loss, as DeepSpeed's are, and no bit depends on `unit`. In
+-- other types `unit` is 1.
+--
+-- A step whose weights add up to 0 is skipped: parameters, optimizer state and the loss scale stay.
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+
+local weigh = {}
+
+local NONE = { count = 1, places = 1 }      -- of a loss whose targets are not known
+
+--- Whether losses are weighed by their targets, since a step has several.
+---@param engine table
+---@param micros integer micro-batches of the step
+---@return boolean
+function weigh.several(engine, micros) return micros > 1 or engine.adds_up or engine.ranks ~= nil end
+
+--- The error of a backward from something that is no loss.
+---@param value any
+---@return string
+function weigh.no_loss(value)
+  local named = type(value) == "table" and scope.is_tensor(value.loss)
+  return ("backward takes the loss tensor, not a %s%s"):format(type(value),
+    named and ": model:backward(output.loss)" or "")
+end
+
+local OPTIONS = { weight = "number" }
+
+local function given(weight)
+  if not (weight >= 0 and weight < math.huge) then
+    caller.error(("model:backward: weight is %s; it takes a number from 0 on, how many targets the loss is the mean of")
+      :format(tostring(weight)))
+  end
+  return { count = weight, places = weight }
+end
+
+--- The weight of a loss: the number of its targets. Where a step has one loss, it is 1, or 0 without targets.
+---@param engine table
+---@param micros integer micro-batches of the step
+---@param found ps.Targets|false the targets of the loss's batch
+---@param options? {weight?: number}
+---@return number weight
+---@return number places the weight that it would have without ignored targets
+function weigh.loss(engine, micros, found, options)
+  local weight = caller.options(options, "model:backward", OPTIONS).weight
+  found = weight ~= nil and given(weight) or found or NONE
+  if not weigh.several(engine, micros) then return found.count > 0 and 1 or 0, 1 end
+  return found.count, found.places
+end
+
+--- The power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.
+---@param expected number
+---@return number|false
+function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end
+
+return weigh

@@ -1,0 +1,441 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Statistics of parameters and of tensors inside a model, after BMTrain's module of that name.
+--
+--   print(ps.inspect.format_summary(ps.inspect.inspect_model(model, "h.*.attn.*")))
+--
+--   local inspector = ps.inspect.inspect_tensor(function() model:backward(model(x, y)) end)
+--   print(ps.inspect.format_summary(inspector:get_summary()))     -- what the model gave to ps.inspect.record_tensor
+--
+-- All numbers are computed in fp64 (ps_tensor_stats). std divides by the number of elements less one, as PyTorch does,
+-- and is NaN of a single element. Parameters and records of several ranks are put together: those calls are of all
+-- ranks.
+local native = require "ps.core.ffi"
+local handle = require "ps.nn.handle"
+local exact = require "ps.core.exact"
+local caller = require "ps.core.caller"
+local summary = require "ps.nn.summary"
+local scope = require "ps.core.scope"
+local ffi, C = native.ffi, native.C
+local error = caller.error
+
+local inspect = {}
+
+---@class ps.inspect.Row
+---@field name string
+---@field group? string of a record
+---@field index? integer of a record: its place, from 0, among those of its name and group
+---@field shape integer[]
+---@field mean number
+---@field std number
+---@field min number
+---@field max number
+---@field grad_mean? number nil without a gradient
+---@field grad_std? number
+
+local stats_out, no_values = ffi.new("ps_stats"), ffi.new("double[1]")
+
+-- {numel, mean, squares, min, max} of a tensor; squares: the sum of squared differences from the mean.
+local function stats_of(t)
+  return scope.no_grad(scope.scope, function()
+    native.check(C.ps_tensor_stats(t:to("cpu"), stats_out))
+    return { tonumber(stats_out.numel), stats_out.mean, stats_out.squares, stats_out.min, stats_out.max }
+  end)
+end
+
+local function std(s) return s[1] > 1 and math.sqrt(s[3] / (s[1] - 1)) or 0 / 0 end
+
+-- The statistics of two sets of elements together (Chan, Golub, LeVeque 1979).
+local function join(a, b)
+  if a[1] == 0 then return b end
+  if b[1] == 0 then return a end
+  local n, delta = a[1] + b[1], b[2] - a[2]
+  local function pick(x, y, first)
+    if x ~= x or y ~= y then return 0 / 0 end
+    return first and x or y
+  end
+  return { n, a[2] + delta * b[1] / n, a[3] + b[3] + delta * delta * a[1] * b[1] / n,
+    pick(a[4], b[4], a[4] <= b[4]), pick(a[5], b[5], a[5] >= b[5]) }
+end
+
+-- -- entries as text, which ranks send each other ---------------------------------------------------------------------
+-- An entry has name, group, index, shape, value and grad (statistics); part: of what ranks have copies of, which part.
+local function write_numbers(list)
+  local parts = {}
+  for i, x in ipairs(list or {}) do parts[i] = ("%.17g"):format(x) end
+  return table.concat(parts, " ")
+end
+
+local SPECIAL = { nan = 0 / 0, ["-nan"] = 0 / 0, inf = math.huge, ["-inf"] = -math.huge }
+
+local function read_numbers(text)
+  local list = {}
+  for word in text:gmatch "%S+" do list[#list + 1] = SPECIAL[word] or tonumber(word) end
+  return list
+end
+
+local function escaped(text) return (text:gsub("[%%\t\n]", function(c) return ("%%%02x"):format(c:byte()) end)) end
+local function plain(text) return (text:gsub("%%(%x%x)", function(h) return string.char(tonumber(h, 16)) end)) end
+
+local function write(entries)
+  local lines = {}
+  for i, e in ipairs(entries) do
+    lines[i] = table.concat({ escaped(e.name), e.group and "=" .. escaped(e.group) or "", e.index or "",
+      write_numbers(e.shape), write_numbers(e.value), write_numbers(e.grad), e.part or "" }, "\t")
+  end
+  return table.concat(lines, "\n")
+end
+
+local function read(text)
+  local entries = {}
+  for line in text:gmatch "[^\n]+" do
+    local name, group, index, shape, value, grad, part = line:match(
+      "^(.-)\t(.-)\t(.-)\t(.-)\t(.-)\t(.-)\t(.*)$")
+    grad = read_numbers(grad)
+    entries[#entries + 1] = { name = plain(name), group = group ~= "" and plain(group:sub(2)) or nil,
+      index = tonumber(index), shape = read_numbers(shape), value = read_numbers(value),
+      grad = grad[1] and grad or nil, part = tonumber(part) }
+  end
+  return entries
+end
+
+-- Every rank's entries, in the order of ranks. fn gives this rank's; an error of one is an error of all.
+local function of_ranks(fn)
+  local group = require("ps.dist.mesh").group "world"
+  if not group then return { fn() } end
+  local agree = require "ps.dist.agree"
+  local mine, all = agree.run(group, fn), {}
+  for rank, text in ipairs(agree.texts(group, write(mine))) do all[rank] = read(text) end
+  return all
+end
+
+---@return ps.inspect.Row
+local function row_of(e)
+  return { name = e.name, group = e.group, index = e.index, shape = e.shape, mean = e.value[2], std = std(e.value),
+    min = e.value[4], max = e.value[5], grad_mean = e.grad and e.grad[2], grad_std = e.grad and std(e.grad) }
+end
+
+-- -- parameters -------------------------------------------------------------------------------------------------------
+-- A Lua pattern for one with *, ? and [abc], [a-z], [!a], as Python's fnmatch has them.
+local function matcher(pattern)
+  local out, at = { "^" }, 1
+  while at <= #pattern do
+    local c = pattern:sub(at, at)
+    local close = c == "[" and pattern:find("]", at + (pattern:sub(at + 1, at + 1) == "!" and 3 or 2), true)
+    if c == "*" then out[#out + 1] = ".*"
+    elseif c == "?" then out[#out + 1] = "."
+    elseif close then
+      local set = pattern:sub(at + 1, close - 1):gsub("^!", "^"):gsub("[%%%[%]]", "%%%0")
+      out[#out + 1], at = "[" .. set .. "]", close
+    else out[#out + 1] = c:gsub("[%^%$%(%)%%%.%[%]%*%+%-%?]", "%%%0") end
+    at = at + 1
+  end
+  return table.concat(out) .. "$"
+end
+
+-- Parameters of a module without an engine.
+local function of_module(module)
+  local list = {}
+  for name, param in module:named_parameters() do
+    list[#list + 1] = { name = name, value = param, grad = param:grad(), factor = 1 }
+  end
+  return list
+end
+
+-- at: of a parameter of which this rank has a part (ps.nn.saved). The part's place among the ranks' is the index.
+local function entry_of(it, at)
+  local cut, value, own_grad = require "ps.nn.saved", it.value, it.grad
+  if at then
+    value = cut.own(value, at)
+    own_grad = own_grad ~= nil and value ~= nil and cut.own(own_grad, at) or nil
+  end
+  local grad = own_grad ~= nil and stats_of(own_grad) or nil
+  if grad then grad[2], grad[3] = grad[2] * it.factor, grad[3] * it.factor ^ 2 end
+  return { name = it.name, shape = at and at.shape or value:shape(), index = at and at.index,
+    value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
+end
+
+-- A row of each parameter from all ranks' entries: of copies the first counts, parts are put together.
+local function put_together(all)
+  local found, parts = {}, {}
+  for _, entries in ipairs(all) do
+    for _, e in ipairs(entries) do
+      local key, other = ("%d\t%s"):format(e.index or 0, e.name), found[e.name]
+      if not other then found[e.name] = e
+      elseif not parts[key] then
+        other.value = join(other.value, e.value)
+        other.grad = other.grad and e.grad and join(other.grad, e.grad) or other.grad or e.grad
+      end
+      parts[key] = true
+    end
+  end
+  for _, e in pairs(found) do e.index = nil end
+  return found
+end
+
+--- Statistics of a model's parameters. Of an engine's model they are those of the fp32 values (of the master, where the
+--- parameter is of a half type), also while gradients lie in the parameters' places. Its gradients are those of the
+--- step under way, without the loss scale; a gradient that backward has used for an update already is gone. All ranks
+--- call this, and all get all parameters, those of other stages, too.
+---@param model ps.nn.Module|ps.Engine
+---@param pattern? string of names, as Python's fnmatch has it: *, ?, [abc], [!abc]; default all
+---@param prefix? string stands before each name in the result
+---@return ps.inspect.Row[]
+function inspect.inspect_model(model, pattern, prefix)
+  local engine = handle.of(model)
+  if not engine and not require("ps.nn.module").is_module(model) then
+    error("ps.inspect.inspect_model takes a model, not a " .. type(model))
+  end
+  caller.typed(pattern or "*", "string", "ps.inspect.inspect_model: the pattern")
+  caller.typed(prefix or "", "string", "ps.inspect.inspect_model: the prefix")
+  local wanted, cuts = matcher(pattern or "*"), require("ps.nn.saved").of(model)
+  local function mine()
+    local list = {}
+    for _, it in ipairs(engine and require("ps.engine.state.values").parameters(engine) or of_module(model)) do
+      if it.name:match(wanted) then list[#list + 1] = entry_of(it, cuts and cuts[it.name]) end
+    end
+    return list
+  end
+  local several = cuts or engine and engine.ranks
+  local found, rows = put_together(several and of_ranks(mine) or { mine() }), {}
+  for name in handle.module(model):named_parameters() do
+    local e = found[name]
+    if e then
+      e.name = (prefix or "") .. name
+      rows[#rows + 1] = row_of(e)
+    end
+  end
+  return rows
+end
+
+--- A model's modules with the parameters in them: a list that prints as a table. A parameter that several modules
+--- share counts in each, and once in the model. model:summary() is the same.
+---@param model ps.nn.Module|ps.Engine
+---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first;
+---  nbytes: of the parameters themselves
+function inspect.summary(model)
+  local module = handle.module(model)
+  if not require("ps.nn.module").is_module(module) then
+    error("ps.inspect.summary takes a model, not a " .. type(model))
+  end
+  return summary(module)
+end
+
+-- -- records ----------------------------------------------------------------------------------------------------------
+---@class ps.inspect.Inspector
+---@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor,
+---  holder?: ps.Tensor}[] in the order of the calls; holder: another record's tensor, which gets the gradient
+local Inspector = {}
+Inspector.__index = Inspector
+
+local open = {}                                    -- inspectors whose scope has not ended, innermost last
+
+-- What record_tensor made in the first run of a recompute segment, which a second run of it computes again.
+local made_in = setmetatable({}, { __mode = "k" })
+
+-- By a tensor that was recorded: the record's tensor that gets its gradient. An op's output has one such.
+local keeps = setmetatable({}, { __mode = "k" })
+
+-- Has a record get the gradient of x. Gives an error's code, or 0.
+local function keep(x, record)
+  local other = keeps[x]
+  if other ~= nil then
+    record.holder = other
+    return 0
+  end
+  local rc = C.ps_tensor_keep_grad(x, record.tensor)
+  if rc == 0 then keeps[x] = record.tensor end
+  return rc
+end
+
+-- Attaches the second run's tensor to the record of the first.
+local function again(x)
+  local run = scope.segment
+  while run and not run.again do run = run.outer end
+  if not run then return nil end
+  local list = made_in[run.segment]
+  if not list then return {} end                   -- no inspector was there in the first run
+  run.at = (run.at or 0) + 1
+  local records = list[run.at] or {}
+  for _, record in ipairs(records) do
+    if scope.grad_enabled() then keep(x, record) end
+  end
+  return records
+end
+
+local function note(inspector, x, name, group)
+  local tensor, index = scope.no_grad(function() return x:detach():clone() end), 0
+  tensor:keep()
+  for _, other in ipairs(inspector.records) do
+    if other.name == name and other.group == group then index = index + 1 end
+  end
+  local record = { name = name, group = group, index = index, tensor = tensor }
+  if x.node == nil then record.leaf = x:needs_grad() and x or nil
+  else native.check(keep(x, record)) end
+  table.insert(inspector.records, record)
+  return record
+end
+
+--- Notes a tensor inside a model under a name, for the inspectors whose scope is open; without one it does nothing.
+--- A copy of its values is kept, and of its gradient when backward comes to it. In a block that is recomputed the
+--- gradient of the second run goes to the record of the first.
+---@param x ps.Tensor
+---@param name string
+---@param group? string tells records of one name apart
+---@return ps.Tensor x
+function inspect.record_tensor(x, name, group)
+  if not open[1] then return x end
+  caller.tensor(x, "ps.inspect.record_tensor", "the tensor")
+  caller.typed(name, "string", "ps.inspect.record_tensor: the name")
+  if group ~= nil then caller.typed(group, "string", "ps.inspect.record_tensor: the group") end
+  if C.ps_tensor_read_f64(x, 0, 0, no_values) == C.PS_EDRY then return x end
+  local records = again(x)
+  if not records then
+    records = {}
+    for i, inspector in ipairs(open) do records[i] = note(inspector, x, name, group) end
+  end
+  local run = scope.segment
+  while run do
+    if not run.again then
+      made_in[run.segment] = made_in[run.segment] or {}
+      table.insert(made_in[run.segment], records)
+    end
+    run = run.outer
+  end
+  return x
+end
+
+--- Opens a scope in which ps.inspect.record_tensor notes tensors. With a function the scope ends with it, also by an
+--- error; without one it ends with inspector:close().
+---@param fn? fun() the model's forward, and its backward where gradients are wanted
+---@return ps.inspect.Inspector
+function inspect.inspect_tensor(fn)
+  if fn ~= nil then caller.callable(fn, "ps.inspect.inspect_tensor") end
+  local self = setmetatable({ records = {} }, Inspector)
+  open[#open + 1] = self
+  if fn then
+    local ok, problem = xpcall(fn, scope.trace)
+    self:close()
+    if not ok then error(problem, 0) end
+  end
+  return self
+end
+
+--- Ends the scope: tensors are noted no more, and gradients still are.
+function Inspector:close()
+  for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
+end
+
+-- The open engine, and its name for the parameter that was recorded; nil: it is none of an engine's.
+local function engine_of(record)
+  local engine = record.leaf and require("ps.engine.setup").current()
+  local name = engine and not engine.closed and require("ps.engine.state.values").name_of(engine, record.leaf)
+  if name then return engine, name end
+end
+
+-- The gradient of a record, and a factor on it.
+local function grad_of(record)
+  local engine = engine_of(record)
+  if engine then return require("ps.engine.state.values").gradient(engine, record.leaf) end
+  return scope.grad_of(record.leaf or record.holder or record.tensor), 1
+end
+
+local function record_entry(record)
+  local engine, name = engine_of(record)
+  local grad, factor = grad_of(record)
+  if not engine then
+    return { name = record.name, group = record.group, index = record.index, shape = record.tensor:shape(),
+      value = stats_of(record.tensor), grad = grad ~= nil and stats_of(grad) or nil }
+  end
+  local cuts = require("ps.nn.saved").of(engine)
+  local at = cuts and cuts[name]
+  local e = entry_of({ value = record.tensor, grad = grad, factor = factor }, at)
+  e.name, e.group, e.index, e.part = record.name, record.group, record.index, at and at.index or 0
+  return e
+end
+
+--- Statistics of the records: a row for each, in the order of the calls. Ranks that recorded the same name, group and
+--- index have theirs put together, as if it were one tensor; all ranks call this. Gradients are those that backward
+--- computed, with the loss scale and the weight of the micro-batch in them. A parameter of the engine is an exception:
+--- it counts once for all ranks, and its gradient is that of inspect_model, of the step under way.
+---@return ps.inspect.Row[]
+function Inspector:get_summary()
+  local rows, found, parts = {}, {}, {}
+  local all = of_ranks(function()
+    local list = {}
+    for i, record in ipairs(self.records) do list[i] = record_entry(record) end
+    return list
+  end)
+  for _, entries in ipairs(all) do
+    for _, e in ipairs(entries) do
+      local key = ("%d\t%s\t%s"):format(e.index, e.name, e.group or "")
+      local other, part = found[key], e.part and ("%s\t%d"):format(key, e.part)
+      if part and parts[part] then                                   -- a copy; its owner alone may have the gradient
+        other.grad = other.grad or e.grad
+      elseif other then
+        other.value = join(other.value, e.value)
+        other.grad = other.grad and e.grad and join(other.grad, e.grad) or other.grad or e.grad
+      else
+        found[key], rows[#rows + 1] = e, e
+      end
+      if part then parts[part] = true end
+    end
+  end
+  for i, e in ipairs(rows) do rows[i] = row_of(e) end
+  return rows
+end
+
+--- A recorded tensor of this rank, and its gradient. Of a parameter of the engine that is the gradient of the step
+--- under way, without the loss scale, the mean over micro-batches and ranks; it is nil if another rank owns it.
+---@param name string
+---@param group? string nil: any
+---@param index? integer from 0, among those of the name and group; default the last
+---@return ps.Tensor? tensor nil: there is no such record
+---@return ps.Tensor? grad nil: backward did not come to it
+function Inspector:get_tensor(name, group, index)
+  caller.typed(name, "string", "inspector:get_tensor: the name")
+  if index ~= nil then caller.whole(index, "inspector:get_tensor: the index", 0) end
+  local found, n
+  for _, record in ipairs(self.records) do
+    if record.name == name and (group == nil or record.group == group) then
+      n = (n or -1) + 1
+      if index == nil or index == n then found = record end
+    end
+  end
+  if not found then return nil end
+  local grad, factor = grad_of(found)
+  if grad == nil or factor == 1 then return found.tensor, grad end
+  return found.tensor, scope.no_grad(function() return grad * factor end)
+end
+
+-- -- the table --------------------------------------------------------------------------------------------------------
+local function number(x)
+  if not x then return "-" end
+  if x ~= x then return "nan" end
+  return ("%.4g"):format(x)
+end
+
+--- A table of rows, as text.
+---@param rows ps.inspect.Row[] what inspect_model or get_summary gave
+---@return string
+function inspect.format_summary(rows)
+  caller.typed(rows, "table", "ps.inspect.format_summary: the rows")
+  local readable, lines = require "ps.core.readable", {}
+  for i, row in ipairs(rows) do
+    if type(row) ~= "table" or type(row.name) ~= "string" or type(row.shape) ~= "table" then
+      caller.error(("ps.inspect.format_summary: row %d is none of inspect_model or get_summary"):format(i))
+    end
+    local name = row.group and row.group .. "." .. row.name or row.name
+    if (row.index or 0) > 0 then name = ("%s[%d]"):format(name, row.index) end
+    lines[i] = { name, "[" .. table.concat(row.shape, ", ") .. "]", number(row.mean), number(row.std), number(row.min),
+      number(row.max), number(row.grad_mean), number(row.grad_std) }
+  end
+  return table.concat(readable.lines({ { title = "name", left = true }, { title = "shape", left = true },
+    { title = "mean" }, { title = "std" }, { title = "min" }, { title = "max" }, { title = "grad mean" },
+    { title = "grad std" } }, lines), "\n")
+end
+
+inspect.Inspector = Inspector
+
+exact.all(Inspector, "inspector:", true)
+
+return inspect

@@ -1,0 +1,121 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tensors whose pieces are in several open files, as one file with the methods that readers call. A read takes from
+-- each file what it needs of it.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local rectangles = require "ps.core.rectangles"
+local error = require("ps.core.caller").error
+
+---@class ps.PieceInFile: ps.Rectangle of the whole tensor
+---@field from table the open file (ps.SafeTensors, ps.TorchFile)
+---@field name string of the tensor there that has the piece
+---@field at? integer[] the place of the piece in that tensor; absent: its first element
+
+---@class ps.PiecedTensor
+---@field shape integer[] of the whole
+---@field dtype string
+---@field pieces ps.PieceInFile[]
+
+---@class ps.Pieced
+---@field path string for messages
+---@field tensors table<string, ps.PiecedTensor>
+local Pieced = {}
+Pieced.__index = Pieced
+
+--- The names, in order.
+---@return string[]
+function Pieced:names()
+  local names = {}
+  for name in pairs(self.tensors) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+---@param name string
+---@return boolean
+function Pieced:has(name) return self.tensors[name] ~= nil end
+
+local function entry_of(self, name)
+  local entry = self.tensors[name]
+  if not entry then error(("%s holds no tensor '%s'"):format(self.path, tostring(name))) end
+  return entry
+end
+
+---@param name string
+---@return integer[] shape of the whole
+function Pieced:shape(name) return { unpack(entry_of(self, name).shape) } end
+
+---@param name string
+---@return string
+function Pieced:dtype(name) return entry_of(self, name).dtype end
+
+---@param name string
+---@return integer
+function Pieced:nbytes(name)
+  local entry = entry_of(self, name)
+  return rectangles.numel(entry.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(entry.dtype)))
+end
+
+--- Fails where a piece is not there, or of a type that this engine lacks.
+---@param name string
+function Pieced:check(name)
+  for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(piece.name) end
+end
+
+--- Compares the bytes of all pieces with their checksums.
+---@param name string
+---@return boolean has false: a piece has none
+function Pieced:verify(name)
+  local all = true
+  for _, piece in ipairs(entry_of(self, name).pieces) do all = piece.from:verify(piece.name) and all end
+  return all
+end
+
+--- Writes a rectangle of a tensor into another of its shape, converting the type where it differs.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] of the rectangle
+function Pieced:read_part(name, tensor, offset)
+  local entry, wanted = entry_of(self, name), { offset = offset, shape = tensor:shape() }
+  if not rectangles.inside(entry.shape, offset, wanted.shape) then
+    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+      rectangles.text(entry.shape), rectangles.text(wanted.shape), rectangles.text(offset)))
+  end
+  if tensor:numel() == 0 then return end
+  for _, piece in ipairs(entry.pieces) do
+    local part = rectangles.common(wanted, piece)
+    if part then
+      piece.from:read_part(piece.name, rectangles.view(tensor, rectangles.moved(part.offset, offset), part.shape),
+        rectangles.moved(part.offset, piece.offset, piece.at))
+    end
+  end
+end
+
+--- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
+---@param name string
+---@param tensor ps.Tensor
+function Pieced:read_into(name, tensor)
+  local entry = entry_of(self, name)
+  if not rectangles.same(entry.shape, tensor:shape()) then
+    error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+      rectangles.text(entry.shape), rectangles.text(tensor:shape())))
+  end
+  local only = entry.pieces[1]
+  if #entry.pieces == 1 then return only.from:read_into(only.name, tensor) end
+  self:read_part(name, tensor, rectangles.zeros(entry.shape))
+end
+
+--- A new tensor with the values of `name`; it outlives scopes.
+---@param name string
+---@param device? string
+---@return ps.Tensor
+function Pieced:tensor(name, device)
+  local entry = entry_of(self, name)
+  local only = entry.pieces[1]
+  if #entry.pieces == 1 then return only.from:tensor(only.name, device) end
+  local tensor = create.empty(entry.shape, { dtype = entry.dtype, device = device or "cpu" })
+  self:read_into(name, tensor)
+  return tensor:keep()
+end
+
+return Pieced

@@ -1,0 +1,81 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A tensor's bytes between it and a file, through a buffer of host memory that is small whatever the tensor's size.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local array = require "ps.core.array"
+local rectangles = require "ps.core.rectangles"
+local C = native.C
+
+local pieces = {}
+
+local PIECE = 2 ^ 21                                       -- bytes
+local byte_array = array "uint8_t"
+
+--- The buffer that tensors of up to `nbytes` need.
+---@param nbytes integer
+---@return ffi.cdata*
+function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
+
+--- Elements of a type in a piece.
+---@param dtype string
+---@return integer
+function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
+
+-- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on; part: these as a tensor.
+local function each(tensor, fn)
+  local flat = tensor:detach():reshape(-1)
+  local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
+  for first = 0, numel - 1, step do
+    local n = math.min(step, numel - first)
+    fn(numel <= step and flat or flat:narrow(0, first, n), first, n)
+  end
+end
+
+--- Takes a tensor's bytes, row-major: put(buffer, nbytes) is called for each piece, in order.
+---@param tensor ps.Tensor
+---@param buffer ffi.cdata* see pieces.buffer
+---@param put fun(buffer: ffi.cdata*, nbytes: integer)
+function pieces.read(tensor, buffer, put)
+  scope.scope(scope.no_grad, function()
+    each(tensor:detach():contiguous(), function(part)
+      local nbytes = C.ps_tensor_nbytes(part)
+      native.retry(C.ps_tensor_save, part, buffer, nbytes)
+      put(buffer, nbytes)
+    end)
+  end)
+end
+
+--- Fills a contiguous tensor: get(buffer, first, n) puts n elements, from `first` on, into the buffer.
+---@param tensor ps.Tensor
+---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
+function pieces.write(tensor, get)
+  local buffer = pieces.buffer(tonumber(C.ps_tensor_nbytes(tensor)))
+  scope.scope(scope.no_grad, function()
+    each(tensor, function(part, first, n)
+      get(buffer, first, n)
+      native.retry(C.ps_tensor_write, part, buffer, C.ps_tensor_nbytes(part))
+    end)
+  end)
+end
+
+--- Fills any tensor from values of a type: get(buffer, first, n) puts n elements of the type, from `first` on in the
+--- tensor's row-major order, into the buffer. Memory beside the tensor: a piece, or two where it lies apart or is of
+--- another type.
+---@param tensor ps.Tensor
+---@param dtype string
+---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
+function pieces.convert(tensor, dtype, get)
+  if tensor:dtype() == dtype and C.ps_tensor_is_contiguous(tensor) ~= 0 then return pieces.write(tensor, get) end
+  local done = 0
+  rectangles.each(tensor:shape(), pieces.elements(dtype), function(offset, shape)
+    scope.scope(scope.no_grad, function()
+      local part = create.empty(shape, { dtype = dtype, device = tensor:device() })
+      pieces.write(part, function(buffer, first, n) get(buffer, done + first, n) end)
+      rectangles.view(tensor:detach(), offset, shape):copy_(part)
+    end)
+    done = done + rectangles.numel(shape)
+  end)
+end
+
+return pieces

@@ -1,0 +1,364 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- safetensors files. A whole tensor is read straight into its memory, a part of one by memory map. With mmap = true a
+-- tensor's bytes are those of the map itself: nothing is read before it is used. Files are written
+-- whole or not at all (a temporary file, fsync, rename). Files with checksums (checkpoints have them) are compared with
+-- these when they are opened and as tensors are read.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local array = require "ps.core.array"
+local caller = require "ps.core.caller"
+local ffi = require "ffi"
+local pieces = require "ps.io.pieces"
+local rectangles = require "ps.core.rectangles"
+local exact = require "ps.core.exact"
+local C, check = native.C, native.check
+local error = caller.error
+
+local safetensors = {}
+
+local DTYPE = {}
+for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
+
+---@class ps.SafeTensors an open file
+---@field path string
+---@field metadata table<string, string>
+---@field private compares boolean tensors are compared with their checksums
+---@field private mmap boolean tensors have their bytes in the file, where they can
+---@field private compared table<integer, boolean> those that were
+local File = {}
+File.__index = File
+
+local OPEN, SAVE = { verify = "boolean", mmap = "boolean" }, { checksums = "boolean" }
+
+--- Opens a file and checks its whole header.
+---@param path string
+---@param options? {verify?: boolean, mmap?: boolean} verify = false: tensors are read without comparing their
+---  checksums. mmap = true: see ps.load
+---@return ps.SafeTensors
+function safetensors.open(path, options)
+  options = caller.options(options, "ps.safetensors.open", OPEN)
+  local out = ffi.new("ps_st *[1]")
+  check(C.ps_st_open(caller.typed(path, "string", "ps.safetensors.open: the path"), out))
+  local self = setmetatable({ path = path, metadata = {}, compared = {}, st = ffi.gc(out[0], C.ps_st_close),
+    compares = options.verify ~= false, mmap = options.mmap or false }, File)
+  for i = 0, C.ps_st_meta_count(self.st) - 1 do
+    self.metadata[ffi.string(C.ps_st_meta_key(self.st, i))] = ffi.string(C.ps_st_meta_value(self.st, i))
+  end
+  return self
+end
+
+local function opened(self)
+  if getmetatable(self) ~= File then error("a file's methods are called with a colon: file:tensor(name)") end
+  if not self.st then error(self.path .. ": this file was closed") end
+  return self.st
+end
+
+local function entry_of(self, name)
+  local st = opened(self)
+  local i = C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path))
+  if i < 0 then error(("%s holds no tensor '%s'"):format(self.path, name)) end
+  local entry = ffi.new("ps_st_entry")
+  check(C.ps_st_get(st, i, entry))
+  return entry, i
+end
+
+--- Names in file order.
+---@return string[]
+function File:names()
+  local names, st = {}, opened(self)
+  for i = 0, C.ps_st_count(st) - 1 do names[i + 1] = ffi.string(C.ps_st_name(st, i)) end
+  return names
+end
+
+--- Whether the file has a tensor of this name.
+---@param name string
+---@return boolean
+function File:has(name)
+  local st = opened(self)
+  return C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path)) >= 0
+end
+
+--- The shape of a tensor.
+---@param name string
+---@return integer[]
+function File:shape(name)
+  local entry, shape = entry_of(self, name), {}
+  for d = 0, entry.ndim - 1 do shape[d + 1] = tonumber(entry.shape[d]) end
+  return shape
+end
+
+--- The type as this engine calls it, or nil and the file's word for one it lacks.
+---@param name string
+---@return string? dtype
+---@return string? other
+function File:dtype(name)
+  local entry, i = entry_of(self, name)
+  if entry.dtype < 0 then return nil, ffi.string(C.ps_st_dtype_text(self.st, i)) end
+  return ffi.string(C.ps_dtype_name(entry.dtype))
+end
+
+local function known_dtype(self, name)
+  local dtype, other = self:dtype(name)
+  if not dtype then error(("%s: tensor '%s' has type %s, which is not supported"):format(self.path, name, other)) end
+  return dtype
+end
+
+--- Fails when `name` is not there or of a type that this engine lacks.
+---@param name string
+function File:check(name) known_dtype(self, name) end
+
+--- Compares a tensor's bytes with their checksum, once; a damaged one is an error that names it and the file.
+---@param name string
+---@return boolean has false: the file has no checksums
+function File:verify(name)
+  local _, i = entry_of(self, name)
+  if self.compared[i] == nil then self.compared[i] = check(C.ps_st_verify(self.st, i)) == 1 end
+  return self.compared[i]
+end
+
+--- A tensor's checksum as the file has it, 16 hexadecimal digits; nil when it has none.
+---@param name string
+---@return string?
+function File:checksum(name)
+  local _, i = entry_of(self, name)
+  local digits = (self.metadata.xxh3_64 or ""):sub((i + 1) * 17 + 1, (i + 1) * 17 + 16)
+  return #digits == 16 and digits or nil
+end
+
+--- The bytes of a tensor.
+---@param name string
+---@return integer
+function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
+
+-- Fills a contiguous tensor of the file's type with all of `name`.
+local function fill(self, name, entry, tensor)
+  if self.compares then self:verify(name) end
+  if self.mmap then
+    local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
+    if rc ~= C.PS_EUNSUP then return check(rc) end         -- else it is read: of another device, or a part of a tensor
+  end
+  native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
+end
+
+-- Integers that no tensor here has: the type of C, and the next type here that has all their values.
+local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = { "uint16_t", "int32" },
+  U32 = { "uint32_t", "int64" } }
+local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
+
+-- All of `name`, whose integers are of a type that no tensor here has, as wider ones.
+local function widened(self, name, wider, device)
+  local st = opened(self)
+  local _, i = entry_of(self, name)
+  if self.compares then self:verify(name) end
+  local tensor = create.empty(self:shape(name), { dtype = wider[2], device = "cpu" })
+  local n = tensor:numel()
+  local from, to = ffi.cast("const " .. wider[1] .. " *", C.ps_st_data(st, i)), wide_array[wider[2]](math.max(n, 1))
+  for k = 0, n - 1 do to[k] = from[k] end
+  check(C.ps_tensor_write(tensor, to, tensor:nbytes()))
+  return device and tensor:to(device) or tensor
+end
+
+local function new_tensor(self, name, device)
+  local entry = entry_of(self, name)
+  local dtype, other = self:dtype(name)
+  if not dtype and WIDER[other] then return widened(self, name, WIDER[other], device) end
+  local tensor = create.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
+  fill(self, name, entry, tensor)
+  return tensor
+end
+
+--- A new tensor with the values of `name`; it outlives scopes. Of integers of a type that this engine lacks it has the
+--- next larger: int32 for I8, I16 and U16, int64 for U32.
+---@param name string
+---@param device? string
+---@return ps.Tensor
+function File:tensor(name, device) return new_tensor(self, name, device):keep() end
+
+--- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
+---@param name string
+---@param tensor ps.Tensor
+function File:read_into(name, tensor)
+  local entry = entry_of(self, name)
+  if not scope.is_tensor(tensor) then error("read_into takes a tensor behind the name, not a " .. type(tensor)) end
+  if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+    fill(self, name, entry, tensor)
+  else
+    local shape = self:shape(name)
+    if not rectangles.same(shape, tensor:shape()) then
+      error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+        rectangles.text(shape), rectangles.text(tensor:shape())))
+    end
+    self:read_part(name, tensor, rectangles.zeros(shape))
+  end
+end
+
+--- Writes a rectangle of `name` into a tensor of its shape, converting the type where it differs. Only the rectangle is
+--- read, but where the file has checksums, all of `name`, once.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] of the rectangle
+---@return ps.Tensor tensor
+function File:read_part(name, tensor, offset)
+  local entry, i = entry_of(self, name)
+  local dtype, shape = known_dtype(self, name), tensor:shape()
+  if not rectangles.inside(self:shape(name), offset, shape) then
+    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+      rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
+  end
+  local whole = rectangles.same(shape, self:shape(name))
+  if whole and dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+    return self:read_into(name, tensor)
+  end
+  if self.compares then self:verify(name) end
+  local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)
+  pieces.convert(tensor, dtype, function(buffer, first, n)
+    check(C.ps_st_copy(self.st, i, from, size, first, buffer, n))
+  end)
+  if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
+end
+
+--- Unmaps the file; tensors read from it stay, and so does the map for tensors that have their bytes in it.
+function File:close()
+  if getmetatable(self) ~= File then opened(self) end
+  if self.st then
+    C.ps_st_close(ffi.gc(self.st, nil))
+    self.st = nil
+  end
+end
+
+---@class ps.SafeTensorsEntry a tensor to be written
+---@field name string
+---@field dtype string
+---@field shape integer[]
+
+-- Declares all and begins.
+local function declare(writer, entries, metadata, checksums)
+  local keys = {}
+  for key, value in pairs(metadata or {}) do
+    keys[#keys + 1] = caller.typed(key, "string", "a name in a safetensors file's metadata")
+    caller.typed(value, "string", ("'%s' of a safetensors file's metadata"):format(key))
+  end
+  table.sort(keys)
+  if checksums then check(C.ps_stw_checksums(writer)) end
+  for _, key in ipairs(keys) do check(C.ps_stw_meta(writer, key, metadata[key])) end
+  for _, entry in ipairs(entries) do
+    check(C.ps_stw_add(writer, entry.name, DTYPE[entry.dtype], #entry.shape, ffi.new("int64_t[8]", entry.shape)))
+  end
+  check(C.ps_stw_begin(writer))
+end
+
+-- Tensors by name as entries, in order of name.
+local function entries_of(tensors)
+  local entries = {}
+  for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
+    if type(name) ~= "string" or not scope.is_tensor(t) then
+      error(("ps.safetensors.save: it takes tensors by name, '%s' is a %s"):format(tostring(name),
+        type(name) ~= "string" and "name of type " .. type(name) or type(t)))
+    end
+    entries[#entries + 1] = { name = name, dtype = t:dtype(), shape = t:shape(), tensor = t }
+  end
+  table.sort(entries, function(one, other) return one.name < other.name end)
+  return entries
+end
+
+-- Calls fn(writer) with a new writer, which is freed when fn fails, so that its temporary file goes.
+local function with_writer(path, fn)
+  local out = ffi.new("ps_stw *[1]")
+  check(C.ps_stw_new(caller.typed(path, "string", "a safetensors file to write: the path"), out))
+  local writer = ffi.gc(out[0], C.ps_stw_free)
+  local ok, problem = pcall(fn, writer)
+  if not ok then
+    C.ps_stw_free(ffi.gc(writer, nil))
+    error(problem, 0)
+  end
+  return writer
+end
+
+---@class ps.SafeTensorsWriter a file that is being written
+---@field private w ffi.cdata*
+local Writer = {}
+Writer.__index = Writer
+
+--- Begins a file that holds these entries. It appears, and an older one goes, with commit; close it in any case.
+---@param path string
+---@param entries ps.SafeTensorsEntry[]
+---@param metadata? table<string, string>
+---@param checksums? boolean the file has one for each tensor
+---@return ps.SafeTensorsWriter
+function safetensors.writer(path, entries, metadata, checksums)
+  caller.typed(entries, "table", "ps.safetensors.writer: the list of tensors")
+  return setmetatable({ w = with_writer(path, function(w) declare(w, entries, metadata, checksums) end) }, Writer)
+end
+
+--- The next bytes of a tensor.
+---@param name string
+---@param data ffi.cdata*
+---@param nbytes integer
+function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
+
+--- All tensors are there: the file gets its name, complete and on its disk.
+function Writer:commit() check(C.ps_stw_commit(self.w)) end
+
+--- Ends the writer; without commit nothing stays of its file.
+function Writer:close()
+  if self.w then C.ps_stw_free(ffi.gc(self.w, nil)) end
+  self.w = nil
+end
+
+--- Writes tensors to a file, in order of name, a piece of them at a time, replacing an older file only when all is on
+--- disk.
+---@param path string
+---@param tensors table<string, ps.Tensor>
+---@param metadata? table<string, string>
+---@param options? {checksums?: boolean} checksums: the file has one for each tensor
+function safetensors.save(path, tensors, metadata, options)
+  local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
+  if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
+  local entries, largest = entries_of(tensors), 1
+  for _, entry in ipairs(entries) do largest = math.max(largest, entry.tensor:nbytes()) end
+  local writer = safetensors.writer(path, entries, metadata, checksums)
+  local ok, problem = pcall(function()
+    local buffer = pieces.buffer(largest)
+    for _, entry in ipairs(entries) do
+      pieces.read(entry.tensor, buffer, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+    end
+    writer:commit()
+  end)
+  writer:close()
+  if not ok then error(problem, 0) end
+end
+
+-- Copies a tensor's bytes to host memory at `to`.
+local function copy_out(tensor, to)
+  scope.scope(function()
+    local whole = scope.no_grad(function() return tensor:contiguous() end)
+    native.retry(C.ps_tensor_save, whole, to, C.ps_tensor_nbytes(whole))
+  end)
+end
+
+--- Copies tensors to memory as they are to lie in a file, for ps_saver_start. The file has its space by then.
+---@param path string
+---@param tensors table<string, ps.Tensor>
+---@param metadata table<string, string>
+---@param room fun(nbytes: integer): ffi.cdata* gives the memory
+---@return ffi.cdata* writer ps_stw, the caller's
+---@return ffi.cdata* data
+function safetensors.copy(path, tensors, metadata, room)
+  caller.callable(room, "ps.safetensors.copy, behind the metadata,")
+  local data
+  local writer = with_writer(path, function(writer)
+    local entries, place = entries_of(tensors), ffi.new("int64_t[1]")
+    declare(writer, entries, metadata, true)
+    data = room(tonumber(C.ps_stw_nbytes(writer)))
+    for _, entry in ipairs(entries) do
+      check(C.ps_stw_place(writer, entry.name, place))
+      copy_out(entry.tensor, data + place[0])
+    end
+  end)
+  return writer, data
+end
+
+exact.all(File, "file:", true)
+
+return safetensors

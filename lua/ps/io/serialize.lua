@@ -1,0 +1,119 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.save and ps.load: values in PyTorch's .pt files (any nesting of tables, numbers, strings, booleans and tensors) or
+-- name -> tensor in safetensors files.
+--
+--   ps.save({ model = model:state_dict(), step = 10 }, "run.pt")
+--   local state = ps.load "run.pt"                        -- tables and tensors on "cpu"
+--   model:load_state_dict(ps.load("run.pt", { lazy = true }):at "model")       -- one tensor at a time
+--
+-- As values cross: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is a dict;
+-- serialize.list {} makes it a list). Whole numbers are ints, others floats; ints from 2^53 on are int64_t. Tuples and
+-- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
+-- other views of one storage become tensors of their own, but one that repeats its elements (expand) stays small, in
+-- the file and in memory. A table that occurs twice stays one table. requires_grad is not kept.
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local encode = require "ps.core.encode"
+local safetensors = require "ps.io.safetensors"
+local shard = require "ps.tensor.shard"
+local torch_pt = require "ps.io.torch_pt"
+local torch_pt_write = require "ps.io.torch_pt_write"
+local error = caller.error
+
+local serialize = { none = torch_pt.none, keys = torch_pt.keys }
+
+--- Marks a table (empty, most likely) to be saved as a list.
+---@param t table
+---@return table t
+function serialize.list(t) return torch_pt.mark("list", caller.typed(t, "table", "ps.serialize.list: its argument")) end
+--- Marks a table (with keys 1 .. n, most likely) to be saved as a dict.
+---@param t table
+---@return table t
+function serialize.dict(t) return torch_pt.mark("dict", caller.typed(t, "table", "ps.serialize.dict: its argument")) end
+
+local FORMAT = { safetensors = "safetensors", pt = "pt", pth = "pt", bin = "pt", ckpt = "pt" }
+
+local function by_name(path) return FORMAT[(path:match("%.(%w+)$") or ""):lower()] end
+
+local function check_flat(path, value)
+  local what
+  if type(value) ~= "table" then what = "a " .. type(value) end
+  for name, item in pairs(what and {} or value) do
+    if type(name) ~= "string" then what = ("the key %s"):format(tostring(name))
+    elseif not scope.is_tensor(item) then what = ("'%s', a %s"):format(name, type(item)) end
+  end
+  if what then
+    error(("%s: a safetensors file holds name -> tensor only, this is %s; save it as .pt, or call save with a flat " ..
+      "table of tensors"):format(path, what))
+  end
+end
+
+--- Writes a value to a file. An older file is replaced only when the new one is complete and on its disk. Tensors are
+--- written one at a time.
+---@param value any for .safetensors: table<string, ps.Tensor>
+---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
+function serialize.save(value, path)
+  if type(path) ~= "string" then error("ps.save(value, path): the path is a " .. type(path)) end
+  local format = by_name(path)
+  if format == "pt" then
+    torch_pt_write.save(path, value)
+  elseif format == "safetensors" then
+    check_flat(path, value)
+    local shards = {}
+    for name, tensor in pairs(value) do shards[name] = shard.of(tensor) end
+    local note = next(shards) and { psluajit_shards = encode({ shards = shards }, "the shards") } or nil
+    safetensors.save(path, value, note)
+  else
+    error(("ps.save: the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(path))
+  end
+end
+
+--- A file's format by its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the reader refuses by
+--- name); nil: neither, or no such file. Byte 9 of a safetensors file, behind the length of its header, is the header's
+--- "{". Bytes 5 to 8 are 0, as that length is below 2^32. The length may begin like an archive or a pickle.
+---@param path string
+---@return "pt"|"safetensors"|nil
+function serialize.format(path)
+  local f = io.open(caller.typed(path, "string", "ps.serialize.format: the path"), "rb")
+  local head = f and f:read(9) or ""
+  if f then f:close() end
+  if head:sub(5) == "\0\0\0\0{" then return "safetensors" end
+  if head:sub(1, 2) == "PK" or head:byte(1) == 0x80 then return "pt" end
+  if #head == 9 and head:sub(9) == "{" then return "safetensors" end
+end
+
+local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap = "boolean" }
+
+--- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and gives
+--- the open file, a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
+--- With mmap = true tensors on the cpu have their bytes in a safetensors file: its pages come into memory as they are
+--- used, the system may take them back, processes share them, and no budget counts them. What is written to such a
+--- tensor stays in memory, and the file as it is. Once somebody writes to the file, using the tensors is an error; to
+--- replace the file by another is none.
+---@param path string
+---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: of the tensors, default
+---  "cpu"; verify = false: checksums are not compared
+---@return any
+function serialize.load(path, options)
+  if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path)) end
+  options = caller.options(options, "ps.load", OPTIONS)
+  local format = serialize.format(path) or by_name(path) or "pt"
+  if options.mmap and format == "pt" then
+    error(("ps.load: mmap = true is for safetensors, and %s is a file of PyTorch's; leave it out"):format(path))
+  end
+  local file
+  if format == "pt" then file = torch_pt.open(path, { verify = options.verify })
+  else file = safetensors.open(path, { verify = options.verify, mmap = options.mmap }) end
+  if options.lazy then return file end
+  local ok, result = pcall(function()
+    if format == "pt" then return file:value(options.device) end
+    local tensors = {}
+    for _, name in ipairs(file:names()) do tensors[name] = file:tensor(name, options.device or "cpu") end
+    return tensors
+  end)
+  file:close()
+  if not ok then error(result, 0) end
+  return result
+end
+
+return serialize

@@ -1,0 +1,421 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- PyTorch's .pt files, read: an open file lends its values and reads its tensors one at a time (torch_pt_write.lua
+-- writes them). Nothing in a file is ever run. Memory: an open file costs some hundred bytes a tensor; bytes of tensors
+-- go from the map straight into the tensor that is read, those of strided ones by way of a small buffer. A tensor that
+-- repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is expanded, as in PyTorch.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local ffi = require "ffi"
+local pieces = require "ps.io.pieces"
+local rectangles = require "ps.core.rectangles"
+local C, check = native.C, native.check
+local error = caller.error
+
+local torch_pt = {}
+
+local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
+
+--- Stands for None inside lists (in a dict its key is absent), and is written as None.
+torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
+
+-- The kind of a table in the file, or as marked: { kind = "list" or "dict", keys = keys in order }.
+local marks = setmetatable({}, { __mode = "k" })
+
+--- Marks a table as a list or dict where its keys do not tell: an empty one (a dict unless marked), or a dict with the
+--- keys 1 .. n.
+---@param kind "list"|"dict"
+---@param value table
+---@param keys? any[] a dict's keys in order
+---@return table value
+function torch_pt.mark(kind, value, keys)
+  marks[value] = { kind = kind, keys = keys }
+  return value
+end
+
+--- "list" or "dict" when the table was read from a file or marked.
+---@param value table
+---@return string?
+function torch_pt.kind(value) return marks[value] and marks[value].kind end
+
+--- The keys of a table that was read from a file, in the file's order; nil for other tables.
+---@param value table
+---@return any[]?
+function torch_pt.keys(value) return marks[value] and marks[value].keys end
+
+-- -- reading --------------------------------------------------------------------------------------------------------
+---@class ps.TorchFile an open .pt file, or one dict in it (see at)
+---@field path string
+---@field place string "" or how this dict is reached: "model.encoder"
+local File = {}
+File.__index = File
+
+local value_out, tensor_out = ffi.new("ps_pt_value"), ffi.new("ps_pt_tensor")
+local KIND = {}                                            -- PS_PT_* by name
+for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME", "LIST", "TUPLE", "SET", "DICT",
+                        "TENSOR" } do
+  KIND[name] = C["PS_PT_" .. name]
+end
+
+local function opened(self)
+  if getmetatable(self) ~= File then caller.error("a file's methods are called with a colon: file:tensor(name)") end
+  if not self.file.pt then error(self.path .. ": this file was closed") end
+  return self.file.pt
+end
+
+local function whole(n)
+  local number = tonumber(n)
+  if number > -EXACT_BELOW and number < EXACT_BELOW then return number end
+  return n + 0LL                                           -- exact as an int64_t
+end
+
+-- A value without items: the Lua value and its kind; nil and the kind for others.
+local function plain(pt, id)
+  check(C.ps_pt_get(pt, id, value_out))
+  local v = value_out
+  local kind = v.kind
+  if kind == KIND.INT then return whole(v.integer), kind end
+  if kind == KIND.FLOAT then return v.number, kind end
+  if kind == KIND.BOOL then return v.integer ~= 0, kind end
+  if kind >= KIND.STRING and kind <= KIND.NAME then return ffi.string(v.text, v.integer), kind end
+  return nil, kind, v.count
+end
+
+local function key_of(self, pt, id)
+  local key, kind = plain(pt, id)
+  if key == nil or key ~= key then
+    error(("%s: a dict%s has a key that is no string, number or boolean"):format(self.path,
+      self.place == "" and "" or " in " .. self.place), 0)
+  end
+  if kind == KIND.INT then return tonumber(key) end
+  return key
+end
+
+-- The dict's keys (each once, the last value of a key counts) and key -> value.
+local function dict_items(self, pt, id, count)
+  local keys, values = {}, {}
+  for i = 0, count - 2, 2 do
+    local key = key_of(self, pt, check(C.ps_pt_item(pt, id, i)))
+    if values[key] == nil then keys[#keys + 1] = key end
+    values[key] = check(C.ps_pt_item(pt, id, i + 1))
+  end
+  return keys, values
+end
+
+local function entry_at(self, pt, id, label)
+  check(C.ps_pt_tensor_get(pt, id, tensor_out))
+  if tensor_out.dtype < 0 then
+    error(("%s: tensor '%s' has type %s, which is not supported"):format(self.path, label,
+      ffi.string(tensor_out.type)), 0)
+  end
+  return tensor_out
+end
+
+local function shape_at(pt, id)
+  check(C.ps_pt_tensor_get(pt, id, tensor_out))
+  local shape = {}
+  for d = 0, tensor_out.ndim - 1 do shape[d + 1] = tonumber(tensor_out.shape[d]) end
+  return shape
+end
+
+local function is_dense(t)
+  local n = 1LL
+  for d = t.ndim - 1, 0, -1 do
+    if t.shape[d] ~= 1 and t.stride[d] ~= n then return false end
+    n = n * t.shape[d]
+  end
+  return true
+end
+
+-- Fills a contiguous tensor of the file's type and of the sizes of `t`; dense ones straight from the map.
+local function fill(self, pt, id, t, tensor)
+  if self.file.verify then check(C.ps_pt_verify(pt, id)) end
+  local nbytes = C.ps_tensor_nbytes(tensor)
+  if nbytes > 0 and is_dense(t) then
+    local offset = t.offset * C.ps_dtype_size(t.dtype)
+    check(C.ps_pt_ready(pt))
+    native.retry(C.ps_tensor_write, tensor, ffi.cast("const char *", t.data) + offset, nbytes)
+  elseif nbytes > 0 then
+    pieces.write(tensor, function(buffer, first, n) check(C.ps_pt_copy(pt, t, first, buffer, n)) end)
+  end
+  C.ps_pt_drop(pt, id)
+end
+
+-- A tensor whose strides let elements share their bytes is a view in PyTorch. Those with strides of 0 are views here,
+-- too (expand); others have to become tensors with all their elements. A file of a few bytes can ask for any number of
+-- these, so they may take so many bytes in all.
+local MOST_SHARED = 2 ^ 28
+
+local function check_shared(self, t, nbytes, label, made)
+  local span = 1
+  for d = 0, t.ndim - 1 do span = span + tonumber((t.shape[d] - 1) * t.stride[d]) end
+  if nbytes <= span * tonumber(C.ps_dtype_size(t.dtype)) then return end
+  made.shared = (made.shared or 0) + nbytes
+  if made.shared > MOST_SHARED then
+    error(("%s: tensor '%s' is a view whose elements overlap: %.0f bytes of the file would become %.0f (%.0f with "
+      .. "those before it), at most %.0f are read this way; save it in PyTorch as .contiguous()"):format(self.path,
+      label, span * tonumber(C.ps_dtype_size(t.dtype)), nbytes, made.shared, MOST_SHARED), 0)
+  end
+end
+
+-- made: the tensors and bytes that this call has read (see build).
+local function new_tensor(self, pt, id, label, made)
+  local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
+  local shape, once, repeats = {}, {}, false               -- once: the sizes without those that repeat
+  local nbytes = tonumber(C.ps_dtype_size(t.dtype))
+  for d = 0, t.ndim - 1 do
+    shape[d + 1] = tonumber(t.shape[d])
+    if t.numel > 0 and t.stride[d] == 0 and t.shape[d] > 1 then repeats, t.shape[d] = true, 1 end
+    once[d + 1] = tonumber(t.shape[d])
+    nbytes = nbytes * once[d + 1]
+  end
+  if t.numel > 0 then check_shared(self, t, nbytes, label, made) end
+  local tensor = create.empty(once, { dtype = ffi.string(C.ps_dtype_name(t.dtype)), device = made.device or "cpu" })
+  fill(self, pt, id, t, tensor)
+  return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
+end
+
+-- A key that two tensors of a file share if they are one: they become one tensor, so that tied weights stay tied.
+local function identity(pt, id)
+  check(C.ps_pt_tensor_get(pt, id, tensor_out))
+  local t = tensor_out
+  local parts = { t.storage, t.dtype, tonumber(t.offset) }
+  for d = 0, t.ndim - 1 do
+    parts[#parts + 1], parts[#parts + 2] = tonumber(t.shape[d]), tonumber(t.stride[d])
+  end
+  return table.concat(parts, ":")
+end
+
+-- A whole value; one that the file shares is one value here, too.
+local function build(self, pt, id, label, made)
+  if made[id] ~= nil then return made[id] end
+  local value, kind, count = plain(pt, id)
+  if value ~= nil then return value end
+  if kind == KIND.NONE then return nil end
+  if kind == KIND.TENSOR then
+    local same = identity(pt, id)
+    made[same] = made[same] or new_tensor(self, pt, id, label, made):keep()
+    return made[same]
+  end
+  local result = {}
+  made[id] = result
+  if kind == KIND.DICT then
+    local keys, values = dict_items(self, pt, id, count)
+    marks[result] = { kind = "dict", keys = keys }
+    for _, key in ipairs(keys) do
+      result[key] = build(self, pt, values[key], ("%s%s%s"):format(label, label == "" and "" or ".", key), made)
+    end
+    return result
+  end
+  marks[result] = { kind = "list" }
+  for i = 0, count - 1 do
+    local item = build(self, pt, check(C.ps_pt_item(pt, id, i)), ("%s[%d]"):format(label, i), made)
+    if item == nil then item = torch_pt.none end
+    result[i + 1] = item
+  end
+  return result
+end
+
+local OPEN = { verify = "boolean" }
+
+--- Opens a file and checks all of it but the tensors' bytes, which are checked as they are read.
+---@param path string
+---@param options? { verify: boolean? } verify = false: checksums are not compared
+---@return ps.TorchFile
+function torch_pt.open(path, options)
+  options = caller.options(options, "torch_pt.open", OPEN)
+  local out = ffi.new("ps_pt *[1]")
+  check(C.ps_pt_open(path, out))
+  local file = { pt = ffi.gc(out[0], C.ps_pt_close), verify = options.verify ~= false }
+  return setmetatable({ path = path, place = "", file = file, id = C.ps_pt_root(out[0]) }, File)
+end
+
+-- This dict's keys and items; an error for other values.
+local function items_of(self)
+  local pt = opened(self)
+  if not self.order then
+    local _, kind, count = plain(pt, self.id)
+    if kind ~= KIND.DICT then
+      error(("%s holds no dict of tensors; read it without lazy = true"):format(self.path))
+    end
+    self.order, self.items = dict_items(self, pt, self.id, count)
+  end
+  return self.order, self.items
+end
+
+local function kind_of(pt, id)
+  check(C.ps_pt_get(pt, id, value_out))
+  return value_out.kind
+end
+
+--- The file's value as Lua tables, numbers, strings, booleans and tensors (all of them are read).
+---@param device? string of the tensors, default "cpu"
+---@return any
+function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
+
+--- The keys of this dict, in the file's order.
+---@return any[]
+function File:keys() return (items_of(self)) end
+
+--- Whether this dict has a key.
+---@param key any
+---@return boolean
+function File:holds(key)
+  local _, items = items_of(self)
+  return items[key] ~= nil
+end
+
+--- The value of one key, whole; nil when there is none.
+---@param key any
+---@param device? string of the tensors in it, default "cpu"
+---@return any
+function File:get(key, device)
+  local _, items = items_of(self)
+  if items[key] == nil then return nil end
+  local place = ("%s%s%s"):format(self.place, self.place == "" and "" or ".", tostring(key))
+  return build(self, self.file.pt, items[key], place, { device = device })
+end
+
+--- A dict inside this one as a file of its own: file:at("model"), file:at("a", "b"). Closing one closes all.
+---@param key any
+---@param ... any
+---@return ps.TorchFile
+function File:at(key, ...)
+  local _, items = items_of(self)
+  local place = ("%s%s%s"):format(self.place, self.place == "" and "" or ".", tostring(key))
+  if not items[key] or kind_of(self.file.pt, items[key]) ~= KIND.DICT then
+    error(("%s holds no dict '%s'"):format(self.path, place))
+  end
+  local inner = setmetatable({ path = self.path, place = place, file = self.file, id = items[key] }, File)
+  if select("#", ...) > 0 then return inner:at(...) end
+  return inner
+end
+
+--- Names of this dict's tensors, in the file's order.
+---@return string[]
+function File:names()
+  local order, items = items_of(self)
+  local names, dicts, pt = {}, {}, self.file.pt
+  for _, key in ipairs(order) do
+    local kind = kind_of(pt, items[key])
+    if kind == KIND.TENSOR and type(key) == "string" then names[#names + 1] = key end
+    if kind == KIND.DICT then dicts[#dicts + 1] = tostring(key) end
+  end
+  if #names == 0 and #dicts > 0 then
+    error(("%s holds no tensors at its top but dicts of them: %s; choose one with :at(\"%s\")"):format(self.path,
+      table.concat(dicts, ", ", 1, math.min(#dicts, 8)), dicts[1]))
+  end
+  return names
+end
+
+--- Whether this dict has a tensor of this name.
+---@param name string
+---@return boolean
+function File:has(name)
+  local _, items = items_of(self)
+  return items[name] ~= nil and kind_of(self.file.pt, items[name]) == KIND.TENSOR
+end
+
+local function id_of(self, name)
+  local _, items = items_of(self)
+  if not items[name] or kind_of(self.file.pt, items[name]) ~= KIND.TENSOR then
+    error(("%s holds no tensor '%s'"):format(self.path, tostring(name)))
+  end
+  return items[name], self.file.pt
+end
+
+--- The shape of a tensor.
+---@param name string
+---@return integer[]
+function File:shape(name)
+  local id, pt = id_of(self, name)
+  return shape_at(pt, id)
+end
+
+--- The type as this engine calls it, or nil and PyTorch's word for one it lacks.
+---@param name string
+---@return string? dtype
+---@return string? other
+function File:dtype(name)
+  local id, pt = id_of(self, name)
+  check(C.ps_pt_tensor_get(pt, id, tensor_out))
+  if tensor_out.dtype < 0 then return nil, ffi.string(tensor_out.type) end
+  return ffi.string(C.ps_dtype_name(tensor_out.dtype))
+end
+
+--- Fails when `name` is not there or of a type that this engine lacks.
+---@param name string
+function File:check(name)
+  local id, pt = id_of(self, name)
+  entry_at(self, pt, id, name)
+end
+
+--- A new tensor with the values of `name`; it outlives scopes.
+---@param name string
+---@param device? string
+---@return ps.Tensor
+function File:tensor(name, device)
+  local id, pt = id_of(self, name)
+  return new_tensor(self, pt, id, name, { device = device }):keep()
+end
+
+--- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
+---@param name string
+---@param tensor ps.Tensor
+function File:read_into(name, tensor)
+  local id, pt = id_of(self, name)
+  if not scope.is_tensor(tensor) then
+    caller.error("read_into takes a tensor behind the name, not a " .. type(tensor))
+  end
+  local entry = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
+  if entry.dtype == tensor.dtype_ and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+    if entry.nbytes ~= C.ps_tensor_nbytes(tensor) then
+      error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+        table.concat(shape_at(pt, id), ", "), table.concat(tensor:shape(), ", ")))
+    end
+    fill(self, pt, id, entry, tensor)
+  else
+    scope.scope(function()
+      local copy = new_tensor(self, pt, id, name, { device = tensor:device() })
+      scope.no_grad(function() tensor:copy_(copy) end)
+    end)
+  end
+end
+
+--- Writes a rectangle of `name` into a tensor of its shape, converting the type where it differs. Only the rectangle is
+--- read, but for comparing the checksum of all of `name`, once.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] of the rectangle
+function File:read_part(name, tensor, offset)
+  local id, pt = id_of(self, name)
+  local shape = tensor:shape()
+  if not rectangles.inside(shape_at(pt, id), offset, shape) then
+    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+      rectangles.text(shape_at(pt, id)), rectangles.text(shape), rectangles.text(offset)))
+  end
+  local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
+  if self.file.verify then check(C.ps_pt_verify(pt, id)) end
+  for d, size in ipairs(shape) do
+    t.offset = t.offset + offset[d] * t.stride[d - 1]
+    t.shape[d - 1] = size
+  end
+  if tensor:numel() > 0 then
+    pieces.convert(tensor, ffi.string(C.ps_dtype_name(t.dtype)), function(buffer, first, n)
+      check(C.ps_pt_copy(pt, t, first, buffer, n))
+    end)
+  end
+  C.ps_pt_drop(pt, id)
+end
+
+--- Unmaps the file; tensors read from it stay.
+function File:close()
+  if getmetatable(self) ~= File then opened(self) end
+  if self.file.pt then
+    C.ps_pt_close(ffi.gc(self.file.pt, nil))
+    self.file.pt = nil
+  end
+end
+
+return torch_pt

@@ -1,0 +1,76 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Who holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with the op and
+-- the module that made it and the script's line. Errors of memory list those of their moment.
+local native = require "ps.core.ffi"
+local readable = require "ps.core.readable"
+local ffi, C = native.ffi, native.C
+
+local holders = {}
+
+local WHEN = { now = C.PS_HOLD_NOW, peak = C.PS_HOLD_PEAK, failed = C.PS_HOLD_FAILED }
+local LEAST = 2 ^ 12           -- bytes from which a tensor is listed
+local SHOWN = 6                -- of an error
+
+---@class ps.Holder
+---@field nbytes integer
+---@field op? string that made it; nil of what ps.zeros and its like make, and of parameters
+---@field module? string path of the module under way; of a backward op that of its forward; "" is the outermost one
+---@field class? string of that module
+---@field line? string "train.lua:12": of a tensor made outside of modules, the line that made it; else the line that
+---  called its module first
+---@field backward boolean a gradient rule made it
+---@field scratch boolean work space of a kernel
+
+local function text(h)
+  local what = h.scratch and "work space of " .. (h.op or "an op") or h.op or "a tensor made without an op"
+  if h.backward then what = what .. " in backward" end
+  if h.module then what = ("%s of %s"):format(what, h.module == "" and h.class or h.module) end
+  return h.line and ("%s, %s"):format(what, h.line) or what
+end
+
+local function show(self)
+  local lines = { self.title }
+  for i, h in ipairs(self) do
+    if i > (self.shown or #self) then break end
+    lines[i + 1] = ("  %10s  %s"):format(readable.bytes(h.nbytes), text(h))
+  end
+  return table.concat(lines, "\n")
+end
+
+local Holders = { __tostring = show }
+
+local list_t, used = ffi.typeof("ps_holder[$]", C.PS_HOLDERS), ffi.new "int64_t[1]"
+
+--- The largest tensors, as a list that prints as lines.
+---@param when "now"|"peak"|"failed"
+---@param device integer number of the device; -1 with "failed": the one that refused memory
+---@return ps.Holder[] list with `used`, the bytes in use then
+function holders.list(when, device)
+  local found = list_t()
+  local n = C.ps_memory_holders(native.ctx, device, WHEN[when], found, used)
+  native.check(n)
+  local modules, lines = require("ps.nn.calls")(), require("ps.nn.module").called_at
+  local list = setmetatable({ used = tonumber(used[0]) }, Holders)
+  for i = 0, n - 1 do
+    local h, module = found[i], modules[found[i].module]
+    if h.nbytes >= LEAST then
+      local line = h.line > 0 and native.lines[h.line] or lines[h.module]
+      list[#list + 1] = { nbytes = tonumber(h.nbytes), op = h.op ~= nil and ffi.string(h.op) or nil,
+        module = module and module.path, class = module and module.class, line = line ~= "" and line or nil,
+        backward = h.backward == 1, scratch = h.scratch == 1 }
+    end
+  end
+  list.title = ("the largest of %s in use:"):format(readable.bytes(list.used))
+  return list
+end
+
+--- Those of when memory last ran out, for its error; nil when no tensor is as large as a page.
+---@return ps.Holder[]?
+function holders.refused()
+  local list = holders.list("failed", -1)
+  if #list == 0 then return nil end
+  list.title, list.shown = ("the largest of %s of tensors in use then:"):format(readable.bytes(list.used)), SHOWN
+  return list
+end
+
+return holders

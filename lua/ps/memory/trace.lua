@@ -1,0 +1,192 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What ps.trace() gives: the moments of a step as a list that scripts can index and that prints as a table of at most
+-- 100 columns.
+local caller = require "ps.core.caller"
+local readable = require "ps.core.readable"
+local view = require "ps.memory.view"
+local error = caller.error
+
+local trace = {}
+
+local WIDTH = 100
+local MOST = 40                -- rows shown of a trace unless all are asked for
+local EDGE = 16                -- rows shown at each end of a longer one
+
+---@class ps.view.Use one use of a chunk
+---@field chunk integer id
+---@field kind string
+---@field nbytes integer of the chunk
+---@field tier string where the op has it
+---@field write boolean its bytes change
+---@field ends boolean its contents end with this use
+
+---@class ps.view.Moment
+---@field moment integer from 0
+---@field action string "forward", "backward", "update", "reduce", "norm", and "input" or "weight" of a backward that is
+---  cut in two
+---@field nbytes integer of all chunks that it uses
+---@field uses ps.view.Use[]
+
+local EMPTY = "no trace: no step was planned, or the model's forward reads values and its first step is not over"
+
+-- "param 0 1*, grad 7-": ids by kind, in the order of the uses.
+local function uses_text(uses)
+  local kinds, ids = {}, {}
+  for _, use in ipairs(uses) do
+    if not ids[use.kind] then kinds[#kinds + 1], ids[use.kind] = use.kind, {} end
+    table.insert(ids[use.kind], ("%d%s%s"):format(use.chunk, use.write and "*" or "", use.ends and "-" or ""))
+  end
+  for i, kind in ipairs(kinds) do kinds[i] = kind .. " " .. table.concat(ids[kind], " ") end
+  return table.concat(kinds, ", ")
+end
+
+local function tiers_text(uses)
+  local names, known = {}, {}
+  for _, use in ipairs(uses) do
+    if not known[use.tier] then known[use.tier], names[#names + 1] = true, use.tier end
+  end
+  return table.concat(names, "+")
+end
+
+-- Moments in a row with the same action and uses, as one row: its first and last moment, and its cells.
+local function rows_of(moments)
+  local rows = {}
+  for _, m in ipairs(moments) do
+    local last, text, tiers = rows[#rows], uses_text(m.uses), tiers_text(m.uses)
+    if last and last.last == m.moment - 1 and last.action == m.action and last.text == text and last.tiers == tiers then
+      last.last = m.moment
+    else
+      rows[#rows + 1] = { first = m.moment, last = m.moment, action = m.action, tiers = tiers, nbytes = m.nbytes,
+        text = text, uses = #m.uses }
+    end
+  end
+  return rows
+end
+
+local COLUMNS = { { title = "moments" }, { title = "action", left = true }, { title = "tier", left = true },
+  { title = "bytes" }, { title = "chunks", left = true } }
+
+-- The text of a row's chunks in at most `room` columns.
+local function cut(row, room)
+  if #row.text <= room then return row.text end
+  local tail = (" .. (%d)"):format(row.uses)
+  return row.text:sub(1, room - #tail):match("^(.*) ") .. tail
+end
+
+local function cells(row)
+  local moments = ("%d"):format(row.first)
+  if row.last > row.first then moments = ("%s .. %d"):format(moments, row.last) end
+  return { moments, row.action, row.tiers, readable.bytes(row.nbytes), row.text }
+end
+
+local function summary(self)
+  local uses, chunks, known, most = 0, 0, {}, self[1]
+  local marks = { write = false, ends = false }
+  for _, m in ipairs(self) do
+    if m.nbytes > most.nbytes then most = m end
+    for _, use in ipairs(m.uses) do
+      uses = uses + 1
+      if not known[use.chunk] then known[use.chunk], chunks = true, chunks + 1 end
+      marks.write, marks.ends = marks.write or use.write, marks.ends or use.ends
+    end
+  end
+  local lines = { ("%d moment%s, %d use%s of %d chunk%s; at most %s of chunks at once, at moment %d"):format(#self,
+    #self == 1 and "" or "s", uses, uses == 1 and "" or "s", chunks, chunks == 1 and "" or "s",
+    readable.bytes(most.nbytes), most.moment) }
+  local parts = {}
+  for _, name in ipairs { "device", "host" } do
+    if self.other[name] then parts[#parts + 1] = ("%s %s"):format(name, readable.bytes(self.other[name])) end
+  end
+  lines[2] = "besides chunks, at most: " .. table.concat(parts, ", ")
+  local notes = {}
+  if marks.write then notes[1] = "*: written" end
+  if marks.ends then notes[#notes + 1] = "-: the chunk's contents end there" end
+  lines[3] = notes[1] and table.concat(notes, "; ") or nil
+  return lines
+end
+
+local function show(self)
+  if #self == 0 then return self.filter and "no moments " .. self.filter or EMPTY end
+  local rows, shown, texts = rows_of(self), {}, {}
+  local edge = (self.all or #rows <= MOST) and #rows or EDGE
+  for i, row in ipairs(rows) do
+    if i <= edge or i > #rows - edge then shown[#shown + 1] = row end
+  end
+  local room, widths = WIDTH, {}
+  for i, row in ipairs(shown) do
+    texts[i] = cells(row)
+    for c = 1, #COLUMNS - 1 do widths[c] = math.max(widths[c] or #COLUMNS[c].title, #texts[i][c]) end
+  end
+  for _, width in ipairs(widths) do room = room - width - 2 end
+  for i, row in ipairs(shown) do texts[i][#COLUMNS] = cut(row, room) end
+  if edge < #rows then
+    table.insert(texts, edge + 1, ('... %d more: ps.trace{all=true}; or fewer: {action="forward"}, or a chunk\'s id')
+      :format(#rows - 2 * edge))
+  end
+  local lines = readable.lines(COLUMNS, texts)
+  for _, line in ipairs(summary(self)) do lines[#lines + 1] = line end
+  return table.concat(lines, "\n")
+end
+
+local Trace = { __tostring = show, prints_rows = true }
+
+local OPTIONS = { all = "boolean", action = "string" }
+
+-- The chunks asked for by an id or a tensor's name, as a set.
+local function asked(chunks, which)
+  local found = view.chunks(chunks, which, "ps.trace")
+  local set = {}
+  for _, chunk in ipairs(type(which) == "number" and { found } or found) do set[chunk.id] = true end
+  return set
+end
+
+local function uses_one(moment, set)
+  for _, use in ipairs(moment.uses) do
+    if set[use.chunk] then return true end
+  end
+  return false
+end
+
+local function check_action(moments, action)
+  local known, names = {}, {}
+  for _, m in ipairs(moments) do
+    if not known[m.action] then known[m.action], names[#names + 1] = true, m.action end
+  end
+  if #moments == 0 or known[action] then return end
+  error(("ps.trace: the step has no action '%s' (it has %s)"):format(action, table.concat(names, ", ")))
+end
+
+--- Moments as a list that prints as a table.
+---@param moments ps.view.Moment[]
+---@param other table<string, integer> by tier: the most bytes besides chunks at once
+---@param chunks ps.view.Chunk[]
+---@param options? integer|string|{all?: boolean, action?: string} as of ps.trace
+---@return ps.view.Moment[]
+function trace.list(moments, other, chunks, options)
+  local set, filter
+  if type(options) == "number" or type(options) == "string" then
+    set = asked(chunks, options)
+    filter = (type(options) == "number" and "use chunk %s" or "use a chunk of %s"):format(tostring(options))
+    options = nil
+  end
+  options = caller.options(options, "ps.trace", OPTIONS)
+  if options.action then check_action(moments, options.action) end
+  local list = { all = options.all or set ~= nil, other = other, filter = filter }
+  for _, m in ipairs(moments) do
+    if (not set or uses_one(m, set)) and (not options.action or m.action == options.action) then list[#list + 1] = m end
+  end
+  return setmetatable(list, Trace)
+end
+
+--- What ps.trace gives.
+---@param id? integer of the trace of the engine that is open; nil: there is none
+---@param options? integer|string|{all?: boolean, action?: string}
+---@return ps.view.Moment[]
+function trace.trace(id, options)
+  local look = require "ps.memory.chunks"
+  local moments, other
+  if id then moments, other = look.trace(id) end
+  return trace.list(moments or {}, other or {}, id and look.chunks() or {}, options)
+end
+
+return trace

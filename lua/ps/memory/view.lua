@@ -1,0 +1,353 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
+-- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
+local caller = require "ps.core.caller"
+local readable = require "ps.core.readable"
+local nearest = require "ps.core.nearest"
+local error = caller.error
+
+local view = {}
+
+local WIDTH = 100
+local MOST = 40                -- rows shown of a list unless all are asked for
+local EDGE = 16                -- rows shown at each end of a longer one
+local TIERS = { "device", "host", "disk" }
+local LEAST_NAMES = 12         -- columns for names, however wide the rest is
+
+---@class ps.view.Chunk
+---@field id integer
+---@field kind string "param", "param_fp32", "exp_avg", "exp_avg_sq", "momentum_buffer" or "grad"
+---@field index integer number within its kind
+---@field nbytes integer
+---@field used_nbytes integer
+---@field tiers table<string, boolean> tiers ("device", "host", "disk") with a valid copy
+---@field state string "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD" or "HOLD_AFTER_BWD"
+---@field pins integer
+---@field tensors string[] names
+---@field last_use? integer moments of this step
+---@field next_use? integer
+
+---@class ps.view.Tier
+---@field name string
+---@field budget integer bytes; 0: no limit
+---@field chunks integer
+---@field other integer
+---@field free integer
+---@field peak integer
+
+-- What two names begin with, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
+local function common_part(a, b)
+  local part = a:match("^(.*%.)") or ""
+  while b:sub(1, #part) ~= part do part = part:sub(1, -2):match("^(.*%.)") or "" end
+  return part
+end
+
+-- The same of all names; "" when there are fewer than two.
+local function common_prefix(chunks)
+  local prefix, count
+  for _, chunk in ipairs(chunks) do
+    for _, name in ipairs(chunk.tensors) do
+      prefix, count = common_part(prefix or name, name), (count or 0) + 1
+    end
+  end
+  return (count or 0) > 1 and prefix or ""
+end
+
+-- A name in at most `width` columns: without its last parts, or cut.
+local function cut(name, width)
+  while #name > width do
+    local shorter = name:match("^(.+)%.[^.]*$")
+    if not shorter then return #name > width and name:sub(1, math.max(1, width - 1)) .. "~" or name end
+    name = shorter
+  end
+  return name
+end
+
+-- "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)" in at most `width` columns. Where room is short, the last name is told
+-- without what it shares with the first, and both without their ends: "h.0.ln_1 .. mlp (12)".
+local function names_text(tensors, prefix, width)
+  local function name(i) return tensors[i]:sub(#prefix + 1) end
+  if #tensors == 0 then return "-" end
+  if #tensors == 1 then return cut(name(1), width) end
+  local tail = (" (%d)"):format(#tensors)
+  local first, last, room = name(1), name(#tensors), width - #tail - 4
+  if #first + #last > room then
+    local shared = common_part(first, last)
+    last = last:sub(#shared + 1)
+    local half = math.floor(room / 2)
+    if #last <= half then first = cut(first, room - #last)
+    elseif #first <= half then last = cut(last, room - #first)
+    else first, last = cut(first, half), cut(last, half) end
+  end
+  return first .. " .. " .. last .. tail
+end
+
+-- -- chunks ---------------------------------------------------------------------------------------------------------
+
+local function tiers_text(tiers)
+  local names = {}
+  for _, name in ipairs(TIERS) do
+    if tiers[name] then names[#names + 1] = name end
+  end
+  return #names > 0 and table.concat(names, "+") or "-"
+end
+
+local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
+
+-- "title: param 2.90 GiB, exp_avg 5.80 GiB": sums of bytes by key, in the order of first appearance or of `order`, on
+-- as many lines as they take. each(chunk, add) calls add(key) for every key that the chunk counts for.
+local function sums(title, chunks, order, each)
+  local names, total = order or {}, {}
+  for _, chunk in ipairs(chunks) do
+    each(chunk, function(key)
+      if not total[key] and not order then names[#names + 1] = key end
+      total[key] = (total[key] or 0) + chunk.nbytes
+    end)
+  end
+  local text, column = title .. ":", #title + 1
+  for _, key in ipairs(names) do
+    if total[key] then
+      local part = (" %s %s"):format(key, readable.bytes(total[key]))
+      if column > #title + 1 then text, column = text .. ",", column + 1 end
+      if column + #part >= WIDTH then text, column = text .. "\n ", 1 end
+      text, column = text .. part, column + #part
+    end
+  end
+  return next(total) and text or text .. " none"
+end
+
+local function summary(chunks)
+  local nbytes, used = 0, 0
+  for _, chunk in ipairs(chunks) do nbytes, used = nbytes + chunk.nbytes, used + chunk.used_nbytes end
+  return { ("%d chunk%s, %s, %s used"):format(#chunks, #chunks == 1 and "" or "s", readable.bytes(nbytes),
+    percent(used, nbytes)), sums("by kind", chunks, nil, function(chunk, add) add(chunk.kind) end),
+    sums("valid copies", chunks, TIERS, function(chunk, add)
+      for name, valid in pairs(chunk.tiers) do
+        if valid then add(name) end
+      end
+    end) }
+end
+
+local function moment(m) return m and ("%d"):format(m) or "-" end
+
+local COLUMNS = {
+  { title = "id", text = function(c) return ("%d"):format(c.id) end },
+  { title = "kind", left = true, text = function(c) return c.kind end },
+  { title = "size", text = function(c) return readable.bytes(c.nbytes) end },
+  { title = "used", text = function(c) return percent(c.used_nbytes, c.nbytes) end },
+  { title = "tier", left = true, text = function(c) return tiers_text(c.tiers) end },
+  { title = "state", left = true, text = function(c)
+    return (c.pins or 0) > 0 and ("%s x%d"):format(c.state, c.pins) or c.state
+  end },
+  { title = "last", text = function(c) return moment(c.last_use) end },
+  { title = "next", text = function(c) return moment(c.next_use) end },
+  { title = "tensors", left = true },                       -- takes the room that is left
+}
+
+local OWNS_NONE = "this rank owns no chunk, other ranks have them all"
+
+local function show_chunks(self)
+  if #self == 0 then
+    return "no chunks" .. (self.filter and " " .. self.filter or "") .. (self.owns_none and ": " .. OWNS_NONE or "")
+  end
+  local shown = {}
+  local edge = (self.all or #self <= MOST) and #self or EDGE
+  for i, chunk in ipairs(self) do
+    if i <= edge or i > #self - edge then shown[#shown + 1] = chunk end
+  end
+  local rows, room = {}, WIDTH
+  for at = 1, #COLUMNS - 1 do
+    local column, width = COLUMNS[at], #COLUMNS[at].title
+    for i, chunk in ipairs(shown) do
+      rows[i] = rows[i] or {}
+      rows[i][at] = column.text(chunk)
+      width = math.max(width, #rows[i][at])
+    end
+    room = room - width - 2
+  end
+  local prefix = common_prefix(shown)
+  for i, chunk in ipairs(shown) do
+    rows[i][#COLUMNS] = names_text(chunk.tensors, prefix, math.max(room, LEAST_NAMES))
+  end
+  if edge < #self then
+    table.insert(rows, edge + 1, ('... %d more: ps.chunks{all=true}; or fewer: {kind="param"}, {tier="host"}')
+      :format(#self - 2 * edge))
+  end
+  local lines = readable.lines(COLUMNS, rows)
+  for _, line in ipairs(summary(self)) do lines[#lines + 1] = line end
+  local notes = {}
+  if prefix ~= "" then notes[1] = ("names without their '%s'"):format(prefix) end
+  for _, chunk in ipairs(shown) do
+    if (chunk.pins or 0) > 0 then
+      notes[#notes + 1] = "x1: pinned once"
+      break
+    end
+  end
+  if #notes > 0 then lines[#lines + 1] = table.concat(notes, "; ") end
+  return table.concat(lines, "\n")
+end
+
+local Chunks = { __tostring = show_chunks, prints_rows = true }
+
+local FILTER = { all = "boolean", kind = "string", tier = "string", state = "string" }
+
+local function check_filter(chunks, options)
+  if options.kind ~= nil and #chunks > 0 then
+    local known, names = {}, {}
+    for _, chunk in ipairs(chunks) do
+      if not known[chunk.kind] then names[#names + 1] = chunk.kind end
+      known[chunk.kind] = true
+    end
+    if not known[options.kind] then
+      error(("ps.chunks: no chunk is of kind '%s' (there are %s)"):format(tostring(options.kind),
+        table.concat(names, ", ")))
+    end
+  end
+  local known = {}
+  for _, name in ipairs(TIERS) do known[name] = true end
+  if options.tier ~= nil and not known[options.tier] then
+    error(("ps.chunks: no tier is called '%s' (there are %s)"):format(tostring(options.tier),
+      table.concat(TIERS, ", ")))
+  end
+end
+
+-- One chunk with the names of all its tensors.
+local function show_chunk(self)
+  local text = show_chunks(setmetatable({ self, all = true }, nil))
+  local lines = { text:match "^[^\n]*\n[^\n]*" }
+  for i, name in ipairs(self.tensors) do lines[i + 1] = "  " .. name end
+  return table.concat(lines, "\n")
+end
+
+local Chunk = { __tostring = show_chunk, prints_rows = true }
+
+-- "0 to 4, 20, 22 to 29" of the chunks' ids, which rise.
+local function ids_text(chunks)
+  local parts, i = {}, 1
+  while chunks[i] do
+    local last = i
+    while chunks[last + 1] and chunks[last + 1].id == chunks[last].id + 1 do last = last + 1 end
+    parts[#parts + 1] = last > i and ("%d to %d"):format(chunks[i].id, chunks[last].id) or ("%d"):format(chunks[i].id)
+    i = last + 1
+  end
+  return table.concat(parts, ", ")
+end
+
+local function one_chunk(chunks, id, who)
+  for _, chunk in ipairs(chunks) do
+    if chunk.id == id then
+      local copy = {}
+      for key, value in pairs(chunk) do copy[key] = value end
+      return setmetatable(copy, Chunk)
+    end
+  end
+  local why = chunks.open and ": " .. OWNS_NONE or ": no engine with chunks is open"
+  if #chunks > 0 then why = (" (there are %d: %s)"):format(#chunks, ids_text(chunks)) end
+  error(("%s: there is no chunk %g%s"):format(who, id, why))
+end
+
+-- The chunks that hold a tensor which `is` says yes to, and the names of these tensors.
+local function chunks_with(chunks, is)
+  local list, names, known = {}, {}, {}
+  for _, chunk in ipairs(chunks) do
+    local has = false
+    for _, tensor in ipairs(chunk.tensors) do
+      if is(tensor) then
+        has = true
+        if not known[tensor] then known[tensor], names[#names + 1] = true, tensor end
+      end
+    end
+    if has then list[#list + 1] = chunk end
+  end
+  return list, names
+end
+
+-- The chunks that hold a tensor: of a parameter its value, master, state and gradient. The name may lack its first
+-- parts where one tensor alone ends so, or be that of a module: tables show names in both ways.
+local function holding(chunks, name, who)
+  local function shown(list)
+    list.all, list.filter = true, "with " .. name
+    return setmetatable(list, Chunks)
+  end
+  local list = chunks_with(chunks, function(tensor) return tensor == name end)
+  if #list > 0 then return shown(list) end
+  local found, names = chunks_with(chunks, function(tensor) return tensor:sub(-#name - 1) == "." .. name end)
+  if #names == 1 then return shown(found) end
+  if #names > 1 then
+    error(("%s: '%s' is the end of %d tensors' names: '%s', '%s'%s"):format(who, name, #names, names[1], names[2],
+      #names > 2 and ", ..." or ""))
+  end
+  found = chunks_with(chunks, function(tensor) return ("." .. tensor):find("." .. name .. ".", 1, true) ~= nil end)
+  if #found > 0 then return shown(found) end
+  local prefix = common_prefix(chunks)
+  names = select(2, chunks_with(chunks, function() return true end))
+  for i = 1, #names do names[#names + 1] = names[i]:sub(#prefix + 1) end
+  local near = nearest.find(name, names)
+  error(("%s: no chunk holds a tensor called '%s'%s"):format(who, name,
+    near and ("; did you mean '%s'?"):format(near) or #chunks == 0 and chunks.open and ": " .. OWNS_NONE or ""))
+end
+
+--- The chunks as a list that prints as a table.
+---@param chunks ps.view.Chunk[]
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id, for that chunk; a
+---  tensor's name, for those that hold it; only those of a kind, with a valid copy on a tier, in a state; all: print
+---  every row
+---@param who? string the caller's name in errors of an id or a tensor's name, default "ps.chunks"
+---@return ps.view.Chunk[]
+function view.chunks(chunks, options, who)
+  if type(options) == "number" then return one_chunk(chunks, options, who or "ps.chunks") end
+  if type(options) == "string" then return holding(chunks, options, who or "ps.chunks") end
+  options = caller.options(options, "ps.chunks", FILTER)
+  check_filter(chunks, options)
+  local list, words = { all = options.all or false, owns_none = #chunks == 0 and chunks.open or nil }, {}
+  for _, key in ipairs { "kind", "tier", "state" } do
+    if options[key] then words[#words + 1] = ("%s %s"):format(key, options[key]) end
+  end
+  if #words > 0 then list.filter = "with " .. table.concat(words, ", ") end
+  for _, chunk in ipairs(chunks) do
+    if (not options.kind or chunk.kind == options.kind) and (not options.tier or chunk.tiers[options.tier])
+      and (not options.state or chunk.state == options.state) then
+      list[#list + 1] = chunk
+    end
+  end
+  return setmetatable(list, Chunks)
+end
+
+-- -- memory ---------------------------------------------------------------------------------------------------------
+
+local function bar(part, whole, width)
+  local filled = math.min(width, math.max(0, math.floor(width * part / whole + 0.5)))
+  return "[" .. ("#"):rep(filled) .. ("."):rep(width - filled) .. "]"
+end
+
+local function show_memory(self)
+  local lines = {}
+  if self.tiers and #self.tiers > 0 then
+    local rows = {}
+    for i, tier in ipairs(self.tiers) do
+      local limited = tier.budget > 0
+      rows[i] = { tier.name, limited and readable.bytes(tier.budget) or "none", readable.bytes(tier.chunks),
+        readable.bytes(tier.other), limited and readable.bytes(tier.free) or "-", readable.bytes(tier.peak),
+        limited and bar(tier.chunks + tier.other, tier.budget, 20) or "" }
+    end
+    lines = readable.lines({ { title = "tier", left = true }, { title = "budget" }, { title = "chunks" },
+      { title = "other" }, { title = "free" }, { title = "peak" }, { title = "", left = true } }, rows)
+  end
+  lines[#lines + 1] = ("%s: %s in use, %s at most, %s set aside, %s"):format(self.device or "memory",
+    readable.bytes(self.used), readable.bytes(self.peak), readable.bytes(self.reserved),
+    self.limit > 0 and "limit " .. readable.bytes(self.limit) or "no limit")
+  return table.concat(lines, "\n")
+end
+
+local Memory = { __tostring = show_memory, prints_rows = true }
+
+--- A device's memory, and the tiers of chunks if there are any, as a table that prints as one.
+---@param info {used: number, peak: number, reserved: number, limit: number, device?: string} bytes; device: its name
+---@param tiers? ps.view.Tier[]
+---@return table the fields of `info`, and `tiers` (a list, empty without chunks)
+function view.memory(info, tiers)
+  return setmetatable({ used = info.used, peak = info.peak, reserved = info.reserved, limit = info.limit,
+    device = info.device, tiers = tiers or {} }, Memory)
+end
+
+return view

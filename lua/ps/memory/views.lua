@@ -1,0 +1,44 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What ps.memory and ps.chunks show: the memory in use on a device and its tiers, and the chunks of the open engine.
+local caller = require "ps.core.caller"
+local chunks = require "ps.memory.chunks"
+local holders = require "ps.memory.holders"
+local native = require "ps.core.ffi"
+local view = require "ps.memory.view"
+local error = caller.error
+
+local views = {}
+
+local MEMORY = { at = "string", device = "string" }
+
+--- A device's memory in bytes, and the tiers of the engine that is open. It prints as a table. With `at`, the largest
+--- tensors that lie there outside of chunks, each with its bytes, op, module and line: now, or when most was in use.
+---@param device? string|{at?: "peak"|"now", device?: string} default the first device, "cpu"
+---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
+---  limit 0: none; with `at` a list, largest first
+function views.memory(device)
+  if type(device) == "table" then
+    local options = caller.options(device, "ps.memory", MEMORY)
+    device = options.device
+    if options.at and options.at ~= "peak" and options.at ~= "now" then
+      error(("ps.memory: at is '%s'; it is 'peak' or 'now'"):format(options.at))
+    end
+    if options.at then return holders.list(options.at, device and native.device_index(device) or 0) end
+  end
+  local info = native.ffi.new("ps_memory_info")
+  native.check(native.C.ps_memory_get(native.ctx, device and native.device_index(device) or 0, info))
+  return view.memory({ device = device or native.device_name[0], used = tonumber(info.used),
+    peak = tonumber(info.peak), reserved = tonumber(info.reserved), limit = tonumber(info.limit) },
+    chunks.tiers())
+end
+
+--- The chunks of the engine that is open, as a list that prints as a table; an empty list without an engine.
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for that
+---  one with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; only
+---  those of a kind, with a valid copy on a tier, in a state; all = true prints every row
+---@return table[] chunks
+function views.chunks(options)
+  return view.chunks(chunks.chunks(), options)
+end
+
+return views

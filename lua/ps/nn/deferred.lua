@@ -1,0 +1,476 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models that are made without data, and get it later, each process only what it holds:
+--
+--   local model = ps.deferred(function() return gpt2.new("gpt2-xl") end)       -- on meta: names and shapes
+--   ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 1 (stage 1)" end })
+--
+-- While the function runs, each op on meta is noted: its attributes, which have seed and offset of random numbers, and
+-- its tensors. The offsets of random numbers (Philox) advance as they would with data. ps.materialize runs the ops
+-- again that a parameter's bytes came from, so they are the bits that the function makes with data. An op that cannot
+-- be run again is an error that names the parameter. The idea is that of torchdistx's deferred_init.
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
+local scope = require "ps.core.scope"
+local serialize = require "ps.io.serialize"
+local tensors = require "ps.tensor"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
+local core = require "ps.nn.module"
+local array = require "ps.core.array"
+local rectangles = require "ps.core.rectangles"
+local shard = require "ps.tensor.shard"
+local ffi, C, own = native.ffi, native.C, native.own
+local error = caller.error
+
+local deferred = {}
+
+-- Compiled code keeps closures that it met, and those of a record hold the model's tensors. What runs here is short.
+jit.off(true, true)
+
+local META = native.device_index "meta"
+local pointer_array = array "ps_tensor *"
+local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
+local address = core.address
+
+local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
+
+-- Another Lua object for a tensor's header, which it retains.
+local function held(t)
+  C.ps_tensor_retain(t)
+  return own(ffi.cast("ps_tensor *", t))
+end
+
+-- -- noting ---------------------------------------------------------------------------------------------------------
+-- The record of all that was done on meta, in order. A node is an op, or another way in which a tensor gets values
+-- (`run`). All headers are held, so that no address is used twice.
+---@class ps.deferred.Record
+---@field nodes table[]
+---@field maker table<integer, table> by a header's address: the node that made it; EMPTY: it was made without values
+---@field storage table<integer, integer> by a header's address: the address of its storage when it was on meta
+---@field writers table<integer, table[]> by a storage's address: the nodes that wrote into it
+---@field versions table<integer, integer> by a storage's address: its version after the last write that was noted
+---@field whole table<integer, ps.Tensor> by the address of a shard's header: the whole tensor's
+local Record = {}
+Record.__index = Record
+
+local EMPTY = {}                                  -- the maker of a tensor without values
+
+local function new_record()
+  return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {}, whole = {} },
+    Record)
+end
+
+-- A function that raises an error if a tensor has been written to since now.
+local function unchanged(t)
+  local version = C.ps_tensor_version(t)
+  return function()
+    if C.ps_tensor_version(t) ~= version then error("a tensor that it is a copy of has changed since", 0) end
+  end
+end
+
+function Record:add(node)
+  self.nodes[#self.nodes + 1] = node
+  node.number = #self.nodes
+end
+
+function Record:wrote(storage, node)
+  self.writers[storage] = self.writers[storage] or {}
+  table.insert(self.writers[storage], node)
+end
+
+-- Called when an op with the input t has run: notes the op if it wrote into t's storage.
+function Record:touched(node, t)
+  local storage, version = storage_of(t), C.ps_tensor_version(t)
+  local before = node.before[storage]
+  if version == before then return end
+  if self.versions[storage] == before then self.versions[storage] = version end    -- else a write was not noted
+  self:wrote(storage, node)
+end
+
+-- Notes the node that made a header, or EMPTY.
+function Record:makes(header, node)
+  local storage = storage_of(header)
+  self.maker[address(header)], self.storage[address(header)] = node, storage
+  if not self.versions[storage] then self.versions[storage] = C.ps_tensor_version(header) end
+end
+
+--- Called before an op runs (E.recorder).
+---@return table node
+function Record:begin(op, n_in, ins, attrs, nbytes)
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua collects anything
+  local node = { op = op, n_in = n_in, ins = {}, attrs = ffi.string(attrs, nbytes), nbytes = nbytes, before = {} }
+  for i = 0, n_in - 1 do
+    if ins[i] ~= nil then
+      node.ins[i] = own(ins[i])
+      node.before[storage_of(node.ins[i])] = C.ps_tensor_version(node.ins[i])
+    end
+  end
+  return node
+end
+
+--- Called when the op has run. Ops whose results have data are not noted.
+function Record:finish(node, results)
+  node.outs = {}
+  for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
+  local first = node.outs[0]
+  if first == nil or first.device_ ~= META then return end
+  self:add(node)
+  for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then self:touched(node, node.ins[i]) end end
+  for i = 0, 3 do
+    local out = node.outs[i]
+    if out ~= nil and not self.maker[address(out)] then self:makes(out, node) end
+  end
+end
+
+--- Called when a tensor was made without values.
+function Record:empty(t)
+  if t.device_ ~= META then return end
+  self:makes(t, EMPTY)
+  self.held[#self.held + 1] = held(t)
+end
+
+--- Called when `to` was made: a copy of `from` to meta, or another header of the same bytes on meta.
+function Record:copied(from, to)
+  if to.device_ ~= META then return end
+  from = held(from)
+  local node = { ins = { [0] = from }, n_in = 1, outs = { [0] = held(to) } }
+  if from.device_ == META then
+    function node.run(env) return env[address(from)]:detach() end
+  else
+    from:keep()
+    local check = unchanged(from)
+    function node.run(_, _, device)
+      check()
+      local there = from:to(native.device_name[device])
+      return tensors.same(there, from) and from:clone() or there
+    end
+  end
+  self:add(node)
+  self:makes(to, node)
+end
+
+-- Notes that all values of t come from a file, or from a table of tensors.
+function Record:loads(t, state, name)
+  local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
+  local path, own_name, open = deferred.origin(state, name)
+  if path then
+    local function opened(files)
+      files[path] = files[path] or (open and open() or serialize.load(path, { lazy = true, mmap = state.mmap }))
+      return files[path]
+    end
+    function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end
+    function node.part(files, part, offset) opened(files):read_part(own_name, part, offset) end
+  else
+    local value = held(state[name])
+    local check = unchanged(value)
+    function node.run(env)
+      check()
+      env[address(t)]:copy_(value:to(env[address(t)]:device()))
+    end
+  end
+  self:add(node)
+  self:wrote(storage_of(t), node)
+end
+
+--- The file that has a tensor of an open state, and the tensor's name there; nil: the state is a table of tensors.
+---@param state table
+---@param name string
+---@return string? path
+---@return string? name
+---@return function? open opens it, where ps.load does not
+function deferred.origin(state, name)
+  if not state.read_into then return nil end
+  if state.origin then return state:origin(name) end
+  return state.path, name
+end
+
+-- -- running again --------------------------------------------------------------------------------------------------
+-- The nodes from which the values of t came, in the order in which they ran.
+local function nodes_for(record, t)
+  local chosen, seen, list = {}, {}, {}
+  local need_header
+  local function include(node)
+    if chosen[node] then return end
+    chosen[node], list[#list + 1] = true, node
+    for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then need_header(node.ins[i]) end end
+  end
+  function need_header(header)
+    local at = address(header)
+    local maker, storage = record.maker[at], record.storage[at]
+    if seen[at] or not maker and header.device_ ~= META then return end
+    seen[at] = true
+    if not maker then error("it was made in a way that cannot be run again", 0) end
+    if maker ~= EMPTY then include(maker) end
+    if header.device_ == META and C.ps_tensor_version(header) ~= record.versions[storage] then
+      error("it was written in a way that cannot be run again", 0)
+    end
+    local writers, from = record.writers[storage] or {}, 1
+    for i, node in ipairs(writers) do if node.whole then from = i end end           -- it overwrote all earlier writes
+    for i = from, #writers do include(writers[i]) end
+  end
+  need_header(t)
+  table.sort(list, function(a, b) return a.number < b.number end)
+  return list
+end
+
+-- The tensor with data that stands for a header. Where there is none yet, an empty one is made. A noted header is not
+-- used itself: it may have got values meanwhile, from which the other tensors were not computed.
+local function real(record, env, header, device)
+  local at = address(header)
+  if not record.maker[at] then return header end
+  if not env[at] then env[at] = create.empty(header:shape(), { dtype = header:dtype(),
+    device = native.device_name[device] }) end
+  return env[at]
+end
+
+local function run_node(record, env, node, device, files)
+  for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then real(record, env, node.ins[i], device) end end
+  if node.run then
+    local made = node.run(env, files, device)
+    if made ~= nil then env[address(node.outs[0])] = made end
+    return
+  end
+  local ins = pointer_array(math.max(1, node.n_in))
+  for i = 0, node.n_in - 1 do if node.ins[i] ~= nil then ins[i] = real(record, env, node.ins[i], device) end end
+  for i = 0, 3 do outs[i] = nil end
+  native.retry(C.ps_apply, native.ctx, node.op, node.n_in, ins, node.attrs, node.nbytes, outs)
+  local made = {}
+  for i = 0, 3 do if outs[i] ~= nil then made[i] = own(outs[i]) end end
+  for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
+end
+
+-- The values of a tensor on a device, which the nodes of `list` made.
+local function compute(record, list, env, t, device, files)
+  for _, node in ipairs(list) do run_node(record, env, node, device, files) end
+  return real(record, env, t, device)
+end
+
+-- Ops that fill a tensor in place, by number: the bytes of their attributes, and whether these have the number of the
+-- first element's random number, `offset`. Element i then gets number offset + i.
+local FILLS = {
+  [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
+  [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
+  [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
+}
+
+-- Whether a tensor's values come from fills of all of it alone, which can make a part of it without the rest.
+local function is_filled(record, list, t)
+  if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
+  for _, node in ipairs(list) do
+    if node.run or not FILLS[node.op] or address(node.ins[0]) ~= address(t) then return false end
+  end
+  return true
+end
+
+-- Fills `numel` elements of t, from element `at` on, which are those from `first` on in the whole tensor.
+local function fill_run(t, at, numel, node, first)
+  local how, ins = FILLS[node.op], pointer_array(1)
+  local attributes = how.attributes()
+  ffi.copy(attributes, node.attrs, node.nbytes)
+  if how.numbered then attributes.offset = attributes.offset + first end
+  local part = t:narrow(0, at, numel)
+  ins[0] = part
+  for i = 0, 3 do outs[i] = nil end
+  native.retry(C.ps_apply, native.ctx, node.op, 1, ins, attributes, node.nbytes, outs)
+  native.give_back(own(outs[0]))
+  native.give_back(part)
+end
+
+-- The same values of a shard alone, by the fills that make the whole tensor. They are many where the cut goes through
+-- its rows.
+local function fill_shard(list, whole, desc, device)
+  local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
+  if not devices.computes then return t end                             -- a dry run of a script has no values
+  local flat, d, shape = t:reshape(-1), desc.dim + 1, desc.full_shape
+  local rows, inner, wide = 1, 1, t:shape()[d]                      -- [rows, cut dimension, inner]
+  for i = 1, d - 1 do rows = rows * shape[i] end
+  for i = d + 1, #shape do inner = inner * shape[i] end
+  for _, node in ipairs(list) do
+    for _, piece in ipairs(shard.pieces(desc)) do
+      for row = 0, rows - 1 do
+        fill_run(flat, (row * wide + piece.at[d]) * inner, piece.shape[d] * inner, node,
+          (row * shape[d] + piece.offset[d]) * inner)
+      end
+    end
+  end
+  native.give_back(flat)
+  return t
+end
+
+-- The same from a file, of which the rest is not read. node: the load of the whole tensor.
+local function read_shard(node, whole, desc, device, files)
+  local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
+  for _, piece in ipairs(shard.pieces(desc)) do
+    node.part(files, rectangles.view(t, piece.at, piece.shape), piece.offset)
+  end
+  return t
+end
+
+-- Gives t its values on a device. Where t stands for a shard of another tensor, it gets the shard's values.
+local function fill(record, t, device, files)
+  local whole, desc = record.whole[address(t)], nil
+  if whole then desc = shard.of(t) else whole = t end
+  local list = nodes_for(record, whole)
+  scope.no_grad(scope.scope, function()
+    local env, value = {}
+    if desc and is_filled(record, list, whole) then value = fill_shard(list, whole, desc, device)
+    elseif desc and #list == 1 and list[1].part then value = read_shard(list[1], whole, desc, device, files)
+    else
+      value = compute(record, list, env, whole, device, files)
+      if desc then value = shard.cut(desc, value) end
+    end
+    if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
+    native.check(C.ps_tensor_set_data(t, value:keep()))
+    for _, made in pairs(env) do native.give_back(made) end     -- now, so that the bytes are t's alone
+    if desc then native.give_back(value) end
+  end)
+end
+
+-- -- models ---------------------------------------------------------------------------------------------------------
+local records = setmetatable({}, { __mode = "k" })          -- of models: {record, device}
+local absent = setmetatable({}, { __mode = "k" })           -- parameters that lie elsewhere: tensor -> text
+
+-- An op failed: gives the reason, if it is an input that lies elsewhere.
+hooks.on("refused", function(n_in, ins)
+  for i = 0, n_in - 1 do
+    for t, text in pairs(absent) do
+      if ins[i] ~= nil and address(ins[i]) == address(t) and t.device_ == META then return text end
+    end
+  end
+end)
+
+-- Nobody loads values here into a tensor that lies elsewhere.
+hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
+
+--- Runs a function that makes a model, without data. Tensors lie on meta where the function names no device, and random
+--- numbers advance as they would with data. ps.materialize gives the model its values, the bits that fn() makes with
+--- data.
+---@param fn fun(...): ps.nn.Module
+---@param ... any for fn
+---@return ps.nn.Module model
+function deferred.make(fn, ...)
+  caller.callable(fn, "ps.deferred")
+  if native.recorder then error("ps.deferred inside of ps.deferred") end
+  local record = new_record()
+  local device = create.set_default_device("meta")
+  local off = hooks.on("load", function(t, state, name)
+    if t.device_ ~= META then return nil end
+    record:loads(t, state, name)
+    return { elsewhere = true }
+  end)
+  native.recorder = record
+  local ok, model = pcall(fn, ...)
+  native.recorder = nil
+  off()
+  create.set_default_device(device)
+  if not ok then error(model, 0) end
+  if not core.is_module(model) then error("ps.deferred: the function gave a " .. type(model) .. ", no module") end
+  records[model] = { record = record, device = device }
+  return model
+end
+
+local OPTIONS = { device = "string", elsewhere = "callable" }
+
+-- All tensors of a model, each once, {name =, tensor =, kind =}: parameters by their first names and in their order,
+-- then buffers and tensors in plain fields.
+local function tensors_of(model)
+  local list, seen = {}, {}
+  for name, p in model:named_parameters() do
+    seen[address(p)], list[#list + 1] = true, { name = name, tensor = p, kind = "param" }
+  end
+  local rest = {}
+  for path, module in model:named_modules() do
+    for key, value in pairs(module._fields) do
+      if scope.is_tensor(value) and not seen[address(value)] then
+        seen[address(value)] = true
+        rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value,
+          kind = module._kind[key] }
+      end
+    end
+  end
+  table.sort(rest, function(a, b) return a.name < b.name end)
+  for _, entry in ipairs(rest) do list[#list + 1] = entry end
+  return list
+end
+
+-- Gives a tensor of the model its values, or an error that names it.
+local function settle(record, entry, device, files)
+  local ok, why = pcall(fill, record, entry.tensor, device, files)
+  if not ok then
+    if getmetatable(why) ~= native.Error then
+      error(("ps.materialize: %s: %s; make it on a device that has data, { device = \"cpu\" }, or in the model's "
+        .. "forward"):format(entry.name, tostring(why)), 0)
+    end
+    why.msg = ("%s: %s"):format(entry.name, why.msg)
+    error(why, 0)
+  end
+  if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
+end
+
+--- Makes a parameter that is a shard of one of the model's parameters, and is to take its place in the modules.
+--- ps.materialize gives it the shard's values, those of the whole parameter.
+---@param model ps.nn.Module which ps.deferred made
+---@param parameter ps.Tensor without values yet
+---@param desc ps.nn.Shard
+---@return ps.Tensor
+function deferred.cut(model, parameter, desc)
+  local record = records[model] and records[model].record
+  if not record or parameter.device_ ~= META then
+    error("a parameter is cut while it has no values, and this one of a " .. model.class_name .. " has: make the model "
+      .. "within the function, model_func = function() return MODEL_CLASS(...) end, and name no device there", 0)
+  end
+  local part = create.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
+  core.Parameter(part)
+  if not parameter:needs_grad() then part:requires_grad(false) end
+  record.whole[address(part)] = held(parameter)
+  return shard.set(part, desc)
+end
+
+-- Drops the bytes here of a tensor that lies elsewhere.
+local function leave(t)
+  if t.device_ == META then return end
+  native.check(C.ps_tensor_set_data(t, create.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
+end
+
+--- Drops the bytes here of a parameter that lies elsewhere, and keeps its shape and type.
+---@param parameter ps.Tensor
+---@param text string for the error of using it: what it is and where it lies
+function deferred.leave(parameter, text)
+  absent[parameter] = text
+  leave(parameter)
+end
+
+--- Gives a model that ps.deferred made its values, one tensor after the other. With the option `elsewhere` some tensors
+--- get none: that function is called with each tensor's name (of a tied tensor, the first one) and the tensor. Where it
+--- returns nil or false, the tensor gets values. Else it returns a text that says where the values lie, such as
+--- "rank 1 (stage 1)": the tensor has its shape and type alone, and the error of using it has that text.
+---@param model ps.nn.Module
+---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
+---  that of new tensors when ps.deferred was called
+---@return ps.nn.Module model
+function deferred.materialize(model, options)
+  options = caller.options(options, "ps.materialize", OPTIONS)
+  local made = core.is_module(model) and records[model]
+  if not made then error("ps.materialize takes a model that ps.deferred made") end
+  local device, files, left = native.device_index(options.device or made.device), {}, false
+  local ok, problem = pcall(function()
+    for _, entry in ipairs(tensors_of(model)) do
+      local name, t = entry.name, entry.tensor
+      local where = options.elsewhere and options.elsewhere(name, t)
+      absent[t] = where and ("%s lies on %s; here are its shape and type alone"):format(name, where) or nil
+      if where then
+        left = true
+        leave(t)
+      elseif t.device_ == META then
+        settle(made.record, entry, device, files)
+      end
+    end
+  end)
+  for _, file in pairs(files) do file:close() end
+  if not ok then error(problem, 0) end
+  if not left then records[model] = nil end
+  return model
+end
+
+return deferred

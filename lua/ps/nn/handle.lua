@@ -1,0 +1,111 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The model that ps.initialize returns. It is a handle: a table that holds the engine under a key which no script can
+-- name, so that a field of the module never changes the engine, and a field of the engine never hides the module's.
+-- Engine.PUBLIC lists the handle's own names; every other name is read from the module and written to it. Files of the
+-- program pass the engine itself, and get it from a script's model by handle.of.
+local caller = require "ps.core.caller"
+
+local handle = {}
+
+local ENGINE = {}                                             -- the key
+local engines = setmetatable({}, { __mode = "kv" })           -- every engine, by itself
+local originals = setmetatable({}, { __mode = "k" })          -- the module's function, by the handle's wrapper of it
+
+--- The engine of a model.
+---@param model any
+---@return ps.Engine? engine nil: this is neither a model of ps.initialize nor an engine
+function handle.of(model)
+  if type(model) ~= "table" then return nil end
+  return rawget(model, ENGINE) or engines[model]
+end
+
+--- The engine of the model that a method was called on.
+---@param model any
+---@param name string the method's
+---@return ps.Engine
+function handle.own(model, name)
+  return handle.of(model) or caller.error(("%s is a method of a model that ps.initialize made, not of a %s: write "
+    .. "model:%s(...)"):format(name, type(model), name))
+end
+
+--- The module of a model; a module is its own.
+---@param model ps.nn.Module|ps.Engine
+---@return ps.nn.Module
+function handle.module(model)
+  local engine = handle.of(model)
+  return engine and engine.module or model
+end
+
+--- The module's function that a handle's wrapper calls; another function is its own.
+---@param fn function
+---@return function
+function handle.original(fn) return originals[fn] or fn end
+
+-- Gives results of a method of the module. A method that returns its module returns the model.
+local function returned(self, first, ...)
+  if first ~= nil and rawequal(first, rawget(self, ENGINE).module) then return self, ... end
+  return first, ...
+end
+
+-- A function of the module, found by way of the handle: a call on the handle is one on the module.
+local function bound(self, fn)
+  local engine = rawget(self, ENGINE)
+  local wrapper = engine.bound[fn]
+  if wrapper then return wrapper end
+  wrapper = function(first, ...)
+    if not rawequal(first, self) then return fn(first, ...) end
+    return returned(self, fn(engine.module, ...))
+  end
+  engine.bound[fn], originals[wrapper] = wrapper, fn
+  return wrapper
+end
+
+-- The handle's own value of a name; nil: the module has the name.
+local function own_value(self, methods, key)
+  local engine = rawget(self, ENGINE)
+  if key == "module" then return engine.module end
+  if key == "generate" and engine.module and engine.module.generate == nil then return nil end
+  return methods[key]
+end
+
+--- The metatable of handles.
+---@param methods table<string, function> the handle's own methods by name
+---@param call fun(engine: ps.Engine, ...): any a call of the model
+---@return table
+function handle.instance(methods, call)
+  return {
+    __index = function(self, key)
+      local own = own_value(self, methods, key)
+      if own ~= nil then return own end
+      local module = rawget(self, ENGINE).module
+      local value = module and module[key]
+      if type(value) == "function" then return bound(self, value) end
+      return value
+    end,
+    __newindex = function(self, key, value)
+      if own_value(self, methods, key) ~= nil then
+        caller.error(("model.%s is the engine's; what the module has by this name is model.module.%s"):format(key, key))
+      end
+      rawget(self, ENGINE).module[key] = value
+    end,
+    ps_module_of = function(self) return rawget(self, ENGINE).module end,       -- for ps.lists
+    __call = function(self, ...) return returned(self, call(rawget(self, ENGINE), ...)) end,
+    __names = function(self)
+      local names = { module = rawget(self, ENGINE).module }
+      for name in pairs(methods) do names[name] = own_value(self, methods, name) end
+      return names, names.module
+    end,
+    __tostring = function(self) return "Engine(" .. tostring(rawget(self, ENGINE).module) .. ")" end,
+  }
+end
+
+--- The handle of an engine.
+---@param engine ps.Engine
+---@param instance table from handle.instance
+---@return ps.Engine
+function handle.new(engine, instance)
+  engines[engine], engine.bound = engine, setmetatable({}, { __mode = "k" })
+  return setmetatable({ [ENGINE] = engine }, instance)
+end
+
+return handle

@@ -1,0 +1,97 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Cut parameters (ps.tensor.shard) and what is saved of them. Files have whole tensors, in pieces or not, without
+-- padding. A moment or master of a parameter is cut as the parameter is.
+--
+-- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. It has whole
+-- tensors, of which a rank takes its pieces. A rank's own state_dict has the shards themselves, with their padding.
+local scope = require "ps.core.scope"
+local handle = require "ps.nn.handle"
+local rectangles = require "ps.core.rectangles"
+local shard = require "ps.tensor.shard"
+
+local cut = {}
+
+---@class ps.nn.Cut a cut parameter
+---@field shape integer[] of the whole tensor
+---@field index integer the rank along tp that has these pieces
+---@field pieces ps.nn.Shard.Piece[] what this rank has: rectangles of the whole tensor
+
+--- The cut parameters of a model, by name (of a tied one, the first); nil: there are none.
+---@param model ps.nn.Module|ps.Engine
+---@return table<string, ps.nn.Cut>?
+function cut.of(model)
+  local found
+  for name, parameter in handle.module(model):named_parameters() do
+    local desc = shard.of(parameter)
+    if desc then
+      found = found or {}
+      found[name] = { shape = { unpack(desc.full_shape) }, index = desc.index, pieces = shard.pieces(desc) }
+    end
+  end
+  return found
+end
+
+--- The shape of a shard without its padding; nil: it is all padding.
+---@param at ps.nn.Cut
+---@return integer[]?
+function cut.own_shape(at)
+  local shape = rectangles.zeros(at.shape)
+  for _, piece in ipairs(at.pieces) do
+    for d, size in ipairs(piece.shape) do shape[d] = math.max(shape[d], piece.at[d] + size) end
+  end
+  return at.pieces[1] and shape or nil
+end
+
+--- A shard without its padding, as a view; nil: it is all padding.
+---@param tensor ps.Tensor of the shard's shape
+---@param at ps.nn.Cut
+---@return ps.Tensor?
+function cut.own(tensor, at)
+  local shape = cut.own_shape(at)
+  return shape and rectangles.view(tensor, rectangles.zeros(shape), shape) or nil
+end
+
+--- The shape of a whole parameter.
+---@param parameter ps.Tensor
+---@return integer[]
+function cut.shape(parameter)
+  local desc = shard.of(parameter)
+  return desc and { unpack(desc.full_shape) } or parameter:shape()
+end
+
+--- How a shape fits a parameter: "whole", of a cut one also "own", the shard's; nil: it does not.
+---@param shape integer[]
+---@param parameter ps.Tensor
+---@return "whole"|"own"|nil
+function cut.fit(shape, parameter)
+  local desc = shard.of(parameter)
+  if rectangles.same(shape, desc and desc.full_shape or parameter:shape()) then return "whole" end
+  return desc and rectangles.same(shape, shard.shape(desc)) and "own" or nil
+end
+
+-- Copies the rectangle of a table's tensor that begins at `offset` to a tensor.
+local function copy_part(from, tensor, offset)
+  scope.no_grad(scope.scope, function()
+    tensor:copy_(rectangles.view(from:detach(), offset, tensor:shape()):to(tensor:device()))
+  end)
+end
+
+--- Reads a parameter's part of a source's tensor, which fits the parameter. Padding stays as it is.
+---@param source table an open file, or tensors by name
+---@param name string of the tensor in the source
+---@param tensor ps.Tensor to write into: the parameter, its master or a moment
+---@param parameter ps.Tensor
+function cut.read(source, name, tensor, parameter)
+  local is_file, desc = source.read_into ~= nil, shard.of(parameter)
+  local from = not is_file and source[name] or nil
+  if not desc or cut.fit(is_file and source:shape(name) or from:shape(), parameter) == "own" then
+    if is_file then return source:read_into(name, tensor) end
+    return scope.no_grad(function() tensor:copy_(from:to(tensor:device())) end)
+  end
+  for _, piece in ipairs(shard.pieces(desc)) do
+    local place = rectangles.view(tensor, piece.at, piece.shape)
+    if is_file then source:read_part(name, place, piece.offset) else copy_part(from, place, piece.offset) end
+  end
+end
+
+return cut

@@ -1,0 +1,263 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What the optimizers of ps.optim and of engines do alike with their groups, whose settings scripts may change between
+-- steps: a rate for all, the ranges, beyond which an update would go uphill or leave NaN, the text form in which they
+-- are saved, and which group a parameter of an engine belongs to.
+local caller = require "ps.core.caller"
+local check = require "ps.config.check"
+local copied = require "ps.core.copied"
+local types = require "ps.core.types"
+local is_tensor = require("ps.core.scope").is_tensor
+local error = caller.error
+
+local groups = {}
+
+local OF_ADAM = { "lr", "betas", "eps", "weight_decay" }
+--- The settings of a group, by the optimizer's kind, in PyTorch's words.
+groups.SETTINGS = { Adam = OF_ADAM, AdamW = OF_ADAM,
+  SGD = { "lr", "momentum", "weight_decay", "dampening", "nesterov" } }
+
+--- What is wrong with the settings of a group; nil: nothing.
+---@param group table
+---@return string?
+function groups.problem(group)
+  local problem = check.out_of_range(group, types.OPTIMIZER)
+  if not problem and group.nesterov and (group.momentum == 0 or group.dampening ~= 0) then
+    return ("nesterov needs a momentum above 0 and a dampening of 0; here they are %g and %g"):format(group.momentum,
+      group.dampening)
+  end
+  return problem
+end
+
+--- Refuses what no gradient comes to: optimizers take floats that are no op's output. A frozen parameter may thaw.
+---@param p any
+---@param name? string
+---@param i integer its place in the list, from 1
+---@param what string "AdamW, group 0"
+function groups.check_trainable(p, name, i, what)
+  local which = ("%s, %s"):format(what, name or "parameter " .. (i - 1))
+  if not is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
+  local shape = table.concat(p:shape(), ", ")
+  if not p:is_float() then
+    error(("%s [%s] is %s: an optimizer updates floats, which alone have gradients"):format(which, shape, p:dtype()))
+  end
+  if p.node ~= nil then
+    error(("%s [%s] is the output of an op, so no gradient would come to it: give the optimizer the tensors that it "
+      .. "was computed from, or tensor:detach():requires_grad(true)"):format(which, shape))
+  end
+end
+
+--- Refuses groups with a setting out of its range.
+---@param list table[]
+---@param kind string "AdamW"
+function groups.check(list, kind)
+  for number, group in ipairs(list) do
+    local problem = groups.problem(group)
+    if problem then error(("%s, group %d: %s"):format(kind, number - 1, problem)) end
+  end
+end
+
+-- -- rates -----------------------------------------------------------------------------------------------------------
+-- A group has an initial rate (initial_lr), which schedules and set_lr begin from. The optimizer's own rate (base_lr)
+-- is the one it was given; else the one that all groups have; else it has none (false).
+local function base_of(list, given)
+  local alike = true
+  for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
+  if given == nil then return alike and list[1].initial_lr end
+  if given == 0 and not (alike and list[1].initial_lr == 0) then return false end
+  return given
+end
+
+-- Notes the rates that psluajit itself set: a script's assignments are told from them.
+local function note_rates(list)
+  for _, group in ipairs(list) do group.known_lr = group.lr end
+end
+
+--- Takes the groups' rates as their initial ones.
+---@param optimizer {groups: table[]}
+---@param given? number the optimizer's own rate; nil: it was given none
+function groups.begin_rates(optimizer, given)
+  for _, group in ipairs(optimizer.groups) do group.initial_lr = group.lr end
+  note_rates(optimizer.groups)
+  optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
+end
+
+--- Takes rates that the script assigned to groups since as their initial ones: a schedule begins.
+---@param optimizer {groups: table[]}
+function groups.renew_rates(optimizer)
+  for _, group in ipairs(optimizer.groups) do
+    if group.lr ~= group.known_lr then group.initial_lr = group.lr end
+  end
+  optimizer.base_lr = base_of(optimizer.groups, optimizer.given_lr)
+end
+
+--- The groups' rates as text, and whether they are all equal.
+---@param list table[]
+---@param key? string "lr" (default) or "initial_lr"
+---@return string text
+---@return boolean alike
+function groups.rates(list, key)
+  local texts, alike = {}, true
+  for i, group in ipairs(list) do
+    texts[i] = ("%.14g"):format(group[key or "lr"])
+    alike = alike and group[key or "lr"] == list[1][key or "lr"]
+  end
+  return table.concat(texts, ", ", 1, math.min(#texts, 6)) .. (#texts > 6 and ", ..." or ""), alike
+end
+
+local function check_lr(lr, call)
+  local problem = check.problem(lr, types.OPTIMIZER.lr)
+  if problem then error(call .. ": the rate " .. problem) end
+end
+
+--- Sets the rate of each group from rate_of(group).
+---@param optimizer {groups: table[]}
+---@param rate_of fun(group: table): number
+function groups.each_rate(optimizer, rate_of)
+  for _, group in ipairs(optimizer.groups) do group.lr = rate_of(group) end
+  note_rates(optimizer.groups)
+end
+
+--- Sets the optimizer's rate; takes effect on the next step. A group whose initial rate differs keeps its ratio to the
+--- optimizer's own rate. Groups with unlike rates of an optimizer that was given none are refused.
+---@param optimizer {groups: table[], base_lr: number|false}
+---@param lr number
+---@param call? string of messages, default "optimizer:set_lr"
+function groups.set_lr(optimizer, lr, call)
+  call = call or "optimizer:set_lr"
+  check_lr(lr, call)
+  local base = optimizer.base_lr
+  if base == false then
+    error(("%s: the groups have the rates %s, and the optimizer was given none of its own, so their ratios to %.14g "
+      .. "are not known: give the optimizer an lr, which groups keep their ratio to, or set optimizer.groups[i].lr")
+      :format(call, groups.rates(optimizer.groups, "initial_lr"), lr))
+  end
+  groups.each_rate(optimizer, function(group) return base == 0 and lr or lr * (group.initial_lr / base) end)
+end
+
+-- optimizer.lr = lr
+local function assign_lr(optimizer, lr)
+  check_lr(lr, "optimizer.lr")
+  local text, alike = groups.rates(optimizer.groups)
+  if not alike then
+    error(("optimizer.lr = %.14g: the groups have the rates %s: set optimizer.groups[i].lr of each, or call "
+      .. "optimizer:set_lr(lr), which keeps their ratios"):format(lr, text))
+  end
+  groups.each_rate(optimizer, function() return lr end)
+end
+
+-- optimizer.lr
+local function read_lr(optimizer)
+  local list = rawget(optimizer, "groups")
+  if not list or not list[1] then return nil end
+  local text, alike = groups.rates(list)
+  if alike then return list[1].lr end
+  error(("optimizer.lr: the groups have the rates %s: read optimizer.groups[i].lr"):format(text))
+end
+
+--- The __index and __newindex of optimizers: param_groups is groups, as PyTorch calls them, and lr the rate of all.
+---@param methods table
+---@param instance table the metatable that gets both
+---@return table instance
+function groups.fields(methods, instance)
+  function instance.__index(self, key)
+    if key == "param_groups" then return rawget(self, "groups") end
+    if key == "lr" then return read_lr(self) end
+    return methods[key]
+  end
+  function instance.__newindex(self, key, value)
+    if key == "lr" then return assign_lr(self, value) end
+    if key == "param_groups" then
+      error "optimizer.param_groups is the list of groups: change a group's settings, optimizer.param_groups[1].lr = 1"
+    end
+    rawset(self, key, value)
+  end
+  function instance.__names(self) return { param_groups = rawget(self, "groups") }, methods end
+  return instance
+end
+
+-- -- saved -----------------------------------------------------------------------------------------------------------
+--- Settings as JSON can hold them, with every bit: a number as text, a pair of numbers (betas) as both with a blank.
+---@param group table
+---@param keys string[]
+---@return table<string, string|boolean>
+function groups.to_text(group, keys)
+  local kept = {}
+  for _, key in ipairs(keys) do
+    local value = group[key]
+    if type(value) == "table" then value = ("%.17g %.17g"):format(value[1], value[2])
+    elseif type(value) == "number" then value = ("%.17g"):format(value) end
+    kept[key] = value
+  end
+  return kept
+end
+
+--- Why saved groups are not those of a list; nil where they may be.
+---@param list table[]
+---@param saved table[]
+---@return string?
+function groups.mismatch(list, saved)
+  if #saved == #list then return nil end
+  return ("the saved optimizer has %d groups, this one has %d"):format(#saved, #list)
+end
+
+--- Takes settings over from what to_text gave.
+---@param list table[]
+---@param saved table[] as many
+function groups.from_text(list, saved)
+  for number, group in ipairs(list) do
+    for key, value in pairs(saved[number]) do
+      local a, b = tostring(value):match("^(%S+) (%S+)$")
+      if a then value = { tonumber(a), tonumber(b) } end
+      group[key] = type(value) == "string" and tonumber(value) or value
+    end
+  end
+  note_rates(list)
+end
+
+--- Notes rates that were loaded.
+---@param list table[]
+function groups.loaded(list) note_rates(list) end
+
+-- -- of engines ------------------------------------------------------------------------------------------------------
+--- The groups of a configuration: its optimizer's settings, and what the script's param_groups change of them.
+---@param optimizer {type: string, params: table} block "optimizer" of the configuration
+---@param param_groups? table[] nil: one group
+---@return table[] groups
+function groups.configured(optimizer, param_groups)
+  local params, list = optimizer.params, {}
+  for number, given in ipairs(param_groups or { {} }) do
+    local group = {}
+    for _, key in ipairs(groups.SETTINGS[optimizer.type]) do group[key] = params[key] end
+    if group.betas then group.betas, group.decoupled = copied(group.betas), optimizer.type == "AdamW" end
+    for key, value in pairs(given) do if key ~= "match" then group[key] = value end end
+    list[number] = group
+  end
+  return list
+end
+
+--- What an engine keeps of a parameter beside its fp32 value: names of fp32 tensors, as PyTorch calls them. SGD without
+--- momentum keeps nothing.
+---@param optimizer {type: string, params: table} block "optimizer" of the configuration
+---@param param_groups? table[]
+---@return string[]
+function groups.averages(optimizer, param_groups)
+  if optimizer.type ~= "SGD" then return { "exp_avg", "exp_avg_sq" } end
+  for _, group in ipairs(groups.configured(optimizer, param_groups)) do
+    if group.momentum ~= 0 then return { "momentum_buffer" } end
+  end
+  return {}
+end
+
+--- The number, from 1, of the group that a parameter belongs to: the first whose match says so, else the last.
+---@param param_groups? table[]
+---@param name string
+---@param param ps.Tensor
+---@return integer
+function groups.number_of(param_groups, name, param)
+  for number, given in ipairs(param_groups or {}) do
+    if given.match and given.match(name, param) then return number end
+  end
+  return param_groups and #param_groups or 1
+end
+
+return groups

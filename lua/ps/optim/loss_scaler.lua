@@ -1,0 +1,188 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). It is fixed, or found
+-- by trial: an overflow lowers it, a window of good steps raises it. One scaler has two constructors, since two
+-- arithmetics are in use.
+--
+-- `new` has the settings and the arithmetic of DeepSpeed's fp16 block. An overflow first uses up hysteresis, then
+-- halves the scale. The step after `loss_scale_window` good ones doubles the scale and gives the hysteresis back, and
+-- so does every window of good steps from there on. Source: DynamicLossScaler.update_scale in
+-- deepspeed/runtime/fp16/loss_scaler.py of DeepSpeed 0.19.6, whose window is that of FP16_Optimizer._update_scale, too
+-- (which has no hysteresis); earlier releases of DynamicLossScaler doubled one step sooner.
+--
+-- `pytorch` is torch.amp.GradScaler: the last step of a window raises the scale, and the next window begins there.
+--
+-- Where factors are powers of 2, scaling and unscaling are exact.
+--
+--   local scaler = require("ps.optim.loss_scaler").new { hysteresis = 2 }
+--   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
+local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
+local range = require "ps.config.check"
+local types = require "ps.core.types"
+
+local M = {}
+
+---@class ps.LossScaler
+---@field scale number what losses are multiplied with now
+---@field dynamic boolean
+---@field steps integer steps seen, good or not
+---@field last_overflow integer the step of the last overflow (PyTorch's: or raise), from 0; -1: none
+---@field growth number factor of a raise
+---@field backoff number factor of an overflow
+---@field restarts boolean a raise begins a new window, as PyTorch has it
+---@field hysteresis_left integer overflows until the scale falls, this one included
+local LossScaler = {}
+LossScaler.__index = LossScaler
+
+local DEFAULTS = { loss_scale = 0, initial_scale_power = 16, initial_scale = 2 ^ 16, loss_scale_window = 1000,
+                   hysteresis = 2, consecutive_hysteresis = false, min_loss_scale = 1,
+                   raise_error_at_min_scale = true }
+local WHOLE, POSITIVE = { "a whole number of at least 1", function(x) return x >= 1 and x % 1 == 0 end },
+  { "a number above 0", function(x) return x > 0 end }
+local NUMBERS = {
+  loss_scale = { "0 (dynamic) or a number above it", function(x) return x >= 0 end },
+  initial_scale_power = { "a number", function() return true end },
+  initial_scale = POSITIVE, min_loss_scale = POSITIVE, loss_scale_window = WHOLE, hysteresis = WHOLE,
+}
+
+local KEYS = {}
+for key, default in pairs(DEFAULTS) do KEYS[key] = type(default) end
+
+local function check(key, value)
+  local number = NUMBERS[key]
+  if number and not (math.abs(value) < math.huge and number[2](value)) then
+    caller.error(("loss scaler: %s = %s; it takes %s"):format(key, tostring(value), number[1]))
+  end
+end
+
+--- loss_scale: 0 for a dynamic scale, else the scale for good (a step that overflows is then skipped, and no more).
+--- The others mean something to a dynamic scale only: it starts at 2 ^ initial_scale_power, or at initial_scale where
+--- that is given, and halves to no less than min_loss_scale. consecutive_hysteresis: every good step gives the
+--- hysteresis back, not only a window of them. raise_error_at_min_scale: an overflow that finds the scale at its least
+--- is an error.
+---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number,
+---  loss_scale_window?: integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number,
+---  raise_error_at_min_scale?: boolean}
+---@return ps.LossScaler
+function M.new(options)
+  local self = setmetatable({}, LossScaler)
+  for key, value in pairs(caller.options(options, "a loss scaler", KEYS)) do check(key, value) end
+  for key, default in pairs(DEFAULTS) do
+    local given = options and options[key]
+    if given == nil then given = default end
+    self[key] = given
+  end
+  self.dynamic = self.loss_scale == 0
+  local first = options and options.initial_scale or 2 ^ self.initial_scale_power
+  self.scale = self.dynamic and first or self.loss_scale
+  self.steps, self.last_overflow, self.hysteresis_left = 0, -1, self.hysteresis
+  self.growth, self.backoff, self.restarts = 2, 0.5, false
+  return self
+end
+
+local PYTORCH = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
+local RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1), backoff = types.share }
+
+--- A dynamic loss scale for fp16: halves when a gradient overflows (that step is skipped), doubles after `interval`
+--- good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: the first one, default
+---  65536; interval: good steps, default 2000; growth: the factor after them, default 2; backoff: default 0.5
+---@return ps.LossScaler
+function M.pytorch(options)
+  options = caller.options(options, "optim.GradScaler", PYTORCH)
+  local problem = range.out_of_range(options, RANGES)
+  if problem then caller.error("optim.GradScaler: " .. problem) end
+  return setmetatable({ dynamic = true, scale = options.scale or 2 ^ 16, growth = options.growth or 2,
+    backoff = options.backoff or 0.5, loss_scale_window = options.interval or 2000, restarts = true, hysteresis = 1,
+    hysteresis_left = 1, consecutive_hysteresis = false, min_loss_scale = 2 ^ -24, raise_error_at_min_scale = false,
+    steps = 0, last_overflow = -1 }, LossScaler)
+end
+
+--- The loss times the scale, for backward.
+---@param loss ps.Tensor
+---@return ps.Tensor
+function LossScaler:scale_loss(loss)
+  hooks.tell "scaled"
+  return loss * self.scale
+end
+
+local function overflow(self)
+  if self.hysteresis_left > 1 then
+    self.hysteresis_left = self.hysteresis_left - 1
+  elseif self.scale == self.min_loss_scale and self.raise_error_at_min_scale then
+    caller.error(("step %d overflowed with the loss scale at its least, %g: the loss is not finite or the gradients "
+      .. "are too large for fp16 at any scale. Look at the data and the learning rate, lower min_loss_scale, or train "
+      .. "in bf16"):format(self.steps, self.scale))
+  else
+    self.scale = math.max(self.scale * self.backoff, self.min_loss_scale)
+  end
+  self.last_overflow = self.steps
+end
+
+-- Whether a good step ends a window of them.
+local function window_ends(self)
+  local good = self.steps - self.last_overflow                       -- good steps, this one counted
+  if self.restarts then return good >= self.loss_scale_window end
+  return good > 1 and (good - 1) % self.loss_scale_window == 0
+end
+
+local MANY = 5                                                        -- steps in a row that are skipped
+
+-- Says once that no step has updated anything for long, where the scale cannot fall any more.
+local function count_skipped(self, overflowed)
+  self.skipped = overflowed and (self.skipped or 0) + 1 or 0
+  if self.skipped < MANY or self.told then return end
+  self.told = true
+  local group = require("ps.dist.mesh").group "world"
+  if group and group:rank() > 0 then return end
+  io.stderr:write(("psluajit: the last %d steps were all skipped, and the model has not changed: their gradients "
+    .. "overflow at the loss scale %.6g, which %s, and fp16 holds numbers up to 65504; %s\n"):format(MANY, self.scale,
+    self.dynamic and "is at its least" or "is fixed", self.dynamic and "lower min_loss_scale, look at the data and the "
+    .. "learning rate, or train in bf16" or "write loss_scale = 0, which finds a scale, or a smaller one"))
+end
+
+--- Once a step, with whether its gradients overflowed; Optimizer:step does it.
+---@param overflowed boolean
+function LossScaler:update(overflowed)
+  count_skipped(self, overflowed and (not self.dynamic or self.scale == self.min_loss_scale))
+  if not self.dynamic then return end
+  if overflowed then
+    overflow(self)
+  else
+    local window = window_ends(self)
+    if self.consecutive_hysteresis or window then self.hysteresis_left = self.hysteresis end
+    if window then self.scale = self.scale * self.growth end
+    if window and self.restarts then self.last_overflow = self.steps end
+  end
+  self.steps = self.steps + 1
+end
+
+local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
+
+--- What a resumed run needs, as text that keeps every bit.
+---@return table<string, string>
+function LossScaler:state_dict()
+  local state = {}
+  for _, key in ipairs(KEPT) do state[key] = ("%.17g"):format(self[key]) end
+  return state
+end
+
+--- Goes on from what state_dict gave. A fixed scale stays what its options say.
+---@param state table<string, string|number>
+function LossScaler:load_state_dict(state)
+  if state.good then                               -- optim.GradScaler's, before it was this scaler
+    state = { scale = state.scale, steps = state.good, last_overflow = -1, hysteresis_left = self.hysteresis }
+  end
+  local numbers = {}
+  for _, key in ipairs(KEPT) do
+    numbers[key] = tonumber(state[key])
+    if not numbers[key] then
+      caller.error(("the saved loss scaler has %s = %s, where a number was expected"):format(key,
+        tostring(state[key])))
+    end
+  end
+  if not self.dynamic then return end
+  for key, value in pairs(numbers) do self[key] = value end
+end
+
+return M

@@ -1,0 +1,362 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is made and at every :step();
+-- the loop is  loss:backward(); opt:step(); sched:step().
+-- With several groups, DeepSpeed's schedules do what they do there: WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest
+-- give all groups the same rate, and WarmupCosineLR multiplies the rate that each group has. The others set the
+-- optimizer's own rate, to which groups with another one keep their ratio (optimizer:set_lr).
+-- A step that was skipped (its gradients overflowed) does not count: call :step() after real ones only.
+local caller = require "ps.core.caller"
+local exact = require "ps.core.exact"
+local mesh = require "ps.dist.mesh"
+local rates = require "ps.optim.groups"
+local error = caller.error
+
+local sched = {}
+
+---@class ps.Schedule
+---@field count integer optimizer steps behind us
+local Schedule = {}
+Schedule.__index = Schedule
+
+function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
+
+-- What a schedule does to groups: all get its rate; it is a factor on the rate of each; without either it sets the
+-- optimizer's rate.
+local ALIKE, SHARE = "alike", "share"
+
+-- Whether an optimizer's groups have rates of their own; other tables with set_lr are taken as they are.
+local function has_rates(optimizer)
+  local group = (optimizer.groups or {})[1]
+  return group ~= nil and group.initial_lr ~= nil
+end
+
+-- Hands rate and momentum of the next step to the optimizer.
+local function apply(self)
+  local optimizer, value = self.optimizer, self.rate(self.count)
+  if not self.how or not has_rates(optimizer) then optimizer:set_lr(self:lr())
+  else
+    rates.each_rate(optimizer, function(group) return self.how == ALIKE and value or group.initial_lr * value end)
+  end
+  if not self.beta1 then return end
+  local beta1 = self.beta1(self.count)
+  for _, group in ipairs(self.optimizer.groups or {}) do group.betas = { beta1, self.beta2 } end
+end
+
+local told = setmetatable({}, { __mode = "k" })
+
+-- Says once, on the first rank, what becomes of groups with unlike rates.
+local function tell_groups(name, optimizer, how)
+  local text, alike = rates.rates(optimizer.groups, "initial_lr")
+  local world, engine = mesh.group "world", optimizer.engine
+  if alike or told[optimizer] or world and world:rank() > 0 or engine and engine.quiet then return end
+  told[optimizer] = true
+  local what = "keeps the ratios of the rates of %d groups: %s"
+  if how == ALIKE then what = "sets the same rate for all %d groups, whose own rates (%s) it replaces"
+  elseif how == SHARE then what = "multiplies the rate of each of %d groups: %s" end
+  io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
+end
+
+-- rate(count) is the rate of step `count`, or the share of each group's; beta1(count) and beta2, if any, are Adam's.
+local function build(name, options, rate, how, beta1, beta2)
+  if not options.optimizer.set_lr then error(("sched.%s: its optimizer is a table without set_lr"):format(name)) end
+  for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
+    if not group.betas then
+      error(("sched.%s: cycle_momentum moves Adam's beta1, and group %d of the optimizer has no betas; write "
+        .. "cycle_momentum = false"):format(name, number - 1))
+    end
+  end
+  local last = options.last_batch_iteration or -1
+  if last < -1 or last % 1 ~= 0 then
+    error(("sched.%s: last_batch_iteration is %.14g; it takes a whole number from -1 on"):format(name, last))
+  end
+  if has_rates(options.optimizer) then
+    rates.renew_rates(options.optimizer)
+    tell_groups(name, options.optimizer, how)
+  end
+  local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
+    beta2 = beta2, count = last + 1 }, Schedule)
+  apply(self)
+  return self
+end
+
+--- The rate of optimizer step number `count` (from 0; default: the next one); of WarmupCosineLR the first group's.
+---@param count? integer
+---@return number
+function Schedule:lr(count)
+  local value = self.rate(count or self.count)
+  return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
+end
+
+--- Counts one optimizer step, and sets the optimizer's rate for the next one.
+function Schedule:step()
+  self.count = self.count + 1
+  apply(self)
+end
+
+--- The schedule's kind and step, for load_state_dict.
+---@return {name: string, count: integer}
+function Schedule:state_dict() return { name = self.name, count = self.count } end
+
+--- Goes on at the step of a saved schedule of the same kind.
+---@param state {name: string, count: integer}
+function Schedule:load_state_dict(state)
+  if state.name ~= self.name then
+    error(("the saved schedule is %s, this one is %s"):format(tostring(state.name), self.name))
+  end
+  self.count = state.count
+  apply(self)
+end
+
+-- The options of a schedule, those in `needed` among them.
+local function checked(name, options, keys, ...)
+  options = caller.options(options, "sched." .. name, keys)
+  for _, key in ipairs { ... } do
+    if options[key] == nil then error(("sched.%s needs %s, a %s"):format(name, key, keys[key])) end
+  end
+  return options
+end
+
+-- The warm-up ends within the schedule.
+local function check_warmup(name, warmup, total, options, default)
+  local steps = options[warmup] or default
+  if steps <= options[total] then return end
+  error(("sched.%s: %s is %.14g%s, more than %s, %.14g"):format(name, warmup, steps,
+    options[warmup] and "" or " (its default)", total, options[total]))
+end
+
+local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
+
+-- Share of the way from the end of warm-up (0) to the last step (1).
+local function way(options, count)
+  local warmup = options.warmup or 0
+  return math.min(1, (count - warmup) / math.max(1, options.total - warmup))
+end
+
+local function warming(options, count)
+  local warmup = options.warmup or 0
+  if count < warmup then return options.max_lr * (count + 1) / warmup end
+end
+
+--- max_lr is reached in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and Hutter
+--- 2017).
+---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
+---@return ps.Schedule
+function sched.warmup_cosine(options)
+  options = checked("warmup_cosine", options, WARMUP_TO, "optimizer", "max_lr", "total")
+  check_warmup("warmup_cosine", "warmup", "total", options, 0)
+  local min_lr = options.min_lr or 0
+  return build("warmup_cosine", options, function(count)
+    return warming(options, count)
+      or min_lr + 0.5 * (options.max_lr - min_lr) * (1 + math.cos(math.pi * way(options, count)))
+  end)
+end
+
+--- max_lr is reached in `warmup` steps, then falls along a straight line to min_lr at step `total`.
+---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
+---@return ps.Schedule
+function sched.warmup_linear(options)
+  options = checked("warmup_linear", options, WARMUP_TO, "optimizer", "max_lr", "total")
+  check_warmup("warmup_linear", "warmup", "total", options, 0)
+  local min_lr = options.min_lr or 0
+  return build("warmup_linear", options, function(count)
+    return warming(options, count) or options.max_lr + (min_lr - options.max_lr) * way(options, count)
+  end)
+end
+
+local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
+
+--- Rises to max_lr in `warmup` steps (default 0) and stays there.
+---@param options {optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
+---@return ps.Schedule
+function sched.constant(options)
+  options = checked("constant", options, CONSTANT, "optimizer", "max_lr")
+  return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
+end
+
+-- DeepSpeed's schedules. They count from the step before: its first step runs at the starting rate and its second at
+-- the rate for 0 warm-up steps, which is the same. Options are DeepSpeed's names; docs/config.md has them all.
+
+-- The optimizer's own rate, as it was made with; it stays when a schedule or a loaded state changes the current one.
+local function own_rate(name, options, key)
+  local optimizer = options.optimizer
+  if not has_rates(optimizer) then
+    local rate = (optimizer.defaults or {}).lr or optimizer.lr
+    if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name)) end
+    return rate
+  end
+  rates.renew_rates(optimizer)
+  if optimizer.base_lr then return optimizer.base_lr end
+  error(("sched.%s: the groups have the rates %s, and the optimizer was given none of its own: give it %s"):format(name,
+    rates.rates(optimizer.groups, "initial_lr"), key))
+end
+
+-- Share of the warm-up that lies behind, as a function of the step (from 0), and how many steps it has.
+local WARMUPS = { log = true, linear = true }
+local WARMUP_STEPS = 1000                                  -- DeepSpeed's default
+
+local function warmup_share(name, options)
+  local steps = math.max(2, options.warmup_num_steps or WARMUP_STEPS)
+  local kind = options.warmup_type or "log"
+  if kind == "linear" then return function(step) return step / steps end, steps end
+  caller.one_of(kind, WARMUPS, ("sched.%s: warmup_type"):format(name))
+  local scale = 1 / math.log(steps)
+  return function(step) return scale * math.log(step + 1) end, steps
+end
+
+-- From warmup_min_lr to warmup_max_lr, then after(step, warmup steps) of the way.
+local function warmup_then(name, options, high, after)
+  local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
+  return build(name, options, function(count)
+    if count == 0 then return low end
+    local step = count - 1
+    return low + (high - low) * (step < steps and share(step) or after(step, steps))
+  end, ALIKE)
+end
+
+local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = "number", warmup_num_steps = "number",
+  warmup_type = "string", last_batch_iteration = "number" }
+
+--- Rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there, for all groups alike.
+--- last_batch_iteration = n: the schedule begins at the rate of iteration n (default -1: at its start).
+---@param options {optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number, warmup_num_steps?: integer,
+---  warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@return ps.Schedule
+function sched.WarmupLR(options)
+  options = checked("WarmupLR", options, WARMUP, "optimizer")
+  local high = options.warmup_max_lr or own_rate("WarmupLR", options, "warmup_max_lr")
+  return warmup_then("WarmupLR", options, high, function() return 1 end)
+end
+
+local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr = "number", warmup_max_lr = "number",
+  warmup_num_steps = "number", warmup_type = "string", last_batch_iteration = "number" }
+
+--- Rises to warmup_max_lr in warmup_num_steps, then falls back to warmup_min_lr along a straight line until
+--- total_num_steps. All groups get this rate.
+---@param options {optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number, warmup_max_lr?: number,
+---  warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@return ps.Schedule
+function sched.WarmupDecayLR(options)
+  options = checked("WarmupDecayLR", options, DECAY, "optimizer", "total_num_steps")
+  check_warmup("WarmupDecayLR", "warmup_num_steps", "total_num_steps", options, WARMUP_STEPS)
+  local total = options.total_num_steps
+  return warmup_then("WarmupDecayLR", options, options.warmup_max_lr or 1e-3, function(step, warmup)
+    return math.max(0, (total - step) / math.max(1, total - warmup))
+  end)
+end
+
+local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
+  warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
+
+--- Shares of each group's own rate: from warmup_min_ratio to 1, then half a cosine to cos_min_ratio. With `lr` these
+--- are shares of it, set by optimizer:set_lr.
+---@param options {optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?: number,
+---  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@return ps.Schedule
+function sched.WarmupCosineLR(options)
+  options = checked("WarmupCosineLR", options, COSINE, "optimizer", "total_num_steps")
+  check_warmup("WarmupCosineLR", "warmup_num_steps", "total_num_steps", options, WARMUP_STEPS)
+  local total = options.total_num_steps
+  local share, warmup = warmup_share("WarmupCosineLR", options)
+  local first, last = options.warmup_min_ratio or 0, options.cos_min_ratio or 1e-4
+  local function factor(count)
+    if count == 0 then return 0 end
+    local step = count - 1
+    if step < warmup then return first + share(step) * (1 - first) end
+    local done = math.min(1, (step - warmup + 1) / math.max(1, total - warmup))
+    return math.max(0, last + (1 - last) * (1 + math.cos(math.pi * done)) / 2)
+  end
+  if not options.lr and has_rates(options.optimizer) then return build("WarmupCosineLR", options, factor, SHARE) end
+  local rate = options.lr or own_rate("WarmupCosineLR", options, "lr")
+  return build("WarmupCosineLR", options, function(count) return rate * factor(count) end)
+end
+
+-- How far up the cycle step `count` is, from 0 at its ends to 1 in the middle.
+local function cycle_height(options)
+  local up = options.cycle_first_step_size or 2000
+  local down = options.cycle_second_step_size or up
+  local total, up_stairs = up + down, options.cycle_first_stair_count or 0
+  local down_stairs = options.cycle_second_stair_count or up_stairs
+  return function(count)
+    local at = count % total
+    local stairs = at <= up and up_stairs or down_stairs
+    local height = at <= up and at / up or (total - at) / down
+    if stairs == 0 then return height end
+    -- The position on the stairs is a product of whole numbers and one division, so that it reaches each stair exactly.
+    return math.floor(at <= up and at * stairs / up or (total - at) * stairs / down) / stairs
+  end, total
+end
+
+local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "number", decay_lr_rate = "number",
+  cycle_first_step_size = "number", cycle_second_step_size = "number", cycle_first_stair_count = "number",
+  cycle_second_stair_count = "number", decay_step_size = "number", cycle_momentum = "boolean", cycle_min_mom = "number",
+  cycle_max_mom = "number", decay_mom_rate = "number", last_batch_iteration = "number" }
+
+--- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
+--- beta1 moves the other way and beta2 becomes 0.99; the very first step has the smallest beta1, as in DeepSpeed. The
+--- schedule is Smith's (2018, "A disciplined approach to neural network hyper-parameters").
+---@param options {optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?: number,
+---  cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
+---  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
+---  cycle_max_mom?: number, decay_mom_rate?: number, last_batch_iteration?: integer}
+---@return ps.Schedule
+function sched.OneCycle(options)
+  options = checked("OneCycle", options, CYCLE, "optimizer", "cycle_min_lr", "cycle_max_lr")
+  local low, high = options.cycle_min_lr, options.cycle_max_lr
+  local height, total = cycle_height(options)
+  local interval, low_mom, high_mom = options.decay_step_size or 0, options.cycle_min_mom or 0.8,
+    options.cycle_max_mom or 0.9
+  local function decay(count, rate) return interval == 0 and 1 or 1 + (rate or 0) * (count - total) / interval end
+  local function rate(count)
+    if count <= total then return low + (high - low) * height(count) end
+    return low / decay(count, options.decay_lr_rate)
+  end
+  if options.cycle_momentum == false then return build("OneCycle", options, rate, ALIKE) end
+  return build("OneCycle", options, rate, ALIKE, function(count)
+    if count == 0 then return low_mom end
+    if count <= total then return high_mom - (high_mom - low_mom) * height(count) end
+    return high_mom * decay(count, options.decay_mom_rate)
+  end, 0.99)
+end
+
+local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
+  lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
+
+--- A rate that only grows, to see where training breaks (Smith 2017): min x (1 + step_rate x steps / step_size).
+---@param options {optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?: integer,
+---  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
+---@return ps.Schedule
+function sched.LRRangeTest(options)
+  options = checked("LRRangeTest", options, RANGE, "optimizer")
+  local low, size = options.lr_range_test_min_lr or 1e-3, options.lr_range_test_step_size or 2000
+  local growth = options.lr_range_test_step_rate or 1
+  return build("LRRangeTest", options, function(count)
+    local intervals = count / size
+    return low * (1 + growth * (options.lr_range_test_staircase and math.floor(intervals) or intervals))
+  end, ALIKE)
+end
+
+local NAMED = {}
+for _, name in ipairs { "warmup_cosine", "warmup_linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR",
+  "OneCycle", "LRRangeTest" } do
+  NAMED[name] = sched[name]
+end
+
+--- The schedule that a configuration asks for (cfg.scheduler of ps.config).
+---@param scheduler {type: string, params: table}
+---@param optimizer ps.Optimizer
+---@return ps.Schedule
+function sched.from_config(scheduler, optimizer)
+  caller.typed(scheduler, "table", "sched.from_config: the configuration, { type =, params = },")
+  local options = { optimizer = optimizer }
+  for key, value in pairs(scheduler.params or {}) do options[key] = value end
+  local make = NAMED[scheduler.type]
+  if not make then error("there is no schedule " .. tostring(scheduler.type)) end
+  if scheduler.type:find "^warmup_" or scheduler.type == "constant" then
+    options.max_lr = options.max_lr or own_rate(scheduler.type, options, "max_lr")
+  end
+  return make(options)
+end
+
+exact.all(Schedule, "schedule:", true)
+
+return sched

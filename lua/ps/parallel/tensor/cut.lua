@@ -1,0 +1,443 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Cuts a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). A model's
+-- code is that of one process. Its classes have tables that name what is cut, by paths below the module, where "*" is
+-- any one name, and -1 the last of a list:
+--
+--   GPT2Model.tensor_parallel = {
+--     ["wte"] = "vocabulary", ["drop"] = "enter",
+--     ["h.*.attn"] = { "divide", "heads", "width" },
+--     ["h.*.attn.c_attn"] = { "column", blocks = 3 }, ["h.*.attn.c_proj"] = "row",
+--     ["h"] = "inside", ["ln_f"] = "leave",
+--   }
+--
+--   column      a product whose outputs are cut; blocks: equal parts of the outputs, each of which is cut
+--   row         a product whose inputs are cut; the ranks' products are added up
+--   vocabulary  a table of tokens, cut by rows
+--   head        an nn.LMHead, or an nn.Linear with an output for each word, cut by rows as the table is
+--   words       a module with a bias over the vocabulary, whose weight is the table that `table` names by its path in
+--               the model. It gets a field `vocabulary`, the nn.ParallelLMHead of both
+--   divide      a module; the fields named count what the ranks share out, the first of them heads. keys: what these
+--               fields are called in a configuration. gather: the columns in it have the module's input, which is
+--               gathered once. true: all of it, before forward; a list of up to three names, in the order of their
+--               calls: nothing but these columns takes the input, so its rows may travel beside their products
+--   enter       with sequence parallelism each rank has its share of the rows from this module's input on
+--   inside      ... in this module
+--   leave       ... in this module, and all rows behind it
+--   partial     parameters that compute with other values on each rank: their gradients are summed
+--   whole       not cut, whatever a table of a module inside says
+--
+-- The rest is on every rank alike. Tables of outer modules come before those of inner ones. The model is made without
+-- data (ps.deferred), cut, and given its values, each rank its own; they are the bits of the uncut model.
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local core = require "ps.nn.module"
+local deferred = require "ps.nn.deferred"
+local hooks = require "ps.core.hooks"
+local shard = require "ps.tensor.shard"
+local scope = require "ps.core.scope"
+local layers = require "ps.parallel.tensor.layers"
+local C = native.C
+
+local tensor_parallel = {}
+
+---@class ps.tensor_parallel.Claim
+---@field module ps.nn.Module
+---@field owner? ps.nn.Module that has it as a field; nil: the model itself
+---@field key any
+---@field path string
+---@field kind string
+---@field entry table
+---@field named string the entry in its table: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
+
+-- -- tables -----------------------------------------------------------------------------------------------------------
+-- Calls fn(module, owner, key, path) for what a path names below a module.
+local function each_match(module, names, i, path, fn)
+  local name = names[i]
+  local function go(child, key)
+    if not core.is_module(child) then return end
+    local at = path == "" and tostring(key) or path .. "." .. tostring(key)
+    if i == #names then fn(child, module, key, at) else each_match(child, names, i + 1, at, fn) end
+  end
+  if name == "*" then
+    for _, key in ipairs(module._names) do
+      if module._kind[key] == "module" then go(module[key], key) end
+    end
+    return
+  end
+  local key = tonumber(name) or name
+  if key == -1 then key = module.length - 1 end
+  go(module[key], key)
+end
+
+local function split(path)
+  local names = {}
+  for name in path:gmatch "[^.]+" do names[#names + 1] = name end
+  return names
+end
+
+local KINDS = { column = true, row = true, vocabulary = true, head = true, divide = true, enter = true, inside = true,
+  leave = true, partial = true, whole = true, words = true }
+
+-- All that the tables of a model and of the modules in it name, in the order of paths.
+local function claims_of(model)
+  local claims, by_module, tables = {}, {}, 0
+  for prefix, module in model:named_modules() do
+    local list = module.tensor_parallel
+    for path, entry in pairs(type(list) == "table" and list or {}) do
+      tables = tables + 1
+      entry = type(entry) == "table" and entry or { entry }
+      if not KINDS[entry[1]] then
+        caller.error(("%s.tensor_parallel: %s is %s; there are column, row, vocabulary, head, words, divide, enter, "
+          .. "inside, leave, partial and whole"):format(module.class_name, path, tostring(entry[1])))
+      end
+      local found = false
+      each_match(module, split(path), 1, prefix, function(child, owner, key, at)
+        found = true
+        if by_module[child] then return end                   -- by an outer module's table
+        by_module[child] = { module = child, owner = owner, key = key, path = at, kind = entry[1], entry = entry,
+          named = ("%s.tensor_parallel[\"%s\"]"):format(module.class_name, path) }
+        claims[#claims + 1] = by_module[child]
+      end)
+      if not found and not entry.optional then
+        caller.error(("%s.tensor_parallel: no module of the model is %s"):format(module.class_name, path))
+      end
+    end
+  end
+  if tables == 0 then return nil end
+  table.sort(claims, function(a, b) return a.path < b.path end)
+  return claims
+end
+
+-- -- cutting ----------------------------------------------------------------------------------------------------------
+---@class ps.tensor_parallel.Cut the cutting of one model
+---@field model ps.nn.Module
+---@field region ps.nn.Region
+---@field made table<ps.nn.Module, ps.nn.Module> by module: what has taken its place
+---@field gathered table<ps.nn.Module, boolean> modules whose input is gathered already
+---@field claims ps.tensor_parallel.Claim[]
+---@field parts table<integer, ps.Tensor> by a whole parameter's address: its shard
+local Cut = {}
+Cut.__index = Cut
+
+-- Puts a module in another's place.
+local function put(claim, module)
+  rawset(module, "training", claim.module.training)
+  if rawget(claim.owner, claim.key) ~= nil then rawset(claim.owner, claim.key, module)
+  else claim.owner[claim.key] = module end
+end
+
+-- Gives `to` a parameter of `from`: a shard of it, or as it is (given nil).
+function Cut:take(claim, to, key, given)
+  local whole = claim.module[key]
+  if whole == nil then return end
+  local part = whole
+  if given then
+    part = self.parts[core.address(whole)]
+    if not part then
+      given.index, given.count, given.full_shape = self.region.rank, self.region.size, whole:shape()
+      part = deferred.cut(self.model, whole, shard.new(given, claim.path .. "." .. key))
+      self.parts[core.address(whole)] = part
+    end
+  end
+  to[key] = part
+end
+
+-- Linear is [out, in], Conv1D [in, out].
+local OUT_IN = { Linear = true, Conv1D = false }
+
+local function check_class(claim, classes, what)
+  if classes[claim.module.class_name] == nil then
+    local names = {}
+    for name in pairs(classes) do names[#names + 1] = "nn." .. name end
+    table.sort(names)
+    local own = {}
+    for _, key in ipairs(claim.module._names) do
+      if claim.module._kind[key] == "module" and classes[claim.module[key].class_name] ~= nil then
+        own[#own + 1] = tostring(key)
+      end
+    end
+    local advice = #own == 0 and "" or (". In place of %s the table should name what is cut of the products in it: %s")
+      :format(claim.named, table.concat(own, ", "))
+    caller.error(("tensor_parallel: %s is a %s; %s cut %s%s"):format(claim.path, claim.module.class_name, what,
+      table.concat(names, " and "), advice))
+  end
+end
+
+-- A product of which this rank has a part, in the place of a whole one.
+local function linear(class)
+  return function(cut, claim, out_dim)
+    local old = claim.module
+    check_class(claim, OUT_IN, "columns and rows")
+    local out_in = OUT_IN[old.class_name]
+    local options = { region = cut.region, out_in = out_in, parameters = false }
+    if out_dim and cut.gathered[old] then options.gather_input = false end
+    local new = class(old.inputs, old.outputs, options)
+    local blocks = claim.entry.blocks
+    cut:take(claim, new, "weight", { dim = (out_in == out_dim) and 0 or 1, blocks = blocks })
+    cut:take(claim, new, "bias", out_dim and { dim = 0, blocks = blocks } or nil)
+    rawset(claim.owner, "parallel", true)
+    return new
+  end
+end
+
+local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParallelLinear)
+
+-- Rows of a vocabulary, padded to a multiple of the ranks.
+local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
+
+local REPLACE = {
+  column = function(cut, claim) return column(cut, claim, true) end,
+  row = function(cut, claim) return row(cut, claim, false) end,
+  vocabulary = function(cut, claim)
+    local old = claim.module
+    check_class(claim, { Embedding = true }, "vocabularies")
+    local new = layers.VocabParallelEmbedding(old.rows, old.width, { region = cut.region, padding_idx = old.padding_idx,
+      enter = claim.entry.enter, parameters = false })
+    cut:take(claim, new, "weight", rows_of(cut, old.weight))
+    return new
+  end,
+  head = function(cut, claim)
+    local old = claim.module
+    check_class(claim, { LMHead = true, Linear = true }, "heads")
+    local tied = rawget(old, "tied")
+    local new = layers.ParallelLMHead(old.inputs, old.outputs, { region = cut.region, tied = tied and cut.made[tied],
+      parameters = false })
+    if not tied then
+      cut:take(claim, new, "weight", rows_of(cut, old.weight))
+      if old.bias ~= nil then cut:take(claim, new, "bias", rows_of(cut, old.bias)) end
+    end
+    return new
+  end,
+}
+
+-- Gives a module that has the bias of a table's words the head of both. A module that has its own weight is left.
+local function words(cut, claim)
+  local module, found = claim.module, nil
+  if module.decoder then return end
+  each_match(cut.model, split(claim.entry.table), 1, "", function(child) found = child end)
+  if not found or found.class_name ~= "VocabParallelEmbedding" then
+    caller.error(("%s: table = %s is no table of the model that is cut"):format(claim.named,
+      tostring(claim.entry.table)))
+  end
+  cut:take(claim, module, "bias", rows_of(cut, module.bias))
+  rawset(module, "vocabulary", layers.ParallelLMHead(found.width, found.rows, { region = cut.region, tied = found,
+    biased = module }))
+end
+
+-- By module: the first head of this rank in the attention that the module is, or is a part of. F.attention with dropout
+-- asks for it.
+local first_heads = setmetatable({}, { __mode = "k" })
+hooks.on("first_head", function() return first_heads[core.called[tonumber(C.ps_module_now())]] end)
+
+-- Divides the fields of a module that count what the ranks share.
+local function divide(cut, claim)
+  local module, size, region = claim.module, cut.region.size, cut.region
+  local fields = { unpack(claim.entry, 2) }
+  for _, field in ipairs(fields) do
+    local value = module[field]
+    if type(value) ~= "number" or value % size ~= 0 then
+      local key = (claim.entry.keys or {})[field] or field
+      caller.error(("tensor_parallel.size = %d: %s has %s = %s, which so many ranks cannot share out equally"):format(
+        size, claim.path, key, tostring(value)))
+    end
+    module[field] = value / size
+  end
+  if fields[1] then
+    module.first_head = region.rank * module[fields[1]]
+    for _, child in module:named_modules() do first_heads[child] = module.first_head end
+  end
+  local names = claim.entry.gather
+  if not names then return end
+  local forward = module.forward
+  local function whole(self, x, ...) return forward(self, region:gather(x), ...) end
+  if names == true then
+    for _, child in module:named_modules() do cut.gathered[child] = true end
+    rawset(module, "forward", whole)
+    return
+  end
+  local n = type(names) == "table" and #names
+  if not n or n < 1 or n > C.PS_MAX_COLUMNS then
+    caller.error(("%s: gather %s; it takes true, or a list of 1 to %d"):format(claim.named,
+      n and ("names %d columns"):format(n) or "is " .. tostring(names), C.PS_MAX_COLUMNS))
+  end
+  local prefix, left = claim.path .. ".", {}
+  for _, other in ipairs(cut.claims) do
+    if other.kind == "column" and other.path:sub(1, #prefix) == prefix then
+      left[other.path:sub(#prefix + 1)] = other.module
+    end
+  end
+  for _, name in ipairs(names) do
+    if not left[name] or name:find(".", 1, true) then
+      caller.error(("%s: gather names %s, which is no column of the module; gather = true is for all that is in it")
+        :format(claim.named, tostring(name)))
+    end
+    cut.gathered[left[name]], left[name] = true, nil
+  end
+  if next(left) then
+    caller.error(("%s: gather leaves out %s, a column of the module"):format(claim.named, next(left)))
+  end
+  rawset(module, "forward", function(self, x, ...)
+    if region.pieces == 1 or not region:has_part(x) then return whole(self, x, ...) end
+    local list = {}
+    for i, name in ipairs(names) do list[i] = self[name] end
+    region:begin_columns(list, x)
+    return forward(self, x, ...)
+  end)
+end
+
+-- -- sequence parallelism ---------------------------------------------------------------------------------------------
+-- Parameters of a module that are whole on all ranks see this rank's rows alone. In a forward for which there is no
+-- region they see all rows, on all ranks; the gradient then counts once.
+local function partial_inside(cut, module)
+  local names, region = {}, cut.region
+  for _, key in ipairs(module._names) do
+    if module._kind[key] == "param" and not shard.of(module[key]) then
+      shard.set_partial(module[key])
+      names[#names + 1] = key
+    end
+  end
+  if #names == 0 or module.class_name == "RowParallelLinear" then return end      -- which does the same with its bias
+  local forward = module.forward
+  local function restore(fields, ok, ...)
+    for key, t in pairs(fields) do module._fields[key] = t end
+    if not ok then error((...), 0) end
+    return ...
+  end
+  rawset(module, "forward", function(self, ...)
+    if region.on or not scope.grad_enabled() then return forward(self, ...) end
+    local fields = {}
+    for _, key in ipairs(names) do
+      fields[key] = self._fields[key]
+      self._fields[key] = region:once(fields[key])
+    end
+    return restore(fields, pcall(forward, self, ...))
+  end)
+end
+
+-- done: modules that are inside already, or whose parameters are partial whatever the rows.
+local function inside(cut, claim, done)
+  for _, module in claim.module:named_modules() do
+    if not done[module] then partial_inside(cut, module) end
+    done[module] = true
+    if module.class_name == "Dropout" then rawset(module, "region", cut.region) end
+  end
+end
+
+-- The region begins with a module's input, or ends behind its output.
+local function enter(cut, claim)
+  local module, region = claim.module, cut.region
+  local forward = module.forward
+  rawset(module, "forward", function(self, x, ...) return forward(self, region:enter(x), ...) end)
+end
+
+local function leave(cut, claim)
+  local module, region = claim.module, cut.region
+  local forward = module.forward
+  rawset(module, "forward", function(...) return region:leave(forward(...)) end)
+end
+
+-- Each part of the model first says what rows the micro-batch has. Parts run in any order, of any micro-batch.
+local function tell_rows(model, region)
+  local parts_of = model.parts
+  rawset(model, "parts", function(...)
+    local list = {}
+    for i, part in ipairs(parts_of(...)) do
+      local copy = {}
+      for key, value in pairs(part) do copy[key] = value end
+      function copy.forward(carry, batch)
+        local ids = batch.input_ids
+        region:set(ids:size(0), ids:size(1), batch.caches ~= nil or batch.cached)
+        return part.forward(carry, batch)
+      end
+      list[i] = copy
+    end
+    return list
+  end)
+end
+
+-- Names with numbers of layers replaced, each once, and how many there are.
+local function replicated(model)
+  local seen, list = {}, {}
+  for name, p in model:named_parameters() do
+    name = name:gsub("%.%d+%.", ".*.")
+    if not shard.of(p) and not seen[name] then seen[name], list[#list + 1] = true, name end
+  end
+  return list
+end
+
+---@class ps.tensor_parallel.How
+---@field group ps.Group the ranks that share the layers
+---@field sequence boolean sequence parallelism
+---@field keep_gathered boolean
+---@field pieces? integer in which rows travel beside products; 1, or nil: before and behind them
+---@field note fun(text: string)
+
+--- Cuts a model that ps.deferred made and that has no values yet.
+---@param model ps.nn.Module
+---@param how ps.tensor_parallel.How
+---@return ps.nn.Region
+function tensor_parallel.cut(model, how)
+  local claims = claims_of(model)
+  if not claims then
+    error(("tensor_parallel: %s has no table tensor_parallel, which says how its layers are cut "
+      .. "(docs/tensor_parallel.md)"):format(model.class_name), 0)
+  end
+  if type(model.parts) ~= "function" or type(model.batch_of) ~= "function" then
+    error(("tensor_parallel: %s has no methods parts() and batch_of(), by which its layers know the rows of a batch "
+      .. "(docs/models.md)"):format(model.class_name), 0)
+  end
+  if rawget(model, "unpad") == true then
+    error("tensor_parallel: with unpad = true the rows of a batch are no equal shares of the ranks; make the model "
+      .. "without it", 0)
+  end
+  local region = layers.Region.new(how.group, how.sequence, how.keep_gathered, how.pieces)
+  scope.carry_state(region)
+  local cut = setmetatable({ model = model, region = region, made = {}, parts = {}, gathered = {},
+    claims = claims }, Cut)
+  local function of_kind(kind, fn)
+    for _, claim in ipairs(claims) do if claim.kind == kind then fn(cut, claim) end end
+  end
+  of_kind("divide", divide)
+  for _, kind in ipairs { "column", "row", "vocabulary", "head" } do
+    of_kind(kind, function(_, claim)
+      local new = REPLACE[kind](cut, claim)
+      cut.made[claim.module] = new
+      put(claim, new)
+    end)
+  end
+  of_kind("words", words)
+  local done = {}
+  of_kind("partial", function(_, claim)
+    for _, module in claim.module:named_modules() do done[module] = true end
+    for _, p in claim.module:named_parameters() do shard.set_partial(p) end
+  end)
+  if how.sequence then
+    for _, kind in ipairs { "inside", "enter", "leave" } do
+      of_kind(kind, function(_, claim) inside(cut, claim, done) end)
+    end
+    of_kind("enter", enter)
+    of_kind("leave", leave)
+  end
+  tell_rows(model, region)
+  how.note(("tensor_parallel: on all %d ranks alike: %s"):format(region.size, table.concat(replicated(model), ", ")))
+  return region
+end
+
+--- Makes a model of which this process holds its part of each layer.
+---@param model_func fun(): ps.nn.Module
+---@param how ps.tensor_parallel.How
+---@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter when it has got
+---  its values
+---@return ps.nn.Module
+---@return ps.nn.Region
+function tensor_parallel.make(model_func, how, where)
+  local model = deferred.make(model_func)
+  local region = tensor_parallel.cut(model, how)
+  local off = where.stage and hooks.on("parameter", where.stage)
+  local ok, problem = pcall(deferred.materialize, model, { device = where.device })
+  if off then off() end
+  if not ok then error(problem, 0) end
+  return model, region
+end
+
+return tensor_parallel

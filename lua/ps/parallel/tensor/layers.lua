@@ -1,0 +1,585 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Layers of which each rank of a group has a part (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
+-- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"); and Region, by
+-- which the layers of a model know whether ranks share out the rows between them (sequence parallelism, Korthikanti et
+-- al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+--
+-- A column layer has a part of a product's outputs, a row layer a part of its inputs. One behind the other, as in
+-- attention and MLPs, they meet once: behind the row layer, whose products are added up over the ranks.
+--
+-- Sizes: B samples, T positions, t ranks.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local tensors = require "ps.tensor"
+local caller = require "ps.core.caller"
+local core = require "ps.nn.module"
+local embedding = require "ps.nn.embedding"
+local linear = require "ps.nn.linear"
+local shard = require "ps.tensor.shard"
+local error = caller.error
+
+-- -- the region -----------------------------------------------------------------------------------------------------
+---@class ps.nn.Region what the layers of one model share
+---@field group ps.Group
+---@field size integer t
+---@field rank integer
+---@field wanted boolean sequence parallelism is wanted
+---@field keep boolean backward keeps gathered rows
+---@field pieces integer in which rows travel beside products; 1: before and behind them
+---@field on boolean each rank has its B T / t rows between layers, flat: [B T / t, C]; else all have all, [B, T, C]
+---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> what begin_columns computed, until the
+---  column's forward takes it
+---@field B integer
+---@field T integer
+local Region = {}
+Region.__index = Region
+
+--- What the layers of a model share. Until `set`, all ranks have all rows.
+---@param group ps.Group the ranks that share the layers out
+---@param sequence? boolean whether ranks share out the rows between layers, where they can
+---@param keep? boolean rows that were gathered are kept for backward; else it gathers them again
+---@param pieces? integer default 1; 2 to 8: the rows that ranks exchange travel in so many pieces beside the products
+---  of column and row layers
+---@return ps.nn.Region
+function Region.new(group, sequence, keep, pieces)
+  if type(group) ~= "table" or not group.copy_to then
+    error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
+  end
+  return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
+    keep = keep or false, pieces = pieces or 1, on = false, B = 0, T = 0, begun = {} }, Region)
+end
+
+--- Says what rows the next forward has. Ranks share them out if that is wanted, and t divides their number. What
+--- begin_columns computed for a forward that did not come to its end goes.
+---@param B integer samples
+---@param T integer positions
+---@param cached? boolean keys of earlier positions are kept, as in decoding: then all ranks have all rows
+function Region:set(B, T, cached)
+  self.B, self.T, self.on = B, T, self.wanted and not cached and B * T % self.size == 0
+  if next(self.begun) then self.begun = {} end
+end
+
+--- For a function that backward runs again (ps.recompute): what `restore` takes.
+---@return {on: boolean, B: integer, T: integer}
+function Region:state() return { on = self.on, B = self.B, T = self.T } end
+
+---@param state {on: boolean, B: integer, T: integer}
+function Region:restore(state) self.on, self.B, self.T = state.on, state.B, state.T end
+
+--- This rank's rows of x, where the ranks begin to share them out.
+---@param x ps.Tensor [B, T, C], the same on all ranks
+---@return ps.Tensor [B T / t, C], or x
+function Region:enter(x)
+  if not self.on then return x end
+  return self.group:scatter_to(x:reshape(self.B * self.T, -1), 0)
+end
+
+--- All rows, for what all ranks compute alike.
+---@param x ps.Tensor [B T / t, C], or [B, T, C]
+---@return ps.Tensor [B, T, C]
+function Region:leave(x)
+  if not self.on then return x end
+  return self.group:gather_from(x, 0):reshape(self.B, self.T, -1)
+end
+
+--- All rows, for products with a part of the outputs on each rank. Gradient: the sum over the ranks, of which each gets
+--- its rows, or all. Behind `leave` all ranks have all rows already.
+---@param x ps.Tensor [B T / t, C], or of all rows: [B, T, C], [B T, C]
+---@return ps.Tensor [B T, C], or all rows in x's shape
+function Region:gather(x)
+  if not self:has_part(x) then return self.group:copy_to(x) end
+  return self.keep and self.group:gathered(x) or self.group:gathered_again(x)
+end
+
+--- Whether x has this rank's rows alone.
+---@param x ps.Tensor [B T / t, C], or of all rows
+---@return boolean
+function Region:has_part(x) return self.on and x:numel() ~= self.B * self.T * x:size(-1) end
+
+--- The sum of all ranks' y, of which each rank gets its rows, or all.
+---@param y ps.Tensor [B, T, C], or [B T, C]
+---@return ps.Tensor [B T / t, C], or y's shape
+function Region:reduce(y)
+  if not self.on then return self.group:reduce_from(y) end
+  return self.group:scattered(y:reshape(self.B * self.T, -1))
+end
+
+--- Which part of a tensor of all rows x is, for F.dropout; nil: all of it.
+---@param x ps.Tensor [B T / t, C]
+---@return {first: integer, per_sample: integer}?
+function Region:part(x)
+  if not self.on then return nil end
+  return { first = self.rank * x:numel(), per_sample = self.T * x:size(-1) }
+end
+
+--- A parameter of all ranks, for use on rows of which all ranks have all. Gradients of such parameters are summed over
+--- the ranks where rows are shared out; this use then counts once.
+---@param t ps.Tensor
+---@return ps.Tensor
+function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
+
+-- -- what the layers share ------------------------------------------------------------------------------------------
+-- The region of a layer's options, or one of its own for a group: ranks then share no rows out by themselves.
+local function region_of(options, call)
+  local region = options.region
+  if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
+  if region ~= nil and options.group ~= nil then error(call .. ": region has a group; give one of both") end
+  if region ~= nil and getmetatable(region) ~= Region then error(call .. ": region is no nn.Region") end
+  return region or Region.new(options.group)
+end
+
+-- This rank's shard of a parameter of a whole layer becomes a parameter of `self`.
+local function take(self, whole, key, cut, call)
+  local t = whole[key]
+  if t == nil then return end
+  if not cut then
+    self:param(key, t)
+    return
+  end
+  cut.index, cut.count, cut.full_shape = self.region.rank, self.region.size, t:shape()
+  local desc = shard.new(cut, call .. ": " .. key)
+  self:param(key, shard.cut(desc, t))
+  shard.set(self[key], desc)
+end
+
+local function describe(self, ...) return ("%s, %d ranks"):format(string.format(...), self.region.size) end
+
+-- -- products -------------------------------------------------------------------------------------------------------
+local COMMON = { region = "table", group = "table", out_in = "boolean", bias = "boolean", std = "number",
+  dtype = "string", device = "string", parameters = "boolean" }
+local function with(more)
+  for name, kind in pairs(COMMON) do more[name] = kind end
+  return more
+end
+local COLUMN = with { gather_input = "boolean", gather_output = "boolean", blocks = "whole" }
+local ROW = with { split_input = "boolean", all_reduce_output = "boolean" }
+
+local function begin(self, inputs, outputs, given, call)
+  caller.whole(inputs, call .. ": the number of inputs")
+  caller.whole(outputs, call .. ": the number of outputs")
+  rawset(self, "region", region_of(given, call))
+  self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
+end
+
+-- The layer that one rank would have.
+local function whole_of(self, of)
+  local given = { std = of.std, dtype = of.dtype, device = of.device }
+  if self.out_in == 0 then
+    local whole = linear.Conv1D(self.inputs, self.outputs, given)
+    if of.bias == false then whole.bias = nil end
+    return whole
+  end
+  given.bias = of.bias
+  return linear.Linear(self.inputs, self.outputs, given)
+end
+
+---@class ps.nn.ColumnParallelLinear: ps.nn.Module
+---@field weight ps.Tensor [outputs / t, inputs], or [inputs, outputs / t]
+---@field bias? ps.Tensor [outputs / t]
+local Column = core.class("ColumnParallelLinear")
+Column.unscoped = true
+
+--- x weight^T + bias, of which each rank has a part of the outputs. Parameters are this rank's parts of those of
+--- nn.Linear, or of nn.Conv1D where out_in is false.
+---@param inputs integer
+---@param outputs integer t divides it, and each block of it
+---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number,
+---  dtype?: string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean,
+---  parameters?: boolean} region, or group: the ranks. blocks: the outputs are so many equal blocks, of each of which a
+---  rank has its part; default 1. gather_input: true: x is this rank's rows, which are gathered; false: x is what
+---  region:gather gave; nil: as the region says. gather_output: all ranks get all outputs. parameters: false: whoever
+---  makes the layer gives it weight and bias
+function Column:init(inputs, outputs, options)
+  local call = "nn.ColumnParallelLinear"
+  options = caller.options(options, call, COLUMN)
+  begin(self, inputs, outputs, options, call)
+  self.gather_input, self.gather_output = options.gather_input, options.gather_output or false
+  local blocks = options.blocks or 1
+  if self.gather_output and blocks > 1 then
+    error(("%s: gather_output would mix the parts of %d blocks"):format(call, blocks))
+  end
+  if options.parameters == false then return end
+  local whole = whole_of(self, options)
+  take(self, whole, "weight", { dim = self.out_in == 1 and 0 or 1, blocks = blocks }, call)
+  take(self, whole, "bias", { dim = 0, blocks = blocks }, call)
+end
+
+--- The outputs of this rank's part, for all rows.
+---@param x ps.Tensor [B T / t, inputs] in a region whose rows are shared out, else [..., inputs]
+---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
+function Column:forward(x)
+  local region, gather = self.region, self.gather_input
+  local begun = region.begun[self]
+  local y
+  if begun then
+    region.begun[self] = nil
+    if not rawequal(x, begun.x) then
+      error("nn.ColumnParallelLinear: its input is not the one of the columns that are computed with it, which a table "
+        .. "of the model lists (gather); gather = true is for columns of several inputs (docs/tensor_parallel.md)")
+    end
+    y = begun.y
+  elseif gather or gather == nil and region:has_part(x) then
+    y = region.group:gathered_linear(x, self.weight, self.bias,
+      { out_in = self.out_in == 1, pieces = region.pieces, keep = region.keep })
+  else
+    if gather == nil then x = region.group:copy_to(x) end
+    y = native.ops.linear(x, self.weight, self.bias, nil, self.out_in)
+  end
+  if region.on then y = y:reshape(region.B, region.T, -1) end
+  return self.gather_output and region.group:gather_from(y) or y
+end
+
+--- Computes up to three columns of one input, whose rows the ranks share out: the rows travel once, beside the products
+--- of all. The next forward of each gives its outputs.
+---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 of this region, in the order in which forward calls them
+---@param x ps.Tensor [B T / t, inputs]
+function Region:begin_columns(columns, x)
+  local first, layers = columns[1], {}
+  for i, column in ipairs(columns) do
+    if column.out_in ~= first.out_in then
+      error("region:begin_columns: some weights are nn.Linear's and others nn.Conv1D's; those of one input are alike")
+    end
+    layers[i] = { column.weight, column.bias }
+  end
+  local y = { self.group:gathered_linears(x, layers,
+    { out_in = first.out_in == 1, pieces = self.pieces, keep = self.keep }) }
+  for i, column in ipairs(columns) do self.begun[column] = { x = x, y = y[i] } end
+end
+
+function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
+
+---@class ps.nn.RowParallelLinear: ps.nn.Module
+---@field weight ps.Tensor [outputs, inputs / t], or [inputs / t, outputs]
+---@field bias? ps.Tensor [outputs]
+local Row = core.class("RowParallelLinear")
+Row.unscoped = true
+
+--- x weight^T + bias, of which each rank has a part of the inputs: the sum of the ranks' products, then bias and
+--- residual. Parameters are this rank's parts of those of nn.Linear, or of nn.Conv1D where out_in is false; all ranks
+--- have the bias. Where each rank has its rows of the result, a rank's gradient of the bias is that of its rows
+--- (shard.is_partial).
+---@param inputs integer t divides it
+---@param outputs integer
+---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number,
+---  dtype?: string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region,
+---  or group: the ranks. split_input: x has all inputs, of which this rank takes its part. all_reduce_output: true: all
+---  ranks get all rows of the result; false: each gets its rows, equal parts of the first dimension; nil: as the region
+---  says. parameters: false: whoever makes the layer gives it weight and bias
+function Row:init(inputs, outputs, options)
+  local call = "nn.RowParallelLinear"
+  options = caller.options(options, call, ROW)
+  begin(self, inputs, outputs, options, call)
+  self.split_input, self.all_reduce_output = options.split_input or false, options.all_reduce_output
+  if options.parameters == false then return end
+  local whole = whole_of(self, options)
+  take(self, whole, "weight", { dim = self.out_in == 1 and 1 or 0 }, call)
+  take(self, whole, "bias", nil, call)
+  local rows = self.all_reduce_output == false or self.all_reduce_output == nil and self.region.wanted
+  if rows and self.bias ~= nil then shard.set_partial(self.bias) end
+end
+
+--- The sum of the ranks' products, plus bias and residual.
+---@param x ps.Tensor [..., inputs / t], with split_input [..., inputs]
+---@param residual? ps.Tensor of the result's shape
+---@return ps.Tensor [B T / t, outputs] in a region whose rows are shared out, else [..., outputs]
+function Row:forward(x, residual)
+  local region, whole = self.region, self.all_reduce_output
+  if self.split_input then x = region.group:scatter_to(x) end
+  local flat = whole == nil and region.on            -- y has rows [B T, outputs]
+  if whole == nil then whole = not region.on end
+  local y
+  if whole then
+    y = region.group:reduce_from(native.ops.linear(x, self.weight, nil, nil, self.out_in))
+  else
+    y = region.group:linear_scattered(x, self.weight,
+      { out_in = self.out_in == 1, pieces = region.pieces, flat = flat })
+  end
+  local bias = self.bias
+  if bias ~= nil then
+    y = y + (whole and shard.is_partial(bias) and region.group:counted_once(bias) or bias)
+  end
+  return residual ~= nil and y + residual or y
+end
+
+function Row:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
+
+-- -- the vocabulary -------------------------------------------------------------------------------------------------
+-- Rows of a vocabulary of n words, padded to a multiple of t.
+local function rows_of(n, region) return { dim = 0, padded = -n % region.size } end
+
+---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
+---@field weight ps.Tensor [ceil(rows / t), width]
+local Vocabulary = core.class("VocabParallelEmbedding")
+Vocabulary.unscoped = true
+
+local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
+  device = "string", enter = "boolean", parameters = "boolean" }
+
+--- A table of vectors, of which each rank has some. Its weight is this rank's rows of nn.Embedding's; padding behind
+--- the last rows is 0.
+---@param rows integer V, the number of vectors
+---@param width integer C
+---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, padding_idx?: integer, dtype?: string,
+---  device?: string, enter?: boolean, parameters?: boolean} region, or group: the ranks. std, padding_idx: those of
+---  nn.Embedding. enter: ranks share out the rows of the result, as the region says. parameters: false: whoever makes
+---  the layer gives it the weight
+function Vocabulary:init(rows, width, options)
+  local call = "nn.VocabParallelEmbedding"
+  options = caller.options(options, call, VOCABULARY)
+  rawset(self, "region", region_of(options, call))
+  self.rows, self.width, self.padding_idx, self.enter = rows, width, options.padding_idx, options.enter or false
+  if options.parameters == false then return end
+  local whole = embedding.Embedding(rows, width, { std = options.std, padding_idx = options.padding_idx,
+    dtype = options.dtype, device = options.device })
+  take(self, whole, "weight", rows_of(rows, self.region), call)
+end
+
+--- The vectors at some indices.
+---@param index ps.Tensor integers [B, T] in a region whose rows are shared out from here on, else [...]
+---@return ps.Tensor [B T / t, width], or [..., width]
+function Vocabulary:forward(index)
+  local region, weight = self.region, self.weight
+  local y = native.ops.embedding(weight, index, self.padding_idx, region.rank * weight:size(0), self.rows)
+  if self.enter then return region:reduce(y) end
+  return region.group:reduce_from(y)
+end
+
+function Vocabulary:extra_repr() return describe(self, "%d, %d", self.rows, self.width) end
+
+---@class ps.nn.ParallelLMHead: ps.nn.Module
+---@field weight ps.Tensor [ceil(words / t), width]
+---@field bias? ps.Tensor [ceil(words / t)]
+local Head = core.class("ParallelLMHead")
+Head.unscoped = true
+
+local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
+  biased = "table", parameters = "boolean" }
+
+--- The head of a language model (nn.LMHead), of which each rank has the logits of some words. With `tied` the weight is
+--- that of a table of tokens, and stays the table's parameter.
+---@param width integer C
+---@param words integer V
+---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string,
+---  tied?: ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region, or group: the ranks.
+---  std: nn.LMHead's. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: whoever
+---  makes the head gives it the weight, and a bias if it has one
+function Head:init(width, words, options)
+  local call = "nn.ParallelLMHead"
+  options = caller.options(options, call, HEAD)
+  rawset(self, "region", region_of(options, call))
+  self.inputs, self.outputs = width, words
+  if options.biased then rawset(self, "biased", options.biased) end
+  if options.tied then
+    rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
+    return
+  end
+  if options.parameters == false then return end
+  local whole = linear.LMHead(width, words, { std = options.std, dtype = options.dtype, device = options.device })
+  take(self, whole, "weight", rows_of(words, self.region), call)
+end
+
+-- [ceil(V / t), C]
+local function weight_of(head) return (rawget(head, "tied") or head).weight end
+
+-- [ceil(V / t)], or nil
+local function bias_of(head) return (rawget(head, "biased") or head).bias end
+
+--- The logits of all words.
+---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
+---@return ps.Tensor [B, T, V], or [..., V]
+function Head:forward(x)
+  local region = self.region
+  local y = region.group:gather_from(native.ops.linear(region:gather(x), weight_of(self), bias_of(self), nil, 1))
+  y = y:narrow(-1, 0, self.outputs)
+  return region.on and y:reshape(region.B, region.T, -1) or y
+end
+
+-- A bias of this rank's columns, low where they are none of `total` words; nil: all are.
+local function padding_of(total, first, per, where)
+  local words = math.max(0, math.min(per, total - first))
+  if words == per then return nil end
+  local low = create.zeros({ per }, where)
+  scope.no_grad(function() low:narrow(0, words, per - words):fill_(-1e30) end)
+  return low
+end
+
+-- Refuses a target that is none of `total` words, as the op lm_loss does.
+local function check_targets(targets, counts, total, call)
+  -- A lookup refuses what is outside of [0, total). Its table is behind all words.
+  local known = tensors.where(counts, targets, 0)
+  local ok, problem = pcall(native.ops.embedding, create.zeros({ 1, 1 }, { device = targets:device() }), known, -1,
+    total,
+    total)
+  if ok then return end
+  for row, target in ipairs(problem.name == "ERANGE" and known:reshape(-1):tolist() or {}) do
+    if target < 0 or target >= total then
+      problem.msg = ("%s: target %d of row %d is outside the vocabulary [0, %d)"):format(call, target, row - 1, total)
+      problem.op = nil                                             -- the script asked for no lookup
+      break
+    end
+  end
+  error(problem, 0)
+end
+
+-- Which of targets [N] count among `total` words: bool [N].
+local function counted(targets, ignore, total, call)
+  local counts = targets:ne(ignore)
+  check_targets(targets, counts, total, call)
+  return counts
+end
+
+-- This rank's classes of a tensor over all words [V], with 0 behind the last one: [per].
+local function own_classes(t, first, per)
+  local from, words = math.min(first, t:numel()), t:numel()
+  local n = math.min(per, words - from)
+  if n == per then return t:narrow(0, from, n) end
+  local zeros = create.zeros({ per - n }, { dtype = t:dtype(), device = t:device() })
+  return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
+end
+
+-- The classes' weights of a loss: {share [N] of the targets, smooth, and for smoothed labels own [per] and their sum}.
+local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
+  local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
+  if not (smooth >= 0 and smooth <= 1) then
+    error(("%s: label_smoothing = %.14g; it must be in [0, 1]"):format(call, smooth))
+  end
+  if weight ~= nil then
+    if not (weight:dim() == 1 and weight:size(0) == words) then
+      error(("%s: weight is [%s]; there are %d classes"):format(call, table.concat(weight:shape(), ", "), words))
+    end
+    weight = weight:detach():to(dtype)
+    share = weight:gather(0, targets:clamp(0, words - 1)) * counts
+  end
+  if smooth == 0 then return share, 0 end
+  if weight == nil then weight = create.ones({ words }, { dtype = dtype, device = targets:device() }) end
+  return share, smooth, own_classes(weight, first, per), weight:sum()
+end
+
+local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
+local MEAN_OR_SUM = { mean = true, sum = true }
+
+-- What a row's log-sum-exp, its target's logit and its `mass` of logits are in the loss: [3, N]. share [N]: the weights
+-- of the targets' classes, 0 of rows that do not count. smooth, mass, words: label smoothing, the sum of all classes'
+-- weights, and their number.
+local function coefficients(share, counts, smooth, mass, words, reduction)
+  local one, some = share * (1 - smooth), counts * (smooth / words)
+  local all = mass and one + some * mass or one
+  local rows = tensors.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
+  if reduction == "sum" then return rows end
+  local sum = share:sum()
+  return rows / tensors.where(sum:eq(0), 1, sum)                                              -- the mean of none is 0
+end
+
+-- A power of two: the gradients of a mean over many rows would underflow in fp16, as in the op lm_loss.
+local function scale_of(dtype, reduction, N)
+  local scale = 1
+  while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
+  return scale
+end
+
+--- The mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so that all of them
+--- never exist, and backward keeps none. The ranks exchange three numbers a row: the largest logit, the sum of
+--- exponentials and the target's logit of each (Shoeybi et al. 2019, section 3); with smoothed labels also the sum of
+--- all logits. Rows that the ranks share out are gathered once.
+---@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
+---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number}
+---  F.lm_loss's; weight [V], on all ranks alike
+---@return ps.Tensor of 0 dimensions
+function Head:loss(x, targets, options)
+  local call = "nn.ParallelLMHead's loss"
+  options = caller.options(options, call, LOSS)
+  local reduction = options.reduction or "mean"
+  caller.one_of(reduction, MEAN_OR_SUM, call .. ": reduction")
+  caller.tensor(targets, call, "targets")
+  local region, w, words = self.region, weight_of(self), self.outputs
+  local per, N, dtype = w:size(0), targets:numel(), w:dtype() == "fp64" and "fp64" or "fp32"
+  targets = targets:reshape(N):to "int64"
+  local rows, mass = scope.no_grad(function()
+    local counts = counted(targets, options.ignore_index or -100, words, call):to(dtype)
+    local share, smooth, own, all = weights_of(options, targets, counts, words, region.rank * per, per, dtype, call)
+    return coefficients(share, counts, smooth, all, words, reduction), own
+  end)
+  local parted = region:has_part(x)
+  return region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self), mass = mass,
+    words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
+end
+
+function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
+
+---@class ps.nn.ParallelCrossEntropy: ps.nn.Module
+local CrossEntropy = core.class("ParallelCrossEntropy")
+CrossEntropy.unscoped = true
+
+local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", ignore_index = "whole",
+  reduction = "string" }
+local REDUCTIONS = { none = true, mean = true, sum = true }
+
+--- The cross entropy of logits of which each rank has those of some words. The ranks exchange three numbers a row.
+---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer,
+---  reduction?: "mean"|"sum"|"none"} region, or group: the ranks. words: V, default t times the logits of a rank;
+---  columns behind V are padding. ignore_index, reduction: F.cross_entropy's
+function CrossEntropy:init(options)
+  local call = "nn.ParallelCrossEntropy"
+  options = caller.options(options, call, CROSS_ENTROPY)
+  rawset(self, "region", region_of(options, call))
+  self.words, self.ignore_index = options.words, options.ignore_index or -100
+  self.reduction = options.reduction or "mean"
+  caller.one_of(self.reduction, REDUCTIONS, call .. ": reduction")
+end
+
+-- Of logits [n, v]: the largest of this rank's, the sum of exp(logit - that), and the target's logit, 0 of a target
+-- that is not here: [3, n].
+local function stats_of(logits, low, own, here, dtype)
+  logits = logits:to(dtype)
+  logits = low and logits + low or logits
+  local top = logits:detach():amax(-1, true)
+  local sum = (logits - top):exp():sum(-1)
+  local target = logits:gather(-1, own:reshape(-1, 1)):reshape(-1) * here
+  return tensors.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
+end
+
+-- The rows' losses [N], 0 where `counts` is, from this rank's stats [3, N].
+local function losses_of(group, mine, counts)
+  local all = group:gather_from(mine:reshape(1, 3, -1):contiguous(), 0)                 -- [t, 3, N]
+  local top = all:select(1, 0):detach()                                                 -- [t, N]
+  local most = top:amax(0, true)
+  local sum = (all:select(1, 1) * (top - most):exp()):sum(0)
+  return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
+end
+
+local function reduced(losses, share, reduction)
+  if reduction == "sum" then return losses:sum() end
+  local sum = share:sum()
+  -- the mean of none is 0
+  return losses:sum() / tensors.where(sum:eq(0), 1, sum)
+end
+
+--- The loss, the same on all ranks. Logits get the gradient of this rank's words.
+---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
+---@param targets ps.Tensor integers [...], the same on all ranks
+---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+function CrossEntropy:forward(logits, targets)
+  caller.tensor(logits, "nn.ParallelCrossEntropy", "logits")
+  caller.tensor(targets, "nn.ParallelCrossEntropy", "targets")
+  local region, per, N = self.region, logits:size(-1), targets:numel()
+  local total, first = self.words or per * region.size, region.rank * per
+  if math.ceil(total / region.size) ~= per then
+    error(("nn.ParallelCrossEntropy: %d words on %d ranks are not %d logits on each"):format(total, region.size, per))
+  end
+  local dtype = logits:dtype() == "fp64" and "fp64" or "fp32"
+  local places = targets:reshape(N):to "int64"
+  local counts = counted(places, self.ignore_index, total, "nn.ParallelCrossEntropy")
+  local own = places - first
+  local here = own:ge(0):logical_and(own:lt(per)):logical_and(counts):to(dtype)
+  counts = counts:to(dtype)
+  local low = padding_of(total, first, per, { dtype = dtype, device = logits:device() })
+  local mine = scope.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
+  local losses = losses_of(region.group, mine, counts)
+  if self.reduction == "none" then return losses:reshape(targets:shape()) end
+  return reduced(losses, counts, self.reduction)
+end
+
+return { Region = Region, ColumnParallelLinear = Column, RowParallelLinear = Row, VocabParallelEmbedding = Vocabulary,
+  ParallelLMHead = Head, ParallelCrossEntropy = CrossEntropy }

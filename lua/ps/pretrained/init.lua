@@ -1,0 +1,334 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models of others, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and makes the
+-- class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
+local create = require "ps.tensor.create"
+local deferred = require "ps.nn.deferred"
+local dist = require "ps.dist"
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+local folder = require "ps.pretrained.folder"
+local hooks = require "ps.core.hooks"
+local serialize = require "ps.io.serialize"
+local settings = require "ps.pretrained.settings"
+local state_of = require "ps.pretrained.state"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local error = caller.error
+
+local pretrained = {}
+
+---@class ps.pretrained.Family
+---@field model_type string
+---@field settings ps.pretrained.Settings
+---@field presets table<string, table> settings by name
+---@field classes table<string, table> by the name that config.json has among its architectures
+---@field tasks table<string, string> task -> the class's name
+---@field default? string the class where a config.json names none
+---@field unpads? boolean whether its models take unpad = true (ps/pretrained/unpad.lua)
+
+local families = {}                                        -- by model_type
+
+local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
+local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean",
+  mmap = "boolean|string" }
+
+-- -- families -------------------------------------------------------------------------------------------------------
+-- A script's options: settings, under their own names, and the rest. shorthands set several settings at once:
+-- { dropout = { "embd_pdrop", ... } }.
+local function spread(family, given)
+  local config, rest, aliases = {}, {}, family.settings.rules.aliases or {}
+  for key, value in pairs(given) do
+    local name = aliases[key] or key
+    if name ~= key and given[name] ~= nil and given[name] ~= value then
+      error(("%s: %s = %s, but %s = %s: they are two names of one setting"):format(family.model_type, key,
+        tostring(value), name, tostring(given[name])))
+    end
+    if not family.shorthands[key] then (family.kinds[name] and config or rest)[name] = value end
+  end
+  for short, names in pairs(family.shorthands) do
+    for _, name in ipairs(given[short] ~= nil and names or {}) do
+      if config[name] == nil then config[name] = given[short] end
+    end
+  end
+  return config, rest
+end
+
+local function sorted(t)
+  local names = {}
+  for name in pairs(t) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+--- Makes a family known, and gives it
+---   family.new(preset, options)              a model with fresh weights
+---   family.from_pretrained(name, options)    see ps.from_pretrained; the folder's model_type must be this one
+---@param family table model_type, settings, classes, tasks; default, presets, shorthands
+---@return ps.pretrained.Family
+function pretrained.family(family)
+  local who = family.model_type
+  family.presets, family.shorthands = family.presets or {}, family.shorthands or {}
+  family.kinds = family.settings:kinds()
+  local options_of, loading_of = {}, {}                    -- options of new and of from_pretrained
+  for name in pairs(family.shorthands) do options_of[name], loading_of[name] = "number", "number" end
+  for _, list in ipairs { family.kinds, WHERE } do
+    for key, kind in pairs(list) do options_of[key], loading_of[key] = kind, kind end
+  end
+  for alias, key in pairs(family.settings.rules.aliases or {}) do loading_of[alias] = family.kinds[key] end
+  for key, kind in pairs(LOADING) do loading_of[key] = kind end
+  options_of.task = "string"
+  if family.unpads then options_of.unpad, loading_of.unpad = "boolean", "boolean" end
+  family.options_of_loading = loading_of
+
+  --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that change it,
+  --- task, dtype, device and recompute; of families that can, unpad: padding is left out of what is computed.
+  function family.new(preset, options)
+    local base = type(preset) == "table" and preset or family.presets[preset]
+    if not base then
+      error(("%s: no preset '%s' (there are %s)"):format(who, tostring(preset),
+        table.concat(sorted(family.presets), ", ")))
+    end
+    local config = {}
+    for key, value in pairs(caller.options(base, who .. ".new", family.kinds)) do config[key] = value end
+    local changes, rest = spread(family, caller.options(options, who .. ".new", options_of))
+    family.settings:change(config, changes)
+    local class = pretrained.class_of(family, rest.task, nil, who .. ".new")
+    return class(config, { dtype = rest.dtype, device = rest.device, recompute = rest.recompute, unpad = rest.unpad })
+  end
+
+  function family.from_pretrained(name, options)
+    return pretrained.load(name, options, family)
+  end
+  for name, class in pairs(family.classes) do
+    class.family = family
+    assert(class.class_name == name, "a class goes by its own name")
+  end
+  families[who] = family
+  return family
+end
+
+-- The families that there are: those made known, and files beside psluajit's own.
+local function known_families()
+  local names = {}
+  for name in pairs(families) do names[name] = true end
+  local path = (paths.root or "") .. "/models"
+  if lfs.attributes(path, "mode") == "directory" then
+    for file in lfs.dir(path) do
+      local name = file:match("^(%w+)%.lua$")
+      if name then names[name] = true end
+    end
+  end
+  return table.concat(sorted(names), ", ")
+end
+
+--- The family of a model_type: one that was made known, or that models/MODEL_TYPE.lua makes known.
+---@param model_type any
+---@param where string the file that says so
+---@return ps.pretrained.Family
+function pretrained.find(model_type, where)
+  if families[model_type] then return families[model_type] end
+  if type(model_type) == "string" and model_type:match("^%l[%w_%-]*$") then
+    local module = "models." .. model_type:gsub("-", "_")
+    if package.searchpath(module, package.path) then require(module) end
+    if families[model_type] then return families[model_type] end
+  end
+  return settings.refuse(where, "model_type", model_type == nil and "none" or model_type,
+    "there are " .. known_families())
+end
+
+--- The class of a task, else of a config.json's architectures, else the family's usual one.
+---@param family ps.pretrained.Family
+---@param task? string
+---@param architectures any
+---@param where string
+---@return table class
+function pretrained.class_of(family, task, architectures, where)
+  if task ~= nil then
+    return family.classes[caller.one_of(task, family.tasks, where .. ": task")]
+  end
+  local named = type(architectures) == "table" and architectures[1] or nil
+  if architectures ~= nil and type(named) ~= "string" then
+    settings.refuse(where, "architectures", named or architectures, "it is a list of names of classes")
+  end
+  local name = named or family.default
+  if not name then error(("%s names no architectures; say which by task (there are %s)"):format(where,
+    table.concat(sorted(family.tasks), ", "))) end
+  if not family.classes[name] then
+    settings.refuse(where, "architectures", name, ("there are %s; task chooses one (%s)"):format(
+      table.concat(sorted(family.classes), ", "), table.concat(sorted(family.tasks), ", ")))
+  end
+  return family.classes[name]
+end
+
+-- -- loading --------------------------------------------------------------------------------------------------------
+local DTYPES = { float32 = "fp32", bfloat16 = "bf16", float16 = "fp16", float64 = "fp64" }
+
+-- The type that a config.json says, in its word and in ours.
+local function said_dtype(fields)
+  local word = type(fields.dtype) == "string" and fields.dtype or fields.torch_dtype
+  return word, type(word) == "string" and DTYPES[word:match("^torch%.(.*)$") or word] or nil
+end
+
+local told = {}                                            -- files whose dtype a note was about
+
+-- What config.json says of the type of its weights is no order: values of any type go into parameters of ours.
+local function tell_dtype(fields, model, from)
+  local word, dtype = said_dtype(fields)
+  local made = model:parameters()[1]:dtype()
+  if not dtype or dtype == made or told[from] or dist.rank() > 0 then return end
+  told[from] = true
+  io.stderr:write(("psluajit: %s: dtype is %s, which is not followed: parameters are made in %s, unless "
+    .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"):format(from, word,
+    made, dtype))
+end
+
+local WIDTHS = { bf16 = 2, fp16 = 2, fp32 = 4, fp64 = 8 }
+
+-- A type that has the values of both.
+local function wider(a, b)
+  if a == b or not WIDTHS[b] then return a end
+  if a and WIDTHS[a] == WIDTHS[b] then return "fp32" end
+  return a and WIDTHS[a] > WIDTHS[b] and a or b
+end
+
+-- Refuses a config.json of other sizes than the weights beside it, before memory and time go into a model of them.
+-- Gives a type that has the values of all of the body's weights.
+local function check_sizes(family, class, config, files, from)
+  local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
+  local state = state_of.open(files, function(name) return name end)
+  local ok, problem = pcall(function()
+    local list = state.names()
+    table.sort(list)                                       -- so that a refusal names the same tensor each time
+    for _, name in ipairs(list) do
+      local bare = name:match("^" .. class.base .. "%.(.*)$") or name
+      names[bare] = name
+      local dtype, other = state:dtype(name)
+      if class.body[bare:match("^[^.]+")] then
+        if not dtype then
+          settings.refuse(from, "dtype", other, ("the files have %s of that type, which is not supported"):format(name))
+        end
+        widest = wider(widest, dtype)
+      end
+    end
+    for _, row in ipairs(rules.measures) do
+      if names[row[2]] then shapes[row[2]] = state:shape(names[row[2]]) end
+    end
+  end)
+  state.close()
+  if not ok then error(problem, 0) end
+  local layers, seen = 0, {}
+  for name in pairs(names) do
+    local layer = name:match(rules.layer)
+    if layer and not seen[layer] then seen[layer], layers = true, layers + 1 end
+  end
+  if config[rules.layers] > layers then
+    error(("%s: %s is %.0f, and the files have weights of %d layers"):format(from, rules.layers, config[rules.layers],
+      layers))
+  end
+  for _, row in ipairs(rules.measures) do
+    local key, name, at = unpack(row)
+    local shape, size = shapes[name], config[key] or row.default(config)
+    if shape and shape[at] ~= size then
+      error(("%s: %s is %.0f, and %s in the files is [%s]"):format(from, key, size, names[name],
+        table.concat(shape, ", ")))
+    end
+  end
+  return widest or "fp32"
+end
+
+-- Whether a script asks for fewer layers than the file has: then it has more tensors than the model.
+local function asks_for_fewer(family, config, fields)
+  local key = family.settings.rules.layers
+  for alias, name in pairs(family.settings.rules.aliases or {}) do
+    if name == key and fields[key] == nil then fields = { [key] = fields[alias] } end
+  end
+  return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
+end
+
+-- Why no tensor could have its bytes in the files; nil: some can.
+local function not_mapped(files, dtype, device)
+  if device ~= "cpu" and device ~= "meta" then             -- meta: values come later, by ps.materialize
+    return ("weights in a file are for device cpu, and the model is for %s"):format(device)
+  end
+  for _, path in ipairs(files) do
+    if serialize.format(path) ~= "safetensors" then return path .. " is no safetensors file" end
+  end
+  local state, found, other = state_of.open(files, function(name) return name end), false, nil
+  for _, name in ipairs(state.names()) do
+    local its = state:dtype(name)
+    found = found or its == dtype
+    other = other or its and its ~= dtype and ("%s is %s"):format(name, its)
+  end
+  state.close()
+  if not found then return ("the files have no weights of %s (%s); leave dtype out"):format(dtype, other or "none") end
+end
+
+-- Whether weights stay in the files, by the option mmap.
+local function maps(wanted, files, dtype, device)
+  if wanted == nil or wanted == false then return nil end
+  if wanted ~= true and wanted ~= "auto" then
+    error(("from_pretrained: mmap is true, false or \"auto\", not '%s'"):format(wanted))
+  end
+  local why = not_mapped(files, dtype or "fp32", device)
+  if why and wanted == true then error("from_pretrained: mmap = true: " .. why) end
+  return not why
+end
+
+local FROM_CONFIG = { task = "string", revision = "string" }
+for key, kind in pairs(WHERE) do FROM_CONFIG[key] = kind end
+
+--- A model with fresh weights, in training mode, by the fields of a config.json.
+---@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as cjson.decode gives them
+---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
+---@return ps.pretrained.Model
+function pretrained.from_config(source, options)
+  local given = caller.options(options, "from_config", FROM_CONFIG)
+  local path, where, fields = nil, "the fields", source
+  if type(source) ~= "table" then
+    path = folder.find(source, given.revision)
+    where, fields = path .. "/config.json", folder.config(path)
+  end
+  local family = pretrained.find(fields.model_type, where)
+  local config = family.settings:complete(family.settings:from_file(fields, {}))
+  local class = pretrained.class_of(family, given.task, config.architectures, where)
+  local dtype = given.dtype ~= "auto" and given.dtype or select(2, said_dtype(fields))
+  local model = class(config, { dtype = dtype, device = given.device, recompute = given.recompute })
+  if path then rawset(model, "source", path) end
+  return model
+end
+
+--- ps.from_pretrained, of a family that it must be, or of any.
+---@param name string
+---@param options? table
+---@param family? ps.pretrained.Family
+---@return ps.pretrained.Model
+function pretrained.load(name, options, family)
+  if options ~= nil then caller.typed(options, "table", "from_pretrained: the options") end
+  local path = folder.find(name, options and options.revision)
+  local where = path .. "/config.json"
+  local fields = folder.config(path)
+  if not family then family = pretrained.find(fields.model_type, where) end
+  local changes, rest = spread(family, caller.options(options, "from_pretrained", family.options_of_loading))
+  local config = family.settings:from_file(fields, changes)
+  config = family.settings:complete(config)
+  local class = pretrained.class_of(family, rest.task, config.architectures, where)
+  local files = folder.files(path)
+  local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
+  if dtype == "auto" then dtype = select(2, said_dtype(fields)) or widest end
+  if rest.mmap == true then dtype = dtype or widest end
+  local mmap = maps(rest.mmap, files, dtype, rest.device or create.empty({ 0 }):device())
+  files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes, mmap = mmap,
+    shorter = asks_for_fewer(family, changes, fields) }
+  local function make(device)
+    local model = class(config, { dtype = dtype, device = device, recompute = rest.recompute, unpad = rest.unpad })
+    rawset(model, "source", path)
+    rawset(model, "quiet", rest.quiet)
+    if not dtype then tell_dtype(fields, model, where) end
+    return model:load_weights(unpack(files)):eval()
+  end
+  if native.recorder or hooks.heard "parameter" then return make(rest.device) end
+  -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
+  return deferred.materialize(deferred.make(make), { device = rest.device })
+end
+
+return pretrained

@@ -1,0 +1,71 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The clocks of ranks, for ps.profiler.save: what is to be added to this rank's, so that it agrees with rank 0's.
+--
+-- Rank 0 tells its time to one rank after the other, some times over. The time that it tells lies between the
+-- question and the answer, so that the middle of the two is wrong by half of the round trip at most (Cristian 1989,
+-- "Probabilistic clock synchronization"). The shortest round trip counts.
+local native = require "ps.core.ffi"
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
+local C = native.C
+
+local clock = {}
+
+local TRIPS = 16               -- the first one waits for the ranks before; the shortest of the others is what counts
+local SECOND = 1000000000LL
+
+-- A time as a tensor [2] of whole seconds and nanoseconds: its nanoseconds are more than fp64 holds exactly.
+local function told(ns)
+  return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
+end
+
+local function time_of(t) return SECOND * t[0]:item() + t[1]:item() end
+
+local function tell(group)
+  for rank = 1, group:size() - 1 do
+    local question = told(0LL)
+    for _ = 1, TRIPS do
+      group:recv(question, rank)
+      group:send(told(C.ps_record_clock()), rank)
+    end
+  end
+  return 0LL, 0LL
+end
+
+local function ask(group)
+  local question, answer = told(0LL), told(0LL)
+  local offset, shortest
+  for _ = 1, TRIPS do
+    local began = C.ps_record_clock()
+    group:send(question, 0)
+    group:recv(answer, 0)
+    local took = C.ps_record_clock() - began
+    if not shortest or took < shortest then offset, shortest = time_of(answer) - (began + took / 2), took end
+  end
+  return offset, (shortest + 1) / 2
+end
+
+-- The least of all ranks' times on rank 0's clock; nil where no rank has one.
+local function least(group, ns)
+  local origin = group:broadcast(told(C.ps_record_clock()), 0)
+  local zero = time_of(origin)
+  local since = create.tensor({ ns and tonumber(ns - zero) or math.huge }, { dtype = "fp64", device = "cpu" })
+  group:all_reduce(since, "min")
+  local first = since:item()
+  return first < math.huge and zero + first or nil
+end
+
+--- Aligns this rank's clock with that of rank 0. All ranks call it.
+---@param group ps.Group
+---@param first? ffi.cdata* int64_t, nanoseconds: this rank's first event, by its own clock; nil: it has none
+---@return ffi.cdata* offset int64_t, nanoseconds to add to this rank's clock
+---@return ffi.cdata* wrong int64_t, nanoseconds by which the offset may be wrong at most
+---@return ffi.cdata* zero int64_t, nanoseconds by rank 0's clock: the first event of all ranks, or 0
+function clock.align(group, first)
+  return scope.no_grad(scope.scope, function()
+    local offset, wrong = (group:rank() == 0 and tell or ask)(group)
+    return offset, wrong, least(group, first and first + offset) or 0LL
+  end)
+end
+
+return clock

@@ -1,0 +1,93 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Sums of the calls between ranks (src/comm/count.c), which comms_logger of a configuration asks for, as DeepSpeed's
+-- table: ps.comm.log_summary(), and its rows: ps.comm.log_rows().
+local native = require "ps.core.ffi"
+local names = require "ps.core.call_names"
+local readable = require "ps.core.readable"
+local dist = require "ps.dist"
+local ffi, C = native.ffi, native.C
+
+local comm = {}
+
+---@class ps.comm.Row
+---@field op string the call, with the axis of its group: "all_reduce of tp"
+---@field bytes number of the whole tensor of each call
+---@field ranks integer of the group
+---@field count integer
+---@field seconds number of all calls, each from its begin on this rank, so that it includes the wait for other ranks
+---@field algbw number bytes a second: bytes through seconds
+---@field busbw number bytes a second over each link, in the terms of NCCL's tests: algbw times 2 (n - 1) / n of an
+---  all-reduce of n ranks, (n - 1) / n of a gather, or of a sum of which each rank gets a part, else algbw
+
+-- The numbers of the record's calls by name.
+local function numbers()
+  local list, number = {}, 0
+  while C.ps_record_call_name(number) ~= nil do
+    list[ffi.string(C.ps_record_call_name(number))], number = number, number + 1
+  end
+  return list
+end
+
+--- Begins to count the calls that a configuration's comms_logger names.
+---@param settings ps.config.CommsLogger
+---@param prints boolean each call is printed when it ends, if the settings ask for that
+function comm.begin(settings, prints)
+  local set, number = 0, numbers()
+  for _, call in pairs(number) do set = settings.prof_all and bit.bor(set, bit.lshift(1, call)) or set end
+  for _, name in ipairs(settings.prof_ops or {}) do
+    for _, call in ipairs(names[name]) do set = bit.bor(set, bit.lshift(1, number[call])) end
+  end
+  C.ps_calls_count(set, settings.verbose and prints and 1 or 0)
+end
+
+--- Ends counting; the sums stay until comm.begin.
+function comm.stop() C.ps_calls_count(0, 0) end
+
+local function gbps(bytes_a_second) return ("%.2f"):format(bytes_a_second * 8e-9) end
+
+local Summary = {}
+function Summary.__tostring(rows)
+  if #rows == 0 then return "comms_logger: no call between ranks was counted" end
+  local lines = {}
+  for i, row in ipairs(rows) do
+    lines[i] = { row.op, readable.bytes(row.bytes), tostring(row.count), ("%.2f"):format(row.seconds * 1e3),
+      ("%.3f"):format(row.seconds * 1e3 / row.count), gbps(row.algbw), gbps(row.busbw) }
+  end
+  return table.concat(readable.lines({ { title = "Comm. Op", left = true }, { title = "Message Size" },
+    { title = "Count" },
+    { title = "Total Latency(ms)" }, { title = "Avg Latency(ms)" }, { title = "algbw (Gbps)" },
+    { title = "busbw (Gbps)" } }, lines), "\n")
+end
+
+--- What calls between ranks took so far, by call and size: those that comms_logger of the configuration counts. Each
+--- rank has its own sums.
+---@return ps.comm.Row[] rows that print as DeepSpeed's table
+function comm.log_rows()
+  local rows, sum = {}, ffi.new "ps_calls_total"
+  while C.ps_calls_total_get(#rows, sum) == 0 do
+    local axis, seconds = ffi.string(sum.axis), math.max(tonumber(sum.ns), 1) * 1e-9
+    local rate = tonumber(sum.nbytes) * tonumber(sum.calls) / seconds
+    rows[#rows + 1] = { op = ffi.string(C.ps_record_call_name(sum.name)) .. (axis ~= "" and " of " .. axis or ""),
+      bytes = tonumber(sum.nbytes), ranks = sum.ranks, count = tonumber(sum.calls), seconds = seconds, algbw = rate,
+      busbw = rate * C.ps_calls_bus(sum.name, sum.ranks) }
+  end
+  table.sort(rows, function(a, b)
+    if a.op ~= b.op then return a.op < b.op end
+    if a.bytes ~= b.bytes then return a.bytes < b.bytes end
+    return a.ranks < b.ranks
+  end)
+  return setmetatable(rows, Summary)
+end
+
+--- The rows of ps.comm.log_rows. Rank 0 prints them as DeepSpeed's table; the others need not call it.
+---@return ps.comm.Row[] rows that print as the table
+function comm.log_summary()
+  local rows = comm.log_rows()
+  if dist.rank() == 0 then
+    io.stdout:write(tostring(rows), "\n")
+    io.stdout:flush()
+  end
+  return rows
+end
+
+return comm

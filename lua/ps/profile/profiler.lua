@@ -1,0 +1,135 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The record of events (src/base/record.h) for scripts: ops, modules, copies, disk, collectives, waits, chunks and the
+-- bytes of tiers, each with its time, step and phase.
+--   ps.profiler.start(); ...; ps.profiler.stop(); ps.profiler.save("profile.json"); ps.profiler.report()
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local json = require("cjson").new()
+local mesh = require "ps.dist.mesh"
+local report = require "ps.profile.report"
+local error = caller.error
+local ffi, C = native.ffi, native.C
+
+local profiler = {}
+
+local EVENTS = 2 ^ 18           -- of 64 bytes; a step of a small GPT-2 has a few thousand
+
+--- Begins to record, also before ps.initialize. What was recorded before goes.
+---@param options? { events?: integer } events: how many the record holds, 64 bytes each (262144); later ones take the
+---  place of the oldest
+function profiler.start(options)
+  options = caller.options(options, "ps.profiler.start", { events = "whole" })
+  local events = tonumber(options.events or EVENTS)
+  if events < 1 or events > C.PS_RECORD_MOST then
+    error(("ps.profiler.start: events is %s; a record holds 1 to %d"):format(events, C.PS_RECORD_MOST))
+  end
+  native.check(C.ps_record_start(events))
+end
+
+--- Stops recording; what was recorded stays.
+---@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] all calls of each op since
+---  the start, also those whose events were overwritten; largest time first
+function profiler.stop()
+  C.ps_record_settle(native.ctx)
+  C.ps_record_stop()
+  local total, rows = ffi.new("ps_record_total"), {}
+  for op = 0, C.PS_OP_COUNT - 1 do
+    native.check(C.ps_record_op_total(op, total))
+    if total.calls > 0 then
+      rows[#rows + 1] = { name = native.op_info[op].name, calls = tonumber(total.calls),
+        seconds = tonumber(total.ns) * 1e-9,
+        flops = tonumber(total.flops), bytes = tonumber(total.bytes) }
+    end
+  end
+  table.sort(rows, function(a, b) return a.seconds > b.seconds end)
+  return rows
+end
+profiler["end"] = profiler.stop                              -- PatrickStar's name, a word of Lua
+
+--- Writes what was recorded as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). Each of
+--- several ranks that calls it writes a file of its own, whose name has the rank: profile.rank1.json. Other ranks need
+--- not call it, unless `align` is given.
+---@param path string
+---@param options? { align?: boolean } align: all ranks call it, and times in all files are those of rank 0's clock;
+---  absent: those of the machine's clock, which ranks on other machines do not share
+---@return string path the file that this rank wrote
+function profiler.save(path, options)
+  if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
+  options = caller.options(options, "ps.profiler.save", { align = "boolean" })
+  local group = mesh.group "world"
+  if group then
+    local name, kind = path:match "^(.*[^/])(%.[^./]+)$"
+    path = ("%s.rank%d%s"):format(name or path, group:rank(), kind or "")
+  end
+  local text = require "ps.profile.save"(options.align and group or nil)
+  native.check(C.ps_file_write_atomic(path, text, #text))
+  return path
+end
+
+---@class ps.profiler.Limits
+---@field flops number|table<string, number> operations a second that a device reaches in products; or by their type
+---@field bytes number a second that it reads and writes
+
+-- Limits that a script gave, types by the names that profiles have.
+local function given(limits)
+  local function above_0(x) return type(x) == "number" and x > 0 end
+  local flops, ok = limits.flops, above_0(limits.bytes)
+  if type(flops) == "table" then
+    flops = {}
+    for dtype, rate in pairs(limits.flops) do
+      flops[native.dtype_name[native.dtype_code(dtype)]], ok = rate, ok and above_0(rate)
+    end
+  elseif not above_0(flops) then ok = false end
+  if not ok then
+    error("ps.profiler.report: limits has flops (a number, or one for each type) and bytes, a second and above 0")
+  end
+  return { flops = flops, bytes = limits.bytes }
+end
+
+-- The limits of the device that made a profile's products, or of `device`; nil and why, where they cannot be measured
+-- and are not asked for by name.
+local function measured(profile, device, asked)
+  local products = report.products(profile)
+  asked = asked or device ~= nil
+  device = device or products.device or native.device_name[0]
+  if not (asked or pcall(native.device_index, device)) then return nil, "this machine has no device " .. device end
+  local ok, found = pcall(require "ps.profile.limits", device, products.dtypes)
+  if ok then return found end
+  if asked or type(found) ~= "table" or found.name ~= "ENOMEM" then error(found, 0) end
+  return nil, "no room for it: " .. found.msg:match "^[^(;\n]*"
+end
+
+local OPTIONS = { by = "string", file = "string", against = "string", limits = "table boolean", device = "string",
+  quiet = "boolean" }
+
+--- Sums what was recorded by op or by module, a step: time, operations and bytes a second, the share of what the
+--- machine reaches at most, waits, idle time. Prints a table, and stops a record that is under way.
+---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean,
+---  device?: string, quiet?: boolean } by: "op" when absent; file: a profile that was saved, instead of the record;
+---  against: one to compare with; limits: a second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true:
+---  measured now for each type that the profile multiplies, on `device` (that of the profile), which takes 140 MiB;
+---  absent: measured where there is room; false: none; quiet: prints nothing
+---@return ps.profiler.Row[] rows that print as the table
+function profiler.report(options)
+  options = caller.options(options, "ps.profiler.report", OPTIONS)
+  local by, limits = options.by or "op", options.limits
+  if by ~= "op" and by ~= "module" then
+    error(("ps.profiler.report: by is '%s'; it is 'op' or 'module'"):format(by))
+  end
+  C.ps_record_settle(native.ctx)
+  C.ps_record_stop()
+  local profile = options.file and report.read(options.file) or json.decode(require "ps.profile.save"())
+  local against = options.against and report.read(options.against)
+  local lacking
+  if (limits == nil or limits == true) and profile.psluajit.events ~= 0 then
+    limits, lacking = measured(profile, options.device, limits)
+  elseif type(limits) == "table" then limits = given(limits) end
+  local rows = report.of(profile, by, type(limits) == "table" and limits or nil, against)
+  if not options.quiet then
+    print(tostring(rows))
+    if lacking then print("the limit was not measured: " .. lacking) end
+  end
+  return rows
+end
+
+return profiler

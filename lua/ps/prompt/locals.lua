@@ -1,0 +1,127 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The variables of a script by name: at its error, for the prompt that `psluajit -i script.lua` then opens (the error
+-- handler of the program calls keep() while the frames are there), and while it is paused (ps/prompt/pause.lua).
+local caller = require "ps.core.caller"
+
+local locals = {}
+
+---@class ps.Variable
+---@field value any
+---@field level integer of the function, for debug.setlocal
+---@field index integer of the local variable, or of the upvalue
+---@field func function? whose upvalue it is
+---@field changed boolean? a statement gave it another value
+
+---@type table<string, ps.Variable>
+local kept = {}
+local noted                                              -- the same where psluajit caught an error first
+
+-- The variables of the function at a level, with those that it has from functions around it. Of two locals of one name
+-- the inner one counts.
+local function variables(level, info)
+  local found, i = {}, 1
+  while true do
+    local name, value = debug.getlocal(level + 1, i)
+    if not name then break end
+    if name:match "^[%a_]" then found[name] = { value = value, level = level, index = i } end
+    i = i + 1
+  end
+  for at = 1, info.nups do
+    local name, value = debug.getupvalue(info.func, at)
+    if name and name ~= "" and not found[name] then
+      found[name] = { value = value, level = level, index = at, func = info.func }
+    end
+  end
+  return found
+end
+
+-- The variables of all functions of the script that are running. A name that several have is the innermost's. Levels
+-- are those of who calls.
+local function all_variables(each)
+  local found, level = {}, 3
+  while true do
+    local info = debug.getinfo(level, "Suf")
+    if not info then return found end
+    if info.what ~= "C" and not caller.is_own(info.source) then
+      for name, variable in pairs(variables(level, info)) do
+        variable.level = level - 1
+        found[name] = found[name] or variable
+      end
+      if each then each(info.func) end
+    end
+    level = level + 1
+  end
+end
+
+--- Notes the variables of all functions of the script that are running.
+---@param each? fun(func: function) is told of these functions
+function locals.keep(each) kept = all_variables(each) end
+
+--- Notes them where psluajit catches an error of the script.
+function locals.note() noted = all_variables() end
+
+--- Notes them at the error that ends the script, or takes those from where it was caught first. For the program's
+--- handler.
+---@param e any the error
+function locals.keep_at_error(e) kept = caller.was_noted(e) and noted or all_variables() end
+
+--- Gives the script the values that statements gave to its variables since keep(). To be called at the same depth of
+--- calls as keep() was.
+function locals.write()
+  for _, variable in pairs(kept) do
+    if variable.changed and variable.func then
+      debug.setupvalue(variable.func, variable.index, variable.value)
+    elseif variable.changed then
+      debug.setlocal(variable.level, variable.index, variable.value)
+    end
+  end
+end
+
+--- The values that statements gave to the script's variables since keep().
+---@return any[]
+function locals.changed()
+  local list = {}
+  for _, variable in pairs(kept) do if variable.changed then list[#list + 1] = variable.value end end
+  return list
+end
+
+--- Names of the variables, sorted.
+---@return string[]
+function locals.names()
+  local names = {}
+  for name in pairs(kept) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
+--- A table that has the variables before what is in another one. A new name goes into that one. TAB offers both.
+---@param beneath table
+---@return table
+function locals.over(beneath)
+  return setmetatable({}, {
+    __names = function()
+      local values = {}
+      for name, variable in pairs(kept) do values[name] = variable.value end
+      return values, beneath
+    end,
+    __index = function(_, name)
+      local variable = kept[name]
+      if variable then return variable.value end
+      return beneath[name]
+    end,
+    __newindex = function(_, name, value)
+      local variable = kept[name]
+      if variable then variable.value, variable.changed = value, true else beneath[name] = value end
+    end,
+  })
+end
+
+--- The environment of statements at the prompt: the variables that keep() noted before the globals. Prints their names.
+---@return table
+function locals.environment()
+  local names = locals.names()
+  if names[1] then print("variables of the script at its error: " .. table.concat(names, ", ")) end
+  return locals.over(_G)
+end
+
+return locals

@@ -1,0 +1,346 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Methods and functions of tensors that are made of others: no kernels of their own, gradients by those of their parts.
+-- They are named, and mean, what PyTorch's do.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local tensor = require "ps.tensor"
+local C, ops, caller = native.C, native.ops, native.caller
+local error = caller.error
+local dim_index = create.dim_index
+
+local T = tensor.methods
+local M = {}
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+
+local function list_of(value) return type(value) == "number" and { value } or value end
+
+-- fn of a tensor in fp32 or fp64, its result in the tensor's own type.
+local function wide(t, what, fn, ...)
+  if not FLOAT[t.dtype_] then error(("%s takes a float tensor; convert with :float()"):format(what)) end
+  if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 then return fn(t, ...) end
+  return ops.cast(fn(t:to("fp32"), ...), t.dtype_)
+end
+
+-- -- order ----------------------------------------------------------------------------------------------------------
+--- The elements in reverse order along some dimensions, copied.
+---@param dims integer|integer[]
+---@return ps.Tensor of this shape
+function T:flip(dims)
+  local y = self
+  for _, d in ipairs(caller.typed(list_of(dims), "table", "flip: the dimensions")) do
+    d = dim_index(self, d)
+    if y:size(d) > 1 and self.numel_ > 0 then
+      y = y:index_select(d, tensor.arange(y:size(d) - 1, -1, -1, { dtype = "int64", device = self:device() }))
+    end
+  end
+  return rawequal(y, self) and self:clone() or y:contiguous()
+end
+
+--- The elements moved on by `shifts` along dimensions; what leaves at the end comes back at the beginning.
+---@param shifts integer|integer[]
+---@param dims? integer|integer[] as many; default: along the elements in row-major order
+---@return ps.Tensor of this shape
+function T:roll(shifts, dims)
+  if dims == nil then
+    return self:reshape(-1):roll(caller.whole(shifts, "roll: the shift"), 0):reshape(self:shape())
+  end
+  shifts, dims = list_of(shifts), list_of(dims)
+  if #shifts ~= #dims then error(("roll: %d shifts and %d dimensions"):format(#shifts, #dims)) end
+  local y = self
+  for i, d in ipairs(dims) do
+    d = dim_index(self, d)
+    local n = self:size(d)
+    local shift = n > 0 and caller.whole(shifts[i], "roll: the shift") % n or 0
+    if shift > 0 then y = tensor.cat({ y:narrow(d, n - shift, shift), y:narrow(d, 0, n - shift) }, d) end
+  end
+  return rawequal(y, self) and self:clone() or y
+end
+
+--- The tensor again and again: `...` says how many times along each dimension, leading dimensions first. PyTorch's
+--- repeat, which is a word of Lua's own.
+---@param ... integer as many as dimensions, or more
+---@return ps.Tensor
+function T:tile(...)
+  local times = type((...)) == "table" and (...) or { ... }
+  if rawequal(times, (...)) and select(2, ...) ~= nil then
+    error("tile: its numbers are one list, and nothing comes after it")
+  end
+  local shape, spread, full, result = self:shape(), {}, {}, {}
+  if #times < #shape then error(("tile: %d numbers for %d dimensions"):format(#times, #shape)) end
+  for i, n in ipairs(times) do
+    local size = shape[i - #times + #shape] or 1
+    caller.whole(n, "tile: how many times", 0)
+    if n ~= 1 then spread[#spread + 1], full[#full + 1] = 1, n end
+    spread[#spread + 1], full[#full + 1], result[i] = size, size, n * size
+  end
+  if #full > 8 then error(("tile: %d dimensions, with one more for each that grows; 8 at most"):format(#full)) end
+  return self:reshape(spread):expand(full):reshape(result)
+end
+
+--- Sorted along a dimension, by topk: for tensors of thousands of elements, not of millions.
+---@param d? integer default -1
+---@param descending? boolean default false
+---@return ps.Tensor values of this shape
+---@return ps.Tensor indices int64, of this shape
+function T:sort(d, descending)
+  d = dim_index(self, d or -1)
+  if descending ~= nil then caller.typed(descending, "boolean", "sort: descending") end
+  local moved = d == self.ndim - 1 and self or self:transpose(d, -1):contiguous()
+  local values, indices = moved:topk(moved:size(-1))
+  if not descending then values, indices = values:flip(-1), indices:flip(-1) end
+  if d == self.ndim - 1 then return values, indices end
+  return values:transpose(d, -1), indices:transpose(d, -1)
+end
+
+-- -- triangles ------------------------------------------------------------------------------------------------------
+-- column - row of the elements of the last two dimensions, int64 [R, C].
+local function offsets(t, what)
+  if t.ndim < 2 then error(("%s takes a tensor of 2 dimensions or more"):format(what)) end
+  local where = { dtype = "int64", device = t:device() }
+  return tensor.arange(0, t:size(-1), 1, where):reshape(1, -1) - tensor.arange(0, t:size(-2), 1, where):reshape(-1, 1)
+end
+
+--- The part on and below a diagonal of the last two dimensions; the rest is 0.
+---@param diagonal? integer 0: the main one; above it: larger
+---@return ps.Tensor of this shape
+function T:tril(diagonal)
+  return self:masked_fill(offsets(self, "tril"):gt(caller.whole(diagonal or 0, "tril: the diagonal")), 0)
+end
+--- The part on and above a diagonal of the last two dimensions; the rest is 0.
+---@param diagonal? integer 0: the main one; above it: larger
+---@return ps.Tensor of this shape
+function T:triu(diagonal)
+  return self:masked_fill(offsets(self, "triu"):lt(caller.whole(diagonal or 0, "triu: the diagonal")), 0)
+end
+
+-- -- reductions -----------------------------------------------------------------------------------------------------
+-- Without infinities, of which no difference is taken.
+local function shift_of(x, dims)
+  return scope.no_grad(function()
+    local top = x:amax(dims, true)
+    return ops.where(top:isfinite(), top, top * 0):masked_fill(top:isfinite():logical_not(), 0)
+  end)
+end
+
+local function without(t, dims, keepdim, like)
+  if keepdim then return t end
+  local shape, gone = {}, {}
+  for _, d in ipairs(list_of(dims)) do gone[dim_index(like, d)] = true end
+  for d = 0, like.ndim - 1 do if not gone[d] then shape[#shape + 1] = like:size(d) end end
+  return t:reshape(shape)
+end
+
+local function logsumexp(x, dims, keepdim)
+  local shift = shift_of(x, dims)
+  return without((x - shift):exp():sum(dims, true):log() + shift, dims, keepdim, x)
+end
+--- log(sum(exp(x))) over some dimensions, of floats, without overflow.
+---@param dims integer|integer[]
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:logsumexp(dims, keepdim)
+  if dims == nil then error("logsumexp: over which dimensions?") end
+  return wide(self, "logsumexp", logsumexp, dims, keepdim)
+end
+
+-- x to a power 1 / p, with gradient 0 where it is 0: that of a norm at its smallest.
+local function root(x, p)
+  local zero = x:eq(0)
+  local y = x:masked_fill(zero, 1)
+  if p == 2 then y = y:sqrt() else y = y ^ (1 / p) end
+  return y:masked_fill(zero, 0)
+end
+
+local function norm(x, p, dims, keepdim)
+  if p == 2 then return root(x:square():sum(dims, keepdim), 2) end
+  if p == 0 then return x:ne(0):to(x:dtype()):sum(dims, keepdim) end
+  if p == math.huge then return x:abs():amax(dims, keepdim) end
+  if p == -math.huge then return x:abs():amin(dims, keepdim) end
+  if p == 1 then return x:abs():sum(dims, keepdim) end
+  return root((x:abs() ^ p):sum(dims, keepdim), p)
+end
+--- The p-norm over some dimensions, of floats; its gradient where it is 0 is 0. p: any number, infinities too; 0 counts
+--- what is not 0.
+---@param p? number default 2
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:norm(p, dims, keepdim)
+  p = caller.typed(p or 2, "number", "norm: p")
+  if not FLOAT[self.dtype_] then return norm(self:to("fp32"), p, dims, keepdim) end
+  return wide(self, "norm", norm, p, dims, keepdim)
+end
+
+-- -- new tensors ----------------------------------------------------------------------------------------------------
+local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
+
+local function with_gradient(t, yes) return yes and t:requires_grad(true) or t end
+
+--- Ones on the main diagonal, zeros elsewhere.
+---@param n integer rows
+---@param m? integer columns, default n
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor [n, m]
+function M.eye(n, m, options)
+  if type(m) == "table" then m, options = nil, m end
+  options = caller.options(options, "ps.eye", NEW)
+  caller.whole(n, "ps.eye: the rows", 0)
+  m = m and caller.whole(m, "ps.eye: the columns", 0) or n
+  local t = tensor.zeros({ n, m }, { dtype = options.dtype, device = options.device })
+  local diagonal = math.min(n, m)
+  if diagonal > 0 then
+    t:narrow(0, 0, diagonal):reshape(-1):slice(0, 0, (diagonal - 1) * (m + 1) + 1, m + 1):fill_(1)
+  end
+  return with_gradient(t, options.requires_grad)
+end
+
+--- `steps` numbers from first to last, at equal distances.
+---@param first number
+---@param last number
+---@param steps integer
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean} of floats
+---@return ps.Tensor [steps]
+function M.linspace(first, last, steps, options)
+  options = caller.options(options, "ps.linspace", NEW)
+  caller.typed(first, "number", "ps.linspace: the first number")
+  caller.typed(last, "number", "ps.linspace: the last number")
+  caller.whole(steps, "ps.linspace: the steps", 0)
+  local where = { dtype = "fp64", device = options.device }
+  local i, step = tensor.arange(0, steps, 1, where), steps > 1 and (last - first) / (steps - 1) or 0
+  local y = ops.where(i:lt(steps / 2), i * step + first, (i * -1 + (steps - 1)) * -step + last)
+  local dtype = options.dtype or tensor.empty({ 0 }):dtype()
+  if steps == 1 then y = i + first end
+  return with_gradient(y:to(dtype), options.requires_grad)
+end
+
+--- A 1 at the place of each class, int64 [..., classes].
+---@param index ps.Tensor integers from 0
+---@param classes? integer default: the largest + 1
+---@return ps.Tensor
+function M.one_hot(index, classes)
+  if caller.tensor(index, "one_hot", "the classes") == nil then error("one_hot: no tensor was given") end
+  if classes == nil or classes == -1 then classes = index:amax():item() + 1 end
+  caller.whole(classes, "one_hot: the number of classes", 1)
+  local shape = index:shape()
+  shape[#shape + 1] = classes
+  local where = { dtype = "int64", device = index:device() }
+  local at = index:to("int64"):unsqueeze(-1)
+  return tensor.zeros(shape, where):scatter_add(-1, at, tensor.ones(at:shape(), where))
+end
+
+-- -- einsum ---------------------------------------------------------------------------------------------------------
+local function letters(text, what)
+  local list, seen = {}, {}
+  for c in text:gmatch "." do
+    if not c:match "%a" then error(("einsum: '%s' in '%s'; dimensions are letters"):format(c, what)) end
+    if seen[c] then error(("einsum: '%s' is twice in '%s'; diagonals are not supported"):format(c, text)) end
+    list[#list + 1], seen[c] = c, #list
+  end
+  return list, seen
+end
+
+-- t, whose dimensions are `from`, with dimensions `to`, of which `from` has all.
+local function arranged(t, from, to)
+  local place, axes = {}, {}
+  for i, c in ipairs(from) do place[c] = i - 1 end
+  for i, c in ipairs(to) do axes[i] = place[c] end
+  return #axes > 1 and t:permute(axes) or t
+end
+
+local function product(sizes, list)
+  local n = 1
+  for _, c in ipairs(list) do n = n * sizes[c] end
+  return n
+end
+
+local function has(list, c)
+  for _, other in ipairs(list) do if other == c then return true end end
+  return false
+end
+
+local function joined(...)
+  local all = {}
+  for i = 1, select("#", ...) do for _, c in ipairs((select(i, ...))) do all[#all + 1] = c end end
+  return all
+end
+
+-- Sums over the dimensions that nothing else has.
+local function drop(t, list, keep)
+  local rest, gone = {}, {}
+  for i, c in ipairs(list) do
+    if keep(c) then rest[#rest + 1] = c else gone[#gone + 1] = i - 1 end
+  end
+  if #gone == 0 then return t, list end
+  return t:sum(gone), rest
+end
+
+-- The product of two tensors over the dimensions that only they have, as one matrix product.
+local function contract(a, in_a, b, in_b, keep, sizes)
+  a, in_a = drop(a, in_a, function(c) return keep(c) or has(in_b, c) end)
+  b, in_b = drop(b, in_b, function(c) return keep(c) or has(in_a, c) end)
+  local batch, summed, left, right = {}, {}, {}, {}
+  for _, c in ipairs(in_a) do
+    if not has(in_b, c) then left[#left + 1] = c
+    elseif keep(c) then batch[#batch + 1] = c
+    else summed[#summed + 1] = c end
+  end
+  for _, c in ipairs(in_b) do if not has(in_a, c) then right[#right + 1] = c end end
+  local B, L, K, R = product(sizes, batch), product(sizes, left), product(sizes, summed), product(sizes, right)
+  local x = arranged(a, in_a, joined(batch, left, summed)):reshape(B, L, K)
+  local y = arranged(b, in_b, joined(batch, summed, right)):reshape(B, K, R)
+  local shape, list = {}, joined(batch, left, right)
+  for i, c in ipairs(list) do shape[i] = sizes[c] end
+  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- without a sum: [B, L, 1] * [B, 1, R]
+end
+
+--- Sums of products by Einstein's notation: "bij,bjk->bik". Without "->" the result has the letters that come once, in
+--- the order of the alphabet. Tensors are taken from left to right, two at a time.
+---@param text string a letter for each dimension; no "..." and no letter twice in one tensor
+---@param ... ps.Tensor floats
+---@return ps.Tensor
+function M.einsum(text, ...)
+  caller.typed(text, "string", "einsum: the notation")
+  local inputs, count, sizes, uses = {}, select("#", ...), {}, {}
+  local left, right = text:gsub("%s", ""):match "^(.-)%->(.*)$"
+  left = left or text:gsub("%s", "")
+  for part in (left .. ","):gmatch "([^,]*)," do inputs[#inputs + 1] = letters(part, text) end
+  if #inputs ~= count then error(("einsum: '%s' is of %d tensors, %d were given"):format(text, #inputs, count)) end
+  local list = { ... }
+  for i, names in ipairs(inputs) do
+    local t = list[i]
+    if caller.tensor(t, "einsum", i) == nil then error(("einsum: tensor %d is missing"):format(i)) end
+    if t.ndim ~= #names then
+      error(("einsum: tensor %d has %d dimensions, '%s' says %d"):format(i, t.ndim, text, #names))
+    end
+    for d, c in ipairs(names) do
+      local size = t:size(d - 1)
+      if sizes[c] and sizes[c] ~= size then
+        error(("einsum: '%s' is %d and %d in '%s'"):format(c, sizes[c], size, text))
+      end
+      sizes[c], uses[c] = size, (uses[c] or 0) + 1
+    end
+  end
+  local out = right and letters(right, text)
+  if not out then
+    out = {}
+    for c, n in pairs(uses) do if n == 1 then out[#out + 1] = c end end
+    table.sort(out)
+  end
+  for _, c in ipairs(out) do
+    if not sizes[c] then error(("einsum: no tensor has the '%s' of '%s'"):format(c, text)) end
+  end
+  local t, names = list[1], inputs[1]
+  for i = 2, count do
+    t, names = contract(t, names, list[i], inputs[i], function(c)
+      if has(out, c) then return true end
+      for k = i + 1, count do if has(inputs[k], c) then return true end end
+      return false
+    end, sizes)
+  end
+  t, names = drop(t, names, function(c) return has(out, c) end)
+  return arranged(t, names, out)
+end
+
+return M

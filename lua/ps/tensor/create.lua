@@ -1,0 +1,303 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Making tensors: empty, filled, counted, random, from tables. ps.tensor puts these functions beside its methods.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local array = require "ps.core.array"
+local ffi, C, ctx, check, own, ops, caller = native.ffi, native.C, native.ctx, native.check, native.own, native.ops,
+  native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local floor = math.floor
+
+local M = {}
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local shape8 = ffi.new("int64_t[8]")
+local tensor_out = ffi.new("ps_tensor *[1]")
+local double_array = array "double"
+
+local default_dtype, default_device = C.PS_F32, 0
+
+--- Sets the type of new float tensors.
+---@param name string "fp32", "bf16", "fp16" or "fp64"
+---@return string was the name before
+function M.set_default_dtype(name)
+  local was, code = native.dtype_name[default_dtype], native.dtype_code(name)
+  if not FLOAT[code] then error(("ps.set_default_dtype: %s is no type of floats"):format(name)) end
+  default_dtype = code
+  return was
+end
+--- Sets the device of new tensors.
+---@param name string
+---@return string was the name before
+function M.set_default_device(name)
+  local was = native.device_name[default_device]
+  default_device = native.device_index(name)
+  return was
+end
+
+local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
+
+-- Refuses options that no maker of tensors takes. `...`: further sizes, PyTorch's way of giving a shape, ps.zeros(2,
+-- 3).
+local function check_options(options, call, shape, ...)
+  if options == nil and ... == nil then return end
+  if type(options) == "number" and type(shape) == "number" then
+    local sizes = { shape, options }
+    for _, size in ipairs { ... } do if type(size) == "number" then sizes[#sizes + 1] = size end end
+    error(("%s takes a shape as one list: %s({ %s })"):format(call, call, table.concat(sizes, ", ")))
+  end
+  caller.options(options, call, MAKER)
+  if ... ~= nil then caller.more(call, "shape, options", (...)) end
+end
+
+-- The options of a tensor that is filled next, which asks for gradients only then.
+local function bare(options, dtype)
+  if options == nil then return { dtype = dtype } end
+  return { dtype = options.dtype or dtype, device = options.device }
+end
+
+local function dtype_of(options, fallback)
+  if options and options.dtype then return native.dtype_code(options.dtype) end
+  return fallback or default_dtype
+end
+local function device_of(options)
+  if options and options.device then return native.device_index(options.device) end
+  return default_device
+end
+
+local function new_tensor(ndim, dtype, device)
+  local rc = C.ps_tensor_new(ctx, dtype, device, ndim, shape8, tensor_out)
+  if rc < 0 then native.retry(C.ps_tensor_new, ctx, dtype, device, ndim, shape8, tensor_out) end
+  native.collect_if_due()
+  local t = own(tensor_out[0])
+  native.note_line(t)
+  if native.recorder then native.recorder:empty(t) end
+  return t
+end
+
+-- M.empty for `call`, whose options are checked.
+local function empty(call, shape, options)
+  if type(shape) == "number" then shape = { shape } end
+  if type(shape) ~= "table" then error(("a shape is a list of sizes, not %s"):format(tostring(shape))) end
+  caller.list(shape, call .. ": the shape")
+  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
+  for i = 1, #shape do
+    local n = tonumber(shape[i])
+    if not n or n % 1 ~= 0 then error(("size %s in a shape"):format(tostring(shape[i]))) end
+    shape8[i - 1] = n
+  end
+  local t = new_tensor(#shape, dtype_of(options), device_of(options))
+  if options and options.requires_grad then t:requires_grad(true) end
+  return t
+end
+
+-- What integer types hold; bool holds any number, as "is it not 0".
+local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
+
+--- A number that is to become an element of a type: an error where that is an integer type which cannot hold it. Of
+--- fractions the whole part is taken.
+---@param value number
+---@param dtype integer the type's code
+---@return number value
+function M.held(value, dtype)
+  local range = RANGE[dtype]
+  -- 2^63 - 1 as a double is 2^63, which int64 does not hold.
+  if range and not (value >= range[1] and value <= range[2] and value < 2 ^ 63) then
+    local low, high = ("%.0f"):format(range[1]), dtype == C.PS_I64 and "2^63 - 1" or ("%.0f"):format(range[2])
+    error(("%s does not fit %s (%s to %s)"):format(("%.17g"):format(value), native.dtype_name[dtype], low, high))
+  end
+  return value
+end
+
+--- A tensor whose contents are not set.
+---@param shape integer[] sizes, at most 8; a number n is { n }
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@param ... any refused: a shape is one list
+---@return ps.Tensor
+function M.empty(shape, options, ...)
+  check_options(options, "ps.empty", shape, ...)
+  return empty("ps.empty", shape, options)
+end
+
+-- t, which an op in place has filled. The op's result is a second reference, beside which release() would keep the
+-- bytes.
+local function alone(t, given)
+  native.give_back(given)
+  return t
+end
+M.alone = alone
+
+local function filled(call, value)
+  ---@param shape integer[] sizes, at most 8; a number n is { n }
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@param ... any refused: a shape is one list
+  ---@return ps.Tensor
+  return function(shape, options, ...)
+    check_options(options, call, shape, ...)
+    local t = empty(call, shape, bare(options))
+    alone(t, ops.fill_(t, M.held(value, t.dtype_)))
+    if options and options.requires_grad then t:requires_grad(true) end
+    return t
+  end
+end
+M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
+--- A tensor whose elements are all one number.
+---@param shape integer[] sizes, at most 8; a number n is { n }
+---@param value number an error where an integer type cannot hold it
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor
+function M.full(shape, value, options)
+  caller.typed(value, "number", "ps.full: the value")
+  if type(options) == "number" then
+    error(("ps.full takes a shape as one list: ps.full({ %s, %s }, %s)"):format(tostring(shape), value, options))
+  end
+  return filled("ps.full", value)(shape, options)
+end
+
+--- The numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 where start and step
+--- are whole, unless options say otherwise.
+---@param start number
+---@param stop? number
+---@param step? number default 1; not 0
+---@param options? {dtype?: string, device?: string}
+---@return ps.Tensor [ceil((stop - start) / step)]
+function M.arange(start, stop, step, options)
+  if type(stop) ~= "number" then start, stop, step, options = 0, start, 1, stop end
+  if type(step) == "table" then step, options = 1, step end
+  step = step or 1
+  for _, value in ipairs { start, stop, step } do caller.typed(value, "number", "ps.arange: a bound or step") end
+  if type(stop) ~= "number" then error("ps.arange(stop) or ps.arange(start, stop, step): stop is missing") end
+  if step == 0 then error("ps.arange: the step must not be 0") end
+  local n = math.ceil((stop - start) / step)
+  if n < 0 or n == 0 and (stop - start) * step < 0 then
+    error(("ps.arange: from %g to %g by %g leads away from the end"):format(start, stop, step))
+  end
+  if n ~= n or n >= 2 ^ 53 then
+    error(("ps.arange: from %g to %g by %g there is no number of elements"):format(start, stop, step))
+  end
+  local whole = start == floor(start) and step == floor(step)
+  check_options(options, "ps.arange")
+  local t = empty("ps.arange", { n }, bare(options, whole and "int64" or nil))
+  return alone(t, ops.arange_(t, start, step))
+end
+
+local rng = C.ps_rng_get(ctx)
+--- Counter positions for `numel` random numbers.
+local function draw(numel)
+  local offset = rng.offset
+  rng.offset = offset + ffi.cast("uint64_t", numel)
+  return offset
+end
+
+local function random(call, fill)
+  ---@param shape integer[] sizes, at most 8; a number n is { n }
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@param ... any refused: a shape is one list
+  ---@return ps.Tensor
+  return function(shape, options, ...)
+    check_options(options, call, shape, ...)
+    local t = empty(call, shape, bare(options))
+    fill(t)
+    if options and options.requires_grad then t:requires_grad(true) end
+    return t
+  end
+end
+M.randn = random("ps.randn", function(t) return t:normal_() end)
+M.rand = random("ps.rand", function(t) return t:uniform_() end)
+--- Uniform integers in [low, high), of type int64 unless options say otherwise.
+---@param low integer
+---@param high integer
+---@param shape integer[]
+---@param options? {dtype?: string, device?: string}
+---@return ps.Tensor
+function M.randint(low, high, shape, options)
+  check_options(options, "ps.randint")
+  local t = empty("ps.randint", shape, bare(options, "int64"))
+  return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
+end
+
+--- t on a device, by number.
+---@param t ps.Tensor
+---@param device integer
+---@return ps.Tensor
+function M.to_device(t, device)
+  if device == t.device_ then return t end
+  native.retry(C.ps_tensor_to_device, t, device, tensor_out)
+  local moved = own(tensor_out[0])
+  if native.recorder then native.recorder:copied(t, moved) end
+  return moved
+end
+
+local function measure(value, shape, depth)
+  if type(value) ~= "table" then return end
+  local n = #caller.list(value, "ps.tensor: a list")
+  if shape[depth] == nil then shape[depth] = n
+  elseif shape[depth] ~= n then error("ps.tensor: rows of different lengths") end
+  for i = 1, n do measure(value[i], shape, depth + 1) end
+end
+
+--- A tensor from a number or a (nested) list of numbers or booleans. Where both occur, true is 1. Booleans alone are of
+--- type bool. A tensor is copied.
+---@param value number|boolean|table|ps.Tensor
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string a string is the type
+---@return ps.Tensor
+function M.tensor(value, options)
+  if is_tensor(value) then return value:clone() end
+  if type(options) == "string" then options = { dtype = options } end
+  check_options(options, "ps.tensor")
+  local shape, flat, booleans = {}, {}, 0
+  measure(value, shape, 1)
+  local function flatten(v, depth)
+    if type(v) == "table" then
+      if depth > #shape then error("ps.tensor: rows of different depth") end
+      for i = 1, #v do flatten(v[i], depth + 1) end
+    else
+      if depth ~= #shape + 1 then error("ps.tensor: rows of different depth") end
+      if type(v) == "boolean" then
+        v = v and 1 or 0
+        booleans = booleans + 1
+      elseif type(v) ~= "number" then
+        error("ps.tensor: a " .. type(v) .. " among the numbers")
+      end
+      flat[#flat + 1] = v
+    end
+  end
+  flatten(value, 1)
+  local device = device_of(options)
+  local all_booleans = booleans > 0 and booleans == #flat
+  local dtype = options and options.dtype or all_booleans and "bool" or nil
+  local t = empty("ps.tensor", shape, { dtype = dtype, device = "cpu" })
+  local buffer = double_array(math.max(1, #flat))
+  for i = 1, #flat do buffer[i - 1] = M.held(flat[i], t.dtype_) end
+  check(C.ps_tensor_write_f64(t, 0, #flat, buffer))
+  t = M.to_device(t, device)
+  if options and options.requires_grad then t:requires_grad(true) end
+  return t
+end
+
+--- A 0-dimensional constant of a type (its code), on the device of `like`.
+function M.scalar(like, value, dtype)
+  return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
+end
+
+--- A 0-dimensional constant beside `like`: an operand that does not widen like's type, unless that is an integer and
+--- the value a fraction or no finite number.
+function M.scalar_like(like, value)
+  local dtype = like.dtype_
+  if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end
+  return M.scalar(like, value, dtype)
+end
+
+function M.dim_index(t, d)
+  if not is_tensor(t) then error("a tensor is needed, not " .. tostring(t)) end
+  if type(d) ~= "number" then error(("a dimension is a number, not %s"):format(tostring(d))) end
+  caller.whole(d, "a dimension")
+  local i = d < 0 and d + t.ndim or d
+  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim)) end
+  return i
+end
+
+M.draw = draw
+
+return M

@@ -1,0 +1,237 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.functional (ps.F): functions over tensors without state, in PyTorch's terms. Random masks come from counters
+-- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
+local native = require "ps.core.ffi"
+local tensor = require "ps.tensor"
+local losses = require "ps.tensor.losses"
+local hooks = require "ps.core.hooks"
+local ops, C, caller = native.ops, native.C, native.caller
+local error = caller.error
+local rng = C.ps_rng_get(native.ctx)
+
+---@class ps.functional
+local F = {}
+
+local LINEAR = { out_in = "boolean", residual = "tensor" }
+
+--- x times a weight, plus a bias, plus a residual, in one pass.
+---@param x ps.Tensor [..., I]
+---@param w ps.Tensor [O, I] with out_in (the default), else [I, O]
+---@param b? ps.Tensor [O]
+---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., O]
+---@return ps.Tensor [..., O]
+function F.linear(x, w, b, options)
+  if options == nil then return ops.linear(x, w, b, nil, 1) end
+  caller.options(options, "F.linear", LINEAR)
+  return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
+end
+
+--- linear(gelu(linear(x, w1, b1)), w2, b2) as one op, where gelu is the tanh approximation. On a GPU the GELU, its
+--- gradient and those of the biases are parts of the products.
+---@param x ps.Tensor [..., C]
+---@param w1 ps.Tensor [H, C] with out_in (the default), else [C, H]
+---@param b1? ps.Tensor [H]
+---@param w2 ps.Tensor [C, H] with out_in (the default), else [H, C]
+---@param b2? ps.Tensor [C]
+---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., C]
+---@return ps.Tensor [..., C]
+function F.mlp(x, w1, b1, w2, b2, options)
+  options = caller.options(options, "F.mlp", LINEAR)
+  return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
+end
+
+--- (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016).
+---@param x ps.Tensor [..., C]
+---@param w? ps.Tensor [C]
+---@param b? ps.Tensor [C]
+---@param eps? number default 1e-5
+---@return ps.Tensor [..., C]
+function F.layer_norm(x, w, b, eps) return ops.layer_norm(x, w, b, eps) end
+--- x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019).
+---@param x ps.Tensor [..., C]
+---@param w? ps.Tensor [C]
+---@param eps? number default 1e-6
+---@return ps.Tensor [..., C]
+function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
+
+--- The number of this dropout in the forward; the counter is the context's, so that recomputation can restore it.
+local function next_op()
+  local op = rng.op
+  rng.op = op + 1
+  return op
+end
+
+local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
+
+--- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). Whether an element goes depends on the
+--- seed, the step, the number of the call and the element's place in the batch. Without `part` x's first dimension are
+--- samples, from ps.rng().sample on, so that ranks with other samples have other masks. Where ranks share a sample out,
+--- as rows along tp, `part` says which elements x has: without it all these ranks draw one mask.
+---@param x ps.Tensor
+---@param p? number in [0, 1), default 0.5
+---@param training? boolean default true; false gives x back
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the number of x's first element in
+---  the micro-batch's whole tensor, row-major; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
+---  in the whole; per_sample: elements that the whole has for each sample, with rows a multiple of a row's
+---@return ps.Tensor of x's shape
+function F.dropout(x, p, training, part)
+  if training == false or p == 0 then return x end
+  p = p or 0.5
+  if part == nil then return ops.dropout(x, nil, p, rng.seed, rng.step, rng.sample, next_op()) end
+  caller.options(part, "F.dropout", DROPOUT)
+  return ops.dropout(x, part.rows, p, rng.seed, rng.step, rng.sample, next_op(), part.first or 0, part.per_sample)
+end
+
+local GELU = { none = 0, tanh = 1 }
+
+--- x times the normal distribution's share below x, or the approximation of that by tanh.
+---@param x ps.Tensor
+---@param approximate? "none"|"tanh" default "none"
+---@return ps.Tensor of x's shape
+function F.gelu(x, approximate)
+  return ops.gelu(x, GELU[approximate or "none"] or caller.one_of(approximate, GELU, "F.gelu: approximate"))
+end
+
+local ACTS = { none = 1, tanh = 2 }
+
+--- silu(gate) * up, in one pass (SwiGLU, Shazeer 2020).
+---@param gate ps.Tensor
+---@param up ps.Tensor of gate's shape and type
+---@return ps.Tensor of gate's shape
+function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
+
+--- gelu(gate) * up, in one pass (GeGLU, Shazeer 2020).
+---@param gate ps.Tensor
+---@param up ps.Tensor of gate's shape and type
+---@param approximate? "none"|"tanh" default "none"
+---@return ps.Tensor of gate's shape
+function F.geglu(gate, up, approximate)
+  return ops.act_mul(gate, up, ACTS[approximate or "none"] or caller.one_of(approximate, ACTS, "F.geglu: approximate"))
+end
+
+F.relu, F.silu, F.tanh, F.sigmoid = tensor.methods.relu, ops.silu, ops.tanh, ops.sigmoid
+--- exp(x) over its sum along one dimension.
+---@param x ps.Tensor
+---@param dim? integer default -1
+---@return ps.Tensor of x's shape
+function F.softmax(x, dim) return tensor.along_last(ops.softmax, x, dim) end
+--- The logarithm of softmax along one dimension.
+---@param x ps.Tensor
+---@param dim? integer default -1
+---@return ps.Tensor of x's shape
+function F.log_softmax(x, dim) return tensor.along_last(ops.log_softmax, x, dim) end
+
+local reductions = { none = 0, mean = 1, sum = 2 }
+local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
+
+local function reduction_of(options, call)
+  local name = options.reduction or "mean"
+  return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
+end
+
+--- The cross entropy of logits against target classes. A row whose target is ignore_index does not count. The mean over
+--- no targets is 0 and has no gradient (PyTorch's is NaN), so that a batch without targets adds nothing.
+---@param logits ps.Tensor [..., V]
+---@param target ps.Tensor integers [...]
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor,
+---  label_smoothing?: number} ignore_index default -100, reduction "mean"; weight [V]: what each class counts, where
+---  the mean is over the targets' weights; label_smoothing: the share of a target that all classes get alike, default 0
+---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+function F.cross_entropy(logits, target, options)
+  options = caller.options(options, "F.cross_entropy", LOSS)
+  if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+    return losses.smoothed(logits, target, options, "F.cross_entropy")
+  end
+  return ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
+end
+
+local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
+  label_smoothing = "number" }
+
+--- The cross entropy of x times w transposed, plus bias. It is computed in panels of rows, so that all logits never
+--- exist, but with weight or label_smoothing, where they do. Ignored targets, weight and label_smoothing are those of
+--- F.cross_entropy.
+---@param x ps.Tensor [..., C]
+---@param w ps.Tensor [V, C]
+---@param target ps.Tensor integers [...]
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", bias?: ps.Tensor, weight?: ps.Tensor,
+---  label_smoothing?: number} ignore_index default -100, reduction "mean"; bias [V]
+---@return ps.Tensor of 0 dimensions
+function F.lm_loss(x, w, target, options)
+  options = caller.options(options, "F.lm_loss", LM_LOSS)
+  if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
+    return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
+  end
+  return ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"))
+end
+
+local EMBEDDING = { padding_idx = "whole" }
+
+--- The rows of a table at integer indices.
+---@param index ps.Tensor integers [...]
+---@param w ps.Tensor [V, C]
+---@param options? {padding_idx?: integer} padding_idx: a row that gets no gradient
+---@return ps.Tensor [..., C]
+function F.embedding(index, w, options)
+  if options == nil then return ops.embedding(w, index) end
+  return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
+end
+
+--- Rotary position embedding (Su et al. 2021): turns the pair of columns d and d + R / 2 by an angle.
+---@param x ps.Tensor [B, H, T, D]
+---@param cos ps.Tensor fp32 (fp64 of fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns from R on stay
+---@param sin ps.Tensor of cos's shape and type
+---@return ps.Tensor [B, H, T, D]
+function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
+
+-- The number of the first head, for the mask of dropout: as the options say, else as the module that runs says, whose
+-- heads ranks share out.
+local function first_head(options, p)
+  if options.first_head or p == 0 then return options.first_head or 0 end
+  return hooks.ask "first_head" or 0
+end
+
+local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", first_head = "whole" }
+local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
+  first_head = "whole" }
+
+--- softmax(scale q k^T + mask) v. A query that sees no key gives 0. With fewer heads of keys than of queries, G that
+--- divide H, each is shared by H / G neighbours (grouped-query attention, Ainslie et al. 2023).
+---@param q ps.Tensor [B, H, T, D]
+---@param k ps.Tensor [B, G, S, D]
+---@param v ps.Tensor [B, G, S, D]
+---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
+---  first_head?: integer} mask bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
+---  type: floats are added to scores, and those of -1e30 and less hide; a mask has no gradient. causal: query i sees
+---  keys up to i + S - T, with window only the last `window` of them; scale default 1 / sqrt(D); dropout of the
+---  weights, default 0; first_head: the number of q's first head where ranks share out the heads, so that masks are
+---  those of one rank; default: that of the module that runs, where tensor_parallel divides its heads, else 0
+---@return ps.Tensor [B, H, T, D]
+function F.attention(q, k, v, options)
+  options = caller.options(options, "F.attention", ATTENTION)
+  if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
+  local p = options.dropout or 0
+  return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
+                       rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0,
+                       first_head(options, p))
+end
+
+--- Self-attention over queries, keys and values side by side.
+---@param qkv ps.Tensor [B, T, 3 C]
+---@param heads integer divides C; D = C / heads
+---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask
+---  bool [B, T], the rest as in F.attention
+---@return ps.Tensor [B, T, C]
+function F.attention_packed(qkv, heads, options)
+  options = caller.options(options, "F.attention_packed", PACKED)
+  local p = options.dropout or 0
+  return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
+                              rng.step, rng.sample, p > 0 and next_op() or 0, first_head(options, p))
+end
+
+for _, name in ipairs { "mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
+                        "nll_loss" } do
+  F[name] = losses[name]
+end
+
+return F

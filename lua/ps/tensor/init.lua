@@ -1,0 +1,542 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.Tensor: methods and operators over the ops. A tensor is the engine's own header (cdata ps_tensor *), so nothing is
+-- kept twice. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local arithmetic = require "ps.tensor.math"
+local indexing = require "ps.tensor.index"
+local exact = require "ps.core.exact"
+local ffi, C, check, own, ops, caller = native.ffi, native.C, native.check, native.own, native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local bit = require "bit"
+local array = require "ps.core.array"
+local hooks = require "ps.core.hooks"
+
+---@class ps.Tensor
+local T = {}
+local M = { methods = T }
+for name, fn in pairs(create) do M[name] = fn end
+for name, fn in pairs(arithmetic.methods) do T[name] = fn end
+M.along_last, M.where = arithmetic.along_last, arithmetic.where
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+local tensor_out = ffi.new("ps_tensor *[1]")
+local double_array = array "double"
+local scalar_like, dim_index = create.scalar_like, create.dim_index
+
+-- -- shape, type, place ---------------------------------------------------------------------------------------------
+--- The size of each dimension.
+---@return integer[]
+function T:shape()
+  local s = {}
+  for i = 0, self.ndim - 1 do s[i + 1] = tonumber(self.shape_[i]) end
+  return s
+end
+
+--- Size of dimension d, or the whole shape as a table.
+---@param d? integer from 0, or negative from the end; nil: the whole shape
+---@return integer|integer[]
+function T:size(d)
+  if d == nil then return self:shape() end
+  return tonumber(self.shape_[dim_index(self, d)])
+end
+--- Number of its dimensions.
+---@return integer
+function T:dim() return self.ndim end
+--- Number of its elements.
+---@return integer
+function T:numel() return tonumber(self.numel_) end
+--- Bytes of its elements.
+---@return integer
+function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
+--- The name of its type: "fp32".
+---@return string
+function T:dtype() return native.dtype_name[self.dtype_] end
+--- The name of its device: "cpu".
+---@return string
+function T:device() return native.device_name[self.device_] end
+--- Whether its type is a floating-point one.
+---@return boolean
+function T:is_float() return FLOAT[self.dtype_] == true end
+--- Whether its elements lie one after the other, row by row.
+---@return boolean
+function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
+--- Whether its bytes are still there; false once a scope has dropped them.
+---@return boolean
+function T:alive() return C.ps_tensor_alive(self) ~= 0 end
+--- The stride of dimension d, or all strides, in elements.
+---@param d? integer
+---@return integer|integer[]
+function T:stride(d)
+  if d then return tonumber(self.stride_[dim_index(self, d)]) end
+  local s = {}
+  for i = 0, self.ndim - 1 do s[i + 1] = tonumber(self.stride_[i]) end
+  return s
+end
+
+-- -- values ---------------------------------------------------------------------------------------------------------
+-- The first n elements as doubles; of a device apart from the host through a copy, recorded by nobody.
+local function read(t, n, buffer)
+  local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
+  if rc == C.PS_EUNSUP then
+    local was = C.ps_set_grad_enabled(native.ctx, 0)
+    local moved = C.ps_tensor_to_device(t, native.device_index("cpu"), tensor_out)
+    C.ps_set_grad_enabled(native.ctx, was)
+    check(moved)
+    local copy = tensor_out[0]
+    rc = C.ps_tensor_read_f64(copy, 0, n, buffer)
+    C.ps_tensor_release(copy)
+  end
+  check(rc)
+end
+
+local one = ffi.new("double[1]")
+--- The value of a tensor with one element; of a bool a boolean, as Lua takes the number 0 for true.
+---@return number|boolean
+function T:item()
+  local t = self
+  if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel())) end
+  read(t, 1, one)
+  if t.dtype_ == C.PS_BOOL then return one[0] ~= 0 end
+  return one[0]
+end
+
+--- The values as nested lists; a number or boolean where the tensor has no dimension.
+---@return number|boolean|table
+function T:tolist()
+  local n = self:numel()
+  local buffer = double_array(math.max(1, n))
+  read(self, n, buffer)
+  local shape, at, is_bool = self:shape(), 0, self.dtype_ == C.PS_BOOL
+  local function build(d)
+    if d > #shape then
+      at = at + 1
+      if is_bool then return buffer[at - 1] ~= 0 end
+      return buffer[at - 1]
+    end
+    local rows = {}
+    for i = 1, shape[d] do rows[i] = build(d + 1) end
+    return rows
+  end
+  return build(1)
+end
+
+-- -- gradients and lifetime -----------------------------------------------------------------------------------------
+-- A switch of a tensor: "on" and "off" are booleans alone, since 0 and nil mean something else than false in Lua.
+local function switch(on, name)
+  if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
+  return on
+end
+
+--- Sets whether backward computes a gradient of this leaf. Without an argument it sets nothing, and says whether
+--- gradients reach the tensor, as PyTorch's attribute does.
+---@param on? boolean
+---@return ps.Tensor|boolean self without an argument the answer
+function T:requires_grad(on)
+  if on == nil then return self:needs_grad() end
+  check(C.ps_tensor_require_grad(self, switch(on, "requires_grad") and 1 or 0))
+  return self
+end
+--- Sets whether backward computes a gradient of this leaf.
+---@param on? boolean default true
+---@return ps.Tensor self
+function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, "requires_grad_")) end
+--- Whether gradients reach it.
+---@return boolean
+function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
+--- Sets whether this leaf's gradients are summed in fp32, whatever its type: for accumulation over micro-batches.
+--- Without an argument it sets nothing, and says whether they are.
+---@param on? boolean
+---@return ps.Tensor|boolean self without an argument the answer
+function T:grad_in_fp32(on)
+  if on == nil then return bit.band(self.flags, C.PS_T_GRAD_F32) ~= 0 end
+  self.flags = switch(on, "grad_in_fp32") and bit.bor(self.flags, C.PS_T_GRAD_F32)
+    or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
+  return self
+end
+--- The gradient, or nil. Of a model that ps.initialize made it is the sum over micro-batches and ranks, each times its
+--- weight and the loss scale (docs/zero.md). Where backward has updated the parameters it is an error.
+---@return ps.Tensor|nil
+function T:grad()
+  local g = scope.grad_of(self)
+  if g == nil and self.managed ~= nil then hooks.tell("gradient", self) end
+  return g
+end
+--- Replaces the gradient. The gradients of a model that ps.initialize made cannot be replaced.
+---@param g ps.Tensor? of this tensor's shape; nil drops the gradient
+---@return ps.Tensor self
+function T:set_grad(g)
+  caller.tensor(g, "set_grad", "the gradient")
+  if self.managed ~= nil then
+    error("set_grad of a parameter that ps.initialize manages: optimizer:zero_grad() drops the gradients of the model, "
+      .. "and nn.clip_grad_norm scales them")
+  end
+  check(C.ps_tensor_set_grad(self, g))
+  return self
+end
+T.backward = scope.backward
+T.detach = scope.detach
+--- Keeps the bytes when the scope that made them ends; they go when Lua collects the tensor.
+---@return ps.Tensor self
+function T:keep()
+  check(C.ps_tensor_keep(self))
+  return self
+end
+--- Lets the bytes go now instead of when Lua collects, unless another tensor has them as well; using the tensor again
+--- is an error that says so.
+function T:release() C.ps_tensor_drop(self) end
+
+-- -- conversions and views ------------------------------------------------------------------------------------------
+--- The same values, laid out row by row: the tensor itself where it is so already, else a copy.
+---@return ps.Tensor
+function T:contiguous()
+  if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
+  return ops.contiguous(self)
+end
+--- A copy with bytes of its own. Gradients reach the original.
+---@return ps.Tensor
+function T:clone() return ops.contiguous(self) end
+
+local function to_device(t, name) return create.to_device(t, native.device_index(name)) end
+
+local TO = { dtype = "string", device = "string" }
+
+--- The same values in another type, on another device, or both: t:to("bf16"), t:to("ref"), t:to { dtype = , device = }.
+--- The tensor itself where nothing changes. Gradients come back in the type and on the device of the original.
+---@param what string|{dtype?: string, device?: string} a type, a device, or a table of both
+---@param ... any refused
+---@return ps.Tensor
+function T:to(what, ...)
+  if what == nil or ... ~= nil then
+    error("tensor:to takes a type, a device, or { dtype = , device = }, and nothing behind it")
+  end
+  local dtype, device
+  if type(what) == "table" then
+    caller.options(what, "tensor:to", TO)
+    dtype, device = what.dtype, what.device
+  elseif type(what) == "string" and pcall(native.dtype_code, what) then dtype = what
+  else device = what end
+  local t = self
+  if dtype and native.dtype_code(dtype) ~= t.dtype_ then t = ops.cast(t, native.dtype_code(dtype)) end
+  if device then t = to_device(t, device) end
+  return t
+end
+for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bfloat16 = "bf16", int = "int32",
+                            long = "int64", bool = "bool" } do
+  ---@return ps.Tensor
+  T[method] = function(self) return self:to(name) end
+end
+--- True where an element is not 0.
+---@return ps.Tensor bool, of this shape
+function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
+
+local function shape_args(call, ...)
+  local first, more = ...
+  if type(first) ~= "table" then return { ... } end
+  if more ~= nil then error(call .. ": its numbers are one list, and nothing comes after it") end
+  return first
+end
+
+--- Another shape over the same elements in row-major order; a copy where strides demand one.
+---@param ... integer|integer[] the sizes; one of them may be -1, which stands for the rest
+---@return ps.Tensor
+function T:reshape(...)
+  local shape = shape_args("reshape", ...)
+  local t = self
+  if not is_tensor(t) then error("reshape takes a tensor, not " .. tostring(t)) end
+  if not t:is_contiguous() then
+    local ok, view = pcall(ops.reshape, t, #shape, shape)
+    if ok then return view end
+    t = t:contiguous()
+  end
+  return ops.reshape(t, #shape, shape)
+end
+--- Another shape over the same bytes. It is an error where reshape would copy.
+---@param ... integer|integer[] the sizes; one of them may be -1
+---@return ps.Tensor
+function T:view(...)
+  local shape = shape_args("view", ...)
+  return ops.reshape(self, #shape, shape)
+end
+--- Joins dimensions first to last into one.
+---@param first? integer default 0
+---@param last? integer default -1
+---@return ps.Tensor
+function T:flatten(first, last)
+  if self.ndim == 0 then return self:reshape(1) end
+  first, last = dim_index(self, first or 0), dim_index(self, last or -1)
+  if first > last then
+    error(("flatten: the first dimension, %d, lies behind the last, %d"):format(first, last))
+  end
+  local shape, new, n = self:shape(), {}, 1
+  for i = 1, #shape do
+    if i - 1 >= first and i - 1 <= last then
+      n = n * shape[i]
+      if i - 1 == last then new[#new + 1] = n end
+    else
+      new[#new + 1] = shape[i]
+    end
+  end
+  return self:reshape(new)
+end
+--- Reorders the dimensions: dimension i of the result is dimension axes[i] of this tensor. A view.
+---@param ... integer|integer[] the axes, each dimension once
+---@return ps.Tensor
+function T:permute(...)
+  local axes = shape_args("permute", ...)
+  if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
+  return ops.permute(self, axes)
+end
+--- Exchanges dimensions a and b. A view.
+---@param a? integer default 0
+---@param b? integer default 1
+---@return ps.Tensor
+function T:transpose(a, b)
+  a, b = dim_index(self, a or 0), dim_index(self, b or 1)
+  local axes = {}
+  for i = 0, self.ndim - 1 do axes[i + 1] = i end
+  axes[a + 1], axes[b + 1] = b, a
+  return ops.permute(self, axes)
+end
+--- The transposed matrix, a view; a tensor of fewer than 2 dimensions is given back itself.
+---@return ps.Tensor
+function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
+--- Inserts a dimension of size 1 before dimension d. A view.
+---@param d integer from 0 to the number of dimensions; -1 appends
+---@return ps.Tensor
+function T:unsqueeze(d)
+  local shape = self:shape()
+  caller.whole(d, "unsqueeze: the dimension")
+  d = d < 0 and d + self.ndim + 1 or d
+  if d < 0 or d > self.ndim then error("unsqueeze: no such place") end
+  table.insert(shape, d + 1, 1)
+  return ops.reshape(self, #shape, shape)
+end
+--- Removes dimensions where their size is 1. A view.
+---@param dims? integer|integer[] nil: all dimensions of size 1
+---@return ps.Tensor
+function T:squeeze(dims)
+  local new, named = {}, dims ~= nil and {}
+  for _, d in ipairs(named and (type(dims) == "table" and dims or { dims }) or {}) do
+    named[dim_index(self, d) + 1] = true
+  end
+  for i, n in ipairs(self:shape()) do
+    if n ~= 1 or (named and not named[i]) then new[#new + 1] = n end
+  end
+  return ops.reshape(self, #new, new)
+end
+--- Repeats dimensions of size 1, and adds new leading ones, without copying. A view.
+---@param ... integer|integer[] the sizes; -1 keeps the size that is there
+---@return ps.Tensor
+function T:expand(...)
+  local shape = shape_args("expand", ...)
+  return ops.expand(self, #shape, shape)
+end
+--- Every step-th element of [start, stop) along dimension d. A view.
+---@param d integer
+---@param start? integer default 0; negative: from the end
+---@param stop? integer default the size of d; negative: from the end
+---@param step? integer default 1
+---@return ps.Tensor
+function T:slice(d, start, stop, step)
+  d = dim_index(self, d)
+  local n = tonumber(self.shape_[d])
+  start, stop = start or 0, stop or n
+  if stop ~= math.huge then caller.whole(stop, "slice: the stop") end
+  caller.whole(start, "slice: the start")
+  if start < 0 then start = start + n end
+  if stop < 0 then stop = stop + n end
+  start = math.max(0, math.min(n, start))
+  return ops.slice(self, d, start, math.max(start, math.min(n, stop)), step or 1)
+end
+--- Elements start to start + length - 1 of dimension d. A view.
+---@param d integer
+---@param start integer negative: from the end
+---@param length integer
+---@return ps.Tensor
+function T:narrow(d, start, length)
+  d = dim_index(self, d)
+  caller.typed(start, "number", "narrow: the start")
+  caller.typed(length, "number", "narrow: the length")
+  if start < 0 then start = start + tonumber(self.shape_[d]) end
+  return ops.slice(self, d, start, start + length, 1)
+end
+--- The part at index i of dimension d, without that dimension. A view.
+---@param d integer
+---@param i integer negative: from the end
+---@return ps.Tensor
+function T:select(d, i)
+  d = dim_index(self, d)
+  local n = tonumber(self.shape_[d])
+  local at = caller.whole(i, "select: the index") < 0 and i + n or i
+  if at < 0 or at >= n then error(("index %s of dimension %d with size %d"):format(i, d, n)) end
+  local shape = self:shape()
+  table.remove(shape, d + 1)
+  local part = ops.slice(self, d, at, at + 1, 1)
+  return ops.reshape(part, #shape, shape)
+end
+--- Parts along dimension d, as several results. Views.
+---@param size integer|integer[] the size of each part (the last may be smaller), or a list of sizes
+---@param d? integer default 0
+---@return ps.Tensor ...
+function T:split(size, d)
+  d = dim_index(self, d or 0)
+  local n, parts, at = tonumber(self.shape_[d]), {}, 0
+  if type(size) == "table" then
+    for i, s in ipairs(size) do
+      caller.whole(s, "split: a size")
+      parts[i], at = ops.slice(self, d, at, at + s, 1), at + s
+    end
+    if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n)) end
+  else
+    if type(size) ~= "number" then error("split takes a size or a list of sizes, not " .. tostring(size)) end
+    if caller.whole(size, "split: the size") < 1 then error("split: size " .. size) end
+    while at < n do
+      parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
+    end
+  end
+  return unpack(parts)
+end
+--- n parts along dimension d, as several results; the last may be smaller. Views.
+---@param n integer
+---@param d? integer default 0
+---@return ps.Tensor ...
+function T:chunk(n, d)
+  d = dim_index(self, d or 0)
+  if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; 1 is the least"):format(n)) end
+  return self:split(math.max(1, math.ceil(tonumber(self.shape_[d]) / n)), d)
+end
+
+-- -- indexing -------------------------------------------------------------------------------------------------------
+--- The parts at some indices of dimension d, copied.
+---@param d integer
+---@param idx ps.Tensor integers, of any shape
+---@return ps.Tensor of this shape with dimension d replaced by idx's shape
+function T:index_select(d, idx)
+  d = dim_index(self, d)
+  if not is_tensor(idx) then error("index_select: the index is a " .. type(idx) .. "; it takes a tensor") end
+  if d > 0 and idx.ndim ~= 1 then
+    local shape = self:shape()
+    table.remove(shape, d + 1)
+    for i, n in ipairs(idx:shape()) do table.insert(shape, d + i, n) end
+    return self:index_select(d, idx:reshape(-1)):reshape(shape)
+  end
+  local first = d == 0 and self or self:transpose(0, d):contiguous()
+  local moved = first:shape()
+  local width = 1
+  for i = 2, #moved do width = width * moved[i] end
+  local rows = first:reshape(moved[1], width)
+  local y = ops.embedding(rows, idx)
+  local new = idx:shape()
+  for i = 2, #moved do new[#new + 1] = moved[i] end
+  y = y:reshape(new)
+  return d == 0 and y or y:transpose(0, d)
+end
+
+--- The elements where a mask is true, in row-major order.
+---@param mask ps.Tensor bool, of this shape
+---@return ps.Tensor [number of true elements]
+function T:masked_select(mask)
+  if not is_tensor(mask) then error("masked_select: the mask is a " .. type(mask) .. "; it takes a tensor") end
+  local a, b = self:shape(), mask:shape()
+  if table.concat(a, ", ") ~= table.concat(b, ", ") then
+    error(("a bool index of shape [%s] for a tensor of shape [%s]: they must be the same"):format(
+      table.concat(b, ", "), table.concat(a, ", ")))
+  end
+  native.retry(C.ps_tensor_nonzero, mask:contiguous():reshape(-1), tensor_out)
+  local at = own(tensor_out[0])
+  return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
+end
+--- The indices of the elements that are not 0.
+---@return ps.Tensor int64 [count, number of dimensions]
+function T:nonzero()
+  native.retry(C.ps_tensor_nonzero, self, tensor_out)
+  return own(tensor_out[0])
+end
+--- Picks elements along dimension d: y[i][j].. = x with coordinate d replaced by idx[i][j]...
+---@param d integer
+---@param idx ps.Tensor integers, of as many dimensions as x
+---@return ps.Tensor of idx's shape
+function T:gather(d, idx) return ops.gather(self, idx, d) end
+--- A copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
+---@param d integer
+---@param idx ps.Tensor integers, of src's shape
+---@param src ps.Tensor
+---@return ps.Tensor of x's shape
+function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) end
+--- A copy with a number where a mask is true.
+---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
+---@param value number
+---@return ps.Tensor
+function T:masked_fill(mask, value)
+  caller.typed(value, "number", "masked_fill: the value")
+  return ops.where(mask, scalar_like(self, value), self)
+end
+
+-- -- several tensors ------------------------------------------------------------------------------------------------
+--- Joins tensors along dimension d. Their other sizes are equal.
+---@param list ps.Tensor[]
+---@param d? integer default 0
+---@return ps.Tensor
+function M.cat(list, d)
+  caller.typed(list, "table", "ps.cat: the list of tensors")
+  if #list == 0 then error("ps.cat: an empty list") end
+  if #list <= 64 then return ops.concat(list, d or 0) end
+  local groups, group = {}, {}
+  for _, t in ipairs(list) do
+    group[#group + 1] = t
+    if #group == 64 then groups[#groups + 1], group = ops.concat(group, d or 0), {} end
+  end
+  if #group > 0 then groups[#groups + 1] = ops.concat(group, d or 0) end
+  return M.cat(groups, d)
+end
+--- Joins tensors of one shape along a new dimension d.
+---@param list ps.Tensor[]
+---@param d? integer default 0
+---@return ps.Tensor
+function M.stack(list, d)
+  local rows = {}
+  for i, t in ipairs(caller.typed(list, "table", "ps.stack: the list of tensors")) do
+    rows[i] = caller.tensor(t, "ps.stack", i):unsqueeze(d or 0)
+  end
+  return M.cat(rows, d)
+end
+
+-- -- the metatype ---------------------------------------------------------------------------------------------------
+local methods = exact.view(T, "t:", true)
+M.exact = methods
+local mt = {
+  __index = function(t, key)
+    local method = methods[key]
+    if method ~= nil then return method end
+    if type(key) == "string" then
+      error(("a tensor has no method or field '%s'%s"):format(key, (key == "cuda" or key == "cpu")
+        and (": write t:to(\"%s\")"):format(key) or ""))
+    end
+    return indexing.get(t, key)
+  end,
+  __newindex = function(t, key, value)
+    if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key)) end
+    indexing.set(t, key, value)
+  end,
+  __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,
+  __unm = T.neg,
+  __len = function(t) return t:size(0) end,
+  __tostring = function(t) return require("ps.tensor.pretty").tensor(t) end,
+}
+ffi.metatype("ps_tensor", mt)
+
+local function given(t, call) return caller.tensor(t, call,
+  "its argument") or error(call .. ": no tensor was given") end
+--- Whether two Lua values refer to one tensor. Each call that gives a tensor makes a Lua value of its own.
+---@param a ps.Tensor
+---@param b ps.Tensor
+---@return boolean
+function M.same(a, b)
+  a, b = given(a, "ps.same"), given(b, "ps.same")
+  return ffi.cast("ps_tensor *", a) == ffi.cast("ps_tensor *", b)
+end
+
+return M

@@ -1,0 +1,188 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Losses made of other ops, in PyTorch's terms and with its formulas; ps.functional has them as its own (F.mse_loss).
+-- Shapes must be equal: nothing is broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
+local native = require "ps.core.ffi"
+local tensor = require "ps.tensor"
+local scope = require "ps.core.scope"
+local ops, caller = native.ops, native.caller
+local error = caller.error
+
+local losses = {}
+
+local REDUCTIONS = { none = true, mean = true, sum = true }
+local REDUCE = { reduction = "string" }
+
+local function reduced(x, reduction, call)
+  reduction = reduction or "mean"
+  caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
+  if reduction == "none" then return x end
+  return reduction == "sum" and x:sum() or x:mean()
+end
+
+local function pair(x, target, call)
+  caller.tensor(x, call, "the first argument")
+  caller.tensor(target, call, "the target")
+  if x == nil or target == nil then error(call .. " takes two tensors") end
+  local a, b = x:shape(), target:shape()
+  local same = #a == #b
+  for i = 1, #a do same = same and a[i] == b[i] end
+  if not same then
+    error(("%s: shapes differ, [%s] and [%s]"):format(call, table.concat(a, ", "), table.concat(b, ", ")))
+  end
+  if not x:is_float() then error(("%s takes floats, not %s"):format(call, x:dtype())) end
+  return target
+end
+
+--- The mean of squared differences of x and target, of one shape.
+---@param x ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.mse_loss(x, target, options)
+  options = caller.options(options, "F.mse_loss", REDUCE)
+  local d = x - pair(x, target, "F.mse_loss")
+  return reduced(d * d, options.reduction, "F.mse_loss")
+end
+
+--- The mean of absolute differences of x and target, of one shape.
+---@param x ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.l1_loss(x, target, options)
+  options = caller.options(options, "F.l1_loss", REDUCE)
+  return reduced((x - pair(x, target, "F.l1_loss")):abs(), options.reduction, "F.l1_loss")
+end
+
+--- The binary cross entropy of probabilities p in [0, 1] against targets in [0, 1], of one shape. As in PyTorch,
+--- logarithms end at -100 and the gradient's denominator p (1 - p) at 1e-12. What is outside of [0, 1] gives NaN.
+---@param p ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
+---@return ps.Tensor of 0 dimensions; as p with reduction "none"
+function losses.binary_cross_entropy(p, target, options)
+  options = caller.options(options, "F.binary_cross_entropy", REDUCE)
+  pair(p, target, "F.binary_cross_entropy")
+  local value, slope, slope_of_target = scope.no_grad(function()
+    local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
+    return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
+  end)
+  local loss = value + (p - p:detach()) * slope            -- the value, with PyTorch's gradient
+  if target:is_float() and target:needs_grad() then loss = loss + (target - target:detach()) * slope_of_target end
+  return reduced(loss, options.reduction, "F.binary_cross_entropy")
+end
+
+local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
+
+--- The binary cross entropy of logits x against targets in [0, 1], of one shape. pos_weight, broadcast, multiplies what
+--- targets of 1 count.
+---@param x ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.binary_cross_entropy_with_logits(x, target, options)
+  local call = "F.binary_cross_entropy_with_logits"
+  options = caller.options(options, "F.binary_cross_entropy_with_logits", WITH_LOGITS)
+  pair(x, target, call)
+  -- softplus(-x) = m + log(exp(-m) + exp(-x - m)), whatever m; this one keeps both exponents at most 0
+  local m = (-x:detach()):clamp(0, math.huge)
+  local softplus = m + ((-m):exp() + (-x - m):exp()):log()
+  if options.pos_weight ~= nil then softplus = softplus * ((options.pos_weight - 1) * target + 1) end
+  return reduced((1 - target) * x + softplus, options.reduction, call)
+end
+
+local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
+local KL = { reduction = "string", log_target = "boolean" }
+
+--- target (log target - x): x holds logarithms of probabilities, target probabilities, or their logarithms with
+--- log_target. "batchmean" divides the sum by the size of the first dimension, which is the divergence's definition;
+--- "mean", the default as in PyTorch, by the number of elements.
+---@param x ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none"|"batchmean", log_target?: boolean} reduction default "mean"
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.kl_div(x, target, options)
+  options = caller.options(options, "F.kl_div", KL)
+  pair(x, target, "F.kl_div")
+  local reduction = options.reduction or "mean"
+  caller.one_of(reduction, KL_REDUCTIONS, "F.kl_div: reduction")
+  local terms
+  if options.log_target then terms = target:exp() * (target - x)
+  else
+    local some = target:gt(0)                              -- 0 log 0 is 0
+    local safe = tensor.where(some, target, 1)
+    terms = tensor.where(some, target * safe:log(), 0) - target * x
+  end
+  if reduction == "batchmean" then return terms:sum() / math.max(1, x:dim() > 0 and x:size(0) or 1) end
+  return reduced(terms, reduction, "F.kl_div")
+end
+
+-- -- of classes -----------------------------------------------------------------------------------------------------
+-- Which targets count (bool [...]), and all of them with 0 in the place of others, int64 [..., 1].
+local function countable(target, ignore)
+  local counts = target:ne(ignore)
+  return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
+end
+
+-- Of log-probabilities [..., V]: what each target adds, and what the mean divides by. smooth: label smoothing.
+local function class_terms(logp, target, weight, ignore, smooth)
+  local V = logp:size(-1)
+  local counts, at = countable(target, ignore)
+  local share = counts:to(logp:dtype())                    -- [...]: weight of the target's class, or 0
+  if weight ~= nil then
+    share = share * ops.gather(weight:to(logp:dtype()), at:reshape(-1), 0):reshape(target:shape())
+  end
+  local terms = -ops.gather(logp, at, -1):squeeze(-1) * share
+  if smooth > 0 then
+    local all = weight ~= nil and (logp * weight:to(logp:dtype())):sum(-1) or logp:sum(-1)
+    all = tensor.where(counts, all, 0)
+    terms = terms * (1 - smooth) - all * (smooth / V)
+  end
+  return terms, share:detach()
+end
+
+local function class_loss(logp, target, chosen, smooth, call)
+  local reduction = chosen.reduction or "mean"
+  caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
+  local weight = chosen.weight
+  if weight ~= nil and not (weight:dim() == 1 and weight:size(0) == logp:size(-1)) then
+    error(("%s: weight is [%s]; there are %d classes"):format(call, table.concat(weight:shape(), ", "), logp:size(-1)))
+  end
+  local terms, share = class_terms(logp, target, weight, chosen.ignore_index or -100, smooth)
+  if reduction == "none" then return terms end
+  if reduction == "sum" then return terms:sum() end
+  local sum = share:sum()
+  return terms:sum() / tensor.where(sum:eq(0), 1, sum)                   -- the mean of none is 0
+end
+
+local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
+
+--- Minus the log-probability of each target: logp [..., V], target int [...]. weight [V]: what a class counts; the mean
+--- is over the targets' weights. Targets of ignore_index (-100) do not count; the mean of none is 0.
+---@param logp ps.Tensor [..., V]
+---@param target ps.Tensor integers [...]
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index default
+---  -100, reduction "mean"; weight [V]
+---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+function losses.nll_loss(logp, target, options)
+  options = caller.options(options, "F.nll_loss", NLL)
+  return class_loss(logp, target, options, 0, "F.nll_loss")
+end
+
+--- Cross entropy with classes' weights or smoothed labels, by all log-probabilities: F.cross_entropy's and F.lm_loss's.
+---@param logits ps.Tensor [..., V]
+---@param target ps.Tensor
+---@param chosen {ignore_index: integer?, reduction: string?, weight: ps.Tensor?, label_smoothing: number?}
+---@param call string
+---@return ps.Tensor
+function losses.smoothed(logits, target, chosen, call)
+  local smooth = chosen.label_smoothing or 0
+  if not (smooth >= 0 and smooth <= 1) then
+    error(("%s: label_smoothing = %.14g; it must be in [0, 1]"):format(call, smooth))
+  end
+  local dtype = logits:dtype()
+  if dtype ~= "fp64" then logits = logits:to("fp32") end
+  return class_loss(ops.log_softmax(logits), target, chosen, smooth, call)
+end
+
+return losses

@@ -1,0 +1,515 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The arithmetic of ps.Tensor: operators, elementwise functions, products, reductions, in-place forms.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local C, ops, caller = native.C, native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local scalar, scalar_like, dim_index, draw = create.scalar, create.scalar_like, create.dim_index, create.draw
+local alone = create.alone
+local bit = require "bit"
+local floor = math.floor
+local rng = C.ps_rng_get(native.ctx)
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+
+local T = {}
+local M = { methods = T }
+
+-- What affine adds where nothing is to be added: x + -0 is x for every x, +0 and -0 too.
+local NOTHING = -0.0
+
+local function affine(t, alpha, beta)
+  if t.dtype_ == C.PS_BOOL then t = t:to("int64") end
+  if not FLOAT[t.dtype_] and (alpha ~= floor(alpha) or beta ~= floor(beta)) then t = t:to("fp32") end
+  return ops.affine(t, alpha, beta)
+end
+
+-- b times the alpha of add and sub: a number, or { alpha = number }. The product is not rounded to a half type.
+local ALPHA = { alpha = "number" }
+local function scaled(a, b, alpha, call)
+  if type(alpha) == "table" then alpha = caller.options(alpha, call, ALPHA).alpha or 1 end
+  caller.typed(alpha, "number", call .. ": alpha")
+  if type(b) == "number" then return b * alpha end
+  if caller.tensor(b, call, "b") == nil then error(call .. ": b is missing") end
+  if alpha % 1 ~= 0 and not FLOAT[b.dtype_] and not (is_tensor(a) and FLOAT[a.dtype_]) then
+    error(("%s: alpha is %.14g; integers take a whole number"):format(call, alpha))
+  end
+  if b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16 then b = b:to("fp32") end
+  return affine(b, alpha, NOTHING)
+end
+local function with_alpha(op, a, b, alpha, call)
+  local y = op(a, scaled(a, b, alpha, call))
+  local half = is_tensor(b) and (b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16)
+  return half and (not is_tensor(a) or a.dtype_ == b.dtype_) and ops.cast(y, b.dtype_) or y
+end
+
+--- a + alpha * b, elementwise; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@param alpha? number|{alpha?: number} default 1
+---@return ps.Tensor
+local function add(a, b, alpha)
+  if alpha ~= nil then return with_alpha(add, a, b, alpha, "add") end
+  if type(b) == "number" then return affine(a, 1, b) end
+  if type(a) == "number" then return affine(b, 1, a) end
+  return ops.add(a, b)
+end
+--- a - alpha * b, elementwise; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@param alpha? number|{alpha?: number} default 1
+---@return ps.Tensor
+local function sub(a, b, alpha)
+  if alpha ~= nil then return with_alpha(sub, a, b, alpha, "sub") end
+  if type(b) == "number" then return affine(a, 1, -b) end
+  if type(a) == "number" then return affine(b, -1, a) end
+  return ops.sub(a, b)
+end
+--- a * b, elementwise; shapes broadcast.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
+local function mul(a, b)
+  if type(b) == "number" then return affine(a, b, NOTHING) end
+  if type(a) == "number" then return affine(b, a, NOTHING) end
+  return ops.mul(a, b)
+end
+
+-- op(a, b), of which one is a number and the other a tensor, where integers are computed as fp32 and a number must not
+-- be rounded to the few bits of a half type.
+local function with_number(op, a, b)
+  local t = type(a) == "number" and b or a
+  local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
+  local dtype = t.dtype_ == C.PS_F64 and C.PS_F64 or C.PS_F32
+  local x, constant = narrow and t:to("fp32") or t, type(a) == "number" and a or b
+  local y
+  if t == a then y = op(x, scalar(t, constant, dtype)) else y = op(scalar(t, constant, dtype), x) end
+  return narrow and ops.cast(y, t.dtype_) or y
+end
+
+--- a / b, elementwise; shapes broadcast. Integers are divided as fp32.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@param rounding? nil refused: PyTorch's rounding_mode
+---@return ps.Tensor
+local function div(a, b, rounding)
+  if rounding ~= nil then
+    error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
+  end
+  if type(b) == "number" then
+    -- 1 / b is as good where it is exact, or where the quotient is rounded to a half type anyway.
+    local fraction, e = math.frexp(b)
+    local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
+    local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
+    if (narrow or exact) and math.abs(e) < 126 and b ~= 0 then return ops.affine(a, 1 / b, NOTHING) end
+    return with_number(ops.div, a, b)
+  end
+  if type(a) == "number" then return with_number(ops.div, a, b) end
+  return ops.div(a, b)
+end
+--- a to the power b, elementwise; shapes broadcast. Integers are computed as fp32.
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
+local function pow(a, b)
+  if type(b) == "number" then return ops.pow_scalar(a, b) end
+  if type(a) == "number" then return with_number(ops.pow, a, b) end
+  return ops.pow(a, b)
+end
+T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
+--- -t.
+---@return ps.Tensor
+function T:neg() return affine(self, -1, NOTHING) end
+local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
+local INT64_END = 2 ^ 63
+for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
+  local op = ops[name]
+  ---@param a ps.Tensor
+  ---@param b ps.Tensor|number
+  ---@return ps.Tensor
+  T[name] = function(a, b)
+    if type(b) ~= "number" or not is_tensor(a) then return op(a, b) end
+    local range = int_range[a.dtype_]
+    if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
+    if not FLOAT[a.dtype_] and (b >= INT64_END or b < -INT64_END) then
+      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- a number beyond int64 is beyond every element
+    end
+    return op(a, scalar_like(a, b))
+  end
+end
+for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin",
+                        "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
+  T[name] = ops[name]
+end
+-- Integers are whole already, and stay as they are.
+for _, name in ipairs { "floor", "ceil", "round" } do
+  ---@param decimals? nil refused: PyTorch's round(decimals)
+  ---@return ps.Tensor
+  T[name] = function(t, decimals)
+    if decimals ~= nil then
+      error(("%s takes no argument; of n decimals: (t * 10 ^ n):%s() / 10 ^ n"):format(name, name))
+    end
+    if is_tensor(t) and not FLOAT[t.dtype_] then return ops.contiguous(t) end
+    return ops[name](t)
+  end
+end
+--- max(x, 0); NaN stays NaN and passes the gradient.
+---@param self ps.Tensor
+---@return ps.Tensor
+function T:relu()
+  if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
+  return ops.relu(self)
+end
+--- x times the normal distribution's share below x, or the approximation of that by tanh.
+---@param approximate? "none"|"tanh" default "none"
+---@return ps.Tensor
+function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
+local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
+--- x * x.
+---@return ps.Tensor
+function T:square()
+  local x = counted(self)
+  return ops.mul(x, x)
+end
+--- x limited to [low, high]; the bounds themselves pass the gradient.
+---@param low? number default: no bound
+---@param high? number default: no bound
+---@return ps.Tensor
+function T:clamp(low, high)
+  if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
+  return ops.clamp(counted(self), low or -math.huge, high or math.huge)
+end
+-- A number that `where` picks beside a tensor (nil: beside another number), on the device of `on`.
+local function beside(like, value, on)
+  if not like then return scalar(on, value, C.PS_F32) end
+  if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
+  return scalar_like(like, value)
+end
+local function condition(c, call)
+  if caller.tensor(c, call, "the condition") == nil then error(call .. ": the condition is missing") end
+  if c.dtype_ ~= C.PS_BOOL then
+    error(("%s: the condition is a tensor of %s; it takes one of bool, such as c:ne(0)"):format(call, c:dtype()))
+  end
+end
+--- a where a condition is true, else b; shapes broadcast.
+---@param c ps.Tensor bool
+---@param a ps.Tensor|number
+---@param b ps.Tensor|number
+---@return ps.Tensor
+function M.where(c, a, b)
+  condition(c, "ps.where")
+  if type(a) == "number" then a = beside(is_tensor(b) and b or nil, a, c) end
+  if type(b) == "number" and is_tensor(a) then b = beside(a, b, c) end
+  return ops.where(c, a, b)
+end
+--- This tensor where a condition is true, else `other`; shapes broadcast.
+---@param c ps.Tensor bool
+---@param other ps.Tensor|number
+---@return ps.Tensor
+function T:where(c, other)
+  if not is_tensor(c) then
+    error(("t:where(condition, other): the condition is %s, not a tensor of bool; to choose between two values write "
+      .. "ps.where(condition, a, b)"):format(c == nil and "nil" or "a " .. type(c)))
+  end
+  condition(c, "t:where(condition, other)")
+  if type(other) == "number" then other = beside(self, other, c) end
+  return ops.where(c, self, other)
+end
+
+--- The matrix product: [..., M, K] by [..., K, N] is [..., M, N]; leading dimensions broadcast. A tensor of 1 dimension
+--- is a row on the left and a column on the right. The result lacks that dimension, as in PyTorch.
+---@param b ps.Tensor
+---@return ps.Tensor
+function T:matmul(b)
+  local a, drop_row, drop_col = self, false, false
+  if not (is_tensor(a) and is_tensor(b)) then
+    error(("matmul takes two tensors, not %s"):format(tostring(is_tensor(a) and b or a)))
+  end
+  if a.ndim == 0 or b.ndim == 0 then error("matmul: a tensor without dimensions") end
+  if a.ndim == 1 then a, drop_row = a:unsqueeze(0), true end
+  if b.ndim == 1 then b, drop_col = b:unsqueeze(1), true end
+  local y = ops.matmul(a, b, 0)
+  if drop_row then y = y:squeeze(-2) end
+  if drop_col then y = y:squeeze(-1) end
+  return y
+end
+T.mm, T.bmm = T.matmul, T.matmul
+
+-- -- reductions -----------------------------------------------------------------------------------------------------
+local function dim_bits(t, dims)
+  if dims == nil then return 0 end
+  if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
+  local set = 0
+  if type(dims) ~= "table" then error("dimensions are a number or a list of numbers, not " .. tostring(dims)) end
+  for _, d in ipairs(caller.list(dims, "dimensions: the list")) do
+    local one = bit.lshift(1, dim_index(t, d))
+    if bit.band(set, one) ~= 0 then error(("dimension %d is named twice"):format(dim_index(t, d))) end
+    set = bit.bor(set, one)
+  end
+  return set
+end
+
+-- A number would count as yes, 0 too.
+local function flag(value, name)
+  if value ~= nil then caller.typed(value, "boolean", name) end
+  return value
+end
+local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
+
+--- The sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean the dimensions stay, with size 1; default false
+---@return ps.Tensor
+function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(keepdim), 0) end
+--- The mean over some dimensions, of floats.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), kept(keepdim)) end
+--- The largest over some dimensions; equal ones share the gradient.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
+--- The smallest over some dimensions; equal ones share the gradient.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
+--- The largest element; along dimension d the largest ones and their indices.
+---@param d? integer
+---@param keepdim? boolean
+---@return ps.Tensor values
+---@return ps.Tensor? indices int64; with d only
+function T:max(d, keepdim)
+  if d == nil then
+    if keepdim ~= nil then error("max: keepdim goes with a dimension; t:amax(nil, true) keeps all") end
+    return self:amax()
+  end
+  return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
+end
+--- The smallest element; along dimension d the smallest ones and their indices.
+---@param d? integer
+---@param keepdim? boolean
+---@return ps.Tensor values
+---@return ps.Tensor? indices int64; with d only
+function T:min(d, keepdim)
+  if d == nil then
+    if keepdim ~= nil then error("min: keepdim goes with a dimension; t:amin(nil, true) keeps all") end
+    return self:amin()
+  end
+  return self:amin(d, keepdim), ops.argmin(self, d, kept(keepdim))
+end
+local function all_kept(y, t, keepdim)
+  if kept(keepdim) == 0 then return y end
+  local ones = {}
+  for i = 1, t.ndim do ones[i] = 1 end
+  return y:reshape(ones)
+end
+--- The index of the first largest element along dimension d.
+---@param d? integer default: the tensor as one dimension
+---@param keepdim? boolean
+---@return ps.Tensor int64
+function T:argmax(d, keepdim)
+  if d == nil then return all_kept(ops.argmax(self:reshape(-1), 0, 0), self, keepdim) end
+  return ops.argmax(self, d, kept(keepdim))
+end
+--- The index of the first smallest element along dimension d.
+---@param d? integer default: the tensor as one dimension
+---@param keepdim? boolean
+---@return ps.Tensor int64
+function T:argmin(d, keepdim)
+  if d == nil then return all_kept(ops.argmin(self:reshape(-1), 0, 0), self, keepdim) end
+  return ops.argmin(self, d, kept(keepdim))
+end
+--- The running sum along dimension d; of integers in int64.
+---@param d integer
+---@return ps.Tensor of this shape
+function T:cumsum(d)
+  if d == nil then error("cumsum: along which dimension? of all elements in their order: t:reshape(-1):cumsum(0)") end
+  return ops.cumsum(self, d, 0)
+end
+local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
+
+--- The k largest along a dimension, in falling order, or the k smallest, in rising order.
+---@param k integer
+---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all that follows, by name
+---@param largest? boolean default true
+---@param sorted? boolean default true; the order is the same with false
+---@return ps.Tensor values of this shape, with k in dimension d
+---@return ps.Tensor indices int64, of values' shape
+function T:topk(k, d, largest, sorted)
+  if type(d) == "table" then
+    local options = caller.options(d, "topk", TOPK)
+    d, largest, sorted = options.dim, options.largest, options.sorted
+  end
+  caller.whole(k, "topk: k", 0)
+  flag(sorted, "topk: sorted")
+  d = d == nil and self.ndim - 1 or dim_index(self, d)
+  local values, indices
+  if flag(largest, "topk: largest") == false then
+    if k > self:size(d) then error(("topk: k is %d; dimension %d has %d elements"):format(k, d, self:size(d))) end
+    values, indices = self:sort(d)
+    return values:narrow(d, 0, k), indices:narrow(d, 0, k)
+  end
+  if d >= self.ndim - 1 then return ops.topk(self, k) end
+  values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
+  return values:transpose(d, -1), indices:transpose(d, -1)
+end
+-- Half types are summed in fp32, as PyTorch does: squares of fp16 overflow from 256 on. Integers are, too.
+local function widened(t)
+  local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
+  return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
+end
+local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
+
+-- The square root, with gradient 0 where it is 0: that of a norm at its smallest.
+local function root(t)
+  local zero = t:eq(0)
+  return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
+end
+
+-- In fp32 or fp64.
+local function variance(self, dims, unbiased, keepdim)
+  if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
+  local x, ones = widened(self), {}
+  local mean = x:mean(dims, true)
+  for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
+  if dims == nil then mean = mean:reshape(ones) end
+  -- What rounding has left in the mean; of elements that are all equal it is all there is.
+  local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
+  local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
+  local n = self:numel() / math.max(1, total:numel())
+  return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
+end
+--- The variance over some dimensions, of floats.
+---@param dims? integer|integer[] default: all
+---@param unbiased? boolean divided by n - 1 (default true), else by n
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
+--- The standard deviation over some dimensions, of floats; where all elements are equal its gradient is 0.
+---@param dims? integer|integer[] default: all
+---@param unbiased? boolean divided by n - 1 (default true), else by n
+---@param keepdim? boolean
+---@return ps.Tensor
+function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
+--- Whether any element is not 0.
+---@return ps.Tensor bool, of 0 dimensions
+function T:any() return self:ne(0):long():sum():gt(0) end
+--- Whether no element is 0.
+---@return ps.Tensor bool, of 0 dimensions
+function T:all() return self:eq(0):long():sum():eq(0) end
+--- exp(x) over its sum along dimension d.
+---@param d? integer default -1
+---@return ps.Tensor of this shape
+function T:softmax(d) return M.along_last(ops.softmax, self, d) end
+--- The logarithm of softmax along dimension d.
+---@param d? integer default -1
+---@return ps.Tensor of this shape
+function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
+--- Applies an op of the last dimension along d.
+function M.along_last(op, t, d)
+  d = dim_index(t, d or -1)
+  if d == t.ndim - 1 then return op(t) end
+  return op(t:transpose(d, -1):contiguous()):transpose(d, -1)
+end
+
+-- -- in place -------------------------------------------------------------------------------------------------------
+--- Sets every element, in place.
+---@param v number an error where the tensor's type is an integer one that cannot hold it
+---@return ps.Tensor self
+function T:fill_(v)
+  if v == nil then error("fill_: with which number?") end
+  ops.fill_(self, type(v) == "number" and create.held(v, self.dtype_) or v)
+  return self
+end
+--- Sets every element to 0, in place.
+---@return ps.Tensor self
+function T:zero_() ops.fill_(self, 0) return self end
+--- Overwrites the values, in place.
+---@param src ps.Tensor of a shape that broadcasts to this one; its type and device may be others
+---@param non_blocking? boolean PyTorch's, which changes no value here
+---@return ps.Tensor self
+function T:copy_(src, non_blocking)
+  flag(non_blocking, "copy_: non_blocking")
+  if is_tensor(src) and src.device_ ~= self.device_ then src = src:to(self:device()) end
+  ops.copy_(self, src)
+  return self
+end
+-- A tensor that is written in place keeps its type: integers take no fractions, and no quotients.
+local function refuse_in_place(t, what, call)
+  error(("%s: %s beside a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
+    :format(call, what, t:dtype()))
+end
+local function keeps_type(t, x, call)
+  if t:is_float() or not (type(x) == "number" and x % 1 ~= 0 or is_tensor(x) and x:is_float()) then return end
+  refuse_in_place(t, is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction", call)
+end
+
+--- Adds alpha times x, in place. A tensor of integers takes whole numbers only.
+---@param x ps.Tensor|number
+---@param alpha? number default 1
+---@return ps.Tensor self
+function T:add_(x, alpha)
+  keeps_type(self, x, "add_")
+  keeps_type(self, alpha, "add_")
+  if type(x) == "number" then ops.copy_(self, affine(self, 1, x * (alpha or 1)))
+  elseif caller.tensor(x, "add_", "x") == nil then error("add_: x is missing")
+  elseif x.dtype_ == self.dtype_ and self:is_float() and self.numel_ == x.numel_ and self.ndim == x.ndim and
+         self:is_contiguous() then
+    ops.axpy_(self, x, alpha or 1)
+  else
+    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- so that the product is not rounded
+      x = x:to(self.dtype_ == C.PS_F64 and "fp64" or "fp32")
+    end
+    ops.copy_(self, self + x * (alpha or 1))
+  end
+  return self
+end
+--- Subtracts alpha times x, in place. A tensor of integers takes whole numbers only.
+---@param x ps.Tensor|number
+---@param alpha? number default 1
+---@return ps.Tensor self
+function T:sub_(x, alpha)
+  if alpha ~= nil then return self:add_(x, -caller.typed(alpha, "number", "sub_: alpha")) end
+  if type(x) == "number" then return self:add_(-x) end
+  keeps_type(self, x, "sub_")
+  if self:is_float() then return self:add_(x, -1) end
+  ops.copy_(self, self - x)
+  return self
+end
+--- Multiplies by x, in place. A tensor of integers takes whole numbers only.
+---@param x ps.Tensor|number
+---@return ps.Tensor self
+function T:mul_(x)
+  keeps_type(self, x, "mul_")
+  if type(x) == "number" and self:is_float() and self:is_contiguous() then ops.scale_(self, x)
+  else ops.copy_(self, self * x) end
+  return self
+end
+--- Divides by x, in place; an error for integers.
+---@param x ps.Tensor|number
+---@return ps.Tensor self
+function T:div_(x)
+  if not self:is_float() then refuse_in_place(self, "a quotient", "div_") end
+  ops.copy_(self, self / x)
+  return self
+end
+--- Draws normally distributed numbers, in place: Box-Muller on Philox counters (ps.manual_seed).
+---@param mean? number default 0
+---@param std? number default 1
+---@return ps.Tensor self
+function T:normal_(mean, std)
+  return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
+end
+--- Draws uniform numbers in [low, high), in place, from Philox counters (ps.manual_seed).
+---@param low? number default 0
+---@param high? number default 1
+---@return ps.Tensor self
+function T:uniform_(low, high)
+  return alone(self, ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)))
+end
+
+return M

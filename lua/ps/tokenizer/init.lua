@@ -1,0 +1,95 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The one of bytes is here; those
+-- of Hugging Face's files are in tokenizer/text.lua. One may also have :append, which writes text to a shard without
+-- going through a table.
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local ffi = require "ffi"
+local lfs = require "lfs"
+local array = require "ps.core.array"
+local int_array, byte_array = array "int32_t", array "uint8_t"
+local error = caller.error
+
+local tokenizer = {}
+
+---@class ps.Tokenizer
+---@field name string
+---@field vocab_size integer
+local Bytes = { name = "bytes", vocab_size = 256 }
+local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
+Bytes.__index = Bytes
+
+--- Every byte is a token.
+---@return ps.Tokenizer
+function tokenizer.bytes() return setmetatable({}, Bytes) end
+
+--- The tokenizer of a folder as Hugging Face has it, or of one of its files: tokenizer.json (BPE of bytes, BPE of
+--- characters with byte_fallback as Llama 2's, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe
+--- (GPT-2, RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions say the rest, and where that names
+--- the class, add_prefix_space, do_lower_case, strip_accents and tokenize_chinese_chars instead of tokenizer.json, as
+--- transformers' classes do. Special tokens that it names, and its added_tokens_decoder, are added to tokenizer.json's.
+--- What files ask for and is not here is an error that names it. Or of a file of ranks, .tiktoken, by its encoding.
+--- A name of neither is looked for in Hugging Face's cache, as ps.from_pretrained does.
+---@param path string
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} of a file of ranks:
+---  encoding "cl100k_base", "gpt2", "llama3" (which has the name tokenizer.model), "o200k_base" or "qwen", default by
+---  the file's name; or the regular expression that cuts texts into words, and special tokens with their ids
+---@return ps.TextTokenizer
+function tokenizer.from_pretrained(path, options)
+  caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
+  local is_name = path:match("^[%w%-_.]+$") or path:match("^[%w%-_]+/[%w%-_.]+$")
+  if is_name and not lfs.attributes(path, "mode") then path = require("ps.pretrained.folder").find(path) end
+  return require("ps.tokenizer.text").open(path, options)
+end
+
+--- Token ids as a Lua list.
+---@param text string
+---@return integer[]
+function Bytes:encode(text) -- luacheck: ignore 212
+  caller.typed(text, "string", "encode: the text")
+  local ids, bytes = {}, ffi.cast("const uint8_t *", text)
+  for i = 1, #text do ids[i] = bytes[i - 1] end
+  return ids
+end
+
+--- Token ids as an int32 buffer, for long texts.
+---@param text string
+---@return ffi.cdata* ids int32_t[n]
+---@return integer n
+function Bytes:encode_buffer(text) -- luacheck: ignore 212
+  caller.typed(text, "string", "encode: the text")
+  local ids, bytes = int_array(math.max(#text, 1)), ffi.cast("const uint8_t *", text)
+  for i = 0, #text - 1 do ids[i] = bytes[i] end
+  return ids, #text
+end
+
+--- Text of a list, tensor or int32 buffer of ids (the last with its length).
+---@param ids integer[]|ps.Tensor|ffi.cdata*
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer as of other tokenizers: n, or
+---  the number alone, is the buffer's length; there are no special tokens, and bytes are what text is
+---@return string
+function Bytes:decode(ids, options) -- luacheck: ignore 212
+  local n = options
+  if type(options) ~= "number" then n = caller.options(options, "tokenizer:decode", DECODE).n end
+  if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
+  local first = n and 0 or 1
+  if not n then caller.typed(ids, "table", "decode: the list of ids") end
+  n = n or #ids
+  local bytes = byte_array(math.max(n, 1))
+  for i = 0, n - 1 do
+    local id = caller.typed(ids[first + i], "number", "decode: a token")
+    if id < 0 or id > 255 then error(("decode: token %s is not a byte"):format(tostring(id))) end
+    bytes[i] = id
+  end
+  return ffi.string(bytes, n)
+end
+
+--- Appends the text's tokens to a shard that is being written.
+---@param writer ffi.cdata* ps_tokw
+---@param text string
+function Bytes:append(writer, text) -- luacheck: ignore 212
+  caller.typed(text, "string", "the text to tokenize")
+  native.check(native.C.ps_tokw_append_bytes(writer, text, #text))
+end
+
+return tokenizer

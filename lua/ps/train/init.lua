@@ -1,0 +1,477 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A training loop with accumulation, clipping, evaluation, a log, checkpoints and Ctrl-C.
+--
+--   local result = train.run { model =, optimizer =, loader =, sched =, steps = 1000,
+--     eval = { every = 100, data = function() return ps.data.windows { ... } end },
+--     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
+--
+-- An engine (ps.initialize) as the model brings its accumulation, clipping, loss scale and schedule along.
+-- `callbacks` hear of steps, evaluations and checkpoints, and may end the run.
+-- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
+-- Ctrl-C or SIGTERM ends the process.
+local create = require "ps.tensor.create"
+local devices = require "ps.core.devices"
+local dist = require "ps.dist"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local core = require "ps.nn.module"
+local handle = require "ps.nn.handle"
+local caller = require "ps.core.caller"
+local types = require "ps.core.types"
+local error = caller.error
+local agree = require "ps.dist.agree"
+local batch = require "ps.data.batch"
+local checkpoints = require "ps.checkpoints"
+local mesh = require "ps.dist.mesh"
+local progress = require "ps.train.progress"
+local train_log = require "ps.train.log"
+local engine_step = require "ps.engine.step"
+local unused = require "ps.engine.step.unused"
+local C = native.C
+
+local train = {}
+
+local EVALUATE = { loss = "callable", stop = "callable" }
+
+-- The loss of what a model gave.
+local function checked_loss(output)
+  local loss = batch.loss(output)
+  if loss == nil then error("ps.train: the model gave no loss: a tensor, or a table with one as `loss`") end
+  return loss
+end
+
+-- The loss that a model, or a script's own function, gives of a batch.
+local function loss_of(model, given, own)
+  if own then return checked_loss(own(model, unpack(given, 1, given.n))) end
+  return checked_loss(model(unpack(given, 1, given.n)))
+end
+
+-- Whether a model's steps go by model:micro_batches, which takes the model's own loss.
+local function loops(model, own)
+  local engine = handle.of(model)
+  if engine and engine.pipe and own then
+    error("ps.train: the model is cut into stages, of which the last one computes the loss: give a loss of your own to "
+      .. "ps.initialize { loss = function(out, batch) ... end }")
+  end
+  return engine and engine.adds_up and not own
+end
+
+-- `for loss, given in losses_of(...)`: of a held-out batch, as the model takes batches.
+local function losses_of(model, given, own)
+  if loops(model, own) then
+    local loop = model:micro_batches(unpack(given, 1, given.n))
+    return function()
+      local out = loop()
+      if out then return checked_loss(out), loop.given end
+    end
+  end
+  local done = false
+  return function()
+    if done then return nil end
+    done = true
+    return loss_of(model, given, own), given
+  end
+end
+
+-- The weight of a held-out batch: the number of its targets, or of its rows where it has no targets to count.
+local function held_out_weight(model, given)
+  local found, first = batch.targets(model, given), given[1]
+  if found then return found.count end
+  return scope.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
+end
+
+-- Numbers added up over the ranks of a group.
+local function sums(group, ...)
+  if not group then return ... end
+  return unpack(group:all_reduce(create.tensor({ ... }, { dtype = "fp64" })):tolist())
+end
+
+-- Whether there is a batch, and whether to stop, of all ranks: of the model's parts each has some, so that all compute
+-- or none.
+local function agreed(group, has, stop, number)
+  if not group then return has, stop end
+  local all, stops = sums(group, has and 1 or 0, stop and 1 or 0)
+  if stops > 0 then return has, true end
+  if all > 0 and all < group:size() then
+    error(("ps.train.evaluate: %d of %d ranks have no batch %d: each needs as many"):format(group:size() - all,
+      group:size(), number), 0)
+  end
+  return has, false
+end
+
+--- Mean loss over an iterator of batches, weighed by their targets that count (-100 does not; by rows, where a batch
+--- has no targets to count), without gradients and with the model in evaluation mode. With an engine of several ranks
+--- all call it, with as many batches each, and get the mean over all of theirs.
+---@param model ps.nn.Module|ps.Engine
+---@param batches fun(): ... gives x, y or one table with names; nil at the end
+---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
+---@return number? loss nil when `stop` said so on any rank, and where no target counts
+function train.evaluate(model, batches, options)
+  options = caller.options(options, "ps.train.evaluate", EVALUATE)
+  caller.typed(model, "table", "ps.train.evaluate: the model")
+  caller.callable(batches, "ps.train.evaluate, behind the model,")
+  local engine = handle.of(model)
+  local restore, ranks = core.modes(handle.module(model)), engine and engine.ranks or {}
+  model:eval()
+  local sum, weights, stopped, number = 0, 0, false, 0
+  local ok, problem = pcall(scope.no_grad, function()
+    while true do
+      local given = number > 0 and options.stop and options.stop() and {} or batch.spread(batches())
+      local has, stop = agreed(ranks.world, given[1] ~= nil, given.n == nil, number + 1)
+      stopped = stop
+      if stop or not has then break end
+      number = number + 1
+      for loss, part in losses_of(model, given, options.loss) do
+        local weight = held_out_weight(model, part)
+        if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
+      end
+    end
+    sum, weights = sums(ranks.dp, sum, weights)
+  end)
+  restore()
+  if not ok then error(problem, 0) end
+  if stopped or weights == 0 then return nil end
+  return sum / weights
+end
+
+local function cell(value, format) return value and format:format(value) or "" end
+
+---@class ps.TrainOptions
+---@field model ps.nn.Module|ps.Engine
+---@field optimizer ps.Optimizer|ps.EngineOptimizer
+---@field loader ps.Loader|ps.train.Source
+---@field steps integer optimizer steps in the whole run
+---@field start? integer steps already done (checkpoints.load gives them as `step`)
+---@field sched? ps.Schedule
+---@field scaler? ps.LossScaler
+---@field accumulate? integer batches a step: 1 (default) to 4096
+---@field max_norm? number clip the gradient norm
+---@field loss? fun(model, ...): ps.Tensor takes the loader's batch; default model(...)
+---@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
+---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
+---@field log? string a CSV file. A JSONL file with the same name, .jsonl for .csv, stands beside it; a run without
+---  `log` has that as log.jsonl in the folder of checkpoints. Lines that a file does not take are tried again; an error
+---  at the end where some are lost
+---@field callbacks? ps.TrainCallbacks
+---@field quiet? boolean
+
+---@class ps.train.Source a loader of one's own
+---@field next fun(self: ps.train.Source): ... the next batch: x, y, or one table with names; it never ends
+---@field global_batch? integer rows of a batch on all ranks, for tokens/s; without it they are counted
+---@field seq? integer tokens of a row; without it they are counted
+---@field state_dict? fun(self: ps.train.Source): table its place, where `checkpoint` is given; what JSON can hold
+---@field load_state_dict? fun(self: ps.train.Source, state: table)
+
+---@class ps.TrainCallbacks called on all ranks; one that gives "stop" ends the run, on all ranks, after its step
+---@field step? fun(line: ps.TrainLine): string? behind each step's update and log
+---@field evaluate? fun(line: ps.TrainLine): string? where the step had an evaluation, before `step`
+---@field save? fun(at: {step: integer, saved: string}): string? behind each checkpoint
+
+local Run = {}
+Run.__index = Run
+
+local function interrupted() return C.ps_interrupts() > 0 end
+
+-- Whether the run ends after this step: a signal came, or a callback said so, of several ranks on any. They agree on it
+-- at the same places, so that all save, evaluate or go on alike; `now`: this is such a place.
+function Run:stopping(now)
+  local stop = self.asked or interrupted()
+  if not self.world then return stop end
+  if now and not self.stop then self.stop = dist.any_rank(stop) end
+  return self.stop
+end
+
+function Run:save(step)
+  local to, options = self.options.checkpoint, self.options
+  if not to then return end
+  self.saved = checkpoints.save(to.folder, { model = options.model, optimizer = options.optimizer,
+    sched = options.sched, loader = options.loader, scaler = options.scaler, step = step, extra = to.extra,
+    keep = to.keep, async = to.async, quiet = options.quiet })
+  self.saved_step = step
+  self:tell_callbacks("save", { step = step, saved = self.saved })
+end
+
+function Run:fail(step, loss)
+  local group = self.options.optimizer.groups[1]
+  error(("training: the loss is %s at step %d (learning rate %.3g, last gradient norm %s). Last good checkpoint: %s. "
+    .. "Try a lower learning rate, a longer warm-up or max_norm"):format(tostring(loss), step, group.lr,
+    self.grad_norm and ("%.3g"):format(self.grad_norm) or "not measured", self.saved or "none"), 0)
+end
+
+function Run:evaluate(step)
+  local options = self.options
+  local val = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
+  self:stopping(true)                                    -- what ended it ends the run
+  if val then
+    self.val_loss = val
+    self.display:note(("step %d: held-out loss %.4f"):format(step, val))
+  end
+  return val
+end
+
+---@param line ps.TrainLine
+function Run:record(line)
+  self.history[#self.history + 1] = { step = line.step, loss = line.loss, val_loss = line.val_loss }
+  local problem = self.log and self.log:write(line)
+  if problem then self.display:warn(problem) end
+end
+
+-- Calls the run's own functions of one of CALLBACKS.
+function Run:tell_callbacks(name, line)
+  local callback = self.options.callbacks and self.options.callbacks[name]
+  if not callback then return end
+  local answer = callback(line)
+  if answer == "stop" then
+    self.asked = true
+  elseif answer ~= nil then
+    error(('ps.train.run: callbacks.%s gave %s; it gives nothing, or "stop" to end the run after this step'):format(
+      name, tostring(answer)), 0)
+  end
+end
+
+-- A step of many batches may take long to end after the first Ctrl-C: says so, once.
+function Run:tell(step, done, of)
+  if self.told or not interrupted() then return end
+  self.told = true
+  self.display:warn(("interrupted after batch %d of %d of step %d: the step is finished first; the next Ctrl-C or "
+    .. "SIGTERM ends at once"):format(done, of, step))
+end
+
+-- The weight of a batch among those of its step. An engine gives it itself. Else it is the number of targets that
+-- count, as a share of the places of the step's first batch, so that it is 1 where none are ignored. A batch alone in
+-- its step weighs 1, or 0 where no target counts.
+function Run:weight(given, loss)
+  local model = self.options.model
+  local engine = handle.of(model)
+  if engine then return (engine_step.weight_of(engine, loss)) end
+  local found = batch.targets(model, given)
+  if not found then return 1 end
+  if (self.options.accumulate or 1) == 1 then return found.count > 0 and 1 or 0 end
+  if not self.places and found.places > 0 then self.places = found.places end
+  return found.count / (self.places or 1)
+end
+
+-- `for i, loss, given in`: the micro-batches of a step, whose backward is to be called in each turn; and how many.
+function Run:turns()
+  local options, count = self.options, self.options.accumulate or 1
+  if loops(options.model, options.loss) then
+    local loop = options.model:micro_batches(options.loader)
+    return loop.count, function()
+      local out = loop()
+      if out then return loop.at, checked_loss(out), loop.given end
+    end
+  end
+  return count, function(_, i)
+    i = (i or 0) + 1
+    if i > count then return nil end
+    local given = batch.spread(options.loader:next())
+    return i, loss_of(options.model, given, options.loss), given
+  end
+end
+
+-- Tokens of a batch: the elements of the first tensor of ids; of other batches, rows. input_ids is a table's first
+-- tensor, then the others in the order of their names.
+local function tokens_of(given)
+  local first = given[1]
+  if type(first) == "table" and not scope.is_tensor(first) then
+    local names = {}
+    for name, value in pairs(first) do if scope.is_tensor(value) then names[#names + 1] = name end end
+    table.sort(names, function(a, b) return tostring(a) < tostring(b) end)
+    first = first.input_ids or first[names[1]]
+  end
+  if not scope.is_tensor(first) or first:dim() == 0 then return 1 end
+  if first:is_float() or first:dim() == 1 then return first:size(0) end
+  return first:size(0) * first:size(1)
+end
+
+-- Tokens of a step on all ranks.
+local function tokens_of_step(self, accumulate)
+  local loader = self.options.loader
+  if loader.global_batch and loader.seq then return accumulate * loader.global_batch * loader.seq end
+  return self.counted * mesh.size "dp"
+end
+
+-- Forward and backward of one optimizer step. Gives the mean of the losses of all ranks by their weights (nil where no
+-- target counts), and the sum of the weights. A loss that is not finite ends it before the last backward, on all ranks.
+function Run:gradients(step)
+  local options = self.options
+  local sum, weights, mean = 0, 0, nil
+  self.places, self.counted = nil, 0
+  local accumulate, turns = self:turns()
+  for i, loss, given in turns do
+    self.counted = self.counted + tokens_of(given)
+    local weight = self:weight(given, loss)
+    local value = devices.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
+    if weight > 0 then sum, weights = sum + value * weight, weights + weight end
+    if i == accumulate then sum, weights = sums(mesh.group "dp", sum, weights) end
+    if weights > 0 then mean = sum / weights end
+    local bad = mean and (mean ~= mean or math.abs(mean) == math.huge)
+    if bad and (i == accumulate or not self.world) then self:fail(step, mean) end
+    if options.scaler then loss = options.scaler:scale_loss(loss) end
+    if handle.of(options.model) then options.model:backward(loss)
+    else (weight ~= 1 and loss * weight or loss):backward() end
+    if i < accumulate then self:tell(step, i, accumulate) end
+  end
+  return mean, weights
+end
+
+-- The update: of an engine by its configuration, else by this run's; a step in which no target counts changes nothing.
+function Run:update(weights)
+  local options = self.options
+  if handle.of(options.model) then return options.optimizer:step() end
+  if weights == 0 then return options.optimizer:skip() end
+  return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
+end
+
+-- One optimizer step, then evaluation, the log and a checkpoint where they are due. `step` is its number, from 1.
+function Run:step(step)
+  local options, accumulate = self.options, self.options.accumulate or 1
+  local began = C.ps_now()
+  local lr = options.optimizer.groups[1].lr
+  local loss, weights = self:gradients(step)
+  local info = self:update(weights)
+  options.optimizer:zero_grad()
+  if options.sched and not info.skipped then options.sched:step() end
+  if not self.looked and not info.skipped and options.optimizer.entries and devices.computes then
+    self.looked = true
+    local text = unused.of_plain(options.model, options.optimizer)
+    if text and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
+  end
+  self.grad_norm, self.loss = info.grad_norm, loss or self.loss
+  local seconds = C.ps_now() - began
+  self.seconds = self.seconds + seconds
+  local tokens = tokens_of_step(self, accumulate)
+  self.tokens = self.tokens + tokens
+  self.step_s = self.step_s and 0.9 * self.step_s + 0.1 * seconds or seconds
+  local rate = tokens / self.step_s
+  local last = step == options.steps
+  local due = options.eval and (last or step % options.eval.every == 0) and not self:stopping(true)
+  local val = due and self:evaluate(step) or nil
+  local scaler = options.scaler or options.optimizer.scaler
+  local line = { step = step, loss = loss, lr = lr, grad_norm = self.grad_norm, val_loss = val, tokens = self.tokens,
+    tokens_per_s = rate, loss_scale = scaler and scaler.scale, skipped = info.skipped and true or false }
+  self:record(line)
+  self.display:update(step, { loss = self.loss, val_loss = self.val_loss, tokens_per_s = rate })
+  if val then self:tell_callbacks("evaluate", line) end
+  self:tell_callbacks("step", line)
+  local to = options.checkpoint
+  if to and (last or self:stopping(true) or to.every and step % to.every == 0) then self:save(step) end
+end
+
+local function loop(self)
+  local options = self.options
+  if (options.accumulate or 1) > 1 and not handle.of(options.model) then
+    for _, p in ipairs(options.model:parameters()) do p:grad_in_fp32(true) end
+  end
+  options.model:train()
+  local step = options.start or 0
+  while step < options.steps and not self:stopping(true) do
+    step = step + 1
+    self:step(step)
+  end
+  if self:stopping() and self.saved_step ~= step then self:save(step) end
+  checkpoints.wait()
+  return step
+end
+
+-- Options that train.run refuses beside an engine: its configuration has them, under these keys.
+local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
+
+local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
+  sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
+  checkpoint = "table", log = "string", quiet = "boolean", callbacks = "table" }
+-- What callbacks hear of.
+local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" }
+local EVAL = { every = "whole", data = "callable" }
+local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
+
+local function settled(options)
+  options = caller.options(options, "ps.train.run", RUN)
+  caller.options(options.eval, "ps.train.run: eval", EVAL)
+  caller.options(options.checkpoint, "ps.train.run: checkpoint", CHECKPOINT)
+  caller.options(options.callbacks, "ps.train.run: callbacks", CALLBACKS)
+  local model = options.model
+  for _, part in ipairs { "model", "optimizer", "loader" } do
+    caller.typed(options[part], "table", "ps.train.run: " .. part)
+  end
+  caller.whole(options.steps, "ps.train.run: steps", 0)
+  caller.whole(options.start or 0, "ps.train.run: start", 0)
+  local most = types.MICRO_BATCHES
+  if options.accumulate and (options.accumulate < 1 or options.accumulate > most) then
+    error(("ps.train.run: accumulate is %.17g; a step has 1 to %d batches"):format(options.accumulate, most))
+  end
+  caller.callable(options.loader.next, "ps.train.run: loader.next")
+  for _, name in ipairs(options.checkpoint and { "state_dict", "load_state_dict" } or {}) do
+    if options.loader[name] == nil then
+      error(("ps.train.run: checkpoint is given, and the loader has no %s: a checkpoint holds the loader's place, so "
+        .. "write loader:state_dict() and loader:load_state_dict(state), or leave checkpoint out"):format(name))
+    end
+  end
+  local engine = handle.of(model)
+  if not engine then return options end
+  for key, of in pairs(SETTLED) do
+    if options[key] and not (key == "accumulate" and options[key] == engine.accumulate) then
+      error(("train.run: the model is an engine, so %s is set by %s in its configuration"):format(key, of))
+    end
+  end
+  if options.sched and engine.scheduler then
+    error("train.run: the engine has a schedule already (scheduler in its configuration); give sched or that")
+  end
+  return setmetatable({ accumulate = engine.accumulate }, { __index = options })
+end
+
+-- Of several ranks the first writes the log; all begin with the history that it holds.
+local function open_log(self, start)
+  local text = agree.first(self.world, function()
+    local lines = {}
+    local to = self.options.checkpoint
+    self.log, self.history = train_log.open(self.options.log, to and to.folder, start)
+    for i, at in ipairs(self.history) do
+      lines[i] = ("%d %s %s"):format(at.step, cell(at.loss, "%.17g"), cell(at.val_loss, "%.17g"))
+    end
+    return table.concat(lines, "\n")
+  end)
+  if self.log then return end
+  for step, loss, val in text:gmatch("(%d+) (%S*) (%S*)") do
+    self.history[#self.history + 1] = { step = tonumber(step), loss = tonumber(loss), val_loss = tonumber(val) }
+  end
+end
+
+--- Trains. Errors leave saved checkpoints as they are. With an engine of several ranks all call it: losses are those of
+--- all, a signal that reaches one ends the run on all after the same step, and rank 0 writes the log. interrupted: a
+--- signal or a callback ended the run before its last step.
+---@param options ps.TrainOptions
+---@return {step: integer, loss?: number, val_loss?: number, seconds: number, tokens_per_s: number, history: table[],
+---  interrupted: boolean, saved?: string}
+function train.run(options)
+  options = settled(options)
+  mesh.check_joined "ps.train.run"
+  local group = mesh.group "world"
+  if group and not handle.of(options.model) then
+    error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)")
+  end
+  local start = options.start or 0
+  local self = setmetatable({ options = options, world = group, stop = false, seconds = 0, tokens = 0, history = {} },
+    Run)
+  self.display = progress.new { total = options.steps, start = start,
+    quiet = options.quiet or group and group:rank() > 0 }
+  if options.log or options.checkpoint then open_log(self, start) end
+  native.check(C.ps_interrupts_install())
+  local ok, step = pcall(loop, self)
+  local stopped = self:stopping()
+  C.ps_interrupts_remove()
+  self.display:finish()
+  local function close() return self.log and self.log:close() or "" end
+  if not ok then
+    close()
+    error(step, 0)
+  end
+  local lost = agree.first(group, close)
+  if lost ~= "" then error(("training reached step %d, but %s. Last checkpoint: %s"):format(step, lost,
+    self.saved or "none"), 0) end
+  return { step = step, loss = self.loss, val_loss = self.val_loss, seconds = self.seconds,
+    tokens_per_s = self.tokens / math.max(self.seconds, 1e-9), history = self.history, saved = self.saved,
+    interrupted = stopped and step < options.steps }
+end
+
+return train

@@ -1,0 +1,189 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The logs of ps.train.run: a CSV file, where the run asks for one, and a JSONL file beside it, which a run always has
+-- that has a folder. Both get a line for each step. A resumed run keeps the lines up to its start. The shorter file
+-- replaces the old one only when it is complete, so that a crash loses no line.
+local native = require "ps.core.ffi"
+local appended = require "ps.io.appended"
+local folder = require "ps.checkpoints.folder"
+local lfs = require "lfs"
+local look = require "ps.memory.chunks"
+local time = require "posix.time"
+
+local train_log = {}
+
+local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss\n"
+
+---@class ps.TrainLog
+---@field private csv ps.Appended?
+---@field private jsonl ps.Appended?
+---@field private map_due integer? when the next map of chunks is due, in seconds since 1970
+local Log = {}
+Log.__index = Log
+
+---@class ps.TrainLine what a step leaves in a log
+---@field step integer
+---@field loss? number mean over the targets of all ranks
+---@field lr number the step's own
+---@field grad_norm? number
+---@field loss_scale? number
+---@field tokens integer since the beginning of this process, of all ranks
+---@field tokens_per_s number
+---@field val_loss? number the held-out loss, where the step had an evaluation
+---@field skipped boolean gradients overflowed
+
+-- Lines of a file up to `step`: those whose step `step_of` gives.
+local function lines_until(path, step, step_of)
+  local kept = {}
+  local old = step > 0 and io.open(path, "rb")
+  if not old then return kept end
+  for line in old:read("*a"):gmatch "[^\n]*\n" do
+    local at = tonumber(step_of(line))
+    if at and at <= step then kept[#kept + 1] = line end
+  end
+  old:close()
+  return kept
+end
+
+-- Opens one of the logs, with the lines of steps up to `step` that it has; and those lines.
+local function open(path, what, step, header, step_of)
+  local kind, kept, first = lfs.attributes(path, "mode"), {}, nil
+  if kind == nil or kind == "file" then
+    kept = lines_until(path, step, step_of)
+    local text = header .. table.concat(kept)
+    native.check(native.C.ps_file_write_atomic(path, text, #text))
+  else                                                     -- a device or pipe has no lines to keep
+    first = header
+  end
+  return appended.open(path, what, first), kept
+end
+
+local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*)\n$"
+
+-- Where the JSONL file is: beside the CSV file, which it is named after, else in the folder of checkpoints; nil: the
+-- run has no folder.
+local function jsonl_path(csv, out)
+  if csv then
+    local kind = lfs.attributes(csv, "mode")
+    if kind == nil or kind == "file" then return (csv:gsub("%.csv$", "")) .. ".jsonl" end
+  end
+  return out and out .. "/log.jsonl"
+end
+
+--- Opens the logs of a run that goes on after `step` (0: a new one). An error where one cannot be written.
+---@param csv? string path of the CSV file
+---@param out? string the run's folder, which is made
+---@param step integer
+---@return ps.TrainLog? log nil: the run has neither
+---@return {step: integer, loss: number?, val_loss: number?}[] history the values of the CSV file's lines
+function train_log.open(csv, out, step)
+  local self, history = setmetatable({}, Log), {}
+  local jsonl = jsonl_path(csv, out)
+  if not csv and not jsonl then return nil, history end
+  if csv then
+    local kept
+    self.csv, kept = open(csv, "log", step, HEADER, function(line) return (line:match(CSV_LINE)) end)
+    for i, line in ipairs(kept) do
+      local at, loss, val = line:match(CSV_LINE)
+      history[i] = { step = tonumber(at), loss = tonumber(loss), val_loss = tonumber(val) }
+    end
+  end
+  local ok, problem = pcall(function()
+    if not jsonl then return end
+    if out and not csv then folder.make(out) end
+    self.jsonl = open(jsonl, "log", step, "", function(line) return line:match '^{"step":(%d+),.*}\n$' end)
+  end)
+  if not ok then
+    self:close()
+    error(problem, 0)
+  end
+  return self, history
+end
+
+local function cell(value, format) return value and format:format(value) or "" end
+
+-- A number of JSON; an infinity or NaN, which JSON lacks, is null.
+local function number(value)
+  if not value or value ~= value or math.abs(value) == math.huge then return "null" end
+  return ("%.9g"):format(value)
+end
+
+-- `"tiers":{"host":{"budget":...,"chunks":...,...}}` of the open engine's chunks, or "".
+local function tiers_text()
+  local list = {}
+  for i, tier in ipairs(look.tiers() or {}) do
+    local parts = {}
+    for k, key in ipairs { "budget", "chunks", "other", "peak", "bytes_up", "bytes_down" } do
+      parts[k] = ('"%s":%.0f'):format(key, tier[key])
+    end
+    list[i] = ('"%s":{%s}'):format(tier.name, table.concat(parts, ","))
+  end
+  return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
+end
+
+local MAP_S = 5                       -- seconds between two maps of chunks in a log: thousands of chunks take a while
+local LETTERS = { device = "d", host = "h", disk = "k" }
+
+-- `"map":{"param":"2d14h"}`: for each kind of chunk how many, in their order, have the device, the host or the disk (k)
+-- as their fastest tier; n: none. "" without chunks.
+local function map_text()
+  local kinds, runs = {}, {}
+  for _, chunk in ipairs(look.chunks()) do
+    local letter = "n"
+    for _, tier in ipairs { "device", "host", "disk" } do
+      if chunk.tiers[tier] then
+        letter = LETTERS[tier]
+        break
+      end
+    end
+    local list = runs[chunk.kind]
+    if not list then
+      list = {}
+      kinds[#kinds + 1], runs[chunk.kind] = chunk.kind, list
+    end
+    local last = list[#list]
+    if last and last.letter == letter then last.n = last.n + 1 else list[#list + 1] = { letter = letter, n = 1 } end
+  end
+  local parts = {}
+  for i, kind in ipairs(kinds) do
+    local words = {}
+    for k, run in ipairs(runs[kind]) do words[k] = run.n .. run.letter end
+    parts[i] = ('"%s":"%s"'):format(kind, table.concat(words))
+  end
+  return parts[1] and (',"map":{%s}'):format(table.concat(parts, ",")) or ""
+end
+
+local function json_line(self, line)
+  local now = time.clock_gettime(time.CLOCK_REALTIME)
+  local parts = { ('{"step":%d,"time":%.3f'):format(line.step, now.tv_sec + now.tv_nsec / 1e9) }
+  for _, key in ipairs { "loss", "lr", "grad_norm", "loss_scale", "val_loss", "tokens", "tokens_per_s" } do
+    if line[key] then parts[#parts + 1] = (',"%s":%s'):format(key, number(line[key])) end
+  end
+  local map = ""
+  if now.tv_sec >= (self.map_due or 0) then map, self.map_due = map_text(), now.tv_sec + MAP_S end
+  return ('%s,"skipped":%s%s%s}\n'):format(table.concat(parts), tostring(line.skipped), tiers_text(), map)
+end
+
+--- Adds a step's line.
+---@param line ps.TrainLine
+---@return string? problem when a file stops to take lines; nil while it takes them, and while it still does not
+function Log:write(line)
+  local problem, other
+  if self.csv then
+    problem = self.csv:write(("%d,%s,%.6g,%s,%.0f,%s\n"):format(line.step, cell(line.loss, "%.6f"), line.lr,
+      cell(line.grad_norm, "%.5g"), line.tokens_per_s, cell(line.val_loss, "%.6f")))
+  end
+  if self.jsonl then other = self.jsonl:write(json_line(self, line)) end
+  return problem or other
+end
+
+--- Closes the files.
+---@return string? problem that lines were lost, and why
+function Log:close()
+  local lost = {}
+  for _, name in ipairs { "csv", "jsonl" } do
+    lost[#lost + 1] = self[name] and self[name]:close() or nil
+  end
+  return lost[1] and table.concat(lost, "; ") or nil
+end
+
+return train_log

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* The program's own Lua modules, looked up by name. */
+#include <lauxlib.h>
+#include <stdio.h>
+#include "modules.h"
+
+static bool there;
+
+void program_has_modules(bool has) { there = has; }
+
+bool program_require(lua_State *L, const char *module)
+{
+    if (!there) return false;
+    lua_getglobal(L, "require");
+    lua_pushstring(L, module);
+    if (lua_pcall(L, 1, 1, 0) == 0 && lua_istable(L, -1)) return true;
+    const char *why = lua_tostring(L, -1);
+    fprintf(stderr, "psluajit: %s cannot be loaded: %s\n", module, why ? why : "it is no table");
+    lua_pop(L, 1);
+    return false;
+}
