@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The case table of ops: every row of ops.def has one here (spec/ops_spec.lua fails otherwise). It drives the
+-- The case table of ops: every row of ops.def has one here (spec/tensor/ops_spec.lua fails otherwise). It drives the
 -- comparison of backends, odd and strided shapes, types, and the gradients by finite differences.
 --
 -- A case: { "op", sets..., fields }. A set is a list of inputs with `attrs`, the op's attributes in ops.def's order (a
@@ -618,7 +618,7 @@ end
 case { "to_device", { F { 5, 7 }, attrs = args(1) }, { F {}, attrs = args(1) }, { F { 0, 3 }, attrs = args(1) },
        exact = true, ints = true }                                    -- to ref
 
--- In a group of this process alone; of several ranks: spec/ranks_ops_spec.lua.
+-- In a group of this process alone; of several ranks: spec/dist/ranks_ops_spec.lua.
 do
   local group = require("ps").dist.self()
   local alone = args(require("ps").C.ps_group_number(group.c), 1, 0, 0)
@@ -638,7 +638,7 @@ do
     end
     case { "column_linear", column({ keep = 1 }, lone(F { 5, 4 }, w(4, 6), F { 6 })),
            column({ keep = 0 }, lone(F { 3, 4 }, w(4, 2), NONE)),
-           -- gradients are those of the first output; of all outputs: spec/parallel_layers_spec.lua
+           -- gradients are those of the first output; of all outputs: spec/parallel/parallel_layers_spec.lua
            column({ keep = 0, wrt = { 1, 2 } }, F { 3, 4 }, w(4, 2), NONE, w(4, 6), F { 6 }, w(4, 3), NONE),
            column({ keep = 1, wrt = { 1, 2, 3 } }, F { 5, 4 }, w(4, 6), F { 6 }, w(4, 1), F { 1 }, NONE, NONE),
            column({ keep = 0, grads = false }, lone(F { 33, 65 }, w(65, 130), F { 130 })),

@@ -1,24 +1,31 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit spec/run.lua [--list] [--jobs N] [FILE | NAME]...
--- Runs specs under busted, inside this very interpreter: all spec/*_spec.lua, or the files given (repl, repl_spec and
--- repl_spec.lua are short for spec/repl_spec.lua). One line a file, each failure as it happens, and at the end "busted:
--- N passed, N failed, N skipped". The exit code is 1 when something failed. Of several files each has a process of its
--- own: what one leaves behind (tensors in upvalues, a heap that every collection walks) is nothing to the next, and one
--- that crashes fails alone. With --jobs N, N files run side by side, but for those of alone.txt, which run before them,
--- one by one.
+-- psluajit spec/run.lua [--list] [--jobs N] [FILE | NAME | FOLDER/]...
+-- Runs specs under busted, inside this very interpreter: all spec/*/*_spec.lua but those of spec/cluster, or those
+-- given (repl, repl_spec and repl_spec.lua are short for spec/prompt/repl_spec.lua, prompt/ for all of that folder).
+-- One line a file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The exit code is
+-- 1 when something failed. Of several files each has a process of its own: what one leaves behind (tensors in upvalues,
+-- a heap that every collection walks) is nothing to the next, and one that crashes fails alone. With --jobs N, N files
+-- run side by side, but for those of alone.txt, which run before them, one by one.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
----@return string[]
+---@return string[] every spec, in order
+---@return table<string, string> by_name "repl" -> "spec/prompt/repl_spec.lua"
 local function all_specs()
-  local files = {}
-  local list = assert(io.popen("ls '" .. folder .. "'"))
-  for name in list:lines() do
-    if name:match("_spec%.lua$") then files[#files + 1] = folder .. "/" .. name end
+  local files, by_name = {}, {}
+  local list = assert(io.popen(("find '%s' -mindepth 2 -name '*_spec.lua' -not -path '*/cluster/*' | LC_ALL=C sort")
+    :format(folder)))
+  for path in list:lines() do
+    local name = path:match "([^/]*)_spec%.lua$"
+    if by_name[name] then
+      io.stderr:write(("spec/run.lua: %s and %s have one name\n"):format(by_name[name], path))
+      os.exit(1)
+    end
+    files[#files + 1], by_name[name] = path, path
   end
   list:close()
-  table.sort(files)
-  return files
+  return files, by_name
 end
+local every, by_name = all_specs()
 
 ---@param path string
 ---@return boolean
@@ -30,8 +37,31 @@ end
 
 --- The file that `repl`, `repl_spec` and `repl_spec.lua` are short for.
 ---@param name string
----@return string
-local function path_of(name) return ("%s/%s_spec.lua"):format(folder, (name:gsub("%.lua$", ""):gsub("_spec$", ""))) end
+---@return string?
+local function path_of(name) return by_name[(name:gsub("%.lua$", ""):gsub("_spec$", ""))] end
+
+-- The specs of a folder, "prompt/" or "spec/prompt/".
+local function specs_in(name)
+  local found, within = {}, ("%s/%s"):format(folder, name:gsub("^spec/", ""))
+  for _, path in ipairs(every) do if path:sub(1, #within) == within then found[#found + 1] = path end end
+  return found
+end
+
+-- The specs that a list in spec/ names, one a line. A name without a spec ends the run: it has moved, or is misspelt.
+local function listed(list)
+  local found = {}
+  for line in io.lines(("%s/%s"):format(folder, list)) do
+    local name = line:match "^[^#%s]+"
+    if name and not path_of(name) then
+      io.stderr:write(("spec/run.lua: %s names '%s', and there is no such spec\n"):format(list, name))
+      os.exit(1)
+    end
+    if name then found[path_of(name)] = true end
+  end
+  return found
+end
+local alone_ones = listed "alone.txt"
+for _, list in ipairs { "computing.txt", "check.txt" } do listed(list) end
 
 local files, only_list, jobs = {}, false, 1
 local at = 1
@@ -47,14 +77,17 @@ while arg[at] do
       os.exit(1)
     end
   elseif a:match("%.lua$") and exists(a) then files[#files + 1] = a
-  elseif exists(short) then files[#files + 1] = short
+  elseif short then files[#files + 1] = short
+  elseif a:match "/$" and specs_in(a)[1] then
+    for _, path in ipairs(specs_in(a)) do files[#files + 1] = path end
   else
-    io.stderr:write("spec/run.lua: there is no spec '" .. a .. "' (looked for " .. a .. " and " .. short .. ")\n")
+    io.stderr:write("spec/run.lua: there is no spec '" .. a .. "' (looked for " .. a .. " and " .. folder .. "/*/" .. a
+      .. "_spec.lua)\n")
     os.exit(1)
   end
   at = at + 1
 end
-if #files == 0 then files = all_specs() end
+if #files == 0 then files = every end
 if only_list then
   print(table.concat(files, "\n"))
   os.exit(0)
@@ -112,11 +145,8 @@ end
 ---@return string[] alone
 ---@return string[] others
 local function parted(list)
-  local named, alone, others = {}, {}, {}
-  for line in io.lines(folder .. "/alone.txt") do
-    if not line:match("^#") then named[path_of(line)] = true end
-  end
-  for _, file in ipairs(list) do table.insert(named[file] and alone or others, file) end
+  local alone, others = {}, {}
+  for _, file in ipairs(list) do table.insert(alone_ones[file] and alone or others, file) end
   return alone, others
 end
 
@@ -189,7 +219,7 @@ busted.subscribe({ "file", "start" }, function()
   return nil, true
 end)
 busted.subscribe({ "file", "end" }, function(file)
-  io.stdout:write(("%-36s %4d passed, %d failed, %d skipped  %6.1f s\n"):format(file.name, file_passed, file_failed,
+  io.stdout:write(("%-48s %4d passed, %d failed, %d skipped  %6.1f s\n"):format(file.name, file_passed, file_failed,
     file_skipped, busted.monotime() - started))
   io.stdout:flush()
   passed, failed, skipped = passed + file_passed, failed + file_failed, skipped + file_skipped

@@ -28,7 +28,7 @@ build=${1:-build}
 [ $# -gt 0 ] && shift
 # Waiting threads sleep: a test run shares its cores with others, and spinning would steal them.
 export OMP_WAIT_POLICY=passive
-# Tests that name no device mean the cpu; spec/cuda_spec.lua looks for a GPU by itself when it is asked to.
+# Tests that name no device mean the cpu; spec/backend/cuda_spec.lua looks for a GPU by itself when it is asked to.
 export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
 

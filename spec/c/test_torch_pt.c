@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tests of PyTorch's .pt files in C: archives (ZIP64, alignment, checksums, damage), the restricted pickle machine, the
- * writer's checks. spec/torch_spec.lua holds both directions against PyTorch itself. */
+ * writer's checks. spec/io/torch_spec.lua holds both directions against PyTorch itself. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "io_check.h"

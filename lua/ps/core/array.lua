@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- C arrays whose length is known only when they are made. LuaJIT takes such a length as an int32: an int64_t is cut to
 -- its low bits without a word, so that the array is shorter than what is then written into it. This is the one place
--- that makes them (spec/lint_spec.lua), and the one that looks.
+-- that makes them (spec/source/lint_spec.lua), and the one that looks.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 

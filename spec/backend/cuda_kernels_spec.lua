@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Kernels of the device cuda that choose between ways by shape, type and alignment: every way against ref, on the
--- emulator (spec/emulate), or with PS_CUDA_REAL=1 on this machine's GPU. spec/cuda_spec.lua runs the table of cases.
+-- emulator (spec/emulate), or with PS_CUDA_REAL=1 on this machine's GPU. spec/backend/cuda_spec.lua runs the table of
+-- cases.
 local cuda = require "spec.cuda_lib"
 
 -- Runs a script that must end well on the device.

@@ -133,7 +133,7 @@ describe("a waiting thread", function()
     assert.equal("a text\n5", said .. code)
     said, code = child("", ([['%s/spec/run.lua' --list tensor]]):format(paths.root))
     assert.equal(0, code)
-    assert.equal(paths.root .. "/spec/tensor_spec.lua\n", said)
+    assert.equal(paths.root .. "/spec/tensor/tensor_spec.lua\n", said)
   end)
 
   -- libgomp's own 300,000 turns made steps 8 to 20 times as long as on one thread where other programs run, too:

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every op of ops.def, driven by the case table (spec/cases.lua): the cpu kernels against ref for all types, odd sizes,
 -- layouts and extreme values, and outputs that are added to. PS_LIST=1 prints whose kernel runs each op.
--- PS_TEST_DEVICE=cuda tests that device's kernels instead (spec/cuda_spec.lua does so in a process of its own);
+-- PS_TEST_DEVICE=cuda tests that device's kernels instead (spec/backend/cuda_spec.lua does so in a process of its own);
 -- PS_TEST_SKIP=fp16 leaves a type out, PS_TEST_TYPES=bf16 takes one type alone, and PS_TEST_PART=2/8 takes every
 -- eighth op, from the second on: so that a device that fails for good at one op still answers for the others.
 local ps = require "ps"

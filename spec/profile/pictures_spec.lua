@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Pictures of a profile: what is read of the file, PatrickStar's two figures, and files that are none.
--- spec/browser_spec.lua has the page.
+-- spec/profile/browser_spec.lua has the page.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"

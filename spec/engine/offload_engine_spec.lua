@@ -127,7 +127,7 @@ describe("use_cpu_embedding gives plain memory's bits:", function()
     local got, where = train(frozen, { device = "sim", use_cpu_embedding = true, memory = room }, places)
     assert.same({ "cpu", "cpu", "sim" }, where)
     assert.same(want, got)
-    -- all of it fits: on a host that is slow it would only cost (spec/hybrid_adam_spec.lua has tables that pay)
+    -- all of it fits: on a host that is slow it would only cost (spec/engine/hybrid_adam_spec.lua has tables that pay)
     local rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 }
     got, where = train(net, { device = "sim", memory = room, rates = rates }, places, { 2, 32 })
     assert.same({ "sim", "sim", "sim" }, where)

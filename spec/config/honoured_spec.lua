@@ -479,8 +479,9 @@ local MORE = {
   end } },
 }
 
--- Keys that say something to several processes only: tried below, those of pipelines in spec/pipeline_spec.lua, those
--- of tensor parallelism in spec/tensor_parallel_ranks_spec.lua and comms_logger's in spec/profiler_ranks_spec.lua.
+-- Keys that say something to several processes only: tried below, those of pipelines in
+-- spec/parallel/pipeline_spec.lua, those of tensor parallelism in spec/parallel/tensor_parallel_ranks_spec.lua and
+-- comms_logger's in spec/profile/profiler_ranks_spec.lua.
 local OF_RANKS = { ["zero_optimization.stage"] = true, ["zero_optimization.reshard_after_forward"] = true,
   compare_ranks_every = true, ["pipeline.stages"] = true, ["pipeline.schedule"] = true,
   ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true, ["tensor_parallel.size"] = true,
@@ -522,7 +523,7 @@ describe("a configuration key that is called honoured", function()
   each_honoured(function(name, row)
     if OF_RANKS[name] then return end
     it("does something: " .. name, function()
-      differs(row.path, assert(CASES[name], "no case in spec/honoured_spec.lua tries it"))
+      differs(row.path, assert(CASES[name], "no case in spec/config/honoured_spec.lua tries it"))
     end)
   end)
 
@@ -695,7 +696,7 @@ describe("train_micro_batch_size_per_gpu", function()
       for _, wrong in ipairs { batch(3), { input_ids = batch(3), labels = batch(3) }, { batch(1) } } do
         local said = tostring(try(wrong))
         assert.truthy(said:find("train_micro_batch_size_per_gpu is 2", 1, true), said)
-        assert.truthy(said:find("^spec/honoured_spec.lua:%d+: the batch has %d samples"), said)
+        assert.truthy(said:find("^spec/config/honoured_spec.lua:%d+: the batch has %d samples"), said)
       end
       assert.is_nil(try(batch(2)))
       assert.truthy(ps.is_tensor(ps.no_grad(function() return model(batch(3)) end)))
