@@ -180,7 +180,7 @@ local function count(n) return n >= 1e6 and ("%.1f M"):format(n / 1e6) or ("%d")
 
 local function show_table(found, args, facts)
   local chosen, groups = found.chosen, found.chosen.layout.groups
-  local element = { bf16 = 2, fp16 = 2, fp32 = 4 }
+  local element = require("ps.core.dtype").nbytes
   print(("%s: %s parameters in %d tensors"):format(args.model, count(facts.parameters), facts.tensors))
   for i, group in ipairs(groups) do
     print(("  group %d: %s, %s: %s, %g bytes of chunks an element"):format(i, group.dtype,

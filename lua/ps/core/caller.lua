@@ -5,6 +5,7 @@
 -- errors in these files, too (an index of nil, a conversion). The program's handler passes them through caller.at, and
 -- tracebacks through caller.trace, which leaves the script's own frames.
 local ffi = require "ffi"
+local environment = require "ps.core.environment"
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 local paths = require "ps.paths"
@@ -138,7 +139,7 @@ function caller.trace(text)
   if not before then return text end
   local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
   if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
-  if os.getenv "PS_TRACEBACK" == "all" then return before .. title .. frames end
+  if environment.get "PS_TRACEBACK" == "all" then return before .. title .. frames end
   local kept, in_c = {}, {}                                -- in_c: C functions that wait to see who called them
   for frame in frames:gmatch("[^\n]+") do
     local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")

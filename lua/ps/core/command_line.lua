@@ -2,6 +2,8 @@
 -- What programs do with what their user gave. Numbers, for argparse: whole(parser:option("--steps", "Steps."), 1). One
 -- that is no number, no whole one or out of range ends the program with the option's name and what it takes.
 -- Files and settings: try("train.lua", fn), where an error ends the program in one line.
+local environment = require "ps.core.environment"
+
 local command_line = {}
 
 local MOST = 2 ^ 53                -- whole numbers up to here are exact
@@ -49,7 +51,7 @@ end
 ---@param ... any its arguments
 ---@return any ...
 function command_line.try(program, fn, ...)
-  if os.getenv "PS_TRACEBACK" == "all" then return fn(...) end
+  if environment.get "PS_TRACEBACK" == "all" then return fn(...) end
   local function finish(ok, ...)
     if ok then return ... end
     local text = tostring((...))

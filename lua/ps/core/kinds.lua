@@ -8,7 +8,7 @@ local kinds = {}
 
 local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
 local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would be waste
-local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
+local BYTES = require("ps.core.dtype").nbytes
 
 --- Names by number, and numbers by name.
 kinds.name, kinds.number = {}, {}

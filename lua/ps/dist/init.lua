@@ -3,6 +3,7 @@
 -- from explicit values. Groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
 -- Gloo, those of NVIDIA GPUs over NCCL.
 local native = require "ps.core.ffi"
+local environment = require "ps.core.environment"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local env = require "ps.dist.env"
@@ -498,7 +499,7 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
     io.stderr:write(("psluajit: this run has no secret (PS_SECRET): whoever reaches %s can take the place of a rank "
       .. "that has not come yet; docs/distributed.md tells how to keep others out\n"):format(rendezvous))
   end
-  run = run or os.getenv("PS_RUN_ID")
+  run = run or environment.get "PS_RUN_ID"
   local meeting = ffi.new("ps_meeting", { rendezvous = rendezvous, run = run, secret = known, rank = rank, size = size,
     machines = machines or 0, timeout_s = timeout or DEFAULT_TIMEOUT_S,
     heartbeat_s = heartbeat or DEFAULT_HEARTBEAT_S })

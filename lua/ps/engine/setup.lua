@@ -2,6 +2,7 @@
 -- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
 -- module built in staging chunks, and where updates run.
 local create = require "ps.tensor.create"
+local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
 local dist = require "ps.dist"
 local native = require "ps.core.ffi"
@@ -327,8 +328,8 @@ function setup.open_engine(self, step)
   native.check(C.ps_policy_find(self.policy, int_out))
   c.policy = int_out[0]
   c.prefetch = self.cfg.prefetch and 1 or 0
-  c.stress = os.getenv("PS_STRESS") == "1" and 1 or 0
-  c.disk_threads = tonumber(os.getenv("PS_DISK_THREADS") or "0") or 0
+  c.stress = environment.get "PS_STRESS" == "1" and 1 or 0
+  c.disk_threads = environment.whole("PS_DISK_THREADS", 1) or 0
   c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(self)
   if type(self.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end

@@ -18,7 +18,7 @@ local id_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 local param_array = array "ps_param"
 local address = core.address
 local PAGE = 4096
-local BYTES = { fp32 = 4, bf16 = 2, fp16 = 2 }
+local BYTES = require("ps.core.dtype").nbytes
 
 local function new_chunk(kind, group, index, dtype, nbytes)
   native.check(C.ps_engine_chunk_new(native.ctx, kinds.number[kind], group, index, native.dtype_code(dtype), nbytes,

@@ -43,7 +43,7 @@ local COARSE = 0.25
 local FOR_A_RANK = 16          -- chunks of each rank at least, as far as the model's size allows
 local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin at its first tensors only
 
-local ELEMENT = { bf16 = 2, fp16 = 2, fp32 = 4 }
+local ELEMENT = require("ps.core.dtype").nbytes
 -- Adam's master, exp_avg and exp_avg_sq in fp32 beside the parameter. The gradient of a parameter of half width takes
 -- the parameter's place; an fp32 parameter is its own master and has a gradient of its own.
 local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }

@@ -4,6 +4,7 @@
 -- that were put off, reductions. This file runs the model's code in between. engine/step/init.lua performs forwards and
 -- backwards as actions of the step, and engine/pipeline/pace.lua goes on at the pace of the script's loop.
 local create = require "ps.tensor.create"
+local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -141,7 +142,7 @@ local function row_of(self, micros, forward_only)
   local found = self.rows[key]
   if found then return found end
   found = { table = new_table(self.engine.cfg.pipeline, self.size, micros, forward_only), actions = {}, keys = {},
-    whole = os.getenv "PS_DRY_RUN" == "whole" }
+    whole = environment.get "PS_DRY_RUN" == "whole" }
   if micros < self.size and not forward_only then
     native.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
     self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
