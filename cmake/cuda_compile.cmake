@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -P cuda_compile.cmake -- REPORT NVCC ARGUMENTS...: compiles a file and writes down what its kernels take of a
-# multiprocessor, as ptxas says it (-Xptxas -v), for spec/backend/cuda_resources_spec.lua. Warnings and errors are printed.
+# multiprocessor, as ptxas says it (-Xptxas -v), for spec/backend/cuda_resources_spec.lua. Warnings and errors are
+# printed.
 set(command)
 foreach(i RANGE 4 ${CMAKE_ARGC})
   if(i GREATER 4 AND i LESS CMAKE_ARGC)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # For tests: the CUDA backend's own sources compiled for the processor (spec/emulate), and a driver that pretends. It
-# switches stacks by hand, so it is for x86-64 and not for sanitizers; spec/backend/cuda_spec.lua skips what needs it elsewhere.
+# switches stacks by hand, so it is for x86-64 and not for sanitizers; spec/backend/cuda_spec.lua skips what needs it
+# elsewhere.
 if(PS_SANITIZE OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   return()
 endif()

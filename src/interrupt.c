@@ -62,8 +62,8 @@ void interrupt_end(lua_State *L, const interrupt_watch *was)
 }
 
 /* -- pausing ------------------------------------------------------------------------------------------------------ */
-/* Calls a function of lua/ps/prompt/pause.lua with `nargs` arguments from the top of the stack; 1 result. A failure gives its
- * message, as a string, and false. */
+/* Calls a function of lua/ps/prompt/pause.lua with `nargs` arguments from the top of the stack; 1 result. A failure
+ * gives its message, as a string, and false. */
 static bool call_pause(lua_State *L, const char *function, int nargs)
 {
     int base = lua_gettop(L) - nargs + 1;

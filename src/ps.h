@@ -484,7 +484,7 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y);
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out);                /* PS_EINVAL: NULL */
 int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);     /* PS_ERANGE: no such batch */
 
-/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer/init.lua) ------------------------------------------------
+/* -- tokenizers: texts to token ids and back (lua/ps/tokenizer/init.lua) ----------------------------------------------
  * PS_ESTATE: files and settings after ready, or texts before it. */
 typedef struct ps_tok ps_tok;            /* for one thread at a time */
 typedef struct ps_tok_ids {              /* lent, up to the tokenizer's next call */

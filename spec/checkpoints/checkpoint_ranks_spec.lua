@@ -5,7 +5,7 @@ local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
-local tool = (debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/../tools/merge.lua"
+local tool = require("ps.paths").root .. "/tools/merge.lua"
 if tool:sub(1, 1) ~= "/" then tool = lfs.currentdir() .. "/" .. tool end
 local folder
 

@@ -5,7 +5,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
-local tool = (debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/../tools/merge.lua"
+local tool = require("ps.paths").root .. "/tools/merge.lua"
 if tool:sub(1, 1) ~= "/" then tool = lfs.currentdir() .. "/" .. tool end
 local folder
 

@@ -8,7 +8,7 @@ local split = require "ps.engine.layout.split"
 local finer = require "ps.engine.layout.rechunk"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
-local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
+local L = dofile(require("ps.paths").root .. "/spec/chunks_lib.lua")
 
 local folder
 

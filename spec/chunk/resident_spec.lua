@@ -9,7 +9,7 @@ local gpt2 = require "models.gpt2"
 local checkpoints = require "ps.checkpoints"
 local lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
-local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
+local L = dofile(require("ps.paths").root .. "/spec/chunks_lib.lua")
 local C, fails, bytes = ps.C, check.fails, check.bytes
 
 local SEEDS = os.getenv("PS_FULL") == "1" and 200 or 32

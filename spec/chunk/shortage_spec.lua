@@ -102,7 +102,7 @@ describe("a model far too large for its budgets", function()
       { bf16 = { enabled = true }, gradient_accumulation_steps = 2 } } do
       for key, value in pairs(more) do cfg[key] = value end
       local model = ps.initialize { model_func = model_func, config = cfg, quiet = true }
-      local options = require("ps.engine.setup").place_options(inner(model))
+      local options = require "ps.engine.layout.options"(inner(model))
       local each = shortage.bytes_each(options, 0, 1)
       local taken = inner(model).built.state_bytes
       model:close()

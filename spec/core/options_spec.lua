@@ -319,7 +319,8 @@ local INNER = {
   ["lua/ps/engine/own_state.lua"] = "*",                  -- Module:load_state_dict checks them
   ["lua/ps/pretrained/generate.lua"] = "*", ["lua/ps/pretrained/model.lua"] = "asked",
   ["lua/ps/pretrained/init.lua"] = "family.from_pretrained", ["lua/ps/memory/trace.lua"] = "trace.trace",
-  ["lua/ps/init.lua"] = "ps.chunks ps.trace ps.load ps.from_pretrained ps.from_config",
+  ["lua/ps/memory/views.lua"] = "views.chunks",
+  ["lua/ps/init.lua"] = "ps.trace ps.load ps.from_pretrained ps.from_config",
 }
 
 local function sources()

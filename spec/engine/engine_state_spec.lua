@@ -9,7 +9,7 @@ local gpt2 = require "models.gpt2"
 local look = require "ps.memory.chunks"
 local check = require "spec.check_lib"
 local optim, checkpoints = ps.optim, ps.checkpoints
-local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
+local L = dofile(require("ps.paths").root .. "/spec/chunks_lib.lua")
 
 local folder
 local function path(name) return folder .. "/" .. name end

@@ -8,7 +8,7 @@ local gpt2 = require "models.gpt2"
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
 local train, checkpoints = ps.train, ps.checkpoints
-local L = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/chunks_lib.lua")
+local L = dofile(require("ps.paths").root .. "/spec/chunks_lib.lua")
 
 local folder, model
 

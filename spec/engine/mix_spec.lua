@@ -6,7 +6,7 @@ local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local forecasts = require "ps.engine.plan.forecast"
 local ranks_lib = require "spec.ranks_lib"
-local M = dofile((debug.getinfo(1, "S").source:match("^@(.*)/[^/]*$") or "spec") .. "/mix_lib.lua")
+local M = dofile(require("ps.paths").root .. "/spec/mix_lib.lua")
 local L = M.L
 
 local ONLY = tonumber(os.getenv "PS_MIX_SEED" or "")

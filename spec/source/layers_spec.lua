@@ -109,7 +109,7 @@ describe("layers", function()
   it("are what the tool looks at", function()
     local tree = os.tmpname()
     os.remove(tree)
-    for _, folder in ipairs { "src/mem", "src/ops", "src/comm", "lua/ps", "models" } do
+    for _, folder in ipairs { "src/mem", "src/ops", "src/comm", "lua/ps/tensor", "models" } do
       assert(os.execute(("mkdir -p %s/%s"):format(tree, folder)) == 0)
     end
     local function write(name, text)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The step of training that is under way, as every layer sees it: its actions, which of them runs now, and whether ops
- * compute. The context leads to it by a const pointer; engine/step.c alone writes one (spec/source/layers_spec.lua). What one
- * layer alone needs of a step (a chunk's moves, a stripe's uses, the walk's heap) is that layer's. */
+ * compute. The context leads to it by a const pointer; engine/step.c alone writes one (spec/source/layers_spec.lua).
+ * What one layer alone needs of a step (a chunk's moves, a stripe's uses, the walk's heap) is that layer's. */
 #ifndef PS_BASE_STEP_H
 #define PS_BASE_STEP_H
 #include <stdbool.h>
