@@ -214,7 +214,7 @@ static void test_tape(void)
     ps_tensor_release(y);
     OK(ps_scope_end(ctx, id, 0, NULL));
     CHECK(!ps_tensor_alive(z) && ps_tensor_alive(loss) && item(loss) == 36.0 * BIG);
-    CHECK(x->storage->dropped && x->storage->holds == 1);        /* bytes there, but not for scripts */
+    CHECK(x->storage->bytes.dropped && x->storage->holds == 1);  /* bytes there, but not for scripts */
     OK(backward(loss));
     CHECK(item(ps_tensor_get_grad(w)) == 2 * 3 * 2 * 2);
     CHECK(used() == before + 2 * BIG * 4 + 256);                 /* w, its gradient, the loss */

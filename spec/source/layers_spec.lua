@@ -57,6 +57,32 @@ describe("a thread", function()
   end)
 end)
 
+describe("a storage", function()
+  local OWNERS = { tape = "src/grad/", replay = "src/tensor/replay%.", engine = "src/engine/", offload = "src/offload/",
+    scope = "src/tensor/scope%.c" }
+
+  it("has notes of layers above, each in the struct of its layer, which alone writes it", function()
+    local found = {}
+    for name, owner in pairs(OWNERS) do
+      for _, pattern in ipairs { "%->" .. name .. "%.[%w_]+ *[-+|&]?=[^=]", "%->" .. name .. "%.[%w_]+[-+][-+]",
+        "[-+][-+][%w_>.-]*%->" .. name .. "%." } do
+        for _, line in ipairs(elsewhere("src", "*.[ch]*", pattern, "src/mem/mem.h")) do
+          if not line:find("^" .. owner) then found[#found + 1] = line end
+        end
+      end
+    end
+    assert.same({}, found)
+  end)
+
+  it("has at most 14 fields", function()
+    local text = assert(io.open(paths.root .. "/src/mem/mem.h")):read("*a"):match("struct ps_storage (%b{});")
+    local fields = 0
+    text = text:gsub("/%*.-%*/", ""):sub(2, -2):gsub("%b{}", "")
+    for names in text:gmatch("[^;]+;") do fields = fields + 1 + select(2, names:gsub(",", "")) end
+    assert.equal(14, fields)
+  end)
+end)
+
 describe("layers", function()
   it("are kept by the sources", function()
     local out, code = check(paths.root)

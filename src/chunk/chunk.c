@@ -423,7 +423,7 @@ int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_
     ps_storage *s = ps_alloc(sizeof *s);
     if (!s) return ps_fail_nomem(sizeof *s);
     *s = (ps_storage){ .keeper = &cs->base.keeper, .nbytes = nbytes, .device = cs->tiers[0].device, .refs = 1,
-                       .kept = true };
+                       .bytes.kept = true };
     member *m = member_new(s, offset, name);
     if (!m) {
         ps_free(s);
@@ -487,7 +487,7 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     ps_storage_free(s);
     s->keeper = &cs->base.keeper;
     s->block = m;
-    s->kept = true;
+    s->bytes.kept = true;
     m->storage = s;
     return 0;
 }
@@ -505,7 +505,7 @@ void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to)
 {
     member *m = s->block;
     *to = (ps_storage){ .keeper = s->keeper, .block = m, .nbytes = s->nbytes, .device = s->device, .refs = 1,
-                        .kept = true };
+                        .bytes.kept = true };
     m->storage = to;
     s->block = NULL;
 }
@@ -580,7 +580,7 @@ void ps_chunks_close(ps_chunks *cs)
         chunk *c = &cs->chunks[i];
         while (c->n_members > 0) {
             ps_storage *s = c->members[c->n_members - 1]->storage;
-            s->dropped = true;
+            s->bytes.dropped = true;
             s->pins = 0;
             chunks_free(&cs->base.keeper, s);
         }

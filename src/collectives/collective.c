@@ -37,7 +37,7 @@ static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
     u->pinned = true;
     u->bytes = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
     if (access & PS_WRITE) t->storage->version++;
-    if (access & PS_WRITE && be->pretends) t->storage->written = true;
+    if (access & PS_WRITE && be->pretends) t->storage->bytes.written = true;
     return 0;
 }
 

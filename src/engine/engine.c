@@ -35,7 +35,7 @@ bool engine_holds(const ps_engine *e, const ps_storage *s)
 static void set_taken(param_rec *r, bool taken)
 {
     r->in_slot = taken;
-    r->param->storage->taken = taken;
+    r->param->storage->engine.taken = taken;
 }
 
 static int drop_grad(param_rec *r)
@@ -246,7 +246,7 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
         ps_tensor *const *use = host ? r->host : own;
         ps_tensor *const five[5] = { use[0], use[1], grad, use[2] ? use[2] : use[1], use[3] };
         memcpy(&in[each * i], five, sizeof *five * (size_t)each);
-        r->param->storage->taken = false;
+        r->param->storage->engine.taken = false;
     }
     if (e->zero) e->zero->table->alone(e->zero, true);
     if (rc == 0) rc = engine_run(e->ctx, op, attrs, each * n, in, all);
@@ -256,7 +256,7 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
         param_rec *r = list[i];
         if (moved[i]) ps_tensor_release(moved[i]);
         if (rc < 0) {
-            r->param->storage->taken = r->in_slot;
+            r->param->storage->engine.taken = r->in_slot;
             continue;
         }
         r->updated = true;
@@ -337,7 +337,7 @@ static int restore(ps_engine *e, param_rec *r)
     bool host = r->host[0] != NULL;
     ps_tensor *in[2] = { host ? r->host[0] : r->param, host ? r->host[1] : r->master }, *all[PS_MAX_OUT] = { NULL };
     ps_attrs_copy_ none = { 0 };
-    r->param->storage->taken = false;
+    r->param->storage->engine.taken = false;
     int rc = engine_run(e->ctx, PS_OP_copy_, &none, 2, in, all);
     if (all[0]) ps_tensor_release(all[0]);
     set_taken(r, rc < 0);
@@ -467,7 +467,7 @@ static void release_params(ps_engine *e)
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         r->param->managed = NULL;
-        r->param->storage->watched = r->param->storage->taken = false;
+        r->param->storage->engine.watched = r->param->storage->engine.taken = false;
         drop_grad(r);
         ps_tensor *all[] = { r->param, r->master, r->m, r->v, r->host[0], r->host[1], r->host[2], r->host[3], r->place,
                              r->slot, r->host_slot, r->host_place, r->addend };
@@ -631,7 +631,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
         int32_t u = e->params[i].unit;
         if (u >= 0) e->order[e->first[u] + e->units[u].n_final++] = i;
         if (e->params[i].tie != PS_TIE_USE) e->params[i].param->managed = &e->params[i];
-        e->params[i].param->storage->watched = true;
+        e->params[i].param->storage->engine.watched = true;
     }
     find_grad_chunks(e);
     new_step(e);

@@ -82,7 +82,7 @@ static bool comes_twice(const ps_grad *g, int i)
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
-    return t->refs == 1 && s->refs - s->later == 1 && !s->kept && ps_tensor_is_contiguous(t);
+    return t->refs == 1 && s->refs - s->tape.later == 1 && !s->bytes.kept && ps_tensor_is_contiguous(t);
 }
 
 static void replace(ps_tensor **held, ps_tensor *by)
@@ -98,7 +98,7 @@ static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
     ps_tensor *all[PS_MAX_OUT] = { NULL };
-    if (!*there || (*there)->storage->later == 0 || !is_alone(*there)) return 0;
+    if (!*there || (*there)->storage->tape.later == 0 || !is_alone(*there)) return 0;
     PS_TRY(ps_apply_all(g->ctx, PS_OP_contiguous, 1, there, &none, all));
     replace(there, all[0]);
     ps_tensor_release(all[0]);
@@ -188,7 +188,7 @@ ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out)
     const edge *e = &g->node->edges[i];
     ps_tensor *there = e->node ? e->node->dout[e->out] : NULL;
     bool ours = there && is_alone(there);
-    *out = ours && there->storage->later == 0 ? there : NULL;
+    *out = ours && there->storage->tape.later == 0 ? there : NULL;
     return ours ? there : NULL;
 }
 

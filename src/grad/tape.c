@@ -85,10 +85,10 @@ int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
  * collector frees them, which comes at another time on each rank, and all ranks must see the same. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
-    if (!s->watched) return;
+    if (!s->engine.watched) return;
     if (adds) w->managed = true;
-    if (s->walk != w->id) s->walk = w->id, s->waits = 0;
-    s->waits += by;
+    if (s->tape.walk != w->id) s->tape.walk = w->id, s->tape.waits = 0;
+    s->tape.waits += by;
 }
 
 static void count_node(ps_walk *w, const ps_node *node, int by)
@@ -142,7 +142,7 @@ void tape_uncount(ps_node *node)
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
-    if (!leaf->managed || (s->walk == ctx->walk->id && s->waits > 0)) return 0;
+    if (!leaf->managed || (s->tape.walk == ctx->walk->id && s->tape.waits > 0)) return 0;
     return ctx->hooks->grad_final(ctx, leaf);
 }
 
@@ -150,7 +150,7 @@ void tape_is_now(ps_tensor *t)
 {
     if (!t || !(t->flags & PS_T_LATER)) return;
     t->flags &= ~PS_T_LATER;
-    t->storage->later--;
+    t->storage->tape.later--;
 }
 
 void tape_let_go(ps_tensor **t)
@@ -353,7 +353,7 @@ int ps_tensor_require_grad(ps_tensor *t, int on)
         return ps_fail(PS_EINVAL, "only float tensors can require gradients, this one is %s", ps_dtype_name(t->dtype_));
     if (t->node) return ps_fail(PS_EINVAL, "this tensor was computed from others; detach() it first");
     t->flags = on ? t->flags | PS_T_REQUIRES_GRAD : t->flags & ~PS_T_REQUIRES_GRAD;
-    if (on) t->storage->trained = true;
+    if (on) t->storage->tape.trained = true;
     return 0;
 }
 

@@ -7,7 +7,7 @@
  *   parameters wait (ps_node.din).
  * - Nodes made of parameters alone pass in the second part, between the nodes of the list, by falling number.
  * - A listed node reads the gradient of its output later, through a header that does not count as an owner
- *   (ps_storage.later). So sums are formed as in an undivided backward, but a sum that would be written into these
+ *   (ps_storage.tape.later). So sums are formed as in an undivided backward, but a sum that would be written into these
  *   bytes gets a new tensor instead.
  * - A cheap node that a listed node saved keeps what it needs to compute its output again. */
 #include <string.h>
@@ -96,7 +96,7 @@ static int keep_for_later(ps_tensor **t)
     PS_TRY(ps_tensor_detach(*t, &copy));
     ps_storage_hold(copy->storage);
     copy->flags |= PS_T_LATER;
-    copy->storage->later++;
+    copy->storage->tape.later++;
     ps_tensor_unhold(*t);
     *t = copy;
     return 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Bytes are reached only by pin and unpin, through the table of their keeper (ps_keeper), so that the same program runs
  * with plain memory and with chunks. A manager that gives memory fills a second table (ps_mem). This layer sees
- * storages (bytes on a device), never a tensor or an op. */
+ * storages (bytes on a device), never a tensor or an op; notes of layers above lie in a storage, and nothing here reads
+ * them. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include "backend/backend.h"
@@ -12,33 +13,51 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device. `refs` counts tensor headers. `holds` counts owners that need the bytes even after a scope dropped
- * the storage (tensors that the tape saved, gradients on their way). Bytes exist while `block` is set. Dropped bytes
- * never return. */
+/* Bytes on a device. Bytes exist while `block` is set. Dropped bytes never return. What a layer above notes about a
+ * storage is in the struct named after that layer, and that layer alone writes it (spec/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;              /* of the keeper; NULL: no bytes (dropped, or nbytes is 0) */
+    void *block;                /* of the keeper; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
-    int32_t device, refs, holds, pins;
-    int32_t later;            /* headers with PS_T_LATER: no owners, but weight gradients that were put off will read
-                               * the bytes, so nobody may overwrite these */
-    int32_t waits;            /* of a parameter: nodes with it that backward walk `walk` has not passed yet */
-    int64_t walk;
-    uint32_t version;         /* counts writes after creation; the tape compares it */
-    bool dropped, kept;
-    bool unscoped;            /* counts in unscoped_nbytes of its scope, the root */
-    bool written;             /* on a device that is not here: a script wrote the bytes, so there are some */
-    bool watched;             /* of a parameter: recompute segments note that they read it */
-    bool trained;             /* a tensor over it required gradients once: it is not written while a script is paused */
-    bool fetched;             /* came back from the host before backward, so an op used it: it leaves no more */
-    bool taken;               /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */
-    bool scripted;            /* in a dry run of a pipeline: a script has had a header of it */
-    int32_t noted;            /* of `replay`: its place there, or -1 */
-    struct ps_replay *replay; /* made in a dry run of a pipeline (tensor/replay.h), as its storage `number`; or NULL */
-    int64_t number;
-    ps_scope *scope;          /* the scope that will drop the storage, or NULL */
-    ps_storage *scope_prev, *scope_next;
+    int32_t device, pins;
+    int32_t refs;               /* tensor headers */
+    int32_t holds;              /* owners that need the bytes even after a scope dropped the storage: tensors that the
+                                 * tape saved, gradients on their way */
+    uint32_t version;           /* counts writes after creation; the tape compares it */
+    struct {
+        bool dropped : 1;       /* a scope ended, so the bytes go with the last hold */
+        bool kept : 1;          /* no scope drops them */
+        bool written : 1;       /* on a device that is not here: a script wrote the bytes, so there are some */
+    } bytes;
+    struct {
+        bool taken;             /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */
+        bool watched;           /* of a parameter: recompute segments note that they read it */
+    } engine;
+    struct {
+        bool fetched;           /* came back from the host before backward, so an op used it: it leaves no more */
+    } offload;
+    struct {
+        int64_t walk;           /* the walk that `waits` is of */
+        int32_t waits;          /* of a parameter: nodes with it that the walk has not passed yet */
+        uint32_t later : 31;    /* headers with PS_T_LATER: no owners, but weight gradients that were put off will read
+                                 * the bytes, so nobody may overwrite these */
+        uint32_t trained : 1;   /* a tensor over it required gradients once: a paused script does not write it */
+    } tape;
+    struct {
+        struct ps_replay *of;   /* made in this dry run of a pipeline (tensor/replay.h); or NULL */
+        int64_t number;         /* among the storages of `of` */
+        int32_t noted;          /* its place in `of`, or -1 */
+        bool scripted;          /* a script has had a header of it */
+    } replay;
+    struct {
+        ps_scope *of;           /* the scope that will drop the storage, or NULL */
+        ps_storage *prev, *next;
+        bool unscoped;          /* it counts in unscoped_nbytes of `of`, the root */
+    } scope;
 };
+
+/* A parameter moves from storage `old` to `s`. */
+static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
 /* A keeper has the bytes of a storage at present: plain memory, a chunk, a shard, or the host while activations are
  * offloaded. */

@@ -103,7 +103,7 @@ static void restore(ps_away *a, record *r)
     unlink_record(a, r);
     r->of->keeper = r->here.keeper;
     r->of->block = r->here.block;
-    r->of->fetched = !a->backward;
+    r->of->offload.fetched = !a->backward;
     ps_free(r);
 }
 
@@ -126,8 +126,8 @@ void ps_away_backward(ps_away *a, bool on) { a->backward = on; }
 void ps_away_leave(ps_away *a, ps_storage *s)
 {
     const ps_backend *be = a->devices[s->device];
-    if (a->backward || s->pins > 0 || s->fetched || !s->block || be->is_host || be->no_data || !be->copy_start ||
-        !ps_storage_is_plain(s))
+    if (a->backward || s->pins > 0 || s->offload.fetched || !s->block || be->is_host || be->no_data ||
+        !be->copy_start || !ps_storage_is_plain(s))
         return;
     if (a->leaving != a->round) end_leaving(a);
     record *r = ps_alloc0(sizeof *r);

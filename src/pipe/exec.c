@@ -178,7 +178,7 @@ static void let_bytes_go(slot *s)
     for (int32_t i = 0; i < s->out.n; i++) {
         ps_tensor *t = s->out.t[i];
         ps_tensor_retain(t);
-        if (!t->storage->kept) ps_storage_drop(t->storage);
+        if (!t->storage->bytes.kept) ps_storage_drop(t->storage);
         ps_tensor_unhold(t);
     }
     s->sent = true;
@@ -398,7 +398,7 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         int device = x->dry ? what->device : meeting_place(x, what->device);
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
-        made->storage->scripted = noting(x) && lane == PIPE_LANE_UP;      /* no script sees gradients that come back */
+        ps_replay_scripted(made->storage, noting(x) && lane == PIPE_LANE_UP);     /* scripts see no gradients */
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }

@@ -57,11 +57,11 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
         if (t->ctx != a->ctx) return ps_fail(PS_EINVAL, "%s: input %s is of another context", row->name,
                                              input_name(row, i, name, sizeof name));
         PS_TRY(ps_tensor_check_alive(t));
-        if (t->storage->taken && !(t->flags & PS_T_SLOT))
+        if (t->storage->engine.taken && !(t->flags & PS_T_SLOT))
             return ps_fail(PS_ESTATE,
                            "%s: a parameter was used between backward and optimizer:step(), while its gradient lies in "
                            "its place; call optimizer:step() or optimizer:zero_grad() first", row->name);
-        if (a->ctx->reads.on && t->storage->watched) ps_reads_add(a->ctx, t->storage);
+        if (a->ctx->reads.on && t->storage->engine.watched) ps_reads_add(a->ctx, t->storage);
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)
             return ps_fail(PS_EINVAL,
@@ -125,9 +125,10 @@ static int check_suspended(const apply *a)
     if (ctx->engine && !ctx->step->is.open) return 0;
     int n = !(a->row->flags & PS_OPF_INPLACE) ? 0 : a->row->n_in < 0 ? a->n_in : 1;
     for (int i = 0; i < n; i++)
-        if (a->in[i] && a->in[i]->storage->trained) return ps_fail_suspended("to write into a parameter");
+        if (a->in[i] && a->in[i]->storage->tape.trained) return ps_fail_suspended("to write into a parameter");
     for (int i = 0; i < a->row->n_out; i++)
-        if (a->given >> i & 1 && a->out[i]->storage->trained) return ps_fail_suspended("to write into a parameter");
+        if (a->given >> i & 1 && a->out[i]->storage->tape.trained)
+            return ps_fail_suspended("to write into a parameter");
     return 0;
 }
 
@@ -446,12 +447,12 @@ static bool is_known(const apply *a, const ps_backend *be)
     bool number = a->op == PS_OP_fill_ && a->in[0]->numel_ == 1 &&
                   a->in[0]->storage->nbytes == ps_tensor_nbytes(a->in[0]);
     for (int i = 0; i < a->n_in; i++)
-        if (a->in[i] && !((number || a->in[i]->storage->written) && ps_storage_is_plain(a->in[i]->storage)))
+        if (a->in[i] && !((number || a->in[i]->storage->bytes.written) && ps_storage_is_plain(a->in[i]->storage)))
             return false;
     int64_t nbytes = 0;
     for (int i = 0; i < a->row->n_out; i++) {
         if (a->out[i] && !ps_storage_is_plain(a->out[i]->storage)) return false;
-        if (a->given >> i & 1 && !a->out[i]->storage->written) return false;
+        if (a->given >> i & 1 && !a->out[i]->storage->bytes.written) return false;
         nbytes += a->out[i] ? ps_tensor_nbytes(a->out[i]) : 0;
     }
     return nbytes <= KNOWN_NBYTES;
@@ -513,7 +514,7 @@ static int check_in_place(apply *a, uint32_t needs)
 /* Writes of a dry run count only for its own tensors, since it leaves all others as they are. */
 static void bump_version(const apply *a, ps_storage *s)
 {
-    s->written = a->known;
+    s->bytes.written = a->known;
     if (!a->ctx->step->dry || ps_storage_is_of(s, a->ctx->dry_mem)) s->version++;
 }
 
@@ -521,7 +522,7 @@ static void bump_versions(apply *a)
 {
     for (int i = 0; i < a->row->n_out; i++) {
         if (a->given >> i & 1) bump_version(a, a->out[i]->storage);
-        else if (a->known && a->out[i]) a->out[i]->storage->written = true;
+        else if (a->known && a->out[i]) a->out[i]->storage->bytes.written = true;
     }
     if (!(a->row->flags & PS_OPF_INPLACE)) return;
     int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write into most of their list */
@@ -596,7 +597,7 @@ int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *at
     for (int i = 0, n = 0; i < row->n_out; i++) {
         if (!(row->hidden_out >> i & 1)) out[n++] = all[i];
         else if (all[i]) ps_tensor_release(all[i]);
-        if (ctx->replay && all[i] && !(row->hidden_out >> i & 1)) all[i]->storage->scripted = true;
+        if (ctx->replay && all[i] && !(row->hidden_out >> i & 1)) ps_replay_scripted(all[i]->storage, true);
     }
     return 0;
 }

@@ -177,16 +177,16 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
 {
     ps_replay *r = ctx->replay;
     noted *p = noting(r);
-    s->replay = r;
-    s->number = r->number++;
-    s->noted = -1;
+    s->replay.of = r;
+    s->replay.number = r->number++;
+    s->replay.noted = -1;
     if (!p || !s->block) return;
     notes *of = notes_of(r, r->micro);
     if (!ps_try_grow(of->made, of->capacity, of->n_made + 1)) {
         r->differs = true;
         return;
     }
-    s->noted = of->n_made * NOTED + (int32_t)(of - r->notes);
+    s->replay.noted = of->n_made * NOTED + (int32_t)(of - r->notes);
     of->made[of->n_made++] = (made){ .storage = s, .at = { r->part, p->n_made++ } };
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
@@ -194,8 +194,8 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
 /* Notes that a storage of a noted micro-batch loses its bytes. late: they wait for Lua's collector. */
 static void note_gone(ps_replay *r, const ps_storage *s, bool late)
 {
-    notes *of = &r->notes[s->noted % NOTED];
-    made *m = &of->made[s->noted / NOTED];
+    notes *of = &r->notes[s->replay.noted % NOTED];
+    made *m = &of->made[s->replay.noted / NOTED];
     m->storage = NULL;
     if (m->ended) return;
     noted *p = noting(r);
@@ -212,13 +212,13 @@ static void wait_for_collector(ps_replay *r, const ps_storage *s, int64_t number
 
 bool ps_replay_gone(ps_storage *s, bool released)
 {
-    ps_replay *r = s->replay;
-    s->replay = NULL;
-    if (!r->ctx->replay || s->number < r->began) return false;        /* made in an earlier dry run */
-    bool late = released && (s->scripted || r->part < 0) && ps_storage_is_of(s, r->ctx->dry_mem) &&
+    ps_replay *r = s->replay.of;
+    s->replay.of = NULL;
+    if (!r->ctx->replay || s->replay.number < r->began) return false;   /* made in an earlier dry run */
+    bool late = released && (s->replay.scripted || r->part < 0) && ps_storage_is_of(s, r->ctx->dry_mem) &&
                 ps_try_grow(r->waiting, r->waiting_capacity, r->n_waiting + 1);
-    if (s->noted >= 0) note_gone(r, s, late);
-    if (late) wait_for_collector(r, s, s->number);
+    if (s->replay.noted >= 0) note_gone(r, s, late);
+    if (late) wait_for_collector(r, s, s->replay.number);
     return late;
 }
 
@@ -271,7 +271,7 @@ static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {
         made *m = &of->made[i];
-        if (m->storage && !m->ended && m->storage->scripted && m->storage->holds == 0 && !m->storage->kept)
+        if (m->storage && !m->ended && m->storage->replay.scripted && m->storage->holds == 0 && !m->storage->bytes.kept)
             note_ended(r, p, m);
     }
     if (p->n_ended > 1) qsort(p->ended, (size_t)p->n_ended, sizeof *p->ended, by_place);
@@ -326,7 +326,7 @@ static int make(ps_replay *r, twins *t, const effect *e)
     ps_mem *mem = r->ctx->mem;
     ps_storage *s = &t->list[t->n];
     *s = (ps_storage){ .keeper = &mem->keeper, .nbytes = e->nbytes, .device = e->device, .refs = 1,
-                       .number = r->number++ };
+                       .replay.number = r->number++ };
     PS_TRY(mem->table->alloc(mem, s));
     t->n++, t->live++;
     return 0;
@@ -383,7 +383,7 @@ int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro)
     for (int32_t i = 0; i < p->n_ended; i++) {
         twins *of = twins_of(r, micro, p->ended[i].part);
         ps_storage *s = &of->list[p->ended[i].at];
-        wait_for_collector(r, s, s->number);
+        wait_for_collector(r, s, s->replay.number);
         s->block = NULL;
         of->live--;
         drop_empty(of);

@@ -28,7 +28,11 @@ void ps_replay_collected(ps_ctx *ctx);   /* Lua's collector has run */
 
 /* -- for tensor.c and dispatch.c, while ctx->replay is set --------------------------------------------------------- */
 void ps_replay_made(ps_ctx *ctx, ps_storage *s);
-/* The bytes of s->replay's storage go. released: with the last header. True: they wait, and are s's no more. */
+/* A dry run of a pipeline made it. */
+static inline bool ps_replay_has(const ps_storage *s) { return s->replay.of != NULL; }
+/* Whether a script may have a header of it, so that its bytes wait for Lua's collector. */
+static inline void ps_replay_scripted(ps_storage *s, bool is) { s->replay.scripted = is; }
+/* The bytes of the storage go. released: with the last header. True: they wait, and are s's no more. */
 bool ps_replay_gone(ps_storage *s, bool released);
 void ps_replay_op(ps_ctx *ctx);          /* an op is about to pin its operands */
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access);

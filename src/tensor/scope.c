@@ -14,32 +14,32 @@ int ps_fail_suspended(const char *what)
 
 static void link_to(ps_scope *scope, ps_storage *s)
 {
-    s->scope = scope;
-    s->scope_prev = NULL;
-    s->scope_next = scope->first;
-    if (scope->first) scope->first->scope_prev = s;
+    s->scope.of = scope;
+    s->scope.prev = NULL;
+    s->scope.next = scope->first;
+    if (scope->first) scope->first->scope.prev = s;
     scope->first = s;
 }
 
 void ps_scope_unlink(ps_storage *s)
 {
-    if (!s->scope) return;
-    if (s->unscoped) {                       /* it went by itself, or stays: no collection is wanted for it */
-        int64_t left = s->scope->unscoped_nbytes - s->nbytes;
-        s->scope->unscoped_nbytes = left > 0 ? left : 0;
-        s->unscoped = false;
+    if (!s->scope.of) return;
+    if (s->scope.unscoped) {                 /* it went by itself, or stays: no collection is wanted for it */
+        int64_t left = s->scope.of->unscoped_nbytes - s->nbytes;
+        s->scope.of->unscoped_nbytes = left > 0 ? left : 0;
+        s->scope.unscoped = false;
     }
-    if (s->scope_next) s->scope_next->scope_prev = s->scope_prev;
-    if (s->scope_prev) s->scope_prev->scope_next = s->scope_next;
-    else s->scope->first = s->scope_next;
-    s->scope = NULL;
+    if (s->scope.next) s->scope.next->scope.prev = s->scope.prev;
+    if (s->scope.prev) s->scope.prev->scope.next = s->scope.next;
+    else s->scope.of->first = s->scope.next;
+    s->scope.of = NULL;
 }
 
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 {
     ps_scope_unlink(s);
     link_to(&ctx->root, s);
-    s->dropped = false;                  /* a scope may have dropped it while the tape held its bytes */
+    s->bytes.dropped = false;            /* a scope may have dropped it while the tape held its bytes */
 }
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
@@ -49,8 +49,8 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
     if (ctx->suspended.on)                   /* nothing of a pause outlives it */
         for (outer = ctx->scope; outer->id != ctx->suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope, s);
-    if (!takes || s->scope != &ctx->root) return;
-    s->unscoped = true;
+    if (!takes || s->scope.of != &ctx->root) return;
+    s->scope.unscoped = true;
     ctx->root.unscoped_nbytes += s->nbytes + 512;        /* 512: of headers */
 }
 
@@ -73,7 +73,7 @@ static void end_innermost(ps_ctx *ctx)
     while (scope->first) {
         ps_storage *s = scope->first;
         ps_scope_unlink(s);
-        if (!s->kept) ps_storage_drop(s);
+        if (!s->bytes.kept) ps_storage_drop(s);
         ps_storage_leave(ctx, s);
         if (s->block) link_to(&ctx->root, s);        /* kept, or held by the tape for now */
     }
@@ -91,7 +91,7 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
     for (int i = 0; i < n_keep; i++) {
         ps_storage *s = keep[i]->storage;
         for (ps_scope *x = ctx->scope; x != scope->parent; x = x->parent)
-            if (s->scope == x) {
+            if (s->scope.of == x) {
                 ps_scope_unlink(s);
                 link_to(scope->parent, s);
             }

@@ -96,7 +96,7 @@ void ps_ctx_free(ps_ctx *ctx)
         while (ctx->scope->first) {
             ps_storage *s = ctx->scope->first;
             ps_scope_unlink(s);
-            s->dropped = true;
+            s->bytes.dropped = true;
             ps_storage_free(s);
         }
         ps_scope *parent = ctx->scope->parent;
@@ -142,22 +142,22 @@ void ps_dry_end(ps_ctx *ctx)
 void ps_storage_hold(ps_storage *s) { s->holds++; }
 static void bytes_go(ps_storage *s)
 {
-    if (s->replay && s->block) ps_replay_gone(s, false);
+    if (ps_replay_has(s) && s->block) ps_replay_gone(s, false);
     ps_storage_free(s);
 }
 void ps_storage_unhold(ps_storage *s)
 {
-    if (--s->holds == 0 && s->dropped) bytes_go(s);
+    if (--s->holds == 0 && s->bytes.dropped) bytes_go(s);
 }
 void ps_storage_drop(ps_storage *s)
 {
-    s->dropped = true;
+    s->bytes.dropped = true;
     if (s->holds == 0) bytes_go(s);
 }
 
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
 {
-    bool fits = s->holds > 0 && !s->kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
+    bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry_mem);
     if (!ctx->offload || !fits || of_dry != (ctx->step->dry != NULL)) return;
     if (ctx->replay) ps_replay_spoil(ctx);                   /* the way back depends on what left before */
@@ -177,7 +177,7 @@ void ps_storage_release(ps_storage *s)
 {
     if (--s->refs > 0) return;
     ps_scope_unlink(s);
-    if (s->replay && s->block && ps_replay_gone(s, true)) s->block = NULL;
+    if (ps_replay_has(s) && s->block && ps_replay_gone(s, true)) s->block = NULL;
     ps_storage_free(s);
     ps_free(s);
 }
@@ -294,7 +294,7 @@ int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *s
     ps_meta m = { .dtype = dtype, .ndim = ndim };
     for (int i = 0; i < ndim; i++) m.shape[i] = shape[i];
     PS_TRY(ps_tensor_new_meta(ctx, device, &m, out));
-    (*out)->storage->scripted = ctx->replay != NULL;
+    ps_replay_scripted((*out)->storage, ctx->replay != NULL);
     return 0;
 }
 
@@ -333,7 +333,7 @@ void ps_tensor_retain(ps_tensor *t) { t->refs++; }
 
 void ps_tensor_drop(ps_tensor *t)
 {
-    if (t->ctx->closed || t->refs > 1 || t->storage->refs > 1 || t->storage->dropped) return;
+    if (t->ctx->closed || t->refs > 1 || t->storage->refs > 1 || t->storage->bytes.dropped) return;
     ps_scope_unlink(t->storage);
     ps_storage_drop(t->storage);
 }
@@ -367,13 +367,13 @@ void ps_tensor_unhold(ps_tensor *t)
 
 bool ps_tensor_exclusive(const ps_tensor *t)
 {
-    return t->refs == 1 && t->storage->refs == 1 && !t->storage->kept && ps_tensor_is_contiguous(t);
+    return t->refs == 1 && t->storage->refs == 1 && !t->storage->bytes.kept && ps_tensor_is_contiguous(t);
 }
 
 int ps_tensor_keep(ps_tensor *t)
 {
     PS_TRY(ps_tensor_check_alive(t));
-    t->storage->kept = true;
+    t->storage->bytes.kept = true;
     ps_scope_adopt(t->ctx, t->storage);
     return 0;
 }
@@ -390,13 +390,13 @@ int ps_tensor_set_data(ps_tensor *t, ps_tensor *from)
                        ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, x, sizeof x),
                        ps_dtype_name(from->dtype_), ps_shape_text(from->ndim, from->shape_, y, sizeof y));
     }
-    if (t->node || t->grad_ || t->managed || old->pins || old->holds || old->taken)
+    if (t->node || t->grad_ || t->managed || old->pins || old->holds || old->engine.taken)
         return ps_fail(PS_ESTATE, "only a leaf without a gradient, whose bytes nobody uses, takes the bytes of another "
                                   "tensor");
     new->refs++;
-    new->watched = old->watched;
-    if (old->kept) {
-        new->kept = true;
+    ps_storage_follow(new, old);
+    if (old->bytes.kept) {
+        new->bytes.kept = true;
         ps_scope_adopt(t->ctx, new);
     }
     t->storage = new;
@@ -412,7 +412,7 @@ bool ps_tensor_has_data(const ps_tensor *t)
     const ps_ctx *ctx = t->ctx;
     if (ps_storage_is_of(t->storage, ctx->dry_mem)) return false;
     const ps_backend *be = ctx->devices[t->device_];
-    if (be->pretends) return t->storage->written;
+    if (be->pretends) return t->storage->bytes.written;
     return !be->no_data && !(ctx->away && ps_away_is_dry(ctx->away, t->storage));
 }
 
@@ -492,7 +492,7 @@ static bool begin_write(ps_tensor *t)
 {
     t->storage->version++;
     if ((t->ctx->step->dry && !ps_tensor_has_data(t)) || !takes_bytes(t)) return false;
-    t->storage->written = true;
+    t->storage->bytes.written = true;
     return true;
 }
 
@@ -639,7 +639,7 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
     ps_backend *be = t->ctx->devices[t->device_];
     bool no_place = (t->ctx->step->dry && !ps_tensor_has_data(t)) || (be->is_host && !takes_bytes(t));
     if (!dst && no_place) return 0;
-    if (!dst) t->storage->written = true;
+    if (!dst) t->storage->bytes.written = true;
     PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)

@@ -80,7 +80,7 @@ static int32_t number_of(const ps_shard *sh, const stripe *st) { return (int32_t
 static int buffer_take(ps_shard *sh, part *p)
 {
     if (p->c.chunk >= 0 || p->buffer.block) return 0;
-    p->buffer = (ps_storage){ .nbytes = p->c.nbytes, .device = p->c.device, .refs = 1, .kept = true };
+    p->buffer = (ps_storage){ .nbytes = p->c.nbytes, .device = p->c.device, .refs = 1, .bytes.kept = true };
     p->whole = false;
     return memory(sh)->table->alloc(memory(sh), &p->buffer);
 }
@@ -497,7 +497,7 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
     part *p = &sh->parts[l->part];
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
-    if (reads && !s->taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
+    if (reads && !s->engine.taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
     if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather writes here, too */
     if (l->inner) {
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
@@ -505,7 +505,7 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
         if (device != p->c.device)
             return ps_fail(PS_ESTATE, "a tensor of rank %d's chunks was asked for on another device than the one that "
                            "computes", p->c.owner);
-        if (reads && p->grads && !p->whole && !s->taken && !sh->step->dry)
+        if (reads && p->grads && !p->whole && !s->engine.taken && !sh->step->dry)
             return ps_fail(PS_ESTATE, "a parameter of rank %d's chunks was read after its last use in this pass, where "
                            "gradients lie now; the step went another way than the one before", p->c.owner);
         PS_TRY(buffer_take(sh, p));
@@ -612,7 +612,7 @@ static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
     sh->parts[l->part].n_lent++;
     s->keeper = &sh->base;
     s->block = l;
-    s->kept = true;
+    s->bytes.kept = true;
 }
 
 static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64_t nbytes)
@@ -685,7 +685,7 @@ static void inner_release(ps_storage *inner, bool closing)
     if (!inner) return;
     if (closing || inner->refs == 1) {
         ps_storage_free(inner);
-        inner->dropped = true;
+        inner->bytes.dropped = true;
     }
     if (--inner->refs == 0) ps_free(inner);
 }
@@ -760,7 +760,7 @@ void ps_shard_close(ps_shard *sh)
     ps_shard_forget(sh);
     while (sh->first) {
         ps_storage *s = sh->first->outer;
-        s->dropped = true;
+        s->bytes.dropped = true;
         s->pins = 0;
         take_back(sh, s, true);
     }

@@ -64,7 +64,7 @@ int ps_shard_grads(ps_shard *sh, int32_t part);
 /* Adds up all ranks' versions of the part's stripe: each part at its owner, or, with `everywhere`, on all ranks. The
  * sum runs beside the computation between begin and end. `check` must be the same on all ranks. With the end this rank
  * forgets the parts of other owners, and the next read gathers the stripe. Gradients in the place of values are then
- * sums, and storage->taken still marks them. */
+ * sums, and storage->engine.taken still marks them. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
 /* While on, ops run on this rank alone and read bytes that it owns: they gather nothing. */
