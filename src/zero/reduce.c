@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gradients of several ranks. When all gradients of a stripe are final, they are added up over the ranks, beside the
- * rest of backward. This rank then forgets the gradients that another rank owns. One stripe is under way while the next
- * becomes final. */
+ * The gradients of ZeRO. When all gradients of a stripe are final, they are added up over the ranks, beside the rest of
+ * backward. This rank then forgets the gradients that another rank owns. One stripe is reduced while the next becomes
+ * final. */
 #include "zero/zero.h"
 #include <string.h>
 #include "base/error.h"

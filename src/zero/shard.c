@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: while a stripe is open, its
- * parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. All ranks decide about
- * an exchange by values that are the same on all ranks. */
+ * The memory of ZeRO: parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: while a
+ * stripe is open, its parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. All
+ * ranks decide about an exchange by values that are the same on all ranks. */
 #include "zero/shard.h"
 #include <string.h>
 #include "base/alloc.h"
