@@ -3,19 +3,41 @@
 -- are those that mean something here; schema_mesh.lua has those that cut a model among processes, schema_deepspeed.lua
 -- DeepSpeed's others. They are joined into one list.
 --
--- A section: { path, words about it, rows }; `of`: rows that hold for that value of the parent's `type` only.
--- A row: { key, type, default, status, words, check =, required = }:
+-- A section: { path, words about it, rows }; `of`: rows that hold for that value of the parent's `type` only; `acts`:
+-- that of its honoured rows without one of their own.
+-- A row: { key, type, default, status, words, check =, required =, acts = }:
 --   honoured   does what DeepSpeed or PatrickStar document, or what `words` say where they are silent
 --   ignored    accepted and noted once; `words` say why it means nothing here
 --   refused    an error unless it has its default, because the result would differ; `words` say why
 --   later      the same, but it comes with a later version
 --   alias      another spelling of the key in `words`; `as` translates its value
 -- check(value) gives a reason to refuse a value of the right type.
+-- acts: of an honoured key, the file that acts on it. If C alone acts on it, acts is the Lua file that sets it in C.
+-- spec/config/acts_spec.lua checks that this file reads the key.
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
 local policies = require "ps.config.policies"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
+
+-- Files that act on keys.
+local AGREEMENT = "lua/ps/engine/ranks/agreement.lua"
+local BATCH = "lua/ps/config/batch_sizes.lua"
+local BUDGETS = "lua/ps/config/memory.lua"
+local EMBED = "lua/ps/engine/layout/embed.lua"
+local ENGINE = "lua/ps/engine/init.lua"
+local GROUPS = "lua/ps/optim/groups.lua"
+local HYBRID = "lua/ps/engine/plan/hybrid.lua"
+local OPTIMIZER = "lua/ps/engine/state/optimizer.lua"
+local OPTIONS = "lua/ps/engine/layout/options.lua"
+local PLANNED = "lua/ps/engine/plan/step.lua"
+local RATES = "lua/ps/engine/plan/rates.lua"
+local REPORT = "lua/ps/engine/report/init.lua"
+local SAMPLES = "lua/ps/engine/step/samples.lua"
+local SCHED = "lua/ps/optim/sched.lua"
+local SETTLED = "lua/ps/config/init.lua"
+local SETUP = "lua/ps/engine/setup.lua"
+local UNUSED = "lua/ps/engine/step/unused.lua"
 local T = types
 
 local REDUCE = "whole chunks are gathered and reduced, in the order of their use (docs/zero.md)"
@@ -46,59 +68,61 @@ local sections = {
   { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
     .. " x processes that have other rows (all, but for those that share a model's "
     .. "stages and layers); an absent one follows from the others. With no batch size at all nothing is checked.", {
-    { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes" },
+    { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes", acts = BATCH },
     { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; a batch in "
-      .. "training that has others is an error" },
-    { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "micro-batches of one optimizer step" },
+      .. "training that has others is an error", acts = SAMPLES },
+    { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "micro-batches of one optimizer step",
+      acts = SETUP },
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
-    { "steps_per_print", T.integer(0), nil, H, "a line about every so many steps; absent, or 0: none" },
+    { "steps_per_print", T.integer(0), nil, H, "a line about every so many steps; absent, or 0: none", acts = REPORT },
     { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines, the "
       .. "process's TFLOP/s (of products and attention, also where forward runs again) and, where a batch size is "
-      .. "given, samples/s of all; alone: every 10 steps" },
+      .. "given, samples/s of all; alone: every 10 steps", acts = REPORT },
     { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0 and -1 are off, as is absent (DeepSpeed: 1.0 "
       .. "when absent)", check = function(value)
         if value < 0 and value ~= -1 then return "a norm is not negative; 0 is off" end
-      end },
+      end, acts = OPTIMIZER },
     { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "the device that computes; auto: cuda where there is one, else "
-      .. "cpu" },
-    { "memory", T.either(T.enum("plain|chunk"), T.tree), nil, H, "see the section memory" },
+      .. "cpu", acts = SETUP },
+    { "memory", T.either(T.enum("plain|chunk"), T.tree), nil, H, "see the section memory", acts = ENGINE },
     { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste is "
-      .. "searched" },
+      .. "searched", acts = OPTIONS },
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
     { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that all processes hold "
-      .. "alike; 0: never" },
+      .. "alike; 0: never", acts = ENGINE },
     { "strict_gradients", T.boolean, false, H, "parameters that the first step gives no gradient are an error; else a "
-      .. "line names them. Frozen ones do not count" },
+      .. "line names them. Frozen ones do not count", acts = UNUSED },
     { "eviction", T.enum(table.concat(policies, "|")), "plan", H, "the policy by which a chunk leaves a full tier; "
-      .. "plan and belady go by the traced step" },
-    { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time" },
+      .. "plan and belady go by the traced step", acts = SETUP },
+    { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time",
+      acts = SETUP },
     { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
-      .. "where that is exact" },
-    { "recompute", T.boolean, false, H, "blocks compute their activations again in backward" },
+      .. "where that is exact", acts = SETUP },
+    { "recompute", T.boolean, false, H, "blocks compute their activations again in backward", acts = SETUP },
     { "plan_print", T.either(T.boolean, T.enum("all")), true, H, "the plan is printed before step 1: true: by rank 0, "
-      .. "all: by each rank" },
-    { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: as they are" },
+      .. "all: by each rank", acts = PLANNED },
+    { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: as they are", acts = SETUP },
     { "release_after_init", T.boolean, false, I, "a parameter goes to its tier and its owner as soon as it is made; "
       .. "the weights are those of one process all the same" },
     { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "embeddings are computed on the host; auto: "
-      .. "where that makes a step shorter (PatrickStar: true)" },
+      .. "where that makes a step shorter (PatrickStar: true)", acts = EMBED },
     { "mem_tracer", T.tree, nil, A, "client.mem_tracer" },
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
     { "bfloat16", T.tree, nil, A, "bf16" },
   } },
   { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
-    .. "client.mem_tracer.", {
-    { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"" },
+    .. "client.mem_tracer.", acts = SETUP, {
+    { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"", acts = ENGINE },
     { "device", T.budget, nil, H, "of the accelerator; absent: the share overall_gpu_mem_ratio of its free memory" },
     { "host", T.budget, nil, H, "of the host; absent: the share overall_cpu_mem_ratio of its free memory" },
   } },
-  { "memory.disk", "The third tier: one file, removed at exit.", {
+  { "memory.disk", "The third tier: one file, removed at exit.", acts = SETUP, {
     { "path", T.path, nil, H, "folder for the file" },
     { "limit", T.budget, nil, H, "size of the file at most; absent: what the plan needs" },
   } },
   { "rates", "Speeds by which an accelerator's plan decides where Adam runs and where embeddings are looked up; "
-    .. "absent: measured once a process (docs/memory.md).", {
+    .. "absent: measured once a process (docs/memory.md).", acts = RATES, {
     { "host_adam", T.above_zero, nil, H, "parameters a second that Adam updates on the host, while copies run" },
     { "device_adam", T.above_zero, nil, H, "parameters a second that it updates on the device" },
     { "up", T.bytes, nil, H, "bytes a second from the host to the device, with both directions busy" },
@@ -108,10 +132,10 @@ local sections = {
   { "optimizer", "Absent: Adam with its defaults.", {
     { "type", T.string, "Adam", H, "Adam, AdamW or SGD (PyTorch's). Adam is plain Adam (decay added to the gradient) "
       .. "as in PyTorch and PatrickStar, unless adam_w_mode says true (DeepSpeed: true when absent)",
-      check = one_of(OPTIMIZERS, "state in chunks is there for ") },
+      check = one_of(OPTIMIZERS, "state in chunks is there for "), acts = OPTIMIZER },
     { "legacy_fusion", T.boolean, false, I, "the update is one pass anyway" },
   } },
-  { "optimizer.params", "DeepSpeed's defaults.", {
+  { "optimizer.params", "DeepSpeed's defaults.", acts = GROUPS, {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
     { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam: decay of the two means" },
     { "eps", T.fp32, 1e-8, H, "of Adam: added to the root" },
@@ -120,9 +144,9 @@ local sections = {
     { "dampening", T.fp32, nil, H, "of SGD, default 0: the momentum takes 1 - dampening of a gradient" },
     { "nesterov", T.boolean, nil, H, "of SGD, default false: Nesterov's momentum" },
     { "maximize", T.boolean, false, R, "not implemented" },
-    { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: as type says" },
+    { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: as type says", acts = SETTLED },
     { "use_hybrid_adam", T.boolean, true, H, "state that fits beside the model is updated on the device, SGD's, too; "
-      .. "false: all of it on the host" },
+      .. "false: all of it on the host", acts = HYBRID },
     { "torch_adam", T.boolean, false, I, "there is one Adam, fused" },
     { "amsgrad", T.boolean, false, R, "not implemented" },
     { "bias_correction", T.boolean, true, R, "Adam here always corrects its bias" },
@@ -140,16 +164,16 @@ local sections = {
     .. "DeepSpeed. The other schedules set the optimizer's rate, to which each group keeps its ratio; they refuse "
     .. "groups of unlike rates where optimizer.params.lr is not given.", optional = true, {
     { "type", T.string, nil, H, "DeepSpeed's with its formulas, or warmup_cosine, warmup_linear, constant of ps.sched",
-      required = true, check = one_of(SCHEDULERS, "the schedules are ") },
+      required = true, check = one_of(SCHEDULERS, "the schedules are "), acts = SCHED },
   } },
-  { "scheduler.params", "", of = "WarmupLR", {
+  { "scheduler.params", "", of = "WarmupLR", acts = SCHED, {
     { "warmup_min_lr", T.fp32, 0, H, "rate at the start" },
     { "warmup_max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
     { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
     { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
-  { "scheduler.params", "", of = "WarmupDecayLR", {
+  { "scheduler.params", "", of = "WarmupDecayLR", acts = SCHED, {
     { "total_num_steps", T.integer(1), nil, H, "steps until the rate is back at warmup_min_lr", required = true },
     { "warmup_min_lr", T.fp32, 0, H, "rate at the start and at the end" },
     { "warmup_max_lr", T.fp32, 1e-3, H, "rate after warm-up" },
@@ -157,7 +181,7 @@ local sections = {
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
     { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
-  { "scheduler.params", "Shares of the optimizer's rate.", of = "WarmupCosineLR", {
+  { "scheduler.params", "Shares of the optimizer's rate.", of = "WarmupCosineLR", acts = SCHED, {
     { "total_num_steps", T.integer(1), nil, H, "steps until cos_min_ratio", required = true },
     { "warmup_min_ratio", T.ratio, 0, H, "share at the start" },
     { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
@@ -165,7 +189,7 @@ local sections = {
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
     { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
-  { "scheduler.params", "", of = "OneCycle", {
+  { "scheduler.params", "", of = "OneCycle", acts = SCHED, {
     { "cycle_min_lr", T.fp32, nil, H, "rate at both ends of the cycle", required = true },
     { "cycle_max_lr", T.fp32, nil, H, "rate in its middle", required = true },
     { "decay_lr_rate", T.fp32, 0, H, "after the cycle: min / (1 + rate x intervals)" },
@@ -180,35 +204,36 @@ local sections = {
     { "decay_mom_rate", T.fp32, 0, H, "after the cycle: max x (1 + rate x intervals)" },
     { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
-  { "scheduler.params", "", of = "LRRangeTest", {
+  { "scheduler.params", "", of = "LRRangeTest", acts = SCHED, {
     { "lr_range_test_min_lr", T.fp32, 1e-3, H, "rate at the start" },
     { "lr_range_test_step_size", T.integer(1), 2000, H, "steps of an interval" },
     { "lr_range_test_step_rate", T.fp32, 1.0, H, "growth in an interval, in starting rates" },
     { "lr_range_test_staircase", T.boolean, false, H, "grow at the end of intervals only" },
     { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
   } },
-  { "scheduler.params", "Half a cosine, with its floor as a rate.", of = "warmup_cosine", {
+  { "scheduler.params", "Half a cosine, with its floor as a rate.", of = "warmup_cosine", acts = SCHED, {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
     { "min_lr", T.fp32, 0, H, "rate from step total on" },
     { "warmup", T.integer(0), 0, H, "steps of warm-up" },
     { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
   } },
-  { "scheduler.params", "", of = "warmup_linear", {
+  { "scheduler.params", "", of = "warmup_linear", acts = SCHED, {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
     { "min_lr", T.fp32, 0, H, "rate from step total on" },
     { "warmup", T.integer(0), 0, H, "steps of warm-up" },
     { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
   } },
-  { "scheduler.params", "", of = "constant", {
+  { "scheduler.params", "", of = "constant", acts = SCHED, {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
     { "warmup", T.integer(0), 0, H, "steps of warm-up" },
   } },
-  { "fp16", "fp16 parameters, fp32 masters, a loss scale. Neither fp16 nor bf16: fp32.", {
-    { "enabled", T.boolean, nil, H, "absent: false, but true where init_scale or loss_scale \"dynamic\" stand" },
+  { "fp16", "fp16 parameters, fp32 masters, a loss scale. Neither fp16 nor bf16: fp32.", acts = SETUP, {
+    { "enabled", T.boolean, nil, H, "absent: false, but true where init_scale or loss_scale \"dynamic\" stand",
+      acts = SETTLED },
     { "loss_scale", T.either(T.number(0, 2 ^ 127), T.enum("dynamic")), 0, H,
-      "0 or \"dynamic\": found by trial; else fixed" },
-    { "initial_scale_power", T.integer(0, 127), 16, H, "the first scale is 2 to this power" },
-    { "init_scale", T.scale, nil, H, "the first scale itself (PatrickStar's later spelling)" },
+      "0 or \"dynamic\": found by trial; else fixed", acts = SETTLED },
+    { "initial_scale_power", T.integer(0, 127), 16, H, "the first scale is 2 to this power", acts = SETTLED },
+    { "init_scale", T.scale, nil, H, "the first scale itself (PatrickStar's later spelling)", acts = SETTLED },
     { "loss_scale_window", T.integer(1), 1000, H, "good steps before the scale doubles" },
     { "hysteresis", T.integer(1), 2, H, "overflows before it halves" },
     { "consecutive_hysteresis", T.boolean, false, H, "a good step gives all hysteresis back" },
@@ -217,28 +242,28 @@ local sections = {
     { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer are fp32" },
   } },
   { "bf16", "bf16 parameters, fp32 masters.", {
-    { "enabled", T.boolean, false, H, "bf16 training" },
+    { "enabled", T.boolean, false, H, "bf16 training", acts = SETTLED },
     { "check_grad_overflow", T.boolean, false, H, "a step whose gradients are not finite is skipped; off unless set, "
-      .. "because it needs all gradients before the first update (DeepSpeed: on)" },
+      .. "because it needs all gradients before the first update (DeepSpeed: on)", acts = SETUP },
     { "immediate_grad_update", T.boolean, false, I, "gradients are always added as soon as they are made" },
     { "bf16_master_weights_and_grads", T.boolean, false, R, "masters are fp32" },
     { "bf16_optimizer_states", T.boolean, false, R, "the optimizer's state is fp32" },
   } },
   { "data_types", "", {
     { "grad_accum_dtype", T.dtype, nil, H, "the type in which gradients are added up: fp32 or the parameters'; "
-      .. "absent: fp32 with more than one micro-batch" },
-    { "param_dtype", T.dtype, nil, H, "has to agree with fp16 and bf16" },
+      .. "absent: fp32 with more than one micro-batch", acts = SETTLED },
+    { "param_dtype", T.dtype, nil, H, "has to agree with fp16 and bf16", acts = SETTLED },
     { "buffer_dtype", T.dtype, nil, I, "a model says what its buffers are" },
   } },
   { "zero_optimization", "Sharing among several processes. One process holds everything, whatever the stage.", {
     { "stage", T.integer(0, 3), 0, H, "state with one owner among the processes: 1 optimizer state; 2 also gradients; "
-      .. "3 also parameters; 0 none (docs/zero.md)" },
+      .. "3 also parameters; 0 none (docs/zero.md)", acts = SETUP },
     { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "of stage 3, parameters of other processes: "
       .. "always: gathered for each forward and each backward; never: once a step, and held until its end; auto: never "
       .. "in a model of several stages, else always. There, never and auto also add the gradients of stages 2 and 3 up "
-      .. "over the processes once a step, and always in each backward" },
-    { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}" },
-    { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}" },
+      .. "over the processes once a step, and always in each backward", acts = AGREEMENT },
+    { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}", acts = BUDGETS },
+    { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}", acts = BUDGETS },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },
     { "contiguous_gradients", T.boolean, true, I, "gradients lie in chunks" },
     { "reduce_scatter", T.boolean, true, I, REDUCE },
@@ -282,9 +307,10 @@ local sections = {
   { "zero_optimization.offload_optimizer", "The place of masters, exp_avg and exp_avg_sq.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "cpu: updates run on the host, and their state stays there; nvme: "
       .. "the same, above a disk tier; none, where it is written: state and updates stay on the device, or it is an "
-      .. "error; absent: divided between the two for the shortest step" },
-    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
-    { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that runs on the host, in parameters" },
+      .. "error; absent: divided between the two for the shortest step", acts = HYBRID },
+    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path", acts = BUDGETS },
+    { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that runs on the host, in parameters",
+      acts = HYBRID },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 4, I, COPIES },
     { "pipeline_read", T.boolean, false, I, COPIES },
@@ -295,8 +321,8 @@ local sections = {
   } },
   { "zero_optimization.offload_param", "The place of parameters.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu change nothing, which is "
-      .. "noted: parameters are on the device while memory.device has room, and on the host else" },
-    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path" },
+      .. "noted: parameters are on the device while memory.device has room, and on the host else", acts = BUDGETS },
+    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path", acts = BUDGETS },
     { "ratio", T.ratio, 1.0, I, PLAN },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 5, I, COPIES },
@@ -304,7 +330,7 @@ local sections = {
     { "max_in_cpu", T.integer(0), 1e9, I, "memory.host is the bound" },
   } },
   { "activation_checkpointing", "", {
-    { "cpu_checkpointing", T.boolean, false, H, "activations wait for backward on the host" },
+    { "cpu_checkpointing", T.boolean, false, H, "activations wait for backward on the host", acts = SETUP },
     { "partition_activations", T.boolean, false, I, "each process keeps its own activations" },
     { "contiguous_memory_optimization", T.boolean, false, I, "activations lie in arenas, which do not fragment" },
     { "number_checkpoints", T.integer(0), nil, I, "nothing has to be set aside for them" },
@@ -317,15 +343,18 @@ local sections = {
   { "client.mem_tracer", "Budgets as shares, where section memory gives none.", {
     { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, I, "a dry run goes before the first step, which is planned like the "
       .. "others" },
-    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device's memory that is free or this process's own" },
-    { "overall_cpu_mem_ratio", T.share, 0.8, H, "the same of the host, in equal parts for the processes of a machine" },
-    { "margin_use_ratio", T.ratio, 0.8, H, "share of the device's remaining memory for optimizer chunks" },
+    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device's memory that is free or this process's own",
+      acts = BUDGETS },
+    { "overall_cpu_mem_ratio", T.share, 0.8, H, "the same of the host, in equal parts for the processes of a machine",
+      acts = BUDGETS },
+    { "margin_use_ratio", T.ratio, 0.8, H, "share of the device's remaining memory for optimizer chunks",
+      acts = HYBRID },
     { "with_static_partition", T.boolean, false, I, STATIC },
     { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation; it need not sample" },
     { "use_fake_dist", T.boolean, false, R, "several processes on one device are not simulated" },
   } },
   { "client.opts", "", {
-    { "with_async_move", T.boolean, nil, H, "as prefetch (PatrickStar: false)" },
+    { "with_async_move", T.boolean, nil, H, "as prefetch (PatrickStar: false)", acts = SETTLED },
     { "with_mem_saving_comm", T.boolean, false, I, REDUCE },
     { "with_mem_cache", T.boolean, false, I, "memory of chunks is always kept for the next one" },
   } },
@@ -345,6 +374,7 @@ end
 ---@field check? fun(value: any): string?
 ---@field as? fun(value: any): any of an alias: the value under the other name; false: none
 ---@field required? boolean
+---@field acts? string of an honoured key: the file that acts on it
 
 ---@class ps.config.Node a section with what lies under it
 ---@field path string
@@ -388,7 +418,8 @@ for _, section in ipairs(sections) do
   at.optional, at.refused = section.optional, section.refused
   for i, row in ipairs(section[3]) do
     local made = { key = row[1], type = row[2], default = row[3], status = row[4], words = row[5], check = row.check,
-      as = row.as, required = row.required, path = (path ~= "" and path .. "." or "") .. row[1] }
+      as = row.as, required = row.required, acts = row[4] == H and (row.acts or section.acts) or nil,
+      path = (path ~= "" and path .. "." or "") .. row[1] }
     section[3][i], at.rows[#at.rows + 1], at.row[made.key] = made, made, made
   end
 end

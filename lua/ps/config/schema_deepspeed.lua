@@ -4,6 +4,13 @@ local comm_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
+-- Files that act on keys.
+local COMMS = "lua/ps/profile/comms_summary.lua"
+local FLOPS = "lua/ps/engine/report/flops_profiler.lua"
+local MONITOR = "lua/ps/monitor/init.lua"
+local REPORT = "lua/ps/engine/report/init.lua"
+local SETTLED = "lua/ps/config/init.lua"
+
 local ACCOUNT = "it sends a run to a service by its own client and account, and training opens no connection to "
   .. "strangers; tensorboard, csv_monitor and the JSONL log of ps.train.run are files"
 local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
@@ -57,7 +64,7 @@ end
 local function monitor(T, path, files)
   return { path, "A step's loss (of all ranks and micro-batches), its rate and loss scale as " .. files .. ", with "
     .. "`wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples so far, "
-    .. "which needs a batch size in the configuration.", {
+    .. "which needs a batch size in the configuration.", acts = MONITOR, {
     { "enabled", T.boolean, false, H, "rank 0 writes " .. files },
     { "output_path", T.string, "", H, "the folder; empty: the one in which the script was started" },
     { "job_name", T.path, "DeepSpeedJobName", H, "a folder below it, made where it is missing" } } }
@@ -85,7 +92,7 @@ return function(T)
   local sections = {
     { "", "DeepSpeed's other keys at the top.", {
       { "memory_breakdown", T.boolean, false, H, "behind the lines of steps_per_print (alone: every 10 steps) what "
-        .. "each tier holds and has held at most, and the largest tensors of the device's peak" },
+        .. "each tier holds and has held at most, and the largest tensors of the device's peak", acts = REPORT },
       { "dump_state", T.boolean, false, I, "the plan is printed (plan_print)" },
       { "dataloader_drop_last", T.boolean, false, I, "a script makes its own loader" },
       { "log_level", T.any, nil, I, "the environment variable PS_LOG is the log level" },
@@ -103,7 +110,7 @@ return function(T)
       { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks have Adam, AdamW, SGD, and no other" },
       { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "every tier has the same optimizers" },
       { "vocabulary_size", T.integer(1), nil, H, "one that is no multiple of 8 is noted: products with it are slow on "
-        .. "GPUs. Nothing is padded" },
+        .. "GPUs. Nothing is padded", acts = SETTLED },
       { "use_data_before_expert_parallelism", T.boolean, false, I, "there are no experts" },
       { "sparse_attention", T.tree, nil, R, "attention here is dense; the model would be another one",
         check = not_empty },
@@ -146,7 +153,7 @@ return function(T)
     } },
     { "flops_profiler", "One step's time, operations and bytes by module, out of the record of events "
       .. "(docs/profiling.md), once. Of several processes rank 0 writes its own. A record that ps.profiler.stop ended "
-      .. "before that step goes.", {
+      .. "before that step goes.", acts = FLOPS, {
       { "enabled", T.boolean, false, H, "writes them behind that step" },
       { "profile_step", T.integer(0), 1, H, "the steps before it" },
       { "module_depth", T.integer(-1), -1, H, "levels of modules below the model that are told of; -1: all" },
@@ -164,9 +171,9 @@ return function(T)
       { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
       { "online", T.boolean }, { "mode", T.string } }),
     { "comms_logger", "Calls between processes, counted and timed by call and size, out of what the record of events "
-      .. "has of them (docs/profiling.md).", {
+      .. "has of them (docs/profiling.md).", acts = COMMS, {
       { "enabled", T.boolean, false, H, "counts them; rank 0 prints DeepSpeed's table when the engine is closed, and "
-        .. "by ps.comm.log_summary()" },
+        .. "by ps.comm.log_summary()", acts = REPORT },
       { "verbose", T.boolean, false, H, "rank 0 prints each call when it ends" },
       { "prof_all", T.boolean, true, H, "all calls; false: those of prof_ops" },
       { "prof_ops", T.list, nil, H, "names of calls, such as \"all_reduce\"; calls on chunks count by what they do, a "

@@ -3,6 +3,11 @@
 -- part of schema.lua, in its form.
 local H, I, A = "honoured", "ignored", "alias"
 
+-- Files that act on keys.
+local ROW = "lua/ps/engine/pipeline/row.lua"
+local SETTLED = "lua/ps/config/init.lua"
+local SETUP = "lua/ps/engine/setup.lua"
+
 local STAGES = "it belongs to a model of several stages"
 local OWN = "DeepSpeed's way of cutting layers; a model says itself how its layers are cut"
 
@@ -15,21 +20,22 @@ return function(T)
       { "num_micro_batches", T.integer(1, T.MICRO_BATCHES), nil, A, "gradient_accumulation_steps" },
     } },
     { "pipeline", "A model that is cut into stages, each on other processes.", {
-      { "stages", T.integer(1), 1, H, "processes that have a stage of the model each (docs/pipeline.md)" },
+      { "stages", T.integer(1), 1, H, "processes that have a stage of the model each (docs/pipeline.md)",
+        acts = SETUP },
       { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", H,
-        "the order of forwards and backwards" },
-      { "virtual_stages", T.integer(1), nil, H, "stages of each process; absent: 1, and 2 of zb_v" },
+        "the order of forwards and backwards", acts = ROW },
+      { "virtual_stages", T.integer(1), nil, H, "stages of each process; absent: 1, and 2 of zb_v", acts = ROW },
       { "partition", T.string, "best", H, "best: the schedule's shortest simulated course; uniform: equal numbers of "
-        .. "parts; parameters: of parameters; or Megatron's layout string (docs/pipeline.md)" },
+        .. "parts; parameters: of parameters; or Megatron's layout string (docs/pipeline.md)", acts = ROW },
       { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: as recompute says",
         check = function(value)
           if value > 1 then return "each block is a recompute segment of its own: 1, or 0 for none" end
-        end },
+        end, acts = SETTLED },
       { "seed_layers", T.boolean, false, I, "the weights are those of one process, whatever the cut" },
       { "pipe_partitioned", T.boolean, true, I, STAGES }, { "grad_partitioned", T.boolean, true, I, STAGES },
       { "use_reentrant", T.boolean, true, I, "there is one way to compute activations again" },
     } },
-    { "tensor_parallel", "Layers that are cut among processes.", {
+    { "tensor_parallel", "Layers that are cut among processes.", acts = SETUP, {
       { "size", T.integer(1), 1, H, "processes that have a part each of every layer (docs/tensor_parallel.md)" },
       { "sequence_parallel", T.boolean, true, H, "between layers each process has its share of the rows alone" },
       { "tp_keep_gathered", T.boolean, false, H, "backward keeps the rows of all processes that a layer gathered in "
