@@ -124,8 +124,8 @@ describe("weights of cut parameters", function()
     model:save_parallelized(folder .. "/parts")
     model:save_parallelized(folder .. "/whole", { merge_checkpoints = true })
     ps.no_grad(function() for _, p in ipairs(model:parameters()) do p:fill_(0) end end)
-    local state_of, of = require "ps.pretrained.state", require "ps.pretrained.folder"
-    local state = state_of.open(of.files(folder .. "/parts"), function(name) return name end)
+    local files_of, of = require "ps.pretrained.files", require "ps.pretrained.folder"
+    local state = files_of.open(of.files(folder .. "/parts")):state()
     model:load_state_dict(state)
     state.close()
     model:save_pretrained(folder .. "/again")
@@ -225,16 +225,17 @@ describe("weights of cut parameters", function()
     return placement
   end
   local function open(path)
-    local state = require("ps.pretrained.state").open(require("ps.pretrained.folder").files(path),
-      function(name) return name end)
-    state.close()
+    local files = require("ps.pretrained.files").open(require("ps.pretrained.folder").files(path))
+    local ok, problem = pcall(files.state, files)
+    files:close()
+    if not ok then error(problem, 0) end
   end
 
   it("in parts are read by shards, deferred models, too", function()
     local path = folder .. "/parts"
     save_parts(path)
     local whole = here.make(0, 1).model
-    local state_of, of = require "ps.pretrained.state", require "ps.pretrained.folder"
+    local files_of, of = require "ps.pretrained.files", require "ps.pretrained.folder"
     for index = 0, 2 do
       local model = ps.deferred(function()
         local made = ps.nn.class("Whole")()
@@ -242,7 +243,7 @@ describe("weights of cut parameters", function()
           t = ps.empty(t:shape(), { dtype = t:dtype() })
           if name == "table" then made:buffer(name, t) else made:param(name, t) end
         end
-        local state = state_of.open(of.files(path), function(name) return name end)
+        local state = files_of.open(of.files(path)):state()
         made:load_state_dict(state)
         state.close()
         return made

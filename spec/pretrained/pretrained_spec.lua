@@ -310,6 +310,48 @@ describe("GPT-2's files", function()
     fails({ "missing.safetensors" }, loaded)
   end)
 
+  it("are opened once by from_pretrained, and closed", function()
+    -- Calls of open functions by path, and the open files.
+    local function counted(fn)
+      local counts, files, undo = {}, {}, {}
+      for _, format in ipairs { require "ps.io.safetensors", require "ps.io.torch_pt" } do
+        local open = format.open
+        function format.open(from, ...)
+          local file = open(from, ...)
+          local name = from:match "[^/]*$"
+          counts[name], files[#files + 1] = (counts[name] or 0) + 1, file
+          return file
+        end
+        undo[#undo + 1] = function() format.open = open end
+      end
+      local ok, problem = pcall(fn)
+      for _, put_back in ipairs(undo) do put_back() end
+      for _, file in ipairs(files) do
+        assert.truthy(not pcall(file.names, file), file.path .. " is still open")
+      end
+      return counts, not ok and tostring(problem) or nil
+    end
+    local at = write_folder("once", model_of())
+    local one = { ["model.safetensors"] = 1 }
+    for _, options in ipairs { {}, { mmap = true }, { mmap = "auto", dtype = "bf16" }, { dtype = "auto" } } do
+      assert.same(one, (counted(function() ps.from_pretrained(at, options) end)))
+    end
+    assert.same(one, (counted(function()
+      initialize { model_func = function() return ps.from_pretrained(at) end, config = { memory = CHUNKS },
+        quiet = true }
+      engine:close()
+    end)))
+    local counts, problem = counted(function() ps.from_pretrained(at, { n_head = 3, n_embd = 51 }) end)
+    assert.same(one, counts)
+    assert.matches("n_embd", problem)
+    model_of():save_pretrained(at, { max_shard_size = 60000 })
+    counts = counted(function() ps.from_pretrained(at) end)
+    assert.truthy(next(counts, next(counts)))
+    for name, count in pairs(counts) do assert.equal(1, count, name) end
+    model_of():save_parallelized(at)
+    assert.same({ ["pytorch_model_tp_0_pp_0.bin"] = 1 }, (counted(function() ps.from_pretrained(at) end)))
+  end)
+
   it("may have the head of a tied model, which must be its table", function()
     local model = model_of()
     local state = model:state_dict()

@@ -156,7 +156,7 @@ function Record:loads(t, state, name)
   local path, own_name, open = deferred.origin(state, name)
   if path then
     local function opened(files)
-      files[path] = files[path] or (open and open() or serialize.load(path, { lazy = true, mmap = state.mmap }))
+      files[path] = files[path] or (open and open() or serialize.load(path, { lazy = true }))
       return files[path]
     end
     function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end
@@ -178,7 +178,7 @@ end
 ---@param name string
 ---@return string? path
 ---@return string? name
----@return function? open opens it, where ps.load does not
+---@return function? open gives the open file; absent: ps.load opens it
 function deferred.origin(state, name)
   if not state.read_into then return nil end
   if state.origin then return state:origin(name) end

@@ -10,7 +10,8 @@ local folder = require "ps.pretrained.folder"
 local hooks = require "ps.core.hooks"
 local serialize = require "ps.io.serialize"
 local settings = require "ps.pretrained.settings"
-local state_of = require "ps.pretrained.state"
+local weights = require "ps.pretrained.weights"
+local files_of = require "ps.pretrained.files"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local error = caller.error
@@ -195,27 +196,23 @@ end
 -- Gives a type that has the values of all of the body's weights.
 local function check_sizes(family, class, config, files, from)
   local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
-  local state = state_of.open(files, function(name) return name end)
-  local ok, problem = pcall(function()
-    local list = state.names()
-    table.sort(list)                                       -- so that a refusal names the same tensor each time
-    for _, name in ipairs(list) do
-      local bare = name:match("^" .. class.base .. "%.(.*)$") or name
-      names[bare] = name
-      local dtype, other = state:dtype(name)
-      if class.body[bare:match("^[^.]+")] then
-        if not dtype then
-          settings.refuse(from, "dtype", other, ("the files have %s of that type, which is not supported"):format(name))
-        end
-        widest = wider(widest, dtype)
+  local state = files:state()
+  local list = state.names()
+  table.sort(list)                                         -- so that a refusal names the same tensor each time
+  for _, name in ipairs(list) do
+    local bare = name:match("^" .. class.base .. "%.(.*)$") or name
+    names[bare] = name
+    local dtype, other = state:dtype(name)
+    if class.body[bare:match("^[^.]+")] then
+      if not dtype then
+        settings.refuse(from, "dtype", other, ("the files have %s of that type, which is not supported"):format(name))
       end
+      widest = wider(widest, dtype)
     end
-    for _, row in ipairs(rules.measures) do
-      if names[row[2]] then shapes[row[2]] = state:shape(names[row[2]]) end
-    end
-  end)
-  state.close()
-  if not ok then error(problem, 0) end
+  end
+  for _, row in ipairs(rules.measures) do
+    if names[row[2]] then shapes[row[2]] = state:shape(names[row[2]]) end
+  end
   local layers, seen = 0, {}
   for name in pairs(names) do
     local layer = name:match(rules.layer)
@@ -245,33 +242,38 @@ local function asks_for_fewer(family, config, fields)
   return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
 end
 
--- Why no tensor could have its bytes in the files; nil: some can.
-local function not_mapped(files, dtype, device)
+-- Why weights of files cannot stay in them for a model on a device; nil: they can.
+local function not_mapped(list, device)
   if device ~= "cpu" and device ~= "meta" then             -- meta: values come later, by ps.materialize
     return ("weights in a file are for device cpu, and the model is for %s"):format(device)
   end
-  for _, path in ipairs(files) do
+  for _, path in ipairs(list) do
     if serialize.format(path) ~= "safetensors" then return path .. " is no safetensors file" end
   end
-  local state, found, other = state_of.open(files, function(name) return name end), false, nil
-  for _, name in ipairs(state.names()) do
-    local its = state:dtype(name)
-    found = found or its == dtype
-    other = other or its and its ~= dtype and ("%s is %s"):format(name, its)
-  end
-  state.close()
-  if not found then return ("the files have no weights of %s (%s); leave dtype out"):format(dtype, other or "none") end
 end
 
+local function refuse_mmap(why) error("from_pretrained: mmap = true: " .. why) end
+
 -- Whether weights stay in the files, by the option mmap.
-local function maps(wanted, files, dtype, device)
-  if wanted == nil or wanted == false then return nil end
+local function maps(wanted, list, device)
+  if wanted == nil or wanted == false then return false end
   if wanted ~= true and wanted ~= "auto" then
     error(("from_pretrained: mmap is true, false or \"auto\", not '%s'"):format(wanted))
   end
-  local why = not_mapped(files, dtype or "fp32", device)
-  if why and wanted == true then error("from_pretrained: mmap = true: " .. why) end
+  local why = not_mapped(list, device)
+  if why and wanted == true then refuse_mmap(why) end
   return not why
+end
+
+-- Refuses mmap = true if no tensor of the files is of the model's type: all would be converted, in memory.
+local function check_mapped(files, dtype)
+  local state, other = files:state(), nil
+  for _, name in ipairs(state.names()) do
+    local its = state:dtype(name)
+    if its == dtype then return end
+    other = other or its and ("%s is %s"):format(name, its)
+  end
+  refuse_mmap(("the files have no weights of %s (%s); leave dtype out"):format(dtype, other or "none"))
 end
 
 local FROM_CONFIG = { task = "string", revision = "string" }
@@ -312,23 +314,32 @@ function pretrained.load(name, options, family)
   local config = family.settings:from_file(fields, changes)
   config = family.settings:complete(config)
   local class = pretrained.class_of(family, rest.task, config.architectures, where)
-  local files = folder.files(path)
-  local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
-  if dtype == "auto" then dtype = select(2, said_dtype(fields)) or widest end
-  if rest.mmap == true then dtype = dtype or widest end
-  local mmap = maps(rest.mmap, files, dtype, rest.device or create.empty({ 0 }):device())
-  files[#files + 1] = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes, mmap = mmap,
-    shorter = asks_for_fewer(family, changes, fields) }
-  local function make(device)
-    local model = class(config, { dtype = dtype, device = device, recompute = rest.recompute, unpad = rest.unpad })
-    rawset(model, "source", path)
-    rawset(model, "quiet", rest.quiet)
-    if not dtype then tell_dtype(fields, model, where) end
-    return model:load_weights(unpack(files)):eval()
-  end
-  if native.recorder or hooks.heard "parameter" then return make(rest.device) end
-  -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
-  return deferred.materialize(deferred.make(make), { device = rest.device })
+  local list = folder.files(path)
+  local files = files_of.open(list, maps(rest.mmap, list, rest.device or create.empty({ 0 }):device()))
+  local ok, model = pcall(function()
+    local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
+    if dtype == "auto" then dtype = select(2, said_dtype(fields)) or widest end
+    if rest.mmap == true then
+      dtype = dtype or widest
+      check_mapped(files, dtype)
+    end
+    local how = { ignore_mismatched_sizes = rest.ignore_mismatched_sizes,
+      shorter = asks_for_fewer(family, changes, fields) }
+    local function make(device)
+      local made = class(config, { dtype = dtype, device = device, recompute = rest.recompute, unpad = rest.unpad })
+      rawset(made, "source", path)
+      rawset(made, "quiet", rest.quiet)
+      if not dtype then tell_dtype(fields, made, where) end
+      weights.load(made, files, how)
+      return made:eval()
+    end
+    if native.recorder or hooks.heard "parameter" then return make(rest.device) end
+    -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
+    return deferred.materialize(deferred.make(make), { device = rest.device })
+  end)
+  files:close()
+  if not ok then error(model, 0) end
+  return model
 end
 
 return pretrained

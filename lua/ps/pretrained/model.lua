@@ -12,7 +12,6 @@
 --   inputs      what a batch by names may have: name -> "tensor"
 --   ties        file name -> name here, of tensors that are one while tie_word_embeddings holds
 local create = require "ps.tensor.create"
-local dist = require "ps.dist"
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -20,10 +19,11 @@ local copied = require "ps.core.copied"
 local core = require "ps.nn.module"
 local cut = require "ps.nn.saved"
 local init = require "ps.nn.weights"
-local state_of = require "ps.pretrained.state"
+local files_of = require "ps.pretrained.files"
 local folder = require "ps.pretrained.folder"
 local parallel = require "ps.pretrained.parallel"
 local save = require "ps.pretrained.save"
+local weights = require "ps.pretrained.weights"
 local error = caller.error
 
 ---@class ps.pretrained.Model: ps.nn.Module
@@ -67,119 +67,19 @@ function Model:begin(config, given)
   return full, { dtype = given.dtype, device = given.device, std = full.initializer_range }
 end
 
--- -- names ----------------------------------------------------------------------------------------------------------
--- Buffers that files of older versions carry: masks, and numbers of positions.
-local BUFFERS = { "%.attn%.bias$", "%.attn%.masked_bias$", "embeddings%.position_ids$",
-  "embeddings%.token_type_ids$", "%.rotary_emb%.inv_freq$" }
-
-local function fits(name, patterns)
-  for _, pattern in ipairs(patterns or {}) do if name:find(pattern) then return true end end
-  return false
-end
-
--- Whether a name, of a file or here, is one of the body, which a model of this class must have.
-local function is_body(self, name)
-  local rest = name:match("^" .. self.base .. "%.(.*)$") or name
-  return self.body[rest:match("^[^.]+")] and not fits(rest, self.spare) or false
-end
-
--- The name here of one in a file, or nil. known: the names here, those of tied tensors, too.
-local function own_name(self, known, name)
-  name = name:gsub("LayerNorm%.gamma$", "LayerNorm.weight"):gsub("LayerNorm%.beta$", "LayerNorm.bias")
-  local other = self.prefix and self.prefix .. "." .. name or name:match("^" .. self.base .. "%.(.*)$")
-  return known[name] and name or other and known[other] and other or nil
-end
-
-local function some(names)
-  table.sort(names)
-  local shown = {}
-  for i = 1, math.min(#names, 8) do shown[i] = names[i] end
-  if #names > 8 then shown[9] = ("and %d more"):format(#names - 8) end
-  return table.concat(shown, ", ")
-end
-
 -- -- loading --------------------------------------------------------------------------------------------------------
--- A file of a tied model may have the tied tensor under its other name, too: it must be the same one.
-local function take_tied(self, state, paths)
-  for other, name in pairs(self.config.tie_word_embeddings and self.ties or {}) do
-    if state:has(other) and not state:has(name) then state:rename(other, name)
-    elseif state:has(other) then
-      if not state:same(other, name) then
-        error(("%s: %s is not %s, but this model's head is tied to it; make the model with "
-          .. "tie_word_embeddings = false (in config.json, too)"):format(table.concat(paths, ", "), other, name))
-      end
-      state:rename(other)
-    end
-  end
-end
-
--- Names of the head whose shape in the file is another one; they are left there.
-local function drop_mismatched(self, state, tensors)
-  for _, name in ipairs(state:names()) do
-    local tensor = tensors[name]
-    if tensor and not is_body(self, name) and not core.same_shape(state:shape(name), cut.shape(tensor)) then
-      state:rename(name)
-    end
-  end
-end
-
-local function tell(self, text, ...)
-  if self.quiet or dist.rank() > 0 then return end
-  io.stderr:write(("%s: %s\n"):format(self.class_name, text:format(...)))
-end
-
--- Loads what an open state has: all of the body, and of the head what there is.
-local function take(self, state, names, left, lost, how)
-  local tensors = self:state_dict()
-  if how.ignore_mismatched_sizes then drop_mismatched(self, state, tensors) end
-  local found = self:load_state_dict(state, { strict = false, check_only = true })
-  local body, head = {}, {}
-  for _, name in ipairs(found.missing) do table.insert(is_body(self, name) and body or head, name) end
-  if #body > 0 then
-    error(("load_state_dict: %d missing: %s: the files have no such tensors of the model's body"):format(#body,
-      some(body)))
-  end
-  if #lost > 0 and not how.shorter then
-    error(("load_state_dict: %d unexpected: %s: the files have more of the model's body than config.json says"):format(
-      #lost, some(lost)))
-  end
-  self:load_state_dict(state, { strict = false })
-  for _, name in ipairs(lost) do left[#left + 1] = name end
-  for name, own in pairs(names) do
-    local tied = self.config.tie_word_embeddings and self.ties and self.ties[own]
-    names[name] = tied or own
-  end
-  self.loaded = { missing = head, left = left, names = names }
-  if #head > 0 then
-    tell(self, "%d parameters are not in the files and begin as the seed has them: %s", #head, some(head))
-  end
-  if #left > 0 then tell(self, "%d tensors of the files are not used: %s", #left, some(left)) end
-end
-
 --- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the body's prefix in front
 --- of names, one tensor at a time. A tensor of the body that is missing, or of another shape, is an error; parameters
 --- of a head that the files lack stay as they are and are named, and so is what the files have of other heads.
 ---@param ... string paths
 ---@return ps.pretrained.Model self
 function Model:load_weights(...)
-  local paths, how = { ... }, {}
-  if type(paths[#paths]) == "table" then how = table.remove(paths) end
-  if #paths == 0 then error("load_weights takes paths of files") end
-  for _, path in ipairs(paths) do caller.typed(path, "string", "load_weights: a path") end
-  local known, names, left, lost = {}, {}, {}, {}
-  for name in pairs(self:state_dict()) do known[name] = true end
-  if self.config.tie_word_embeddings then for other in pairs(self.ties or {}) do known[other] = true end end
-  local state = state_of.open(paths, function(name)
-    local own = own_name(self, known, name)
-    names[name] = own
-    if own or fits(name, BUFFERS) then return own end
-    table.insert(is_body(self, name) and lost or left, name)
-  end, how.mmap)
-  local ok, problem = pcall(function()
-    take_tied(self, state, paths)
-    take(self, state, names, left, lost, how)
-  end)
-  state.close()
+  local list = { ... }
+  if #list == 0 then error("load_weights takes paths of files") end
+  for _, path in ipairs(list) do caller.typed(path, "string", "load_weights: a path") end
+  local files = files_of.open(list)
+  local ok, problem = pcall(weights.load, self, files)
+  files:close()
   if not ok then error(problem, 0) end
   return self
 end
@@ -199,7 +99,8 @@ end
 
 local function first_of(names)
   table.sort(names)
-  return names[1] and ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", some(names)) or "no tensors"
+  if #names == 0 then return "no tensors" end
+  return ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", weights.some(names))
 end
 
 -- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that are not there,
@@ -218,7 +119,7 @@ local function check_layout(self, call)
   error(("%s: config.json describes %s as it was made, and layers have been replaced since: %s%s. A reader would "
     .. "begin them anew, or refuse the folder: put layers of the same names and shapes there (merge adapters into "
     .. "them; make the model with the wanted sizes, such as num_labels), or ps.save(model:state_dict(), file)"):format(
-    call, self.class_name, other[1] and some(other) .. "; " or "",
+    call, self.class_name, other[1] and weights.some(other) .. "; " or "",
     ("it lacks %s and has in addition %s"):format(first_of(lost), first_of(new))))
 end
 

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Several files of weights as one state for load_state_dict: tensors stay in the files, and are read one at a time, of
--- a cut parameter its part. Tensors of which files have pieces (save_parallelized) are put together.
+-- The open files of a model's weights, and their tensors as one state for load_state_dict: tensors stay in the files,
+-- and are read one at a time, of a cut parameter its part. Tensors of which files have pieces (save_parallelized) are
+-- put together.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -12,7 +13,7 @@ local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
 local settings = require "ps.pretrained.settings"
 
-local state_of = {}
+local files_of = {}
 
 -- A file of weights, whose tensors stay in it. A format that is known and not read is a refusal.
 local function open_file(path, mmap)
@@ -49,17 +50,54 @@ local function pieced_of(placement, path, by_path)
   return self
 end
 
---- Open files as one state for load_state_dict, their tensors under the names that own_name gives; nil leaves one out.
---- Close it when it was read.
+---@class ps.pretrained.Files
+---@field paths string[]
+---@field mmap boolean tensors have their bytes in the files (ps.load)
+---@field private list table[] the open files, in the order of their paths
+---@field private closed boolean
+---@field private placement? ps.pretrained.Placement of files that save_parallelized wrote
+---@field private folder? string the folder of these
+local Files = {}
+Files.__index = Files
+
+--- Opens files of weights. Close them when their tensors are read.
 ---@param paths string[]
----@param own_name fun(name: string): string?
 ---@param mmap? boolean tensors have their bytes in the files (ps.load)
+---@return ps.pretrained.Files
+function files_of.open(paths, mmap)
+  local self = setmetatable({ paths = paths, mmap = mmap or false, list = {}, closed = false }, Files)
+  self.placement, self.folder = folder.placed(paths)
+  local ok, problem = pcall(function()
+    for i, path in ipairs(paths) do self.list[i] = open_file(path, mmap) end
+  end)
+  if ok then return self end
+  self:close()
+  error(problem, 0)
+end
+
+--- Closes the files.
+function Files:close()
+  self.closed = true
+  for _, file in ipairs(self.list) do file:close() end
+end
+
+-- An open file of these by its path: the same one, or, once they are closed, another.
+local function again(self, path)
+  for i, file in ipairs(self.list) do
+    if self.paths[i] == path then return self.closed and open_file(path, self.mmap) or file end
+  end
+end
+
+local function same_name(name) return name end
+
+--- The tensors of open files as one state for load_state_dict, under the names that own_name gives; nil leaves one out.
+---@param own_name? fun(name: string): string? absent: the names in the files
 ---@return table state
-function state_of.open(paths, own_name, mmap)
-  local home, files, state = {}, {}, { whole = true, mmap = mmap }      -- home: our name -> {file, its name}
-  local placement, path_of_all = folder.placed(paths)
-  local placed = placement and placement.pieces or {}
-  function state.close() for _, file in ipairs(files) do file:close() end end
+function Files:state(own_name)
+  own_name = own_name or same_name
+  local home, state = {}, { whole = true }                 -- home: our name -> {file, its name}
+  local placement = self.placement
+  local placed, by_path = placement and placement.pieces or {}, {}
   local function take(file, name)
     local own = own_name(name)
     if own and home[own] then
@@ -67,35 +105,33 @@ function state_of.open(paths, own_name, mmap)
     end
     if own then home[own] = { file, name } end
   end
-  local ok, problem = pcall(function()
-    local by_path = {}
-    for i, path in ipairs(paths) do
-      files[i] = open_file(path, mmap)
-      by_path[path] = files[i]
-      for _, name in ipairs(files[i]:names()) do
-        local elsewhere = placement and placement.weight_map[name]     -- the same is in the files of all ranks along tp
-        if not placed[name] and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(files[i], name) end
-      end
+  for i, path in ipairs(self.paths) do
+    local file = self.list[i]
+    by_path[path] = file
+    for _, name in ipairs(file:names()) do
+      local elsewhere = placement and placement.weight_map[name]       -- the same is in the files of all ranks along tp
+      if not placed[name] and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(file, name) end
     end
-    local all = placement and pieced_of(placement, path_of_all, by_path)
-    for _, name in ipairs(all and all:names() or {}) do take(all, name) end
-  end)
-  if not ok then
-    state.close()
-    error(problem, 0)
   end
+  local all = placement and pieced_of(placement, self.folder, by_path)
+  for _, name in ipairs(all and all:names() or {}) do take(all, name) end
+  function state.close() self:close() end
   function state.names()
     local names = {}
     for name in pairs(home) do names[#names + 1] = name end
     return names
   end
   function state.has(_, name) return home[name] ~= nil end
-  --- The file that a tensor is in, and its name there; for one in pieces, the folder, and a function that opens it.
+  --- The file that a tensor is in, its name there, and a function that gives the open file, opened again once these
+  --- are closed; of a tensor in pieces, the folder and a state.
   function state.origin(_, name)
     local file = home[name][1]
-    local pieced = getmetatable(file) == Pieced
-    local open = pieced and function() return state_of.open(paths, function(n) return n end, mmap) end
-    return file.path, home[name][2], open or nil
+    if getmetatable(file) ~= Pieced then
+      return file.path, home[name][2], function() return again(self, file.path) end
+    end
+    return file.path, home[name][2], function()
+      return (self.closed and files_of.open(self.paths, self.mmap) or self):state()
+    end
   end
   --- Gives a tensor another name, or leaves it out.
   function state.rename(_, from, to)
@@ -132,4 +168,4 @@ function state_of.open(paths, own_name, mmap)
   return state
 end
 
-return state_of
+return files_of

@@ -1,0 +1,126 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Loads files of weights into a model of ps.pretrained. Names in files may have the body's prefix or lack it, and may
+-- be older ones. The files must have every tensor of the body. They may lack the head or have another one.
+local dist = require "ps.dist"
+local core = require "ps.nn.module"
+local cut = require "ps.nn.saved"
+local error = require("ps.core.caller").error
+
+local weights = {}
+
+-- -- names ----------------------------------------------------------------------------------------------------------
+-- Buffers that files of older versions carry: masks, and numbers of positions.
+local BUFFERS = { "%.attn%.bias$", "%.attn%.masked_bias$", "embeddings%.position_ids$",
+  "embeddings%.token_type_ids$", "%.rotary_emb%.inv_freq$" }
+
+local function fits(name, patterns)
+  for _, pattern in ipairs(patterns or {}) do if name:find(pattern) then return true end end
+  return false
+end
+
+-- Whether a name, of a file or here, is one of the body, which a model of this class must have.
+local function is_body(model, name)
+  local rest = name:match("^" .. model.base .. "%.(.*)$") or name
+  return model.body[rest:match("^[^.]+")] and not fits(rest, model.spare) or false
+end
+
+-- The name here of one in a file, or nil. known: the names here, those of tied tensors, too.
+local function own_name(model, known, name)
+  name = name:gsub("LayerNorm%.gamma$", "LayerNorm.weight"):gsub("LayerNorm%.beta$", "LayerNorm.bias")
+  local other = model.prefix and model.prefix .. "." .. name or name:match("^" .. model.base .. "%.(.*)$")
+  return known[name] and name or other and known[other] and other or nil
+end
+
+--- The first of these names, in order, as text.
+---@param names string[]
+---@return string
+function weights.some(names)
+  table.sort(names)
+  local shown = {}
+  for i = 1, math.min(#names, 8) do shown[i] = names[i] end
+  if #names > 8 then shown[9] = ("and %d more"):format(#names - 8) end
+  return table.concat(shown, ", ")
+end
+
+-- -- loading --------------------------------------------------------------------------------------------------------
+-- A file of a tied model may have the tied tensor under its other name, too: it must be the same one.
+local function take_tied(model, state, files)
+  for other, name in pairs(model.config.tie_word_embeddings and model.ties or {}) do
+    if state:has(other) and not state:has(name) then state:rename(other, name)
+    elseif state:has(other) then
+      if not state:same(other, name) then
+        error(("%s: %s is not %s, but this model's head is tied to it; make the model with "
+          .. "tie_word_embeddings = false (in config.json, too)"):format(table.concat(files.paths, ", "), other, name))
+      end
+      state:rename(other)
+    end
+  end
+end
+
+-- Names of the head whose shape in the file is another one; they are left there.
+local function drop_mismatched(model, state, tensors)
+  for _, name in ipairs(state:names()) do
+    local tensor = tensors[name]
+    if tensor and not is_body(model, name) and not core.same_shape(state:shape(name), cut.shape(tensor)) then
+      state:rename(name)
+    end
+  end
+end
+
+local function tell(model, text, ...)
+  if model.quiet or dist.rank() > 0 then return end
+  io.stderr:write(("%s: %s\n"):format(model.class_name, text:format(...)))
+end
+
+-- Loads what an open state has: all of the body, and of the head what there is.
+local function take(model, state, names, left, lost, how)
+  local tensors = model:state_dict()
+  if how.ignore_mismatched_sizes then drop_mismatched(model, state, tensors) end
+  local found = model:load_state_dict(state, { strict = false, check_only = true })
+  local body, head = {}, {}
+  for _, name in ipairs(found.missing) do table.insert(is_body(model, name) and body or head, name) end
+  if #body > 0 then
+    error(("load_state_dict: %d missing: %s: the files have no such tensors of the model's body"):format(#body,
+      weights.some(body)))
+  end
+  if #lost > 0 and not how.shorter then
+    error(("load_state_dict: %d unexpected: %s: the files have more of the model's body than config.json says"):format(
+      #lost, weights.some(lost)))
+  end
+  model:load_state_dict(state, { strict = false })
+  for _, name in ipairs(lost) do left[#left + 1] = name end
+  for name, own in pairs(names) do
+    local tied = model.config.tie_word_embeddings and model.ties and model.ties[own]
+    names[name] = tied or own
+  end
+  model.loaded = { missing = head, left = left, names = names }
+  if #head > 0 then
+    tell(model, "%d parameters are not in the files and begin as the seed has them: %s", #head, weights.some(head))
+  end
+  if #left > 0 then tell(model, "%d tensors of the files are not used: %s", #left, weights.some(left)) end
+end
+
+---@class ps.pretrained.Loading
+---@field ignore_mismatched_sizes? boolean tensors of the head that have another shape in the files are left there
+---@field shorter? boolean the files may have layers that the model lacks
+
+--- Loads the weights of open files into a model, one tensor at a time. It raises an error if a tensor of the body is
+--- missing or has another shape.
+---@param model ps.pretrained.Model
+---@param files ps.pretrained.Files
+---@param how? ps.pretrained.Loading
+function weights.load(model, files, how)
+  local known, names, left, lost = {}, {}, {}, {}
+  for name in pairs(model:state_dict()) do known[name] = true end
+  if model.config.tie_word_embeddings then for other in pairs(model.ties or {}) do known[other] = true end end
+  local state = files:state(function(name)
+    local own = own_name(model, known, name)
+    names[name] = own
+    if own or fits(name, BUFFERS) then return own end
+    table.insert(is_body(model, name) and lost or left, name)
+  end)
+  take_tied(model, state, files)
+  take(model, state, names, left, lost, how or {})
+end
+
+return weights
