@@ -183,13 +183,14 @@ local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.optim.sched", data 
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comm = "ps.profile.comms_summary" }
 
+local foreign = require "ps.core.foreign"
 local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
   __names = function() return lazy end,
   __index = function(self, key)
     local module = lazy[key]
-    if not module then return key == "checkpoint" and old_checkpoint or nil end
+    if not module then return key == "checkpoint" and old_checkpoint or foreign.find("ps", key) end
     local value = exact.all(require(module), key .. ".")
     rawset(self, key, value)
     return value

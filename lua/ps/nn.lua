@@ -6,6 +6,7 @@ local norms = require "ps.nn.norms"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
+local foreign = require "ps.core.foreign"
 
 ---@class ps.nn
 local nn = {
@@ -52,4 +53,7 @@ function nn.clip_grad_norm(params, max_norm)
   return norm
 end
 
-return nn
+--- The same as nn.clip_grad_norm, under PyTorch's name.
+nn.clip_grad_norm_ = nn.clip_grad_norm
+
+return foreign.stand(nn, "nn")

@@ -260,12 +260,14 @@ int ps_step_end(ps_step *s, int32_t *trace)
 /* -- actions ------------------------------------------------------------------------------------------------------ */
 static int refuse(const ps_step *s, int kind)
 {
+    static const char more[] = "; for several backwards in a step write gradient_accumulation_steps into the "
+                               "configuration";
     ps_action a = due(s);
     if (a.kind == PS_ACT_NONE)
         return ps_fail(PS_ESTATE, "the step expects its end, and %s%s came", names[kind], calls[kind]);
     if (a.kind > PS_ACT_WEIGHT)
-        return ps_fail(PS_ESTATE, "the step expects its %s%s, and %s%s came", names[a.kind], calls[a.kind], names[kind],
-                       calls[kind]);
+        return ps_fail(PS_ESTATE, "the step expects its %s%s, and %s%s came%s", names[a.kind], calls[a.kind],
+                       names[kind], calls[kind], kind == PS_ACT_FORWARD ? more : "");
     return ps_fail(PS_ESTATE, "the step expects the %s of micro-batch %d%s, and %s%s came", names[a.kind], a.micro + 1,
                    calls[a.kind], names[kind], calls[kind]);
 }

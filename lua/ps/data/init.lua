@@ -277,7 +277,7 @@ end
 ---@field global_batch integer rows of all ranks together: batch * world_size
 ---@field seq integer
 ---@field batches integer full batches an epoch, the same on every rank
-local Loader = {}
+local Loader = require("ps.core.foreign").stand({}, "loader")
 Loader.__index = Loader
 function Loader:__tostring()
   local tokens, at = 0, self:position()

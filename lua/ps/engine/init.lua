@@ -121,6 +121,8 @@ function Engine:eval()
   return self.handle
 end
 Engine.to = trained.to
+-- What converts the module, and so is refused as `to` is.
+local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
 
 --- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them.
 --- Where ranks share the state out (zero_optimization.stage 1 to 3), each rank gets its own tensors, and rank 0 the
@@ -218,7 +220,7 @@ Engine.methods = {}
 for _, name in ipairs(Engine.PUBLIC) do
   Engine.methods[name] = exact.of(assert(Engine[name]), "model:" .. name, true)
 end
-Engine.methods.to = Engine.to                                 -- which refuses everything, and says why
+for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -- which refuses all, and says why
 
 --- A call of the model: with gradients the forward of a micro-batch, which may begin a step.
 ---@param ... any

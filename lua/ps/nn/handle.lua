@@ -4,6 +4,7 @@
 -- Engine.PUBLIC lists the handle's own names; every other name is read from the module and written to it. Files of the
 -- program pass the engine itself, and get it from a script's model by handle.of.
 local caller = require "ps.core.caller"
+local foreign = require "ps.core.foreign"
 
 local handle = {}
 
@@ -80,6 +81,7 @@ function handle.instance(methods, call)
       local module = rawget(self, ENGINE).module
       local value = module and module[key]
       if type(value) == "function" then return bound(self, value) end
+      if value == nil then return foreign.find("model", key) end
       return value
     end,
     __newindex = function(self, key, value)

@@ -23,6 +23,7 @@ local exact = require "ps.core.exact"
 local summary = require "ps.nn.summary"
 local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
+local foreign = require "ps.core.foreign"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
 local error = caller.error
@@ -42,7 +43,7 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---@field package _kind table<any, string> "module", "param" or "buffer"
 ---@field package _fields table<any, any> what is registered, and all else that was assigned: not in the object itself,
 ---  so that each assignment is seen
-local Module = { class_name = "Module" }
+local Module = foreign.stand({ class_name = "Module" }, "module")
 
 local is_tensor = scope.is_tensor
 
@@ -342,6 +343,41 @@ function Module:named_modules()
   return iterate(list)
 end
 
+--- `for name, module in model:named_children() do`: the modules directly below, by the names they have here.
+---@return fun(): string?, ps.nn.Module?
+function Module:named_children()
+  local list = {}
+  for _, key in ipairs(self._names) do
+    if self._kind[key] == "module" then list[#list + 1] = { name = tostring(key), tensor = self._fields[key] } end
+  end
+  return iterate(list)
+end
+
+-- The values of an iterator of names and values, as a list.
+local function values(next_one)
+  local list = {}
+  for _, value in next_one do list[#list + 1] = value end
+  return list
+end
+
+--- The modules directly below, as a list.
+---@return ps.nn.Module[]
+function Module:children() return values(self:named_children()) end
+--- The module itself and all below, as a list.
+---@return ps.nn.Module[]
+function Module:modules() return values(self:named_modules()) end
+--- All buffers, each once, in the order of named_buffers.
+---@return ps.Tensor[]
+function Module:buffers() return values(self:named_buffers()) end
+
+--- Sets whether backward computes gradients of the parameters, all of them: PyTorch's way to freeze a module.
+---@param on? boolean default true
+---@return ps.nn.Module self
+function Module:requires_grad_(on)
+  for _, p in ipairs(self:parameters()) do p:requires_grad_(on) end
+  return self
+end
+
 --- Runs fn on every module below, children first, then on this one.
 ---@param fn fun(module: ps.nn.Module)
 ---@return ps.nn.Module self
@@ -444,6 +480,26 @@ function Module:to(target, ...)
   collectgarbage()
   return self
 end
+
+--- The same as module:to("fp16").
+---@return ps.nn.Module self
+function Module:half() return self:to "fp16" end
+--- The same as module:to("bf16").
+---@return ps.nn.Module self
+function Module:bfloat16() return self:to "bf16" end
+--- The same as module:to("fp32").
+---@return ps.nn.Module self
+function Module:float() return self:to "fp32" end
+--- The same as module:to("fp64").
+---@return ps.nn.Module self
+function Module:double() return self:to "fp64" end
+--- The same as module:to("cpu").
+---@return ps.nn.Module self
+function Module:cpu() return self:to "cpu" end
+--- The same as module:to("cuda").
+---@param n? integer of several devices the one with this number, "cuda:n"
+---@return ps.nn.Module self
+function Module:cuda(n) return self:to(n and ("cuda:%d"):format(n) or "cuda") end
 
 --- Name -> tensor of all parameters and buffers (lent, not copied; a tied tensor once).
 ---@return table<string, ps.Tensor>

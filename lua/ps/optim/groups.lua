@@ -7,6 +7,7 @@ local check = require "ps.config.check"
 local copied = require "ps.core.copied"
 local types = require "ps.core.types"
 local is_tensor = require("ps.core.scope").is_tensor
+local foreign = require "ps.core.foreign"
 local error = caller.error
 
 local groups = {}
@@ -162,7 +163,9 @@ function groups.fields(methods, instance)
   function instance.__index(self, key)
     if key == "param_groups" then return rawget(self, "groups") end
     if key == "lr" then return read_lr(self) end
-    return methods[key]
+    local method = methods[key]
+    if method ~= nil then return method end
+    return foreign.find("optimizer", key)
   end
   function instance.__newindex(self, key, value)
     if key == "lr" then return assign_lr(self, value) end

@@ -551,4 +551,4 @@ optim.GradScaler = loss_scaler.pytorch
 
 exact.all(Optimizer, "optimizer:", true)
 
-return optim
+return require("ps.core.foreign").stand(optim, "optim")

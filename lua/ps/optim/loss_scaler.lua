@@ -31,7 +31,7 @@ local M = {}
 ---@field backoff number factor of an overflow
 ---@field restarts boolean a raise begins a new window, as PyTorch has it
 ---@field hysteresis_left integer overflows until the scale falls, this one included
-local LossScaler = {}
+local LossScaler = require("ps.core.foreign").stand({}, "scaler")
 LossScaler.__index = LossScaler
 
 local DEFAULTS = { loss_scale = 0, initial_scale_power = 16, initial_scale = 2 ^ 16, loss_scale_window = 1000,

@@ -7,6 +7,7 @@
 -- A step that was skipped (its gradients overflowed) does not count: call :step() after real ones only.
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
+local foreign = require "ps.core.foreign"
 local mesh = require "ps.dist.mesh"
 local rates = require "ps.optim.groups"
 local error = caller.error
@@ -85,6 +86,14 @@ end
 function Schedule:lr(count)
   local value = self.rate(count or self.count)
   return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
+end
+
+--- The rates of the optimizer's groups for its next step, as PyTorch's get_last_lr: a list, with one number for each.
+---@return number[]
+function Schedule:get_last_lr()
+  local list = {}
+  for i, group in ipairs(self.optimizer.groups or { self.optimizer }) do list[i] = group.lr end
+  return list
 end
 
 --- Counts one optimizer step, and sets the optimizer's rate for the next one.
@@ -359,4 +368,4 @@ end
 
 exact.all(Schedule, "schedule:", true)
 
-return sched
+return foreign.stand(sched, "sched")

@@ -505,6 +505,18 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
+-- What to write for PyTorch's names that a tensor lacks, and for its fields that are methods here.
+local INSTEAD = {
+  cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
+  data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)", isnan = "write t:ne(t), or t:isfinite()",
+  register_hook = "hooks do not exist: ps.inspect.record_tensor(t, name) notes a gradient",
+  retain_grad = "hooks do not exist: ps.inspect.record_tensor(t, name) notes a gradient", is_leaf = "t:needs_grad()",
+  detach_ = "write t = t:detach()", repeat_interleave = "write t:tile(...), t:index_select(dim, indices)",
+  type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
+}
+local SET = { requires_grad = "write t:requires_grad_(false)", data = "write ps.no_grad(function() t:copy_(x) end)",
+  grad = "write t:set_grad(g), optimizer:zero_grad()" }
+
 local methods = exact.view(T, "t:", true)
 M.exact = methods
 local mt = {
@@ -512,13 +524,14 @@ local mt = {
     local method = methods[key]
     if method ~= nil then return method end
     if type(key) == "string" then
-      error(("a tensor has no method or field '%s'%s"):format(key, (key == "cuda" or key == "cpu")
-        and (": write t:to(\"%s\")"):format(key) or ""))
+      error(("a tensor has no method or field '%s'%s"):format(key, INSTEAD[key] and ": " .. INSTEAD[key] or ""))
     end
     return indexing.get(t, key)
   end,
   __newindex = function(t, key, value)
-    if type(key) == "string" then error(("a tensor has no field '%s' to set"):format(key)) end
+    if type(key) == "string" then
+      error(("a tensor has no field '%s' to set%s"):format(key, SET[key] and ": " .. SET[key] or ""))
+    end
     indexing.set(t, key, value)
   end,
   __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,

@@ -1,0 +1,153 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, and the call that does here
+-- what they do there. A ported script gets a stand-in under such a name; calling it, or reading a field of it, is an
+-- error that names the right call. Other unknown names stay nil. A name that a script's own module has is the module's.
+local caller = require "ps.core.caller"
+
+local foreign = {}
+
+local PRECISION = "write bf16 = { enabled = true } or fp16 = { enabled = true } into the configuration of ps.initialize"
+local LOOP = "the loop is model:backward(loss); optimizer:step()"
+local HOOKS = "hooks do not exist: ps.inspect.record_tensor(x, name) notes a tensor and its gradient"
+local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = optimizer, step = n }) on all ranks"
+local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
+local SIZES = "the configuration has the sizes of batches; ps.engine() has steps, micro and micros"
+local ENGINE = "ps.initialize shares a model out among ranks"
+local SCHEDULES = "there are ps.sched.WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, "
+  .. "warmup_linear and warmup_cosine; optimizer:set_lr(lr) sets any other rate"
+local OPTIMIZERS = "there are ps.optim.Adam, AdamW and SGD"
+local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
+local LAYERS = "it does not exist: write a class by nn.class of the ops in ps.F"
+local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
+
+local function losses(name) return "write ps.F." .. name .. "(x, target)" end
+
+-- By what has the name, then by name: what to write.
+local NAMES = {
+  ps = {
+    inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
+    is_grad_enabled = "write ps.grad_enabled()",
+    autocast = PRECISION, amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
+    isnan = "write t:ne(t), or t:isfinite()", distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
+    utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)", autograd = "write loss:backward(), p:grad()",
+    from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
+    set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",
+    checkpointing = "write ps.recompute(fn, ...), or model:recompute_blocks()",
+    float32 = "types are words: \"fp32\"", float = "types are words: \"fp32\"", float16 = "types are words: \"fp16\"",
+    half = "types are words: \"fp16\"", bfloat16 = "types are words: \"bf16\"", float64 = "types are words: \"fp64\"",
+    double = "types are words: \"fp64\"", int32 = "types are words: \"int32\"", int64 = "types are words: \"int64\"",
+    long = "types are words: \"int64\"", uint8 = "types are words: \"uint8\"", bool = "types are words: \"bool\"",
+  },
+  nn = {
+    clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+    utils = "write nn.clip_grad_norm_(model:parameters(), max_norm)", functional = "write ps.F",
+    CrossEntropyLoss = losses "cross_entropy", NLLLoss = losses "nll_loss", MSELoss = losses "mse_loss",
+    L1Loss = losses "l1_loss", BCELoss = losses "binary_cross_entropy", KLDivLoss = losses "kl_div",
+    BCEWithLogitsLoss = losses "binary_cross_entropy_with_logits", Softmax = "write ps.F.softmax(x, dim)",
+    parallel = ENGINE, DataParallel = ENGINE, Identity = LAYERS, Conv1d = LAYERS, Conv2d = LAYERS, LSTM = LAYERS,
+    GRU = LAYERS, BatchNorm1d = LAYERS, BatchNorm2d = LAYERS, ModuleDict = "write fields of a module, or nn.ModuleList",
+    ParameterList = "write module:param(name, tensor) for each", TransformerEncoderLayer = LAYERS,
+    MultiheadAttention = "write nn.MultiheadSelfAttention(width, heads), or ps.F.attention(q, k, v)",
+  },
+  optim = {
+    lr_scheduler = SCHEDULES, RMSprop = OPTIMIZERS, Adagrad = OPTIMIZERS, Adadelta = OPTIMIZERS, LBFGS = OPTIMIZERS,
+    Adamax = OPTIMIZERS, NAdam = OPTIMIZERS, RAdam = OPTIMIZERS, FusedAdam = OPTIMIZERS, DeepSpeedCPUAdam = OPTIMIZERS,
+  },
+  sched = {
+    StepLR = SCHEDULES, MultiStepLR = SCHEDULES, LambdaLR = SCHEDULES, ExponentialLR = SCHEDULES,
+    CosineAnnealingLR = SCHEDULES, OneCycleLR = SCHEDULES, LinearLR = SCHEDULES, ConstantLR = SCHEDULES,
+    ReduceLROnPlateau = SCHEDULES, SequentialLR = SCHEDULES, get_scheduler = SCHEDULES,
+    get_linear_schedule_with_warmup = "write ps.sched.warmup_linear { optimizer =, max_lr =, warmup =, total = }",
+    get_cosine_schedule_with_warmup = "write ps.sched.warmup_cosine { optimizer =, max_lr =, warmup =, total = }",
+    get_constant_schedule_with_warmup = "write ps.sched.constant { optimizer =, max_lr =, warmup = }",
+  },
+  optimizer = {
+    add_param_group = GROUPS, backward = "write model:backward(loss)",
+    clip_master_grads = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+    clip_grad_norm = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+    get_lr = "write optimizer.lr, or optimizer.param_groups[1].lr",
+    get_last_lr = "write optimizer.lr, or schedule:get_last_lr()",
+    register_step_post_hook = "write the call behind optimizer:step()",
+    register_step_pre_hook = "write the call before optimizer:step()",
+  },
+  scaler = {
+    step = "write optimizer:step { scaler = scaler }", unscale_ = "optimizer:step { scaler = scaler } does it",
+    get_scale = "write scaler.scale",
+  },
+  module = {
+    register_forward_hook = HOOKS, register_forward_pre_hook = HOOKS, register_full_backward_hook = HOOKS,
+    register_backward_hook = HOOKS, register_buffer = "write module:buffer(name, tensor)",
+    register_parameter = "write module:param(name, tensor)", add_module = "write module[name] = other",
+    gradient_checkpointing_enable = "write model:recompute_blocks(), or activation_checkpointing in the configuration",
+    gradient_checkpointing_disable = "write model:recompute_blocks(false)",
+    get_parameter = "read the field: model.fc.weight", get_submodule = "read the field: model.layers[0].attn",
+    get_input_embeddings = "read the field: model.wte", get_output_embeddings = "read the field: model.lm_head",
+    set_submodule = "assign the field: model.fc = nn.Linear(4, 4)",
+    tie_weights = "assign one parameter to both fields when the module is made",
+  },
+  -- Of a model that ps.initialize made.
+  model = {
+    step = "write optimizer:step()", set_lr = "write optimizer:set_lr(lr)",
+    get_lr = "write optimizer.lr, or schedule:get_last_lr()", save_checkpoint = SAVE, load_checkpoint = LOAD,
+    get_global_grad_norm = "write optimizer:step().grad_norm, with gradient_clipping in the configuration",
+    train_batch = "write for out in model:micro_batches(loader) do model:backward(out.loss) end; optimizer:step()",
+    eval_batch = "write ps.train.evaluate(model, batches), or a loop of model:micro_batches within ps.no_grad",
+    is_gradient_accumulation_boundary = "write model:at_boundary()", gradient_accumulation_steps = SIZES,
+    set_gradient_accumulation_boundary = SIZES, train_batch_size = SIZES, train_micro_batch_size_per_gpu = SIZES,
+    set_train_batch_size = SIZES, global_steps = SIZES, micro_steps = SIZES, global_samples = SIZES,
+    save_16bit_model = "write model:save_pretrained(folder), or ps.save(model:state_dict(), path)",
+    save_fp16_model = "write model:save_pretrained(folder), or ps.save(model:state_dict(), path)",
+    allreduce_gradients = LOOP, no_sync = LOOP .. "; ranks add gradients up once a step, by "
+      .. "gradient_accumulation_steps of the configuration",
+    loss_scale = "write optimizer.scaler.scale", cur_scale = "write optimizer.scaler.scale",
+    fp16_enabled = PRECISION, bfloat16_enabled = PRECISION, destroy = "write model:close()",
+    zero_optimization_stage = "the configuration has zero_optimization = { stage = n }",
+    lr_scheduler = "with a scheduler in the configuration optimizer:step() steps it; optimizer.lr is its rate",
+    clip_grad_norm_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+  },
+  loader = {
+    set_epoch = "write loader:seek { epoch = n, batch = 0 }; epochs follow one another by themselves",
+    sampler = "write loader:seek { epoch = n, batch = 0 }; epochs follow one another by themselves",
+    dataset = "the loader reads what its options texts, shards or file name",
+  },
+}
+
+-- How the error calls the name.
+local WHOLE = { ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
+  scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" }
+
+local made = {}                                     -- stand-ins by place and name
+
+local function stand_in(place, name, text)
+  local whole = WHOLE[place]:format(name)
+  local function refuse() caller.error(("%s does not exist here: %s"):format(whole, text)) end
+  return setmetatable({}, { __call = refuse, __index = refuse, __newindex = refuse, __names = function() return {} end,
+    __tostring = function() return ("%s (does not exist here: %s)"):format(whole, text) end })
+end
+
+--- What stands for a name that others have; nil for a name that is not known.
+---@param place string a key of NAMES
+---@param name any
+---@return table?
+function foreign.find(place, name)
+  local text = NAMES[place][name]
+  if not text then return nil end
+  local key = place .. ":" .. name
+  if not made[key] then made[key] = stand_in(place, name, text) end
+  return made[key]
+end
+
+--- Gives a table, or a class, the stand-ins of a place for its missing names.
+---@param t table without a metatable
+---@param place string
+---@return table t
+function foreign.stand(t, place)
+  return setmetatable(t, { __index = function(_, name) return foreign.find(place, name) end })
+end
+
+--- The names of a place, for a spec.
+---@param place string
+---@return table<string, string> name -> what to write
+function foreign.names(place) return NAMES[place] end
+
+return foreign
