@@ -227,6 +227,7 @@ end
 ---@param folder string for files
 ---@param only? string a part of a guide or name
 function lib.run(layout, folder, only)
+  io.stdout:setvbuf "line"                                 -- the lines of what is said on standard error stay apart
   local losses = reference(5)
   for _, idiom in ipairs(lib.IDIOMS) do
     local whole = idiom.guide .. ": " .. idiom.name

@@ -353,30 +353,7 @@ function Module:named_children()
   return iterate(list)
 end
 
--- The values of an iterator of names and values, as a list.
-local function values(next_one)
-  local list = {}
-  for _, value in next_one do list[#list + 1] = value end
-  return list
-end
-
---- The modules directly below, as a list.
----@return ps.nn.Module[]
-function Module:children() return values(self:named_children()) end
---- The module itself and all below, as a list.
----@return ps.nn.Module[]
-function Module:modules() return values(self:named_modules()) end
---- All buffers, each once, in the order of named_buffers.
----@return ps.Tensor[]
-function Module:buffers() return values(self:named_buffers()) end
-
---- Sets whether backward computes gradients of the parameters, all of them: PyTorch's way to freeze a module.
----@param on? boolean default true
----@return ps.nn.Module self
-function Module:requires_grad_(on)
-  for _, p in ipairs(self:parameters()) do p:requires_grad_(on) end
-  return self
-end
+require "ps.nn.aliases"(Module)
 
 --- Runs fn on every module below, children first, then on this one.
 ---@param fn fun(module: ps.nn.Module)
@@ -480,26 +457,6 @@ function Module:to(target, ...)
   collectgarbage()
   return self
 end
-
---- The same as module:to("fp16").
----@return ps.nn.Module self
-function Module:half() return self:to "fp16" end
---- The same as module:to("bf16").
----@return ps.nn.Module self
-function Module:bfloat16() return self:to "bf16" end
---- The same as module:to("fp32").
----@return ps.nn.Module self
-function Module:float() return self:to "fp32" end
---- The same as module:to("fp64").
----@return ps.nn.Module self
-function Module:double() return self:to "fp64" end
---- The same as module:to("cpu").
----@return ps.nn.Module self
-function Module:cpu() return self:to "cpu" end
---- The same as module:to("cuda").
----@param n? integer of several devices the one with this number, "cuda:n"
----@return ps.nn.Module self
-function Module:cuda(n) return self:to(n and ("cuda:%d"):format(n) or "cuda") end
 
 --- Name -> tensor of all parameters and buffers (lent, not copied; a tied tensor once).
 ---@return table<string, ps.Tensor>

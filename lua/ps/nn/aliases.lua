@@ -1,0 +1,50 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Methods of modules that PyTorch has and that say in one call what others here say: lists, types, devices.
+
+-- The values of an iterator of names and values, as a list.
+local function values(next_one)
+  local list = {}
+  for _, value in next_one do list[#list + 1] = value end
+  return list
+end
+
+---@param Module ps.nn.Module the class, which gets them
+return function(Module)
+  --- The modules directly below, as a list.
+  ---@return ps.nn.Module[]
+  function Module:children() return values(self:named_children()) end
+  --- The module itself and all below, as a list.
+  ---@return ps.nn.Module[]
+  function Module:modules() return values(self:named_modules()) end
+  --- All buffers, each once, in the order of named_buffers.
+  ---@return ps.Tensor[]
+  function Module:buffers() return values(self:named_buffers()) end
+
+  --- Sets whether backward computes gradients of the parameters, all of them: PyTorch's way to freeze a module.
+  ---@param on? boolean default true
+  ---@return ps.nn.Module self
+  function Module:requires_grad_(on)
+    for _, p in ipairs(self:parameters()) do p:requires_grad_(on) end
+    return self
+  end
+
+  --- The same as module:to("fp16").
+  ---@return ps.nn.Module self
+  function Module:half() return self:to "fp16" end
+  --- The same as module:to("bf16").
+  ---@return ps.nn.Module self
+  function Module:bfloat16() return self:to "bf16" end
+  --- The same as module:to("fp32").
+  ---@return ps.nn.Module self
+  function Module:float() return self:to "fp32" end
+  --- The same as module:to("fp64").
+  ---@return ps.nn.Module self
+  function Module:double() return self:to "fp64" end
+  --- The same as module:to("cpu").
+  ---@return ps.nn.Module self
+  function Module:cpu() return self:to "cpu" end
+  --- The same as module:to("cuda").
+  ---@param n? integer of several devices the one with this number, "cuda:n"
+  ---@return ps.nn.Module self
+  function Module:cuda(n) return self:to(n and ("cuda:%d"):format(n) or "cuda") end
+end
