@@ -39,6 +39,7 @@ local function methods(object)
         take(class)
         local above = getmetatable(class)
         class = above and rawget(above, "__index")
+        if type(class) == "function" then class = nil end    -- Module, which names the right call for others' names
       end
     end
     local index = rawget(at, "__index")
