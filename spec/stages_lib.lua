@@ -3,7 +3,9 @@
 -- others.
 local pipe = require "ps.parallel.pipeline.table"
 local pipe_of = require "ps.engine.pipeline.row"
+local row_driver = require "ps.engine.pipeline.driver"
 local setup = require "ps.engine.setup"
+local table_driver = require "ps.engine.step.table"
 
 local lib = {}
 
@@ -17,7 +19,7 @@ function lib.table_of(schedule, ranks, virtual, micro)
   return pipe.table { schedule = schedule, stages = ranks, virtual_stages = virtual, micro_batches = micro }
 end
 
-local configure, join, new = setup.configure, pipe_of.join, pipe_of.new
+local configure, join, new, drive = setup.configure, pipe_of.join, pipe_of.new, row_driver.new
 
 --- Engines that ps.initialize makes from now on are rank `rank` of a pipeline whose other ranks are nobody: the model
 --- is laid out, and cannot be trained.
@@ -30,11 +32,12 @@ function lib.play(table_, rank)
   end
   function pipe_of.join() end -- luacheck: ignore 122
   function pipe_of.new() return false end -- luacheck: ignore 122
+  row_driver.new = table_driver.new -- luacheck: ignore 122
 end
 
 --- They are not any more.
 function lib.stop()
-  setup.configure, pipe_of.join, pipe_of.new = configure, join, new -- luacheck: ignore 122
+  setup.configure, pipe_of.join, pipe_of.new, row_driver.new = configure, join, new, drive -- luacheck: ignore 122
 end
 
 return lib

@@ -15,8 +15,9 @@ local BEGIN, END = "<!-- path: psluajit tools/path_doc.lua -->", "<!-- end of pa
 
 -- { lane, function, file, leads on by, words }. A lane is named where it begins; "FFI" is the border of Lua and C.
 local PATH = {
-  { "Lua call", "step.backward", "lua/ps/engine/step/init.lua", "backward", "model:backward(loss) of a script" },
-  { "", "perform", "lua/ps/engine/step/init.lua", "ps_step_next", "ps_step_next, the action's work, ps_step_done" },
+  { "Lua call", "step.backward", "lua/ps/engine/step/backward.lua", "backward", "model:backward(loss) of a script" },
+  { "", "Driver:backward", "lua/ps/engine/step/table.lua", "timed", "the driver of a model in one process" },
+  { "", "perform", "lua/ps/engine/step/actions.lua", "ps_step_next", "ps_step_next, the action's work, ps_step_done" },
   { "", "M.walk_back", "lua/ps/core/scope.lua", "ps_backward_begin_n",
     "the work: one call, where nothing is recomputed" },
   { "", "walk", "lua/ps/core/scope.lua", "ps_backward_next", "only with recompute: a segment again, then on" },
@@ -100,7 +101,7 @@ local function check(row)
 end
 
 -- -- drawing ----------------------------------------------------------------------------------------------------------
-local INSIDE, ARROW = 98, 18                     -- columns of a box's inside; column of the arrows between boxes
+local INSIDE, ARROW = 102, 18                     -- columns of a box's inside; column of the arrows between boxes
 
 local function edge(title)
   local line = "+--" .. (title and (" %s "):format(title) or "")
@@ -121,7 +122,7 @@ local function drawing()
         end
         out[#out + 1], border = edge(lane), nil
       end
-      local words = ("%-19s  %-24s  %s"):format(row[2], row[3], row[5])
+      local words = ("%-19s  %-31s  %s"):format(row[2], row[3], row[5])
       out[#out + 1] = ("|  %s%s|"):format(words, (" "):rep(INSIDE - 2 - #words))
     end
   end

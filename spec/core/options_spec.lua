@@ -307,7 +307,7 @@ local INNER = {
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
   ["lua/ps/engine/plan/shortage.lua"] = "*",
   ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",
-  ["lua/ps/engine/step/init.lua"] = "step.weight_of step.backward",
+  ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward",
   ["lua/ps/tensor/functional.lua"] = "reduction_of",
   ["lua/ps/memory/view.lua"] = "check_filter",
   ["lua/ps/checkpoints/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",

@@ -159,14 +159,8 @@ describe("a model that fails in the middle of a pass", function()
       if rank == 1 then
         local ffi = require "ffi"
         local function free(name, object) ps.C[name](ffi.gc(object, nil)) end
-        local steps = require "ps.engine.step"
-        local i, name, states = 0
-        repeat
-          i = i + 1
-          name, states = debug.getupvalue(steps.new, i)
-          assert(name, "steps.new has no states")
-        until name == "states"
-        free("ps_step_free", states[require("ps.nn.handle").of(model)].c)
+        local state = require "ps.engine.step.state"
+        free("ps_step_free", state.of(require("ps.nn.handle").of(model)).c)
         free("ps_ctx_free", ps.ctx)
       end
     ]], "GLIBC_TUNABLES=glibc.malloc.perturb=165:glibc.malloc.tcache_count=0")

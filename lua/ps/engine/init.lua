@@ -36,6 +36,7 @@ local pipe_generate = require "ps.engine.pipeline.generate"
 local trained = require "ps.engine.step.trained"
 local unused = require "ps.engine.step.unused"
 local step = require "ps.engine.step"
+local table_driver = require "ps.engine.step.table"
 local micro = require "ps.engine.micro"
 require "ps.engine.step.clip"
 local C = native.C
@@ -47,8 +48,7 @@ local C = native.C
 ---@field accumulate integer micro-batches a step
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, skipped ones too
----@field micro integer micro-batches of the step whose backward has run (engine/step/init.lua, as all of the step's
----  state)
+---@field micro integer micro-batches of the step whose backward has run (engine/step/state.lua)
 ---@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: whether the
 ---  values of model and optimizer are of two steps, and the error of using them
 ---@field plain boolean parameters lie in plain memory (engine/state/plain.lua), not in chunks
@@ -81,9 +81,8 @@ function Engine:check_open()
   if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
 
---- Refuses a model that is torn: values of two steps.
----@param level? integer
-function Engine:check_whole(level) step.check_whole(self, (level or 1) + 1) end
+--- Rejects a model that is torn: values of two steps.
+function Engine:check_whole() step.check_whole(self) end
 
 --- Abandons the step under way. Its gradients go, and parameters are what they were before it.
 function Engine:abandon() step.give_up(self) end
@@ -203,7 +202,7 @@ function Engine:close()
   step.leave_loop(self)
   local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end
-  if self.pipe then self.pipe:close() end
+  self.driver:close()
   if self.report then self.report:close() end
   if had_chunks then
     C.ps_engine_close(native.ctx)
@@ -261,7 +260,7 @@ local function open(request)
     no_finer = false, pipeline = false, stages = false, stays = false, pipe = false, tensor_parallel = false,
     changes_seen = false, forecast = false, own_loss = request.loss or false, param_groups = request.param_groups,
     quiet = request.quiet, policy = "plan", request_model_func = request.model_func }, INSTANCE)
-  self.handle = handle.new(self, HANDLE)
+  self.handle, self.driver = handle.new(self, HANDLE), table_driver.new(self)
   local c_step = step.new(self)
   setup.configure(self, request, config)
   if self.cfg.memory.kind ~= "plain" then

@@ -8,14 +8,14 @@
 --   end
 --
 -- Each micro-batch is weighed by its targets, so that the gradient is that of the batch's mean loss. Random numbers are
--- those of the uncut batch: dropout counts samples by their place in the batch. engine/step/init.lua has the step.
+-- those of the uncut batch: dropout counts samples by their place in the batch. engine/step/loops.lua performs the
+-- turns.
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local types = require "ps.core.types"
 local handle = require "ps.nn.handle"
-local pipe_step = require "ps.engine.pipeline.pace"
 local step = require "ps.engine.step"
 
 local micro = {}
@@ -93,15 +93,7 @@ end
 local Loop = {}
 Loop.__index = Loop
 
--- Ends the loop with an error.
-local function failed(self, problem)
-  local engine = self.engine
-  if engine.pipe then engine.pipe:abandon(problem) end
-  if self.trains then step.fail_loop(engine, problem) else self:left() end
-  error(problem, 0)
-end
-
---- The next micro-batch's output, or nil behind the last.
+--- The next micro-batch's output, or nil after the last.
 ---@return table? out
 function Loop:__call()
   local out
@@ -112,35 +104,24 @@ end
 
 function Loop:next()
   local engine = self.engine
-  if self.at == 0 and self.trains then step.enter_loop(engine, self) end
-  if not self.trains and self.at == self.count or self.trains and not step.loop_goes_on(engine, self) then
-    if engine.pipe then
-      local drained, problem = pcall(pipe_step.drain, engine, self)
-      if not drained then return failed(self, problem) end
-    end
-    if self.trains then step.leave_loop(engine) else self:left() end
-    return nil
-  end
+  if self.trains then return step.next(engine, self) end
+  local ok, out = pcall(engine.driver.look, engine.driver, self)
+  if not ok then engine.driver:abandon(out) end              -- other ranks get the cause
+  if not (ok and out) then self:left() end
+  if not ok then error(out, 0) end
+  return out
+end
+
+--- The micro-batch of the next turn, in a scope that ends before the turn after it.
+---@return any[] given
+function Loop:draw()
   end_scope(self)
-  local ok, out = pcall(self.forward, self)
-  if ok then return out end
-  failed(self, out)
-end
-
-function Loop:forward()
-  if self.engine.pipe then
-    if self.trains then return pipe_step.turn(self.engine, self) end
-    return pipe_step.look(self.engine, self)
-  end
-  local given = self.take(self.at + 1)
-  self.given = given
+  self.given = self.take(self.at + 1)
   self.scope = scope.begin()
-  if self.trains then return step.turn(self.engine, self, given) end
-  self.at = self.at + 1
-  return step.look(self.engine, given)
+  return self.given
 end
 
---- Cleans up behind the loop. Called once.
+--- Cleans up after the loop. Called once.
 function Loop:left()
   end_scope(self)
   if self.sample then random.state().sample = self.sample end

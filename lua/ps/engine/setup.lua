@@ -27,6 +27,7 @@ local mesh = require "ps.dist.mesh"
 local place_options = require "ps.engine.layout.options"
 local own_loss = require "ps.engine.step.own_loss"
 local pipe = require "ps.engine.pipeline.row"
+local row_driver = require "ps.engine.pipeline.driver"
 local shortage = require "ps.engine.plan.shortage"
 local optim_groups = require "ps.optim.groups"
 local random_state = require "ps.dist.random_state"
@@ -420,7 +421,10 @@ end
 --- Sets the engine's remaining fields, once parameters and optimizer are there.
 function setup.finish(self)
   local cfg = self.cfg
-  if self.stages and self.stages.parts then self.pipe = pipe.new(self, self.stages, mesh.group "pp") end
+  if self.stages and self.stages.parts then
+    self.pipe = pipe.new(self, self.stages, mesh.group "pp")
+    self.driver = row_driver.new(self, self.pipe)
+  end
   self.slots = not self.adds_up and self.precision ~= "fp32"
   self.overlap = cfg.overlap_optimizer == true
     or cfg.overlap_optimizer == "auto" and self.device == self.host and not self.pipe

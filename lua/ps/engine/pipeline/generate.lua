@@ -9,7 +9,6 @@ local create = require "ps.tensor.create"
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local mesh = require "ps.dist.mesh"
-local pipe_step = require "ps.engine.pipeline.pace"
 
 local pipe_generate = {}
 
@@ -22,7 +21,7 @@ local pipe_generate = {}
 -- Logits [R, V] fp32 of a forward through the stages, on all ranks.
 local function next_logits(engine, ids, at)
   local module, pipe = engine.module, engine.pipe
-  local out = pipe_step.once(engine, ids, module:step_batch(ids, at))
+  local out = engine.driver:once(ids, module:step_batch(ids, at))
   local logits
   if out then logits = out.logits:reshape(ids:size(0), -1):to("fp32"):contiguous()
   else
@@ -59,7 +58,7 @@ local function staged(engine)
   end
   function self.together(fn) return among(groups, agree.all, fn) end
   function self.agreed(read, told)
-    if engine.pipe then pipe_step.begin_generate(engine) end
+    if engine.pipe then engine.driver:begin_generate() end
     local request, list
     among(groups, agree.run, function()
       request = read()

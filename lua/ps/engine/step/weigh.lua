@@ -11,6 +11,7 @@
 -- A step whose weights add up to 0 is skipped: parameters, optimizer state and the loss scale stay.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
 
 local weigh = {}
 
@@ -53,6 +54,21 @@ function weigh.loss(engine, micros, found, options)
   found = weight ~= nil and given(weight) or found or NONE
   if not weigh.several(engine, micros) then return found.count > 0 and 1 or 0, 1 end
   return found.count, found.places
+end
+
+--- The tensor from which the walk of a backward begins: the loss times its factor. The report gets the loss. With a
+--- loss scale every rank multiplies, also by 1, since anomaly mode tolerates an infinity of the op after "scaled".
+---@param engine ps.Engine
+---@param loss ps.Tensor
+---@param weight number
+---@param factor number
+---@return ps.Tensor
+function weigh.root(engine, loss, weight, factor)
+  local scaler = engine.optimizer.scaler
+  if scaler then hooks.tell "scaled" end
+  local root = (scaler or factor ~= 1) and loss * factor or loss
+  if engine.report then engine.report:take_loss(loss, weight) end
+  return root
 end
 
 --- The power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.

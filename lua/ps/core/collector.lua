@@ -1,0 +1,82 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The pace of Lua's garbage collector. Small tensors and headers of tensors wait for the collector, so it decides when
+-- their bytes become free. By itself it runs at another time in each run, and the peaks of two runs differ by these
+-- bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua collect when
+-- memory is short, and at the end of scopes.
+local devices = require "ps.core.devices"
+local hooks = require "ps.core.hooks"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local C = native.C
+
+local collector = {}
+
+-- Forwards between two collections in the first step of a planned script: about as many as between two collections at
+-- the collector's own pace. Within an engine's dry run there are PS_UNCOLLECTED.
+local UNCOLLECTED = 32
+
+--- Collects once a model, its layout or a block of it was made, and drops the tensors that making it left.
+function collector.after_making() collectgarbage() end
+
+--- Collects after a call has failed, and frees the ops that the call recorded and its tensors.
+function collector.after_failure() collectgarbage() end
+
+--- Collects twice: the finalizers of the first collection drop references to tensors, which the second one frees.
+function collector.thoroughly()
+  collectgarbage()
+  collectgarbage()
+end
+
+--- Collects before a backward walks. In a planned script the collector then stays off until the next such moment.
+function collector.before_walk()
+  collectgarbage()
+  if not devices.computes then collectgarbage "stop" end
+end
+
+--- Collects before some of the forwards of an engine's dry run, and leaves the collector off.
+---@param number integer of the forward, from 1
+---@return boolean collected
+function collector.in_dry_run(number)
+  if number % C.PS_UNCOLLECTED ~= 0 then return false end
+  collectgarbage()
+  collectgarbage "stop"
+  return true
+end
+
+--- Collects between two dry runs of an engine that follow each other, and leaves the collector off.
+function collector.between_dry_runs()
+  scope.collect()
+  collectgarbage "stop"
+end
+
+--- Collects everything, and calls fn(...) with the collector off.
+---@param fn function
+---@param ... any
+---@return boolean ok as pcall's
+---@return any ... results of fn, or its error
+function collector.without(fn, ...)
+  scope.collect_all()
+  local running = collectgarbage "isrunning"
+  collectgarbage "stop"
+  local function restored(...)
+    if running then collectgarbage "restart" end
+    return ...
+  end
+  return restored(pcall(fn, ...))
+end
+
+--- Paces the collector in a planned script from now on: within a step it runs after a fixed number of forwards and when
+--- the engine asks for it, so that the peak of a plan is the same in each run.
+function collector.pace_script()
+  local forwards = 0
+  hooks.on("action", function(action, begins)
+    if not begins then return end
+    if action.kind == C.PS_ACT_FORWARD then
+      forwards = action.micro == 0 and action.vstage == 0 and 1 or forwards + 1
+      if forwards % UNCOLLECTED == 0 then collectgarbage() end
+    end
+    collectgarbage "stop"
+  end)
+end
+
+return collector

@@ -1,0 +1,243 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The driver of a model that is cut into stages: loops over the micro-batches of a step or of an evaluation, and the
+-- forwards of generate, at the pace of the script. A pipeline does one of these at a time, and its ranks compare what
+-- they begin. engine/step/table.lua has the interface, engine/pipeline/row.lua the row that is under way.
+local batch = require "ps.data.batch"
+local collector = require "ps.core.collector"
+local hooks = require "ps.core.hooks"
+local native = require "ps.core.ffi"
+local random = require "ps.core.random"
+local scope = require "ps.core.scope"
+local actions = require "ps.engine.step.actions"
+local ending = require "ps.engine.step.ending"
+local forward = require "ps.engine.step.forward"
+local overlap = require "ps.engine.step.overlap"
+local state = require "ps.engine.step.state"
+local table_driver = require "ps.engine.step.table"
+local weigh = require "ps.engine.step.weigh"
+local C = native.C
+
+local FORWARD = C.PS_ACT_FORWARD
+
+---@class ps.engine.RowDriver: ps.engine.Driver
+---@field pipe ps.engine.Pipe the row
+local Driver = { in_loops = true }
+Driver.__index = Driver
+
+-- v: virtual stage; micro: micro-batch; both from 0. C performs the other actions.
+Driver.work = {
+  [FORWARD] = function(engine, v, micro) return engine.run(engine.pipe.forward, engine.pipe, v, micro) end,
+  [C.PS_ACT_NORM] = table_driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = table_driver.work[C.PS_ACT_UPDATE],
+}
+
+local driver = {}
+
+--- The driver of an engine whose model is cut into stages.
+---@param engine ps.Engine
+---@param pipe ps.engine.Pipe
+---@return ps.engine.RowDriver
+function driver.new(engine, pipe) return setmetatable({ engine = engine, pipe = pipe }, Driver) end
+
+function Driver:actions(micros) return self.pipe:actions(micros) end
+
+-- -- performing a row -------------------------------------------------------------------------------------------------
+-- The next event of the row (Pipe:next). On the way to it C performs backwards, weight gradients and reductions.
+local function next_event(engine, s, pipe)
+  local report = engine.report
+  local ok, kind, v, micro = pcall(pipe.next, pipe)
+  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end         -- in one of them
+  if not ok then error(kind, 0) end
+  local seconds = pipe:tell()
+  if report and seconds > 0 then report:took(actions.PART[C.PS_ACT_BACKWARD], seconds) end
+  return kind, v, micro
+end
+
+-- Runs the recompute segment again at which the walk of C's action stopped.
+local function run_again(engine, pipe)
+  local ok, problem = pcall(scope.run_again, pipe:segment())
+  if not ok then actions.fail(engine, problem) end
+end
+
+-- Performs the row up to the next yield; before: called before each forward. Returns the yield's micro-batch, from 0;
+-- nil: the row is over.
+local function advance(self, dry, before)
+  local engine, pipe = self.engine, self.pipe
+  local s, report = state.of(engine), not dry and engine.report
+  while true do
+    local kind, v, micro = next_event(engine, s, pipe)
+    if kind == nil then return nil end
+    if kind == FORWARD then
+      if before then before() end
+      if not pipe:is_again() then
+        local perform = dry and actions.perform or actions.timed
+        perform(engine, FORWARD, pipe:how_forward(v, micro), v, micro)
+      end
+    elseif kind == C.PS_ACT_SEGMENT then
+      if report then report:timed(actions.PART[C.PS_ACT_BACKWARD], run_again, engine, pipe)
+      else run_again(engine, pipe) end
+    elseif pipe:collects() then
+      collector.before_walk()
+      if dry then pipe:collected() end
+    end
+    pipe:done()
+    if kind == C.PS_ACT_YIELD then return micro end
+  end
+end
+
+-- Gives C the settings of the row's last backwards.
+local function settle(self, dry) self.pipe:settle(overlap.backward(self.engine, 0, true, dry)) end
+
+-- Performs the row of a step up to its next yield.
+local function advance_step(self)
+  if self.pipe.marked == self.pipe.count then settle(self, false) end
+  return advance(self, false)
+end
+
+function Driver:dry_run()
+  local pipe, forwards = self.pipe, 0
+  local function before()
+    forwards = forwards + 1
+    if collector.in_dry_run(forwards) then pipe:collected() end
+  end
+  pipe:begin(state.of(self.engine).c, true)
+  settle(self, true)
+  repeat
+    local micro = advance(self, true, before)
+    if micro then pipe:drop_output(micro) end
+  until micro == nil
+end
+
+function Driver:end_dry() return self.pipe:drop_dry() end
+
+-- -- beginning --------------------------------------------------------------------------------------------------------
+-- All micro-batches of a loop, which a pipeline needs before its first turn.
+local function all_of(engine, loop)
+  local micros = { n = loop.count }
+  for i = 1, loop.count do
+    local given, rng = loop.take(i), random.state()
+    given = hooks.ask("batch", engine, given) or given
+    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end     -- past the loader's next turn
+    micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
+      sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
+  end
+  return micros
+end
+
+-- Rejects a call within a loop.
+local function check_free(self, what)
+  if not self.pipe.row then return end
+  ending.give_loop_up(self.engine, what .. " of this pipeline, or behind one that was left early: each goes on to its "
+    .. "end before the next")
+end
+
+local SECOND = "a loop over micro-batches came within another one"
+
+-- A loop over a pipeline, in the words of an error. Ranks that gather wait for those that do not.
+local function said(what, loop)
+  return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
+end
+
+-- Enters the pipeline with the micro-batches of a step's loop, and begins the step.
+local function enter(self, loop)
+  local engine, pipe = self.engine, self.pipe
+  check_free(self, SECOND)
+  pipe:load(all_of(engine, loop))
+  pipe:compare_begin(said("a step", loop))
+  forward.begin_step(engine, pipe.micros[0].args)
+  pipe:begin(state.of(engine).c)
+end
+
+function Driver:compare(what) self.pipe:compare_begin(what) end
+
+--- Rejects generate within a loop over micro-batches, and ranks that begin something else.
+function Driver:begin_generate()
+  check_free(self, "model:generate came within a loop over micro-batches")
+  self.pipe:compare_begin "generate"
+end
+
+-- -- turns ------------------------------------------------------------------------------------------------------------
+-- Forwards and backwards are performed until the loss of the turn's micro-batch is there.
+function Driver:turn(loop)
+  local pipe = self.pipe
+  if loop.at == 0 then enter(self, loop) else pipe:check_unchanged() end
+  local number = advance_step(self)
+  loop.at = loop.at + 1
+  assert(number == loop.at - 1, "yields come in order")
+  local micro = pipe.micros[number]
+  local out = pipe:output(number, loop.gather)
+  loop.given = micro.given
+  state.of(self.engine).targets = micro.targets
+  return out
+end
+
+function Driver:drain()
+  self.pipe:check_unchanged()
+  assert(advance_step(self) == nil, "no yield is left")
+end
+
+function Driver:look(loop)
+  local pipe = self.pipe
+  if loop.at == 0 then
+    check_free(self, SECOND)
+    pipe:load(all_of(self.engine, loop))
+    pipe:compare_begin(said("an evaluation", loop), true)
+    pipe:begin(nil)
+  end
+  return scope.no_grad(function()
+    local number = pipe:look()
+    if number == nil then return nil end
+    local out = pipe:output(number, loop.gather)
+    loop.given, loop.at = pipe.micros[number].given, loop.at + 1
+    return out
+  end)
+end
+
+--- A forward through all stages for generate. All rows are one micro-batch, since products of fewer rows have other
+--- bits on the CPU. All ranks call it.
+---@param ids ps.Tensor int [R, n], on the device
+---@param given table what the parts read, ids among it
+---@return table<string, ps.Tensor>? out of the last part, on the rank of the last stage; else nil
+function Driver:once(ids, given)
+  local pipe, rng, args = self.pipe, random.state(), { n = 1, ids }
+  pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),
+    op = tonumber(rng.op), targets = false, batch = given } }
+  local micros = pipe.micros
+  local ok, problem = pcall(function()
+    pipe:begin(nil)
+    repeat until pipe:look() == nil
+  end)
+  pipe.micros = false                                        -- it holds the caches
+  if ok then return micros[0].out end
+  pipe:abandon(problem)
+  error(problem, 0)
+end
+
+-- -- the script's backward --------------------------------------------------------------------------------------------
+function Driver:backwards() return self.pipe.marked end
+
+function Driver:is_last() return self.pipe.marked + 1 == self.pipe.count end
+
+function Driver:weight(weight, last)
+  local total = self.pipe.total + weight
+  if last then self.pipe:check_weights(total) end
+  return total
+end
+
+-- Each virtual stage updates its parameters after its own last backward.
+function Driver:overlaps() return true end
+
+-- Notes the loss from which the walk will begin. The row goes on with the next turn.
+function Driver:backward(loss, weight, factor) self.pipe:mark(weigh.root(self.engine, loss, weight, factor), weight) end
+
+-- -- giving up --------------------------------------------------------------------------------------------------------
+function Driver:abandon(why) self.pipe:abandon(why) end
+
+function Driver:refuse(text)
+  text = text .. "; its messages are on their way between the stages, so the run ends: go on from a checkpoint"
+  self.pipe:abandon(text)
+  return text
+end
+
+function Driver:close() self.pipe:close() end
+
+return driver

@@ -1,0 +1,152 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The actions of a step. C owns the step's table of actions and says which action is due (ps_step, src/base/step.h).
+-- This file alone calls ps_step: it begins a step with its table, performs actions, and ends it. The engine's driver
+-- (engine/step/table.lua) knows the actions of a step, and Lua's work for each.
+local array = require "ps.core.array"
+local collector = require "ps.core.collector"
+local hooks = require "ps.core.hooks"
+local native = require "ps.core.ffi"
+local state = require "ps.engine.step.state"
+local ffi, C = native.ffi, native.C
+
+local actions = {}
+
+local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
+local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
+--- The part of a report's line that counts an action's seconds.
+actions.PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
+  [UPDATE] = "step" }
+
+local id_out = ffi.new("int32_t[1]")
+local action_array = array "ps_action"
+
+--- Makes the step of an engine.
+---@param engine ps.Engine
+---@return ffi.cdata* step for ps_engine_open
+function actions.new(engine)
+  local out = ffi.new("ps_step *[1]")
+  native.check(C.ps_step_new(native.ctx, out))
+  local c = ffi.gc(out[0], C.ps_step_free)
+  state.new(engine, c, C.ps_step_look(c))
+  return c
+end
+
+-- -- beginning and ending ---------------------------------------------------------------------------------------------
+-- The actions of a step: those of the driver, the norm if one is needed, and the update.
+local function table_of(engine, micros, measures)
+  local list = engine.driver:actions(micros)
+  if measures then list[#list + 1] = { NORM, 0, 0 } end
+  list[#list + 1] = { UPDATE, 0, 0 }
+  local out = action_array(#list)
+  for i, action in ipairs(list) do out[i - 1].kind, out[i - 1].vstage, out[i - 1].micro = unpack(action) end
+  return out, #list
+end
+
+-- Whether a norm of all gradients is needed before the update.
+local function measures(engine)
+  local opt = engine.optimizer
+  return opt.max_norm ~= nil or opt.checks_overflow
+end
+
+--- Tries to begin a step.
+---@param engine ps.Engine
+---@param trace integer of the step that this one is expected to repeat, PS_TRACE_UNKNOWN or PS_TRACE_NONE
+---@param dry? boolean
+---@return integer rc 0, or an error that was not raised
+function actions.try(engine, trace, dry)
+  local s = state.of(engine)
+  local config, wants, micros = s.config, measures(engine), state.count(engine)
+  if wants ~= s.config_measures or micros ~= s.config_micros then
+    s.actions, config.n_actions = table_of(engine, micros, wants)
+    config.actions, s.config_measures, s.config_micros = s.actions, wants, micros
+  end
+  config.dry, config.trace = dry and 1 or 0, trace
+  local rc = C.ps_step_begin(s.c, config)
+  if rc == 0 then s.measures = wants end
+  return rc
+end
+
+--- Tries to begin a step that is expected to repeat the step of a trace. The new step's own trace becomes
+--- engine.traces[key].
+---@param engine ps.Engine
+---@param key string|false false: its trace is not kept there
+---@param trace? integer nil: no trace of such a step is known
+---@return integer rc 0, or an error that was not raised
+function actions.begin(engine, key, trace)
+  local rc = actions.try(engine, trace or C.PS_TRACE_UNKNOWN)
+  local s = state.of(engine)
+  if rc == 0 then s.key, s.last_key = key, key or s.last_key end
+  return rc
+end
+
+--- Ends a step whose actions were all performed.
+---@param engine ps.Engine
+---@return integer id of its trace; < 0: the step has none
+function actions.finish(engine)
+  native.check(C.ps_step_end(state.of(engine).c, id_out))
+  return id_out[0]
+end
+
+--- Ends a step without its remaining actions.
+---@param engine ps.Engine
+---@return boolean clean false: a gradient stays
+function actions.drop(engine) return C.ps_step_end(state.of(engine).c, nil) >= 0 end
+
+--- Ends a dry step.
+---@param engine ps.Engine
+---@param complete boolean all its actions were performed
+---@return integer rc 0, or an error that was not raised
+---@return integer? id of its trace
+function actions.end_dry(engine, complete)
+  local rc = C.ps_step_end(state.of(engine).c, complete and id_out or nil)
+  return rc, id_out[0]
+end
+
+-- -- performing -------------------------------------------------------------------------------------------------------
+--- Ends the action under way with an error, and raises the error.
+---@param engine ps.Engine
+---@param problem any
+function actions.fail(engine, problem)
+  local s = state.of(engine)
+  local kind = s.is.now.kind
+  C.ps_step_abandon(s.c)
+  if engine.ranks then engine.ranks:explain(problem, kind == BACKWARD or kind == REDUCE) end
+  error(problem, 0)
+end
+
+local function done(engine, s, ok, ...)
+  if not ok then actions.fail(engine, (...)) end
+  hooks.tell("action", s.is.now, false)
+  local rc = C.ps_step_done(s.c)
+  if rc < 0 then actions.fail(engine, select(2, pcall(native.raise, rc))) end
+  return ...
+end
+
+--- Performs one action. Every action of every step is performed here, except those that C performs on its way through a
+--- pipeline's row (engine/pipeline/driver.lua).
+---@param engine ps.Engine
+---@param kind integer
+---@param how? ffi.cdata* ps_action_how
+---@param ... any arguments of the driver's work
+---@return any ... results of the driver's work
+local function perform(engine, kind, how, ...)
+  local s = state.of(engine)
+  if kind == BACKWARD and C.ps_step_collects(s.c) ~= 0 then collector.before_walk() end
+  native.check(C.ps_step_next(s.c, kind, how))
+  hooks.tell("action", s.is.now, true)
+  return done(engine, s, pcall(engine.driver.work[kind], engine, ...))
+end
+actions.perform = perform
+
+--- Performs one action, whose seconds the report counts.
+---@param engine ps.Engine
+---@param kind integer
+---@param ... any arguments of perform
+---@return any ...
+function actions.timed(engine, kind, ...)
+  local report = engine.report
+  if report then return report:timed(actions.PART[kind], perform, engine, kind, ...) end
+  return perform(engine, kind, ...)
+end
+
+return actions

@@ -1,0 +1,116 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- model(...): the forward of a micro-batch. The first one begins the step.
+local batch = require "ps.data.batch"
+local caller = require "ps.core.caller"
+local declared = require "ps.core.declared"
+local hooks = require "ps.core.hooks"
+local scope = require "ps.core.scope"
+local actions = require "ps.engine.step.actions"
+local ending = require "ps.engine.step.ending"
+local samples = require "ps.engine.step.samples"
+local state = require "ps.engine.step.state"
+local trained = require "ps.engine.step.trained"
+
+local forward = {}
+
+-- Notes the targets of the batch that an output's loss is of; returns its arguments from the second on.
+local function output(s, result, ...)
+  local loss = batch.loss(result)
+  if loss ~= nil then s.targets_of[loss] = s.targets end
+  return result, ...
+end
+
+-- Rejects a turn of a loop without gradients, or in another mode than the loop began in.
+local function check_loop(engine, loop)
+  if not scope.grad_enabled() then
+    caller.error "gradients are off within a loop over micro-batches, and it began with them"
+  end
+  if engine.module.training ~= loop.training then
+    caller.error(("the model went to %s mode within a loop over micro-batches: do it before or after the loop"):format(
+      loop.training and "evaluation" or "training"))
+  end
+end
+
+--- Begins a step.
+---@param engine ps.Engine
+---@param args any[] the model's arguments on the device
+---@param given? any[] the same from the script, of which ranks compare the rows
+function forward.begin_step(engine, args, given)
+  hooks.tell "begins"
+  trained.check(engine)
+  if given and engine.ranks then engine.ranks:note_batch(given) end
+  engine.begin_step(engine, args)
+end
+
+--- The forward of a micro-batch. The first one begins the step. If a step began in evaluation mode and has had no
+--- backward, the next forward begins it again.
+---@param engine ps.Engine
+---@param given any[] the arguments of the script
+---@param args any[] the same on the device
+---@return any ... results of the module
+function forward.train(engine, given, args)
+  local s = state.of(engine)
+  if s.loop then check_loop(engine, s.loop) end
+  state.check_whole(engine)
+  if s.is.micro == 0 and (s.cleared or s.evaluates) then ending.take_back(engine) end
+  s.cleared = false
+  if s.is.open == 0 then
+    forward.begin_step(engine, args, given)
+    s.evaluates = not engine.module.training
+  elseif engine.ranks then
+    engine.ranks:note_batch(given)
+  end
+  s.targets = batch.targets(engine.module, given) or false
+  if engine.ranks then engine.ranks:number_samples() end
+  return output(s, actions.timed(engine, declared.PS_ACT_FORWARD, nil, args))
+end
+
+--- Notes an output by names, since a script may call backward of its loss.
+---@param engine ps.Engine
+---@param at integer the number of its micro-batch, from 1
+---@param out table
+---@param ... any
+---@return table out
+---@return any ... the further arguments
+function forward.named(engine, at, out, ...)
+  local s = state.of(engine)
+  s.turn = { outs = batch.tensors(out), targets = s.targets }
+  local loss = batch.loss(out)
+  if loss ~= nil then s.from[loss] = { loop = s.loop, at = at } end
+  return out, ...
+end
+
+local function same(...) return ... end
+
+--- model(...): the forward of a micro-batch, in training mode and in evaluation mode; the first one begins the step.
+--- Within ps.no_grad it belongs to no step.
+---@param engine ps.Engine
+---@return any ... the module's results
+function forward.call(engine, ...)
+  engine:check_open()
+  local given = batch.spread(...)
+  local is_named = batch.is_named(given)
+  local turning = is_named and batch.turning or same
+  local args = batch.on(given, engine.device, engine.device_name)
+  if not scope.grad_enabled() then
+    return turning(engine.apply(engine.module, unpack(args, 1, args.n)))
+  end
+  ending.check_no_loop(engine, "model(...) with gradients (an evaluation goes within ps.no_grad)")
+  samples.check(engine, given)
+  local other = hooks.ask("batch", engine, given)
+  if other then given, args = other, batch.on(other, engine.device, engine.device_name) end
+  if is_named then return forward.named(engine, 1, turning(forward.train(engine, given, args))) end
+  state.of(engine).turn = false
+  return forward.train(engine, given, args)
+end
+
+--- A forward without gradients, and without a step.
+---@param engine ps.Engine
+---@param given any[] and n
+---@return table out
+function forward.look(engine, given)
+  local args = batch.on(given, engine.device, engine.device_name)
+  return batch.output(scope.no_grad(engine.apply, engine.module, unpack(args, 1, args.n)))
+end
+
+return forward

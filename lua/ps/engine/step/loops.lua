@@ -1,0 +1,93 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Loops over the micro-batches of a step. engine/micro.lua makes a loop and cuts its batch. The engine's driver
+-- performs the turns.
+local batch = require "ps.data.batch"
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local ending = require "ps.engine.step.ending"
+local forward = require "ps.engine.step.forward"
+local state = require "ps.engine.step.state"
+
+local loops = {}
+
+---@class ps.engine.Loop
+---@field count integer micro-batches
+---@field rows integer|false of the whole batch, if the loop cuts one
+---@field training boolean the model's mode when the loop began
+---@field gather boolean all ranks get the output's tensors
+---@field draws boolean micro-batches come from a loader
+---@field given any[] the micro-batch of the last turn
+---@field at integer the number, from 1, of the last turn's micro-batch; 0: no turn yet
+---@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
+---@field draw fun(self: ps.engine.Loop): any[] ends the scope of the last turn, begins that of the next one, and gives
+---  its micro-batch
+---@field left fun(self: ps.engine.Loop) called when the loop is over, or was given up
+
+-- Enters a loop, whose first micro-batch will begin a step.
+local function enter(engine, s, loop)
+  native.check_running "a loop over micro-batches"
+  state.check_whole(engine)
+  ending.check_no_loop(engine, "model:micro_batches(...)")
+  local is = s.is
+  if is.micro > 0 then
+    caller.error(("a loop over micro-batches is a whole step, but %d of %d micro-batches of a step have been backward: "
+      .. "%s before it"):format(is.micro, is.n_micro, is.micro == is.n_micro and "call optimizer:step()"
+      or "end that step"))
+  end
+  if is.open == 1 then ending.take_back(engine) end
+  s.loop = loop
+end
+
+-- Whether the loop has another micro-batch. Rejects a loop that was given up, and one whose last micro-batch had no
+-- backward.
+local function goes_on(engine, s, loop)
+  if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
+  if engine.driver:backwards() < loop.at then
+    ending.give_loop_up(engine, ("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn "
+      .. "of the loop, or run a loop of forwards alone within ps.no_grad; the step was given up"):format(loop.at,
+      loop.count))
+  end
+  return loop.at < loop.count
+end
+
+local function turn(engine, s, loop)
+  local out = engine.driver:turn(loop)
+  local loss = batch.loss(out)
+  if loss ~= nil then s.targets_of[loss] = s.targets end
+  return (forward.named(engine, loop.at, out))
+end
+
+local function drain(engine, _, loop) engine.driver:drain(loop) end
+
+--- The next turn of a loop of a step. The first turn begins the step. An error of a turn gives the step up.
+---@param engine ps.Engine
+---@param loop ps.engine.Loop
+---@return table? out nil after the last turn
+function loops.next(engine, loop)
+  local s = state.of(engine)
+  if loop.at == 0 then enter(engine, s, loop) end
+  local more = goes_on(engine, s, loop)
+  local ok, out = pcall(more and turn or drain, engine, s, loop)
+  if not ok then ending.fail(engine, out) end
+  if not more then ending.leave_loop(engine) end
+  return out
+end
+
+--- Rejects backward of a loss that is not of the loop's present micro-batch, and a second backward of it.
+---@param engine ps.Engine
+---@param loss ps.Tensor
+function loops.check_backward(engine, loss)
+  local s = state.of(engine)
+  local loop, of = s.loop, s.from[loss]
+  local function refuse(text, ...)
+    caller.error(("backward in a loop over micro-batches, at micro-batch %d of %d, "):format(loop.at, loop.count)
+      .. text:format(...))
+  end
+  if of and of.loop ~= loop then refuse "of a loss of another loop" end
+  if of and of.at < loop.at then refuse("of the loss of micro-batch %d", of.at) end
+  if engine.driver:backwards() >= loop.at then refuse "a second time: each micro-batch has one" end
+  if not of and not scope.made_from(loss, s.turn.outs) then refuse "of a loss that was not made from what it gave" end
+end
+
+return loops

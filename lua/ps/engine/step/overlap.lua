@@ -1,0 +1,72 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A backward that updates parameters as soon as their gradients are final (overlap_optimizer): its settings, and the
+-- calls that are rejected after it.
+local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
+local hooks = require "ps.core.hooks"
+local state = require "ps.engine.step.state"
+
+local overlap = {}
+
+--- An error's words for gradients that backward has already used.
+overlap.GONE = "backward has updated the parameters already, so their gradients are gone: write gradient_clipping into "
+  .. "the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients until "
+  .. "optimizer:step()"
+
+--- Settings of a backward (ps_action_how).
+---@param engine ps.Engine
+---@param weight number
+---@param last boolean it is the step's last backward
+---@param dry? boolean it is in a dry run, which has no weights
+---@return ffi.cdata* how
+function overlap.backward(engine, weight, last, dry)
+  local s = state.of(engine)
+  local how, opt = s.backward_how, engine.optimizer
+  how.groups = nil
+  local updates = last and engine.overlap and not s.measures and (dry or s.total ~= 0) and engine.driver:overlaps()
+  how.weight, how.overlap, how.scale = weight, updates and 1 or 0, 1
+  how.slot = (last and engine.slots and (not updates or engine.device ~= engine.host or engine.ranks ~= nil)) and 1 or 0
+  if updates then
+    s.overlaps, s.settings, s.kept = true, opt:checked_settings(), {}
+    for i, group in ipairs(opt.groups) do s.kept[i] = copied(group) end
+    opt:settings_into(how)
+    if not dry then how.scale = opt:grad_scale() end
+  end
+  return how
+end
+
+--- Whether backward of the step under way has updated parameters, or may have.
+---@param s ps.engine.StepState
+---@return boolean
+function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
+
+--- Whether backward of the step under way has updated the parameters.
+---@param engine ps.Engine
+---@return boolean
+function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end
+
+--- Rejects a change of the optimizer's settings after a backward that has updated parameters with them.
+---@param engine ps.Engine
+---@param what string the call
+function overlap.check_settings(engine, what)
+  local s = state.of(engine)
+  if not (overlap.of(s) and s.is.updating == 1) then return end
+  caller.error(what .. " came between backward and optimizer:step(), and backward has updated parameters with the "
+    .. "present settings already: call it after step(), or set overlap_optimizer = false")
+end
+
+-- A pause may change settings after backward began to update with others. They are restored when the script resumes.
+hooks.on("resumes", function()
+  for engine, s in state.engines() do
+    local opt = engine.optimizer
+    if s.kept and overlap.of(s) and s.is.updating == 1 and opt:checked_settings() ~= s.settings then
+      for i, group in ipairs(opt.groups) do
+        for key, value in pairs(s.kept[i]) do group[key] = value end
+      end
+      io.stderr:write("psluajit: the optimizer's settings are what they were before the pause: backward has updated "
+        .. "parameters with them already; change them once optimizer:step() has ended\n")
+    end
+  end
+end)
+
+return overlap

@@ -1,0 +1,152 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The driver of a model that this process runs as a whole: each micro-batch has a forward, a backward and, with several
+-- ranks, a reduction. engine/pipeline/driver.lua implements the same interface for a model that is cut into stages. An
+-- engine has one driver, engine.driver.
+local batch = require "ps.data.batch"
+local collector = require "ps.core.collector"
+local create = require "ps.tensor.create"
+local hooks = require "ps.core.hooks"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local actions = require "ps.engine.step.actions"
+local forward = require "ps.engine.step.forward"
+local overlap = require "ps.engine.step.overlap"
+local state = require "ps.engine.step.state"
+local weigh = require "ps.engine.step.weigh"
+local C = native.C
+
+local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
+
+---@class ps.engine.Driver
+---@field engine ps.Engine
+---@field in_loops boolean its steps are loops over micro-batches: a backward outside of a loop is an error
+---@field work table<integer, fun(engine: ps.Engine, ...): any> Lua's work for an action, by the action's kind
+---@field actions fun(self: ps.engine.Driver, micros: integer): table[] the forwards, backwards and reductions of a step
+---  in a new list: {kind, number of the virtual stage among this rank's, micro-batch}
+---@field backwards fun(self: ps.engine.Driver): integer micro-batches of the step whose backward the script has called
+---@field is_last fun(self: ps.engine.Driver): boolean whether the next backward is the step's last
+---@field weight fun(self: ps.engine.Driver, weight: number, last: boolean): number sum of the weights of the step's
+---  micro-batches with the next one's; all ranks call it together
+---@field overlaps fun(self: ps.engine.Driver): boolean whether the step's last backward can update parameters
+---@field backward fun(self: ps.engine.Driver, loss: ps.Tensor, weight: number, factor: number, last: boolean)
+---@field compare fun(self: ps.engine.Driver, what: string) rejects a call that the ranks of one model do not all make
+---@field turn fun(self: ps.engine.Driver, loop: ps.engine.Loop): table performs the next turn of a loop of a step, and
+---  gives the output for the script
+---@field drain fun(self: ps.engine.Driver, loop: ps.engine.Loop) performs the rest of a loop's actions after its last
+---  turn
+---@field look fun(self: ps.engine.Driver, loop: ps.engine.Loop): table? the next turn of a loop of forwards without
+---  gradients; nil after the last
+---@field abandon fun(self: ps.engine.Driver, why: any) gives up the actions under way, and tells other ranks why
+---@field refuse fun(self: ps.engine.Driver, text: string): string abandons a loop in which the script made a mistake,
+---  and adds to the error what that means
+---@field dry_run fun(self: ps.engine.Driver, args: any[]) performs the forwards, backwards and reductions of a dry run
+---@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; true: another one has to follow
+---@field close fun(self: ps.engine.Driver)
+
+---@class ps.engine.TableDriver: ps.engine.Driver
+local Driver = { in_loops = false }
+Driver.__index = Driver
+
+local driver = {}
+
+--- Lua's work for the norm and the update, of every driver.
+---@type table<integer, fun(engine: ps.Engine, ...): any>
+driver.work = {
+  [C.PS_ACT_NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
+  [C.PS_ACT_UPDATE] = function(engine, scale)
+    if scale then engine.optimizer:update(scale) else engine.optimizer:drop() end
+  end,
+}
+
+Driver.work = {
+  [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
+  [BACKWARD] = function(_, root, gradient) return scope.walk_back(root, gradient) end,
+  [REDUCE] = function() end,                                    -- C does it all
+  [C.PS_ACT_NORM] = driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = driver.work[C.PS_ACT_UPDATE],
+}
+
+function Driver:actions(micros)
+  local list = {}
+  for micro = 0, micros - 1 do
+    list[#list + 1] = { FORWARD, 0, micro }
+    list[#list + 1] = { BACKWARD, 0, micro }
+    if self.engine.ranks then list[#list + 1] = { REDUCE, 0, micro } end
+  end
+  return list
+end
+
+function Driver:backwards() return state.of(self.engine).is.micro end
+
+function Driver:is_last()
+  local is = state.of(self.engine).is
+  return is.micro + 1 == is.n_micro
+end
+
+function Driver:weight(weight) return state.of(self.engine).is.weight + weight end
+
+-- Gradients that are added up are final after the last of several backwards only.
+function Driver:overlaps() return not self.engine.adds_up and state.of(self.engine).is.n_micro == 1 end
+
+function Driver:backward(loss, weight, factor, last)
+  local engine = self.engine
+  local how = overlap.backward(engine, weight, last)
+  actions.timed(engine, BACKWARD, how, weigh.root(engine, loss, weight, factor))
+  if state.of(engine).is.due.kind == REDUCE then actions.timed(engine, REDUCE) end
+end
+
+function Driver:compare() end
+
+function Driver:turn(loop)
+  local engine, given = self.engine, loop:draw()
+  loop.at = loop.at + 1
+  given = hooks.ask("batch", engine, given) or given
+  return batch.output(forward.train(engine, given, batch.on(given, engine.device, engine.device_name)))
+end
+
+function Driver:drain() end
+
+function Driver:look(loop)
+  if loop.at == loop.count then return nil end
+  local given = loop:draw()
+  loop.at = loop.at + 1
+  return forward.look(self.engine, given)
+end
+
+function Driver:abandon() end
+
+function Driver:refuse(text) return text end
+
+function Driver:close() end
+
+-- -- dry runs ---------------------------------------------------------------------------------------------------------
+local dry = {
+  [FORWARD] = function(engine, run, micro)
+    collector.in_dry_run(micro + 1)
+    local root = batch.loss(actions.perform(engine, FORWARD, nil, run.args))
+    if root == nil then error("the model gave no tensor", 0) end
+    run.root, run.gradient = root, nil
+    if root:numel() ~= 1 then
+      run.gradient = create.empty(root:shape(), { dtype = root:dtype(), device = root:device() })
+    end
+  end,
+  [BACKWARD] = function(engine, run, micro)
+    local how = overlap.backward(engine, 1, micro + 1 == state.of(engine).is.n_micro, true)
+    actions.perform(engine, BACKWARD, how, run.root, run.gradient)
+    run.root, run.gradient = nil, nil
+  end,
+  [REDUCE] = function(engine) actions.perform(engine, REDUCE) end,
+}
+
+function Driver:dry_run(args)
+  local is, run = state.of(self.engine).is, { args = args }
+  while dry[is.due.kind] do dry[is.due.kind](self.engine, run, is.due.micro) end
+end
+
+function Driver:end_dry() return false end
+
+--- The driver of an engine whose model is not cut.
+---@param engine ps.Engine
+---@return ps.engine.Driver
+function driver.new(engine) return setmetatable({ engine = engine }, Driver) end
+
+return driver

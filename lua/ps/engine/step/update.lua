@@ -1,0 +1,187 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- From the last backward of a step to its end: the norm of the gradients, optimizer:step(), and optimizer:zero_grad().
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+local types = require "ps.core.types"
+local actions = require "ps.engine.step.actions"
+local ending = require "ps.engine.step.ending"
+local overlap = require "ps.engine.step.overlap"
+local state = require "ps.engine.step.state"
+
+local step = {}
+
+local NORM, UPDATE = native.C.PS_ACT_NORM, native.C.PS_ACT_UPDATE
+--- This is added to a norm before max_norm is divided by it, as in torch.nn.utils.clip_grad_norm_.
+step.CLIP_EPS = 1e-6
+
+--- The norm of all gradients of the step, without the loss scale; 0 where no target counts. The first call performs
+--- the step's action, of all ranks together.
+---@param engine ps.Engine
+---@return number
+function step.norm(engine)
+  local s = state.of(engine)
+  if s.total == 0 then return 0 end
+  if s.norm == nil then s.norm = actions.timed(engine, NORM, nil, true) * engine.optimizer:grad_scale() end
+  return s.norm
+end
+
+--- The factor on gradients in the update that undoes the loss scale and the sum over micro-batches and ranks.
+---@param engine ps.Engine
+---@return number
+function step.unscale(engine) return engine.optimizer:grad_scale() end
+
+--- Refuses a call that needs the gradients of a whole step, which are there from its last backward to optimizer:step().
+---@param engine ps.Engine
+---@param call string of messages
+function step.check_gradients(engine, call)
+  native.check_running(call)
+  state.check_whole(engine)
+  local s = state.of(engine)
+  local is = s.is
+  if s.loop then
+    caller.error(call .. " came within a loop over micro-batches: it belongs after the loop, before optimizer:step()")
+  end
+  if is.micro == 0 then
+    caller.error(call .. ": there was no backward since the last step, so there are no gradients: it belongs between "
+      .. "model:backward(loss) and optimizer:step()")
+  end
+  if is.micro < is.n_micro then
+    caller.error(("%s after %d of %d micro-batches (gradient_accumulation_steps): it belongs after the last backward "
+      .. "of the step"):format(call, is.micro, is.n_micro))
+  end
+  if overlap.of(s) then caller.error(call .. ": " .. overlap.GONE) end
+  if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end
+end
+
+-- Norm, overflow and clipping. Returns the factor on gradients in the update; false: the step is skipped.
+local function measure(engine, s)
+  local opt, skipped = engine.optimizer, false
+  opt.grad_norm = nil
+  if s.total == 0 then
+    if s.measures then actions.timed(engine, NORM, nil, false) end
+    return false
+  end
+  local scale = opt:grad_scale()
+  if s.measures or s.norm then
+    local norm = step.norm(engine)
+    opt.grad_norm = norm
+    if not types.finite(norm) then
+      skipped = opt.checks_overflow
+      if not skipped and (s.measures or next(s.clipped)) then
+        error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
+      end
+    elseif opt.max_norm then
+      scale = scale * math.min(1, opt.max_norm / (norm + step.CLIP_EPS))
+    end
+  end
+  if opt.scaler then opt.scaler:update(skipped) end
+  return not skipped and scale
+end
+
+local function update(engine, s)
+  if s.scale == nil then
+    -- Sums of tied gradients, norms and owners go by different groups, in which a rank that is elsewhere is not heard.
+    engine.driver:compare "optimizer:step()"
+    s.scale = measure(engine, s)
+  end
+  local how = s.update_how
+  how.scale = s.scale or 1
+  if s.scale then engine.optimizer:settings_into(how, s.factors) else how.groups = nil end
+  actions.timed(engine, UPDATE, how, s.scale)
+end
+
+--- The norm of the gradients of some groups of the optimizer, once the step's last backward has run. The update then
+--- multiplies these gradients by max_norm / (norm + eps), where that is below 1. The step has to be one that measures a
+--- norm and does not clip by it: optimizer.max_norm was math.huge when it began.
+---@param engine ps.Engine
+---@param numbers integer[] of the groups, from 1, rising; each once a step
+---@param max_norm number
+---@param eps number
+---@return number norm without the loss scale; not finite where gradients, of whatever group, overflowed
+function step.clip(engine, numbers, max_norm, eps)
+  state.check_whole(engine)
+  local s, opt = state.of(engine), engine.optimizer
+  local is = s.is
+  if is.micro == 0 then caller.error(opt.NO_BACKWARD) end
+  if is.micro < is.n_micro then
+    caller.error(("the norm of gradients after %d of %d micro-batches (gradient_accumulation_steps): it comes behind "
+      .. "the last backward"):format(is.micro, is.n_micro))
+  end
+  for _, number in ipairs(numbers) do
+    if s.factors[number] then
+      caller.error(("the norm of the gradients of group %d was taken already: once a step"):format(number))
+    end
+  end
+  assert(s.measures and opt.max_norm == math.huge, "the step's table has a norm")
+  if s.scale == nil then
+    local ok, scale = pcall(measure, engine, s)
+    if not ok then
+      ending.give_up(engine)
+      error(scale, 0)
+    end
+    s.scale = scale
+  end
+  local norm = s.scale and opt:norm_of(numbers) * s.scale or opt.grad_norm
+  for _, number in ipairs(numbers) do s.factors[number] = s.scale and math.min(1, max_norm / (norm + eps)) or 1 end
+  return norm
+end
+
+--- One update, once backward of the step's last micro-batch has run; before that it does nothing. A step whose
+--- gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an update fails, another
+--- call updates the remaining parameters with the same factor on gradients.
+---@param engine ps.Engine
+---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
+function step.update(engine)
+  native.check_running "optimizer:step()"
+  local s = state.of(engine)
+  ending.check_no_loop(engine, "optimizer:step()")
+  if not (s.torn and s.torn.again) then state.check_whole(engine) end
+  local is, opt = s.is, engine.optimizer
+  if is.micro == 0 then caller.error(opt.NO_BACKWARD) end
+  local info = { skipped = false, accumulating = is.micro < is.n_micro }
+  if info.accumulating then return info end
+  local settings = opt:checked_settings()
+  if is.updating == 1 and settings ~= s.settings then
+    caller.error("the optimizer's settings were changed between backward and step(), but backward has updated "
+      .. "parameters already: change them after step(), or set overlap_optimizer = false")
+  end
+  s.settings = settings
+  local ok, problem = pcall(update, engine, s)
+  if not ok then
+    if is.updating == 1 and s.scale then ending.note_torn(engine, problem, true) else ending.give_up(engine) end
+    error(problem, 0)
+  end
+  info.skipped, info.grad_norm = s.scale == false, opt.grad_norm
+  if not info.skipped then opt.steps = opt.steps + 1 end
+  ending.finish(engine)
+  return info
+end
+
+--- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
+--- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
+--- step up, but not where parameters have been updated.
+---@param engine ps.Engine
+---@param call? string of messages, default "optimizer:zero_grad()"
+function step.zero_grad(engine, call)
+  call = call or "optimizer:zero_grad()"
+  native.check_running(call)
+  engine:check_open()
+  ending.check_no_loop(engine, call)
+  local s = state.of(engine)
+  local is = s.is
+  if is.micro > 0 and is.micro < is.n_micro then return end
+  if s.torn and s.torn.again then caller.error(s.torn.text) end
+  if overlap.of(s) then
+    caller.error(call .. ": the step cannot be given up any more: backward has updated the parameters already; call "
+      .. "optimizer:step(), or set overlap_optimizer = false")
+  end
+  if is.micro > 0 then return ending.give_up(engine) end
+  engine.optimizer:drop()
+  if s.half_restored then
+    s.half_restored = false
+    engine.masters:note()
+  end
+  s.cleared = is.open == 1                                      -- a forward that follows begins the step again
+end
+
+return step
