@@ -97,7 +97,8 @@ describe("measured parts", function()
   it("are the fastest run of each kind", function()
     local measure, count = require "ps.engine.pipeline.measure", require "ps.engine.pipeline.count"
     local model = ps.deferred(gpt2.new, { vocab_size = 64, n_positions = 8, n_embd = 16, n_layer = 4, n_head = 2 })
-    local args, list, clock, at = { model:example(1, 8) }, model:parts(), ps.now, 0
+    local process = require "ps.core.process"
+    local args, list, clock, at = { model:example(1, 8) }, model:parts(), process.now, 0
     local costs = count.parts(model, args)
     for i, part in ipairs(list) do
       local forward, runs = part.forward, 0
@@ -108,9 +109,9 @@ describe("measured parts", function()
       end
     end
     rawset(model, "parts", function() return list end)
-    ps.now = function() return at end
+    process.now = function() return at end
     local ok, seconds = pcall(measure.parts, model, costs, args, "cpu")
-    ps.now = clock
+    process.now = clock
     assert(ok, seconds)
     local forward = {}
     for i, part in ipairs(seconds) do

@@ -7,6 +7,7 @@ local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"
 local random_state = require "ps.dist.random_state"
 local native = require "ps.core.ffi"
+local process = require "ps.core.process"
 
 local measure = {}
 
@@ -27,17 +28,17 @@ end
 local function run(part, from, batch, device)
   local carry = {}
   for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
-  local begin = native.C.ps_now()
+  local begin = process.now()
   local out = part.forward(carry, batch)
   for _, t in pairs(out) do wait(t) end
-  local middle = native.C.ps_now()
+  local middle = process.now()
   for _, t in pairs(out) do
     if t:needs_grad() then
       scope.backward(t, create.zeros(t:shape(), { dtype = t:dtype(), device = device }))
       wait(t)
     end
   end
-  return middle - begin, native.C.ps_now() - middle
+  return middle - begin, process.now() - middle
 end
 
 -- The key of a part's kind: parts with the same counted costs are measured once.
