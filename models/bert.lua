@@ -295,7 +295,9 @@ end
 -- The modules of a model with a head besides its body, and the body's pooler.
 local function own_modules(model)
   local list = { model[model.prefix].pooler }
-  for _, key in ipairs(model._names) do if key ~= model.prefix then list[#list + 1] = model[key] end end
+  for path, module in model:named_modules() do
+    if path ~= "" and path ~= model.prefix and not path:find(".", 1, true) then list[#list + 1] = module end
+  end
   return list
 end
 

@@ -5,6 +5,7 @@ local ps = require "ps"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
+local registry = require "ps.nn.registry"
 local deferred = require "ps.nn.deferred"
 local shard = require "ps.tensor.shard"
 local nn, fails = ps.nn, check.fails_saying
@@ -188,8 +189,8 @@ describe("a shard of a model made without data", function()
   local function cases(model, count)
     local list = {}
     for at, module in model:named_modules() do
-      for _, key in ipairs(module._names) do
-        local t = module._kind[key] == "param" and module[key]
+      for key, t, kind in registry.members(module) do
+        t = kind == "param" and t
         local name = at .. "." .. key
         if t and name:find "c_attn" then list[name] = { module, key, { dim = t:dim() - 1, blocks = 3 } }
         elseif t and name:find "c_proj.weight" then list[name] = { module, key, { dim = 0 } }

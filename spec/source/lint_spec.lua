@@ -94,6 +94,17 @@ describe("the sources", function()
     end))
   end)
 
+  it("reach the members of a module through lua/ps/nn/registry.lua", function()
+    assert.same({}, complaints(function(line, path)
+      if not path:match "%.lua$" or path:match "^lua/ps/nn/" then return end
+      for _, field in ipairs { "_names", "_kind", "_fields" } do
+        if line:find("[%w_%])]%." .. field .. "%f[^%w_]") then
+          return field .. ": registry.members, walk, tensors, kind and put of ps.nn.registry do this"
+        end
+      end
+    end))
+  end)
+
   -- Programs ask an error's fields (ps.Error), since its text is for people and may change. Cutting it is no reading:
   -- its first line, and what io.open puts in front. caller.lua knows the places that Lua itself puts there.
   it("do not read what errors say", function()

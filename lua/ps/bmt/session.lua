@@ -12,6 +12,7 @@ local build = require "ps.engine.layout.build"
 local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
+local registry = require "ps.nn.registry"
 local dist = require "ps.dist"
 local engines = require "ps.engine"
 local hooks = require "ps.core.hooks"
@@ -311,8 +312,8 @@ local function stages_for(self, module)
   local pipe = self.pipe
   if not pipe then return nil end
   for path, owner in module:named_modules() do
-    for key, value in pairs(owner._fields) do
-      local stage = scope.is_tensor(value) and pipe.stage_of[value]
+    for key, value in registry.tensors(owner) do
+      local stage = pipe.stage_of[value]
       if stage and pipe.inside[owner] ~= stage then
         error(("%s%s is a parameter of a block of stage %d, too: blocks of a PipelineTransformerBlockList share no "
           .. "parameters with what is outside"):format(path == "" and "" or path .. ".", tostring(key), stage))

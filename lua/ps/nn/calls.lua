@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names for the modules that were called, which events and tensors have by number.
 local core = require "ps.nn.module"
+local registry = require "ps.nn.registry"
 
 local function join(path, name) return path == "" and tostring(name) or path .. "." .. tostring(name) end
 
@@ -9,12 +10,12 @@ local function join(path, name) return path == "" and tostring(name) or path .. 
 return function()
   local called, above, names = core.called, {}, {}
   for _, module in pairs(called) do
-    for _, name in ipairs(module._names) do
-      if module._kind[name] == "module" then above[module._fields[name]] = { module, name } end
+    for name, child, kind in registry.members(module) do
+      if kind == "module" then above[child] = { module, name } end
     end
     for path, inner in module:named_modules() do
-      for _, name in ipairs(inner._names) do
-        if inner._kind[name] == "module" then above[inner._fields[name]] = { inner, name, path } end
+      for name, child, kind in registry.members(inner) do
+        if kind == "module" then above[child] = { inner, name, path } end
       end
     end
   end

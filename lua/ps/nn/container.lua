@@ -194,8 +194,8 @@ end
 ---@param element ps.nn.Module
 ---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
-  for _, key in ipairs(element._names) do
-    if element._kind[key] == "module" then return true end
+  for _, _, kind in registry.members(element) do
+    if kind == "module" then return true end
   end
   return false
 end

@@ -18,6 +18,7 @@ local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local core = require "ps.nn.module"
 local array = require "ps.core.array"
+local registry = require "ps.nn.registry"
 local rectangles = require "ps.core.rectangles"
 local shard = require "ps.tensor.shard"
 local ffi, C, own = native.ffi, native.C, native.own
@@ -381,11 +382,10 @@ local function tensors_of(model)
   end
   local rest = {}
   for path, module in model:named_modules() do
-    for key, value in pairs(module._fields) do
-      if scope.is_tensor(value) and not seen[address(value)] then
+    for key, value, kind in registry.tensors(module) do
+      if not seen[address(value)] then
         seen[address(value)] = true
-        rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value,
-          kind = module._kind[key] }
+        rest[#rest + 1] = { name = (path == "" and "" or path .. ".") .. tostring(key), tensor = value, kind = kind }
       end
     end
   end

@@ -45,7 +45,7 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---  so that each assignment is seen
 local Module = foreign.stand({ class_name = "Module" }, "module")
 
-local is_tensor = scope.is_tensor
+local is_tensor, walk = scope.is_tensor, registry.walk
 
 --- Whether a value is a module.
 ---@param value any
@@ -159,9 +159,9 @@ end
 
 local function show(self, indent)
   local lines, extra = {}, self:extra_repr()
-  for _, name in ipairs(self._names) do
-    if self._kind[name] == "module" then
-      lines[#lines + 1] = ("%s  (%s): %s"):format(indent, name, show(self[name], indent .. "  "))
+  for name, child, kind in registry.members(self) do
+    if kind == "module" then
+      lines[#lines + 1] = ("%s  (%s): %s"):format(indent, name, show(child, indent .. "  "))
     end
   end
   if #lines == 0 then return ("%s(%s)"):format(self.class_name, extra) end
@@ -254,18 +254,6 @@ function Module:buffer(name, tensor)
   return tensor
 end
 
--- Calls fn(full name, value, kind, owner, key) for everything registered below `self`, in order.
-local function walk(self, prefix, fn)
-  for _, key in ipairs(self._names) do
-    local value, kind = self._fields[key], self._kind[key]
-    if value ~= nil then
-      local name = prefix .. tostring(key)
-      fn(name, value, kind, self, key)
-      if kind == "module" then walk(value, name .. ".", fn) end
-    end
-  end
-end
-
 -- Refuses modules and parameters in plain tables. Looks again only when something was registered since.
 local function check_owned(self)
   if rawget(self, "_checked") == exports.changes then return end
@@ -280,7 +268,7 @@ local function check_owned(self)
     end
   end
   check(self, "")
-  walk(self, "", function(name, value, kind) if kind == "module" then check(value, name) end end)
+  walk(self, function(name, value, kind) if kind == "module" then check(value, name) end end)
   rawset(self, "_checked", exports.changes)
 end
 
@@ -288,7 +276,7 @@ end
 local function tensors_of(self, kind)
   check_owned(self)
   local list, seen = {}, {}
-  walk(self, "", function(name, value, what)
+  walk(self, function(name, value, what)
     if what ~= "module" and (not kind or what == kind) and not seen[address(value)] then
       seen[address(value)] = name
       list[#list + 1] = { name = name, tensor = value }
@@ -337,7 +325,7 @@ function Module:summary() return summary(self) end
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()
   local list = { { name = "", tensor = self } }
-  walk(self, "", function(name, value, kind)
+  walk(self, function(name, value, kind)
     if kind == "module" then list[#list + 1] = { name = name, tensor = value } end
   end)
   return iterate(list)
@@ -359,8 +347,8 @@ require "ps.nn.aliases"(Module)
 ---@param fn fun(module: ps.nn.Module)
 ---@return ps.nn.Module self
 function Module:apply(fn)
-  for _, key in ipairs(self._names) do
-    if self._kind[key] == "module" then self[key]:apply(fn) end
+  for _, child, kind in registry.members(self) do
+    if kind == "module" then child:apply(fn) end
   end
   fn(self)
   return self
@@ -384,9 +372,8 @@ function Module:eval() return self:train(false) end
 ---@return integer count blocks
 function Module:recompute_blocks(on)
   local count = 0
-  for _, key in ipairs(self._names) do
-    if self._kind[key] == "module" then
-      local child = self[key]
+  for _, child, kind in registry.members(self) do
+    if kind == "module" then
       if self.holds_blocks and child.forward ~= Module.forward and self:holds_blocks(child) then
         rawset(child, "recomputes", on ~= false or nil)
         count = count + 1
@@ -432,7 +419,7 @@ function Module:to(target, ...)
   check_owned(self)
   local moved, dtype, device = {}, target.dtype and native.dtype_code(target.dtype), target.device
   device = device and native.device_index(device)
-  walk(self, "", function(name, tensor, kind, owner, key)
+  walk(self, function(name, tensor, kind, owner, key)
     if kind == "module" then return end
     local stays = not dtype or tensor.dtype_ == dtype or not floating[tensor:dtype()]
     if stays and (not device or tensor.device_ == device) then return end
@@ -508,7 +495,7 @@ end
 -- A tied tensor takes the first of its names that the source has.
 local function plan_load(self, source, shape_of, elsewhere, state)
   local entries, by_address, known, wrong, kinds = {}, {}, {}, {}, {}
-  walk(self, "", function(name, tensor, kind)
+  walk(self, function(name, tensor, kind)
     if kind == "module" then return end
     known[name] = true
     local entry = by_address[address(tensor)]

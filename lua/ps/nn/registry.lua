@@ -5,6 +5,11 @@
 -- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from the left, and assigns from
 -- the right: it assigns b before a. So members that one line assigns one after the other, with no module and no
 -- parameter made in between, are put into the order in which they were made.
+--
+-- Files outside of lua/ps/nn/ reach the members of a module only through this file: registry.walk, members, tensors,
+-- kind and put.
+local is_tensor = require("ps.core.scope").is_tensor
+
 local registry = {}
 
 ---@class ps.nn.Registered a module, as far as this file knows it
@@ -110,5 +115,59 @@ function registry.add(self, name, kind, value, level)
   end
   table.insert(names, at, name)
 end
+
+--- `for key, value, kind in registry.members(module) do`: what a module itself has registered, in order.
+---@param module ps.nn.Registered
+---@return fun(): any, ps.nn.Module|ps.Tensor|nil, string?
+function registry.members(module)
+  local i = 0
+  return function()
+    local key, value
+    repeat
+      i = i + 1
+      key = module._names[i]
+      value = module._fields[key]
+    until key == nil or value ~= nil
+    return key, value, module._kind[key]
+  end
+end
+
+--- Calls fn(full name, value, kind, owner, key) for everything that is registered below a module, in order. A module
+--- comes before its members.
+---@param module ps.nn.Registered
+---@param fn fun(name: string, value: ps.nn.Module|ps.Tensor, kind: string, owner: ps.nn.Module, key: any)
+---@param prefix? string goes before names
+function registry.walk(module, fn, prefix)
+  prefix = prefix or ""
+  for key, value, kind in registry.members(module) do
+    local name = prefix .. tostring(key)
+    fn(name, value, kind, module, key)
+    if kind == "module" then registry.walk(value, fn, name .. ".") end
+  end
+end
+
+--- `for key, tensor, kind in registry.tensors(module) do`: the tensors of a module itself, in no order: parameters,
+--- buffers, and those in plain fields, whose kind is nil.
+---@param module ps.nn.Registered
+---@return fun(): any, ps.Tensor?, string?
+function registry.tensors(module)
+  local key, value
+  return function()
+    repeat key, value = next(module._fields, key) until key == nil or is_tensor(value)
+    return key, value, module._kind[key]
+  end
+end
+
+--- How a module has registered a name: "module", "param", "buffer"; nil: it has not.
+---@param module ps.nn.Registered
+---@param key any
+---@return string?
+function registry.kind(module, key) return module._kind[key] end
+
+--- Puts a tensor in the place of another one, whose registration stays.
+---@param module ps.nn.Registered
+---@param key any
+---@param tensor ps.Tensor
+function registry.put(module, key, tensor) module._fields[key] = tensor end
 
 return registry

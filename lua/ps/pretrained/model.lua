@@ -19,6 +19,7 @@ local copied = require "ps.core.copied"
 local core = require "ps.nn.module"
 local cut = require "ps.nn.saved"
 local init = require "ps.nn.weights"
+local registry = require "ps.nn.registry"
 local files_of = require "ps.pretrained.files"
 local folder = require "ps.pretrained.folder"
 local parallel = require "ps.pretrained.parallel"
@@ -180,7 +181,7 @@ local function resize(owner, key, n, fill)
   end
   local kept = math.min(n, shape[1])
   shape[1] = n
-  local is_buffer = owner._kind[key] == "buffer"
+  local is_buffer = registry.kind(owner, key) == "buffer"
   local new = create.empty(shape, { dtype = old:dtype(), device = old:device() })
   scope.no_grad(function()
     new:narrow(0, 0, kept):copy_(old:detach():narrow(0, 0, kept))

@@ -4,6 +4,7 @@
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local core = require "ps.nn.module"
+local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
 local layout = require "ps.engine.layout.pack"
 local kinds = require "ps.core.kinds"
@@ -82,23 +83,16 @@ end
 -- the model, from 0.
 local function parameters(module)
   local list, by_address = {}, {}
-  local function walk(at, prefix)
-    for _, key in ipairs(at._names) do
-      local value, kind = at._fields[key], at._kind[key]
-      if kind == "module" then
-        walk(value, prefix .. tostring(key) .. ".")
-      elseif kind == "param" and value ~= nil then
-        local entry = by_address[address(value)]
-        if not entry then
-          entry = { name = prefix .. tostring(key), tensor = value, number = #list, places = {} }
-          by_address[address(value)] = entry
-          list[#list + 1] = entry
-        end
-        entry.places[#entry.places + 1] = { at, key }
-      end
+  registry.walk(module, function(name, value, kind, owner, key)
+    if kind ~= "param" then return end
+    local entry = by_address[address(value)]
+    if not entry then
+      entry = { name = name, tensor = value, number = #list, places = {} }
+      by_address[address(value)] = entry
+      list[#list + 1] = entry
     end
-  end
-  walk(module, "")
+    entry.places[#entry.places + 1] = { owner, key }
+  end)
   return list
 end
 
@@ -157,7 +151,7 @@ local function place_param(entry, ids, offset, where)
   core.Parameter(param)
   shard.move(old, param)
   if not trains then param:requires_grad(false) end
-  for _, at in ipairs(entry.places) do at[1]._fields[at[2]] = param end
+  for _, at in ipairs(entry.places) do registry.put(at[1], at[2], param) end
   if trains and ids.mine then
     adopt(old, "fp32", ids, "param_fp32", offset, name)
     old:requires_grad(false)

@@ -13,6 +13,7 @@ local scope = require "ps.core.scope"
 local views = require "ps.memory.views"
 local native = require "ps.core.ffi"
 local core = require "ps.nn.module"
+local registry = require "ps.nn.registry"
 local random_state = require "ps.dist.random_state"
 local C = native.C
 local bit = require "bit"
@@ -122,15 +123,15 @@ function count.stand_in(modules, device, precision)
   local standing, places, seen = {}, {}, {}
   for _, module in ipairs(modules) do
     for _, m in module:named_modules() do
-      for key, value in pairs(seen[m] and {} or m._fields) do
-        if scope.is_tensor(value) then places[#places + 1] = { m, key, value } end
+      if not seen[m] then
+        for key, value, kind in registry.tensors(m) do places[#places + 1] = { m, key, value, kind } end
       end
       seen[m] = true
     end
   end
   for _, at in ipairs(places) do
-    local m, key, value = unpack(at)
-    local is_param = m._kind[key] == "param"
+    local m, key, value, kind = unpack(at, 1, 4)
+    local is_param = kind == "param"
     local stand = standing[core.address(value)]
     if not stand then
       local dtype = value:dtype()
@@ -139,9 +140,9 @@ function count.stand_in(modules, device, precision)
       if is_param and value:needs_grad() then stand:requires_grad(true) end
       standing[core.address(value)] = stand:keep()
     end
-    m._fields[key] = stand
+    registry.put(m, key, stand)
   end
-  return function() for _, at in ipairs(places) do at[1]._fields[at[2]] = at[3] end end
+  return function() for _, at in ipairs(places) do registry.put(at[1], at[2], at[3]) end end
 end
 
 -- A copy of the arguments with all tensors on meta, those in tables too.

@@ -7,6 +7,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
+local registry = require "ps.nn.registry"
 local optim = require "ps.optim"
 local optim_groups = require "ps.optim.groups"
 local adopt = require "ps.engine.state.adopt"
@@ -99,26 +100,19 @@ function PlainOptimizer:set_updates(i, t) self.engine.built.list[i].entry.t = t 
 -- Parameters of fp32 become the configuration's type; their fp32 values go on as masters.
 local function convert(module, precision)
   local made, replaced = {}, {}
-  local function walk(at)
-    for _, key in ipairs(at._names) do
-      local value, kind = at._fields[key], at._kind[key]
-      if kind == "module" then
-        walk(value)
-      elseif kind == "param" and value ~= nil and value:dtype() == "fp32" and precision ~= "fp32" then
-        local from = core.address(value)
-        if not replaced[from] then
-          local trains = value:needs_grad()
-          local copy = core.Parameter(scope.no_grad(function() return value:detach():to(precision) end))
-          copy:requires_grad(trains)
-          value:requires_grad(false)
-          replaced[from] = copy
-          made[core.address(copy)] = value
-        end
-        at._fields[key] = replaced[from]
-      end
+  registry.walk(module, function(_, value, kind, owner, key)
+    if kind ~= "param" or value:dtype() ~= "fp32" or precision == "fp32" then return end
+    local from = core.address(value)
+    if not replaced[from] then
+      local trains = value:needs_grad()
+      local copy = core.Parameter(scope.no_grad(function() return value:detach():to(precision) end))
+      copy:requires_grad(trains)
+      value:requires_grad(false)
+      replaced[from] = copy
+      made[core.address(copy)] = value
     end
-  end
-  walk(module)
+    registry.put(owner, key, replaced[from])
+  end)
   return made
 end
 

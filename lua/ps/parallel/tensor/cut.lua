@@ -32,6 +32,7 @@ local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
+local registry = require "ps.nn.registry"
 local hooks = require "ps.core.hooks"
 local shard = require "ps.tensor.shard"
 local scope = require "ps.core.scope"
@@ -59,9 +60,7 @@ local function each_match(module, names, i, path, fn)
     if i == #names then fn(child, module, key, at) else each_match(child, names, i + 1, at, fn) end
   end
   if name == "*" then
-    for _, key in ipairs(module._names) do
-      if module._kind[key] == "module" then go(module[key], key) end
-    end
+    for key, child in registry.members(module) do go(child, key) end
     return
   end
   local key = tonumber(name) or name
@@ -151,10 +150,8 @@ local function check_class(claim, classes, what)
     for name in pairs(classes) do names[#names + 1] = "nn." .. name end
     table.sort(names)
     local own = {}
-    for _, key in ipairs(claim.module._names) do
-      if claim.module._kind[key] == "module" and classes[claim.module[key].class_name] ~= nil then
-        own[#own + 1] = tostring(key)
-      end
+    for key, child, kind in registry.members(claim.module) do
+      if kind == "module" and classes[child.class_name] ~= nil then own[#own + 1] = tostring(key) end
     end
     local advice = #own == 0 and "" or (". In place of %s the table should name what is cut of the products in it: %s")
       :format(claim.named, table.concat(own, ", "))
@@ -290,16 +287,16 @@ end
 -- region they see all rows, on all ranks; the gradient then counts once.
 local function partial_inside(cut, module)
   local names, region = {}, cut.region
-  for _, key in ipairs(module._names) do
-    if module._kind[key] == "param" and not shard.of(module[key]) then
-      shard.set_partial(module[key])
+  for key, value, kind in registry.members(module) do
+    if kind == "param" and not shard.of(value) then
+      shard.set_partial(value)
       names[#names + 1] = key
     end
   end
   if #names == 0 or module.class_name == "RowParallelLinear" then return end      -- which does the same with its bias
   local forward = module.forward
   local function restore(fields, ok, ...)
-    for key, t in pairs(fields) do module._fields[key] = t end
+    for key, t in pairs(fields) do registry.put(module, key, t) end
     if not ok then error((...), 0) end
     return ...
   end
@@ -307,8 +304,8 @@ local function partial_inside(cut, module)
     if region.on or not scope.grad_enabled() then return forward(self, ...) end
     local fields = {}
     for _, key in ipairs(names) do
-      fields[key] = self._fields[key]
-      self._fields[key] = region:once(fields[key])
+      fields[key] = self[key]
+      registry.put(self, key, region:once(fields[key]))
     end
     return restore(fields, pcall(forward, self, ...))
   end)
