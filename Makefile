@@ -6,7 +6,7 @@ STEPS ?=
 DATA ?=
 OUT ?= out/train
 
-.PHONY: all setup setup-cluster build build-all cuda test test-cluster test-oracle test-isa prove-cuda train \
+.PHONY: all setup setup-cluster build build-all cuda test check test-cluster test-oracle test-isa prove-cuda train \
   install clean bench c-tests-sanitized asan tsan fuzz
 
 all: build
@@ -51,6 +51,10 @@ build-all: setup
 
 test: build-all
 	@tools/test.sh $(BUILD)
+
+# Something of every folder of spec/, in under three minutes: before a commit.
+check: build
+	@tools/test.sh $(BUILD) $$(grep -v '^#' spec/check.txt)
 
 # Real mpirun, srun and torchrun, and two hosts in network namespaces.
 test-cluster: build-all setup-cluster

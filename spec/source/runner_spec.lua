@@ -36,6 +36,50 @@ describe("the runner of specs", function()
     end)
   end
 
+  it("has specs that README.md lists, each in its folder, and check.txt something of every folder", function()
+    local listed, missing, folder_of, checked = {}, {}, {}, {}
+    local at
+    for line in check.read(paths.root .. "/spec/README.md"):gmatch "[^\n]+" do
+      local in_folder, name = line:match "^| (%l*) ?| `([%w_]+)` |"
+      if name then
+        if in_folder ~= "" then at = in_folder end
+        listed[at .. "/" .. name] = true
+      end
+    end
+    local p = assert(io.popen(("'%s' '%s/spec/run.lua' --list"):format(paths.exe, paths.root)))
+    for path in p:lines() do
+      local in_folder, name = path:match "spec/(%l+)/([%w_]+)_spec%.lua$"
+      if not listed[in_folder .. "/" .. name] then missing[#missing + 1] = path end
+      listed[in_folder .. "/" .. name] = nil
+      folder_of[name], checked[in_folder] = in_folder, checked[in_folder] or false
+    end
+    p:close()
+    assert.same({}, missing)
+    assert.is_nil(next(listed))
+    for name in check.read(paths.root .. "/spec/check.txt"):gsub("#[^\n]*", ""):gmatch "[%w_]+" do
+      checked[folder_of[name]] = true
+    end
+    for name, has in pairs(checked) do assert.truthy(has, name) end
+  end)
+
+  it("refuses a list that names no spec", function()
+    local tree = folder .. "/lists"
+    assert(os.execute(("mkdir -p '%s/spec/a' && cp '%s/spec/run.lua' '%s/spec/'"):format(tree, paths.root, tree)) == 0)
+    check.write(tree .. "/spec/a/there_spec.lua", 'it("a", function() end)')
+    for _, list in ipairs { "alone.txt", "computing.txt", "check.txt" } do
+      check.write(tree .. "/spec/" .. list, "there\n")
+    end
+    local function run()
+      local p = assert(io.popen(("'%s' '%s/spec/run.lua' --list 2>&1"):format(paths.exe, tree)))
+      local text = p:read "*a"
+      p:close()
+      return text
+    end
+    assert.matches("spec/a/there_spec.lua\n$", run())
+    check.write(tree .. "/spec/computing.txt", "# moved\ngone far\n")
+    assert.matches("computing.txt names 'gone', and there is no such spec", run())
+  end)
+
   it("sums up what was skipped, by reason, in the lines before the last", function()
     local build = paths.exe:match "^(.*)/"
     local p = assert(io.popen(("cd '%s' && CI= PS_TEST_ISA=none tools/test.sh '%s' '%s/skips_spec.lua' "
