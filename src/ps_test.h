@@ -24,6 +24,9 @@ void ps_test_fail_file(int64_t nth, int64_t count, int code);
 int64_t ps_test_fail_file_left(void);
 /* The next action of this kind and micro-batch of a step waits `seconds` once it has begun, and raises the signal. */
 void ps_test_signal(int kind, int micro, double seconds, int signal);
+/* The end of a group waits up to `seconds` until its peers have heard its last words; negative: as long as usual. With
+ * more than a test may take, an end that waits for a peer which has heard them cannot pass for a slow machine. */
+void ps_test_linger(double seconds);
 /* The clock of recorded events is wrong by this much from now on, as that of another machine may be. */
 void ps_test_record_skew(int64_t ns);
 

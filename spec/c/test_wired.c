@@ -8,7 +8,7 @@
 #include <signal.h>
 
 #ifdef PS_HAVE_GLOO
-enum { N = WIRE_N, SOON_S = 20 };
+enum { N = WIRE_N };
 
 static pthread_barrier_t meeting;          /* of the ranks' threads */
 
@@ -31,7 +31,7 @@ static bool says(const char *word) { return strstr(ps_error_message(), word) != 
 /* Waits until this rank's communicator has given up what was under way; the error stays. */
 static bool loses(struct sides *s)
 {
-    double until = ps_now() + SOON_S;
+    double until = ps_now() + PROMPT_S;
     while (wire_lost(s->be, false) == 0 && ps_now() < until) usleep(1000);
     return wire_lost(s->be, false) < 0;
 }
@@ -312,24 +312,24 @@ int main(void)
 {
     signal(SIGPIPE, SIG_IGN);
 #ifdef PS_HAVE_GLOO
-    with_ranks(3, 20, 0, 1, in_a_row);
+    with_ranks(3, FAR_S, 0, 1, in_a_row);
     pace_us = 12000;
     with_ranks(2, 0.5, 0, 0, slowly);
     hub_hit = 1, memory_us = 200000;
-    with_ranks(2, 20, 0, 1, two_groups);
-    with_ranks(2, 20, 0, 1, closed);
+    with_ranks(2, FAR_S, 0, 1, two_groups);
+    with_ranks(2, FAR_S, 0, 1, closed);
     hub_hit = 1;
-    with_ranks(2, 20, 1, 0, next_call);
+    with_ranks(2, FAR_S, 1, 0, next_call);
     hub_hit = 1;
-    with_ranks(2, 20, 1, 0, next_op);
+    with_ranks(2, FAR_S, 1, 0, next_op);
     with_ranks(2, 0.5, 0, 1, next_read);
     with_ranks(2, 0.5, 0, 1, job_stalls);
     break_code = PS_EBACKEND, break_rank = 1;
-    with_ranks(2, 20, 1, 0, settled);
+    with_ranks(2, FAR_S, 1, 0, settled);
     break_code = PS_EBACKEND, break_rank = 1, stall_at = 1;
-    with_ranks(2, 20, 0, 1, beside_a_call);
+    with_ranks(2, FAR_S, 0, 1, beside_a_call);
     break_code = PS_EBACKEND, break_rank = 1;
-    with_ranks(2, 20, 1, 0, job_first);
+    with_ranks(2, FAR_S, 1, 0, job_first);
 #endif
     return end_checks();
 }

@@ -2,13 +2,13 @@
 -- `make test-cluster`: a small training (train.lua) under the real launchers, and on two hosts in network namespaces,
 -- gives one process's losses; a cut link, a killed rank and what cannot work end every rank in bounded time. What this
 -- machine lacks is skipped by name. Each run has a process namespace of its own, if that can be had, and a time limit.
-local ps = require "ps"
 local paths = require "ps.paths"
 
 local no_gloo = require("spec.ranks_lib").no_gloo()
 local here = paths.root .. "/spec/cluster"
 local ABSENT = 77                         -- exit code of a script in this folder: what it starts cannot be had here
-local LIMIT_S = 60                        -- of a run
+local LIMIT_S = 100                       -- of a run: it ends what hangs
+local FAR_S = 10 * LIMIT_S                -- time-out of groups that end by something else, so that no end waits for it
 local folder
 
 local function sh(command) return os.execute(command .. " >/dev/null 2>&1") == 0 end
@@ -33,19 +33,18 @@ local FUNCTIONS = [[
   free_port() { $PSLUAJIT -e 'print((assert(require("ps.launch.port").free())))'; }
 ]]
 
---- Runs a shell script, with `before` in front of its shell: its output, exit code and the seconds it took.
+--- Runs a shell script, with `before` in front of its shell: its output and exit code.
 ---@param script string
 ---@param before? string
 local function run(script, before)
   local path = write("case.sh", FUNCTIONS .. script)
-  local start = ps.now()
   local p = assert(io.popen(("cd %s && timeout -k 1 %d %s env -i PATH=\"$PATH\" HOME=%s OMP_NUM_THREADS=1 "
     .. "OMP_WAIT_POLICY=passive TRAIN=%s/train.lua PSLUAJIT=%s LAUNCH='%s %s/tools/launch.lua' HERE=%s MARKS=%s %s "
     .. "sh %s 2>&1 </dev/null; echo \"|$?\""):format(folder, LIMIT_S, contained, folder, here, paths.exe, paths.exe,
     paths.root, here, folder, before or "", path)))
   local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
-  return text, tonumber(code), ps.now() - start
+  return text, tonumber(code)
 end
 
 local function losses(text)
@@ -121,12 +120,12 @@ describe("a training", function()
       return
     end
 
-    --- `alpha` and `beta` run at once, each on its host; then `middle`. What each said and its exit code, the seconds
-    --- all took, and how many bytes alpha received over the link.
+    --- `alpha` and `beta` run at once, each on its host; then `middle`. What each said and its exit code, and how
+    --- many bytes alpha received over the link.
     local function two(alpha, beta, middle)
       write("alpha.sh", alpha)
       write("beta.sh", beta)
-      local text, code, seconds = run(([[
+      local text, code = run(([[
         cd $MARKS && rm -f rank.*
         sh alpha.sh >alpha.out 2>&1 & alpha=$!
         $ON_BETA sh beta.sh >beta.out 2>&1 & beta=$!
@@ -138,13 +137,13 @@ describe("a training", function()
       ]]):format(middle or ""), here .. "/two_hosts.sh")
       local said_a, said_b, a, b, bytes = text:match("^(.*)|\n(.*)|(%d+) (%d+)\nreceived (%d+)\n$")
       if code ~= 0 or not bytes then error(("exit code %d: %s"):format(code, text), 2) end
-      return { text = said_a, code = tonumber(a) }, { text = said_b, code = tonumber(b) }, seconds, tonumber(bytes)
+      return { text = said_a, code = tonumber(a) }, { text = said_b, code = tonumber(b) }, tonumber(bytes)
     end
 
     local function launchers(options, middle, variables)
       local command = "%s $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --master-port 29500 --grace 3 --node-rank %d %s "
         .. "$TRAIN"
-      variables = variables or middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=30" or ""
+      variables = variables or middle and "PS_CLUSTER_MARKS=$MARKS PS_CLUSTER_TIMEOUT=" .. FAR_S or ""
       return two(command:format(variables, 0, options), command:format(variables, 1, options), middle)
     end
 
@@ -153,7 +152,7 @@ describe("a training", function()
 
     for stage = 0, 3 do
       it(("has one process's losses over the link, stage %d"):format(stage), function()
-        local alpha, beta, _, bytes = launchers("--nproc-per-node 2", nil, "PS_CLUSTER_STAGE=" .. stage)
+        local alpha, beta, bytes = launchers("--nproc-per-node 2", nil, "PS_CLUSTER_STAGE=" .. stage)
         assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
         as_one(alpha.text, "torchrun", 4)
         assert.equal("", beta.text)
@@ -203,21 +202,19 @@ describe("a training", function()
     end)
 
     it("ends on both when a rank is killed", function()
-      local alpha, beta, seconds = launchers("--nproc-per-node 1", TRAINING .. "kill -9 $(cat rank.1)")
+      local alpha, beta = launchers("--nproc-per-node 1", TRAINING .. "kill -9 $(cat rank.1)")
       assert.equal(1, alpha.code, alpha.text)
       assert.equal(128 + 9, beta.code, beta.text)
       assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 %(beta%) died", alpha.text)
       assert.matches("rank 1 .* failed first, .*killed by signal 9", beta.text)
-      assert.is_true(seconds < 20)
     end)
 
     it("ends on both when the link is cut", function()
-      local alpha, beta, seconds = launchers("--nproc-per-node 1", TRAINING .. "ip link set ps0 down")
+      local alpha, beta = launchers("--nproc-per-node 1", TRAINING .. "ip link set ps0 down")
       assert.equal(1, alpha.code, alpha.text)
       assert.equal(1, beta.code, beta.text)
       assert.matches("\n%[0%] [^\n]*psluajit: [^\n]*rank 1 %(beta%) is silent", alpha.text)
       assert.matches("^%[1%] [^\n]*psluajit: [^\n]*rank 0 %(alpha%) is silent", beta.text)
-      assert.is_true(seconds < 25)
     end)
 
     it("goes on after a killed rank when both launchers start their ranks again", function()
@@ -229,14 +226,13 @@ describe("a training", function()
     end)
 
     it("ends on both when the nodes do not agree on the number of ranks", function()
-      local command = "PS_CLUSTER_TIMEOUT=6 $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --grace 3 --node-rank %d "
+      local command = "PS_CLUSTER_TIMEOUT=%d $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --grace 3 --node-rank %d "
         .. "--nproc-per-node %d $TRAIN"
-      local alpha, beta, seconds = two(command:format(0, 1), command:format(1, 2))
+      local alpha, beta = two(command:format(FAR_S, 0, 1), command:format(FAR_S, 1, 2))
       assert.same({ 1, 1 }, { alpha.code, beta.code }, alpha.text .. beta.text)
       for _, said in ipairs { alpha.text, beta.text } do
         assert.matches("a process %(rank [23]%) says that there are 4 ranks, rank 0 says 2", said)
       end
-      assert.is_true(seconds < 20)
     end)
   end)
 end)

@@ -3,12 +3,13 @@
 #define _GNU_SOURCE
 #include "rendezvous/net.h"
 #include "base/error.h"
-#include "ps.h"
+#include "ps_test.h"
 #include <errno.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,6 +18,15 @@
 #include <unistd.h>
 
 static const double ONE_OF_MANY_S = 3;
+static _Atomic double linger_s = -1;       /* negative: the usual seconds */
+
+void ps_test_linger(double seconds) { atomic_store(&linger_s, seconds); }
+
+double ps_net_linger_s(double usual)
+{
+    double given = atomic_load(&linger_s);
+    return given < 0 ? usual : given;
+}
 
 int ps_net_ready(int fd, short events, double until)
 {

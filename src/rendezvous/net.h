@@ -22,6 +22,9 @@ int ps_net_ready(int fd, short events, double until);
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
 /* Sends or receives exactly nbytes: 1; the time is over: 0; the other end hung up, or the socket failed: -1. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
+/* Seconds for which an end waits until the peers have heard its last words, at most: `usual`, or those of
+ * ps_test_linger. */
+double ps_net_linger_s(double usual);
 /* The numeric address of this end, or of the other one. */
 int ps_net_address(int fd, bool peer, char *text, size_t room);
 #endif

@@ -461,7 +461,7 @@ static bool more_to_tell(const ps_store_server *s)
 void ps_store_stop(ps_store_server *s, bool failed)
 {
     if (!s) return;
-    double until = ps_now() + (failed ? PS_STORE_LINGER_S : 0);
+    double until = ps_now() + (failed ? ps_net_linger_s(PS_STORE_LINGER_S) : 0);
     while (ps_now() < until && more_to_tell(s)) poll(NULL, 0, 10);
     while (write(s->wake[1], "", 1) < 0 && errno == EINTR) { }
     pthread_join(s->thread, NULL);

@@ -473,7 +473,7 @@ static void leave(ps_watch *w)
     for (int r = 0; r < w->size; r++) if (w->peers[r]) post_places(w, w->peers[r]);
     post_all(w, (watch_message){ .kind = WATCH_BYE, .code = over ? w->code : 0, .peer = w->blamed },
              over ? w->verdict : NULL);
-    for (double until = ps_now() + LINGER_S;;) {
+    for (double until = ps_now() + ps_net_linger_s(LINGER_S);;) {
         int open = 0;
         double left = until - ps_now();
         for (int r = 0; r < w->size; r++) {
@@ -873,7 +873,7 @@ void ps_groups_end(const char *why)
             if (why) first_line(why, w->last_words, sizeof w->last_words);
             w->farewell = why ? WATCH_FAILED : WATCH_GONE;
             wake(w);
-            wait_for(w, 2 * LINGER_S, farewell_said);
+            wait_for(w, 2 * ps_net_linger_s(LINGER_S), farewell_said);
         }
         pthread_mutex_unlock(&w->lock);
     }
