@@ -169,4 +169,59 @@ function agree.same(group, what, list)
   end
 end
 
+-- -- numbers ----------------------------------------------------------------------------------------------------------
+--- The numbers of every rank, in the order of ranks. All ranks give as many.
+---@param group ps.Group
+---@param mine number[]
+---@param dtype? string of the message, default "fp64"
+---@return number[][] rows
+function agree.numbers(group, mine, dtype)
+  dtype = dtype or "fp64"
+  local all = create.empty({ group:size(), #mine }, { dtype = dtype })
+  return group:all_gather(all, create.tensor(mine, { dtype = dtype })):tolist()
+end
+
+--- The records of every rank, in the order of ranks: tables of numbers by name.
+---@param group ps.Group
+---@param fields string[] the names, in the order in which they travel; alike on all ranks
+---@param mine table<string, number> a field that it lacks is 0
+---@return table<string, number>[] records
+function agree.gather(group, fields, mine)
+  local values, known = {}, {}
+  for i, name in ipairs(fields) do values[i], known[name] = mine[name] or 0, true end
+  for name in pairs(mine) do assert(known[name], name) end
+  local records = {}
+  for rank, row in ipairs(agree.numbers(group, values)) do
+    records[rank] = {}
+    for i, name in ipairs(fields) do records[rank][name] = row[i] end
+  end
+  return records
+end
+
+--- The least of every rank's whole number.
+---@param group ps.Group
+---@param value integer
+---@return integer
+function agree.least(group, value)
+  for _, row in ipairs(agree.numbers(group, { value }, "int64")) do value = math.min(value, row[1]) end
+  return value
+end
+
+--- The first rank whose text is another one than rank 0's; nil: there is none. Hashes travel, and texts only if these
+--- differ.
+---@param group ps.Group
+---@param text string
+---@return integer? rank in the group, from 0
+---@return string? its the text of that rank
+---@return string? first the text of rank 0
+function agree.differs(group, text)
+  local rows = agree.numbers(group, { agree.text_hash(text), #text }, "int64")
+  for rank = 2, #rows do
+    if rows[rank][1] ~= rows[1][1] or rows[rank][2] ~= rows[1][2] then
+      local texts = agree.texts(group, text)
+      return rank - 1, texts[rank], texts[1]
+    end
+  end
+end
+
 return agree

@@ -5,7 +5,7 @@
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
-local talk = require "ps.dist.agree"
+local agree = require "ps.dist.agree"
 local batch = require "ps.data.batch"
 local core = require "ps.nn.module"
 local data = require "ps.data"
@@ -75,16 +75,16 @@ function data_parallel.new(engine)
 end
 
 -- Refuses loaders that read other data, or in another order: such ranks would train together without any other error.
----@param numbers number[] of each rank: the hash of its loader's data; 0: it has no loader
-function Ranks:compare_data(numbers)
+---@param records table<string, number>[] of all ranks; data: the hash of its loader's data; 0: it has no loader
+function Ranks:compare_data(records)
   local alike = true
-  for _, number in ipairs(numbers) do
-    if number == 0 then return end                 -- that rank's batches come from elsewhere
-    alike = alike and number == numbers[1]
+  for _, record in ipairs(records) do
+    if record.data == 0 then return end            -- that rank's batches come from elsewhere
+    alike = alike and record.data == records[1].data
   end
   self.data_compared = true
   if alike then return end
-  local said = talk.texts(self.world, data.read_by(self.world))
+  local said = agree.texts(self.world, data.read_by(self.world))
   for rank, text in ipairs(said) do
     if text ~= said[1] then
       error(("the ranks' loaders do not read the same: on rank %d %s; on rank 0 %s; give all the same files, order and "
@@ -105,20 +105,20 @@ local function same_stage(a, b)
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
--- What ranks with parts of one copy of the model have alike, by column of what they sent. stages: whichever stage they
--- have. The rest is a stage's own where a model goes through its stages in its own forward: each takes rows of its own,
--- and may have a seed of its own and freeze what is its.
+-- The fields of a rank's record that ranks with parts of one copy of the model must have alike. stages: whichever stage
+-- they have. The other fields are a stage's own if a model goes through its stages in its own forward: each stage takes
+-- rows of its own, and may have a seed and frozen parameters of its own.
 local GOES_ON = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
-local ALIKE = { { column = 6, what = "has another batch, or weighs its losses otherwise, than" },
-  { column = 7, what = GOES_ON, stages = true }, { column = 8, what = GOES_ON } }
+local ALIKE = { { field = "batch", what = "has another batch, or weighs its losses otherwise, than" },
+  { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
--- Refuses ranks with parts of one copy of the model that take other rows, or go on by other settings. rows: what all
--- ranks sent; pipe: the model's stages are at the same rows.
-local function compare_parts(rows, pipe)
-  for i, row in ipairs(rows) do
+-- Refuses ranks with parts of one copy of the model that take other rows, or continue with other settings. records: of
+-- all ranks; pipe: the model's stages are at the same rows.
+local function compare_parts(records, pipe)
+  for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
       local first = (pipe or alike.stages) and first_of_copy(i - 1) or mesh.line_of("tp", i - 1)
-      if row[alike.column] ~= rows[first + 1][alike.column] then
+      if record[alike.field] ~= records[first + 1][alike.field] then
         error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
           .. "with the same seed"):format(i - 1, alike.what, first), 0)
       end
@@ -130,18 +130,17 @@ end
 local function rows_number(given)
   local said = {}
   for i = 1, given.n do batch.add_hashes(said, given[i]) end
-  return said[1] and talk.text_hash(table.concat(said, " ")) or 0
+  return said[1] and agree.text_hash(table.concat(said, " ")) or 0
 end
 
--- Says once, after the first micro-batch, that ranks which share a batch out have the same rows. column: the number of
--- each rank's rows in what all ranks sent.
-local function compare_rows(self, rows, column)
+-- Notes once, after the first micro-batch, that ranks which share a batch out have the same rows.
+local function compare_rows(self, records)
   self.rows_compared = true
   local seen = {}
-  for rank, row in ipairs(rows) do
+  for rank, record in ipairs(records) do
     local line = mesh.line_of("dp", rank - 1)
-    local key = line .. " " .. row[column]
-    if row[column] ~= 0 and seen[key] and self.world:rank() == 0 then
+    local key = line .. " " .. record.rows
+    if record.rows ~= 0 and seen[key] and self.world:rank() == 0 then
       self.engine:note(("ranks %d and %d train on the same rows, so that the second adds nothing: each data-parallel "
         .. "rank takes rows of its own, as the loaders of ps.data give them, or by ps.rank() and ps.world_size()"
         ):format(seen[key] - 1, rank - 1))
@@ -172,11 +171,24 @@ end
 -- losses.
 local function batch_number(self)
   local text, pipe = table.concat(self.noted, " "), self.engine.pipe
-  return talk.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
+  return agree.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
 local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step a dry run foresees
+
+-- A rank's record before a step:
+--   failed     1: the begin of the step failed
+--   gathers    the number of gathers that run ahead
+--   short      1: there was no room, and smaller chunks may have some
+--   share      the size that smaller chunks may have, as a share of the present size
+--   data       the hash of what the loader reads; 0: there is no loader, or it was compared before
+--   batch      the number of the micro-batches and of the weights of losses
+--   settings   the hash of the settings that all stages have alike
+--   own        the hash of the seed and of the parameters that train
+--   tp, dp     the number of the planned calls along this axis; 0: none are known
+--   rows       the number of the first micro-batch's rows; 0: it was compared before
+local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows" }
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 
 -- A number for the collectives that the dry run of this step noted along an axis; 0: none are known.
@@ -184,7 +196,7 @@ local function calls_number(self, axis)
   local group = self[axis]
   if not group or group:size() == 1 then return 0 end
   native.check(C.ps_engine_plan_calls(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, group.c, hash_out))
-  return talk.hash_number(hash_out[0])
+  return agree.hash_number(hash_out[0])
 end
 
 -- The calls that this rank plans along an axis, one a line.
@@ -200,7 +212,7 @@ end
 -- The error of ranks that plan different calls. All ranks call it, and find the same first difference.
 local function plans_differ(self, axis, first, other)
   local group = self[axis]
-  local said = talk.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
+  local said = agree.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
   local a, b = said[first]:gmatch "[^\n]+", said[other]:gmatch "[^\n]+"
   local one, two, n = a(), b(), 1
   while one == two and one ~= nil do one, two, n = a(), b(), n + 1 end
@@ -209,26 +221,45 @@ local function plans_differ(self, axis, first, other)
     other - 1, two or "no further call"), 0)
 end
 
--- Begins the plans that all ranks of a group have alike. column: of the first axis's number in what all ranks sent.
-local function begin_plans(self, rows, column)
-  for i, axis in ipairs(PLANNED) do
-    local k, first_of, agreed = column + i - 1, {}, {}
-    for rank, row in ipairs(rows) do
+-- Begins the plans that all ranks of a group have alike.
+local function begin_plans(self, records)
+  for _, axis in ipairs(PLANNED) do
+    local first_of, agreed = {}, {}
+    for rank, record in ipairs(records) do
       local line = mesh.line_of(axis, rank - 1)
       first_of[line] = first_of[line] or rank
       if agreed[line] == nil then agreed[line] = true end
-      if row[k] == 0 then agreed[line] = false end
+      if record[axis] == 0 then agreed[line] = false end
     end
-    for rank, row in ipairs(rows) do
+    for rank, record in ipairs(records) do
       local line = mesh.line_of(axis, rank - 1)
       local first = first_of[line]
-      if agreed[line] and row[k] ~= rows[first][k] then plans_differ(self, axis, first, rank) end
+      if agreed[line] and record[axis] ~= records[first][axis] then plans_differ(self, axis, first, rank) end
     end
     local group = self[axis]
     if group and group:size() > 1 then
       C.ps_group_plan_begin(group.c, agreed[mesh.line_of(axis, self.world:rank())] and 1 or 0)
     end
   end
+end
+
+-- This rank's record. ok: the step has begun; part: the share of an op's chunks for which there was room.
+local function record_of(self, ok, part, limit)
+  local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
+    share = part or ok and limit() or 1, gathers = 0 }
+  local reads = not self.data_compared and data.read_by(self.world)
+  if reads then mine.data = agree.text_hash(reads) end
+  if not ok then return mine end
+  mine.gathers = C.ps_engine_gathers(native.ctx)
+  for _, axis in ipairs(PLANNED) do mine[axis] = calls_number(self, axis) end
+  if not self.rows_compared and self.dp:size() > 1 then
+    mine.rows = engine.pipe and engine.pipe:fingerprint() or self.rows
+  end
+  if engine.stages or self.tp then
+    mine.batch, mine.settings = batch_number(self), agree.text_hash(replicas.settings(engine))
+    mine.own = agree.text_hash(("%s %s"):format(tostring(random.state().seed), trained.text(engine.module)))
+  end
+  return mine
 end
 
 --- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
@@ -241,41 +272,26 @@ end
 function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
-  local mine = { (ok or part) and 0 or 1, ok and C.ps_engine_gathers(native.ctx) or 0, part and 1 or 0,
-    part or ok and limit() or 1, 0, 0, 0, 0 }
-  for _, axis in ipairs(PLANNED) do mine[#mine + 1] = ok and calls_number(self, axis) or 0 end
-  local engine = self.engine
-  mine[#mine + 1] = not self.rows_compared and self.dp:size() > 1 and ok
-    and (engine.pipe and engine.pipe:fingerprint() or self.rows) or 0
-  local reads = not self.data_compared and data.read_by(self.world)
-  if reads then mine[5] = talk.text_hash(reads) end
-  local cut = engine.stages or self.tp
-  if cut and ok then
-    mine[6], mine[7] = batch_number(self), talk.text_hash(replicas.settings(engine))
-    mine[8] = talk.text_hash(("%s %s"):format(tostring(random.state().seed), trained.text(engine.module)))
-  end
-  local all = create.empty({ self.world:size(), #mine }, { dtype = "fp64" })
-  self.world:all_gather(all, create.tensor(mine, { dtype = "fp64" }))
-  local list, failed, same, short, least, hashes = all:tolist(), false, true, false, 1, {}
-  for rank, row in ipairs(list) do
-    hashes[rank] = row[5]
-    failed, short = failed or row[1] > 0, short or row[3] > 0
-    least = math.min(least, row[4])
+  local mine = record_of(self, ok, part, limit)
+  local records, failed, same, short, least = agree.gather(self.world, RECORD, mine), false, true, false, 1
+  for _, record in ipairs(records) do
+    failed, short = failed or record.failed > 0, short or record.short > 0
+    least = math.min(least, record.share)
   end
   if not failed and short then return least end            -- the step begins again, and compares what is noted then
   self.noted = {}
-  for rank, row in ipairs(list) do
-    same = same and (row[2] == mine[2] or not same_stage(rank - 1, self.world:rank()))
+  for rank, record in ipairs(records) do
+    same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
   end
   if not failed and not short then
-    if cut then compare_parts(list, engine.pipe) end
-    if not self.data_compared then self:compare_data(hashes) end
+    if self.engine.stages or self.tp then compare_parts(records, self.engine.pipe) end
+    if not self.data_compared then self:compare_data(records) end
     if not same then C.ps_engine_gathers_drop(native.ctx) end
-    begin_plans(self, list, 9)
-    if not self.rows_compared then compare_rows(self, list, 9 + #PLANNED) end
+    begin_plans(self, records)
+    if not self.rows_compared then compare_rows(self, records) end
     return
   end
-  local said = talk.texts(self.world, ok and "" or tostring(problem))
+  local said = agree.texts(self.world, ok and "" or tostring(problem))
   if not ok then error(problem, 0) end
   for i, text in ipairs(said) do
     if text ~= "" then error(("rank %d cannot begin the step: %s"):format(i - 1, text), 0) end
@@ -289,20 +305,12 @@ function Ranks:number_samples()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
-local function least_of(group, value)
-  local all = create.empty({ group:size() }, { dtype = "int64" })
-  group:all_gather(all, create.tensor({ value }, { dtype = "int64" }))
-  local least = value
-  for _, other in ipairs(all:tolist()) do least = math.min(least, other) end
-  return least
-end
-
 --- The least of a number over the ranks that train the same layers, since their plans and layouts must be alike.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
-  value = least_of(self.dp, value)
-  return self.tp and least_of(self.tp, value) or value
+  value = agree.least(self.dp, value)
+  return self.tp and agree.least(self.tp, value) or value
 end
 
 --- The sum of a number over these ranks, each of which has other rows of the batch.

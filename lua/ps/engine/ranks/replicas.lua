@@ -7,11 +7,10 @@
 -- the loss scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where
 -- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to
 -- be compared with, so that settings which differ would never show in it.
-local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
-local talk = require "ps.dist.agree"
+local agree = require "ps.dist.agree"
 local shard = require "ps.tensor.shard"
 local ffi, C = native.ffi, native.C
 
@@ -102,16 +101,11 @@ local function difference(theirs, first, rank, zeroth)
 end
 
 local function compare(group, what, lines)
-  local own = table.concat(lines, "\n")
-  local all = group:all_gather(create.empty({ group:size(), 2 }, { dtype = "int64" }),
-    create.tensor({ talk.text_hash(own), #own }, { dtype = "int64" })):tolist()
-  for r = 2, group:size() do
-    if all[r][1] ~= all[1][1] or all[r][2] ~= all[1][2] then
-      local texts, rank, zeroth = talk.texts(group, own), group:world_rank(r - 1), group:world_rank(0)
-      error(("rank %d has another %s than rank %d: %s; every rank must make the same model and read the same "
-        .. "configuration"):format(rank, what, zeroth, difference(texts[r], texts[1], rank, zeroth)), 0)
-    end
-  end
+  local other, theirs, first = agree.differs(group, table.concat(lines, "\n"))
+  if not other then return end
+  local rank, zeroth = group:world_rank(other), group:world_rank(0)
+  error(("rank %d has another %s than rank %d: %s; every rank must make the same model and read the same "
+    .. "configuration"):format(rank, what, zeroth, difference(theirs, first, rank, zeroth)), 0)
 end
 
 --- Compares settings before the model is made. All ranks call it. Where one has other settings, all get an error.
@@ -157,11 +151,11 @@ end
 -- A {name, hash} for each compared state, in the same order on all ranks of the axis. Of state that ranks of dp share
 -- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
 local function hashes(engine, axis)
-  local settings = talk.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
+  local settings = agree.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
   local list = { { replicas.OF_SETTINGS, settings } }
   local function add(name, tensor)
     native.check(C.ps_tensor_hash(tensor, hash_out))
-    list[#list + 1] = { name, talk.hash_number(hash_out[0]) }
+    list[#list + 1] = { name, agree.hash_number(hash_out[0]) }
   end
   for name, tensor in engine.module:named_buffers() do
     if tensor.device_ == engine.host then add("buffer " .. name, tensor) end
@@ -189,9 +183,7 @@ local function difference_along(engine, axis)
   if not group or group:size() == 1 then return nil end
   local list, mine = hashes(engine, axis), {}
   for i, entry in ipairs(list) do mine[i] = entry[2] end
-  local all = create.empty({ group:size(), #mine }, { dtype = "fp64" })
-  group:all_gather(all, create.tensor(mine, { dtype = "fp64" }))
-  local rows = all:tolist()
+  local rows = agree.numbers(group, mine)
   for i, entry in ipairs(list) do
     local column = {}
     for rank, row in ipairs(rows) do column[rank] = row[i] end
@@ -214,7 +206,7 @@ function replicas.compare(engine)
   local problem = along_dp or along_tp
   local function tell() if problem then error(problem, 0) end end
   if ranks.world:size() == ranks.dp:size() then return tell() end
-  talk.run(ranks.world, tell)                      -- others found nothing
+  agree.run(ranks.world, tell)                      -- others found nothing
 end
 
 return replicas
