@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/path_doc.lua [--check] [TREE]: writes the drawing at the top of ARCHITECTURE.md, the path of one
--- parameter through a step. PATH below is the outline. Each row is a function, and the tool reads the sources: the
--- function must be defined in its file, and its body must name the function (or the table's field) by which it leads on
--- to the next row. The tool names each row that is no longer true and exits with 1. With --check it writes nothing and
--- exits with 1, too, when the drawing is out of date. TREE: the tree to read, this one when absent.
+-- psluajit tools/path_doc.lua [--check] [TREE]: writes the drawings at the top of ARCHITECTURE.md: the path of one
+-- parameter through a step, and the paths of others. PATHS below has the outlines. Each row is a function, and the tool
+-- reads the sources: the function must be defined in its file, and its body must name the function (or the table's
+-- field) by which it leads on to the next row. The tool names each row that is no longer true and exits with 1. With
+-- --check it writes nothing and exits with 1, too, when a drawing is out of date. TREE: the tree to read, this one when
+-- absent.
 local paths = require "ps.paths"
 
 local only_check, root = false, paths.root
@@ -11,10 +12,11 @@ for _, word in ipairs(arg) do
   if word == "--check" then only_check = true else root = word end
 end
 
-local BEGIN, END = "<!-- path: psluajit tools/path_doc.lua -->", "<!-- end of path -->"
+-- The lines of ARCHITECTURE.md before and after a drawing.
+local BEGIN, END = "<!-- path%s: psluajit tools/path_doc.lua -->", "<!-- end of path -->"
 
 -- { lane, function, file, leads on by, words }. A lane is named where it begins; "FFI" is the border of Lua and C.
-local PATH = {
+local PARAMETER = {
   { "Lua call", "step.backward", "lua/ps/engine/step/backward.lua", "backward", "model:backward(loss) of a script" },
   { "", "Driver:backward", "lua/ps/engine/step/table.lua", "timed", "the driver of a model in one process" },
   { "", "perform", "lua/ps/engine/step/actions.lua", "ps_step_next", "ps_step_next, the action's work, ps_step_done" },
@@ -45,6 +47,60 @@ local PATH = {
   { "tier", "transfer_start", "src/chunk/transfer.c", "ps_disk_write", "to the host (copy_start) or to the disk" },
   { "", "ps_disk_write", "src/chunk/disk.c", nil, "a job of the disk's thread" },
 }
+
+local TENSOR = {
+  { "Lua call", "pretrained.load", "lua/ps/pretrained/init.lua", "weights.load", "config.json names the class" },
+  { "", "files_of.open", "lua/ps/pretrained/files.lua", "open_file", "called first: opens each file once" },
+  { "", "check_sizes", "lua/ps/pretrained/init.lua", "state", "compares the files with config.json" },
+  { "parameter", "Parameter", "lua/ps/nn/module.lua", "hooks.tell", "the class makes its parameters" },
+  { "", "setup.make_module", "lua/ps/engine/setup.lua", "hooks.on", "if an engine calls: it listens" },
+  { "", "build.stage", "lua/ps/engine/layout/build.lua", "ps_engine_adopt", "each goes into a chunk of its own" },
+  { "names", "weights.load", "lua/ps/pretrained/weights.lua", "take", "finds each tensor's name in the model" },
+  { "", "take", "lua/ps/pretrained/weights.lua", "load_state_dict", "refuses a body that is incomplete" },
+  { "", "Module:load_state_dict", "lua/ps/nn/module.lua", "cut.read", "compares all shapes, then reads" },
+  { "", "cut.read", "lua/ps/nn/saved.lua", "read_into", "all of it, or this rank's part" },
+  { "file", "File:read_into", "lua/ps/io/safetensors.lua", "fill", "read_part if the type changes" },
+  { "", "fill", "lua/ps/io/safetensors.lua", "ps_tensor_load", "compares the checksum, if any" },
+  { "FFI" },
+  { "bytes", "ps_tensor_load", "src/tensor/tensor.c", "ps_storage_pin", "pins the parameter's chunk" },
+  { "", "ps_st_read", "src/io/safetensors.c", "ps_map_read", "the reader that it calls" },
+  { "layout", "Engine:take", "lua/ps/engine/init.lua", "build.place", "after model_func has returned" },
+  { "", "build.place", "lua/ps/engine/layout/build.lua", "place_param", "packs all parameters into chunks" },
+  { "", "place_param", "lua/ps/engine/layout/build.lua", "adopt_param", "converts fp32 to the half type, if any" },
+  { "FFI" },
+  { "chunk", "ps_engine_adopt", "src/engine/place.c", "ps_chunk_adopt", "if the type stays, else a copy" },
+  { "", "ps_chunk_adopt", "src/chunk/chunk.c", "copy_into", "copies, and frees the chunk of its own" },
+}
+
+local MICRO_BATCH = {
+  { "Lua call", "Loop:next", "lua/ps/engine/micro.lua", "step.next", "a turn of `for out in model:micro_batches`" },
+  { "", "turn", "lua/ps/engine/step/loops.lua", "driver:turn", "the same for every driver" },
+  { "", "Driver:turn", "lua/ps/engine/pipeline/driver.lua", "advance_step", "the first turn loads all micro-batches" },
+  { "", "advance", "lua/ps/engine/pipeline/driver.lua", "next_event", "performs the row up to a yield" },
+  { "FFI" },
+  { "row", "ps_pipe_next", "src/pipe/exec.c", "go_on", "up to an action that Lua performs" },
+  { "", "go_on", "src/pipe/exec.c", "receive", "transfers, backwards, reductions" },
+  { "receive", "receive", "src/pipe/exec.c", "take_one", "from the virtual stage before" },
+  { "", "post_before", "src/pipe/exec.c", "post_action", "posts receives ahead of their use" },
+  { "", "wire_recv", "src/pipe/wire.c", "ps_p2p_recv", "a message between two ranks" },
+  { "FFI" },
+  { "forward", "Pipe:forward", "lua/ps/engine/pipeline/row.lua", "parts.run", "performed as in a step without stages" },
+  { "", "go_out", "lua/ps/engine/pipeline/row.lua", "give", "the tensors for the next virtual stage" },
+  { "FFI" },
+  { "send", "forward_done", "src/pipe/exec.c", "hand_on", "keeps the output for backward" },
+  { "", "send", "src/pipe/exec.c", "begin_send", "if the next stage has another rank" },
+  { "", "wire_send", "src/pipe/wire.c", "ps_p2p_send", "beside the computation" },
+  { "yield", "begin_event", "src/pipe/exec.c", "take_loss", "all ranks get the loss" },
+  { "", "Pipe:output", "lua/ps/engine/pipeline/row.lua", "loss_here", "`out` of the script's turn" },
+  { "", "Pipe:mark", "lua/ps/engine/pipeline/row.lua", "ps_pipe_mark", "model:backward(loss) of the script" },
+  { "backward", "go_through", "src/pipe/exec.c", "perform", "once the row comes to it, in a later turn" },
+  { "", "perform", "src/pipe/exec.c", "walk", "an action of the step" },
+  { "", "walk", "src/pipe/exec.c", "ps_backward_begin_n", "from the loss, or from received gradients" },
+  { "", "back_done", "src/pipe/exec.c", "ps_boundary_take", "gradients for the stage before (send)" },
+}
+
+local PATHS = { { of = "", rows = PARAMETER }, { of = " of a micro-batch", rows = MICRO_BATCH },
+  { of = " of a tensor", rows = TENSOR } }
 
 -- -- reading sources --------------------------------------------------------------------------------------------------
 local sources = {}
@@ -101,16 +157,16 @@ local function check(row)
 end
 
 -- -- drawing ----------------------------------------------------------------------------------------------------------
-local INSIDE, ARROW = 102, 18                     -- columns of a box's inside; column of the arrows between boxes
+local INSIDE, ARROW = 110, 18                     -- columns of a box's inside; column of the arrows between boxes
 
 local function edge(title)
   local line = "+--" .. (title and (" %s "):format(title) or "")
   return line .. ("-"):rep(INSIDE + 1 - #line) .. "+"
 end
 
-local function drawing()
+local function drawing(rows)
   local out, border = { "```" }, nil
-  for i, row in ipairs(PATH) do
+  for i, row in ipairs(rows) do
     local lane = row[1]
     if lane == "FFI" then border = "FFI"
     else
@@ -122,7 +178,7 @@ local function drawing()
         end
         out[#out + 1], border = edge(lane), nil
       end
-      local words = ("%-19s  %-31s  %s"):format(row[2], row[3], row[5])
+      local words = ("%-22s  %-34s  %s"):format(row[2], row[3], row[5])
       out[#out + 1] = ("|  %s%s|"):format(words, (" "):rep(INSIDE - 2 - #words))
     end
   end
@@ -135,10 +191,14 @@ local file = root .. "/ARCHITECTURE.md"
 local f = assert(io.open(file))
 local old = f:read("*a")
 f:close()
-local _, first = old:find(BEGIN, 1, true)
-local last = old:find(END, 1, true)
-if not first or not last then error(file .. " lacks the lines " .. BEGIN .. " and " .. END, 0) end
-local new = old:sub(1, first) .. "\n" .. drawing() .. "\n" .. old:sub(last)
+local new = old
+for _, path in ipairs(PATHS) do
+  local begin = BEGIN:format(path.of)
+  local _, first = new:find(begin, 1, true)
+  local last = first and new:find(END, first, true)
+  if not last then error(("%s lacks the lines %s and %s"):format(file, begin, END), 0) end
+  new = new:sub(1, first) .. "\n" .. drawing(path.rows) .. "\n" .. new:sub(last)
+end
 for _, complaint in ipairs(complaints) do print(complaint) end
 if new ~= old then
   if only_check then

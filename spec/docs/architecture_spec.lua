@@ -48,7 +48,7 @@ describe("the guides", function()
   end)
 end)
 
-describe("ARCHITECTURE.md's path of one parameter", function()
+describe("ARCHITECTURE.md's paths", function()
   local function tool(tree)
     local p = assert(io.popen(("timeout 300 '%s' '%s/tools/path_doc.lua' --check '%s' 2>&1; echo $?"):format(paths.exe,
       paths.root, tree)))
@@ -57,20 +57,27 @@ describe("ARCHITECTURE.md's path of one parameter", function()
     return text
   end
 
-  it("is true of the sources", function() assert.equal("0\n", tool(paths.root)) end)
+  it("are true of the sources", function() assert.equal("0\n", tool(paths.root)) end)
 
-  it("names each function that is gone, or leads on no more", function()
-    local tree = os.tmpname()
-    os.remove(tree)
-    assert(os.execute(([[mkdir -p '%s/src' && cd '%s' && cp ARCHITECTURE.md '%s' && ln -s "$PWD/lua" '%s/lua' &&
-      for folder in src/*/; do ln -s "$PWD/$folder" "%s/${folder%%/}"; done && rm '%s/src/chunk' &&
-      cp -r src/chunk '%s/src/chunk' && sed -i 's/begin_evict/begin_leave/g' '%s/src/chunk/transfer.c']])
-      :format(tree, paths.root, tree, tree, tree, tree, tree, tree)) == 0)
-    local said = tool(tree)
-    os.execute(("rm -r '%s'"):format(tree))
-    assert.truthy(said:find("src/chunk/transfer.c has no function begin_evict\n", 1, true), said)
-    assert.truthy(said:find("\n1\n$"), said)
-  end)
+  -- By drawing: a folder, one of its files, a name that is renamed in it, and what the tool says.
+  for _, case in ipairs {
+    { "src/chunk", "transfer.c", "begin_evict", "src/chunk/transfer.c has no function begin_evict\n" },
+    { "src/pipe", "exec.c", "take_loss", "begin_event of src/pipe/exec.c no longer leads on by take_loss\n" },
+    { "src/io", "safetensors.c", "ps_st_read", "src/io/safetensors.c has no function ps_st_read\n" },
+  } do
+    it("name each function that is gone, or leads on no more: " .. case[3], function()
+      local tree = os.tmpname()
+      os.remove(tree)
+      assert(os.execute(([[mkdir -p 'TREE/src' && cd '%s' && cp ARCHITECTURE.md 'TREE' && ln -s "$PWD/lua" 'TREE/lua' &&
+        for folder in src/*/; do ln -s "$PWD/$folder" "TREE/${folder%%/}"; done && rm 'TREE/FOLDER' &&
+        cp -r FOLDER 'TREE/FOLDER' && sed -i 's/%s/renamed/g' 'TREE/FOLDER/%s']]):format(paths.root, case[3], case[2])
+        :gsub("TREE", tree):gsub("FOLDER", case[1])) == 0)
+      local said = tool(tree)
+      os.execute(("rm -r '%s'"):format(tree))
+      assert.truthy(said:find(case[4], 1, true), said)
+      assert.truthy(said:find("\n1\n$"), said)
+    end)
+  end
 end)
 
 describe("ARCHITECTURE.md's map of the tree", function()
