@@ -4,7 +4,8 @@
 local paths = require "ps.paths"
 
 -- Pages and folders whose language has been revised. New ones are added here.
-local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md" }
+local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md", "docs/pipeline.md",
+  "docs/tensor_parallel.md", "docs/distributed.md" }
 local FOLDERS = {}
 
 local WORDS = 35
