@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The engine: parameters that live in chunks, their gradients in backward, and updates (Adam, SGD) of the units of
- * chunks. By ps_hooks the tape asks where a leaf's first gradient goes, and tells when no node will add to a gradient
- * or read its parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates the same
- * numbers, and a norm adds the squares of each tensor, then these sums in the order of the parameters. */
+ * chunks. Through ps_hooks the tape asks where to write a leaf's first gradient, and reports when no node will add to a
+ * gradient or read its parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates
+ * the same numbers, and a norm sums the squares of each tensor, then these sums in the order of the parameters. */
 #include "engine/engine.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -65,7 +65,7 @@ static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)
     return 0;
 }
 
-/* A view of the element of sums[which] for the sum of squares of r's gradient. */
+/* A view of the element of sums[which] that holds the sum of squares of r's gradient. */
 static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor **out)
 {
     ps_meta m = { .dtype = PS_F64, .ndim = 1, .shape = { 1 }, .stride = { 1 }, .offset = r - e->params };
@@ -91,7 +91,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Units whose update waits while backward goes on: meanwhile the gradients of the oldest leave the device. */
+/* Units whose update is delayed while backward continues; meanwhile the gradients of the oldest leave the device. */
 enum { LAG = 2 };
 
 /* Updates units in the order in which their gradients became whole. The last `keep` stay pending. */
@@ -116,13 +116,13 @@ int engine_unit_ready(ps_engine *e, int32_t unit)
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
-/* Every micro-batch is reduced: only the owners of gradients keep sums from one micro-batch to the next. */
+/* Whether gradients are reduced after every micro-batch, so that only their owners keep sums between micro-batches. */
 static bool reduces_every_time(const ps_engine *e)
 {
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* The step has a norm, and no later backward adds to the gradients: their squares are summed when they are stored. */
+/* Whether storing a gradient also sums its squares: the step has a norm, and no later backward adds to gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
@@ -144,13 +144,13 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it: all must be over */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it: wait for all */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
 }
 
-/* Gradients of a virtual stage, or of all (-1), are not final any more. */
+/* Marks the gradients of a virtual stage, or of all (-1), as not final. */
 static void none_final(ps_engine *e, int32_t vstage)
 {
     for (int32_t i = 0; i < e->n_params; i++)
@@ -162,7 +162,7 @@ static void none_final(ps_engine *e, int32_t vstage)
     }
 }
 
-/* Values, not gradients, lie in the parts again: all ranks may read and gather them. */
+/* The parts hold values again instead of gradients: all ranks may read and gather them. */
 static void values_back(ps_engine *e)
 {
     for (int32_t i = 0; i < e->n_params; i++) if (!e->params[i].owned) set_taken(&e->params[i], false);
@@ -198,7 +198,8 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 enum { PER_CALL = PS_MAX_IN / 5 };
 
-/* The op of a rule, and its attributes. t: the update's number, from 1. Returns the tensors that it takes each. */
+/* The op of a rule, and its attributes. t: the update's number, from 1. Returns the op's number of tensors for each
+ * parameter. */
 static int rule_of(const ps_update_group *g, int64_t t, double scale, int *op, ps_attrs_adam_ *adam, ps_attrs_sgd_ *sgd)
 {
     if (g->rule == PS_RULE_SGD) {
@@ -216,7 +217,7 @@ static int rule_of(const ps_update_group *g, int64_t t, double scale, int *op, p
     return 5;
 }
 
-/* A group's rule needs the averages that its parameters have: no script can change it to another one's. */
+/* A group's rule must use the averages that its parameters have, so a script cannot change to a rule with others. */
 static int check_averages(const ps_update_group *g, const param_rec *r)
 {
     bool fits = g->rule == PS_RULE_SGD ? !r->v && (r->m || g->momentum == 0) : r->m && r->v;
@@ -224,7 +225,7 @@ static int check_averages(const ps_update_group *g, const param_rec *r)
                               "lack", r->group, g->rule, g->momentum);
 }
 
-/* Updates parameters of one group that have had equally many updates and have equal factors on their gradients. */
+/* Updates parameters of one group that have had the same number of updates and have the same gradient scale. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
     ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
@@ -267,13 +268,13 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* A parameter that ops see on the host is updated there, wherever its unit has its place. */
+/* A parameter that ops see on the host is updated there, wherever its unit is placed. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-/* A unit is updated: where no gradient lies in their chunk any more, it need not move. */
+/* Called after a unit's update: if its gradient chunk holds no gradient any more, the chunk need not move. */
 static int gradients_end(ps_engine *e, int32_t unit)
 {
     int32_t chunk = e->units[unit].grad_chunk;
@@ -331,7 +332,7 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* Writes a parameter's value, from its master, over the gradient or rubbish in its place. */
+/* Writes a parameter's value, from its master, over the gradient or undefined bytes in its place. */
 static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
@@ -371,7 +372,7 @@ int engine_tp_set(ps_engine *e, ps_tp *tp)
     return 0;
 }
 
-/* Parameter i of a unit, or NULL: the unit has no more. */
+/* Parameter i of a unit; NULL: the unit has no more parameters. */
 static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
 {
     int32_t at = e->first[unit] + i;
@@ -638,7 +639,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     int rc = ties_find(e);
     if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
-    else ps_chunks_trim(e->chunks);                       /* of the layout, which stands */
+    else ps_chunks_trim(e->chunks);                       /* the layout's memory: it is complete */
     return rc;
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The norm of all gradients. Squares are summed for each parameter, then these sums in the order of the model
- * (ps_param.number), whichever rank and virtual stage a parameter is of. So a model that is cut has the norm of the
- * whole one, bit for bit. */
+ * (ps_param.number), independent of the rank and virtual stage of a parameter. So a model that is cut into virtual
+ * stages has the norm of the whole model, bit for bit. */
 #include <string.h>
 #include "base/error.h"
 #include "engine/engine.h"
@@ -13,7 +13,7 @@ static int read_squares(ps_engine *e)
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        if (ps_tensor_has_data(e->sums[which]))            /* a machine that is not here computes none: zeros */
+        if (ps_tensor_has_data(e->sums[which]))            /* a pretended machine computes none: zeros */
             PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
@@ -35,11 +35,11 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* The sums of squares of whole parameters: a piece's are this rank's until all pieces of it are added up. */
+/* Turns the sums of squares of this rank's pieces into those of whole parameters, by summing over all pieces. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
-    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);        /* is noted */
+    if (e->step->dry) return e->tp->table->sum(e->tp, e->squares, e->n_params);        /* recorded only */
     for (int32_t i = 0; i < e->n_params; i++)
         e->squares[i] = e->params[i].tp == PS_TP_SPLIT || e->tp->rank == 0 ? e->params[i].square : 0;
     PS_TRY(e->tp->table->sum(e->tp, e->squares, e->n_params));

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gradients of which every tensor-parallel rank has an addend (PS_TP_PARTIAL): those of norm weights and biases that
- * see only this rank's rows. When the last backward of a step is over, and they are summed over the ranks with other
- * rows of the batch, their owners copy them into one fp32 tensor, add that up over the ranks of the same layers, and
+ * Gradients that are the sum of one addend per tensor-parallel rank (PS_TP_PARTIAL): those of norm weights and biases
+ * that see only this rank's rows. After the last backward of a step, and after the sum over the ranks that have other
+ * rows of the batch, the owners copy these gradients into one fp32 tensor, sum it over the tensor-parallel group, and
  * copy the sums back. So a step has one small exchange, and a half type is rounded once. The sums are then the
- * gradients, with the same bits on all these ranks: norm and update follow. Where parameters wait for other virtual
- * stages (ties.c), sums over the batch may end only there, and this exchange follows them. */
+ * gradients, with the same bits on all ranks of the group. The norm and the update follow. If parameters wait for other
+ * virtual stages (ties.c), their sums over the batch may end only after that wait; the exchange follows them. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "engine/engine.h"
@@ -86,11 +86,11 @@ static int fill(ps_engine *e)
     return ps_tensor_write(e->partial.marks, e->partial.values, k * (int64_t)sizeof *e->partial.values);
 }
 
-/* All ranks, or none, have a gradient of each parameter: every rank finds the same first one that differs. */
+/* Checks that all ranks or none have a gradient for each parameter. Every rank finds the same first difference. */
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
-    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* a machine that is not here */
+    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* a pretended machine */
     PS_TRY(ps_tensor_read(e->partial.marks, e->partial.values, e->partial.n * (int64_t)sizeof *e->partial.values));
     for (int32_t i = 0; i < e->n_params; i++) {
         if (!takes_part(&e->params[i])) continue;
@@ -113,7 +113,7 @@ static int exchange(ps_engine *e)
 int partial_settle(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* a second call, after an error, goes on behind it */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already done if an earlier call failed later on */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

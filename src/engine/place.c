@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks, and tensors that go into them. */
+ * Makes chunks, and moves tensors into them. */
 #include "base/error.h"
 #include "engine/engine.h"
 

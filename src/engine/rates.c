@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How fast this machine runs Adam and copies. A plan weighs these rates when it decides where Adam runs. A trial has
- * regions of its own, given back when it ends, and calls kernels and copies as a step does. So no memory of a model is
- * read or written. lua/ps/engine/plan/rates.lua alone calls it, between steps. */
+ * Measures how fast this machine runs Adam and copies. A plan weighs these rates when it decides where Adam runs. A
+ * trial allocates its own regions, frees them when it ends, and calls kernels and copies as a step does. So it neither
+ * reads nor writes memory of a model. Only lua/ps/engine/plan/rates.lua calls it, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -13,8 +13,8 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* A trial's memory on one side, device or host: `numel` bf16 parameters in whose place their gradients lie, fp32
- * masters and moments, and a buffer for copies in each direction. */
+/* A trial's memory on one side, device or host: `numel` bf16 parameters, whose gradients lie in their place, fp32
+ * masters and moments, and one copy buffer per direction. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */
@@ -140,7 +140,7 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Bytes a second in each direction while both are busy. The first copies, which may pin memory, are not counted. */
+/* Bytes per second in each direction while both are busy. The first copies, which may pin memory, are not counted. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -165,7 +165,7 @@ static int copies(lanes *l, double *up_rate, double *down_rate)
 }
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
-/* Parameters a second on the host while copies go both ways, as they do in a step. */
+/* Parameters per second on the host while copies run in both directions, as they do in a step. */
 static int host_adam(lanes *l, double *rate)
 {
     const side *s = l->host;
@@ -191,7 +191,6 @@ static int host_adam(lanes *l, double *rate)
     return 0;
 }
 
-/* Waits for what was queued on the device. */
 /* Waits until the device has done its work: reads one float. */
 static int settle(const side *s)
 {
@@ -199,7 +198,7 @@ static int settle(const side *s)
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Of the best round: parameters a second on the device, and the share of its time in which the caller is free. */
+/* Parameters per second on the device, and the fraction of the time in which the caller is free, in the best round. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The one file that writes a step (struct ps_step, base/step.h): the action of its table that is due, the action under
- * way, and all that other layers read. An action out of turn is refused here, by name. An engine's step also notes the
- * chunks that its actions use (trace.c). The step of plain memory has no engine. */
+ * The only file that writes a step (struct ps_step, base/step.h): the action of its table that is due, the action under
+ * way, and everything that other layers read. It rejects an action out of order, by name. An engine's step also records
+ * the chunks that its actions use (trace.c). The step of plain memory has no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -13,7 +13,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* The call of a script that asks for the action. */
+/* The function that a script calls for the action, for errors. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; an evaluation goes within ps.no_grad)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -60,7 +60,7 @@ static void to_idle(ps_step *s)
 
 void step_leave(ps_engine *e)
 {
-    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* this file alone writes steps */
+    ps_step *s = (ps_step *)(uintptr_t)e->step;            /* only this file writes steps */
     ps_dry_end(e->ctx);
     e->ctx->step = &ps_step_idle;
     s->dry = NULL;
@@ -106,7 +106,7 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* WEIGHTs of a virtual stage must come in the order of its INPUTs: else sums of gradients would depend on the table.
+/* WEIGHTs of a virtual stage must be in the order of its INPUTs: else sums of gradients would depend on the table.
  * *ahead: the table puts weight gradients off, or begins a forward of a virtual stage before the backward of an earlier
  * one. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
@@ -182,7 +182,7 @@ static void dry_end(ps_step *s)
     s->dry = NULL;
 }
 
-/* An action begins, or the step ends: chunks and stripes see another pass. */
+/* Called when an action begins or the step ends: chunks and stripes begin a new pass. */
 static void pass_began(ps_step *s)
 {
     ps_engine *e = s->engine;
@@ -284,14 +284,14 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* Whether the table can get a norm now: it has none, and no gradient has gone with its update. */
+/* Whether a norm can be added to the table now: it has none, and no update has freed a gradient yet. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
-/* The place in the table of the action that is asked for. Besides the action that is due it may be the forward of the
- * backward that is due, once more, or the backward behind the forward that is due, which is then left out. */
+/* The place in the table of the requested action. Besides the action that is due, the script may repeat the forward of
+ * the backward that is due, or skip the forward that is due and begin the backward after it. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -332,7 +332,7 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* How full the first tier is: 2 where less than an eighth is free, 1 where less than half is. */
+/* How full the first tier is: 2 if less than an eighth is free, 1 if less than half is free, else 0. */
 static int crowded(const ps_step *s)
 {
     ps_tier_info tier;
@@ -342,10 +342,10 @@ static int crowded(const ps_step *s)
     return tier.free < tier.budget / 8 ? 2 : 1;
 }
 
-/* Lua's small tensors wait for its collector, which a walk cannot call. A plan counts those of PS_UNCOLLECTED
- * micro-batches together: without a bound they would fill any budget. So they go that often where the tier is crowded,
- * and each time where it is nearly full: scratch of kernels whose backend does not tell it to a dry run may need the
- * bytes. A machine that is not here has no such kernels. */
+/* Lua's small tensors wait for its collector, which a walk cannot call. Without a bound they would fill any budget, so
+ * a plan counts those of PS_UNCOLLECTED micro-batches. If the tier is crowded, the collector runs every PS_UNCOLLECTED
+ * micro-batches. If it is nearly full, it runs each time, since kernels may need the bytes for scratch that their
+ * backend does not report to a dry run. A pretended machine has no such kernels. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -392,7 +392,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     return 0;
 }
 
-/* A reduction will end the sums of the action under way. */
+/* Whether a reduction will complete the sums of the action under way. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {

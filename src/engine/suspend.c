@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A script that is paused at a prompt. What is computed there leaves no trace: whatever the next op of the script would
- * see otherwise is noted here, and put back when it goes on. Layers ask ctx->suspended.on, and the chunk manager its
- * step, whether they serve the script or the prompt. */
+ * A script that is paused at a prompt. Ops that run at the prompt do not affect the script: the state that the script's
+ * next op depends on is saved here and restored when the script resumes. Layers check ctx->suspended.on, and the chunk
+ * manager checks its step, to see whether they serve the script or the prompt. */
 #include "base/error.h"
 #include "base/record.h"
 #include "engine/engine.h"

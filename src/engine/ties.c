@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parameters that several virtual stages use, as an embedding's table that is the head's weight, too. Every use has a
- * sum of its own, to which the backwards of its virtual stage add in the order of micro-batches. When all backwards are
- * over, before the norm or the update, the uses on this rank are added up in the order of virtual stages, then the
- * copies in the order of ranks. Only then is such a gradient final, and summed over the ranks that train the same
+ * Parameters that several virtual stages use, such as an embedding table that is also the weight of the head. Each use
+ * has its own sum, to which the backwards of its virtual stage add in the order of micro-batches. After all backwards
+ * and before the norm or the update, the uses on this rank are summed in the order of virtual stages, then the copies
+ * in the order of ranks. Only then is such a gradient final, and summed over the ranks that train the same
  * parameters. */
 #include "base/error.h"
 #include "engine/engine.h"
@@ -20,7 +20,7 @@ static param_rec *first_use_of(ps_engine *e, const param_rec *r)
     return NULL;
 }
 
-/* The tensor has the gradient of this use from now on, and of no other. */
+/* From now on the tensor has the gradient of this use only. */
 static void see_as(param_rec *r)
 {
     ps_tensor *t = r->param;
@@ -77,7 +77,7 @@ static int add_use(ps_engine *e, param_rec *use)
     return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* nothing else lies in it */
 }
 
-/* Every rank with a copy takes part, with zeros where backward gave its copy no gradient. */
+/* Every rank with a copy takes part; it contributes zeros if backward gave its copy no gradient. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

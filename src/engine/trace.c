@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Traces of steps: the uses of a dry run or a real step, kept by number. The next step like it is planned from them. */
+ * Traces of steps: the uses of a dry run or a real step, kept by number. The next similar step is planned from them. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -45,7 +45,7 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
-/* Keeps copies of `trace` and `gathers`, in place of `in`. NULL: in place of the record that was used longest ago. */
+/* Stores copies of `trace` and `gathers` in record `in`; NULL: in the least recently used record. */
 static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
     trace_rec *r = in;
@@ -87,12 +87,12 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                          /* else dry runs like it would push it out */
+    if (r) r->used_at = ++e->clock;                          /* else similar dry runs would evict it */
     e->step_trace = id;
     return 0;
 }
 
-/* Bytes that no dry run knows: holes between tensors, and kernels' scratch where the backend does not tell it
+/* Bytes that a dry run cannot know: holes between tensors, and kernel scratch that the backend does not report
  * (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
@@ -120,7 +120,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* Peaks above those of the trace count for the next plan, unless no plan fits them: the step has just run without. */
+/* The next plan uses peaks above those of the trace, unless no plan fits them: then the step, which has just run, keeps
+ * the peaks of the trace. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -170,7 +171,7 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* an error costs the next step its plan, no more */
+    keep_trace(e, now, gathers, was, id);                 /* after an error the next step only has no plan */
     return 0;
 }
 

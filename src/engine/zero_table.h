@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The border between the engine and the layers above it that reach other ranks. The engine calls ZeRO (src/zero)
- * through the table that ps_engine_shard sets, the other stages of a pipeline (pipe/ranks.c) through the table of
- * ps_engine_stages, and the ranks of the same layers (tensor_parallel/ranks.c) through the table of
- * ps_engine_tensor_parallel. These layers call the functions of engine.c and place.c below. Neither side sees the
- * other's records. An engine of one process has no table. */
+ * The interface between the engine and the layers above it that communicate with other ranks. The engine calls ZeRO
+ * (src/zero) through the table that ps_engine_shard sets, the other stages of a pipeline (pipe/ranks.c) through the
+ * table of ps_engine_stages, and the tensor-parallel group (tensor_parallel/ranks.c) through the table of
+ * ps_engine_tensor_parallel. These layers call the functions of engine.c and place.c that are declared below. Neither
+ * side sees the other's records. An engine of one process has no table. */
 #ifndef PS_ZERO_TABLE_H
 #define PS_ZERO_TABLE_H
 #include "chunk/chunk.h"
 #include "tensor/tensor.h"
 
-/* One gather of a step. pass: the action, counted from the step's begin; uses: reads of the stripe in it. */
+/* One gather of a step. pass: the action, counted from the start of the step; uses: reads of the stripe in it. */
 typedef struct ps_gather { int32_t stripe, pass, uses; } ps_gather;
 typedef struct ps_gathers { ps_gather *list; int32_t n, capacity; } ps_gathers;
 
@@ -18,55 +18,57 @@ typedef struct ps_zero ps_zero;
 typedef struct ps_zero_table {
     void (*close)(ps_zero *z);             /* storages in parts lose their bytes; called before the chunks are closed */
     /* -- memory */
-    bool (*holds)(const ps_zero *z, const ps_storage *s);       /* it lies in a part */
+    bool (*holds)(const ps_zero *z, const ps_storage *s);       /* s lies in a part */
     int32_t (*chunk)(const ps_zero *z, const ps_storage *s);    /* its chunk on this rank, or -1 */
-    /* While on, ops run on this rank alone and read bytes that it owns: they gather nothing. */
+    /* While on, only this rank runs ops, and they read bytes that it owns: nothing is gathered. */
     void (*alone)(ps_zero *z, bool on);
-    double (*waited)(const ps_zero *z);    /* seconds that this rank has stood still for others, so far */
-    int64_t (*comes)(const ps_zero *z, int32_t stripe);    /* bytes that a gather brings from other ranks */
+    double (*waited)(const ps_zero *z);    /* seconds that this rank has waited for other ranks so far */
+    int64_t (*comes)(const ps_zero *z, int32_t stripe);    /* bytes that a gather receives from other ranks */
     /* -- steps */
-    void (*op_begins)(ps_zero *z);         /* an op begins; the chunks are told, too */
-    void (*op_failed)(ps_zero *z);         /* the op that began last fails: its reads do not count */
+    void (*op_begins)(ps_zero *z);         /* an op begins; also notifies the chunk manager */
+    void (*op_failed)(ps_zero *z);         /* the op that began last failed: its reads do not count */
     void (*pass)(ps_zero *z);              /* a pass began; step->pass is its number */
     void (*step_begin)(ps_zero *z, const ps_gathers *expected);  /* expected: lent; NULL: unknown */
-    const ps_gathers *(*step_end)(ps_zero *z);      /* the gathers noted, lent until the next begin */
+    const ps_gathers *(*step_end)(ps_zero *z);      /* the recorded gathers, lent until the next step_begin */
     /* -- gradients */
-    /* Makes room for records of `n` units, and forgets those of earlier ones. n may be 0. */
+    /* Makes room for records of `n` units, and drops the records of earlier units. n may be 0. */
     int (*units)(ps_zero *z, int32_t n);
-    int (*before_slot)(ps_zero *z, int32_t unit);   /* a gradient is about to lie where the unit's values do */
+    int (*before_slot)(ps_zero *z, int32_t unit);   /* a gradient is about to be written over the unit's values */
     int (*unit_final)(ps_zero *z, int32_t unit);    /* all gradients of the unit are final on this rank */
-    int (*all_final)(ps_zero *z);          /* gradients of all units are final: reductions under way end */
-    void (*unit_not_final)(ps_zero *z, int32_t unit);   /* its stripe counts final units anew */
-    /* Sums values [n] over the ranks; each gives those that it owns, else 0. At stage 0 all own all: they stay. */
+    int (*all_final)(ps_zero *z);          /* gradients of all units are final: ends reductions under way */
+    void (*unit_not_final)(ps_zero *z, int32_t unit);   /* its stripe counts its final units again from 0 */
+    /* Sums values [n] over the ranks; each rank passes the values that it owns, and 0 for the others. At ZeRO stage 0
+     * every rank owns all values: they stay unchanged. */
     int (*sum_owned)(ps_zero *z, double *values, int32_t n);
-    void (*forget)(ps_zero *z);            /* values may have changed: reads gather anew, */
+    void (*forget)(ps_zero *z);            /* values may have changed: later reads gather again, */
                                            /* and reductions under way end without effect */
 } ps_zero_table;
 
 struct ps_zero {
     const ps_zero_table *table;
-    int stage;                             /* 0 to 3: what has one owner (ps_engine_shard) */
-    int ranks;                             /* that train the same parameters */
-    bool once;                             /* gradients are added up over the ranks once a step, at every stage */
+    int stage;                             /* 0 to 3: which state has one owner (ps_engine_shard) */
+    int ranks;                             /* number of ranks that train the same parameters */
+    bool once;                             /* gradients are summed over the ranks once per step, at every stage */
 };
 
 /* The other stages of a pipeline. */
 typedef struct ps_stages ps_stages;
 typedef struct ps_stages_table {
     void (*close)(ps_stages *s);
-    int (*sum)(ps_stages *s, double *values, int32_t n);    /* over all stages: each value is of one, 0 in others */
+    int (*sum)(ps_stages *s, double *values, int32_t n);    /* over the stages; a value is 0 in all but one of them */
     bool (*has_copies)(const ps_stages *s);
-    int (*sum_copies)(ps_stages *s, ps_tensor *t);          /* sums t over the ranks with copies, in their order */
-    bool (*counts)(const ps_stages *s);                     /* this rank's copies are those that the norm counts */
+    int (*sum_copies)(ps_stages *s, ps_tensor *t);          /* sums t over the ranks with copies, in rank order */
+    bool (*counts)(const ps_stages *s);                     /* the norm counts this rank's copies */
 } ps_stages_table;
 struct ps_stages { const ps_stages_table *table; };
 
-/* The ranks that have a part each of the same layers. A dry run's calls are noted and change nothing. */
+/* The tensor-parallel group: ranks that each have a part of the same layers. During a dry run the calls are recorded
+ * and change nothing. */
 typedef struct ps_tp ps_tp;
 typedef struct ps_tp_table {
     void (*close)(ps_tp *t);
-    int (*sum)(ps_tp *t, double *values, int32_t n);        /* adds values [n] up over the ranks, in their order */
-    /* The same of a tensor. rc: the result of this rank's preparation; the others hear of a failure. */
+    int (*sum)(ps_tp *t, double *values, int32_t n);        /* sums values [n] over the ranks, in rank order */
+    /* The same for a tensor. rc: the result of this rank's preparation; a failure is reported to the other ranks. */
     int (*sum_tensor)(ps_tp *t, ps_tensor *sums, int rc);
 } ps_tp_table;
 struct ps_tp {
@@ -85,9 +87,9 @@ typedef struct engine_base {
 int engine_base_get(ps_ctx *ctx, engine_base *out);         /* PS_ESTATE when no engine is open */
 /* The collectives of the dry run that made a trace; NULL: there is no such trace. */
 const ps_rank_calls *engine_calls(const ps_engine *e, int32_t trace);
-/* The engine calls z from now on, and closes it. */
+/* From now on the engine calls z. The engine closes it. */
 void engine_zero_set(ps_engine *e, ps_zero *z);
-/* PS_ESTATE: it has stages, or parameters, already. */
+/* PS_ESTATE: the engine already has stages or parameters. */
 int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers);
 int engine_tp_set(ps_engine *e, ps_tp *tp);                 /* the same */
 int engine_check_device(const ps_engine *e, int device);    /* PS_EINVAL: it is not one of the engine's two */
@@ -97,9 +99,9 @@ int engine_meta_like(const ps_engine *e, const ps_tensor *like, int dtype, int d
 /* Whether parameter i of a unit has had a gradient in this step: 0 or 1; -1: the unit has no more parameters. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i);
 int32_t engine_unit_vstage(const ps_engine *e, int32_t unit);
-/* The bytes of the unit's gradients are about to be summed. Where micro-batches are summed at the owner, this rank adds
+/* The bytes of the unit's gradients are about to be summed. If the owner sums the micro-batches, this rank contributes
  * zeros for a parameter without a gradient. */
 int engine_unit_reduces(ps_engine *e, int32_t unit);
-/* The unit's gradients are summed: owners go on with the sums, and other ranks drop theirs. */
+/* The unit's gradients have been summed: owners keep the sums, and other ranks drop their gradients. */
 int engine_unit_reduced(ps_engine *e, int32_t unit);
 #endif
