@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Requests until the first failure; from 0 down to -failures + 1 they fail, below that no more. */
+/* Requests left until the first failure. Requests fail while it is between 0 and -failures + 1. */
 static atomic_llong until_failure = -1, failures;
 
 bool ps_alloc_should_fail(void)

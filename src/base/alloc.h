@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The one door for the engine's own small memory. It exists so that tests can fail the Nth request. Arenas of tensor
- * bytes pass the same counter. Callers report failure with ps_fail_nomem. */
+ * All small allocations of the engine go through these functions, so that tests can fail the Nth request. Arenas of
+ * tensor bytes use the same counter. Callers report failure with ps_fail_nomem. */
 #ifndef PS_BASE_ALLOC_H
 #define PS_BASE_ALLOC_H
 #include <stdbool.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The facts about element types that every layer needs. Types are ps.h's PS_F32 ... PS_BOOL. */
+ * Properties of element types that every layer needs. The types are PS_F32 ... PS_BOOL of ps.h. */
 #ifndef PS_BASE_DTYPE_H
 #define PS_BASE_DTYPE_H
 #include <math.h>
@@ -13,6 +13,7 @@ static inline int64_t ps_dtype_bytes(int dtype)
 }
 static inline bool ps_dtype_is_float(int dtype) { return dtype <= PS_F64; }
 
-/* A value for Lua, which takes the other bits of a NaN for a nil, a string or a pointer. */
+/* A number to pass to Lua. Every NaN becomes the canonical one, since Lua reads other NaN bits as a nil, a string or a
+ * pointer. */
 static inline double ps_lua_number(double x) { return x == x ? x : (double)NAN; }
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * One error per thread: code, message, detail, file:line of where it was first known, and the op that was running.
- * Every function of the engine returns 0 or a negative PS_E* code (ps.h); the message is left here, once. */
+ * One error per thread: code, message, detail, the file:line that raised it, and the op that was running. Every
+ * function of the engine returns 0 or a negative PS_E* code (ps.h); the message is stored here, once. */
 #ifndef PS_BASE_ERROR_H
 #define PS_BASE_ERROR_H
 #include "ps.h"
@@ -8,9 +8,9 @@
 /* Records the error and returns `code`, so that a caller can write `return ps_fail(PS_EINVAL, "...", ...)`. */
 #define ps_fail(code, ...) ps_fail_at((code), __FILE__, __LINE__, __VA_ARGS__)
 int ps_fail_at(int code, const char *file, int line, const char *fmt, ...) __attribute__((format(printf, 4, 5)));
-/* The same, with what programs may act on (ps_error_detail). sub: PS_SUB_*, or PS_SUB_NONE. */
+/* The same, with details that programs can act on (ps_error_detail). sub: PS_SUB_*, or PS_SUB_NONE. */
 #define ps_fail_sub(code, sub, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_sub(sub))
-/* No room for `wanted` bytes, of which there are `left`. tier: -1 where memory is not that of a tier. */
+/* No room for `wanted` bytes: only `left` bytes are free. tier: -1 if the memory does not belong to a tier. */
 #define ps_fail_room(code, sub, tier, wanted, left, ...) \
     (ps_fail(code, __VA_ARGS__), ps_error_set_room(sub, tier, wanted, left))
 /* Rank `rank` is to blame. */
@@ -20,8 +20,8 @@ int ps_error_set_sub(int sub);
 int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);
 int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe);
-int ps_error_set_detail(const ps_error_detail *detail);     /* of an error that is raised again */
-/* An error of one thread that is raised again later, or on another thread, with all that is known of it. */
+int ps_error_set_detail(const ps_error_detail *detail);     /* for an error that is raised again */
+/* An error that is raised again later, or on another thread, with all its details. */
 typedef struct ps_error_kept {
     int code;                     /* 0: none */
     char message[1024], where[128];
@@ -29,13 +29,13 @@ typedef struct ps_error_kept {
     ps_error_detail detail;
 } ps_error_kept;
 void ps_error_keep(ps_error_kept *out);             /* this thread's last error */
-int ps_error_again(const ps_error_kept *error);     /* makes it this thread's last error; gives its code */
+int ps_error_again(const ps_error_kept *error);     /* makes it this thread's last error; returns its code */
 /* Out of memory for `nbytes` of engine bookkeeping (not tensor bytes, whose message names the tier). */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
 /* Names the op in errors raised until it is set again; NULL for none. `name` must outlive its use. */
 void ps_error_set_op(const char *name);
 const char *ps_error_running(void);                 /* that op, or NULL */
-/* Puts text in front of the message of the last error ("loading FILE: "), keeping code and place. */
+/* Prepends text to the message of the last error ("loading FILE: "); its code and place stay. */
 void ps_error_prefix(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 
 /* Propagates a failure. */

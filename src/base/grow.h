@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A growable array is a pointer and a capacity (in elements, of any integer type) that its owner keeps; it begins as
- * NULL and 0 and ends with ps_free. */
+ * A growable array is a pointer and a capacity (in elements, of any integer type), both kept by its owner. They start
+ * as NULL and 0; ps_free frees the array. */
 #ifndef PS_BASE_GROW_H
 #define PS_BASE_GROW_H
 #include "base/alloc.h"
 #include "base/error.h"
 
-/* Gives the array room for `wanted` elements, at least twice as many as before, so that n appends move O(n) elements.
+/* Gives the array room for `wanted` elements, and at least doubles it, so that n appends move O(n) elements.
  * 0, or PS_ENOMEM: the array is as it was. */
 #define ps_grow(array, capacity, wanted) \
     (ps_try_grow(array, capacity, wanted) ? 0 : ps_fail_nomem((size_t)(wanted) * sizeof *(array)))
@@ -21,7 +21,7 @@
     if (ps_array_) (array) = ps_array_, (capacity) = (__typeof__(capacity))ps_capacity_; \
     ps_has_ || ps_array_; })
 
-/* For the macros: the array moved to where it has room for `wanted` elements of `size` bytes, of which *capacity says
- * how many there are; NULL: no memory, or more than `most`. */
+/* For the macros. Reallocates the array to at least `wanted` elements of `size` bytes, and sets *capacity to the new
+ * number of elements. NULL: no memory, or `wanted` is more than `most`. */
 void *ps_alloc_grown(void *array, size_t size, int64_t *capacity, int64_t wanted, int64_t most);
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The panels of rows in which a processor computes the loss of logits [N, V] (cpu/lm_loss.c), and ranks that share the
- * words out (tensor_parallel/loss.c). Panels depend on shapes alone. */
+ * The panels of rows by which the loss of logits [N, V] is computed, on a processor (cpu/lm_loss.c) and by ranks that
+ * each have a part of the vocabulary (tensor_parallel/loss.c). Panels depend on shapes only. */
 #ifndef PS_BASE_PANELS_H
 #define PS_BASE_PANELS_H
 #include <stdint.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A script's questions about its process: time, memory, interrupts, the terminal. The signal handler counts and, the
- * second time, gives the signal its default meaning back. It does nothing else, so it is safe wherever it strikes. */
+ * Queries of a script about its process: time, memory, interrupts, the terminal. The signal handler only counts and, on
+ * the second signal, restores the signal's default action, so it is safe wherever it interrupts the program. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include <errno.h>
@@ -64,7 +64,7 @@ int ps_interrupts_install(void)
     for (int i = 0; i < N_SIGNALS; i++) {
         if (sigaction(signals[i], NULL, &before[i]) < 0)
             return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
-        /* A shell has jobs in the background ignore Ctrl-C, nohup has them ignore SIGHUP: that stays so. */
+        /* A shell lets background jobs ignore Ctrl-C, nohup lets them ignore SIGHUP: keep that. */
         if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
     }
     installed = true;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collective calls that a dry run would have made. collectives/context.c notes them in the context, the engine keeps
+ * Collective calls that a dry run would have made. collectives/context.c records them in the context, the engine stores
  * them with the trace of the step, and comm/plan.c expects them in the step that repeats that trace. */
 #ifndef PS_BASE_RANK_CALL_H
 #define PS_BASE_RANK_CALL_H

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ring of events. A writer takes a number, fills the place of that number and writes the number behind it, so that
- * a reader knows a place that is being overwritten. */
+ * The ring of events. A writer takes a number, fills the place of that number and writes the number last, so that a
+ * reader can detect a place that is being overwritten. */
 #include "base/record.h"
 #include <signal.h>
 #include <string.h>
@@ -14,20 +14,20 @@ atomic_bool ps_record_flag, ps_flops_flag, ps_record_silent;
 int64_t ps_flops_sum;
 int32_t ps_record_run;
 
-/* A thread that began to write before a restart may still do so: a ring that is too small is kept, not freed. */
+/* A thread that began to write before a restart may still be writing: a ring that is too small is kept, not freed. */
 typedef struct ring {
     struct ring *smaller;
-    int64_t room;                              /* events that there is memory for */
+    int64_t room;                              /* capacity in events */
     ps_record_event events[];
 } ring;
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken, started_ns;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
 static bool wanted, paused;                    /* started and not stopped; a script is paused */
-static int counting;                           /* who count FLOPs */
+static int counting;                           /* number of users that count FLOPs */
 static _Atomic int32_t steps;
-static _Atomic int64_t skew_ns;                /* that a test planted */
-/* Of the thread that runs a step: threads of one process may be ranks. */
+static _Atomic int64_t skew_ns;                /* added by a test */
+/* Per thread, since the threads of one process may be ranks. Set in the thread that runs a step. */
 static _Thread_local bool dry;                 /* a dry run is under way */
 static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;
@@ -68,7 +68,7 @@ int ps_record_start(int64_t events)
         larger->room = events;
         atomic_store(&current, r = larger);
     }
-    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* its pages are there before the first event */
+    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* touches its pages before the first event */
     memset(totals, 0, sizeof totals);
     for (int32_t i = 0; i < depth && i < DEEPEST; i++) modules[i].began = 0;
     step.began = action.began = 0;
@@ -220,7 +220,7 @@ int32_t ps_record_module(int32_t id)
 int ps_module_enter(int id)
 {
     if (depth < DEEPEST) {
-        modules[depth].id = ps_record_module(id);      /* the one to go back to */
+        modules[depth].id = ps_record_module(id);      /* the module to return to */
         modules[depth].began = ps_record_begin();
     }
     return depth++;

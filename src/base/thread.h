@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The one door for threads of the engine. */
+ * Every thread of the engine is started through this function. */
 #ifndef PS_BASE_THREAD_H
 #define PS_BASE_THREAD_H
 #include <pthread.h>
 
-/* Starts a thread that runs run(arg). It blocks all signals: signals are for the thread that runs the script. 0, or a
- * positive errno, with no message left. Tests fail it as a request for memory (alloc.h). */
+/* Starts a thread that runs run(arg) and blocks all signals: the thread that runs the script handles them. Returns 0,
+ * or a positive errno and sets no error message. Tests make it fail like a request for memory (alloc.h). */
 int ps_thread_start(pthread_t *out, void *(*run)(void *), void *arg);
 #endif
