@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Bytes are reached only by pin and unpin, through the table of their keeper (ps_keeper), so that the same program runs
- * with plain memory and with chunks. A manager that gives memory fills a second table (ps_mem). This layer sees
- * storages (bytes on a device), never a tensor or an op; notes of layers above lie in a storage, and nothing here reads
- * them. */
+ * Bytes are accessed only between pin and unpin, through the table of their keeper (ps_keeper), so that the same
+ * program runs with plain memory and with chunks. A manager that allocates memory also fills a second table (ps_mem).
+ * This layer knows storages (bytes on a device), never a tensor or an op. Layers above keep notes in a storage; this
+ * layer never reads them. */
 #ifndef PS_MEM_H
 #define PS_MEM_H
 #include "backend/backend.h"
@@ -13,104 +13,106 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device. Bytes exist while `block` is set. Dropped bytes never return. What a layer above notes about a
- * storage is in the struct named after that layer, and that layer alone writes it (spec/layers_spec.lua). */
+/* Bytes on a device. Bytes exist while `block` is set. Dropped bytes never return. The notes of a layer above are in
+ * the struct named after that layer, and only that layer writes them (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
-    void *block;                /* of the keeper; NULL: no bytes (dropped, or nbytes is 0) */
+    void *block;                /* the keeper's record; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, pins;
-    int32_t refs;               /* tensor headers */
+    int32_t refs;               /* number of tensor headers */
     int32_t holds;              /* owners that need the bytes even after a scope dropped the storage: tensors that the
-                                 * tape saved, gradients on their way */
+                                 * tape saved, gradients in transit */
     uint32_t version;           /* counts writes after creation; the tape compares it */
     struct {
-        bool dropped : 1;       /* a scope ended, so the bytes go with the last hold */
+        bool dropped : 1;       /* a scope ended, so the last unhold frees the bytes */
         bool kept : 1;          /* no scope drops them */
-        bool written : 1;       /* on a device that is not here: a script wrote the bytes, so there are some */
+        bool written : 1;       /* on a pretended device: a script wrote the bytes, so they have contents */
     } bytes;
     struct {
-        bool taken;             /* of a parameter: its gradient lies here; only headers with PS_T_SLOT may be used */
-        bool watched;           /* of a parameter: recompute segments note that they read it */
+        bool taken;             /* a parameter's gradient lies here; only headers with PS_T_SLOT may be used */
+        bool watched;           /* a parameter: recompute segments record that they read it */
     } engine;
     struct {
-        bool fetched;           /* came back from the host before backward, so an op used it: it leaves no more */
+        bool fetched;           /* came back from the host before backward because an op used it: it is not sent away
+                                 * again */
     } offload;
     struct {
-        int64_t walk;           /* the walk that `waits` is of */
-        int32_t waits;          /* of a parameter: nodes with it that the walk has not passed yet */
-        uint32_t later : 31;    /* headers with PS_T_LATER: no owners, but weight gradients that were put off will read
-                                 * the bytes, so nobody may overwrite these */
-        uint32_t trained : 1;   /* a tensor over it required gradients once: a paused script does not write it */
+        int64_t walk;           /* the walk that `waits` belongs to */
+        int32_t waits;          /* a parameter: nodes that read it and that the walk has not passed yet */
+        uint32_t later : 31;    /* number of headers with PS_T_LATER. They own nothing, but weight gradients that were
+                                 * put off will read the bytes, so nothing may overwrite them */
+        uint32_t trained : 1;   /* a tensor over it once required gradients: a paused script must not write it */
     } tape;
     struct {
-        struct ps_replay *of;   /* made in this dry run of a pipeline (tensor/replay.h); or NULL */
-        int64_t number;         /* among the storages of `of` */
+        struct ps_replay *of;   /* the dry run of a pipeline that made it (tensor/replay.h); or NULL */
+        int64_t number;         /* its number among the storages of `of` */
         int32_t noted;          /* its place in `of`, or -1 */
-        bool scripted;          /* a script has had a header of it */
+        bool scripted;          /* a script may have had a header of it */
     } replay;
     struct {
         ps_scope *of;           /* the scope that will drop the storage, or NULL */
         ps_storage *prev, *next;
-        bool unscoped;          /* it counts in unscoped_nbytes of `of`, the root */
+        bool unscoped;          /* it counts in unscoped_nbytes of `of`, which is the root scope */
     } scope;
 };
 
 /* A parameter moves from storage `old` to `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
-/* A keeper has the bytes of a storage at present: plain memory, a chunk, a shard, or the host while activations are
+/* The keeper of a storage holds its bytes at present: plain memory, a chunk, a shard, or the host while activations are
  * offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
     void (*free)(ps_keeper *keeper, ps_storage *s);        /* clears s->block; never while pinned */
-    /* The bytes stay at *out, an address of `device`, until unpin. They also stay for all work that the compute stream
-     * of `device` was given before the unpin: other contents of that memory are ordered behind this work (backend.h).
-     * On failure nothing stays pinned. Only storages in chunks can be pinned on another device than s->device. */
+    /* The bytes stay at *out, an address of `device`, until unpin. They also stay valid for all work that was queued on
+     * the compute stream of `device` before the unpin: that memory gets other contents only after this work
+     * (backend.h). After a failure nothing is pinned. Only storages in chunks can be pinned on a device other than
+     * s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
-    void (*note_line)(ps_storage *s, int32_t line);        /* (optional) of ps_tensor_note_line */
+    void (*note_line)(ps_storage *s, int32_t line);        /* (optional) for ps_tensor_note_line */
 } ps_keeper_table;
 
 struct ps_keeper { const ps_keeper_table *table; };
 
-/* Memory gives bytes to storages and keeps the bytes that it gave. */
+/* A memory manager allocates bytes for storages and is the keeper of those bytes. */
 typedef struct ps_mem_table {
-    /* Memory for s->nbytes > 0 on s->device. Sets s->block and s->keeper. */
+    /* Allocates s->nbytes > 0 on s->device. Sets s->block and s->keeper. */
     int (*alloc)(ps_mem *mem, ps_storage *s);
-    /* Memory for one kernel call. */
+    /* Allocates scratch memory for one kernel call. */
     int (*scratch)(ps_mem *mem, int device, int64_t nbytes, void **handle, void **out);
     void (*scratch_free)(ps_mem *mem, int device, void *handle);
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
     int64_t (*held)(ps_mem *mem, int device);              /* (optional) bytes taken from the system, in use or not */
-    /* (optional) Bytes that would stay after a trim with holes. *peak, unless NULL: the largest such number since the
-     * last call that asked for the peak. */
+    /* (optional) Bytes that a trim with holes would keep. *peak, unless NULL: the largest such number since the last
+     * call that asked for the peak. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
     void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) bounds `held`; 0: no limit */
-    /* (optional) Gives unused bytes back to the system: those behind the last used ones and, with `holes`, those
-     * between used ones, too. Their pages have to be touched anew later. */
+    /* (optional) Returns unused bytes to the system: those after the last used byte and, with `holes`, also those
+     * between used bytes. The system maps these pages again when they are next touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
-    /* (of plain memory) ps_memory_holders. */
+    /* (plain memory only) ps_memory_holders. */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
-    /* (of plain memory) Whoever shares its device's budget was refused memory. */
+    /* (plain memory only) Another manager that shares the budget of this device was refused memory. */
     void (*refused)(ps_mem *mem, int device);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
 
 struct ps_mem {
-    ps_keeper keeper;             /* stays first */
+    ps_keeper keeper;             /* must be the first field */
     const ps_mem_table *table;
 };
 
-/* Pin and unpin through the storage's present keeper. A pin may give the storage to another keeper. */
+/* Pin and unpin through the storage's present keeper. A pin may move the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
-/* Gives the storage's bytes back, if it has any. The record stays. */
+/* Frees the storage's bytes, if it has any. The record stays. */
 static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
@@ -118,14 +120,14 @@ static inline void ps_storage_free(ps_storage *s)
 /* Whether `mem`, which may be NULL, is the keeper of s. */
 static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
-/* plain.c: every storage stays where it was made, in one arena per device. The reference path. */
+/* plain.c: every storage stays where it was allocated, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
-int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* one more device, behind the others */
-void ps_mem_plain_undo(ps_mem *mem);                        /* the last one again, before it was used */
+int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device after the others */
+void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
 bool ps_storage_is_plain(const ps_storage *s);              /* its keeper is memory of plain.c */
 
-/* lent.c: a storage whose bytes somebody else has and lends. Its own bytes go back, and the loan is the storage's until
- * its bytes end. */
+/* lent.c: a storage whose bytes belong to a lender. ps_storage_lend frees the storage's own bytes; the storage then
+ * owns the loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
 bool ps_storage_is_lent(const ps_storage *s);
 
@@ -140,8 +142,8 @@ void ps_arena_reset_peak(ps_arena *arena);
 int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
-/* Gives back regions of which nothing is in use, the unused ends of the others and, with `holes`, all whole pages that
- * are not in use. True: something went back. */
+/* Returns to the system unused regions, the unused ends of the other regions and, with `holes`, all whole pages that
+ * are not in use. True: something was returned. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);
