@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * One way of messages from the device of one rank to that of another (line.c), for p2p.c. Bytes go over a communicator
- * of these two ranks alone, on a stream of its own, in the order in which messages are put. No thread that runs kernels
- * waits for bytes: events order them against its work.
+ * A one-way line of messages from the device of one rank to the device of another (line.c), for p2p.c. Bytes are sent
+ * over a communicator of only these two ranks, on its own stream, in the order of ps_line_put. No thread that runs
+ * kernels waits for bytes: events order them against its work.
  *
- * Why nothing waits in a circle. A receive is given to the device once the header of its message has come, so the
- * sender's device has all the work in front of the send. A send is given to the device once the receiver has said
- * (ps_line_allow) that its receive was given. So what a device has been given to do ends without a further call of any
- * rank's script, and what goes along different lines needs no common order. */
+ * Why lines cannot deadlock: A receive is queued on the device only after the header of its message has arrived, so all
+ * work that the send depends on is already queued on the sender's device. A send is queued only after the receiver has
+ * reported (ps_line_allow) that its receive is queued. So all work that is queued on a device ends without a further
+ * call by any rank's script, and messages on different lines need no common order. */
 #ifndef PS_TRANSPORT_LINE_H
 #define PS_TRANSPORT_LINE_H
 #include <pthread.h>
@@ -20,39 +20,39 @@ enum { PS_LINE_NAME = 40 };
 
 typedef struct ps_line_message {
     struct ps_line_message *next;
-    void *bytes;                           /* on the device; they stay until `end` */
+    void *bytes;                           /* on the device; must stay valid until `end` */
     int64_t nbytes;
     ps_wire_event *ready, *end;            /* ready: the bytes may be sent, or written to. Owned by the message */
-    bool begun;                            /* the device has been given the message, and `end` is set */
+    bool begun;                            /* the message is queued on the device, and `end` is set */
     char name[PS_LINE_NAME];               /* for errors: "F of micro-batch 3, stage 1" */
 } ps_line_message;
 
-/* What a line shares with its owner. */
+/* State and functions that a line shares with its owner. tell and blame are called without the lock. */
 typedef struct ps_line_owner {
-    ps_comm *host;                         /* of host memory; its watch is looked at, its time-out counts */
+    ps_comm *host;                         /* the host communicator; the line uses its watch and its time-out */
     struct ps_backend *be;                 /* the device */
-    pthread_mutex_t *lock;                 /* of the line, too */
+    pthread_mutex_t *lock;                 /* also guards the line */
     pthread_cond_t *news;                  /* the line broadcasts it: a message was begun, all have ended, it failed */
-    const ps_error_kept *failed;           /* where the code is set, the line gives up */
+    const ps_error_kept *failed;           /* if its code is set, the line gives up */
     void *arg;
-    int (*tell)(void *arg, int peer, int lane);              /* a receive was begun: tells the sender */
-    int (*blame)(void *arg, int peer, int rc);               /* this thread's error, as the run's; both without lock */
+    int (*tell)(void *arg, int peer, int lane);              /* a receive was begun: notifies the sender */
+    int (*blame)(void *arg, int peer, int rc);               /* makes this thread's error the error of the run */
 } ps_line_owner;
 
 /* Starts the line's thread, which connects. id: from the table's new_id, the same on both ranks. The lock is held.
  * PS_ENOMEM */
 int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane, bool out, ps_line **out_line);
 const char *ps_line_id(const ps_line *line);
-/* Makes the message's events where it has none, and sets `ready`; called by the thread that runs kernels. */
+/* Makes the message's events if it has none, and sets `ready`. Called by the thread that runs kernels. */
 int ps_line_message_prepare(struct ps_backend *be, ps_line_message *m);
 void ps_line_message_free(struct ps_backend *be, ps_line_message *m);
 
 /* The lock is held in the following calls. */
 void ps_line_put(ps_line *line, ps_line_message *m);
-void ps_line_allow(ps_line *line);         /* the receiver was ready for one more message */
+void ps_line_allow(ps_line *line);         /* the receiver is ready for one more message */
 void ps_line_stop(ps_line *line);          /* nobody waits for its messages any more */
 bool ps_line_is_still(const ps_line *line);                  /* all messages that were begun have ended */
-const ps_error_kept *ps_line_failed(const ps_line *line);    /* NULL: it did not */
+const ps_error_kept *ps_line_failed(const ps_line *line);    /* its error; NULL: it has not failed */
 const char *ps_line_at(const ps_line *line);                 /* the oldest message under way, or the one that failed */
 bool ps_line_rests(const ps_line *line);   /* after a failure: neither its thread nor the device uses any message */
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The table of a library that carries bytes between ranks: one exchange, and for device memory a sum. Everything else
- * (which bytes, the order of sums, the check that ranks agree) is comm/comm.c, the same for all libraries. */
+ * The interface of a library that carries bytes between ranks: an exchange and, for device memory, a sum. comm/comm.c
+ * does everything else, the same for all libraries: which bytes, the order of sums, the check that ranks agree. */
 #ifndef PS_TRANSPORT_H
 #define PS_TRANSPORT_H
 #include <stdbool.h>
@@ -16,52 +16,58 @@ typedef struct ps_comm_post ps_comm_post;  /* a message under way */
 
 struct ps_watch;
 
-/* Exchanges that may be under way at once. Messages of one lane between two ranks arrive in their order. PIECE and what
- * follows are of a product's pieces; communicators of devices have none of them. */
+/* Lanes: each may have one exchange under way. Messages of one lane between two ranks arrive in the order sent. PIECE
+ * and the lanes after it carry the pieces of a product; communicators of devices do not have them. */
 enum { PS_COMM_HEADER, PS_COMM_DATA, PS_COMM_DATA_2, PS_COMM_PLANNED, PS_COMM_PIECE,
        PS_COMM_LANES = PS_COMM_PIECE + PS_MAX_PIECES };
 enum { PS_COMM_SLOTS = 8 };                /* for `post`: 0 .. 7 */
-enum { PS_AXIS_NBYTES = 16 };              /* bytes of an axis's name, with its 0 */
+enum { PS_AXIS_NBYTES = 16 };              /* bytes of an axis name, including its 0 */
 
 typedef struct ps_comm_table {
     const char *name;
-    /* Begins an exchange on a lane that has none: for each other rank r it sends the bytes of send[r] and fills those
-     * of recv[r]. 0 bytes: nothing goes that way. Both arrays are [size] and are read before the call returns. The
-     * bytes stay where they are until `finish`. Both ends must mean the same sizes. */
+    /* Begins an exchange on a lane without one: sends the bytes of send[r] to each other rank r, and receives into
+     * recv[r]. 0 bytes: nothing is sent in that direction. Both arrays are [size] and are read before the call returns.
+     * The bytes must stay valid and in place until `finish`. Both ends must pass the same sizes. */
     int (*begin)(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv);
-    /* Waits for the exchange's end, timeout_s at most. After a failure of begin or finish nothing is under way on any
-     * lane, and the connections are closed, which the other ranks see. PS_ETIME, PS_EIO: the message names the rank. */
+    /* Waits for the end of the exchange, for at most timeout_s. After a failure of begin or finish nothing is under way
+     * on any lane, and the connections are closed, which the other ranks see. PS_ETIME, PS_EIO: the message names the
+     * rank. */
     int (*finish)(ps_comm *comm, int lane);
-    /* Closes the connections; every later exchange fails. The other ranks are told this thread's error. */
+    /* Closes the connections; every later exchange fails. The other ranks get this thread's error. */
     void (*hang_up)(ps_comm *comm);
     void (*close)(ps_comm *comm);
     /* (NULL: a communicator of a device) Makes a communicator of `n` of these ranks over the same connections. Another
-     * thread may use it at the same time. ranks: [n], numbers in this communicator, in the order of the new one. id:
-     * the same on all `n` ranks; no other communicator that two of them share has it. A failure of either communicator
-     * ends both. They may be closed in any order. */
+     * thread may use it at the same time. ranks: [n], ranks in this communicator, in the order of the new one. id: the
+     * same on all `n` ranks, and different from the id of every other communicator that two of them share. A failure of
+     * either communicator ends both. They may be closed in any order. */
     int (*cut)(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id, ps_comm **out);
-    /* (NULL: the library has none) Single messages, beside exchanges and from any thread. post: begins to send the
-     * bytes to rank `peer`, or to receive them from it. The bytes stay where they are until `drop`. Messages of a slot
-     * between two ranks arrive in their order. Both ends must mean the same size. */
+    /* (NULL: the library has none) Single messages, independent of exchanges and from any thread. post: begins to send
+     * the bytes to rank `peer`, or to receive them from it. The bytes must stay in place until `drop`. Messages of a
+     * slot between two ranks arrive in the order sent. Both ends must pass the same size. */
     int (*post)(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbytes, ps_comm_post **made);
-    /* 1: the message ended. 0: the wait was woken, by `wake`, a verdict or a communicator that hung up. PS_ETIME,
-     * PS_EIO: the library's error, of which the other ranks are not told here. One thread waits for a message, once. */
+    /* 1: the message has ended. 0: the wait was woken by `wake`, by a verdict or by a communicator that hung up.
+     * PS_ETIME, PS_EIO: the library's error, which is not reported to the other ranks. Only one thread waits for a
+     * message, once. */
     int (*wait)(ps_comm_post *post, double seconds);
     void (*wake)(ps_comm_post *post);
     void (*drop)(ps_comm_post *post);      /* NULL: nothing happens */
-    /* (NULL: bytes are in host memory) Further calls for device memory. mark, after and follow are ps_wire_table's. sum
-     * and copy return when they have begun; exchanges that begin later come after them. settle waits for the end of all
-     * that was begun, as finish does.
+    /* (NULL: bytes are in host memory) Further calls for device memory. mark, after and follow are those of
+     * ps_wire_table. sum and copy return when they have begun; exchanges that begin later run after them. settle waits
+     * for the end of everything that was begun, as finish does.
      *
-     * hand_over: the bytes of a call `op` are under way, and its caller goes on: from now on a thread of the
-     * communicator looks at them, as settle would. Returns a moment (>= 0) behind all that was begun, or an error.
-     * catch_up, called by the thread that runs kernels: what the device is given from now on comes after the moment,
-     * which may be taken for a later one; -1: this one, after a failure, too. A failure of bytes that nobody waits for
-     * is the error of the next call here, of the next read of the device's memory or of ps_groups_settle, whichever
-     * comes first; told: the script gets another error. What fails on a thread of the group's jobs is told by whoever
-     * gives the job's result to the script. leave: the host communicator is about to be closed. Ends what is under way
-     * within some seconds; no thread of the communicator uses that of the host afterwards. memory_free and close alone
-     * follow. */
+     * hand_over: the caller stops watching the bytes of a call `op`, which are under way; from now on a thread of the
+     * communicator watches them, as settle would. Returns a moment (>= 0), a point after everything that was begun, or
+     * an error.
+     *
+     * catch_up (called by the thread that runs kernels): orders all work that is queued on the device from now on after
+     * the moment, or after a later one. -1: after the present moment, also after a failure.
+     *
+     * A failure of bytes that nobody waits for is raised by the next call here, by the next read of the device's memory
+     * or by ps_groups_settle, whichever comes first. told: the script gets another error instead. If a call fails on a
+     * thread of the group's jobs, the function that passes the job's result to the script calls told.
+     *
+     * leave: the host communicator is about to be closed. Ends everything under way within some seconds; afterwards no
+     * thread of the communicator uses the host communicator. Only memory_free and close may follow. */
     int (*mark)(ps_comm *comm);
     int (*after)(ps_comm *comm, int mark);
     int (*follow)(ps_comm *comm, int lane);
@@ -70,12 +76,12 @@ typedef struct ps_comm_table {
     int (*catch_up)(ps_comm *comm, int moment);
     void (*told)(ps_comm *comm);
     void (*leave)(ps_comm *comm);
-    int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as ps_wire_table's */
+    int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as in ps_wire_table */
     int (*copy)(ps_comm *comm, void *to, const void *from, int64_t nbytes);
     int (*memory)(ps_comm *comm, int64_t nbytes, void **out);
     void (*memory_free)(ps_comm *comm, void *p);
-    /* (optional) The library's own collectives, to which benches compare ours. Both are of fp32. count: elements of
-     * `in`. */
+    /* (optional) The library's own collectives, with which benches compare ours. Both are in fp32. count: number of
+     * elements of `in`. */
     int (*raw_all_gather)(ps_comm *comm, float *out, float *in, int64_t count);
     int (*raw_all_reduce)(ps_comm *comm, float *out, float *in, int64_t count);
 } ps_comm_table;
@@ -84,22 +90,22 @@ struct ps_comm {
     const ps_comm_table *table;
     int rank, size;
     double timeout_s;
-    struct ps_watch *watch;                /* of all ranks, or NULL */
-    int place;                             /* in the watch (rendezvous/watch.h) */
-    const int32_t *ranks;                  /* [size]: the ranks' numbers in the world; NULL: the same numbers */
+    struct ps_watch *watch;                /* the watch over all ranks, or NULL */
+    int place;                             /* the communicator's place in the watch (rendezvous/watch.h) */
+    const int32_t *ranks;                  /* [size]: the world ranks; NULL: the same numbers */
     char axis[PS_AXIS_NBYTES];             /* its name in messages; "": all ranks */
-    bool pretends;                         /* the other ranks are not here: each says and has what this one does */
+    bool pretends;                         /* the other ranks are pretended: each sends what this rank sends */
 };
 
-/* The number in the world of the communicator's rank `r`. Messages call ranks by it. */
+/* The world rank of the communicator's rank `r`. Messages name ranks by it. */
 static inline int ps_comm_world(const ps_comm *comm, int r) { return comm->ranks ? comm->ranks[r] : r; }
 
 int ps_comm_self(ps_comm **out);           /* a world of one */
-int ps_comm_pretend(int rank, int size, ps_comm **out);      /* rank `rank` of `size`, of which no other is here */
+int ps_comm_pretend(int rank, int size, ps_comm **out);      /* rank `rank` of `size`; the others are pretended */
 /* Over Gloo's TCP transport. PS_EUNSUP in a build without it. */
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out);
 
-/* Over the memory of a device, between the ranks of `host`. `host` outlives the new communicator and hears of its
+/* A communicator for the memory of a device, between the ranks of `host`. `host` must outlive it, and gets its
  * failures. id: the same on all ranks; NULL: host is a world of one. */
 int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm **out);
 
