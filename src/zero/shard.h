@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sharding (ZeRO): a chunk belongs to one rank, and the others have its bytes only while they need them. This layer
- * stands around the chunk manager, which knows nothing of ranks. It is the keeper of the storages in parts
- * (ps_keeper, mem.h), so that ops cannot tell them from others. Bytes go from device to device where the group has
- * connected the devices that ops use, else through host memory.
+ * Sharding (ZeRO): a chunk belongs to one rank, and the other ranks hold its bytes only while they need them. This
+ * layer wraps the chunk manager, which does not know of ranks. It is the keeper of the storages in parts (ps_keeper,
+ * mem.h), so that ops cannot tell them from others. Bytes are sent from device to device if the group has connected the
+ * devices that ops use, else through host memory.
  *
- * A part is the bytes of one chunk on all ranks: in a chunk of its own where it lies for good, else in a buffer that
- * comes and goes. A stripe is a list of parts, one for each rank at most. Parts are gathered and reduced by stripes, so
- * that all ranks send at once. A read gives the owner's bytes: it gathers the part's stripe, unless the stripe is open.
- * Of a write the owner keeps the result and other ranks forget theirs, since every rank runs the same program.
+ * A part is the bytes of one chunk on all ranks: in a chunk at its owner, in a temporary buffer on other ranks. A
+ * stripe is a list of parts, at most one of each rank. Parts are gathered and reduced by stripes, so that all ranks
+ * send at once. A read returns the owner's bytes: it gathers the part's stripe, unless the stripe is open. After a
+ * write the owner keeps the result and other ranks drop theirs, since every rank runs the same program.
  *
- * All ranks must gather and reduce the same stripes in the same order. The order follows from the uses of parts alone,
- * which are the same on all ranks, never from free memory or from time. With the list of gathers of an earlier step,
- * the next gather begins while the present stripe is used, and a stripe is dropped after its last use in a pass.
- * Without the list the two stripes used last stay open beside the one that is read.
+ * All ranks must gather and reduce the same stripes in the same order. The order depends only on the uses of parts,
+ * which are the same on all ranks, never on free memory or time. With the list of gathers of an earlier step, the next
+ * gather begins while the present stripe is used, and a stripe is dropped after its last use in a pass. Without the
+ * list, the two stripes used last stay open in addition to the one that is read.
  *
- * Source of the method: Rajbhandari et al., ZeRO, SC 2020; stripes of one chunk a rank: Fang et al., PatrickStar, 2022.
- */
+ * Source of the method: Rajbhandari et al., ZeRO, SC 2020; stripes of one chunk per rank: Fang et al., PatrickStar,
+ * 2022. */
 #ifndef PS_SHARD_H
 #define PS_SHARD_H
 #include "chunk/chunk.h"
@@ -28,22 +28,23 @@ int ps_shard_new(ps_chunks *chunks, const ps_step *step, ps_backend *const *devi
                  ps_group *group, ps_shard **out);
 /* Storages in parts lose their bytes. Called before the chunks are closed. */
 void ps_shard_close(ps_shard *sh);
-/* tick: an op begins. failed: the op that began last fails, and its reads do not count. */
+/* tick: an op begins. failed: the op that began last failed; its reads do not count. */
 void ps_shard_tick(ps_shard *sh);
 void ps_shard_failed(ps_shard *sh);
 ps_group *ps_shard_group(const ps_shard *sh);
 
 int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
-/* Takes back a part that has no storages because every rank keeps the chunk. Called before the chunk goes. A part with
- * storages goes with the last of them. */
+/* Frees a part that has no storages because every rank keeps the chunk. Call it before the chunk is freed. A part with
+ * storages is freed with the last of them. */
 int ps_shard_part_drop(ps_shard *sh, int32_t part);
 /* Moves a storage, with its bytes, into the part at `offset`, from wherever it lies. */
 int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, const char *name);
-/* A storage in a part, with zeros at its owner. */
+/* Makes a storage in a part, with zeros at its owner. */
 int ps_shard_storage_new(ps_shard *sh, int32_t part, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
 void ps_shard_storage_undo(ps_shard *sh, ps_storage *s);
-/* This rank's own storage of the bytes of s, used without other ranks; s itself outside parts; NULL: another owner. */
+/* This rank's own storage of the bytes of s, which is used without other ranks. If s does not lie in a part: s itself.
+ * NULL: another rank owns the bytes. */
 ps_storage *ps_shard_own(const ps_shard *sh, ps_storage *s);
 bool ps_shard_has(const ps_shard *sh, const ps_storage *s);
 int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* its chunk on this rank, or -1 */
@@ -51,24 +52,24 @@ int32_t ps_shard_chunk(const ps_shard *sh, const ps_storage *s);      /* its chu
 /* -- steps -------------------------------------------------------------------------------------------------------- */
 /* A pass began, with a new number. Open stripes are dropped, except the one that the next gather would bring again. */
 void ps_shard_pass(ps_shard *sh);
-/* Begins to note gathers, and expects those given (lent; NULL: unknown). No stripe is open afterwards. */
+/* Begins to record gathers, and expects the gathers of `expected` (lent; NULL: unknown). Closes all stripes. */
 void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected);
 double ps_shard_expects(const ps_shard *sh);              /* a hash of the expected gathers; 0: unknown */
 void ps_shard_expect_none(ps_shard *sh);
-const ps_gathers *ps_shard_step_end(ps_shard *sh);        /* the noted gathers: lent until the next begin */
+const ps_gathers *ps_shard_step_end(ps_shard *sh);        /* the recorded gathers, lent until the next begin */
 /* Values may have changed: the next use of every stripe gathers it. Waits for jobs that are under way. */
 void ps_shard_forget(ps_shard *sh);
 
-/* A gradient is about to be written into the part, whose bytes then stay until its stripe has been reduced. */
+/* A gradient is about to be written into the part. From now on its bytes stay until its stripe has been reduced. */
 int ps_shard_grads(ps_shard *sh, int32_t part);
-/* Adds up all ranks' versions of the part's stripe: each part at its owner, or, with `everywhere`, on all ranks. The
- * sum runs beside the computation between begin and end. `check` must be the same on all ranks. With the end this rank
- * forgets the parts of other owners, and the next read gathers the stripe. Gradients in the place of values are then
- * sums, and storage->engine.taken still marks them. */
+/* Sums all ranks' versions of the part's stripe: each part at its owner or, with `everywhere`, on all ranks. The sum
+ * runs concurrently with the computation between begin and end. `check` must be the same on all ranks. At the end this
+ * rank drops the parts of other owners, and the next read gathers the stripe. Gradients in the place of values are then
+ * sums; storage->engine.taken still marks them. */
 int ps_shard_reduce_begin(ps_shard *sh, int32_t part, bool everywhere, uint64_t check);
 int ps_shard_reduce_end(ps_shard *sh, int32_t part);
-/* While on, ops run on this rank alone and read bytes that it owns: they gather nothing. */
+/* While on, only this rank runs ops, and they read bytes that it owns: nothing is gathered. */
 void ps_shard_alone(ps_shard *sh, bool on);
-int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);   /* bytes that its gather brings from other ranks */
-double ps_shard_waited(const ps_shard *sh);               /* seconds that this rank has stood still for others */
+int64_t ps_shard_comes(const ps_shard *sh, int32_t stripe);   /* bytes that its gather receives from other ranks */
+double ps_shard_waited(const ps_shard *sh);               /* seconds that this rank has waited for other ranks */
 #endif

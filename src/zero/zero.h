@@ -6,10 +6,10 @@
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* Where a unit's values and gradients lie; grad_part -1: gradients lie in the place of the values. */
+/* The parts of a unit's values and gradients. grad_part -1: gradients lie in the place of the values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
-/* Units whose gradients are reduced together: one of each rank at most. */
+/* Units whose gradients are reduced together: at most one of each rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
     int32_t part;                 /* one of its parts while it is reduced; else -1 */
@@ -25,7 +25,7 @@ typedef struct zero {
     int32_t n_units, n_stripes, n_reducing;
 } zero;
 
-/* -- reduce.c: as in the table */
+/* -- reduce.c: functions of the table (ps_zero_table) */
 int reduce_before_slot(ps_zero *z, int32_t unit);
 int reduce_unit_final(ps_zero *z, int32_t unit);
 int reduce_all_final(ps_zero *z);
