@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sockets as the store and the watch of the ranks use them: TCP, closed on exec, never blocking beyond a given moment
- * of ps_now() (seconds). Called by store*.c, watch*.c and proof.c. */
+ * Sockets for the store and the watch: TCP, closed on exec. No call blocks beyond its deadline `until`, in seconds of
+ * ps_now(). Called by store*.c, watch*.c and proof.c. */
 #ifndef PS_RENDEZVOUS_NET_H
 #define PS_RENDEZVOUS_NET_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* Listens at this address of this machine and at no other; "0.0.0.0" and "::" are all addresses. port 0: a free one. */
+/* Listens only at this address of this machine; "0.0.0.0" and "::" are all addresses. port 0: any free port. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
 bool ps_net_is_loopback(const char *host);                     /* no address of `host` reaches another machine */
-/* Tries once to connect to host:port. Returns a file descriptor that never blocks, or 0: nobody answers there now.
- * PS_EIO: this process can open no socket. */
+/* Tries once to connect to host:port. Returns a non-blocking file descriptor, or 0: nobody answers there now. PS_EIO:
+ * this process cannot open a socket. */
 int ps_net_reach(const char *host, int port, double until);
 bool ps_net_knows(const char *host);                           /* this machine finds an address for the name */
 bool ps_net_no_files(int why);                                 /* why: an errno; no more files may be opened */
 /* Waits until the socket is ready (POLLIN, POLLOUT): 1; the time is over: 0; failed: -1. */
 int ps_net_ready(int fd, short events, double until);
-/* Sends or receives as many bytes as go now, without waiting, and returns their number; 0: none yet; -1: the other end
+/* Sends or receives as many bytes as possible without waiting, and returns their number; 0: none yet; -1: the other end
  * hung up, or the socket failed. */
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
 /* Sends or receives exactly nbytes: 1; the time is over: 0; the other end hung up, or the socket failed: -1. */

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The proof that a connection belongs to a run. Both ends of a connection of the store or of the watch first name their
  * run and prove to each other that they know its secret. Each sends 32 random bytes, and a keyed hash (BLAKE2b of
- * libsodium) of the bytes that both sent. The secret itself never travels. Messages have a fixed size, so a stranger
- * takes a known amount of memory. The proof does not keep out who reads or alters packets on their way.
+ * libsodium) of the bytes that both sent. The secret itself is never sent. Messages have a fixed size, so a stranger
+ * uses a bounded amount of memory. The proof does not protect against an attacker who reads or alters packets.
  *
  *   rank            server
  *   OPEN       ->                its run, 32 random bytes
- *              <-   OFFER        the same of the server, which then hangs up where the runs differ
+ *              <-   OFFER        the same of the server, which then hangs up if the runs differ
  *   PROOF      ->                hash(key, "rank", OPEN, OFFER)
  *              <-   WELCOME      hash(key, "server", OPEN, OFFER); or "refused", and hangs up */
 #ifndef PS_RENDEZVOUS_PROOF_H
@@ -29,17 +29,17 @@ typedef struct ps_run {
 
 /* name, secret: NULL or "": none. PS_EINVAL: the name is longer than PS_RUN_NAME bytes. */
 int ps_run_make(const char *name, const char *secret, ps_run *out);
-/* The same run with another key, made of its own and `salt`. */
+/* Copies `run` with another key, derived from its key and `salt`. */
 void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
 void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* 256 random bits, as text */
-/* Whether a and b are equal. The time that it takes does not depend on the bytes. */
+/* Whether a and b are equal, in a time that does not depend on the bytes. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
 /* "run 'NAME'" or "a run without a name", fit to be shown. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
 
 typedef struct ps_proof_hello {            /* OPEN and OFFER */
     uint32_t magic, secret;
-    char run[PS_RUN_NAME];                 /* filled up with zeros */
+    char run[PS_RUN_NAME];                 /* padded with zeros */
     uint8_t random[PS_PROOF_BYTES];
 } ps_proof_hello;
 typedef struct ps_proof_word {             /* PROOF and WELCOME */
@@ -54,14 +54,14 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
 /* The server's side of one connection; all zeros at first. */
 typedef struct ps_proof {
-    bool opened;                           /* OPEN came, and OFFER went */
-    uint32_t got;                          /* bytes of the message that comes now */
+    bool opened;                           /* OPEN was received and OFFER was sent */
+    uint32_t got;                          /* bytes received of the present message */
     ps_proof_hello open, offer;
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads the bytes that have come, and answers; never waits. HANG_UP: `why` describes a client that spoke as ranks do;
- * of any other client it is "". */
+/* Reads the bytes that have arrived, and answers; never waits. HANG_UP: `why` says why if the client spoke the protocol
+ * of ranks; for any other client it is "". */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

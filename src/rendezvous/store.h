@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ranks find each other by a small key-value store that a thread of rank 0 serves over TCP while a group is made.
- * The server hears no client before that has proved to be of the run (proof.h). Keys and values are small, all sizes
- * are bounded, and every wait has an end. All clients that wait are told of the first fault: a wrong world size, a rank
- * taken twice, a rank that ended. gloo.cc makes and joins the store, and has SIGPIPE ignored. */
+ * Ranks find each other through a small key-value store, which a thread of rank 0 serves over TCP while a group is
+ * made. The server handles requests only of clients that have proved to belong to the run (proof.h). Keys and values
+ * are small, all sizes are bounded, and every wait has a time limit. All waiting clients get the first fault: a wrong
+ * world size, a rank taken twice, a rank that ended. gloo.cc makes and joins the store, and ignores SIGPIPE. */
 #ifndef PS_RENDEZVOUS_STORE_H
 #define PS_RENDEZVOUS_STORE_H
 #include "ps.h"
@@ -17,57 +17,58 @@ extern "C" {
 enum { PS_STORE_MAX_KEY = 128, PS_STORE_MAX_VALUE = 1 << 20, PS_STORE_MAX_RANKS = 4096, PS_STORE_TEXT = 512 };
 
 typedef struct ps_store_server ps_store_server;
-/* Serves a world of `size` ranks of a run, at this address (ps_net_listen). port 0: a free one (ps_store_port). */
+/* Serves a world of `size` ranks of a run, at this address (ps_net_listen). port 0: any free port (ps_store_port). */
 int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_store_server **out);
 int ps_store_port(const ps_store_server *server);
-const char *ps_store_host(const ps_store_server *server);      /* the numeric address where it listens */
+const char *ps_store_host(const ps_store_server *server);      /* the numeric address at which it listens */
 const char *ps_store_lacks(const ps_store_server *server);     /* why ranks could not connect, for messages; or "" */
-/* Ends the server. failed: it first waits, PS_STORE_LINGER_S seconds at most, until all ranks have come and heard of
+/* Ends the server. failed: it first waits, at most PS_STORE_LINGER_S seconds, until all ranks have connected and got
  * the fault, or have ended. NULL: does nothing. */
 void ps_store_stop(ps_store_server *server, bool failed);
 #define PS_STORE_LINGER_S 2
 
 /* A rank's connection. It belongs to one thread. */
 typedef struct ps_store ps_store;
-/* The rank that connects, its run, and how long it waits. */
+/* The rank that connects, its run and its time-out. */
 typedef struct ps_store_rank {
     int rank, size;
     const ps_run *run;
-    double timeout_s;                      /* of connecting, and of each call afterwards */
+    double timeout_s;                      /* for connecting, and for each later call */
 } ps_store_rank;
-/* Tries until the store of this run answers or the time is over: a rank that is turned away tries again. A server that
- * is of another run, has another secret or is no store has PS_STORE_FOREIGN_S seconds to end; then it is an error. */
+/* Tries until the store of this run answers or the time is over; a rank that is turned away tries again. If the server
+ * belongs to another run, has another secret or is not a store, it has PS_STORE_FOREIGN_S seconds to end; after that
+ * the call fails. */
 int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out);
-/* Tries once to connect, until the moment `until` of ps_now(). After any result but REACHED and errors (< 0) another
- * try may succeed. TURNED_AWAY: the server hung up or gave no answer. FOREIGN: the server is of another run, or no
- * store at all. Of TURNED_AWAY and FOREIGN this thread's error says more. */
+/* Tries once to connect, until the moment `until` of ps_now(). After NOBODY, TURNED_AWAY and FOREIGN another try may
+ * succeed. TURNED_AWAY: the server hung up or did not answer. FOREIGN: the server belongs to another run, or is not a
+ * store. After TURNED_AWAY and FOREIGN this thread's error has the details. < 0: an error. */
 enum { PS_STORE_REACHED, PS_STORE_NOBODY, PS_STORE_TURNED_AWAY, PS_STORE_FOREIGN };
 int ps_store_try(const char *host, int port, const ps_store_rank *me, double until, ps_store **out);
-#define PS_STORE_AGAIN_S 0.05                           /* between two tries */
+#define PS_STORE_AGAIN_S 0.05                           /* pause between two tries */
 #define PS_STORE_FOREIGN_S 5
 void ps_store_pause(void);
-/* Seconds after which a rank that waits for others says so, once. */
+/* Seconds after which a rank that waits for others prints a note about it, once. */
 double ps_store_say_s(double timeout_s);
-/* Says once, when it is late, that a rank waits for rank 0. *said: whether it has. where: "at HOST port PORT". */
+/* Prints once, after that time, that a rank waits for rank 0. *said: whether it has. where: "at HOST port PORT". */
 void ps_store_say(const ps_store_rank *me, double since, const char *where, bool *said);
-/* Waits until all ranks are connected. A wrong rank or world size shows before this returns. Rank 0 says once, on
- * stderr, who is missing for long. */
+/* Waits until all ranks are connected. A wrong rank or world size is reported before this returns. Rank 0 prints once,
+ * on stderr, which ranks have been missing for long. */
 int ps_store_meet(ps_store *store, double timeout_s);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
 /* Waits for the key. *nbytes: bytes of the value; more than `room` is an error. */
 int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
-/* The fault that the server knows of, as this thread's error; 0: none within PS_STORE_FAULT_S seconds. */
+/* Raises the fault that the server knows of as this thread's error; 0: none within PS_STORE_FAULT_S seconds. */
 int ps_store_ask_fault(ps_store *store);
 #define PS_STORE_FAULT_S 0.3                            /* a rank that broke a connection may just be ending */
-void ps_store_fault(ps_store *store, const char *text); /* tells all ranks; a failure to do so is no error */
-void ps_store_close(ps_store *store, bool ok);          /* ok: this rank needs the store no more; else a fault */
-/* The numeric address of this machine by which it reached the store: other ranks can reach this machine there, too. */
+void ps_store_fault(ps_store *store, const char *text); /* sends it to all ranks; a failure to send is ignored */
+void ps_store_close(ps_store *store, bool ok);          /* ok: this rank is done with the store; false: a fault */
+/* The numeric address from which this machine reached the store. Other ranks can reach this machine at it, too. */
 const char *ps_store_local_address(const ps_store *store);
-const char *ps_store_server_address(const ps_store *store); /* where the store is, as this machine reached it */
+const char *ps_store_server_address(const ps_store *store); /* the store's, as this machine reached it */
 
-/* Serves (rank 0) and connects by "tcp://host:port", or by "file:///path", where rank 0 writes the address of its store
- * and, where the run has none, a secret (store_meet.c). *run: the meeting's run, with the file's secret where it has
- * none of its own. */
+/* Serves (rank 0) and connects by "tcp://host:port" or by "file:///path", a file to which rank 0 writes the address of
+ * its store and, if the run has no secret, a secret (store_meet.c). *run: the meeting's run; if it has no secret, with
+ * the secret of the file. */
 int ps_store_join(const ps_meeting *meeting, ps_run *run, ps_store_server **server, ps_store **out);
 
 #ifdef __cplusplus

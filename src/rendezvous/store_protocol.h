@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * All messages of the store's connections, once a rank has proved to be of the run. All numbers are little-endian, as
- * on every machine that the engine runs on. A peer with another magic number is hung up on. */
+ * The messages of the store's connections, after a rank has proved to belong to the run. All numbers are little-endian,
+ * as on every machine that the engine runs on. The connection of a peer with another magic number is closed. */
 #ifndef PS_RENDEZVOUS_STORE_PROTOCOL_H
 #define PS_RENDEZVOUS_STORE_PROTOCOL_H
 #include <stdint.h>
 
 enum { PS_STORE_MAGIC = 0x31565350 };                  /* "PSV1" */
 enum { PS_STORE_HELLO, PS_STORE_SET, PS_STORE_GET, PS_STORE_FAULT, PS_STORE_BYE, PS_STORE_ALL };
-/* A request: this, then the key, then the value. HELLO: a = rank, b = size. GET: a = milliseconds to wait at most.
- * FAULT: the value is the text. ALL: answered when all ranks said HELLO; a = milliseconds to wait at most. */
+/* A request: this, then the key, then the value. HELLO: a = rank, b = size. GET: a = most milliseconds to wait. FAULT:
+ * the value is the text. ALL: answered when all ranks have sent HELLO; a = most milliseconds to wait. */
 typedef struct ps_store_request {
     uint32_t magic, what, key_nbytes, value_nbytes;
     int32_t a, b;
 } ps_store_request;
-/* An answer: this, then the value, or the text of the error. FAULT and BYE have none. */
+/* An answer: this, then the value, or the text of the error. FAULT and BYE have no answer. */
 typedef struct ps_store_answer {
     uint32_t magic;
     int32_t status;                                     /* 0 or PS_E* */
