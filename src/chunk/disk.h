@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The disk tier: one preallocated file without a name. The file is gone when the process ends, however it ends. One
- * thread that owns an io_uring reads and writes past the page cache; where the kernel has no io_uring, a few plain
- * threads do. Offsets, sizes and addresses are multiples of PS_DISK_ALIGN bytes. One thread calls these functions; jobs
- * run on others. */
+ * The disk tier: one preallocated file without a name. The file disappears when the process ends, however it ends. One
+ * thread that owns an io_uring reads and writes with O_DIRECT, bypassing the page cache; if the kernel has no io_uring,
+ * a few plain threads do. Offsets, sizes and addresses are multiples of PS_DISK_ALIGN bytes. One thread calls these
+ * functions; jobs run on others. */
 #ifndef PS_DISK_H
 #define PS_DISK_H
 #include <stdbool.h>
@@ -13,26 +13,26 @@ typedef struct ps_disk ps_disk;
 typedef struct ps_disk_job ps_disk_job;
 
 typedef struct ps_disk_info {
-    int64_t capacity, used;           /* bytes set aside, and given out as extents */
+    int64_t capacity, used;           /* bytes reserved in the file; bytes allocated as extents */
     int64_t bytes_read, bytes_written;
     double busy_s;                    /* seconds with a job under way */
     bool uring, direct;               /* io_uring in use; O_DIRECT in use (else through the page cache) */
 } ps_disk_info;
 
-/* A file of `nbytes` in `folder`, its space reserved. PS_EIO or PS_ENOSPC name folder, bytes wanted and free.
- * threads > 0 asks for that many plain threads instead of io_uring. */
+/* Opens a file of `nbytes` in `folder` and reserves its space. The messages of PS_EIO and PS_ENOSPC name the folder,
+ * the bytes wanted and the bytes free. threads > 0: that many plain threads instead of io_uring. */
 int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out);
-/* A disk that is not here: it gives extents out, and nobody may ask it for a transfer. */
+/* A pretended disk: it allocates extents, and must not be asked for a transfer. */
 int ps_disk_pretend(int64_t nbytes, ps_disk **out);
 /* Waits for the transfers that have begun, drops the others, and frees all jobs. */
 void ps_disk_close(ps_disk *disk);
-/* Space in the file, first fit. PS_ENOSPC says how much is free and in how many pieces. */
+/* Allocates space in the file, first fit. PS_ENOSPC says how much is free and in how many pieces. */
 int ps_disk_extent_new(ps_disk *disk, int64_t nbytes, int64_t *offset);
-/* Gives an extent back, as a whole. */
+/* Frees a whole extent. */
 void ps_disk_extent_free(ps_disk *disk, int64_t offset, int64_t nbytes);
 /* Begins a job: the transfer of `nbytes` between memory and the file. The job starts when job `after` (or NULL) has
- * ended, and fails where `after` failed. Jobs that no `after` connects may run in any order and at once. The buffer
- * must stay until the job was waited for. */
+ * ended, and fails if `after` failed. Jobs that no `after` connects may run in any order and at once. The buffer must
+ * stay valid until the job has been waited for. */
 int ps_disk_read(ps_disk *disk, int64_t offset, void *dst, int64_t nbytes, ps_disk_job *after, ps_disk_job **out);
 int ps_disk_write(ps_disk *disk, int64_t offset, const void *src, int64_t nbytes, ps_disk_job *after,
                   ps_disk_job **out);
@@ -40,13 +40,12 @@ int ps_disk_write(ps_disk *disk, int64_t offset, const void *src, int64_t nbytes
  * freed. A job named as `after` may be freed first. */
 int ps_disk_wait(ps_disk *disk, ps_disk_job *job, bool block);
 void ps_disk_get_info(ps_disk *disk, ps_disk_info *out);
-/* Measures the disk's own rate: writes, then reads `nbytes` of free space in large pieces from front to back, many at
- * once. These transfers do not go the way of jobs, and ps_disk_info does not count them. PS_ESTATE while jobs are under
- * way. */
+/* Measures the rate of the disk itself: writes, then reads `nbytes` of free space in large pieces from front to back,
+ * many at once. These transfers are not jobs, and ps_disk_info does not count them. PS_ESTATE: jobs are under way. */
 int ps_disk_probe(ps_disk *disk, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
-/* Tests: of the attempts to move a piece from now on, number nth to nth + count - 1 come back with error `code` (an
- * errno), or, when code is 0, with half of their bytes. nth -1 switches off. */
+/* Tests: attempts nth to nth + count - 1 to move a piece, counted from now, return error `code` (an errno) or, if code
+ * is 0, half of their bytes. nth -1 switches it off. */
 void ps_test_fail_io(int64_t nth, int64_t count, int code);
-/* Tests: every attempt to move a piece takes at least so many seconds; 0 switches off. */
+/* Tests: every attempt to move a piece takes at least `seconds`; 0 switches it off. */
 void ps_test_slow_io(double seconds);
 #endif

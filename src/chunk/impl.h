@@ -8,7 +8,7 @@
 #include "chunk/chunk.h"
 #include "chunk/disk.h"
 
-/* A storage's place: what ps_storage.block points at. */
+/* A storage's place in a chunk. ps_storage.block points to it. */
 typedef struct member {
     ps_storage *storage;
     char *name;                   /* or NULL */
@@ -21,11 +21,11 @@ typedef struct member {
 typedef struct transfer {
     struct transfer *next;        /* in order of start */
     int32_t chunk;
-    int32_t heir;                 /* of a copy down: the chunk whose fetch takes the memory that this copy leaves, or -1
-                                   * (see begin_fetch_behind) */
+    int32_t heir;                 /* of a copy down: the chunk that is fetched into the memory that this copy frees, or
+                                   * -1 (see begin_fetch_behind) */
     int8_t level;
-    bool up, behind;              /* behind: an heir's copy up, which ends after the copy down before it */
-    int64_t began_ns;             /* in the record, or 0 */
+    bool up, behind;              /* behind: a copy up of an heir, which ends after the copy down before it */
+    int64_t began_ns;             /* begin of its event in the record, or 0 */
     ps_copy *copy;                /* of a copy between device and host, or NULL */
     ps_disk_job *job;             /* of a copy between memory and disk, or NULL */
 } transfer;
@@ -37,20 +37,20 @@ typedef struct chunk {
     int64_t nbytes, used_nbytes;
     void *slot[PS_TIERS];         /* memory on each tier but the disk, or NULL */
     int64_t extent;               /* its place in the disk's file, or -1 */
-    uint8_t valid;                /* tiers whose copy is right, as a bit set; 0: no contents (zeros) */
-    bool dead;                    /* its last storage has gone: ps_chunk_new may use the record again */
-    bool ended;                   /* it had contents once, and they ended: those of its next slot may be any */
-    bool resident;                /* lives on tier 0 alone (chunk/resident.c) and does not leave to make room */
+    uint8_t valid;                /* tiers with a valid copy, as a bit set; 0: no contents (zeros) */
+    bool dead;                    /* its last storage was freed: ps_chunk_new may reuse the record */
+    bool ended;                   /* its contents were discarded: those of its next slot are undefined */
+    bool resident;                /* lives only on tier 0 (chunk/resident.c) and is not evicted to make room */
     transfer *transfer;           /* or NULL */
     member **members;             /* [n_members] in order of their offsets */
     int32_t n_members, members_capacity, count[PS_TS_COUNT];
-    int64_t last_use, arrived;    /* by `clock` of ps_chunks: what lru and fifo go by where there is no plan */
+    int64_t last_use, arrived;    /* by ps_chunks.clock: the order of lru and of fifo when there is no plan */
     int32_t noted, noted_at;      /* moment and place of its last use in the record */
     int32_t next_in_trace;        /* place in the expected trace of its next use at or after `now`, or -1 */
     int32_t first_in_trace;
     bool returning;               /* among cs->back */
     int8_t held, held_tier;       /* pins of ps_chunk_pin, and their tier */
-    bool there;                   /* of room_to_stay: on tier 0; valid where `seen` is the number of the call */
+    bool there;                   /* for room_to_stay: on tier 0; valid if `seen` is the number of the call */
     int64_t seen;
 } chunk;
 
@@ -61,11 +61,11 @@ typedef struct tier {
     ps_backend *be;               /* NULL: the disk */
     int32_t device;
     int64_t budget;               /* 0: no limit */
-    int64_t used, cached_nbytes;  /* bytes of slots given out, and of memory kept for reuse */
+    int64_t used, cached_nbytes;  /* bytes of slots in use, and of memory kept for reuse */
     int64_t planned_other;        /* left free for other tensors while a plan is on */
     int64_t peak;
     int64_t bytes_up, bytes_down;
-    int64_t granted;              /* of host memory: may still be taken before the system is asked again */
+    int64_t granted;              /* host memory: bytes that may be allocated before the system is asked again */
     int64_t recorded[2];          /* bytes of chunks and of other tensors in the last event of the record */
     cached *cache;
     int32_t n_cache, cache_capacity;
@@ -82,23 +82,23 @@ struct ps_chunks {
     int32_t n_chunks, capacity;
     int32_t first_dead;           /* no chunk before it is dead */
     transfer *transfers, **transfers_end, *spare;
-    int64_t clock;                /* counts uses, and slots given out */
+    int64_t clock;                /* counts uses and allocated slots */
     const ps_step *step;
     bool closing;
     /* the step */
     bool noting, fresh;           /* fresh: the op that runs has not touched a chunk yet */
     int32_t now;                  /* the moment that runs, or -1 */
-    ps_trace record;              /* while noting, `spare` has the bytes of other tensors themselves */
+    ps_trace record;              /* while noting, `spare` holds the bytes of other tensors, not the difference */
     int64_t before_step[PS_TIERS];    /* the most bytes of other tensors up to the first moment */
     int64_t before_pause[PS_TIERS];   /* the same in the moment that runs, up to a pause of the script; else 0 */
     const ps_trace *expected;     /* while a plan is on */
     ps_plan plan;
     int64_t *extra[PS_TIERS];     /* [n_moments of `expected`] of `plan`, as ps_plan_input.extra, or NULL */
-    int64_t margin[PS_TIERS];     /* where `extra` is set: bytes left to other tensors beside their peak */
+    int64_t margin[PS_TIERS];     /* if `extra` is set: bytes left to other tensors in addition to their peak */
     int32_t cursor[PS_TIERS - 1]; /* moves begun, by level */
     int64_t reserve[PS_TIERS];    /* bytes that budgets are larger by while the script is paused; else 0 */
     int64_t peak_before[PS_TIERS];    /* tier.peak when it paused */
-    int32_t *back;                /* [capacity] chunks that wait for going back up to tier 0, oldest first */
+    int32_t *back;                /* [capacity] chunks that wait to be moved back up to tier 0, oldest first */
     int32_t n_back;
     int32_t *held;                /* [capacity] chunks that ps_chunk_pin holds */
     int32_t n_held;
@@ -106,17 +106,17 @@ struct ps_chunks {
     int32_t *next_use;            /* [n_uses] of `expected`: place of the chunk's next use, or -1 */
     int32_t next_use_capacity;
     ps_engine_stats stats;
-    uint32_t random;              /* of the stress mode */
-    int32_t recorded;             /* the record (ps_record_run) that has the chunks as they were when it began */
+    uint32_t random;              /* state of the stress mode's generator */
+    int32_t recorded;             /* the record (ps_record_run) to which all chunks were written at its start */
 };
 
 static inline chunk *chunk_at(ps_chunks *cs, int32_t id) { return &cs->chunks[id]; }
 static inline bool is_disk(const ps_chunks *cs, int t) { return !cs->tiers[t].be; }
 static inline bool has_copy(const chunk *c, int t) { return c->valid >> t & 1; }
-/* Whether an heir gets c's memory on tier 0 as soon as c has gone down. */
+/* Whether an heir gets c's memory on tier 0 as soon as c's copy down has ended. */
 static inline bool hands_on(const chunk *c) { return c->transfer && c->transfer->heir >= 0; }
 
-/* "1.5 MiB", "96.0 KiB": for messages. The text lives to the end of the statement. */
+/* "1.5 MiB", "96.0 KiB": for messages. The text is valid until the end of the statement. */
 typedef struct byte_text { char s[24]; } byte_text;
 static inline byte_text bytes_text(int64_t n)
 {
@@ -132,23 +132,23 @@ int tier_of(const ps_chunks *cs, int device);                                   
 
 /* -- chunk/transfer.c */
 int64_t tier_other(ps_chunks *cs, int t);             /* bytes of other tensors */
-int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);   /* those that stay after a trim (ps_mem_table.busy) */
+int64_t tier_busy(ps_chunks *cs, int t, int64_t *peak);   /* those that a trim would keep (ps_mem_table.busy) */
 int64_t other_in_step(ps_chunks *cs, const ps_trace *trace, int t);   /* their peak in such a step; more if more now */
 int64_t tier_room(ps_chunks *cs, int t);              /* bytes that chunks may still take */
 const char *last_key(const ps_chunks *cs);            /* the configuration key of the last tier's size: "disk.limit" */
-/* Gives c memory on tier t, contents not set: 0, or 1 when there is no room now; negative: failed. A full disk is a
- * failure, PS_ENOSPC. */
+/* Allocates memory for c on tier t, with undefined contents. 0: done; 1: no room now; negative: an error. A full disk
+ * is an error, PS_ENOSPC. */
 int slot_take(ps_chunks *cs, chunk *c, int t);
-void slot_drop(ps_chunks *cs, chunk *c, int t);       /* gives c's memory back; the copy there is no longer valid */
+void slot_drop(ps_chunks *cs, chunk *c, int t);       /* frees c's memory; the copy there is no longer valid */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room);
-/* Memory of this size that is kept for reuse goes back, unless there is a chunk of the size, which would take it. */
+/* Frees memory of this size that is kept for reuse, unless a chunk of the size exists, which would use it. */
 void cache_forget(ps_chunks *cs, int64_t nbytes);
 /* Begins a copy of c up to tier t or down from it; 1: no room or not ready now. */
 int begin_fetch(ps_chunks *cs, chunk *c, int t);
 int begin_evict(ps_chunks *cs, chunk *c, int t);
-/* Takes in the copies that have ended. block: waits until one has ended, where `only` is set one of that chunk. */
+/* Completes the copies that have ended. block: waits until one has ended; if `only` is set, one of that chunk. */
 int transfers_poll(ps_chunks *cs, bool block, const chunk *only);
-/* Frees `nbytes` on tier t by moving other chunks down (from a last tier of host memory: up). `keep` stays. Where the
+/* Frees `nbytes` on tier t by moving other chunks down (from a last tier of host memory: up). `keep` stays. If the
  * chunks that may move are too few, it fails before it moves any. */
 int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep);
 /* Brings c's contents to tier t, by as many copies as that takes. */
@@ -156,12 +156,12 @@ int bring(ps_chunks *cs, chunk *c, int t);
 int bring_blank(ps_chunks *cs, chunk *c, int t);      /* gives c memory on tier t, with any contents */
 int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 
-/* Puts the bytes of tiers that changed into the record of events; the first time, where all chunks are, too. */
+/* Writes the bytes of tiers that changed to the record of events; the first time also the places of all chunks. */
 void record_tiers(ps_chunks *cs);
 
 /* -- chunk/resident.c */
-/* Sets resident [n_chunks] to 1 for chunks that are to live on tier 0 alone in a step like `trace`, and *nbytes to
- * their bytes. PS_ENOMEM, PS_SUB_HOMELESS: too few chunks can live there. */
+/* Sets resident [n_chunks] to 1 for chunks that must live only on tier 0 in a step like `trace`, and *nbytes to their
+ * bytes. PS_ENOMEM, PS_SUB_HOMELESS: too few chunks can live there. */
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes);
 /* Makes these chunks residents: brings them to tier 0 and drops their copies below. */
 int residents_settle(ps_chunks *cs, const uint8_t *resident);

@@ -7,22 +7,22 @@
 #include "chunk/plan.h"
 #include "chunk/policy.h"
 
-/* An event of a chunk, seen from the tier of the level. */
+/* An event of a chunk, from the point of view of the level's upper tier ("here"). */
 typedef enum ps_event_kind {
     EV_READ, EV_WRITE,            /* a use here */
     EV_DOWN, EV_DOWN_WRITE,       /* a use below: the contents must be there; a write makes the copy here stale */
     EV_SOURCE,                    /* the level above fetches: the contents must be here */
     EV_DEST,                      /* the level above writes down: room must be here; the contents are new */
     EV_STALE,                     /* a write on the tier above, or a first use there: copies here and below are stale */
-    EV_GONE,                      /* the level above drops its copy; the only valid copy comes here instead */
-    EV_END,                       /* the contents have ended with a use on the tier above */
+    EV_GONE,                      /* the level above drops its copy; the only valid copy is then here */
+    EV_END,                       /* the contents ended with a use on the tier above */
 } ps_event_kind;
 
 typedef struct ps_event {
     int32_t chunk;
     int32_t moment;               /* when it may happen: uses of earlier moments are over */
     int32_t need;                 /* the moment that waits for it */
-    int32_t ref;                  /* number of the use, or of the move of the level above */
+    int32_t ref;                  /* number of the use, or of the move in the level above */
     int32_t group;                /* chunks of one group must be here together; counts up without gaps */
     int16_t kind;
     int16_t ends;                 /* a use whose contents end with it */
@@ -33,13 +33,13 @@ typedef struct ps_stream {
     int32_t n, n_chunks;
     int32_t *next;                /* [n] next event of the same chunk; n + i: event i of the next round; -1: none */
     int32_t *first, *last;        /* [n_chunks] of each chunk, or -1 */
-    double *when;                 /* [n] an event's place: events before it, and bytes of their chunks; uses of a chunk
-                                   * by groups in a row count its bytes once */
-    double total;                 /* the place behind the last event */
+    double *when;                 /* [n] an event's place: the number of events before it plus the bytes of their
+                                   * chunks; uses of a chunk by consecutive groups count its bytes once */
+    double total;                 /* the place after the last event */
 } ps_stream;
 
-/* Where valid copies are. BLANK: no contents yet, or no more. ENDED: the space here goes when the use is over with
- * which the contents ended. */
+/* Where valid copies are. BLANK: no contents yet, or discarded. ENDED: the contents end with a use that is not over
+ * yet; the space here is freed when it is. */
 enum { AT_HERE = 1, AT_BELOW = 2, AT_ABOVE = 4, AT_BLANK = 8, AT_ENDED = 16 };
 
 typedef struct ps_level {
@@ -52,14 +52,14 @@ typedef struct ps_level {
     const ps_stream *stream;
     const ps_policy *policy;
     const ps_tuning *tuning;
-    struct ps_level *above;       /* the level whose moves the events name, or NULL */
-    uint8_t *at;                  /* [n_chunks] AT_* before the step; ps_level_run leaves those after the step */
+    struct ps_level *above;       /* the level whose moves the events refer to, or NULL */
+    uint8_t *at;                  /* [n_chunks] AT_* before the step; ps_level_run replaces them by those after it */
     /* made */
     ps_move *moves;
     int32_t *serves;              /* [n_moves] the event that each move serves */
     int32_t n_moves, room;
     int64_t fetched, evicted, peak;   /* bytes */
-    int32_t bad_event;            /* an event of the group that does not fit, or -1 */
+    int32_t bad_event;            /* an event of a group that does not fit, or -1 */
 } ps_level;
 
 int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic);  /* fills all but events, n, n_chunks */

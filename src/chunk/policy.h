@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Eviction policies: one row each of the table in policy.c. Plans (plan_level.c) and moves without a plan (transfer.c)
+ * Eviction policies. Each is a row of the table in policy.c. Plans (plan_level.c) and moves without a plan (transfer.c)
  * rank chunks by the same row. */
 #ifndef PS_POLICY_H
 #define PS_POLICY_H
 #include "ps.h"
 
-/* A chunk that could leave, as a policy sees it: the times of its next use, of its last use, and of its arrival on the
- * tier. The caller chooses the clock: plans count bytes used; moves without a plan count moments to the next use, and
- * uses for the other two. */
+/* A candidate for eviction: the times of its next use, of its last use, and of its arrival on the tier. The caller
+ * chooses the clock: plans count bytes used; moves without a plan count moments to the next use, and uses for the other
+ * two. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* The copies that a leaving chunk costs: its fetch alone (CLEAN); a copy down, too (DIRTY); or a copy down later, since
- * the tier above has the same contents (TWIN). */
+/* The copies that the eviction of a chunk costs: only its fetch (CLEAN); also a copy down (DIRTY); or a copy down
+ * later, since the tier above has the same contents (TWIN). */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 
 typedef struct ps_policy {
     const char *name;
-    double (*rank)(const ps_victim *v);    /* the chunk with the highest rank leaves first */
-    const ps_tuning *tunings;              /* plans are made with each, and the cheapest is taken */
+    double (*rank)(const ps_victim *v);    /* the chunk with the highest rank is evicted first */
+    const ps_tuning *tunings;              /* a plan is made with each, and the cheapest is used */
     int n_tunings;
 } ps_policy;
 
