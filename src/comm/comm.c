@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Groups of ranks and the steps of their collectives (ps.h, group.h). Every call has three parts: it prepares all that
  * may fail on this rank alone (checks, pins, memory), then the ranks compare their calls, then bytes move. A rank that
- * failed in the first part says so in the second, so that no other rank waits for it. A few bytes (GROUP_SMALL_NBYTES)
- * move beside the headers, so that the call is one exchange; nobody uses them before the calls are compared. Sums of
- * host memory are taken here, in fp32 (fp64 of fp64, integers as they are) and in the order of ranks, so that they do
- * not depend on the library or the place of an element. */
+ * failed in the first part reports it in the second, so that no other rank waits for it. If a call has at most
+ * GROUP_SMALL_NBYTES bytes, they are sent together with the headers, so that the call is one exchange; no rank uses
+ * them before the calls are compared. Sums of host memory are computed here, in fp32 (fp64 for fp64, integers exactly
+ * as integers) and in rank order, so that they do not depend on the library or the place of an element. */
 #include "comm/inner.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -36,7 +36,7 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Every rank sends its bytes to every other one, which is soon more than in parts where there are many ranks. */
+/* Every rank sends its bytes to every other rank. With many ranks this is soon more than sending parts. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
@@ -63,7 +63,7 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* first: from now on the others know that this rank left */
+    g->comm->table->close(g->comm);        /* first: it notifies the others that this rank left */
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
@@ -186,9 +186,10 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
     }
 }
 
-/* The ranks of a call that none of them can carry out know that by the same headers. A rank whose script ends with this
- * error tells all others so, and a rank that heard of it before it had compared would have that message instead of its
- * own. So each rank waits here until all have compared. A failure to wait changes nothing. Returns rc and its error. */
+/* If a call cannot be performed, all ranks find that out from the same headers. A rank whose script then ends with this
+ * error notifies all others, and a rank that received the notice before it had compared would raise it instead of its
+ * own error. So each rank waits here until all have compared. A failed wait changes nothing. Returns rc and its
+ * error. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -208,7 +209,7 @@ bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes)
     return (op == OP_ALL_REDUCE || op == OP_ALL_GATHER) && group_is_small(g, at, nbytes);
 }
 
-/* Begins to exchange small bytes with all ranks, or with those alone whose headers say that they do. */
+/* Begins to exchange small bytes with all ranks, or only with those whose headers say that they send small bytes. */
 static int small_begin(ps_group *g, bool all)
 {
     int rank = g->comm->rank;
@@ -221,8 +222,8 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends it. A rank whose call has no small bytes still takes those of ranks that sent theirs, and sends as many: calls
- * that differ end nothing, so that no message may be left over. */
+/* Ends that exchange. A rank whose call has no small bytes still receives those of other ranks, and sends as many:
+ * calls that differ do not end the group, so no message may be left over. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -241,8 +242,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* Whether any rank is in a call of two ranks, or has made another number of calls. Messages would not match from now
- * on, so the connections are closed. */
+/* Whether any rank is in a call of two ranks, or has made a different number of calls. Messages would not match from
+ * now on, so the connections are closed. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -377,7 +378,7 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* What follows finds the bytes there: on a device by the order of its work, for which nobody waits. */
+/* Later operations of the group find the bytes there. On a device its order of work ensures that; no thread waits. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What is told of calls between ranks: an event of the record for each, and sums by call, group and size, for
- * DeepSpeed's comms_logger. A call lasts from its begin on this rank, so that it includes the wait for other ranks. */
+ * Reports calls between ranks: an event of the record for each call, and totals by call, group and size, for
+ * DeepSpeed's comms_logger. The time of a call starts when this rank begins it, so it includes the wait for other
+ * ranks. */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -78,7 +79,7 @@ static bool make_room(void)
     return true;
 }
 
-/* A sum that finds no memory is left out: a run does not end for a table of times. */
+/* A total for which there is no memory is left out: a table of times must not end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);

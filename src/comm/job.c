@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on chunks that run beside the computation: a thread of the group carries them out, one after the other in
- * the order of their start, which must be the same on all ranks. A job that fails does not end the jobs that wait
- * behind it. Those fail by themselves where the connections are gone. On a device a job is over for its thread once its
- * bytes are under way; kernels come after them by the device's order. */
+ * Collectives on chunks that run concurrently with the computation. A thread of the group performs them one after the
+ * other in the order of their start, which must be the same on all ranks. A job that fails does not end the jobs that
+ * wait after it; these fail by themselves if the connections are gone. On a device the thread is done with a job when
+ * its bytes are under way; the device orders kernels after them. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
@@ -17,10 +17,10 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark, moment;       /* moment: behind its bytes; -1: it failed */
+    int op, dtype, stripe, failed, rc, mark, moment;       /* moment: after its bytes; -1: it failed */
     uint64_t check;
     bool done;
-    ps_comm_part *parts;                   /* [size], behind the struct */
+    ps_comm_part *parts;                   /* [size], after the struct */
     char text[TEXT];                       /* the message of a failure */
     ps_error_detail detail;                /* the ranks and stripes that the failure names */
 };
@@ -38,7 +38,7 @@ static int carry_out(ps_group *g, ps_job *job)
     header mine = { .seq = g->seq++, .op = job->op, .dtype = job->dtype, .root = job->stripe, .failed = job->failed,
                     .check = job->check, .place = job->at };
     int64_t piece = 0, largest = 0;
-    if (g->comm->pretends) {                               /* the other ranks are not here, nor are their bytes */
+    if (g->comm->pretends) {                               /* the other ranks are pretended and have no bytes */
         group_count_parts(g, job->parts, job->op != OP_CHUNK_GATHER, job->op != OP_CHUNK_REDUCE);
         return 0;
     }

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Agreement by plan. A dry run notes the collectives of a step (group_note). Where all ranks of a group have noted the
- * same, which they find out when the step begins, each knows what the next call of the others is. So header and small
- * bytes of such a call are one message, whose size both ends know, and the header has nothing to tell but the call's
- * number and a failure.
+ * Agreement by plan. A dry run records the collectives of a step (group_note). If all ranks of a group have recorded
+ * the same calls, which they compare when the step begins, each rank knows the next call of the others. So the header
+ * and the small bytes of such a call are one message, whose size both ends know, and the header only has to carry the
+ * call's number and a failure.
  *
- * A rank whose call is not the next one of the plan says so in the same message, in its header, and no rank waits for
- * another in vain. Where no rank's call is the planned one, the calls are compared as those of an unplanned step are,
- * and the plan still expects the same next call. Whether a call is planned depends on the plan and on earlier calls
- * alone, and a plan ends where the next one begins, which is the same place on all ranks. */
+ * A rank whose call is not the next one of the plan reports that in the header of the same message, so that no rank
+ * waits for another in vain. If no rank makes the planned call, the calls are compared as in an unplanned step, and the
+ * plan still expects the same next call. Whether a call is planned depends only on the plan and on earlier calls, and a
+ * plan ends when the next one begins, which happens between the same calls on all ranks. */
 #include "base/error.h"
 #include "base/grow.h"
 #include "comm/inner.h"
@@ -31,7 +31,7 @@ void group_plan_prepare(ps_group *g, const ps_rank_calls *calls)
         if (calls->list[i].group != g->number) continue;
         if (!ps_try_grow(to->list, to->capacity, n + 1)) return;
         to->list[n] = calls->list[i];
-        to->list[n++].group = 0;           /* ranks may number the group otherwise */
+        to->list[n++].group = 0;           /* ranks may number the group differently */
     }
     to->n = n;
 }
