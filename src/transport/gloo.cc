@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The only C++ file outside backend/cuda: Gloo's TCP transport behind the table of transport.h. No exception leaves it.
- * An exchange uses Gloo's unbound buffers, one for each peer and direction, so that a failure names its rank. Gloo's
- * thread touches the caller's bytes while their buffer lives, and never after its destructor. So a call returns an
- * error only when the communicator has no buffer any more, whoever closes the connections. Freeing bytes earlier ends
- * the process: a write that fails where Gloo's thread answers a message throws there. Gloo's collectives serve benches
- * alone: they sum in an order that depends on the place of an element, and a wrong size ends the process, too. */
+ * Gloo's TCP transport as a table of transport.h; the only C++ file outside backend/cuda. No exception leaves it.
+ * An exchange uses Gloo's unbound buffers, one per peer and direction, so that a failure names its rank. Gloo's thread
+ * accesses the caller's bytes while their buffer exists, and never after its destructor. So a call returns an error
+ * only after the communicator has freed all its buffers, whoever closes the connections. Freeing the bytes earlier
+ * would end the process: a failed write in Gloo's thread, while it answers a message, throws there. Only benches use
+ * Gloo's collectives: these sum in an order that depends on the place of an element, and a wrong size also ends the
+ * process. */
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -180,7 +181,8 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
                         peer, plain(text));
 }
 
-/* Sends a message that has passed the pretend link. Where its connection is gone, who waits for it hears of that. */
+/* Sends a message that has passed the simulated link. If its connection is gone, the thread that waits for the message
+ * gets the error. */
 void send_now(void *message, int peer, uint64_t slot)
 {
     try {

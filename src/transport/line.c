@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The thread of a line (line.h): it connects, begins messages in their order, and asks about those under way, since a
- * device's library does not name a rank that died: the watch does. A verdict, a failure or the time-out has it abort
- * the communicator, so that the device goes on; what it computes from then on is of no use, and the owner's next call
- * says so. */
+ * The thread of a line (line.h). It connects, begins messages in their order, and polls those under way. A device's
+ * library does not name a rank that died, so the thread checks the watch. After a verdict, a failure or a time-out it
+ * aborts the communicator, so that the device can continue. Results that the device computes afterwards are invalid,
+ * and the owner's next call fails. */
 #include "transport/line.h"
 #include <string.h>
 #include <time.h>
@@ -25,8 +25,8 @@ struct ps_line {
     bool closing, stopped, failed, rests;
     ps_error_kept why;
     ps_line_message *first, *last;         /* not begun */
-    int64_t allowed, begun, over;          /* messages; over: so many ended, as is known */
-    char at[PS_LINE_NAME];                 /* the name of the message behind `over` */
+    int64_t allowed, begun, over;          /* numbers of messages; over: known to have ended */
+    char at[PS_LINE_NAME];                 /* the name of the first message after `over` */
 };
 
 /* Why the thread's work is at an end, or 0. */
@@ -144,7 +144,7 @@ static int carry(ps_line *l)
     return 0;
 }
 
-/* The owner knows of the failure before the device goes on. */
+/* The owner gets the failure before the device continues. */
 static void fail(ps_line *l, int rc)
 {
     bool mine;

@@ -17,7 +17,7 @@ typedef struct waiting { void *message; int peer; uint64_t slot; double due; } w
 
 struct ps_link {
     ps_link_send send;
-    double rate;                           /* bytes a second */
+    double rate;                           /* bytes per second */
     pthread_t thread;
     pthread_mutex_t lock;                  /* of what follows; held while a message is sent */
     pthread_cond_t more;

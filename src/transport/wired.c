@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A communicator over the memory of a device. A backend's wire (backend/wire.h) begins work, which the device orders:
- * within a call, and before kernels that come after the call (catch_up). So a call returns when its work is queued.
+ * A communicator over the memory of a device. A backend's wire (backend/wire.h) queues work on the device, which orders
+ * it: within a call, and before kernels that are queued after the call (catch_up). So a call returns when its work is
+ * queued.
  *
- * From then on a thread, the communicator's, looks at the calls under way (hand_over). It looks at the time and at the
- * watch of the group's host communicator, so that a rank that dies or stalls is named, although the device's library
- * names none. A failure here ends the whole group. It has the communicator aborted, so that the device goes on, and
- * nobody takes what is computed then for a result: the error is first known to the backend, whose next read fails.
+ * From then on the communicator's thread monitors the calls under way (hand_over). It checks the time-out and the watch
+ * of the group's host communicator, so that a rank that dies or stalls is named, although the device's library names
+ * none. A failure ends the whole group. The communicator is aborted, so that the device can continue. The error is
+ * passed to the backend first, whose next read fails, so that nobody uses the results computed after the abort.
  *
- * The thread of the group's jobs and the one of the communicator find failures; the script's thread tells them (told).
- * Until it has one as an error of a call, reads of the device's memory fail. */
+ * The group's job thread and the communicator's thread find failures; the script's thread reports them (told). Reads of
+ * the device's memory fail until a call has raised the failure. */
 #include "transport/transport.h"
 #include <limits.h>
 #include <pthread.h>
@@ -45,7 +46,7 @@ typedef struct wired {
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: there is a thread */
-    underway calls[CALLS + 1];             /* a ring; behind it one whose moment is used at once */
+    underway calls[CALLS + 1];             /* a ring, followed by one whose moment is used at once */
     int first, n;
     bool hung_up;
     struct wired *next;                    /* in `all` */
@@ -307,7 +308,7 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Exchanges first: a sum behind one that failed would never end. */
+/* Exchanges first: a sum after a failed exchange would never end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
