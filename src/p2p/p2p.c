@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Messages between two ranks (p2p.h). All headers go on one slot, a payload on the slot of its lane. Each rank that
- * this one receives from has a thread here that waits for headers, and begins to receive a payload once the expected
- * header has come. Each rank that this one sends to has a thread here that waits until messages are gone. The library's
- * own thread moves the bytes. Between devices a line (line.h) has the payload's place. The header has the number by
- * which the two devices connect. The receiver's line tells the sender of each receive that it began, by a header of
- * its own kind. */
+ * Messages between two ranks (p2p.h). All headers are sent on one slot, a payload on the slot of its lane. For each
+ * rank that this one receives from, a thread waits for headers, and begins to receive a payload after the expected
+ * header has arrived. For each rank that this one sends to, a thread waits until messages are sent. The library's own
+ * thread moves the bytes. Between devices a line (line.h) carries the payload instead, and the header has the id by
+ * which the two devices connect. The receiver's line notifies the sender of each receive that it began, by a header of
+ * its own kind (BEGUN). */
 #include "p2p/p2p.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -25,7 +25,7 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* BEGUN: no message, but news of a line: the receiver has begun one more receive. */
+/* BEGUN: not a message, but a notice of a line: the receiver has begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
 /* The header that goes over the wire before a payload. */
@@ -55,7 +55,7 @@ struct ps_p2p_request {
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as of a group_call */
     ps_comm_post *head_post, *body_post;
-    ps_line *line;                         /* that carries the bytes of a device; of a receive once its header came */
+    ps_line *line;                         /* carries a device's bytes; in a receive: set when its header arrives */
     ps_line_message message;               /* on it */
 };
 
@@ -620,7 +620,8 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* Why a message will not come or go; NULL: it may. A device's send begins by what the listener hears, too. */
+/* The error that keeps a message from being received or sent; NULL: none. A device's send begins by notices that the
+ * listener receives, so it also fails if the peer is deaf. */
 static const ps_error_kept *is_over(const void *request)
 {
     const ps_p2p_request *q = request;
