@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Connecting the ranks' devices, once in a group's life: a collective call, so that all ranks have the same ways to
- * move bytes. Where one rank cannot connect its device, none is connected, and the group goes on with host memory.
- * Where the device library fails while it connects, the group ends. */
+ * Connects the ranks' devices, once in a group's life, by a collective call, so that all ranks move bytes in the same
+ * way. If one rank cannot connect its device, none is connected, and the group continues with host memory. If the
+ * device library fails while it connects, the group ends. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"

@@ -68,7 +68,7 @@ static int compare(const ps_group *parent, const char *all)
     return 0;
 }
 
-/* Tells all ranks this one's wish and hears theirs; all: [size of the parent] of wish_nbytes each. */
+/* Sends this rank's wish to all ranks and receives theirs. all: [size of the parent] wishes of wish_nbytes each. */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
