@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of which each rank has a part, with the exchange of rows in front of them or behind (the ops column_linear,
- * row_linear, column_linear_grad). A rank's n rows travel in pieces, on a lane each. While the library moves them, this
- * thread multiplies rows that are here: in front of a gather's end its own, behind it each piece that has come; of a
- * reduction first the other ranks' rows, piece by piece, then its own (Wang et al. 2023, "Overlap Communication with
- * Dependent Computation via Decomposition in Large Deep Learning Models"). Sums are taken in the order of ranks, as in
- * collective.c, so that nothing depends on the pieces but the products' own order of sums. column_linear has several
- * products of the same rows. Their addends to dx are added up from the last to the first, as the tape adds up those of
- * ops of their own.
+ * Tensor-parallel products, with an exchange of rows before or after them (the ops column_linear, row_linear,
+ * column_linear_grad). A rank's n rows are sent in pieces, each on its own lane. While the library moves pieces, this
+ * thread multiplies rows that are available. In a gather it multiplies its own rows first, then each piece that has
+ * arrived. In a reduction it multiplies the other ranks' rows first, piece by piece, then its own (Wang et al. 2023,
+ * "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"). Sums over ranks
+ * are computed in rank order, as in collective.c, so that the pieces affect only the order of sums within the products.
+ * column_linear has several products of the same rows. Their addends to dx are summed from the last to the first, as
+ * the tape sums those of separate ops.
  *
- * Where there is one piece, or the library of a device carries the rows, exchanges come before and behind whole
- * products: the collectives of collective.c.
+ * With one piece, or if the library of a device carries the rows, the collectives of collective.c run before or after
+ * whole products.
  *
- * What may fail on this rank alone, memory, is asked for before the ranks compare their calls. */
+ * Memory is allocated before the ranks compare their calls, since only the allocation may fail on this rank alone. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
@@ -135,7 +135,7 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
     return 0;
 }
 
-/* The first row of piece k of the rank that is i places behind this one. */
+/* The first row of piece k of the rank that is i places after this one. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
 /* How many rows the largest of these products have, and those that may be more by their number: kernels are asked for

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op parallel_lm_loss: the cross entropy of logits x w^T + bias of which each rank has those of its words. As in
- * lm_loss the rows go in panels, whose gradients are made while their logits are there: three products in all, and one
- * panel of logits. Of each panel the ranks tell each other three or four numbers a row (logit_stats; Shoeybi et al.
- * 2019, "Megatron-LM", section 3). Where x is a rank's rows, all rows are gathered once, in front of the panels, and dx
- * is added up behind them, so that no exchange is made in backward.
+ * The op parallel_lm_loss: the cross entropy of logits x w^T + bias, where each rank computes the logits of its words.
+ * As in lm_loss the rows are processed in panels, and the gradients of a panel are computed while its logits exist. So
+ * the op takes three products in all and the memory of one panel of logits. For each panel the ranks exchange three or
+ * four numbers per row (logit_stats; Shoeybi et al. 2019, "Megatron-LM", section 3). If x has only this rank's rows,
+ * all rows are gathered once before the panels, and dx is summed after them, so that backward makes no exchange.
  *
- * Panels (base/panels.h) depend on shapes alone, which are the same on all ranks. dw is rounded to its type once a
- * panel. What may fail on this rank alone goes into its next call of the ranks, which all of them then leave with that
+ * Panels (base/panels.h) depend only on shapes, which are the same on all ranks. dw is rounded to its type once per
+ * panel. A failure of this rank alone is passed to its next call of the ranks, in which all ranks then fail with that
  * error. */
 #include "base/error.h"
 #include "base/panels.h"
@@ -22,7 +22,7 @@ typedef struct head {
     ps_view x, dx;                              /* of all rows [N, C]; dx may be absent */
     int wide;                                   /* the type of losses and of the ranks' numbers */
     int64_t N, V, C, rows, kinds;               /* rows: of a panel; kinds: numbers of a row */
-    int64_t first, words;                       /* this rank's words; the columns behind them are padding */
+    int64_t first, words;                       /* this rank's words; the columns after them are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
 } head;
 

@@ -9,7 +9,7 @@ static const ps_view absent = { .ndim = -1 };
 
 static inline int64_t nbytes_of(const ps_view *v) { return v->numel * ps_dtype_bytes(v->dtype); }
 
-/* Of v [.., features]. */
+/* Bytes of one row of v [.., features]. */
 static inline int64_t row_nbytes(const ps_view *v) { return v->shape[1] * ps_dtype_bytes(v->dtype); }
 
 /* Rows [first, first + rows) of v [.., features]. */
