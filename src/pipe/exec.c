@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor: performs one rank's row of a table. It owns the tensors that go between virtual stages. Each (virtual
- * stage, micro-batch) has a slot for them, from its forward to its backward. Tensors in slots are held, so that no
- * scope of the script drops their bytes. Forwards and yields are events that the caller works on. Transfers, backwards,
- * weight gradients and reductions it performs by itself, the last three as actions of the step that the row is of. A
- * walk that comes to a recompute segment stops there, and goes on behind the event that has the segment run again. */
+ * The executor: performs one rank's row of a table. It owns the tensors that are sent between virtual stages. Each
+ * (virtual stage, micro-batch) pair has a slot for them, from its forward to its backward. Tensors in slots are held,
+ * so that no scope of the script drops their bytes. Forwards and yields are events that the caller handles. The
+ * executor performs transfers, backwards, weight gradients and reductions by itself, the last three as actions of the
+ * row's step. A walk that reaches a recompute segment stops there, and continues after the event in which the caller
+ * runs the segment again. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -16,17 +17,17 @@
 typedef struct bundle { int32_t n; ps_tensor *t[PS_PIPE_CARRY]; } bundle;
 
 typedef struct slot {
-    bundle in;                      /* the tensors that the forward got; where gradients go back, a boundary */
+    bundle in;                      /* the tensors that the forward received; a boundary if gradients are sent back */
     bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
-    bundle out;                     /* the tensors that the forward gave, or the loss */
-    bundle out_grad;                /* gradients of `out`, from their coming to the backward */
+    bundle out;                     /* the tensors that the forward returned, or the loss */
+    bundle out_grad;                /* gradients of `out`, from their arrival to the backward */
     ps_tensor *root;                /* held: the walk of the last virtual stage begins from it; NULL: from the loss */
     bool bounded;                   /* `in` is a boundary */
-    bool sent;                      /* `out` has gone to another rank: it is held no more, and keeps its bytes only as
-                                     * long as the wire or the tape holds them */
+    bool sent;                      /* `out` was sent to another rank: the slot no longer holds it, so it keeps its
+                                     * bytes only while the wire or the tape holds them */
 } slot;
 
-/* The tensors that a virtual stage gives to the next one in a micro-batch. */
+/* The tensors that a virtual stage passes to the next one in a micro-batch. */
 typedef struct expected {
     int32_t n;
     ps_pipe_tensor *carry;          /* [n] */
@@ -376,7 +377,7 @@ static int meeting_place(const ps_pipe *x, int device)
     return w->carries && w->carries(x->wire, device) ? device : x->host;
 }
 
-/* Whether what came between devices is good; all: once it is there. */
+/* Whether messages between devices have failed; all: waits until they have arrived. */
 static int settle(ps_pipe *x, bool all)
 {
     if (x->dry || !x->wire->table->settle) return 0;
@@ -439,7 +440,7 @@ static int post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* The place of the next computing action (pipe_is_compute) behind the one that is due. */
+/* The place of the next computing action (pipe_is_compute) after the one that is due. */
 static int32_t next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;

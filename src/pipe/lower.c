@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The actions between the forwards and backwards of a row: transfers, reductions, yields. A message is sent as soon as
- * it is made. It is received right before the action that needs it, behind the messages that its link carries before
- * it, so that both ends of a link have one order. Gradients of a virtual stage are reduced behind its last backward.
+ * Adds the actions between the forwards and backwards of a row: transfers, reductions, yields. A message is sent as
+ * soon as it is made. It is received right before the action that needs it, and after the earlier messages of its link,
+ * so that both ends of a link use the same order. Gradients of a virtual stage are reduced after its last backward.
  *
- * YIELD i stands where the script's loop gets micro-batch i: before this rank's first backward of micro-batch i, and as
- * late as a loop allows whose body makes all ranks wait for each other. To place it, each row is cut before that
- * backward. Then cuts move to the front until no action in front of a cut needs one behind a cut. With a later YIELD a
- * rank would wait there for a rank that cannot reach its own YIELD. An action behind YIELD i that waits for a message
- * thus waits for one that was made after the loss of micro-batch i, so waiting for the loss costs no time. */
+ * YIELD i marks the point at which the script's loop gets micro-batch i: before this rank's first backward of
+ * micro-batch i, and as late as is possible for a loop whose body makes all ranks wait for each other. To place it,
+ * each row is cut before that backward. Then cuts move towards the front until no action before a cut needs an action
+ * after a cut. With a later YIELD a rank would wait there for a rank that cannot reach its own YIELD. So an action
+ * after YIELD i only waits for messages that were made after the loss of micro-batch i, and waiting for the loss costs
+ * no time. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
 
 typedef struct lowering {
     ps_pipe_table *t;
-    int32_t *cut;                   /* [stages] actions of the row in front of the yield that is being placed */
+    int32_t *cut;                   /* [stages] actions of the row before the yield that is being placed */
     int32_t *safe;                  /* [stages] the cut of the yield before that */
     int32_t *yields;                /* [stages x micro_batches] place of the action that a yield stands before */
     ps_pipe_span **spans;           /* [stages] of an evaluation: its course where each forward takes 1 */
@@ -42,7 +43,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* Whether the action needs no action behind a cut. */
+/* Whether the action needs no action after a cut. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;

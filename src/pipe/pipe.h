@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tables of a pipeline: the actions of each rank, in their order, in a step whose model is cut into virtual stages.
- * Pure functions of their arguments. A table that pipe_seal has passed can be performed; other functions rely on that.
- * In reading order: schedule.c (the schedules), csv.c (tables as text), check.c (the promises of a table), lower.c
- * (transfers and yields between forwards and backwards), simulate.c (a table's course by its costs), cut.c (which parts
- * of a model make a virtual stage), layout.c (a cut as text). exec.h has the executor of a rank's row. */
+ * Tables of a pipeline: the ordered actions of each rank in a step whose model is cut into virtual stages. The
+ * functions are pure. A table that pipe_seal has accepted can be performed; other functions rely on that. In reading
+ * order: schedule.c (the schedules), csv.c (tables as text), check.c (the guarantees of a table), lower.c (adds
+ * transfers and yields between forwards and backwards), simulate.c (the timing of a table by its costs), cut.c (which
+ * parts of a model form a virtual stage), layout.c (a cut as text). exec.h declares the executor of a rank's row. */
 #ifndef PS_PIPE_H
 #define PS_PIPE_H
 #include <stdbool.h>
@@ -20,16 +20,17 @@ typedef struct pipe_row {
     int32_t n, capacity;
 } pipe_row;
 
-/* The places of a (virtual stage, micro-batch)'s actions in their row before transfers are added; -1: not there. */
+/* The places of the actions of one (virtual stage, micro-batch) pair in their row, before transfers are added; -1:
+ * the row has no such action. */
 typedef struct pipe_place {
     int32_t forward;
     int32_t back;                   /* INPUT or BACKWARD */
     int32_t weight;                 /* WEIGHT or BACKWARD */
 } pipe_place;
 
-/* Messages go from the end of one virtual stage to the beginning of the next (PIPE_UP), or back (PIPE_DOWN). The number
- * of a message is that of the (virtual stage, micro-batch) pair that sends it. All messages from one rank to another in
- * one direction share a link and arrive in the order in which they were sent. Two ranks may have several pairs of
+/* Messages are sent from the end of one virtual stage to the beginning of the next (PIPE_UP), or back (PIPE_DOWN). A
+ * message has the number of the (virtual stage, micro-batch) pair that sends it. All messages from one rank to another
+ * in one direction share a link and arrive in the order in which they were sent. Two ranks may share several pairs of
  * neighbouring virtual stages: their link has the number of the lower stage of the first pair. */
 enum { PIPE_UP, PIPE_DOWN, PIPE_DIRECTIONS };
 
@@ -38,22 +39,22 @@ struct ps_pipe_table {
     bool lowered;
     int32_t refs;                   /* one for the maker of the table, one for each executor */
     pipe_row *rows;                 /* [stages] */
-    int32_t *rank_of, *local_of;    /* [n_vstages] a virtual stage's rank, and its number among those of that rank */
+    int32_t *rank_of, *local_of;    /* [n_vstages] the rank of a virtual stage, and its index on that rank */
     pipe_place *places;             /* [n_vstages x micro_batches] */
     int32_t *link_of;               /* [n_vstages] the link between this virtual stage and the next; -1: same rank */
     int32_t *link_base;             /* [n_vstages] by link: the place in `order` of its first message */
-    int32_t *turn[PIPE_DIRECTIONS];  /* [pairs] by message: how many messages its link carries before it */
+    int32_t *turn[PIPE_DIRECTIONS];  /* [pairs] by message: the number of earlier messages on its link */
     int32_t *order[PIPE_DIRECTIONS]; /* [pairs] the messages of all links, link by link, each in the order of sending */
 };
 
-/* A table with empty rows. PS_EINVAL: sizes below 1, or too large. */
+/* Makes a table with empty rows. PS_EINVAL: a size is below 1 or too large. */
 int pipe_new(const ps_pipe_spec *spec, int64_t n_vstages, ps_pipe_table **out);
 int pipe_push(pipe_row *row, int kind, int32_t vstage, int32_t micro);
-/* Checks the rows and fills the fields behind `rows`. PS_EINVAL: an action is missing, is there twice, or stands before
- * one of its row that it needs; sums of gradients would have another order; or ranks wait in a circle. */
+/* Checks the rows and fills the fields after `rows`. PS_EINVAL: an action is missing, is there twice, or precedes an
+ * action of its row that it needs; the order of a sum of gradients would change; or ranks would deadlock. */
 int pipe_seal(ps_pipe_table *t);
 
-/* Whether the (virtual stage, micro-batch) pair is no longer in flight when the action has ended. */
+/* Whether the action's (virtual stage, micro-batch) pair is no longer in flight after the action. */
 static inline bool pipe_ends_flight(const ps_pipe_table *t, const ps_action *a)
 {
     if (a->kind == PS_ACT_FORWARD) return t->spec.forward_only;
@@ -70,7 +71,7 @@ static inline int32_t pipe_pair(const ps_pipe_table *t, int32_t vstage, int32_t 
     return vstage * t->spec.micro_batches + micro;
 }
 
-/* The message that an action takes: its direction and the virtual stage that sends it. False: the action takes none. */
+/* The message that an action needs: its direction and the virtual stage that sends it. False: it needs no message. */
 static inline bool pipe_takes(const ps_pipe_table *t, const ps_action *a, int *direction, int32_t *from)
 {
     *direction = a->kind == PS_ACT_FORWARD ? PIPE_UP : PIPE_DOWN;
@@ -79,7 +80,7 @@ static inline bool pipe_takes(const ps_pipe_table *t, const ps_action *a, int *d
     return false;
 }
 
-/* The message that an action gives: its direction and the virtual stage that takes it. False: the action gives none. */
+/* The message that an action makes: its direction and the virtual stage that receives it. False: it makes none. */
 static inline bool pipe_gives(const ps_pipe_table *t, const ps_action *a, int *direction, int32_t *to)
 {
     *direction = a->kind == PS_ACT_FORWARD ? PIPE_UP : PIPE_DOWN;
@@ -98,26 +99,26 @@ const char *pipe_kind_text(int kind);       /* "F", "B", "I", "W", "SEND_F", ...
 enum { PIPE_TEXT = 40 };                    /* bytes that hold any action's text */
 const char *pipe_action_text(const ps_action *a, char *out);    /* writes "2F0" to out [PIPE_TEXT]; returns `out` */
 
-/* Memory for one table's course, which each pipe_course_run uses anew. Times have the unit of the costs. */
+/* Memory for the simulated course of one table; each pipe_course_run reuses it. Times have the unit of the costs. */
 typedef struct pipe_course {
     const ps_pipe_table *t;
     double *clock;                          /* [stages] */
-    int32_t *cursor;                        /* [stages] place of the action that comes next */
+    int32_t *cursor;                        /* [stages] place of the next action */
     bool *sending, *queued;                 /* [stages] sending: the action at the cursor has ended, and its message
                                              * waits for room on the link; queued: the rank is in `queue` */
-    int32_t *queue;                         /* [stages] ranks that may go on */
+    int32_t *queue;                         /* [stages] ranks that may be able to continue */
     double *whole[PIPE_DIRECTIONS];         /* [pairs] end of a forward, of a BACKWARD or of an INPUT; -1: not yet */
     double *arrival[PIPE_DIRECTIONS];       /* [pairs] by place in `order`: a message's arrival; -1: not sent */
     double *taken[PIPE_DIRECTIONS];         /* [pairs] by place in `order`: when the receiver took it; -1: not yet */
-    double *free[PIPE_DIRECTIONS];          /* [n_vstages] by link: when its last message has left */
+    double *free[PIPE_DIRECTIONS];          /* [n_vstages] by link: when its last message has been sent */
     int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: messages that the receiver took */
     void *memory;
 } pipe_course;
 int pipe_course_new(const ps_pipe_table *t, pipe_course *out);
 void pipe_course_free(pipe_course *c);
-/* PS_EINVAL: one of costs [n], or a number of the link, is below 0 or no number. what: "virtual stage" or "part". */
+/* PS_EINVAL: one of costs [n], or a number of the link, is negative or NaN. what: "virtual stage" or "part". */
 int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, const ps_pipe_link *link);
-/* The time that an action takes. Without costs forward, input and weight take 1 each, a whole backward 2. */
+/* The time that an action takes. Without costs a forward, an input and a weight take 1 each, a whole backward 2. */
 double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a);
 /* As ps_pipe_simulate, but costs and link are not checked. */
 int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
