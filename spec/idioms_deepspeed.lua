@@ -167,8 +167,13 @@ local function patrickstar(row)
     ps.save(e.model:state_dict(), e:path(("model-%s-%d.pt"):format(e.layout, ps.rank())))
     ps.synchronize()
     local whole = {}
-    -- Ranks of tensor parallelism have parts of one tensor under one name, which tools/merge.lua joins: each its own.
+    -- Ranks of tensor parallelism have parts of one tensor under one name, of which the last would win.
     local parts = e.layout == "tensor"
+    if parts then
+      local other = ps.load(e:path(("model-%s-%d.pt"):format(e.layout, 1 - ps.rank())))
+      local ok, problem = pcall(e.model.load_state_dict, e.model, other)
+      assert(not ok and tostring(problem):find("load this rank's own file", 1, true), tostring(problem))
+    end
     for rank = parts and ps.rank() or 0, parts and ps.rank() or ps.world_size() - 1 do
       for name, t in pairs(ps.load(e:path(("model-%s-%d.pt"):format(e.layout, rank)))) do whole[name] = t end
     end

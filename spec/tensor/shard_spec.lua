@@ -81,6 +81,37 @@ describe("a shard", function()
       { dim = 0, blocks = 3, index = 0, count = 2, full_shape = { 9 }, padded = 3 })
   end)
 
+  it("of another rank is refused by a load, from tables and from files of both formats", function()
+    local function part(index)
+      local net = nn.Linear(4, 4, { bias = false })
+      ps.no_grad(function() net.weight:fill_(index) end)
+      shard.set(net.weight, shard.new { dim = 0, index = index, count = 2, full_shape = { 8, 4 } })
+      return net
+    end
+    for _, format in ipairs { "pt", "safetensors" } do
+      local path = os.tmpname() .. "." .. format
+      ps.save(part(1):state_dict(), path)
+      local words = { "'weight' of the state is the part of rank 1 of 2 along tp, and this is rank 0 of 2",
+        "load this rank's own file" }
+      for _, lazy in ipairs { false, true } do
+        local own, other = part(1), part(0)
+        fails(words, function() other:load_state_dict(ps.load(path, { lazy = lazy })) end)
+        assert.equal(0, other.weight:sum():item())
+        ps.no_grad(function() own.weight:fill_(7) end)
+        own:load_state_dict(ps.load(path, { lazy = lazy }))
+        assert.equal(16, own.weight:sum():item())
+      end
+      if format == "pt" then
+        ps.save({ model = part(1):state_dict(), list = { part(1).weight } }, path)
+        local value = ps.load(path)
+        fails(words, function() part(0):load_state_dict(value.model) end)
+        assert.equal(1, shard.of(value.list[1]).index)
+        assert.equal(1, ps.load(path, { lazy = true }):at("model"):shards().weight.index)
+      end
+      os.remove(path)
+    end
+  end)
+
   it("belongs to a parameter, and goes to the tensor that takes its place", function()
     local desc = shard.new { dim = 0, index = 0, count = 2, full_shape = { 8 } }
     local p, q = nn.Parameter(ps.zeros { 4 }), nn.Parameter(ps.zeros { 4 })

@@ -7,6 +7,7 @@ local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
+local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
 local pieces = require "ps.io.pieces"
@@ -61,6 +62,14 @@ local function entry_of(self, name)
   local entry = ffi.new("ps_st_entry")
   check(C.ps_st_get(st, i, entry))
   return entry, i
+end
+
+--- Which tensors are shards of tensor parallelism, by name (ps.save notes it).
+---@return table<string, ps.nn.Shard>
+function File:shards()
+  opened(self)
+  self.shards_of = self.shards_of or shard_note.read(self.metadata.psluajit_shards)
+  return self.shards_of
 end
 
 --- Names in file order.

@@ -17,6 +17,7 @@ local encode = require "ps.core.encode"
 local safetensors = require "ps.io.safetensors"
 local shard = require "ps.tensor.shard"
 local torch_pt = require "ps.io.torch_pt"
+local shard_note = require "ps.io.shard_note"
 local torch_pt_write = require "ps.io.torch_pt_write"
 local error = caller.error
 
@@ -106,10 +107,13 @@ function serialize.load(path, options)
   else file = safetensors.open(path, { verify = options.verify, mmap = options.mmap }) end
   if options.lazy then return file end
   local ok, result = pcall(function()
-    if format == "pt" then return file:value(options.device) end
-    local tensors = {}
-    for _, name in ipairs(file:names()) do tensors[name] = file:tensor(name, options.device or "cpu") end
-    return tensors
+    local value = {}
+    if format == "pt" then value = file:value(options.device)
+    else
+      for _, name in ipairs(file:names()) do value[name] = file:tensor(name, options.device or "cpu") end
+    end
+    shard_note.mark(value, file:shards())
+    return value
   end)
   file:close()
   if not ok then error(result, 0) end

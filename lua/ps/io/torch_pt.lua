@@ -6,6 +6,7 @@
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
+local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
 local pieces = require "ps.io.pieces"
@@ -52,6 +53,7 @@ local File = {}
 File.__index = File
 
 local value_out, tensor_out = ffi.new("ps_pt_value"), ffi.new("ps_pt_tensor")
+local note_out = ffi.new("const char *[1]")
 local KIND = {}                                            -- PS_PT_* by name
 for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME", "LIST", "TUPLE", "SET", "DICT",
                         "TENSOR" } do
@@ -253,6 +255,18 @@ end
 ---@param device? string of the tensors, default "cpu"
 ---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
+
+--- Which tensors are shards of tensor parallelism, by their places below this dict (ps.save notes it).
+---@return table<string, ps.nn.Shard>
+function File:shards()
+  local nbytes = check(C.ps_pt_note(opened(self), note_out))
+  local all, below = shard_note.read(nbytes > 0 and ffi.string(note_out[0], nbytes) or nil), {}
+  local within = self.place == "" and "" or self.place .. "."
+  for place, desc in pairs(all) do
+    if place:sub(1, #within) == within then below[place:sub(#within + 1)] = desc end
+  end
+  return below
+end
 
 --- The keys of this dict, in the file's order.
 ---@return any[]

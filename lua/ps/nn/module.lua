@@ -462,8 +462,11 @@ end
 
 -- Notes whether a state has whole tensors or a rank's own shards (ps.nn.saved), the names of the first of each: a state
 -- has one kind. What says of itself that it is whole has no shards.
-local function fits(shape, tensor, name, kinds, state)
+local function fits(shape, tensor, name, kinds, state, shards)
   local kind = cut.fit(shape, tensor)
+  local given = shards and shards[name]
+  if not shards then given = shard.of(state[name]) end
+  cut.check_rank(given, tensor, name)
   if kind == "own" and state.whole == true then return false end
   if kind and not rectangles.same(cut.shape(tensor), tensor:shape()) then
     kinds[kind] = kinds[kind] or name
@@ -495,6 +498,7 @@ end
 -- A tied tensor takes the first of its names that the source has.
 local function plan_load(self, source, shape_of, elsewhere, state)
   local entries, by_address, known, wrong, kinds = {}, {}, {}, {}, {}
+  local shards = state.read_into and (state.shards and state:shards() or {})
   walk(self, function(name, tensor, kind)
     if kind == "module" then return end
     known[name] = true
@@ -507,7 +511,7 @@ local function plan_load(self, source, shape_of, elsewhere, state)
     if not source[name] then return end
     entry.from = entry.from or name
     local has = shape_of(name)
-    if not fits(has, tensor, name, kinds, state) then
+    if not fits(has, tensor, name, kinds, state, shards) then
       wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name,
         table.concat(cut.shape(tensor), ", "), table.concat(has, ", "))
     end

@@ -69,6 +69,21 @@ function cut.fit(shape, parameter)
   return desc and rectangles.same(shape, shard.shape(desc)) and "own" or nil
 end
 
+--- Refuses a tensor of a state that is another rank's shard of a parameter. Shards of all ranks have the same name and
+--- mostly the same shape, so that nothing else tells them apart.
+---@param given? ps.nn.Shard which shard the tensor is, as far as that is known
+---@param parameter ps.Tensor
+---@param name string
+function cut.check_rank(given, parameter, name)
+  local desc = shard.of(parameter)
+  if not (given and desc) or given.index == desc.index and given.count == desc.count and given.dim == desc.dim then
+    return
+  end
+  error(("load_state_dict: '%s' of the state is the part of rank %d of %d along tp, and this is rank %d of %d: load "
+    .. "this rank's own file, or whole tensors (ps.checkpoints, or model:save_parallelized(folder, "
+    .. "{ merge_checkpoints = true }))"):format(name, given.index, given.count, desc.index, desc.count), 0)
+end
+
 -- Copies the rectangle of a table's tensor that begins at `offset` to a tensor.
 local function copy_part(from, tensor, offset)
   scope.no_grad(scope.scope, function()
