@@ -5,7 +5,8 @@ local paths = require "ps.paths"
 
 -- Pages and folders whose language has been revised. New ones are added here.
 local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md", "docs/pipeline.md",
-  "docs/tensor_parallel.md", "docs/distributed.md" }
+  "docs/tensor_parallel.md", "docs/distributed.md", "docs/checkpoints.md", "docs/pretrained.md",
+  "docs/models.md", "docs/planning.md", "docs/inspecting.md", "docs/tensors.md" }
 local FOLDERS = {}
 
 local WORDS = 35
