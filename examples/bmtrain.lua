@@ -65,7 +65,7 @@ local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, 
 bmt.init_parameters(model)
 bmt.synchronize()
 
--- Tokens of this rank, and of those that share its layers: those behind a sample's length are no targets.
+-- Tokens of this rank and of the ranks that share its layers. Tokens after a sample's length are not targets.
 ps.manual_seed(1234 + bmt.config.tp_zero_rank)
 local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
 local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()

@@ -104,7 +104,7 @@ for _, list in ipairs { rows, held_out } do
   end
 end
 
--- Lines [first, last] of a list as a batch, as long as the longest of them; padding is behind.
+-- Lines [first, last] of a list as a batch, padded at the end to the longest of them.
 local function batch_of(list, first, last)
   local longest, ids, mask, labels = 0, {}, {}, {}
   for i = first, last do longest = math.max(longest, #list[i].ids) end

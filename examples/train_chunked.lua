@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT-2 whose parameters, gradients and optimizer state lie in chunks, within the memory you allow: the
--- configuration is a DeepSpeed JSON file (ds_config.json beside this script), budgets come from the command line.
+-- Trains a GPT-2 whose parameters, gradients and optimizer state are in chunks, within the memory you allow. The
+-- configuration is a DeepSpeed JSON file (ds_config.json next to this script); budgets come from the command line.
 --
 --   psluajit train_chunked.lua --data my.txt
 --   psluajit train_chunked.lua --data my.txt --model gpt2-xl --vocab 50257 --host 6GiB --disk /var/tmp
 --   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          any other memory: the same numbers
 --   psluajit launch.lua --nproc-per-node 2 train_chunked.lua --data my.txt          several processes
 --
--- The plan is printed before the first step. Ctrl-C, SIGTERM and SIGHUP finish the step, save and leave with exit code
--- 0; --resume goes on bit for bit. Ranks that a launcher starts again (--max-restarts) resume by themselves.
+-- The plan is printed before the first step. After Ctrl-C, SIGTERM or SIGHUP the script finishes the step, saves and
+-- exits with code 0; --resume continues bit for bit. Ranks that a launcher restarts (--max-restarts) resume by
+-- themselves.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
@@ -55,9 +56,9 @@ if not (config.gradient_accumulation_steps or config.train_batch_size) then conf
 
 local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
--- Started again after a failure, it goes on from the last checkpoint that this run wrote. So what an earlier run left
--- in the folder must not count as one, unless --resume says so: under a launcher that names its run, the file `begun`
--- has the name of the one that began there last, or went on.
+-- After a failure the script resumes from the last checkpoint that this run wrote. A checkpoint that an earlier run
+-- left in the folder must not count, unless --resume is given. Under a launcher that names its run, the file `begun`
+-- therefore has the name of the run that last began or resumed in the folder.
 local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
 local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the attempt
 local function began_here()

@@ -31,7 +31,7 @@ local function dropped(drop, x, mask, rows)
   return drop(x, unpad.part(x, rows, shape_of(mask)))
 end
 
--- The sum of a product and x, behind dropout, by way of the product's epilogue when none is dropped.
+-- The sum of x and a product after dropout. Without dropout the product's epilogue adds x.
 local function project(layer, drop, y, x, mask, rows)
   if not drop:active() then return layer(y, x) end
   return x + dropped(drop, layer(y), mask, rows)
@@ -98,7 +98,7 @@ function SelfAttention:forward(x, mask, rows, places)
   return rows ~= nil and unpad.pack(y, rows) or y
 end
 
--- A product, dropout, the residual stream and its norm: behind attention and behind the hidden layer.
+-- A product, dropout, the residual stream and its norm: follows attention and the hidden layer.
 local Output = nn.class("BertOutput")
 Output.unscoped = true
 
@@ -221,9 +221,9 @@ local function leave_out(batch, labels)
   if types ~= nil then batch.token_type_ids = unpad.ids(types, batch.rows, shape) end
 end
 
--- What parts read of a batch by names, checked: all that is in it, with `mask` bool [B, T] or nil, and the places of
--- tokens; with unpad and a mask what leave_out makes of it. labels int [B, T]: those of tokens. A family whose
--- positions depend on the ids has a method places(ids).
+-- Checks a batch by names and returns the table that the parts read: all of its fields, with `mask` bool [B, T] or
+-- nil, and the positions of tokens; with unpad and a mask, the result of leave_out. labels int [B, T]: labels of
+-- tokens, if there are any. A family whose positions depend on the ids has a method places(ids).
 function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -265,7 +265,7 @@ local function cut(body, last, modules, fn)
   return list
 end
 
---- What the parts read of a batch by names, or of token ids [B, T] alone.
+--- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function BertModel:batch_of(given) return self:read(heads.batch(self, given)) end
@@ -329,20 +329,20 @@ local function vocabulary_head(module, c, where)
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 
--- Of a model with such a head at `module`: weight [V, C] and bias [V].
+-- Weight [V, C] and bias [V] of a model with such a head at `module`.
 local function vocabulary_of(model, module)
   if module.decoder then return module.decoder.weight, module.decoder.bias end
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
--- Where ranks share the vocabulary out: its head, of a tied table or of the decoder.
+-- If the vocabulary is cut among ranks: its head, from a tied table or from the decoder; else false or nil.
 local function parallel_head(module)
   local decoder = module.decoder
   return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
 end
 
---- What masked language models share, whatever their heads are called: `path` names the module that holds bias and
---- decoder, and `head` gives it, `transform` gives the vectors that are multiplied with the vocabulary.
+--- Defines the methods that all masked language models share. `path` names the module that holds bias and decoder,
+--- `head` returns that module, and `transform` returns the vectors that are multiplied with the vocabulary.
 ---@param class table
 ---@param path string
 ---@param head fun(model: table): ps.nn.Module
@@ -406,7 +406,7 @@ local function derive(name, Body, pooling, build)
     if given and given.recompute then self:recompute_blocks() end
     rawset(self, "unpad", unpads)
   end
-  --- What the parts read of a batch by names, or of token ids [B, T] alone.
+  --- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch
   function class:batch_of(given)

@@ -173,7 +173,8 @@ local function mask_of(who, given)
   return mask
 end
 
--- What parts read of a batch by names, checked: input_ids [B, T], and of attention `seen`: cos, sin and mask.
+-- Checks a batch by names and returns the table that the parts read: input_ids [B, T], and cos, sin and mask for
+-- attention.
 local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
@@ -203,7 +204,7 @@ local function cut(self, last, modules, fn)
   return list
 end
 
---- What the parts read of a batch by names, or of token ids [B, T] alone.
+--- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function Body:batch_of(given) return read(self, heads.batch(self, given)) end
@@ -220,7 +221,7 @@ function Body:forward(given) return parts.fold(self:parts(), self:batch_of(given
 
 function Body:vocabulary() return { { self.embed_tokens, "weight" } } end
 
--- What tables hold that only look up. Attention's width is that of its heads.
+-- `looked_up` counts the elements of tables that are only looked up. `width` is that of attention's heads.
 function Body:costs()
   local c = self.config
   return { looked_up = c.vocab_size * c.hidden_size, layers = c.num_hidden_layers,
@@ -279,7 +280,7 @@ end
 ---@return integer?
 function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
---- What the parts read of forward's arguments.
+--- Returns the table that the parts read, from forward's arguments.
 ---@param idx ps.Tensor|table
 ---@param targets? ps.Tensor
 ---@return table<string, ps.Tensor> batch
@@ -315,7 +316,7 @@ function CausalLM:forward(idx, targets)
   return targets ~= nil and out.loss or out.logits
 end
 
--- Rotary embedding has no last position: past those that the model was trained on it goes on, as transformers does.
+-- Rotary embedding has no last position: it continues past the positions of training, as in transformers.
 function CausalLM:positions() return math.huge end -- luacheck: no self
 
 -- {k, v [B, G, S, D]} for each layer that is on this rank.
@@ -381,7 +382,7 @@ for _, class in ipairs { ForSequence, ForTokens } do
   function class:vocabulary() return self.model:vocabulary() end
   function class:costs() return self.model:costs() end
 
-  --- What the parts read of a batch by names, or of token ids [B, T] alone.
+  --- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
   function class:batch_of(given)
     given = heads.batch(self, given)
     local labels, rest = given.labels, {}

@@ -29,8 +29,8 @@ local function check_layers(who, c)
   c.layer_types = kept
 end
 
--- What a script says of rotary embedding stands in for what the file says, in whichever of the two ways it does: a
--- table for the table, rope_theta for rope_theta, which a table without one leaves as it is.
+-- A script's settings of rotary embedding override those of the file, by either name: a table overrides the table, and
+-- rope_theta overrides rope_theta. A table without rope_theta keeps the file's.
 local function change(who)
   return function(given, changes)
     local kind, theta = changes.rope_scaling or changes.rope_parameters, changes.rope_theta

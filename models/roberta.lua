@@ -22,7 +22,7 @@ function RobertaModel:init(config, given, pooling)
   end
 end
 
--- Of ids [B, T]: those that are not padding are numbered in each row, from pad_token_id + 1 on; padding has
+-- Positions of ids [B, T]: in each row, ids that are not padding are numbered from pad_token_id + 1 on; padding has
 -- pad_token_id.
 function RobertaModel:places(ids)
   local pad = self.config.pad_token_id

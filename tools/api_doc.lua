@@ -154,7 +154,7 @@ local function section(title, text)
   put ""
 end
 
--- What some functions give: how it is called, and how one is made.
+-- Objects that some functions return: the prefix of their methods, and a function that makes one.
 local OBJECTS = {
   tokenizer = { call = "tokenizer:", make = function() return ps.tokenizer.bytes() end },
   progress = { call = "display:", make = function() return ps.progress.new { total = 1, quiet = true } end },

@@ -2,8 +2,8 @@
 -- A conversation with a model, line by line:
 --   psluajit tools/chat.lua DIR
 -- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. No chat template is
--- used: the model goes on with the text of the conversation, in which each line follows --user and each reply --model.
--- A reply ends where the model would speak for the user, or with its end token. An empty input ends the conversation.
+-- used: the model continues the text of the conversation, in which each line follows --user and each reply --model.
+-- A reply ends before text for the user, or with the model's end token. An empty input ends the conversation.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"

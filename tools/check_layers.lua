@@ -95,7 +95,7 @@ local FLOORS = {
   { "launch", "core" },
   { "planning", "core", "dist", "data", "memory", "profile", "parallel/pipeline", "engine/step", "engine/plan",
     "engine" },
-  -- What scripts require by name: files that only lead on, and the tables that gather several folders.
+  -- Modules that scripts require by name: they only return other modules, or tables that collect several folders.
   { "", "core", "tensor", "dist", "io", "nn", "data", "optim", "memory", "profile", "parallel/tensor",
     "parallel/pipeline", "engine/step", "engine/state", "engine/plan", "engine", "inspect", "pretrained", "train",
     "prompt" },

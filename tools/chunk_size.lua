@@ -10,7 +10,7 @@ local argparse = require "argparse"
 local layout = require "ps.engine.layout.pack"
 local readable = require "ps.core.readable"
 
-local SHOWN = 5               -- sizes next to the best that are shown beside the powers of two
+local SHOWN = 5               -- sizes next to the best that are shown in addition to the powers of two
 
 local function fail(message)
   io.stderr:write("chunk_size: " .. message .. "\n")
@@ -61,7 +61,7 @@ local function available()
   return kib and tonumber(kib) * 1024
 end
 
--- What the configuration says, under what the arguments say.
+-- The settings of the configuration, overridden by the arguments.
 local function settings(args)
   local options = { uniform = args.uniform, sizes = args.sizes }
   local device, host, dtype, grad = args.device, args.host, args.dtype, nil

@@ -41,7 +41,7 @@ local function start()
   return text
 end
 
--- What the prompt is when there is no text: the token that texts begin with.
+-- The ids of a prompt. An empty one is the token that texts begin with.
 local function ids_of(tok, text)
   local ids = tok:encode(text)
   if #ids > 0 then return ids end

@@ -72,8 +72,8 @@ end
 
 local own_id = secret.random():sub(1, 16)      -- of this launcher
 
--- What keeps this attempt's ranks apart from all others: a name and a secret. Launchers on several nodes could not
--- agree on these, so there they come from outside.
+-- Name and secret of this attempt, which distinguish its ranks from all others. Launchers on several nodes could not
+-- agree on these, so there they come from the environment.
 local function identity(o, attempt)
   if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
   local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id

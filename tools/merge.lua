@@ -15,7 +15,7 @@ local merge = require "ps.checkpoints.merge"
 local restore = require "ps.checkpoints.restore"
 local folder = require "ps.pretrained.folder"
 
-local NOTES = 20                                           -- so many differences are printed
+local NOTES = 20                                           -- the most differences that are printed
 
 local function say(text) io.stderr:write("merge: " .. text .. "\n") end
 

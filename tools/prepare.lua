@@ -62,7 +62,7 @@ local function writer(width)
   return self
 end
 
--- Shards that an older run left behind the new ones: who reads all of OUT_*.bin would read them, too.
+-- Warns of shards with higher numbers that an older run left: a program that reads all of OUT_*.bin would read them.
 local function tell_older(count)
   local last = count
   while lfs.attributes(name_of(last), "mode") do last = last + 1 end

@@ -18,7 +18,7 @@ parser:flag("--html", "one page with everything, for a browser; it needs no netw
 parser:option("--out", "file to write: .svg or .png, with --html .html")
 local args = parser:parse()
 
--- PatrickStar's --rm_warmup=True beside a bare --rm_warmup.
+-- Accepts PatrickStar's --rm_warmup=True as well as a bare --rm_warmup.
 local function flag(given)
   if given == nil then return false end
   local word = (type(given) == "table" and given[1] or "true"):lower()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/pytorch_doc.lua [--check]: writes docs/pytorch.md, PyTorch's names beside ours. The first table has a
+-- psluajit tools/pytorch_doc.lua [--check]: writes docs/pytorch.md, PyTorch's names and ours. The first table has a
 -- row for each row of ops.def, in its order; an op without an entry in OPS below, an entry without an op, or a name
 -- here that does not exist is an error. With --check it writes nothing, and exits with 1, too, when the file is out of
 -- date. spec/oracle/ops_oracle.py looks up PyTorch's names.
@@ -8,7 +8,7 @@ local paths = require "ps.paths"
 
 local path = paths.root .. "/docs/pytorch.md"
 
--- op | PyTorch | here | what differs. "-": nothing of that name; its place is told in the last column.
+-- op | PyTorch | here | what differs. "-": nothing has that name; the last column says what to use.
 local OPS = [[
 reshape | Tensor.reshape | t:reshape, ps.reshape |
 permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are numbers, in a list or not
@@ -162,7 +162,7 @@ load | ps.load | never runs code of a file
 manual_seed | ps.manual_seed | other numbers than PyTorch's
 ]]
 
--- What differs without an error, and is not a name.
+-- Differences other than names that raise no error.
 local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
 - **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's

@@ -18,7 +18,7 @@ return {
     links = { 0.6, 0.9 }, between = { 0.5, 0.85 }, disk = { 0.5, 0.9 } },
   variants = {
     h100 = { text = "NVIDIA H100 (80 GB)", gpu = { nbytes = 81089 * 2 ^ 20, bandwidth = 3350e9 },
-      adam = { host = 6e9, device = 120e9 } },             -- 28 bytes a parameter
+      adam = { host = 6e9, device = 120e9 } },             -- 28 bytes per parameter
     h200 = { text = "NVIDIA H200 (141 GB)", gpu = { nbytes = 143156 * 2 ^ 20, bandwidth = 4800e9 },
       adam = { host = 6e9, device = 171e9 } },
   },

@@ -14,7 +14,8 @@ parser:option("--device", "cpu, or a GPU's: cuda", "cpu")
 parser:option("--disk", "a folder, whose disk is measured with a file of 1 GiB")
 local args = parser:parse()
 
--- Bytes a second that the disk tier reads and writes in a folder, past the page cache where the file system lets it.
+-- Bytes per second that the disk tier reads and writes in a folder, without the page cache if the file system
+-- allows it.
 local function disk(folder)
   local model = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(1, 1) end,
     config = { device = "cpu", plan_print = false, memory = { disk = { path = folder, limit = 2 * DISK_NBYTES } } } }
