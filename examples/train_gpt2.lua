@@ -5,10 +5,10 @@
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
 --   psluajit train_gpt2.lua --data my.txt --minutes 10          as many steps as fit ten minutes here
---   psluajit train_gpt2.lua --out my_run --resume               goes on with the run's own options
+--   psluajit train_gpt2.lua --out my_run --resume               continues with the run's own options
 --   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4 --device cuda
 --
--- Ctrl-C, SIGTERM and SIGHUP save and leave (exit code 130); --resume goes on from there, bit for bit.
+-- After Ctrl-C, SIGTERM or SIGHUP the script saves and exits with code 130; --resume continues bit for bit.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
@@ -35,12 +35,12 @@ local defaults = {
   lr = settings.max_lr, dropout = settings.dropout, vocab = 50257, seed = 1,
 }
 
--- What a checkpoint keeps of the command line. With other values of the first it would be another run: --resume refuses
--- them. The others may change, and it says so.
+-- Options that a checkpoint stores. Other values of FIXED would make another run, so --resume refuses them. Those of
+-- FREE may change, and the script prints a note.
 local FIXED = { "model", "batch", "seq", "accumulate", "dtype", "lr", "dropout", "vocab", "seed" }
 local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batches" }
 
--- What the command line gives, without the defaults: --resume has to know what was given.
+-- The options of the command line, without defaults: --resume has to know which ones were given.
 local function arguments()
   local whole, number = command_line.whole, command_line.number
   local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
@@ -141,7 +141,7 @@ local function split_texts(paths)
   return table.concat(learned), table.concat(held_out)
 end
 
--- Whether a shard that lies there holds this text, a byte a token.
+-- Whether an existing shard holds this text, one byte per token.
 local function holds(path, text)
   local tokens, piece = ps.data.tokens(path), 2 ^ 20
   if tokens:count() ~= #text then return false end
@@ -155,7 +155,7 @@ local function holds(path, text)
   return true
 end
 
--- Writes a text's shard. A run that goes on needs the data it began with: what lies there must be that, and stays.
+-- Writes a text's shard. A resumed run needs the data that it began with: an existing shard must hold it, and stays.
 local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
@@ -199,7 +199,7 @@ local function complete(args)
   args.eval_batches = args.eval_batches or math.ceil(settings.eval_rows / args.batch)
 end
 
--- What makes a run up; all of it is saved and restored.
+-- Makes the parts of a run. All of them are saved and restored.
 local function assemble(args, learn)
   ps.manual_seed(args.seed)
   local dtype = args.dtype

@@ -142,8 +142,8 @@ GPT2Model.tensor_parallel = {
   ["ln_f"] = "leave",
 }
 
--- What parts read of a batch by names, checked: input_ids [B, T], mask bool [B, T] or nil, token_type_ids and
--- position_ids.
+-- Checks a batch by names and returns the table that the parts read: input_ids [B, T], mask bool [B, T] or nil,
+-- token_type_ids and position_ids.
 local function read(self, given, body)
   local ids = given.input_ids
   heads.same_shapes("gpt2", given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -185,7 +185,7 @@ local function cut(self, last, modules, fn)
   return list
 end
 
---- What the parts read of a batch by names, or of token ids [B, T] alone.
+--- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function GPT2Model:batch_of(given) return read(self, heads.batch(self, given), self) end
@@ -202,7 +202,7 @@ function GPT2Model:forward(given) return parts.fold(self:parts(), self:batch_of(
 
 function GPT2Model:vocabulary() return { { self.wte, "weight" } } end
 
--- What tables hold that only look up; the classes below have heads that are not tables.
+-- `looked_up` counts the elements of tables that are only looked up; the classes below have heads that are not tables.
 function GPT2Model:costs()
   local c = self.config
   return { looked_up = (c.n_positions + c.vocab_size) * c.n_embd, layers = c.n_layer, width = c.n_embd,
@@ -267,7 +267,7 @@ local function is_named(idx, targets)
   return type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0
 end
 
---- What the parts read of forward's arguments.
+--- Returns the table that the parts read, from forward's arguments.
 ---@param idx ps.Tensor|table
 ---@param targets? ps.Tensor
 ---@return table<string, ps.Tensor> batch input_ids, mask, token_type_ids, position_ids, targets
@@ -375,7 +375,7 @@ end
 
 for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } do
   class.inputs = LABELLED
-  --- What the parts read of a batch by names, or of token ids [B, T] alone.
+  --- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch
   function class:batch_of(given)

@@ -18,7 +18,7 @@ return {
     links = { 0.6, 0.9 }, between = { 0.5, 0.85 }, disk = { 0.5, 0.9 } },
   variants = {
     ["a100-40"] = { text = "NVIDIA A100 (40 GB)", gpu = { nbytes = 40536 * 2 ^ 20, bandwidth = 1555e9 },
-      adam = { host = 4e9, device = 55.5e9 } },            -- 28 bytes a parameter
+      adam = { host = 4e9, device = 55.5e9 } },            -- 28 bytes per parameter
     ["a100-80"] = { text = "NVIDIA A100 (80 GB)", gpu = { nbytes = 81050 * 2 ^ 20, bandwidth = 2039e9 },
       adam = { host = 4e9, device = 72.8e9 } },
   },

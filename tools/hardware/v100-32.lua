@@ -17,7 +17,7 @@ return {
   links = { up = 14e9, down = 14e9 },
   network = 12.5e9,                                        -- an InfiniBand adapter of 100 Gbit/s a GPU
   disk = { read = 6e9, write = 3e9 },
-  adam = { host = 2e9, device = 32.1e9 },                     -- 28 bytes a parameter
+  adam = { host = 2e9, device = 32.1e9 },                     -- 28 bytes per parameter
   efficiency = { compute = { 0.3, 0.6 }, memory = { 0.6, 0.9 },
     links = { 0.6, 0.9 }, between = { 0.5, 0.85 }, disk = { 0.5, 0.9 } },
 }
