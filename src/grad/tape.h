@@ -5,8 +5,8 @@
 #define PS_TAPE_H
 #include "tensor/tensor.h"
 
-/* ps_node.op of nodes without an op: a recompute segment; what a stage of a pipeline received; a gradient that was put
- * off, on its way to a parameter. */
+/* ps_node.op of nodes without an op: a recompute segment; the tensors that a stage of a pipeline received; a gradient
+ * of a parameter that was put off. */
 enum { SEGMENT = -1, BOUNDARY = -2, RELAY = -3 };
 
 typedef struct edge {
@@ -18,33 +18,33 @@ typedef struct edge {
 typedef struct saved {
     ps_tensor *t;                  /* held; NULL when absent or cheap */
     uint32_t version;
-    ps_node *cheap;                /* its output 0 is the tensor, computed again when asked for; or NULL */
+    ps_node *cheap;                /* its output 0 is the tensor, computed again when it is needed; or NULL */
 } saved;
 
 struct ps_node {
     int64_t refs, seq, segment;
     ps_ctx *ctx;
     int op, n_in, n_out;
-    int32_t module;                /* under way when the op ran; its gradient rule runs for it, too */
+    int32_t module;                /* the module in which the op ran; its gradient rule runs for this module, too */
     bool passed, queued;
-    bool side;                     /* made of parameters alone, as a weight's cast is */
+    bool side;                     /* computed only from parameters, as a weight's cast is */
     bool listed;                   /* it passed, but its weight gradients were put off */
-    bool has_rule;                 /* the gradient rule has still to compute these; else they lie in din */
+    bool has_rule;                 /* the gradient rule has yet to compute these; else they are in din */
     bool claims;                   /* it counts in `later` of the cheap nodes that it saved */
-    int32_t later;                 /* nodes that will ask for its output after it has passed */
-    int64_t walk;                  /* number of the walk that counts it in `waits` of storages that it reads; 0: none */
+    int32_t later;                 /* number of nodes that will need its output after it has passed */
+    int64_t walk;                  /* id of the walk that counts it in `waits` of storages that it reads; 0: none */
     edge *edges;                   /* [n_in] */
     saved *saved_in, *saved_out;   /* [n_in], [n_out] */
     ps_meta *in_meta;              /* [n_in] */
     ps_tensor **dout;              /* [n_out], held */
     ps_tensor **din;               /* [n_in], held: gradients that were put off */
-    ps_tensor *kept;               /* held by the rule's first phase for the second (ps_grad_keep) */
-    ps_tensor *holder;             /* of output holder_out: gets a copy of its gradient; or NULL */
+    ps_tensor *kept;               /* held: a tensor of the rule's first phase for the second (ps_grad_keep) */
+    ps_tensor *holder;             /* the tensor that gets a copy of the gradient of output holder_out; or NULL */
     int holder_out;
-    int64_t place;                 /* of the call, in anomaly mode */
+    int64_t place;                 /* place of the call, in anomaly mode */
     ps_tensor *again;              /* this cheap op's output, computed again */
-    ps_node *next_free;            /* link of a list of nodes to free, or to count */
-    ps_storage **reads;            /* [n_reads] of a segment: parameters that its function read */
+    ps_node *next_free;            /* link in a list of nodes to free, or to count */
+    ps_storage **reads;            /* [n_reads] segment: parameters that its function read */
     int n_reads;
     union { char bytes[1]; double align; } attrs;
 };
@@ -61,15 +61,15 @@ struct ps_walk {
     ps_node **heap;                /* by seq, largest first */
     int n, capacity;
     ps_node *stopped;              /* the segment that the caller is running again */
-    int64_t id;                    /* each walk has another */
+    int64_t id;                    /* unique for each walk */
     bool active;
     bool managed;                  /* it can reach a leaf of an engine */
-    int32_t put_off;               /* place of the list that takes the weight gradients; -1: none are put off */
+    int32_t put_off;               /* index of the list to which weight gradients are put off; -1: none are put off */
     weight_list *lists;
     int32_t n_lists, lists_capacity;
 };
 
-/* The edge leads to a leaf, or to a node made of parameters alone: a gradient along it can be put off. */
+/* The edge leads to a leaf, or to a node computed only from parameters: a gradient along it can be put off. */
 static inline bool tape_is_later(const edge *e) { return e->leaf || (e->node && e->node->side); }
 
 /* The type of a leaf's gradient. */
@@ -79,16 +79,16 @@ static inline int tape_leaf_dtype(const ps_tensor *leaf)
 }
 
 /* -- tape.c */
-const char *tape_name(const ps_node *node);          /* of its op, in errors */
-int tape_passed_already(const ps_node *node);        /* the error of a second backward */
+const char *tape_name(const ps_node *node);          /* the name of its op, for errors */
+int tape_passed_already(const ps_node *node);        /* raises the error of a second backward */
 ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbytes);
 void tape_add_edge(ps_node *node, int i, ps_tensor *t);      /* input i is t; t NULL: it is absent */
-void tape_give_up(ps_node *node);                    /* a walk failed at the node, or before it: no walk may pass it */
+void tape_give_up(ps_node *node);                    /* a walk failed at the node or before it: no walk may pass it */
 void tape_count_from(ps_walk *w, ps_node *node);     /* counts the nodes that the walk reaches from this one */
-void tape_count_listed(ps_walk *w, ps_node *node);   /* counts this one, and those behind its weight gradients */
+void tape_count_listed(ps_walk *w, ps_node *node);   /* counts this node, and those that its weight gradients reach */
 void tape_uncount(ps_node *node);
 void tape_is_now(ps_tensor *t);                      /* ends PS_T_LATER: the header is an owner again. t may be NULL */
-void tape_let_go(ps_tensor **t);                     /* of a held tensor, or NULL */
+void tape_let_go(ps_tensor **t);                     /* releases a held tensor, or NULL */
 void tape_release_saved(ps_node *node);
 void tape_release_all(ps_node *node);                /* saved tensors and gradients */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
@@ -104,21 +104,21 @@ int tape_check_version(const ps_node *node, const saved *s);     /* PS_ESTALE: t
 ps_node *tape_dequeue(ps_walk *w);
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);
 void tape_watch(ps_ctx *ctx, const ps_node *node);
-/* Hands a gradient, a held reference, to what made input i. */
+/* Passes a gradient, a held reference, to the node or leaf of input i. */
 int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad);
 
 /* -- weights.c */
 /* The walk that begins has an action INPUT: opens its list. */
 int weights_open(ps_ctx *ctx, ps_walk *w);
-/* The node has passed, but for the gradients of inputs with tape_is_later, which are put off. din NULL: the rule has
- * not run. split: the rule's second phase computes them. Else they are taken from din, where they lie (held). Lets go
- * of tensors that they do not need. */
+/* The node has passed, except for the gradients of inputs with tape_is_later, which are put off. din NULL: the rule has
+ * not run yet. split: the rule's second phase computes them. Else they are in din (held) already and are taken from
+ * there. Releases tensors that they do not need. */
 int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din);
-/* Puts off the gradient (held) of `to`, a root of the walk or an output of a segment that is a leaf or was made of
- * parameters alone. seq: the number that the walk has come to. */
+/* Puts off the gradient (held) of `to`: a root of the walk or an output of a segment that is a leaf or was computed
+ * only from parameters. seq: the number that the walk has reached. */
 int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq);
-/* To be called when `listed`, `later` or `passed` changed: saved tensors that nothing needs any more go. */
+/* Call it after `listed`, `later` or `passed` changed: releases saved tensors that nothing needs any more. */
 void weights_settle(ps_node *node);
-void weights_unclaim(ps_node *cheap);                /* one node less will ask for its output */
+void weights_unclaim(ps_node *cheap);                /* one node fewer will need its output */
 void weights_drop(ps_walk *w);                       /* empties all lists */
 #endif
