@@ -12,14 +12,14 @@ typedef struct ps_meta {
     bool permuted;                            /* an output whose dense bytes are not in row-major order */
 } ps_meta;
 
-/* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. dtype and shape
- * of an output that the caller gave are checked against it afterwards. */
+/* A shape rule reads `in` (NULL: absent), may normalise `attrs` (negative dimensions), and sets out[i]. Afterwards the
+ * dtype and shape of an output that the caller passed are checked against out[i]. */
 typedef struct ps_infer {
     int op, n_in;
     const ps_tensor *const *in;
     void *attrs;
-    uint32_t needs;                           /* inputs whose gradient will be asked for, as a bit set */
-    uint32_t given;                           /* outputs that the caller brought, as a bit set */
+    uint32_t needs;                           /* inputs whose gradient will be needed, as a bit set */
+    uint32_t given;                           /* outputs that the caller passed, as a bit set */
     uint64_t copied;                          /* inputs that are copies made for this call, as a bit set */
     bool ahead;                               /* ps_step_runs_ahead: backward, not forward, computes gradients of tables
                                                * [V, C], and nothing keeps them in between */
@@ -27,11 +27,11 @@ typedef struct ps_infer {
 } ps_infer;
 typedef int (*ps_infer_rule)(ps_infer *f);
 
-/* A gradient rule reads dout (NULL where none came; at least one did) and gives a tensor for every input i with
- * ps_grad_wants(g, i). Tensors that ps_run makes live until the rule returns.
- * A rule whose row says SPLIT runs in two phases where weight gradients are put off: first for the inputs that the walk
- * goes on through, later for parameters and tensors made of parameters alone. ps_grad_wants tells the inputs of the
- * phase. */
+/* A gradient rule reads dout (NULL: that output got no gradient; at least one did) and passes a tensor for every input
+ * i with ps_grad_wants(g, i) to ps_grad_give. Tensors that ps_run makes live until the rule returns.
+ * If weight gradients are put off, a rule with the flag SPLIT runs in two phases: first for the inputs through which
+ * the walk continues, later for parameters and tensors computed only from parameters. ps_grad_wants is true for the
+ * inputs of the present phase. */
 typedef enum ps_grad_phase { PS_GRAD_WHOLE, PS_GRAD_INPUTS, PS_GRAD_WEIGHTS } ps_grad_phase;
 typedef struct ps_grad {
     ps_ctx *ctx;
@@ -48,24 +48,26 @@ typedef int (*ps_grad_rule)(ps_grad *g);
 /* For gradient rules (grad/rule.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
 bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or the other one */
-/* Keeps a tensor of the first phase for the second; a rule that runs in one phase keeps nothing. ps_grad_kept lends
- * that tensor, or gives NULL. */
+/* Keeps a tensor of the first phase for the second; a rule that runs in one phase keeps nothing. ps_grad_kept returns
+ * that tensor (lent), or NULL. */
 int ps_grad_keep(ps_grad *g, ps_tensor *t);
 ps_tensor *ps_grad_kept(const ps_grad *g);
-int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL where it was absent */
+int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL if it was absent */
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
-/* Runs an op on n_in inputs given as arguments. `out` has PS_MAX_OUT places; tensors there at entry are written to. */
+/* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT places; the op writes to tensors that are there
+ * at entry. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
 /* The destination of the gradient of input i, lent: a tensor to add to (*accumulate = 1), one to overwrite (0), or
- * NULL: the op makes one. Pass the destination as the op's output, then give the op's result unless *accumulate. */
+ * NULL: the op makes one. Pass the destination as the op's output, then pass the op's result to ps_grad_give unless
+ * *accumulate. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
 /* A contiguous tensor of meta's type and shape, contents not set; it lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* For ops with an `add` input: the gradient of input i that other nodes have given so far, or NULL. *out: the same
- * tensor where the sum may overwrite it, else NULL: then the op makes the sum, and ps_grad_replace puts it there. */
+/* For ops with an `add` input: the sum of the gradients of input i from other nodes so far, or NULL. *out: the same
+ * tensor if the new sum may overwrite it; NULL: the op makes the sum, and ps_grad_replace stores it. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
@@ -92,7 +94,7 @@ enum {
     PS_OPF_PRODUCT = 1024
 };
 
-enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* cheap outputs from this size on are computed again in backward */
+enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* backward computes cheap outputs of at least this size again */
 
 typedef struct ps_opinfo {
     const char *name, *ins, *outs, *saved;
@@ -101,11 +103,11 @@ typedef struct ps_opinfo {
     ps_grad_rule grad;                        /* NULL: none */
     ps_cost_rule cost;
     unsigned flags;
-    /* worked out from the strings at start */
+    /* computed from the strings at start */
     int n_in, n_out;                          /* n_in -1: any number */
-    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only where the step runs ahead */
+    uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only if the step runs ahead */
     uint32_t saved_out, hidden_out;
-    const char *in_name[8];                   /* spans of `ins`, ended by a space, ?, * or 0 */
+    const char *in_name[8];                   /* point into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
 const ps_opinfo *ps_op(int op);               /* op is in range */
 
@@ -120,9 +122,9 @@ int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts 
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
 int ps_rule_ranks(const ps_infer *f);        /* checks size, rank and root of an op of several ranks (ops/ranks.c) */
-/* Checks that `t`, a tensor that one op hands to its gradient op, has this type and shape. The error has `name`. */
+/* Checks that `t`, a tensor that an op passes to its gradient op, has this type and shape. The error names `name`. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
-/* For gradient rules: an op of one output, by its inputs. */
+/* For gradient rules: run an op of one output. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
 int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha);         /* alpha * x, the sign of zeros kept */
@@ -133,7 +135,7 @@ int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);
-/* Gives the gradients of inputs `iw` and `ib` of a product x w + b: each is added straight into the gradient that is
- * there, both at once when both are wanted. ib -1: not of b. x and dy [..., features] (ops/matmul.c). */
+/* Computes the gradients of inputs `iw` and `ib` of a product x w + b. Each is added directly to the gradient so far,
+ * both by one op if both are wanted. ib -1: no gradient of b. x and dy [..., features] (ops/matmul.c). */
 int ps_give_weights(ps_grad *g, int iw, int ib, bool out_in, ps_tensor *x, ps_tensor *dy);
 #endif

@@ -13,23 +13,23 @@
 struct ps_scope {
     ps_scope *parent;
     int64_t id;
-    int modules;                  /* modules that had been entered when it began: its end leaves those inside */
+    int modules;                  /* depth of modules when it began; its end leaves the modules entered since */
     ps_storage *first;
-    int64_t unscoped_nbytes;      /* of the root: bytes made since the last collection that no scope will drop, and that
+    int64_t unscoped_nbytes;      /* root: bytes allocated since the last collection that no scope will drop, and that
                                    * wait for Lua's collector */
 };
 
 typedef struct ps_walk ps_walk;   /* grad/walk.c */
 
-/* How an engine hangs on its context: the layers below call an open engine through these functions alone. */
+/* The hooks of an engine in its context: lower layers call an open engine only through these functions. */
 typedef struct ps_hooks {
-    void (*close)(ps_ctx *ctx);            /* the context is closed: the engine ends and takes its hooks away */
-    /* An op is about to pin its operands. An op for which op_begins was called failed; it may be tried again. */
+    void (*close)(ps_ctx *ctx);            /* the context is closed: the engine ends and removes its hooks */
+    /* op_begins: an op is about to pin its operands. op_failed: that op failed; it may be tried again. */
     void (*op_begins)(ps_ctx *ctx);
     void (*op_failed)(ps_ctx *ctx);
     /* A walk that reaches leaves with `managed` set begins. */
     int (*walk_begin)(ps_ctx *ctx);
-    /* A managed leaf gets its first gradient. *out is the tensor to write it to (lent), or NULL: the op makes one. */
+    /* A managed leaf gets its first gradient. *out: the tensor to write it to (lent), or NULL: the op makes one. */
     int (*grad_place)(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out);
     /* No node or segment of the tape will read or add to the leaf any more; grad_ may be NULL. */
     int (*grad_final)(ps_ctx *ctx, ps_tensor *leaf);
@@ -46,10 +46,10 @@ typedef struct ps_reads {
 
 enum { PS_MAX_GROUPS = 64 };
 
-/* Work that goes on beside ops, and into whose tensors bytes may still come. close() is called when the context ends,
- * before its bytes go, and ends the work. */
+/* Work that runs concurrently with ops and may still write to tensors. close() is called when the context ends, before
+ * its bytes are freed, and ends the work. */
 typedef struct ps_guest {
-    struct ps_guest *next, **link;          /* link NULL: no context's */
+    struct ps_guest *next, **link;          /* link NULL: not in a context */
     void (*close)(struct ps_guest *g);
 } ps_guest;
 
@@ -63,10 +63,10 @@ struct ps_ctx {
     ps_rng rng;
     int grad_enabled;
     bool keep_cheap;              /* backward reads outputs of CHEAP ops as they were */
-    int64_t next_seq;             /* of tape nodes */
+    int64_t next_seq;             /* seq of the next tape node */
     ps_scope root, *scope;        /* scope: innermost */
     int64_t next_scope_id;
-    int64_t collect_at;           /* from so many root.unscoped_nbytes on a collection is due */
+    int64_t collect_at;           /* a collection is due from this value of root.unscoped_nbytes on */
     ps_walk *walk;
     ps_reads reads;
     ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */
@@ -74,69 +74,69 @@ struct ps_ctx {
     struct ps_replay *replay;     /* during a dry run of a pipeline (tensor/replay.h); else NULL */
     struct ps_replay *replay_kept;            /* the same, between dry runs, too */
     const ps_step *step;          /* the engine's, or the idle one */
-    struct ps_group *groups[PS_MAX_GROUPS];   /* of ranks, by number, or NULL (collectives/context.c) */
+    struct ps_group *groups[PS_MAX_GROUPS];   /* groups of ranks by number, or NULL (collectives/context.c) */
     ps_rank_calls calls;          /* of the dry run under way, or of the last one */
-    /* Carries out an op of several ranks; NULL while there was no group. A dry call asks for memory alone, and in a dry
-     * run is noted. */
+    /* Performs an op of several ranks; NULL until a group is made. A dry call only allocates memory, and in a dry run
+     * it is recorded. */
     int (*of_ranks)(ps_ctx *ctx, int device, ps_call *call);
     struct {
-        bool on;                  /* the script is paused (ps_suspend); the rest is what ps_resume puts back */
+        bool on;                  /* the script is paused (ps_suspend); the other fields are what ps_resume restores */
         bool grad, offload, reads;
         ps_rng rng;
-        int64_t scope;            /* of what is computed meanwhile: older scopes cannot end */
+        int64_t scope;            /* the scope of ops during the pause: older scopes cannot end */
     } suspended;                  /* engine/suspend.c */
-    bool offload;                 /* tensors that the tape keeps go to the host */
-    ps_away *away;                /* or NULL: offload was never on */
+    bool offload;                 /* tensors that the tape saves are moved to the host */
+    ps_away *away;                /* NULL: offload was never on */
     ps_engine *engine;            /* or NULL */
     const ps_hooks *hooks;        /* the engine's; NULL while there is none */
     ps_guest *guests;
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
-        bool on, busy;            /* busy: it is reading values, and its own ops are not looked at */
-        bool scaled, overflowed;  /* the loss of this step was scaled; infinities have come of that in backward */
-        bool pardons;             /* the op that scales the loss comes next */
-        bool had_nan, had_inf;    /* what the op under way found in the tensors that it writes */
-        bool in_backward;         /* a node's gradient is computed: that of op `of`, called at `of_place` */
+        bool on, busy;            /* busy: it reads values itself, and its own ops are not checked */
+        bool scaled, overflowed;  /* the loss of this step was scaled; that has made infinities in backward */
+        bool pardons;             /* the next op is the one that scales the loss */
+        bool had_nan, had_inf;    /* NaNs, infinities in the tensors that the op under way writes, before it ran */
+        bool in_backward;         /* the gradient of a node is being computed: of op `of`, called at `of_place` */
         int32_t of, of_module;
-        int64_t of_place, place;  /* numbers that the caller knows; place: of the next op */
+        int64_t of_place, place;  /* numbers whose meaning the caller knows; place: of the next op */
         ps_anomaly_info found;
     } anomaly;                    /* tensor/anomaly.c */
     struct {
         int64_t *ids;
         int32_t n, live, capacity;
-    } reaped; /* ids [n] of recompute segments whose nodes are gone; live: segments that still have nodes */
+    } reaped; /* ids [n] of recompute segments whose nodes were freed; live: number of segments with nodes */
 };
 
 enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */
 
 /* -- tensor.c --------------------------------------------------------------------------------------------------- */
 void ps_ctx_release(ps_ctx *ctx);
-/* PS_ESTATE: `what` has to wait until the script that is paused goes on. */
+/* Raises PS_ESTATE: `what` is not possible until the paused script resumes. */
 int ps_fail_suspended(const char *what);
 void ps_guest_come(ps_ctx *ctx, ps_guest *g);                                /* g->close is set */
 void ps_guest_leave(ps_guest *g);                                            /* may be called again */
-int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* takes `be` over; on failure closes it */
+int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be);                          /* then owns `be`; on failure closes it */
 int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor **out);   /* contiguous, own storage */
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* shares base's storage, no history */
 int ps_tensor_check_alive(const ps_tensor *t);                               /* 0 or PS_ESTALE */
-void ps_storage_release(ps_storage *s);                                      /* one header or entry of ps_reads less */
+void ps_storage_release(ps_storage *s);                                      /* one header or entry of ps_reads fewer */
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* a scope ends */
-/* Call it when nobody will read the storage before backward. While activations are offloaded, it goes to the host. */
+/* Call it when nobody will read the storage before backward. While activations are offloaded, moves it to the host. */
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s);
 /* A hold together with a header reference: how the tape keeps a tensor. */
 ps_tensor *ps_tensor_hold(ps_tensor *t);
 void ps_tensor_unhold(ps_tensor *t);
-/* Whether the caller may overwrite the bytes or hand them on: the tensor is contiguous and not kept, the caller has the
+/* Whether the caller may overwrite the bytes or pass them on: the tensor is contiguous and not kept, the caller has the
  * only reference to its header, and the storage has no other header. */
 bool ps_tensor_exclusive(const ps_tensor *t);
 bool ps_meta_contiguous(const ps_meta *m);
 bool ps_tensor_has_data(const ps_tensor *t);  /* false on meta and for tensors of a dry run */
 /* A contiguous tensor over a storage that has its bytes already; takes over the caller's reference to the storage. */
 int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, ps_tensor **out);
-/* Memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing (step->dry). A storage
- * made between begin and end has an address and no contents. */
+/* Begins and ends memory for a dry run, in which ops infer shapes, allocate, pin and record, but compute nothing
+ * (step->dry). A storage made between begin and end has an address and no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
 
@@ -146,18 +146,18 @@ void ps_scope_unlink(ps_storage *s);
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* to the root: no scope will drop s */
 
 /* -- anomaly.c --------------------------------------------------------------------------------------------------- */
-/* Before and after an op's kernel. given: the outputs, as bits, that existed before. PS_ERANGE: the op made a NaN or an
- * infinity. */
+/* Called before and after an op's kernel. given: the outputs that existed before, as a bit set. PS_ERANGE: the op made
+ * a NaN or an infinity. */
 int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *const *in, uint32_t given,
                       ps_tensor *const *out);
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out);
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
-/* As ps_apply, but gives outputs marked `~`, too. */
+/* As ps_apply, but also returns outputs marked `~`. */
 int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, ps_tensor **out);
-/* For an op of several ranks: runs a kernel of the call's device on parts of the call's operands. A dry part takes and
- * gives back the kernel's scratch memory. PS_ENOMEM, PS_EUNSUP, the kernel's errors. */
+/* For an op of several ranks: runs a kernel of the call's device on parts of the call's operands. A dry part only
+ * allocates and frees the kernel's scratch memory. PS_ENOMEM, PS_EUNSUP, the kernel's errors. */
 int ps_call_part(ps_call *whole, ps_call *part);
 
 /* -- grad/tape.c: called by dispatch ------------------------------------------------------------------------------- */
@@ -168,6 +168,6 @@ bool ps_tape_wants(const ps_tensor *t);
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
 void ps_node_release(ps_node *node);
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
-void ps_walk_reset(ps_ctx *ctx);   /* gives up the walk under way, and weight gradients that were put off */
+void ps_walk_reset(ps_ctx *ctx);   /* abandons the walk under way, and weight gradients that were put off */
 void ps_walk_end(ps_ctx *ctx);
 #endif
