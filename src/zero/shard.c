@@ -14,9 +14,9 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: gradients lie in it; whole: a gather filled the buffer, so that values lie
-                                   * beside these gradients */
-    ps_storage buffer;            /* its bytes where it has no chunk here; no block: they are not here now */
+    bool used, grads, whole;      /* grads: it holds gradients; whole: a gather filled the buffer, so that it holds
+                                   * values, too */
+    ps_storage buffer;            /* its bytes if it has no chunk here; no block: they are not here now */
 } part;
 
 /* A storage in a part. ps_storage.block points at it. */
@@ -30,11 +30,11 @@ typedef struct lent {
 typedef struct stripe {
     int32_t *parts;               /* [ranks] each rank's part, or -1 */
     ps_comm_part *at;             /* [ranks] the parts' bytes during a job, at their meeting_place */
-    void **staged;                /* [ranks] handles of these bytes where they are scratch (stage_out), or NULL */
+    void **staged;                /* [ranks] handles of these bytes if they are scratch (stage_out), or NULL */
     ps_job *job;
-    bool open, stale;             /* stale: to be closed with its last pin */
+    bool open, stale;             /* stale: its last unpin closes it */
     bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: the last one that used it; noted: place of its gather in `record`, or -1 */
+    int32_t pins, pass, noted;    /* pass: the last pass that used it; noted: place of its gather in `record`, or -1 */
     int32_t uses, until;          /* reads in this pass: so far, and in all; -1: unknown */
     int64_t touched;
 } stripe;
@@ -57,7 +57,7 @@ struct ps_shard {
     int32_t first_pass;           /* step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    const ps_gathers *expected;   /* NULL: unknown, or the step went another way */
+    const ps_gathers *expected;   /* NULL: unknown, or the step departed from it */
     int32_t next;                 /* place in `expected` of the next gather */
     bool noting, alone;
     double waited_s;
@@ -99,7 +99,7 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* A buffer on a device goes through host memory where the group has not connected devices. */
+/* If the group has not connected devices, a buffer on a device is sent through host memory. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -135,7 +135,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* The device on which a part's bytes are sent to other ranks, and received. */
+/* The device from which a part's bytes are sent to other ranks, and on which they are received. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
 /* Pins rank r's part for a job, at st->at[r]. */
@@ -154,7 +154,7 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Ends what hold began. come: bytes of other ranks have arrived and go to their parts. */
+/* Ends what hold began. come: bytes of other ranks have arrived, and are copied to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -183,7 +183,8 @@ static place place_of(const ps_shard *sh, const stripe *st)
     return ON_HOST;
 }
 
-/* Starts a job on the stripe. Where this rank cannot take part, the job tells the others, and job_end has the error. */
+/* Starts a job on the stripe. If this rank cannot take part, the job reports that to the others, and job_end returns
+ * the error. */
 static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check)
 {
     int rc = 0;
@@ -226,7 +227,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
     return rc < 0 ? rc : back;
 }
 
-/* Ends the stripe's job under way, if any. The job's result does not count. */
+/* Ends the stripe's job under way, if any, and ignores its result. */
 static void stripe_settle(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
@@ -253,7 +254,7 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
-    for (int r = 0; r < sh->size; r++)                       /* a part in which gradients lay took no part in it */
+    for (int r = 0; r < sh->size; r++)                       /* parts that held gradients were left out of it */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
@@ -271,7 +272,7 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Without a list of gathers, OPEN_UNPLANNED stripes stay open before one more opens: those used last. */
+/* Without a list of gathers: closes stripes until only the OPEN_UNPLANNED used last are open, before one more opens. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -306,7 +307,7 @@ int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
     return sum;
 }
 
-/* The stripe that the next gather will bring, or -1. */
+/* The stripe of the next gather in the list, or -1. */
 static int32_t coming(const ps_shard *sh)
 {
     return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
@@ -326,7 +327,7 @@ static void note_gather(ps_shard *sh, stripe *st)
     record->list[record->n++] = (ps_gather){ number_of(sh, st), pass_of_step(sh), 0 };
 }
 
-/* Begins the next gather, before its first read. One that could not begin on this rank is tried again at each read. */
+/* Begins the next gather of the list before its first read. If it cannot begin on this rank, each read tries again. */
 static int run_ahead(ps_shard *sh)
 {
     int32_t next = coming(sh);
@@ -367,7 +368,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* a use more than the list has */
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* one use more than in the list */
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
@@ -388,7 +389,8 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* The op may be tried again, and then reads again: the counts stay those of ranks on which it did not fail. */
+/* The op may be tried again and then reads again, so its reads are undone: the counts must equal those of ranks on
+ * which the op did not fail. */
 void ps_shard_failed(ps_shard *sh)
 {
     while (sh->n_touched > 0) count_use(sh, &sh->stripes[sh->touched[--sh->n_touched]], -1);
@@ -471,7 +473,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that ran ahead, without a read */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early, without a read */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -597,7 +599,7 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* From now on s lies in the part. Where the part has a chunk here, s lies in it, and `inner` takes its place there. */
+/* From now on s lies in the part. If the part has a chunk here, s lies in it, and `inner` takes its place there. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * ZeRO as the engine sees it: the table, and the calls of ps.h by which scripts share an engine's chunks out. */
+ * ZeRO's interface: the table that the engine calls, and the functions of ps.h with which scripts shard an engine's
+ * chunks over ranks. */
 #include "zero/zero.h"
 #include "base/alloc.h"
 #include "base/error.h"
