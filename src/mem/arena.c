@@ -2,9 +2,9 @@
  * Carves large regions of a backend into blocks: two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory
  * allocator for real-time systems", ECRTS 2004). Finding a free block takes constant time, and free neighbours merge at
  * once. Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The
- * arena knows which pages of a region are memory. Under pressure the pages of free blocks go back to the system,
- * wherever they lie: holes cost addresses, never budget. Block records live outside the regions, so that a region may
- * be memory the CPU cannot touch. Owned by a memory manager; one thread. */
+ * arena tracks which pages of a region are backed by memory. Under memory pressure the pages of free blocks are
+ * returned to the system, wherever they lie: holes cost addresses, never budget. Block records lie outside the regions,
+ * so that a region may be memory that the CPU cannot access. Owned by a memory manager; one thread. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -19,16 +19,16 @@ enum {
 };
 #define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
 #define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of it */
-#define PAGE_BYTES ((size_t)4096)                 /* where the backend names no page size */
+#define PAGE_BYTES ((size_t)4096)                 /* if the backend sets no page size */
 #define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages; pages of very large regions are larger */
 #define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system is asked again for its free memory */
 
 typedef struct region {
     struct region *next;
     char *base;
-    size_t size, page;                            /* bytes; a page is the least that can be given back */
+    size_t size, page;                            /* bytes; a page is the smallest unit that can be returned */
     uint64_t *pages;                              /* a bit for each page: 1 from its first use or commit on */
-    ps_block *first;                              /* at base; stays the same block */
+    ps_block *first;                              /* at base; never changes */
 } region;
 
 struct ps_block {
@@ -38,10 +38,10 @@ struct ps_block {
     bool free;
     ps_block *left, *right;                       /* neighbours in the region */
     ps_block *prev, *next;                        /* in the free list */
-    ps_holder by;                                 /* who it was given to; nbytes is not set here */
+    ps_holder by;                                 /* its user; nbytes is not set here */
 };
 
-/* The largest blocks in use at a moment. */
+/* The largest blocks that are in use at one moment. */
 typedef struct holders {
     int n;
     int64_t used;
@@ -57,14 +57,14 @@ struct ps_arena {
     ps_block *spare;                              /* records to reuse */
     int64_t growth;                               /* bytes of new memory since the system was last asked */
     int64_t held, hold_limit;                     /* bytes of pages that are memory, and their bound (0: none) */
-    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim leaves; peak */
+    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim keeps; peak */
     ps_memory_info info;
-    bool rose;                                    /* more is in use than `peak` has: the next free takes it anew */
+    bool rose;                                    /* more is in use than in `peak`: the next free updates it */
     holders peak, refused;
 };
 
-/* AddressSanitizer sees into regions of host memory: nobody may touch free memory, nor the end of a block beyond the
- * bytes that were asked for. */
+/* AddressSanitizer checks regions of host memory: free memory, and the end of a block beyond the requested bytes, must
+ * not be accessed. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -172,7 +172,7 @@ static bool commits(const ps_arena *arena) { return arena->be->region_commit != 
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* The first page in [from, end) that is memory (set) or is none (not set); `end` where there is no such page. */
+/* The first page in [from, end) that is backed by memory (set) or is not (not set); `end` if there is no such page. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
     size_t p = from;
@@ -183,7 +183,7 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* The next run of such pages: returns its first page, or `end`, and sets *after to the page behind the run. */
+/* The next run of such pages: returns its first page, or `end`, and sets *after to the page after the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -205,7 +205,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* Gives back those pages of [from, end) that are memory. True: there were some. */
+/* Returns to the system those pages of [from, end) that are backed by memory. True: there were some. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -284,7 +284,7 @@ static int region_from_device(ps_arena *arena, size_t nbytes, void **base)
     return be->region_reserve ? be->region_reserve(be, nbytes, base) : be->region_new(be, nbytes, base);
 }
 
-/* Addresses for a region of `nbytes`, with its map of pages. */
+/* Reserves addresses for a region of `nbytes`, with its map of pages. */
 static int region_make(ps_arena *arena, size_t nbytes, region *r)
 {
     size_t page = arena->be->page_nbytes ? arena->be->page_nbytes : PAGE_BYTES;
@@ -330,7 +330,7 @@ static int grow(ps_arena *arena, size_t size)
     return 0;
 }
 
-/* Refuses growth for which the system has no memory left: the system would kill the process instead of failing. */
+/* Rejects growth for which the system has no memory left: the system would kill the process instead of failing. */
 static int check_growth(ps_arena *arena, int64_t more, size_t size)
 {
     if (arena->growth + more < CHECK_BYTES) {
@@ -347,7 +347,7 @@ static int check_growth(ps_arena *arena, int64_t more, size_t size)
     return 0;
 }
 
-/* Makes those pages of [from, end) memory that are none. */
+/* Commits memory for those pages of [from, end) that have none. */
 static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
 {
     ps_backend *be = arena->be;
@@ -360,7 +360,7 @@ static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
     return 0;
 }
 
-/* Block b is about to hold `size` bytes: all its pages become memory. */
+/* Block b is about to hold `size` bytes: commits memory for all its pages. */
 static int extend(ps_arena *arena, const ps_block *b, size_t size)
 {
     region *r = b->region;
@@ -385,7 +385,7 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
 }
 
 /* Bytes of b's pages on which no other block in use lies. Free neighbours are merged, so the nearest block in use on
- * each side is the neighbour or the one behind that. */
+ * each side is the neighbour or the block next to it. */
 static int64_t own_pages(const ps_block *b)
 {
     const region *r = b->region;

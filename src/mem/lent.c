@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The keeper of a storage whose bytes are somebody else's, such as a file's that is mapped. A pin asks the lender
- * whether they still are what they were. No budget counts them. Called by tensor/. */
+ * The keeper of a storage whose bytes belong to a lender, such as those of a mapped file. A pin asks the lender whether
+ * the bytes are unchanged. No budget counts them. Called by tensor/. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
 
 typedef struct lent {
-    ps_keeper keeper;             /* stays first; of one storage */
-    ps_keeper *before;            /* the storage's keeper before, and again when it has no bytes */
+    ps_keeper keeper;             /* must be the first field; keeps one storage */
+    ps_keeper *before;            /* the storage's previous keeper, restored when the loan ends */
     ps_loan loan;
 } lent;
 
@@ -39,7 +39,7 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    ps_storage_free(s);           /* an older loan gives the keeper before it back */
+    ps_storage_free(s);           /* an older loan restores the keeper before it */
     *l = (lent){ { &lent_keeper }, s->keeper, *loan };
     s->keeper = &l->keeper;
     s->block = l;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The reference memory manager: every storage stays on its device from creation to the end, in one arena per device.
- * A pin gives the address and counts; nothing moves. */
+ * A pin returns the address and is counted; nothing moves. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
@@ -10,7 +10,7 @@ enum { MAX_DEVICES = 8 };
 typedef struct plain {
     ps_mem base;
     int n_devices;
-    int refused;                  /* the device that was last asked in vain, or -1 */
+    int refused;                  /* the device that last refused memory, or -1 */
     ps_arena *arenas[MAX_DEVICES];
 } plain;
 
