@@ -102,7 +102,7 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* Every pin comes here: c lies on tier t at *out until its unpin. contents: the caller wants the contents, too. */
+/* Every pin calls this: c lies on tier t at *out until its unpin. contents: the caller needs the contents, too. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
     if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was asked for on a device that holds none of them");
@@ -150,7 +150,7 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
-    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* its state tells of the step */
+    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* its state describes the step */
     set_state(c, m, PS_TS_COMPUTE);                          /* legal from every state */
     return 0;
 }
@@ -219,7 +219,8 @@ void ps_chunks_tick(ps_chunks *cs)
 }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Bounds the arena of tier t by what chunks leave of the budget; by 1 byte at least, since 0 would mean no bound. */
+/* Bounds the arena of tier t by the part of the budget that chunks do not use; by at least 1 byte, since 0 would mean
+ * no bound. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -228,8 +229,8 @@ static void limit_arena(ps_chunks *cs, int t)
     cs->plain->table->set_hold_limit(cs->plain, at->device, left > 1 ? left : 1);
 }
 
-/* Calls `once`, which asks the plain manager for memory. Where it lacks room, it is called again after unused memory
- * went back to the system, and once more after chunks moved down. */
+/* Calls `once`, which asks the plain manager for memory. If there is no room, calls it again after unused memory was
+ * returned to the system, and once more after chunks were moved down. */
 static int with_room(ps_chunks *cs, int device, int64_t nbytes, int (*once)(ps_chunks *, void *), void *arg)
 {
     int t = tier_of(cs, device);
@@ -387,7 +388,7 @@ static void member_unlink(ps_chunks *cs, member *m, bool last_goes)
     if (c->n_members == 0 && last_goes && !cs->closing) chunk_bury(cs, c);
 }
 
-/* Checks that the chunk's bytes there are nobody's, and makes room for one more member. */
+/* Checks that no member uses these bytes of the chunk, and makes room for one more member. */
 static int check_place(ps_chunks *cs, int32_t chunk_id, int64_t offset, int64_t nbytes)
 {
     if (chunk_id < 0 || chunk_id >= cs->n_chunks || cs->chunks[chunk_id].dead)

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The disk tier (disk.h): the nameless file, its extents, and the threads that move bytes.
  *
- * A job is cut into pieces of PIECE bytes. Jobs that may begin stand in one line for reads and one for writes. Pieces
- * are taken from the two lines in turn, so that neither direction waits for a long line of the other. A piece is in the
- * hands of one thread from take_piece to settle. The ring's thread keeps up to DEPTH pieces in the kernel; a plain
- * thread has one. An idle ring's thread waits for the ring, which polls an eventfd. Idle plain threads wait for `work`.
+ * A job is cut into pieces of PIECE bytes. Jobs that may begin are queued in one line for reads and one for writes.
+ * Pieces are taken from the two lines in turn, so that neither direction waits for a long line of the other. A piece
+ * belongs to one thread from take_piece to settle. The ring's thread keeps up to DEPTH pieces in the kernel; a plain
+ * thread has one. The idle thread of a ring waits for the ring, which polls an eventfd. Idle plain threads wait for
+ * `work`.
  *
- * Fields behind a (lock) change under `lock` only, and functions marked (lock) are called under it. A raised error
+ * Fields after a (lock) change only under `lock`, and functions marked (lock) are called under it. A raised error
  * belongs to its thread, so a job carries the cause of its failure, and the caller raises it in ps_disk_wait. Every job
- * gets an end: a thread that must give up ends all jobs. */
+ * ends: a thread that must give up ends all jobs. */
 #define _GNU_SOURCE
 #include "chunk/disk.h"
 #include "base/alloc.h"
@@ -39,7 +40,7 @@
 #include <unistd.h>
 
 enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
-/* An attempt that moves nothing is repeated MOST_TRIES times at most: first at once, from QUICK_TRIES on each
+/* An attempt that moves nothing is repeated at most MOST_TRIES times: at first immediately, from QUICK_TRIES on every
  * millisecond. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
@@ -59,8 +60,8 @@ struct ps_disk_job {
     int64_t began_ns;           /* in the record of events, or 0 */
     uint8_t *mem;
     /* (lock) */
-    int64_t cut, moved;         /* bytes handed out as pieces; bytes transferred */
-    int pieces;                 /* in hands of threads */
+    int64_t cut, moved;         /* bytes cut into pieces; bytes transferred */
+    int pieces;                 /* that threads work on */
     bool done, failed, inherited;   /* inherited: never begun, since an earlier job failed, whose cause this has */
     cause cause;
     ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next that waits for the same job */
@@ -69,9 +70,9 @@ struct ps_disk_job {
 };
 
 typedef struct piece {
-    ps_disk_job *job;           /* NULL: nothing in hand */
+    ps_disk_job *job;           /* NULL: no piece */
     uint8_t *mem;
-    int64_t offset, left;       /* what remains to be moved */
+    int64_t offset, left;       /* the part that is not moved yet */
     int64_t len;                /* of this attempt */
     int64_t forced;             /* result that a test asked for in place of a transfer, or 0 */
     double began;
@@ -195,7 +196,7 @@ static bool take_piece(ps_disk *d, piece *p)
     return true;
 }
 
-/* Before each attempt to move what is left of a piece. */
+/* Called before each attempt to move the rest of a piece. */
 static void begin(piece *p)
 {
     p->len = p->left;
@@ -208,7 +209,7 @@ static void begin(piece *p)
     else if (!p->len) p->forced = PS_DISK_ALIGN / 2;
 }
 
-/* (lock) The job takes no further pieces; it ends when those in hand come back. */
+/* (lock) No further pieces of the job are taken; it ends when its present pieces are done. */
 static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 {
     line *l = &d->lines[job->way];
@@ -320,9 +321,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* The kernel refuses the ring. Requests that the kernel took before may still write into buffers, so they get two
- * seconds to come back. Requests that lie in the ring unsent never come back. One of the unsent may be the eventfd's,
- * which is no piece: so the wait ends at `held < unsent`. */
+/* The kernel refuses the ring. Requests that the kernel accepted before may still write to buffers, so they get two
+ * seconds to complete. Requests that are unsent in the ring never complete. One of the unsent may be that of the
+ * eventfd, which is not a piece: so the wait ends at `held < unsent`. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -394,7 +395,7 @@ static int make_lock(ps_disk *d)
     return 0;
 }
 
-/* Starts io_uring's thread where the kernel has io_uring and threads <= 0, else plain threads. */
+/* Starts the io_uring thread if the kernel has io_uring and threads <= 0, else plain threads. */
 static int start(ps_disk *d, int threads)
 {
     PS_TRY(make_lock(d));
@@ -414,7 +415,7 @@ static int start(ps_disk *d, int threads)
 }
 
 /* -- the file ---------------------------------------------------------------------------------------------------- */
-/* A file that no folder lists. Where the file system cannot make such a file, the file has a name until unlink. */
+/* A file that no folder lists. If the file system cannot make such a file, the file has a name until unlink. */
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
@@ -539,7 +540,7 @@ static int disk_new(int64_t nbytes, ps_disk **out)
     return 0;
 }
 
-/* Gives d out, or closes it where rc is an error. */
+/* Returns d in *out, or closes it if rc is an error. */
 static int opened(ps_disk *d, int rc, ps_disk **out)
 {
     if (rc < 0) ps_disk_close(d);
@@ -645,7 +646,7 @@ void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 }
 
 /* -- the caller's side of jobs ----------------------------------------------------------------------------------- */
-/* Raises what ended a job. */
+/* Raises the cause of a job's failure. */
 static int fail_cause(const ps_disk *d, const cause *why, const char *before)
 {
     if (why->ring)
@@ -737,7 +738,8 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* PROBE_THREADS transfers at once, from front to back. They do not go the way of jobs, since they are its measure. */
+/* PROBE_THREADS transfers at once, from front to back. They are not jobs, since the rate of jobs is compared with
+ * them. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;

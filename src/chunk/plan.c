@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The planner's outside. It turns a trace into streams of events and chains the levels: moves between device and host
- * are events of the host. It picks the tuning of a policy by trying, and repeats a step until the step ends as it
- * began. plan_level.c plans each level. */
+ * The entry points of the planner. It turns a trace into streams of events and chains the levels: moves between device
+ * and host are events of the host. It chooses the tuning of a policy by trying each, and repeats a step until the step
+ * ends in the state in which it began. plan_level.c plans each level. */
 #include "chunk/plan.h"
 #include <string.h>
 #include "base/alloc.h"
@@ -17,7 +17,7 @@ typedef struct planner {
     ps_stream stream[PS_TIERS - 1];     /* by level; [0] is the same for all rounds, [1] is made anew in each round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
-    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks] each; valid, before: as ps_plan_chunk.valid */
+    uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid, before: as ps_plan_chunk.valid */
 } planner;
 
 /* -- the input ---------------------------------------------------------------------------------------------------- */

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * One level of the planner: a bounded tier, the tier below as if it had no bound, and a stream of events in the order
- * in which they happen. Two cursors walk the stream. The take cursor gives chunks their space. The use cursor follows
- * behind; the space taken between the two is the read-ahead depth at most. A chunk with a taken event that the use
- * cursor has not passed is busy and stays. Every other chunk here is a candidate to leave, and its next event lies
- * beyond the take cursor. So all state is that of the take cursor, and no prefix of the list of moves holds more than
- * the tier has. */
+ * in which they happen. Two cursors walk the stream. The take cursor allocates space for chunks. The use cursor follows
+ * it; the space taken between the two is at most the read-ahead depth. A chunk with a taken event that the use cursor
+ * has not passed is busy and stays. Every other chunk here is a candidate for eviction, and its next event lies beyond
+ * the take cursor. So all state is that of the take cursor, and no prefix of the list of moves holds more than the
+ * tier's capacity. */
 #include <float.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -12,8 +12,8 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* A heap of candidates for each WEIGH_* of policy.h, and one for those whose leaving costs no copy, which leave first.
- * Of the other heaps the tops are compared by weight. */
+/* A heap of candidates for each WEIGH_* of policy.h, and one for candidates whose eviction costs no copy, which are
+ * evicted first. The tops of the other heaps are compared by weight. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
 /* Room is made early only for uses that lie at most REACH times the read-ahead depth ahead, in bytes used by then.
  * Making room sooner gains nothing, and chunks would have to leave that are needed before. */
@@ -24,7 +24,7 @@ typedef struct track {
     int64_t nbytes;
     int32_t next;                 /* its next event beyond the take cursor (as ps_stream.next) */
     int32_t group;                /* of its last taken event, or -1 */
-    int32_t slot;                 /* place in its heap, or -1: no candidate */
+    int32_t slot;                 /* place in its heap; -1: not a candidate */
     int32_t free_from;            /* moment from which it may leave */
     int32_t below_from;           /* moment from which the copy below may be read */
     int32_t fetched, written;     /* number + 1 of the move that brought it here, in this level's list (fetched) or in
@@ -200,8 +200,8 @@ static int64_t limit_at(const ps_level *l, int32_t moment)
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more within `limit`: 1 made, 0 not possible now. Chunks are chosen by rank; then those stay
- * without which the others make room enough. */
+/* Makes room for `nbytes` more within `limit`: 1 made, 0 not possible now. Chunks are chosen by rank; then those that
+ * turn out not to be needed for the room stay. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -500,8 +500,8 @@ static int walk(run *r)
     return 0;
 }
 
-/* Moves are carried out in order. So each move gets a `from` no earlier than those before it, and a `need` no later
- * than those behind it. */
+/* Moves are performed in order. So each move gets a `from` that is not earlier than those of the moves before it, and a
+ * `need` that is not later than those of the moves after it. */
 static void smooth(ps_level *l)
 {
     for (int32_t i = l->n_moves - 2; i >= 0; i--)

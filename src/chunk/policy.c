@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Which chunk has to leave a full tier. A policy is one function that ranks a chunk and one row of the table. Its name
- * in the configuration, in errors and in docs/config.md comes from the row. plan_level.c asks for the rank when a chunk
- * stops being in use and never again until its next use, so a rank must not depend on the time that passes. A plan
- * divides a victim's distance by a weight that depends on the copies its leaving costs. A tuning is one set of these
- * weights; a policy that weighs costs has several tunings.
+ * Eviction policies: which chunk leaves a full tier. A policy is a function that ranks a chunk, and a row of the table.
+ * Its name in the configuration, in errors and in docs/config.md comes from the row. plan_level.c computes the rank
+ * when a chunk stops being in use, and not again before its next use, so a rank must not depend on the present time. A
+ * plan divides a victim's distance by a weight that depends on the copies that its eviction costs. A tuning is one set
+ * of these weights; a policy that weighs costs has several tunings.
  *
  * Source of the rule that evicts what is needed last: L. A. Belady, A study of replacement algorithms for a
  * virtual-storage computer, IBM Systems Journal 5 (2), 1966. */

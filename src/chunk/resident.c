@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Chunks that live on tier 0 alone. Plans take it for granted that the last tier has a place for every chunk, so that
- * each chunk can leave the tiers above. Where the last tier is too small, the chunks for which it has no place become
- * residents. They stay on tier 0 for whole steps and have no copy below. Plans see a smaller tier 0 without them. So
- * device and host (or host and disk) together hold the state, without a byte twice. Only chunks whose uses are all on
- * tier 0 can be residents. Optimizer state is among them where its update runs on that tier. */
+ * Chunks that live only on tier 0. Plans assume that the last tier has a place for every chunk, so that each chunk can
+ * leave the tiers above. If the last tier is too small, the chunks for which it has no place become residents. They
+ * stay on tier 0 for whole steps and have no copy below. Plans use a smaller tier 0 without them. So device and host
+ * (or host and disk) together hold the state, with no byte twice. Only chunks whose uses are all on tier 0 can be
+ * residents. They include optimizer state if its update runs on that tier. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Chunks of the largest size that the last tier keeps room for besides: a reader on the host wants residents there for
- * a moment, and two chunks that change places need the room of a third. */
+/* Number of chunks of the largest size for which the last tier keeps extra room: a reader on the host needs residents
+ * there for a moment, and two chunks that swap places need the room of a third. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
@@ -19,7 +19,7 @@ typedef struct candidate {
     bool resident;
 } candidate;
 
-/* Present residents stay residents. Then come the chunks that are used most, which would else be copied most. */
+/* Present residents stay residents. Next are the chunks with the most uses, which would else be copied most. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Steps: noting uses, planning from a trace, carrying a plan out. A plan is a help, never a duty: a move that does not
- * fit where the chunks really are is skipped, and a pin that the plan did not serve fetches its chunk by itself. */
+ * Steps: records uses, plans from a trace, performs a plan. A plan is never required for correctness: a move that does
+ * not fit the present places of chunks is skipped, and a pin that the plan did not serve fetches its chunk by
+ * itself. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* Where other tensors make room for an op, plans leave them a margin beside their peak: OTHER_PAGES pages and the peak
- * / OTHER_SHARE, of that OTHER_MOST bytes at most. A real arena is cut up differently from that of a dry run, so other
- * tensors may take more memory than the trace says. */
+/* If other tensors make room for an op, plans leave them a margin in addition to their peak: OTHER_PAGES pages and the
+ * peak / OTHER_SHARE, the latter at most OTHER_MOST bytes. A real arena is fragmented differently from that of a dry
+ * run, so other tensors may use more memory than the trace says. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
@@ -36,7 +37,7 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
                                      .action = (int8_t)cs->step->is.now.kind };
 }
 
-/* The moment that ran is over: notes the bytes of other tensors in it. */
+/* The moment that ran is over: records the bytes of other tensors in it. */
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
@@ -144,9 +145,9 @@ typedef struct request {
     int32_t *number;              /* [n_uses] the number in the trace of each of `uses` */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
-    int64_t margin[PS_TIERS];     /* where `extra` is set: bytes left to other tensors beside their peak */
-    int64_t wanted, left;         /* where an op has no room beside other tensors' peak: bytes of the widest op's chunks
-                                   * on the first such tier, and that tier's capacity for chunks; else 0 */
+    int64_t margin[PS_TIERS];     /* if `extra` is set: bytes left to other tensors in addition to their peak */
+    int64_t wanted, left;         /* if an op has no room in addition to other tensors' peak: bytes of the widest op's
+                                   * chunks on the first such tier, and that tier's capacity for chunks; else 0 */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -179,8 +180,8 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* Bytes left to other tensors on tier t beside their peak, where they make room for ops. 0: they cannot make room,
- * since the trace does not tell their bytes by moment, the backend cannot give back free memory between them, or the
+/* Bytes left to other tensors on tier t in addition to their peak when they make room for ops. 0: they cannot make
+ * room, since the trace does not have their bytes by moment, the backend cannot return free memory between them, or the
  * capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
@@ -205,9 +206,9 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
     return most;
 }
 
-/* An op whose chunks on tier t have no room beside the peak of other tensors gets memory that these tensors do not use
- * at that moment. The arena must give that memory back and touch it anew later, which costs time. So nothing is taken
- * where there is room without it. */
+/* An op whose chunks on tier t do not fit in addition to the peak of other tensors gets memory that these tensors do
+ * not use at that moment. The arena must return that memory and map it again later, which costs time. So nothing is
+ * taken if there is room without it. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -268,10 +269,10 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* The sub-code of an error about an op whose chunks have no room. Beside residents smaller chunks help more often. */
+/* The sub-code of an error about an op whose chunks have no room. With residents, smaller chunks help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* The error where the tier of a use has room for its op, and the tier below has none for chunks that move through. */
+/* The error if the tier of a use has room for its op, but the tier below has none for chunks that move through it. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -320,7 +321,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         at->name, stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
 }
 
-/* Refuses residents, which no plan moves, that have no room beside other tensors. */
+/* Rejects residents, which no plan moves, that do not fit in addition to other tensors. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -404,8 +405,8 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Refuses a step whose other tensors do not fit on a tier. Checked last, since the plan's error says more where chunks
- * are the reason. */
+/* Rejects a step whose other tensors do not fit on a tier. Checked last, since the plan's error has more details if
+ * chunks are the reason. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -604,10 +605,10 @@ int advance(ps_chunks *cs)
 }
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan is of one step and moves a chunk up when its use there is near. Two moves are worth making sooner, where there
- * is room. A chunk that was used above and is used below next goes down at once, instead of together with all others.
- * A chunk that was updated below for the last time in this step goes back up while no other chunk is on its way up.
- * Without that the next step would begin with all these copies. */
+ * A plan covers one step and moves a chunk up when its use there is near. Two moves are worth making sooner if there is
+ * room. A chunk that was used above and is used below next moves down at once, instead of together with all others. A
+ * chunk that was updated below for the last time in this step moves back up while no other chunk is moving up. Without
+ * that the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;

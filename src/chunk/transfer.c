@@ -100,7 +100,7 @@ static void poison(void *p, int64_t nbytes) { memset(p, 0xA5, (size_t)nbytes); }
 
 static void region_free(tier *at, void *p, int64_t nbytes) { at->be->region_free(at->be, p, (size_t)nbytes); }
 
-/* Gives memory kept for reuse back until at least `until_room` bytes are free; INT64_MAX: all of it. */
+/* Frees memory that is kept for reuse until at least `until_room` bytes are free; INT64_MAX: all of it. */
 void cache_clear(ps_chunks *cs, int t, int64_t until_room)
 {
     tier *at = &cs->tiers[t];
@@ -142,7 +142,7 @@ void cache_forget(ps_chunks *cs, int64_t nbytes)
             region_free(&cs->tiers[t], p, nbytes);
 }
 
-/* Lets the plain manager give its unused memory back, where that makes room for `nbytes`. */
+/* Lets the plain manager return its unused memory if that makes room for `nbytes`. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -154,16 +154,16 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* Whether c can give up its extent of the disk's file: the contents there are stale or, with `redundant`, also where a
- * tier above has them, too. */
+/* Whether c can give up its extent of the disk's file: the contents there are stale or, with `redundant`, a tier above
+ * has them, too. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
     return !has_copy(c, disk) || (redundant && c->valid != 1u << disk);
 }
 
-/* Gives c a place in the disk's file. Where the file is full, stale copies in it go first, then copies of chunks that
- * have their contents on a tier above, too. */
+/* Allocates an extent of the disk's file for c. If the file is full, frees stale copies in it first, then copies of
+ * chunks that also have their contents on a tier above. */
 static int extent_take(ps_chunks *cs, chunk *c)
 {
     int disk = cs->n_tiers - 1, rc = ps_disk_extent_new(cs->disk, c->nbytes, &c->extent);
@@ -182,8 +182,9 @@ static int extent_take(ps_chunks *cs, chunk *c)
 
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
-/* Whether the system has so much memory for tier t, and of the host's some to spare. Asking the host takes longer than
- * a small slot, so that it is asked once for many of them, which take a part of what is spare at most. */
+/* Whether the system has this much memory for tier t, and on the host some to spare. A query of the host takes longer
+ * than the allocation of a small slot, so one query serves many slots, which together use at most a part of the spare
+ * memory. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -241,7 +242,7 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts the copy that x describes, behind copy `after` (or NULL). c has memory on both tiers already. */
+/* Starts the copy that x describes, after copy `after` (or NULL). c has memory on both tiers already. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -284,8 +285,8 @@ static int begin(ps_chunks *cs, chunk *c, int level, bool up) { return begin_beh
 
 /* Begins a fetch of c, the heir, into the memory of a chunk that is still going down. The copy engine begins the fetch
  * when the copy down has ended, so that both directions stay busy while the caller computes. The memory becomes c's
- * when the copy down is taken in. Where the copy down failed, the memory stays the other chunk's. 1: no chunk of c's
- * size is going down. */
+ * when the copy down is completed (transfers_poll). If the copy down failed, the other chunk keeps the memory. 1: no
+ * chunk of c's size is going down. */
 static int begin_fetch_behind(ps_chunks *cs, chunk *c, int t)
 {
     transfer *x = cs->transfers;
@@ -328,7 +329,7 @@ int begin_evict(ps_chunks *cs, chunk *c, int t)
     return rc;
 }
 
-/* Takes in a copy that ended with `rc`: slots and valid copies change here, never when the copy happens to end. */
+/* Completes a copy that ended with `rc`: slots and valid copies change here, never at the moment when the copy ends. */
 static void transfer_end(ps_chunks *cs, transfer *x, int rc)
 {
     chunk *c = chunk_at(cs, x->chunk);
@@ -369,7 +370,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool before = only && x->heir == only->id;        /* the copy down that the fetch of `only` is behind */
+        bool before = only && x->heir == only->id;        /* the copy down before the fetch of `only` */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
         int64_t wait_ns = wait ? ps_record_begin() : 0;
@@ -451,11 +452,11 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                         !last && below[0] && is_disk(cs, t + 1) ? ".limit" : "");
 }
 
-/* A moment behind all known uses, small enough that a double still tells halves apart (pick adds 0.5). */
+/* A moment after all known uses, small enough that a double still resolves halves (pick adds 0.5). */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* The policy's rank of a chunk now, without a plan; the highest leaves first. Of chunks whose next use is unknown the
- * longest unused counts as the one that is needed last. */
+/* The policy's rank of a chunk now, without a plan; the highest is evicted first. Among chunks whose next use is
+ * unknown the least recently used one counts as the one that is needed last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -472,13 +473,13 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
 /* Whether tier t is a last tier of host memory: a chunk that leaves it can only go up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* Whether c's copy on tier t can go at once, because tier t - 1 has one. */
+/* Whether c's copy on tier t can be dropped at once, because tier t - 1 has one. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* Whether c leaves tier t without a copy down: a tier below has its contents, or its slot on t has none. */
+/* Whether c can leave tier t without a copy down: a tier below has its contents, or its slot on t has none. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
@@ -540,8 +541,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Makes room on the last tier t. Copies that tier t - 1 has, too, go first, those of residents before others. Then
- * chunks go up by the policy's rank, as far as there is room above. */
+/* Makes room on the last tier t. First drops copies that tier t - 1 also has, those of residents before others. Then
+ * moves chunks up by the policy's rank, as far as there is room above. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
