@@ -2,12 +2,12 @@
  * Nodes of the tape without an op.
  *
  * A recompute segment (Chen et al. 2016): the walk stops there, the caller runs its function again, and
- * ps_backward_splice (walk.c) gives the waiting gradients to the new outputs. The new nodes have the highest numbers,
- * so the walk goes on through them exactly as it would have without the segment.
+ * ps_backward_splice (walk.c) passes the waiting gradients to the new outputs. The new nodes have the highest numbers,
+ * so the walk continues through them exactly as it would have without the segment.
  *
  * A boundary: its outputs are the tensors that a stage of a pipeline received, and it has no inputs. The sums of
- * gradients of its outputs stay in the node until ps_boundary_take, which gives them out to be sent to the stage
- * before. */
+ * gradients of its outputs stay in the node until ps_boundary_take, which returns them to be sent to the previous
+ * stage. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -20,7 +20,7 @@ void tape_release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-/* Room for the number of one more segment, taken when the segment is made, so that segment_reap cannot fail. */
+/* Allocates room for the number of one more segment when the segment is made, so that segment_reap cannot fail. */
 static int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->reaped.ids, ctx->reaped.capacity, ctx->reaped.n + ctx->reaped.live + 1));

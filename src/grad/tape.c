@@ -80,9 +80,9 @@ int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 }
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
-/* A parameter's gradient is whole, and its bytes are read no more, once all nodes have passed that have an edge to it,
- * saved it or, as segments, read it. Only nodes that the walk can reach count. Other recorded nodes live until Lua's
- * collector frees them, which comes at another time on each rank, and all ranks must see the same. */
+/* A parameter's gradient is whole, and its bytes are not read any more, after all nodes have passed that have an edge
+ * to it, saved it or, as segments, read it. Only nodes that the walk can reach count. Other recorded nodes live until
+ * Lua's collector frees them, at a different time on each rank, and all ranks must behave the same. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -129,7 +129,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, node->edges[i].node);
 }
 
-/* To be called once the node has passed, or never will, and before it lets go of saved tensors. */
+/* Call it after the node has passed, or when it never will, and before it releases saved tensors. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->walk;
@@ -137,8 +137,8 @@ void tape_uncount(ps_node *node)
     node->walk = 0;
 }
 
-/* Tells the engine that a parameter's gradient is whole, once the walk has passed all nodes with that parameter. The
- * engine finds those of which no node tells when the backward is over (engine_backward_done). */
+/* Reports to the engine that a parameter's gradient is whole, after the walk has passed all nodes with that parameter.
+ * The engine finds parameters that no node reports when the backward is over (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
@@ -193,9 +193,9 @@ static void release_edges(ps_node *node)
     }
 }
 
-/* Of a node at which a walk failed, or which such a walk had still to pass: no other may pass it. What it leads to goes
- * now, and the caller hears that a segment's function is not needed. Neither can wait until the node goes, since that
- * function may hold, by way of its model, an output that holds the node: a circle that no collector sees. */
+/* For a node at which a walk failed, or which the failed walk had yet to pass: no other walk may pass it. Releases its
+ * edges now, and reports to the caller that a segment's function is not needed. Neither can wait until the node is
+ * freed: the function may hold, through its model, an output that holds the node, a cycle that no collector sees. */
 void tape_give_up(ps_node *node)
 {
     node->passed = true;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The backward walk: takes nodes of the tape by falling number, runs their gradient rules and adds the results up at
- * the makers of the inputs. At a recompute segment it returns the segment's number to its caller, which runs the
+ * The backward walk: visits nodes of the tape by falling number, runs their gradient rules and sums the results at the
+ * nodes that made the inputs. At a recompute segment it returns the segment's number to its caller, which runs the
  * function again and continues with ps_backward_splice and ps_backward_next. */
 #include <string.h>
 #include "base/alloc.h"
@@ -50,7 +50,7 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
     return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
 }
 
-/* The functions below take over `grad`, a held reference, even where they fail. Its scope may have ended. */
+/* The functions below own `grad`, a held reference, even if they fail. Its scope may have ended. */
 static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
@@ -151,7 +151,7 @@ static parts put_off(const ps_walk *w, const ps_node *node)
     return later == 0 ? NONE_LATER : now > 0 ? SOME_LATER : ALL_LATER;
 }
 
-/* Tells of the leaves of a node that passed. In an INPUT the engine learns which virtual stages use a leaf, no more. */
+/* Reports the leaves of a node that passed. In an INPUT the engine only learns which virtual stages use a leaf. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) PS_TRY(tape_leaf_final(ctx, node->edges[i].leaf));
@@ -177,7 +177,7 @@ static int give_holder(ps_ctx *ctx, ps_node *node)
     return rc;
 }
 
-/* Runs one node's rule and hands its results to the inputs' makers. */
+/* Runs one node's rule and passes its results to the nodes that made the inputs. */
 int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     if (node->passed) return tape_passed_already(node);
@@ -248,14 +248,14 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     return rc;
 }
 
-/* Gives the gradient (held) of `to` to its maker, or to `to` itself, a leaf. seq: the number the walk has come to. */
+/* Passes the gradient (held) of `to` to its node, or to `to` itself, a leaf. seq: the number the walk has reached. */
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
     return to->node ? add_to_node(ctx, w, to->node, to->node_out, grad) : add_to_leaf(ctx, to, grad);
 }
 
-/* Gives the seeds, held references, to the makers of the roots. After a failure the rest is released. */
+/* Passes the seeds, held references, to the nodes of the roots. After a failure the rest is released. */
 static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_tensor *const *seeds)
 {
     int rc = 0;
@@ -376,7 +376,7 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     return rc;
 }
 
-/* Of a node that a walk had still to pass when it failed. */
+/* For a node that a walk had yet to pass when it failed. */
 static void drop(ps_node *node)
 {
     tape_uncount(node);

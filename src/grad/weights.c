@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). A walk whose action is INPUT computes the
- * gradients of activations and puts those of parameters off: nodes with one go to a list, in the order of the walk. The
- * action WEIGHT goes through the list. Every parameter gets the additions of an undivided backward, in its order:
+ * gradients of activations and puts those of parameters off: nodes with one are added to a list, in the order of the
+ * walk. The action WEIGHT processes the list. Every parameter gets the additions of an undivided backward, in its
+ * order:
  *
- * - A rule whose row says SPLIT runs twice, for other inputs each time. Any other rule runs once, and its gradients of
- *   parameters wait (ps_node.din).
- * - Nodes made of parameters alone pass in the second part, between the nodes of the list, by falling number.
+ * - A rule whose row has SPLIT runs twice, each time for different inputs. Any other rule runs once, and its gradients
+ *   of parameters are kept (ps_node.din).
+ * - Nodes computed only from parameters pass in the second part, between the nodes of the list, by falling number.
  * - A listed node reads the gradient of its output later, through a header that does not count as an owner
- *   (ps_storage.tape.later). So sums are formed as in an undivided backward, but a sum that would be written into these
+ *   (ps_storage.tape.later). So sums are formed as in an undivided backward, but a sum that would be written to these
  *   bytes gets a new tensor instead.
- * - A cheap node that a listed node saved keeps what it needs to compute its output again. */
+ * - A cheap node that a listed node saved keeps the tensors that it needs to compute its output again. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -102,8 +103,8 @@ static int keep_for_later(ps_tensor **t)
     return 0;
 }
 
-/* The second phase of a rule reads a parameter only where the op's row marks it with + (ahead_in). A saved output that
- * the rule gave as a gradient belongs to whoever gets the gradient. */
+/* The second phase of a rule reads a parameter only if the op's row marks it with + (ahead_in). A saved output that the
+ * rule returned as a gradient belongs to the receiver of the gradient. */
 static void release_first_phase(ps_node *node, ps_tensor *const *din)
 {
     const ps_opinfo *row = ps_op(node->op);
@@ -187,7 +188,8 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Passes nodes made of parameters alone whose numbers are above `seq`: an undivided backward has them before `seq`. */
+/* Passes nodes computed only from parameters with numbers above `seq`: an undivided backward passes them before
+ * `seq`. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq)
 {
     int rc = 0;
