@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Activations on the host until backward reads them (offload.h). A storage that is away has a record in place of its
- * block. The record has two places for bytes, `here` on the device and `there` on the host. Both have bytes while a
- * copy is under way, and after a copy to the host until its round is over; else only `there` has. The first pin ends
- * the record: the storage is an ordinary one again. */
+ * Keeps activations on the host until backward reads them (offload.h). A storage that is away has a record in place of
+ * its block. The record has two places for bytes, `here` on the device and `there` on the host. Both have bytes while a
+ * copy is under way, and after a copy to the host until its round is over; otherwise only `there` has bytes. The first
+ * pin ends the record: the storage is an ordinary one again. */
 #include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -69,7 +69,7 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy, if there is one. Both places keep their bytes. After an error the destination's are of no use. */
+/* Waits for the copy, if there is one. Both places keep their bytes. After an error the destination's are undefined. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -108,7 +108,7 @@ static void restore(ps_away *a, record *r)
 }
 
 /* -- leaving ------------------------------------------------------------------------------------------------------ */
-/* Waits until the storages of the round before have left, and gives back their bytes on the device. */
+/* Waits until the storages of the previous round have left, and frees their bytes on the device. */
 static void end_leaving(ps_away *a)
 {
     for (record *r = a->last, *prev; r && (r->here.block || r->dry != is_dry(a)); r = prev) {
@@ -145,7 +145,7 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;      /* in front of its round: scopes give up the youngest first, which backward wants first */
+    r->prev = a->last;      /* before its round: scopes drop the youngest first, which backward needs first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -155,8 +155,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
 }
 
 /* -- the table ---------------------------------------------------------------------------------------------------- */
-/* Fetches the last storages of the list, which backward wants next, of the same forward as `of`: the backward of other
- * micro-batches and virtual stages may be far. */
+/* Fetches the last storages of the list, which backward needs next, from the same forward as `of`: the backward of
+ * other micro-batches and virtual stages may be far away. */
 static void fetch_ahead(ps_away *a, const record *of)
 {
     int n = 0;
