@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A table's memory, and what a sealed table promises: every action is there once, behind those of its row that it
- * needs; gradients are added up in the order of micro-batches; no ranks wait in a circle. */
+ * A table's memory, and the guarantees of a sealed table: every action is there once, after the actions of its row that
+ * it needs; gradients are summed in the order of micro-batches; ranks cannot deadlock. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -111,8 +111,8 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* In each virtual stage gradients are added up in the order of micro-batches. On each rank the first backwards of
- * micro-batches come in that order, since the script's loop gets micro-batches in it. */
+/* In each virtual stage gradients are summed in the order of micro-batches. On each rank the first backwards of
+ * micro-batches are in that order, since the script's loop gets micro-batches in it. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)

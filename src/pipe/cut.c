@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Cuts a model so that the simulated course of its schedule is short. The longest virtual stage alone does not tell the
- * length of the course. Of two cuts with the same longest stage, the one with the shorter first and last stages has the
- * smaller bubble. With several virtual stages a rank, the sum over a rank's stages counts.
+ * Cuts a model so that the simulated course of its schedule is short. The longest virtual stage alone does not
+ * determine the length of the course. Of two cuts with the same longest stage, the one with the shorter first and last
+ * stages has the smaller bubble. With several virtual stages per rank, the sum over a rank's stages counts.
  *
  * Iterated local search (Lourenco et al. 2003). A step moves one part from a virtual stage to another one, which shifts
  * all cuts between the two by one part. The best step is taken as long as it makes the cut better. Then some cuts are
- * shifted at random, and the search goes on from there. The random numbers are the same in every call. */
+ * shifted at random, and the search continues from there. The random numbers are the same in every call. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -66,7 +66,7 @@ static void cut_equally(search *s)
 }
 
 /* Cuts so that no virtual stage takes longer than `most`. Each stage takes parts while they fit and leaves at least one
- * for each stage behind it. False: parts are left over; a single part above `most` is a stage all the same. */
+ * for each later stage. False: parts are left over. A single part above `most` is still made a stage. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -98,7 +98,7 @@ static void cut_evenly(search *s)
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
 
-/* Shifts the cuts in front of virtual stages from..to by `by` parts. False: a virtual stage would be empty. */
+/* Shifts the cuts before virtual stages from..to by `by` parts. False: a virtual stage would be empty. */
 static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
 {
     if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
@@ -127,7 +127,7 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts cuts of `here` at random: in odd rounds a few, in even rounds so many that the search goes on far from the
+/* Shifts cuts of `here` at random: in odd rounds a few, in even rounds enough that the search continues far from the
  * best cut. */
 static void disturb(search *s, uint32_t round)
 {

@@ -31,7 +31,7 @@ static int push(reader *r, const char *from, int32_t n)
     return 0;
 }
 
-/* Reads "*3" behind a letter, a bar or a bracket, and writes the text from `from` on in `out` three times in all. */
+/* Reads "*3" after a letter, a bar or a bracket, and repeats the text from `from` on in `out` three times in all. */
 static int repeat(reader *r, int32_t from)
 {
     int32_t times = 0, size = r->n - from;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The stages of a pipeline as the engine sees them: norms over all stages, and sums of the gradients of a parameter of
- * which several stages have a copy. */
+ * The stages of a pipeline as the engine sees them: norms over all stages, and sums of the gradients of parameters that
+ * have a copy on several stages. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"

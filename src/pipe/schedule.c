@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The schedules. All but zb_v follow one rule with three numbers (struct rule). A rank takes its forwards in one order
- * and its backwards in another. It does some forwards first, then one forward and one backward in turn. Where backward
- * is split, WEIGHT lags a number of backwards behind INPUT.
+ * and its backwards in another. It does some forwards first, then one forward and one backward in turn. If backward is
+ * split, WEIGHT runs a number of backwards after INPUT.
  *
  *   gpipe        all forwards first (Huang et al. 2019)
  *   1f1b         rank r does stages - 1 - r forwards first (Narayanan et al. 2019, PipeDream-Flush)
@@ -10,7 +10,7 @@
  *                stages divides; here some groups are larger where it does not (PyTorch's rounds, made general)
  *   looped_bfs   the same with one group of all micro-batches, and all forwards first (Lamy-Poirier 2022)
  *   zb_h1        1f1b with a split backward; on rank r WEIGHT lags r micro-batches (Qi et al. 2023)
- *   zb_v         two virtual stages a rank: they go down the ranks and up again (Qi et al. 2023, section 6) */
+ *   zb_v         two virtual stages per rank, in order down the ranks and up again (Qi et al. 2023, section 6) */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -142,7 +142,7 @@ static int fill_vee(ps_pipe_table *t, int rank)
 }
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
-/* The number of virtual stages a rank that a schedule has; 0: any number. */
+/* The number of virtual stages per rank that a schedule needs; 0: any number. */
 static int32_t virtual_of(int schedule)
 {
     switch (schedule) {
