@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The serving side of the store (store.h): one thread, one poll loop, sockets that never block. A client is a stranger
- * until it has proved to be of the run and said which rank it is. It has STRANGER_S seconds for that, and of more than
- * MAX_STRANGERS the oldest is dropped. The bytes that a client may send are bounded before they are read. A client that
- * sends anything else is hung up on and harms nobody. */
+ * until it has proved to belong to the run and has sent its rank. It has STRANGER_S seconds for that. If there are more
+ * than MAX_STRANGERS strangers, the oldest is dropped. The bytes that a client may send are bounded before they are
+ * read. The connection of a client that sends anything else is closed; no other client notices. */
 #define _GNU_SOURCE
 #include "rendezvous/store.h"
 #include "base/alloc.h"
@@ -37,7 +37,7 @@ typedef struct client {
     bool proved;                           /* the client has proved to be of this run */
     ps_proof proof;
     bool waits;                            /* for the key in `in`, or for all ranks */
-    bool done, told, gone;                 /* done: it said BYE or FAULT; told: of the fault; gone: to be hung up on */
+    bool done, told, gone;                 /* done: it sent BYE or FAULT; told: it got the fault; gone: to be closed */
     double deadline;                       /* ps_now(), of a wait or of a stranger */
     ps_store_request request;
     uint32_t got;                          /* bytes of this request so far */
@@ -59,7 +59,7 @@ struct ps_store_server {
     struct pollfd *polls;
     int8_t *seen;                          /* [size]; 1: the rank said HELLO */
     atomic_int n_seen;
-    atomic_int n_untold;                   /* connected ranks that have not heard of a fault */
+    atomic_int n_untold;                   /* connected ranks that have not got the fault */
     atomic_bool faulty;                    /* there is a fault */
     atomic_bool no_files;                  /* a client could not be accepted: no more files may be open */
     char fault[PS_STORE_TEXT];             /* the first fault; empty: none */
@@ -132,7 +132,7 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
 
 enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* room for the text of `missing` */
 
-/* The ranks that have not come, as text: the first 16, and how many more. text: [MISSING_TEXT] */
+/* The ranks that have not connected, as text: the first 16, and the number of others. text: [MISSING_TEXT] */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -242,7 +242,7 @@ static void serve(ps_store_server *s, client *c)
     else c->waits = true;
 }
 
-/* Room for key, value and a 0 behind them. */
+/* Allocates room for key, value and a 0 after them. */
 static bool next_body(client *c)
 {
     ps_free(c->in);
@@ -251,7 +251,7 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* Whether the client has proved to be of this run. False: it is hung up on, or its proof has not come as a whole. */
+/* Whether the client has proved to belong to this run. False: it is to be closed, or its proof is not complete yet. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -265,7 +265,7 @@ static bool is_ours(ps_store_server *s, client *c)
     return c->proved;
 }
 
-/* Reads the bytes that have come, and serves each request once it is complete. */
+/* Reads the bytes that have arrived, and serves each request when it is complete. */
 static void receive(ps_store_server *s, client *c)
 {
     char *head = (char *)&c->request;
@@ -295,7 +295,7 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Hangs up on the oldest stranger that has proved nothing, else on the oldest of all. False: there is no stranger. */
+/* Closes the oldest stranger that has proved nothing, else the oldest of all. False: there is no stranger. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A rank's side of the store (store.h). Every wait is a poll with an end. */
+ * A rank's side of the store (store.h). Every wait is a poll with a time limit. */
 #define _GNU_SOURCE
 #include "base/alloc.h"
 #include "base/error.h"
@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 static const double SLACK_S = 2;           /* seconds by which the server's answer to a time-out may be late */
-static const double LONG_S = 10;           /* seconds without the others that are worth a word */
+static const double LONG_S = 10;           /* seconds of waiting until a rank prints a note */
 static const double ANSWER_S = 10;         /* seconds that a server has to prove itself before a rank tries again */
 
 struct ps_store {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Where ranks meet (ps_store_join of store.h): at a host and port, or by a file that all ranks reach, in which rank 0
- * writes the address of the store that it serves. A file that an earlier run left names an address where nobody
- * answers, so ranks read the file again until rank 0 answers. */
+ * How ranks meet (ps_store_join of store.h): at a host and port, or through a file that all ranks can read, to which
+ * rank 0 writes the address of its store. A file of an earlier run has an address at which nobody answers, so ranks
+ * read the file again until rank 0 answers. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include "rendezvous/net.h"
@@ -153,8 +153,7 @@ static int find_by(const char *path, const ps_meeting *m, ps_run *run, ps_store 
 
 /* -- by an address ------------------------------------------------------------------------------------------------- */
 
-/* The error of a rank 0 that cannot serve. It also says where another run serves there, or another rank 0 of this
- * run. */
+/* The error of a rank 0 that cannot serve. It also says if another run, or another rank 0 of this run, serves there. */
 static int taken(const char *host, int port, const ps_run *run, int rc)
 {
     char why[PS_STORE_TEXT], name[PS_RUN_NAME + 32];

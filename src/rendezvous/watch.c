@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The watch's threads and connections (watch.h): rank 0 has a connection to each rank, the others have one to rank 0.
- * Sockets never block, messages are bounded before they are read, and a peer that sends anything else is hung up on.
- * The watch's thread alone uses connections. Callers leave their messages in fields that the lock guards, and wake
- * it. */
+ * Sockets never block, messages are bounded before they are read, and the connection of a peer that sends anything else
+ * is closed. Only the watch's thread uses connections. Callers store their messages in fields that the lock guards, and
+ * wake the thread. */
 #define _GNU_SOURCE
 #include "rendezvous/watch_inner.h"
 #include "base/alloc.h"
@@ -25,12 +25,12 @@
 #include <unistd.h>
 
 /* All in seconds. */
-static const double BEAT_S = 1;            /* between beats; less where less silence is allowed */
-static const double LINGER_S = 1;          /* a process that ends waits so long at most for its last words to go */
+static const double BEAT_S = 1;            /* between beats; less if less silence is allowed */
+static const double LINGER_S = 1;          /* most seconds that a process at its end waits to send its last words */
 static const double AGAIN_S = 0.05;        /* between tries to connect */
-static const double SLACK_S = 3;           /* a verdict comes so long at most after the silence that it is about */
-static const double STRANGER_S = 10;       /* a connection has so long to say which rank it is */
-static const double TELL_S = 1e-4;         /* times the number of ranks: between two places that are told at once */
+static const double SLACK_S = 3;           /* most seconds from the end of the allowed silence to its verdict */
+static const double STRANGER_S = 10;       /* seconds in which a new connection must send its rank */
+static const double TELL_S = 1e-4;         /* x number of ranks: least seconds between two PLACE messages */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
@@ -131,8 +131,8 @@ static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nb
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
 
-/* The pipe by which a launcher (lua/ps/launch/supervisor.lua) hears which rank this one's group blames.
- * PS_LAUNCHER_PIPE is "descriptor:inode", since a process that inherits the variable alone has another file at that
+/* The pipe on which a launcher (lua/ps/launch/supervisor.lua) receives the rank that this rank's group blames.
+ * PS_LAUNCHER_PIPE is "descriptor:inode", since a process that inherits only the variable has another file at that
  * number. */
 static int launcher_pipe(void)
 {
@@ -144,8 +144,8 @@ static int launcher_pipe(void)
     return S_ISFIFO(file.st_mode) && file.st_ino == inode ? fd : -1;
 }
 
-/* Names the blamed rank to the launcher, which takes that rank for the cause of this one's end. The launcher never lets
- * the pipe fill, so the write does not block. */
+/* Sends the blamed rank to the launcher, which regards it as the cause of this rank's end. The launcher never lets the
+ * pipe fill, so the write does not block. */
 static void tell_launcher(const ps_watch *w)
 {
     char line[48];
@@ -187,14 +187,14 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Whether a complaint takes the place of an earlier one. There is one at a time, since its verdict is for all. One of
- * another kind replaces that of a lost connection, since a rank that hung up has a better reason. */
+/* Whether a complaint replaces an earlier one. There is one at a time, since its verdict is for all ranks. A complaint
+ * of another kind replaces one about a lost connection, since a rank that hung up gives a better reason. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
 }
 
-/* Takes a complaint. Rank 0 asks all ranks how far they are; another rank passes the complaint to rank 0. */
+/* Handles a complaint. Rank 0 asks all ranks for their progress; another rank passes the complaint to rank 0. */
 static void complained(ps_watch *w, const watch_complaint *c)
 {
     if (!replaces(c, &w->pending)) return;
@@ -245,7 +245,7 @@ static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *te
     judge(w);
 }
 
-/* Notes a place that a rank told. Where there is no room for all its groups, those stay that it used last. */
+/* Stores a place that a rank sent. If there is no room for all its groups, the ones it used last are kept. */
 static watch_place note_place(watch_places *places, watch_place at)
 {
     int to = 0;
@@ -293,7 +293,7 @@ static bool understand(ps_watch *w, watch_peer *p, const watch_message *m, const
     return true;
 }
 
-/* Reads the bytes that have come. False: the connection ended, or they are no message of a rank. */
+/* Reads the bytes that have arrived. False: the connection ended, or they are not a message of a rank. */
 static bool receive(ps_watch *w, watch_peer *p)
 {
     char why[PS_PROOF_TEXT];
@@ -325,7 +325,7 @@ static bool receive(ps_watch *w, watch_peer *p)
     return true;
 }
 
-/* Hangs up on the oldest stranger that has proved nothing, else on the oldest of all. sweep_strangers frees it. */
+/* Closes the oldest stranger that has proved nothing, else the oldest of all. sweep_strangers frees it. */
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
@@ -356,7 +356,7 @@ static void admit(ps_watch *w)
     w->n_strangers++;
 }
 
-/* Frees strangers that ended, and those that did not say which rank they are within STRANGER_S. */
+/* Frees strangers that ended, and those that did not send their rank within STRANGER_S. */
 static void sweep_strangers(ps_watch *w, double now)
 {
     for (watch_peer **at = &w->strangers; *at;) {
@@ -380,8 +380,8 @@ static void lost(ps_watch *w, watch_peer *p)
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
 
-/* Takes from all peers' silence the seconds in which this thread did not run (the machine slept, the process was
- * stopped): it could hear nobody then. */
+/* Subtracts from all peers' silence the seconds in which this thread did not run (the machine slept, the process was
+ * stopped) and so could not receive beats. */
 static void forgive(ps_watch *w, double seconds)
 {
     double now = ps_now();
@@ -402,8 +402,8 @@ static void beat(ps_watch *w, double now)
     w->beat_at = now + w->beat_s;
 }
 
-/* Tells the place that a caller wants told at once, unless one was told a moment ago. Returns when that will have been
- * long enough ago; 0: there is nothing to tell. */
+/* Sends the place that a caller wants sent at once, unless one was sent a moment ago. Then returns the time at which it
+ * may be sent; 0: there is nothing to send. */
 static double tell(ps_watch *w, double now)
 {
     double due = w->told_at + TELL_S * w->size;
@@ -421,7 +421,7 @@ static double tell(ps_watch *w, double now)
     return 0;
 }
 
-/* Carries out what callers of this process asked for. True: the watch is to leave. */
+/* Handles the requests of this process's callers. True: the watch must leave. */
 static bool mailbox(ps_watch *w)
 {
     char words[PS_WATCH_TEXT];
@@ -465,7 +465,8 @@ static void events(ps_watch *w, int wait_ms)
     if (stranger) sweep_strangers(w, ps_now());
 }
 
-/* Says BYE and waits LINGER_S at most until the peers have taken it: closing at once could lose earlier messages. */
+/* Sends BYE and waits at most LINGER_S until the peers have received it: closing at once could lose earlier
+ * messages. */
 static void leave(ps_watch *w)
 {
     bool over = atomic_load(&w->over);
@@ -516,8 +517,8 @@ static void *run(void *arg)
 
 /* -- making a watch ------------------------------------------------------------------------------------------------ */
 
-/* Rank 0 listens. The watch's key is made of the run's and of random bits that only ranks have which the run's store
- * let in. */
+/* Rank 0 listens. The watch's key is derived from the run's key and from random bits, which only ranks that the run's
+ * store has accepted have. */
 static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
 {
     char text[128], token[2 * PS_PROOF_BYTES + 1];
@@ -532,7 +533,7 @@ static int serve(ps_watch *w, ps_store *store, const ps_watch_options *o)
     return ps_store_set(store, ADDRESS_KEY, text, n);
 }
 
-/* Says HELLO over a new connection that has proved itself, and takes rank 0's WELCOME. */
+/* Sends HELLO over a new connection that has proved itself, and receives rank 0's WELCOME. */
 static int introduce(ps_watch *w, watch_peer *p, double until)
 {
     watch_message m = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = w->rank, .seconds = w->silence_s,
@@ -554,8 +555,8 @@ static int introduce(ps_watch *w, watch_peer *p, double until)
     return 0;
 }
 
-/* Makes a connection to rank 0's watch and proves itself. A rank that rank 0 hung up on, since there were many
- * strangers, tries again. */
+/* Connects to rank 0's watch and proves itself. If rank 0 closed the connection, since there were too many strangers,
+ * the rank tries again. */
 static int reach(const ps_watch *w, const char *host, int port, double timeout_s, int *out)
 {
     double until = ps_now() + timeout_s;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The verdicts of the watch: who is to blame, and the words for it. Runs in the watch's thread. */
+ * The verdicts of the watch: finds the rank to blame, and writes the text. Runs in the watch's thread. */
 #include "rendezvous/watch_inner.h"
 #include "base/error.h"
 #include <stdio.h>
@@ -7,7 +7,7 @@
 
 /* Seconds from a broken connection to the verdict on it: the peer's own message, or its death, may be known later. */
 static const double GRACE_S = 1.5;
-static const double POKE_S = 1;            /* seconds that ranks have to answer how far they are */
+static const double POKE_S = 1;            /* seconds in which ranks must report their progress */
 
 enum { MAX_NAMED = 4, PLACE_TEXT = 240 };
 
@@ -38,8 +38,8 @@ static void last_call_text(const watch_place *at, char *text, size_t room)
     numbered(at, at->last_op, at->last_call, text, room);
 }
 
-/* The place that tells most about a rank: of the places inside of a call, else of those with a finished collective, the
- * one entered or left last. NULL: the rank has made no call. */
+/* The place that describes a rank best: among the places inside a call, else among those with a finished collective,
+ * the one entered or left last. NULL: the rank has made no call. */
 static const watch_place *latest(const watch_places *places)
 {
     const watch_place *best = NULL;
@@ -85,8 +85,8 @@ static bool is_elsewhere(const watch_places *places, int i)
     return found;
 }
 
-/* Where rank p was when it was last heard. A collective that this rank has finished since then, rank p came to as well:
- * rank p is taken to be in it, unless it is known to be in a call of another group. */
+/* Where rank p was in its last message. If this rank has finished a collective since then, rank p has begun it, too:
+ * rank p is assumed to be in it, unless it is known to be in a call of another group. */
 static void last_known(ps_watch *w, const watch_peer *p, char *text, size_t room)
 {
     watch_places own, theirs = p->places;
@@ -134,8 +134,8 @@ static void ended(ps_watch *w, const watch_peer *p, const watch_complaint *c)
                  "rank %d (%s) waits for it in %s", p->rank, p->host, place, c->from, host_of(w, c->from), call);
 }
 
-/* Whether rank `r` keeps the complaining rank waiting: it is of the same group, and has not come to the same call. A
- * rank that has not told a place of that group yet counts where the complaint names it as the peer. */
+/* Whether rank `r` keeps the complaining rank waiting: it belongs to the same group, and has not begun the same call. A
+ * rank that has not sent a place of that group yet counts if the complaint names it as the peer. */
 static bool is_missing(const watch_places *places, int r, const watch_complaint *c)
 {
     const watch_place *p = watch_find(places, c->at.key);
@@ -166,7 +166,7 @@ static int add_missing(const ps_watch *w, const watch_peer *p, const watch_compl
                     c->seconds, place);
 }
 
-/* The verdict on a call that took too long. It names the ranks that have not come to the call. */
+/* The verdict on a call that took too long. It names the ranks that have not begun the call. */
 static void timed_out(ps_watch *w, const watch_complaint *c, double now)
 {
     char text[PS_WATCH_TEXT - 100], call[96];
@@ -212,12 +212,12 @@ static void broke(ps_watch *w, const watch_complaint *c)
 
 /* -- circles
  *
- * Ranks that wait for each other in calls of different groups would do so for the calls' time-out. Rank 0 finds them by
- * the places that beats tell. What it knows of two ranks may be of different moments. So it looks at the one moment at
- * which an earlier beat of its own went out. A rank was then where it is if it had told that place before, and told the
- * same when it had heard that beat. A rank whose script waits comes to no other call. So a circle of such ranks has no
- * end. */
-enum { EARLIER = 2 };                      /* the beat that is looked at, counted back from the next one */
+ * Ranks that deadlock in calls of different groups would wait until the calls' time-out. Rank 0 finds them by the
+ * places that beats carry. Its information about two ranks may be from different moments. So it examines one moment, at
+ * which an earlier beat of its own was sent. A rank had its present place at that moment if it had sent this place
+ * before, and sent the same place after it had received that beat. A rank whose script waits begins no other call, so a
+ * circle of such ranks never ends. */
+enum { EARLIER = 2 };                      /* the beat that is examined, counted back from the next one */
 
 /* The call in which a rank's script waits; NULL: in none. */
 static const watch_place *waiting(const watch_places *places)
@@ -235,14 +235,14 @@ static uint64_t last_move(const watch_places *places)
     return moved;
 }
 
-/* own: rank 0's. NULL: the rank has not come yet, or has left. */
+/* own: rank 0's places. NULL: the rank has not connected yet, or has left. */
 static const watch_places *places_of(const ps_watch *w, const watch_places *own, int rank)
 {
     const watch_peer *p = w->peers[rank];
     return rank == 0 ? own : p && !p->left ? &p->places : NULL;
 }
 
-/* Whether no message of a group is on its way. That can be told where all ranks rest. */
+/* Whether no message of a group is under way. That is only known if all ranks rest. */
 static bool is_quiet(const ps_watch *w, const watch_places *own, uint64_t key)
 {
     int64_t under_way = 0;
