@@ -47,14 +47,14 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-/* Nobody reads the tensor's bytes: a dry run has none, and ranks that are not here have what this one has. */
+/* Whether nobody reads the tensor's bytes: a dry run has none, and pretended ranks hold the same as this one. */
 static bool dry(const ps_tensor *t)
 {
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
-/* Whether a broadcast goes by parts: the root of a large one sends each rank a part, which that rank passes on, so that
- * none sends more than twice nbytes. */
+/* Whether a broadcast is sent in parts: the root of a large one sends each rank a part, which that rank sends on, so
+ * that no rank sends more than twice nbytes. */
 static bool spreads(const ps_group *g, int64_t nbytes) { return g->comm->size > 2 && nbytes >= SPREAD_NBYTES; }
 
 void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)

@@ -44,7 +44,7 @@ typedef struct unit_rec {
 /* The buffer in which PS_TP_PARTIAL gradients are summed: fp32 [n marks, then the addends], on the compute device. A
  * parameter's mark is 1 if this rank has a gradient for it. */
 typedef struct partial_rec {
-    ps_tensor *sums, *marks;      /* marks: the first n of sums. NULL: this rank has no such gradient */
+    ps_tensor *sums, *marks;      /* marks: the first n of sums. NULL: this rank owns no such gradient */
     float *values;                /* [n] the marks, read to the host */
     int32_t n;
     bool exchanged;               /* this step's sums over the ranks are complete */

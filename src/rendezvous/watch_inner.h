@@ -34,8 +34,8 @@ typedef struct watch_places {
 /* A message between ranks is this header, then `nbytes` of text. */
 typedef struct watch_message {
     uint32_t magic;
-    int32_t kind, rank, code;              /* VERDICT: its code. BEAT: number of the last beat received from rank 0 */
-    int32_t what, peer;                    /* COMPLAIN: as ps_watch_complain. VERDICT: peer is the rank to blame */
+    int32_t kind, rank, code;              /* code: of a verdict (VERDICT, BYE). BEAT: number of rank 0's last beat */
+    int32_t what, peer;                    /* as in ps_watch_complain. VERDICT, BYE: peer is the rank to blame */
     double seconds;                        /* COMPLAIN: as ps_watch_complain. HELLO, WELCOME: the allowed silence */
     watch_place at;                        /* one of the sender's places; COMPLAIN: the place of the call */
     uint32_t nbytes;

@@ -94,7 +94,7 @@ struct ps_comm {
     int place;                             /* the communicator's place in the watch (rendezvous/watch.h) */
     const int32_t *ranks;                  /* [size]: the world ranks; NULL: the same numbers */
     char axis[PS_AXIS_NBYTES];             /* its name in messages; "": all ranks */
-    bool pretends;                         /* the other ranks are pretended: each sends what this rank sends */
+    bool pretends;                         /* the other ranks are pretended: each sends and holds what this one does */
 };
 
 /* The world rank of the communicator's rank `r`. Messages name ranks by it. */
