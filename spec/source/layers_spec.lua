@@ -51,6 +51,32 @@ describe("a step", function()
   end)
 end)
 
+describe("the state of a step", function()
+  it("is a record of engine/step/ and of the pipeline's driver; other files ask engine/step/state.lua", function()
+    local found = {}
+    for _, line in ipairs(elsewhere("lua", "*.lua", "%f[%w]state%.of%(", "lua/ps/engine/pipeline/driver.lua")) do
+      if not line:find("^lua/ps/engine/step/") then found[#found + 1] = line end
+    end
+    assert.same({}, found)
+  end)
+
+  it("does not tell the step's files whether there is a pipeline: engine.driver does", function()
+    assert.same({}, elsewhere("lua/ps/engine/step", "*.lua", "engine%.pipe%f[%W]", ""))
+  end)
+end)
+
+describe("Lua's collector", function()
+  it("is paced by core/collector.lua, and below it by core/ffi.lua and core/scope.lua", function()
+    local found = {}
+    for _, line in ipairs(elsewhere("lua", "*.lua", "collectgarbage", "lua/ps/core/collector.lua")) do
+      if not line:find("^lua/ps/core/ffi%.lua: ") and not line:find("^lua/ps/core/scope%.lua: ") then
+        found[#found + 1] = line
+      end
+    end
+    assert.same({}, found)
+  end)
+end)
+
 describe("a thread", function()
   it("is started by base/thread.c alone, which blocks its signals", function()
     assert.same({}, elsewhere("src", "*.[ch]*", "%f[%w]pthread_create *%(", "src/base/thread.c"))

@@ -4,7 +4,6 @@
 -- bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua collect when
 -- memory is short, and at the end of scopes.
 local devices = require "ps.core.devices"
-local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C = native.C
@@ -65,18 +64,19 @@ function collector.without(fn, ...)
   return restored(pcall(fn, ...))
 end
 
---- Paces the collector in a planned script from now on: within a step it runs after a fixed number of forwards and when
---- the engine asks for it, so that the peak of a plan is the same in each run.
-function collector.pace_script()
-  local forwards = 0
-  hooks.on("action", function(action, begins)
-    if not begins then return end
-    if action.kind == C.PS_ACT_FORWARD then
-      forwards = action.micro == 0 and action.vstage == 0 and 1 or forwards + 1
-      if forwards % UNCOLLECTED == 0 then collectgarbage() end
-    end
-    collectgarbage "stop"
-  end)
+local forwards = 0                                           -- of the planned script's step, performed so far
+
+--- Paces the collector in a planned script, at the begin and the end of each action of a step: it runs after a fixed
+--- number of forwards, so that the peak of a plan is the same in each run.
+---@param action ffi.cdata* ps_action
+---@param begins boolean
+function collector.pace_script(action, begins)
+  if not begins then return end
+  if action.kind == C.PS_ACT_FORWARD then
+    forwards = action.micro == 0 and action.vstage == 0 and 1 or forwards + 1
+    if forwards % UNCOLLECTED == 0 then collectgarbage() end
+  end
+  collectgarbage "stop"
 end
 
 return collector

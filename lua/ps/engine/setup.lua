@@ -9,6 +9,7 @@ local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
+local collector = require "ps.core.collector"
 local copied = require "ps.core.copied"
 local hooks = require "ps.core.hooks"
 local check = require "ps.config.check"
@@ -392,7 +393,7 @@ function setup.make_module(self, request)
   create.set_default_device(was)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
-  collectgarbage()
+  collector.after_making()
   return module
 end
 

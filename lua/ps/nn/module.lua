@@ -18,6 +18,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
+local collector = require "ps.core.collector"
 local cut = require "ps.nn.saved"
 local exact = require "ps.core.exact"
 local summary = require "ps.nn.summary"
@@ -440,8 +441,7 @@ function Module:to(target, ...)
     owner._fields[key] = moved[at]
   end)
   moved = nil -- luacheck: ignore 311
-  collectgarbage()
-  collectgarbage()
+  collector.thoroughly()
   return self
 end
 

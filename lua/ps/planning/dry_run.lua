@@ -28,20 +28,10 @@ local function change_settings(request, seen)
   end)
 end
 
-local UNCOLLECTED = 32                    -- forwards: the collector's own pace leaves about as much
-
--- Within a step Lua's collector comes behind so many forwards, and where the engine asks for it. By itself it would
--- come at another moment in each run, and peaks would differ by the bytes of small tensors, which wait for it.
+-- Paces Lua's collector, which would otherwise run at another time in each run: peaks would differ by the bytes of
+-- small tensors, which wait for it.
 local function collect_by_count()
-  local C, forwards = require "ps.core.declared", 0
-  hooks.on("action", function(action, begins)
-    if not begins then return end
-    if action.kind == C.PS_ACT_FORWARD then
-      forwards = action.micro == 0 and action.vstage == 0 and 1 or forwards + 1
-      if forwards % UNCOLLECTED == 0 then collectgarbage() end
-    end
-    collectgarbage "stop"
-  end)
+  hooks.on("action", function(action, begins) require("ps.core.collector").pace_script(action, begins) end)
 end
 
 -- Notes in which part of the run each tier's peak rose last: {name -> part}.
@@ -98,7 +88,7 @@ local function watch_blocks(seen, blocks)
         for _, block in more:each() do
           if list:size() < blocks then list:append(block) end
         end
-        collectgarbage()
+        require("ps.core.collector").after_making()
       end
       return module
     end

@@ -2,6 +2,7 @@
 -- From a module to parameters in chunks. Parameters are staged as they are made, so that a model larger than memory can
 -- be built. The layout is then made in the order of registration, and every tensor moves to its place in it.
 local native = require "ps.core.ffi"
+local collector = require "ps.core.collector"
 local scope = require "ps.core.scope"
 local core = require "ps.nn.module"
 local registry = require "ps.nn.registry"
@@ -345,7 +346,7 @@ function build.place(module, options)
   table.sort(rows, function(a, b) return a.index < b.index end)
   built.list = rows
   built.state_bytes = state_bytes()
-  collectgarbage()
+  collector.after_making()
   return built
 end
 

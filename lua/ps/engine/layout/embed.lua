@@ -6,6 +6,7 @@
 -- (ps/engine/plan/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host
 -- where all of them want that.
 local native = require "ps.core.ffi"
+local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
 local Embedding = require "ps.nn.embedding".Embedding
 local C = native.C
@@ -95,7 +96,7 @@ local function possible(engine, tables, dry_run)
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)
     off()
-    if not ok then collectgarbage() end                       -- frees the ops that the failed run recorded
+    if not ok then collector.after_failure() end
     for _, t in ipairs(ok and list or {}) do t.crossed = crossed[t.module] or 0 end
     blind = blind or ok and id == nil
     return ok and id ~= nil

@@ -10,6 +10,7 @@
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
+local collector = require "ps.core.collector"
 local views = require "ps.memory.views"
 local native = require "ps.core.ffi"
 local core = require "ps.nn.module"
@@ -155,8 +156,7 @@ local function arguments_on_meta(value)
 end
 
 local function used()
-  collectgarbage()
-  collectgarbage()                                           -- what the first one's finalizers let go
+  collector.thoroughly()
   return views.memory("meta").used
 end
 

@@ -14,6 +14,7 @@ local agree = require "ps.dist.agree"
 local array = require "ps.core.array"
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
+local collector = require "ps.core.collector"
 local count = require "ps.engine.pipeline.count"
 local mesh = require "ps.dist.mesh"
 local own_loss = require "ps.engine.step.own_loss"
@@ -332,7 +333,7 @@ end
 function Pipe:next()
   local event = self.event
   local rc = C.ps_pipe_next(self.row.c, event)
-  if rc == C.PS_ENOMEM then collectgarbage() end
+  if rc == C.PS_ENOMEM then collector.after_failure() end
   native.check(rc)
   self.n_out = 0
   if event.kind == C.PS_ACT_YIELD then self.micros[event.micro].loss = event.loss end

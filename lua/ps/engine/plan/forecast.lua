@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A step before it runs: dry runs, the forecast, and the lines of the printed plan.
 local native = require "ps.core.ffi"
-local scope = require "ps.core.scope"
+local collector = require "ps.core.collector"
 local batch = require "ps.data.batch"
 local readable = require "ps.core.readable"
 local random_state = require "ps.dist.random_state"
@@ -30,11 +30,7 @@ function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
   -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
   -- counted, so that the peak holds whenever the collector comes.
-  scope.collect_all()
-  local collecting = collectgarbage "isrunning"
-  collectgarbage "stop"
-  local ok, id, problem = pcall(step.dry_run, engine, args, like)
-  if collecting then collectgarbage "restart" end
+  local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
   if not ok then error(id, 0) end
   if id then return id end
