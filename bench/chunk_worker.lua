@@ -102,7 +102,7 @@ end
 
 --- Where Adam runs, and what that was predicted to take.
 function commands.split()
-  local split = inner(model).adam_split
+  local split = inner(model).plan.adam_split
   return { count = split.count, units = inner(model).built.units, seconds = split.seconds, link = split.link,
     host = split.host, device = split.device }
 end

@@ -280,8 +280,8 @@ function M.run(case, setting)
     M.train(case, data, model, optimizer, result.out)
     result.state = M.state(model, optimizer)
     if setting.memory ~= "plain" then M.check_tiers(setting) end
-    result.forecast = inner(model).forecast
-    result.resident = inner(model).forecast and inner(model).forecast.resident or 0
+    result.forecast = inner(model).plan.forecast
+    result.resident = inner(model).plan.forecast and inner(model).plan.forecast.resident or 0
     local info = ffi.new("ps_tier_info")
     for t = 1, C.ps_engine_tier_count(ps.ctx) - 1 do
       ps.check(C.ps_engine_tier_get(ps.ctx, t, info))

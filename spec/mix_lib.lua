@@ -80,7 +80,7 @@ local function close(run)
   local setting = run.settings[run.life]
   if setting.memory ~= "plain" then
     L.check_tiers(setting)
-    run.resident = math.max(run.resident, (inner(run.model).forecast or { resident = 0 }).resident)
+    run.resident = math.max(run.resident, (inner(run.model).plan.forecast or { resident = 0 }).resident)
   end
   checkpoints.wait()
   run.model:close()

@@ -26,9 +26,10 @@ local configure, join, new, drive = setup.configure, pipe_of.join, pipe_of.new, 
 ---@param table_ ps.pipe.Table
 ---@param rank integer
 function lib.play(table_, rank)
-  function setup.configure(self, ...) -- luacheck: ignore 122
-    configure(self, ...)
-    self.pipeline = { table = table_, rank = rank }
+  function setup.configure(...) -- luacheck: ignore 122
+    local fields = configure(...)
+    fields.pipeline = { table = table_, rank = rank }
+    return fields
   end
   function pipe_of.join() end -- luacheck: ignore 122
   function pipe_of.new() return false end -- luacheck: ignore 122

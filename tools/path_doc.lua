@@ -53,7 +53,7 @@ local TENSOR = {
   { "", "files_of.open", "lua/ps/pretrained/files.lua", "open_file", "called first: opens each file once" },
   { "", "check_sizes", "lua/ps/pretrained/init.lua", "state", "compares the files with config.json" },
   { "parameter", "Parameter", "lua/ps/nn/module.lua", "hooks.tell", "the class makes its parameters" },
-  { "", "setup.make_module", "lua/ps/engine/setup.lua", "hooks.on", "if an engine calls: it listens" },
+  { "", "run_model", "lua/ps/engine/setup.lua", "hooks.on", "if an engine calls: it listens" },
   { "", "build.stage", "lua/ps/engine/layout/build.lua", "ps_engine_adopt", "each goes into a chunk of its own" },
   { "names", "weights.load", "lua/ps/pretrained/weights.lua", "take", "finds each tensor's name in the model" },
   { "", "take", "lua/ps/pretrained/weights.lua", "load_state_dict", "refuses a body that is incomplete" },

@@ -193,7 +193,7 @@ describe("chunks", function()
       model:backward(model(x, x))
       optimizer:step()
     end
-    local a_step, pages = (page_faults() - before) / 4, inner(model).forecast.tiers[1].other / 4096
+    local a_step, pages = (page_faults() - before) / 4, inner(model).plan.forecast.tiers[1].other / 4096
     model:close()
     assert.truthy(a_step < pages, ("%.0f faults a step, %.0f pages of other tensors"):format(a_step, pages))
   end)

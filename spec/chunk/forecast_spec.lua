@@ -28,7 +28,7 @@ local function peaks(options, config, rows)
     for _, chunk in ipairs(ps.chunks()) do
       if config.device ~= "sim" or chunk.tiers.device then chunks = chunks + chunk.nbytes end
     end
-    return inner(model).forecast.tiers[1].other, most - chunks
+    return inner(model).plan.forecast.tiers[1].other, most - chunks
   end)
   model:close()
   if not ok then error(said, 0) end

@@ -103,7 +103,7 @@ describe("a model that neither the device nor the host holds", function()
       local unplanned = tonumber(stats.unplanned)
       for step, loss in pairs(steps(model, optimizer, 5, 6)) do losses[step] = loss end
       ps.check(C.ps_engine_stats_get(ps.ctx, stats))
-      seen.unplanned, seen.forecast = tonumber(stats.unplanned) - unplanned, inner(model).forecast
+      seen.unplanned, seen.forecast = tonumber(stats.unplanned) - unplanned, inner(model).plan.forecast
       assert.same(plain.losses, losses)
       assert.same(plain.values, values(model))
       L.check_tiers { memory = memory }

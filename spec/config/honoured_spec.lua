@@ -191,7 +191,7 @@ end
 --- Where Adam runs, and what that is predicted to take.
 function see.split(model, optimizer)
   train(model, optimizer, 1)
-  local split = inner(model).adam_split
+  local split = inner(model).plan.adam_split
   if not split then return "none" end
   return ("%d of %d: %.6g %.6g %.6g"):format(split.count, inner(model).built.units, split.link or 0, split.host or 0,
     split.device or 0)
@@ -721,7 +721,7 @@ describe("offload_optimizer.device", function()
     for _, chunk in ipairs(look.chunks()) do
       if chunk.kind == "exp_avg" then for tier in pairs(chunk.tiers) do on[tier] = true end end
     end
-    return { device = on.device or false, host = on.host or false, count = inner(model).adam_split.count,
+    return { device = on.device or false, host = on.host or false, count = inner(model).plan.adam_split.count,
       units = inner(model).built.units }
   end
 

@@ -26,7 +26,7 @@ local function begin(config)
   local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
   local began = os.clock()
   local ok, problem = pcall(model, x, x)
-  local seconds, forecast = os.clock() - began, inner(model).forecast
+  local seconds, forecast = os.clock() - began, inner(model).plan.forecast
   model:close()
   if not ok then error(problem, 0) end
   return seconds, forecast

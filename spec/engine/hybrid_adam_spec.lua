@@ -64,10 +64,11 @@ local tier = ffi.new("ps_tier_info")
 --- The split, and how much of its budget each tier held.
 local function split(model)
   local engine = inner(model)
-  local seen = { count = engine.adam_split.count, resident = engine.adam_split.resident, units = engine.built.units,
+  local placed = engine.plan.adam_split
+  local seen = { count = placed.count, resident = placed.resident, units = engine.built.units,
     within = true, on = 0, numel = 0 }
   for unit, numel in ipairs(engine.built.unit_numel) do
-    seen.numel, seen.on = seen.numel + numel, seen.on + (engine.adam_split.on[unit] and numel or 0)
+    seen.numel, seen.on = seen.numel + numel, seen.on + (placed.on[unit] and numel or 0)
   end
   for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
     ps.check(C.ps_engine_tier_get(ps.ctx, t, tier))
@@ -100,7 +101,7 @@ describe("the split of updates", function()
 
   it("is told with its reasons", function()
     local forecasts = require "ps.engine.plan.forecast"
-    local function text(model) return table.concat(forecasts.lines(inner(model), inner(model).forecast), "\n") end
+    local function text(model) return table.concat(forecasts.lines(inner(model), inner(model).plan.forecast), "\n") end
     local _, said = train(with(TIGHT, BF16, { rates = EVEN }), text)
     assert.matches("Adam    on the device for %d+ of %d+ chunks, on the host for the others\n"
       .. " +copies take [%d%.]+ ms a step, updates [%d%.]+ ms of the host %(all on the host: [%d%.]+ ms, [%d%.]+ ms%): "
@@ -182,7 +183,7 @@ for name in pairs(state) do names[#names + 1] = name end
 table.sort(names)
 for _, name in ipairs(names) do sum = sum + state[name]:to("fp64"):abs():sum():item() end
 local engine = require("ps.nn.handle").of(model)
-print(("%.17g %d %d %s %g %g"):format(sum, engine.adam_split.count, engine.adam_split.resident,
+print(("%.17g %d %d %s %g %g"):format(sum, engine.plan.adam_split.count, engine.plan.adam_split.resident,
   model.module.table.weight:device(), engine.adam_rates.host_adam, engine.adam_rates.at_once))
 model:close()
 ]]

@@ -165,7 +165,7 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
   local BATCH = { 4, 32 }                               -- the stream: 32 KiB in fp32, 16 KiB in bf16
 
   local function forecast(model)
-    local peak = engine_of(model).forecast.tiers[1]
+    local peak = engine_of(model).plan.forecast.tiers[1]
     return { other = peak.other, peak = peak.peak }
   end
 
@@ -201,7 +201,7 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
     local disk = { path = os.getenv("TMPDIR") or "/tmp", limit = "64MiB" }
     local three = with(small, { memory = { device = budget, host = "8MiB", disk = disk } })
     local got, fetched = train(deep, with(three, AWAY), function(model)
-      return engine_of(model).forecast.fetched
+      return engine_of(model).plan.forecast.fetched
     end, batch)
     assert.same(want, got)
     assert(fetched[1] > 0 and fetched[2] > 0, "nothing moved")
@@ -256,7 +256,7 @@ describe("recompute", function()
           memory = { device = "1MiB", host = "8MiB" } } }
       local x = ps.randint(0, 256, { 1, 32 }, { dtype = "int32", device = "sim" })
       assert.equal(fits, (pcall(model, x, x)))
-      local found = fits and engine_of(model).forecast.tiers[1].other
+      local found = fits and engine_of(model).plan.forecast.tiers[1].other
       model:close()
       return found
     end

@@ -65,6 +65,15 @@ describe("the state of a step", function()
   end)
 end)
 
+describe("an engine", function()
+  it("is assembled by engine/init.lua; other files change its fields by its methods", function()
+    for _, assignment in ipairs { "^[%w_%., ]*%f[%w]engine%.[%w_]+ = ",
+      "^[%w_%., ]*%f[%w]engine%.[%w_]+, [%w_%., ]*[%w_] = " } do
+      assert.same({}, elsewhere("lua/ps/", "*.lua", assignment, "lua/ps/engine/init.lua"))
+    end
+  end)
+end)
+
 describe("Lua's collector", function()
   it("is paced by core/collector.lua, and below it by core/ffi.lua and core/scope.lua", function()
     local found = {}

@@ -52,6 +52,8 @@ local C = native.C
 ---@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: whether the
 ---  values of model and optimizer are of two steps, and the error of using them
 ---@field plain boolean parameters lie in plain memory (engine/state/plain.lua), not in chunks
+---@field driver ps.engine.Driver performs the actions of its steps (engine/step/table.lua)
+---@field plan ps.engine.PlanState of engine/plan/
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = {}
 
@@ -89,6 +91,17 @@ function Engine:abandon() step.give_up(self) end
 
 Engine.backward = step.backward
 Engine.micro_batches = micro.batches
+
+--- Sets the number of steps that have ended: a state was loaded.
+---@param steps integer
+function Engine:set_steps(steps) self.steps = steps end
+
+--- Replaces the masters after the model was laid out anew, and drops the plans of the old layout.
+---@param new_masters ps.engine.Masters
+function Engine:laid_out(new_masters)
+  self.masters, self.traces, self.unplanned = new_masters, {}, {}
+  self.plan.adam_split, self.plan.tables_on_host = false, false
+end
 
 --- Called by the optimizer: the step is over.
 function Engine:finish_step(info)
@@ -250,21 +263,27 @@ local function making(self, fn)
   error(problem, 0)
 end
 
+-- Adds fields to an engine, which a file that makes a part of the engine has returned.
+local function assemble(self, fields)
+  for name, value in pairs(fields) do self[name] = value end
+end
+
 --- An engine without its model: the configuration is read and the chunks are open, so that parameters can be staged as
 --- they are made. engine:take gives it the model.
 ---@param request table of setup.request, or its fields: config, quiet, loss, param_groups, ...
 ---@return ps.Engine
 local function open(request)
-  local self = setmetatable({ said = {}, traces = {}, unplanned = {}, steps = 0, closed = false,
-    plain = false, begin_step = begin.step, adam_split = false, adam_rates = false, tables_on_host = false,
-    no_finer = false, pipeline = false, stages = false, stays = false, pipe = false, tensor_parallel = false,
-    changes_seen = false, forecast = false, own_loss = request.loss or false, param_groups = request.param_groups,
+  local self = setmetatable({ said = {}, traces = {}, unplanned = {}, steps = 0, closed = false, updates = {},
+    plain = false, begin_step = begin.step, adam_rates = false, bound = setmetatable({}, { __mode = "k" }),
+    plan = { adam_split = false, forecast = false, no_finer = false, printed = false, tables_on_host = false },
+    pipeline = false, stages = false, stays = false, pipe = false, tensor_parallel = false,
+    own_loss = request.loss or false, param_groups = request.param_groups,
     quiet = request.quiet, policy = "plan", request_model_func = request.model_func }, INSTANCE)
   self.handle, self.driver = handle.new(self, HANDLE), table_driver.new(self)
   local c_step = step.new(self)
-  setup.configure(self, request, config)
+  assemble(self, setup.configure(self, request, config))
   if self.cfg.memory.kind ~= "plain" then
-    making(self, function() setup.open_engine(self, c_step) end)
+    making(self, function() assemble(self, setup.open_engine(self, c_step)) end)
   elseif mesh.group "world" then
     self.closed = true
     error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)
@@ -273,12 +292,13 @@ local function open(request)
 end
 
 local function take_plain(self, request)
-  local made, problem = pcall(plain.initialize, self, request)
+  local made, fields = pcall(plain.initialize, self, request)
   if not made then
     self.closed = true
-    error(problem, 0)
+    error(fields, 0)
   end
-  setup.finish(self)
+  assemble(self, fields)
+  assemble(self, setup.finish(self))
   self.slots, self.overlap = false, false
   self.report = report.new(self)
 end
@@ -290,14 +310,14 @@ function Engine:take(request)
   if self.cfg.memory.kind == "plain" then take_plain(self, request)
   else
     making(self, function()
-      self.module = setup.make_module(self, request)
+      assemble(self, setup.make_module(self, request))
       adopt.take(self, self.module)
       self.built = build.place(self.module, place_options(self))
       self.masters = masters.new(self.built)
       self.optimizer = optimizer.new(self, self.built, self.cfg)
       if self.stages then pipe.join(self.module, self.stages, self.built) end
       build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
-      setup.finish(self)
+      assemble(self, setup.finish(self))
       self.report = report.new(self)
       if self.ranks then self.ranks:begin() end
     end)

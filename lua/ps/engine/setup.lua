@@ -150,10 +150,10 @@ local function available(device)
 end
 
 -- The device of "auto": cuda where a GPU can be used. A GPU that is there and cannot be used gets a note.
-local function choose_device(self)
+local function choose_device(engine)
   local ok, err = pcall(devices.open, "cuda")
   if ok then return "cuda" end
-  if err.sub ~= "NO_DEVICE" then self:note(('device: "auto" is the cpu here: %s'):format(tostring(err))) end
+  if err.sub ~= "NO_DEVICE" then engine:note(('device: "auto" is the cpu here: %s'):format(tostring(err))) end
   return "cpu"
 end
 
@@ -166,19 +166,48 @@ end
 
 local said = {}                 -- notes on configurations, which a job has once however many engines it makes
 
-local function note_of_job(self, text)
+local function note_of_job(engine, text)
   if said[text] then return end
-  said[text] = not self.quiet or nil
-  self:note(text)
+  said[text] = not engine.quiet or nil
+  engine:note(text)
 end
 
---- Reads the configuration and sets the engine's fields that follow from it.
-function setup.configure(self, request, config)
+-- How ranks share the layers of a model; false: they share none.
+local function layers_of(engine, cfg)
+  local group, how = mesh.group "tp", cfg.tensor_parallel
+  if not group then return false end
+  local function note(text) if mesh.group("world"):rank() == 0 then engine:note(text) end end
+  local layers = { group = group, sequence = how.sequence_parallel, keep_gathered = how.tp_keep_gathered,
+    pieces = mesh.pieces(how.tp_overlap_comm), note = note }
+  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"          -- rows travel during products
+  if layers.pieces > 1 and not layers.beside then
+    local text = "tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products"
+    note(text)
+    hooks.tell("planned", text)
+  end
+  return layers
+end
+
+-- Whether tables of nn.Embedding may be looked up on the host.
+local function lookups_of(engine, fields)
+  local wanted = embed.wanted(fields, function(text) engine:note(text) end)
+  if not wanted or fields.zero_stage == 0 then return wanted end
+  if fields.cfg.use_cpu_embedding == true then
+    engine:note("use_cpu_embedding: parameters that ranks share out are looked up where they are gathered")
+  end
+  return false
+end
+
+--- Reads the configuration.
+---@param engine ps.Engine gets notes
+---@param request table
+---@param config table ps.config
+---@return table fields of the engine that follow from the configuration
+function setup.configure(engine, request, config)
   local world = mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
     asked = asked(request), available = available,
-    auto = request.auto, client = request.client, device = function() return choose_device(self) end })
-  self.cfg = cfg
+    auto = request.auto, client = request.client, device = function() return choose_device(engine) end })
   hooks.tell("settings", cfg)
   if request.optimizer and cfg.optimizer.type ~= request.optimizer.kind.name then
     error(("ps.initialize: the optimizer is %s, and optimizer.params.adam_w_mode makes it %s"):format(
@@ -187,40 +216,20 @@ function setup.configure(self, request, config)
   check_kind(request.param_groups, cfg.optimizer.type)
   optim_groups.check(optim_groups.configured(cfg.optimizer, request.param_groups), cfg.optimizer.type)
   if not world or world:rank() == 0 then
-    for _, text in ipairs(notes or {}) do note_of_job(self, text) end
+    for _, text in ipairs(notes or {}) do note_of_job(engine, text) end
   end
   mesh.cut { pp = cfg.pipeline.stages, tp = cfg.tensor_parallel.size }
-  local group, stages_group, layers_group = mesh.group "dp", mesh.group "pp", mesh.group "tp"
-  self.pipeline = stages_group and pipe.request(cfg, stages_group) or false
-  self.tensor_parallel = layers_group and { group = layers_group, sequence = cfg.tensor_parallel.sequence_parallel,
-    keep_gathered = cfg.tensor_parallel.tp_keep_gathered, pieces = mesh.pieces(cfg.tensor_parallel.tp_overlap_comm),
-    note = function(text) if world:rank() == 0 then self:note(text) end end } or false
-  self.device_name = cfg.device
-  local layers = self.tensor_parallel
-  -- Rows travel beside products.
-  if layers then layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda" end
-  if layers and layers.pieces > 1 and not layers.beside then
-    local text = "tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products"
-    layers.note(text)
-    hooks.tell("planned", text)
-  end
-  self.device, self.host = native.device_index(self.device_name), native.device_index("cpu")
-  self.accumulate = cfg.gradient_accumulation_steps
-  self.adds_up = self.accumulate > 1 or cfg.pipeline.stages > 1     -- there is memory in which gradients are added up
-  self.policy = cfg.eviction
-  self.precision = cfg.precision
-  if cfg.precision == "fp16" then
-    self.scaler_config = cfg.fp16
-  end
-  self.zero_stage = group and group:size() > 1 and cfg.zero_optimization.stage or 0
-  self.lookups = embed.wanted(self)
-  if self.lookups and self.zero_stage > 0 then
-    if cfg.use_cpu_embedding == true then
-      self:note("use_cpu_embedding: parameters that ranks share out are looked up where they are gathered")
-    end
-    self.lookups = false
-  end
+  local group, stages_group = mesh.group "dp", mesh.group "pp"
+  local fields = { cfg = cfg, device_name = cfg.device, policy = cfg.eviction, precision = cfg.precision,
+    pipeline = stages_group and pipe.request(cfg, stages_group) or false, tensor_parallel = layers_of(engine, cfg),
+    device = native.device_index(cfg.device), host = native.device_index("cpu"),
+    accumulate = cfg.gradient_accumulation_steps,
+    scaler_config = cfg.precision == "fp16" and cfg.fp16 or nil,
+    zero_stage = group and group:size() > 1 and cfg.zero_optimization.stage or 0 }
+  fields.adds_up = fields.accumulate > 1 or cfg.pipeline.stages > 1
+  fields.lookups = lookups_of(engine, fields)
   if cfg.seed then random.seed(cfg.seed) end
+  return fields
 end
 
 -- Parameters of a module, and how many of them train.
@@ -249,19 +258,19 @@ local function count_parameters(model_func)
 end
 
 -- The function that cuts the layers of a model without values; nil: ranks share no layers.
-local function cutter(self)
-  local how = self.tensor_parallel
+local function cutter(engine)
+  local how = engine.tensor_parallel
   return how and function(module) tensor_parallel.cut(module, how) end or nil
 end
 
 -- Parameters that this rank has of a model which ranks cut. All ranks call this; how stages were cut is kept.
-local function count_own(self)
-  local model_func, cut, restore = model_of(self.request_model_func), cutter(self), random_state.keep()
+local function count_own(engine)
+  local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
-  if self.pipeline then
-    module, made = stages.divide(model_func, self.pipeline, { device = self.device_name, precision = self.precision,
-      cut = cut })
-    self.pipeline.found = { costs = made.costs, first = made.first, times = made.times }
+  if engine.pipeline then
+    module, made = stages.divide(model_func, engine.pipeline, { device = engine.device_name,
+      precision = engine.precision, cut = cut })
+    engine.pipeline.found = { costs = made.costs, first = made.first, times = made.times }
   else
     module = deferred.make(model_func)
     cut(module)
@@ -274,35 +283,35 @@ local function count_own(self)
 end
 
 -- Parameters of which this process keeps the state, or a share of it; nil where they cannot be counted.
-local function count_kept(self)
-  if not self.request_model_func then return nil end
-  if self.pipeline or self.tensor_parallel then return count_own(self) end
-  local counted = count_parameters(model_of(self.request_model_func))
+local function count_kept(engine)
+  if not engine.request_model_func then return nil end
+  if engine.pipeline or engine.tensor_parallel then return count_own(engine) end
+  local counted = count_parameters(model_of(engine.request_model_func))
   return counted and counted.numel
 end
 
 -- Bytes a parameter that this process keeps at most: of state, of a gradient and of staging. Where ranks share these
 -- out, it is this rank's part, and a tenth more, since parts are uneven.
-local function bytes_a_parameter(self)
+local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
-  local stage = self.zero_stage
-  local state = 4 + 4 * #optim_groups.averages(self.cfg.optimizer, self.param_groups)
+  local stage = engine.zero_stage
+  local state = 4 + 4 * #optim_groups.averages(engine.cfg.optimizer, engine.param_groups)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
 -- Bytes of the disk file: the limit, or as many as this process's part of the model's state and the staging of its
 -- parameters need.
-local function disk_bytes(self)
-  local disk = self.cfg.memory.disk
+local function disk_bytes(engine)
+  local disk = engine.cfg.memory.disk
   if not disk then return 0 end
   if disk.limit then return disk.limit end
-  local counted = count_kept(self)
+  local counted = count_kept(engine)
   local free = disk_free(disk.path)
-  if counted then return math.ceil(counted * bytes_a_parameter(self) / 1048576 + 256) * 1048576 end
+  if counted then return math.ceil(counted * bytes_a_parameter(engine) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
-  self:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's free "
-    .. "space is set aside")
+  engine:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's "
+    .. "free space is set aside")
   return math.floor(free / 2)
 end
 
@@ -320,32 +329,33 @@ end
 function setup.current() return open end
 
 --- Opens the C engine with the budgets of the configuration.
+---@param engine ps.Engine
 ---@param step ffi.cdata* the ps_step that is the engine's from now on
-function setup.open_engine(self, step)
+---@return {adam_rates: table|false, ranks: ps.engine.Ranks|nil} fields of the engine
+function setup.open_engine(engine, step)
   if open then
     error("ps.initialize: an engine is open already; end it with model:close() first", 0)
   end
-  local memory, c = self.cfg.memory, ffi.new("ps_chunk_config")
-  c.device, c.host = self.device, self.host
-  native.check(C.ps_policy_find(self.policy, int_out))
+  local memory, c = engine.cfg.memory, ffi.new("ps_chunk_config")
+  c.device, c.host = engine.device, engine.host
+  native.check(C.ps_policy_find(engine.policy, int_out))
   c.policy = int_out[0]
-  c.prefetch = self.cfg.prefetch and 1 or 0
+  c.prefetch = engine.cfg.prefetch and 1 or 0
   c.stress = environment.get "PS_STRESS" == "1" and 1 or 0
   c.disk_threads = environment.whole("PS_DISK_THREADS", 1) or 0
-  c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(self)
-  if type(self.cfg.prefetch) == "number" then
-    for t = 0, 2 do c.ahead[t] = self.cfg.prefetch end
+  c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(engine)
+  if type(engine.cfg.prefetch) == "number" then
+    for t = 0, 2 do c.ahead[t] = engine.cfg.prefetch end
   end
   local group = mesh.group "world"
-  local weighs = self.device ~= self.host and (group ~= nil or self.lookups or hybrid.wanted(self))
-  self.adam_rates = weighs and rates.of(self)     -- before the budgets are in use
+  local weighs = engine.device ~= engine.host and (group ~= nil or engine.lookups or hybrid.wanted(engine))
+  local adam_rates = weighs and rates.of(engine)     -- before the budgets are in use
   scope.collect_all()                                -- garbage should not count against the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
-  open = self
-  if group then
-    self.ranks = data_parallel.new(self)
-    if weighs then self.adam_rates = rates.of(self, function(value) return self.ranks:least(value) end) end
-  end
+  open = engine
+  local ranks = group and data_parallel.new(engine) or nil
+  if ranks and weighs then adam_rates = rates.of(engine, function(value) return ranks:least(value) end) end
+  return { adam_rates = adam_rates, ranks = ranks }
 end
 
 -- Refuses a module whose layers would have to be cut where they have values already.
@@ -359,34 +369,9 @@ local function refuse_whole(request)
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
---- Runs model_func, whose parameters go into chunks as they are made, or takes the module that exists already.
-function setup.make_module(self, request)
-  local shards = self.ranks and self.ranks.shards
-  local function stage(tensor) build.stage(tensor, shards) end
-  local cut = self.tensor_parallel
-  local given, model_func = request.module, request.model_func
-  if given and cut and not request.is_cut then refuse_whole(request) end
-  -- Of a module that exists already a stage keeps its own parameters, and drops the bytes of the others.
-  if given and self.pipeline and not request.stages then
-    given, model_func = nil, function() return request.module end
-  end
-  if given then
-    self.stages, self.stays = request.stages or false, request.stays
-    for name, p in given:named_parameters() do
-      if not (self.stages and self.stages:elsewhere(name)) then stage(p) end
-    end
-    return given
-  end
-  model_func = model_of(model_func)
-  if self.pipeline then
-    local module
-    module, self.stages = stages.make(model_func, self.pipeline, { device = self.device_name,
-      precision = self.precision, stage = stage,
-      cut = cutter(self) })
-    return module
-  end
-  if cut then return (tensor_parallel.make(model_func, cut, { device = self.device_name, stage = stage })) end
-  local was = create.set_default_device(self.device_name)
+-- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter has made it.
+local function run_model(engine, model_func, stage)
+  local was = create.set_default_device(engine.device_name)
   local off = hooks.on("parameter", stage)
   local ok, module = pcall(model_func)
   off()
@@ -397,15 +382,48 @@ function setup.make_module(self, request)
   return module
 end
 
+--- Runs model_func, whose parameters go into chunks as they are made, or takes the module that exists already.
+---@param engine ps.Engine
+---@param request table
+---@return {module: ps.nn.Module, stages: ps.engine.Stages|false, stays: function|nil|false} fields of the engine
+function setup.make_module(engine, request)
+  local shards = engine.ranks and engine.ranks.shards
+  local function stage(tensor) build.stage(tensor, shards) end
+  local cut = engine.tensor_parallel
+  local given, model_func = request.module, request.model_func
+  if given and cut and not request.is_cut then refuse_whole(request) end
+  -- Of a module that exists already a stage keeps its own parameters, and drops the bytes of the others.
+  if given and engine.pipeline and not request.stages then
+    given, model_func = nil, function() return request.module end
+  end
+  if given then
+    local cut_into = request.stages or false
+    for name, p in given:named_parameters() do
+      if not (cut_into and cut_into:elsewhere(name)) then stage(p) end
+    end
+    return { module = given, stages = cut_into, stays = request.stays }
+  end
+  model_func = model_of(model_func)
+  if engine.pipeline then
+    local module, cut_into = stages.make(model_func, engine.pipeline, { device = engine.device_name,
+      precision = engine.precision, stage = stage, cut = cutter(engine) })
+    return { module = module, stages = cut_into }
+  end
+  if cut then
+    return { module = tensor_parallel.make(model_func, cut, { device = engine.device_name, stage = stage }) }
+  end
+  return { module = run_model(engine, model_func, stage) }
+end
+
 --- The error of a model that could not be made. Where memory ran out, it has the bytes of the whole model.
 ---@param problem any
 ---@return any
-function setup.explain(self, problem)
-  if type(problem) ~= "table" or open ~= self then return problem end
+function setup.explain(engine, problem)
+  if type(problem) ~= "table" or open ~= engine then return problem end
   local group = mesh.group "dp"
-  local counted = self.module and count(self.module)
-    or self.request_model_func and count_parameters(self.request_model_func) or nil
-  return shortage.explain(problem, counted, place_options(self), self.zero_stage, group and group:size() or 1)
+  local counted = engine.module and count(engine.module)
+    or engine.request_model_func and count_parameters(engine.request_model_func) or nil
+  return shortage.explain(problem, counted, place_options(engine), engine.zero_stage, group and group:size() or 1)
 end
 
 local function call(module, ...) return module(...) end
@@ -419,41 +437,51 @@ local function with_loss(loss)
   end
 end
 
---- Sets the engine's remaining fields, once parameters and optimizer are there.
-function setup.finish(self)
-  local cfg = self.cfg
-  if self.stages and self.stages.parts then
-    self.pipe = pipe.new(self, self.stages, mesh.group "pp")
-    self.driver = row_driver.new(self, self.pipe)
+-- Completes the optimizer by the loss scale of the configuration.
+local function finish_optimizer(engine)
+  local optimizer, f = engine.optimizer, engine.scaler_config
+  optimizer.checks_overflow = engine.precision == "bf16" and engine.cfg.bf16.check_grad_overflow or f ~= nil
+  if not f then return end
+  optimizer.scaler = require("ps.optim.loss_scaler").new {
+    loss_scale = f.dynamic and 0 or f.loss_scale, initial_scale = f.initial_scale,
+    loss_scale_window = f.loss_scale_window, hysteresis = f.hysteresis,
+    consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
+end
+
+-- The function that runs a forward: it calls fn(...), and may store activations on the host.
+local function runner(engine, run)
+  if not engine.cfg.activation_checkpointing.cpu_checkpointing then return run end
+  if engine.device ~= engine.host then
+    return function(...) return scope.offload_activations(run, ...) end
   end
-  self.slots = not self.adds_up and self.precision ~= "fp32"
-  self.overlap = cfg.overlap_optimizer == true
-    or cfg.overlap_optimizer == "auto" and self.device == self.host and not self.pipe
-  if self.pipe and (self.ranks.dp:size() > 1 or self.stages:has_ties()) then self.overlap = false end
-  self.optimizer.checks_overflow = self.precision == "bf16" and cfg.bf16.check_grad_overflow
-    or self.scaler_config ~= nil
-  if self.scaler_config then
-    local f = self.scaler_config
-    self.optimizer.scaler = require("ps.optim.loss_scaler").new {
-      loss_scale = f.dynamic and 0 or f.loss_scale, initial_scale = f.initial_scale,
-      loss_scale_window = f.loss_scale_window, hysteresis = f.hysteresis,
-      consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
+  engine:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes")
+  return run
+end
+
+--- Completes an engine that has its module and its optimizer.
+---@param engine ps.Engine
+---@return table fields of the engine
+function setup.finish(engine)
+  local cfg, fields = engine.cfg, {}
+  if engine.stages and engine.stages.parts then
+    fields.pipe = pipe.new(engine, engine.stages, mesh.group "pp")
+    fields.driver = row_driver.new(engine, fields.pipe)
   end
+  fields.slots = not engine.adds_up and engine.precision ~= "fp32"
+  fields.overlap = cfg.overlap_optimizer == true
+    or cfg.overlap_optimizer == "auto" and engine.device == engine.host and not fields.pipe
+  if fields.pipe and (engine.ranks.dp:size() > 1 or engine.stages:has_ties()) then fields.overlap = false end
+  finish_optimizer(engine)
   if cfg.scheduler then
-    self.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, self.optimizer)
+    fields.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, engine.optimizer)
   end
-  if cfg.recompute and self.module:recompute_blocks() == 0 then
-    self:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.recompute(fn) "
+  if cfg.recompute and engine.module:recompute_blocks() == 0 then
+    engine:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.recompute(fn) "
       .. "in its code does it for any function")
   end
-  self.apply = self.own_loss and with_loss(self.own_loss) or call
-  self.run = self.pipe and call or self.apply
-  if cfg.activation_checkpointing.cpu_checkpointing then
-    if self.device ~= self.host then
-      local run = self.run
-      self.run = function(...) return scope.offload_activations(run, ...) end
-    else self:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes") end
-  end
+  fields.apply = engine.own_loss and with_loss(engine.own_loss) or call
+  fields.run = runner(engine, fields.pipe and call or fields.apply)
+  return fields
 end
 
 return setup

@@ -106,7 +106,7 @@ end
 ---@param instance table from handle.instance
 ---@return ps.Engine
 function handle.new(engine, instance)
-  engines[engine], engine.bound = engine, setmetatable({}, { __mode = "k" })
+  engines[engine] = engine
   return setmetatable({ [ENGINE] = engine }, instance)
 end
 

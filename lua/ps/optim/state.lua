@@ -111,7 +111,7 @@ local function load_named(opt, source, values)
   end
   optim_groups.from_text(opt.groups, values.groups)
   opt.steps = values.steps
-  opt.engine.steps = values.calls or values.steps
+  opt.engine:set_steps(values.calls or values.steps)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
@@ -269,7 +269,8 @@ local function load_torch(opt, saved)
     if from.nesterov ~= nil and opt.kind == "SGD" then group.nesterov = from.nesterov end
     if from.betas then group.betas = { number_of(from.betas[1]), number_of(from.betas[2]) } end
   end
-  opt.steps, opt.engine.steps = most, most
+  opt.steps = most
+  opt.engine:set_steps(most)
 end
 
 --- Takes over the result of state.named or state.torch, or a file of either. Values are copied.

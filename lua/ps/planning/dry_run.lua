@@ -199,7 +199,7 @@ local function watch_sent()
 end
 
 local function of_engine(engine, seen, when, tiers, sent)
-  local built, forecast, links = engine.built, engine.forecast or nil, {}
+  local built, forecast, links = engine.built, engine.plan.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
     -- Later steps have all chunks, as the first has not. Of the last tier the forecast is the room for all of them,
@@ -217,14 +217,14 @@ local function of_engine(engine, seen, when, tiers, sent)
   end
   local cut = cut_of(engine)
   local axes, in_pieces = sent(cut)
-  local layers = engine.tensor_parallel
+  local layers, adam_split = engine.tensor_parallel, engine.plan.adam_split
   local pieces = in_pieces > 0 and layers.beside and { count = layers.pieces, nbytes = in_pieces } or nil
   return { fits = true, tiers = tiers, links = links, parameters = built.numel, state_bytes = built.state_bytes,
     chunk_size = built.layout.chunk_size, device = engine.device_name, precision = engine.precision,
     planned = forecast ~= nil, micro_batches = engine.accumulate, resident = forecast and forecast.resident or 0,
     rows = seen.rows, blocks = seen.blocks, owned = owned(engine), stage = engine.zero_stage,
     gathered = forecast and forecast.gathered or 0, world = engine.ranks and engine.ranks.dp:size() or 1,
-    recompute = engine.cfg.recompute or false, adam_split = engine.adam_split and engine.adam_split.share or nil,
+    recompute = engine.cfg.recompute or false, adam_split = adam_split and adam_split.share or nil,
     cut = cut, owner = owner(owned(engine)), axes = axes, pieces = pieces, tp = tp_of(engine), known = known.of(engine),
     model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end

@@ -35,17 +35,18 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Whether tables of this engine may go to the host. A setting that the engine cannot follow gets a note.
----@param engine ps.Engine
+--- Whether tables of an engine may go to the host. A setting that the engine cannot follow gets a note.
+---@param fields {cfg: ps.Config, device: integer, host: integer} of the engine
+---@param note fun(text: string)
 ---@return boolean
-function embed.wanted(engine)
-  local want = engine.cfg.use_cpu_embedding
-  if want == true and engine.device == engine.host then
-    engine:note("use_cpu_embedding: means nothing where the cpu computes")
-  elseif want == true and engine.cfg.memory.kind == "plain" then
-    engine:note("use_cpu_embedding: plain memory stays where it is made")
+function embed.wanted(fields, note)
+  local want = fields.cfg.use_cpu_embedding
+  if want == true and fields.device == fields.host then
+    note("use_cpu_embedding: means nothing where the cpu computes")
+  elseif want == true and fields.cfg.memory.kind == "plain" then
+    note("use_cpu_embedding: plain memory stays where it is made")
   else
-    return want ~= false and engine.device ~= engine.host
+    return want ~= false and fields.device ~= fields.host
   end
   return false
 end
@@ -121,6 +122,7 @@ end
 ---@param engine ps.Engine
 ---@param dry_run fun(): integer? nil when the step cannot be run without values
 ---@param split fun(): ps.engine.Split? the best split of updates, with the tables where they are
+---@return table<ps.engine.Table, boolean> on_host
 function embed.settle(engine, dry_run, split)
   local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false
   local ok, chosen = pcall(function()
@@ -136,17 +138,18 @@ function embed.settle(engine, dry_run, split)
     chosen = ok and all or chosen
   end
   if not ok then error(chosen, 0) end
-  engine.tables_on_host = set_of(chosen)
-  put(engine, tables, engine.tables_on_host)
-  if not told then return end
+  local on_host = set_of(chosen)
+  put(engine, tables, on_host)
+  if not told then return on_host end
   if #tables == 0 then engine:note("use_cpu_embedding: the model has no nn.Embedding with a table of its own") end
   if blind then engine:note("use_cpu_embedding: what tables are used for cannot be told before a step has run") end
   for _, t in ipairs(blind and {} or tables) do
-    if not engine.tables_on_host[t] then
+    if not on_host[t] then
       engine:note(("use_cpu_embedding: %s stays on the device: it is used by more than lookups (as a tied head, say), "
         .. "or by none"):format(t.name))
     end
   end
+  return on_host
 end
 
 return embed

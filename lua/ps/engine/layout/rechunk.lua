@@ -151,7 +151,7 @@ function finer.share(engine, problem)
   local function hopeless(why) problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg, why) end
   local resident, of_op = sub ~= "OP_CHUNKS", sub == "OP_CHUNKS" or sub == "OP_BESIDE_RESIDENTS"
   local left = of_op and problem.left or 0
-  if engine.no_finer then return hopeless("another process has no room to move parameters from chunk to chunk") end
+  if engine.plan.no_finer then return hopeless("another process has no room to move parameters from chunk to chunk") end
   if not split.next_size(engine.built.layout, 1) then
     return hopeless("they are as small as the model's tensors allow")
   end
@@ -181,7 +181,7 @@ function finer.split(engine, part)
     move(built, split.cut(built.layout, numel, size), place_options(engine))
     build.register(built, optimizer.group_of, #optimizer.groups, engine)
     for i, t in ipairs(updates) do optimizer:set_updates(i, t) end
-    engine.masters = masters.new(built)
+    engine:laid_out(masters.new(built))
   end)
   if not ok then
     engine:close()
@@ -191,7 +191,6 @@ function finer.split(engine, part)
     if coded then problem.msg = text end
     error(coded and problem or text, 0)
   end
-  engine.traces, engine.unplanned, engine.adam_split, engine.tables_on_host = {}, {}, false, false
 end
 
 return finer

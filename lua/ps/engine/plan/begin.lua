@@ -23,76 +23,76 @@ local function leave_nothing(id)
 end
 
 -- Begins a step like trace `id`. Where memory is short, it collects Lua's garbage and tries again.
-local function begin_like(self, key, id)
+local function begin_like(engine, key, id)
   if id then leave_nothing(id) end
-  local rc = step.begin(self, key, id)
+  local rc = step.begin(engine, key, id)
   if rc ~= C.PS_ENOMEM then return rc end
   scope.collect_all()
   if id then leave_nothing(id) end
-  return step.begin(self, key, id)
+  return step.begin(engine, key, id)
 end
 
 -- An op may have room only because other tensors take less at its moment than at their peak. Memory then goes back and
 -- forth between these tensors and chunks in every step. Smaller chunks, where they avoid this, are preferred.
-local function rather_smaller(self, forecast)
+local function rather_smaller(engine, forecast)
   local short = forecast.short
   if not short then return end
   local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
   local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, sub = "OP_CHUNKS", msg = msg, tier = short.tier,
     wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, native.Error)
-  if finer.share(self, problem) then error(problem, 0) end
+  if finer.share(engine, problem) then error(problem, 0) end
 end
 
 -- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
-local function plan_and_begin(self, args, key)
-  local id = self.traces[key]
-  local function look(forecast) rather_smaller(self, forecast) end
-  if id == nil and not self.unplanned[key] then
-    id = plan_step(self, args, look)
-    self.traces[key] = id
-    self.unplanned[key] = id == nil or nil
+local function plan_and_begin(engine, args, key)
+  local id = engine.traces[key]
+  local function look(forecast) rather_smaller(engine, forecast) end
+  if id == nil and not engine.unplanned[key] then
+    id = plan_step(engine, args, look)
+    engine.traces[key] = id
+    engine.unplanned[key] = id == nil or nil
   end
-  local rc = begin_like(self, key, id)
+  local rc = begin_like(engine, key, id)
   if rc == C.PS_ERANGE then                       -- its trace made room for others
-    self.traces[key] = not self.unplanned[key] and plan_step(self, args, look) or nil
-    id = self.traces[key]
-    rc = begin_like(self, key, id)
+    engine.traces[key] = not engine.unplanned[key] and plan_step(engine, args, look) or nil
+    id = engine.traces[key]
+    rc = begin_like(engine, key, id)
   end
   native.check(rc)
 end
 
 -- Tries to begin a step. Returns nil: it has begun; a share for finer.split: smaller chunks may help; 0: they may help,
 -- but a rank has no room for laying them out.
-local function try_step(self, args, key)
+local function try_step(engine, args, key)
   local function try()
-    local ok, problem = pcall(plan_and_begin, self, args, key)
+    local ok, problem = pcall(plan_and_begin, engine, args, key)
     if ok then return end
     if not (type(problem) == "table" and problem.name == "ENOMEM" and native.give_room()) then error(problem, 0) end
-    plan_and_begin(self, args, key)
+    plan_and_begin(engine, args, key)
   end
-  local function share(problem) return finer.share(self, problem) end
-  if self.ranks then return self.ranks:begin_step(try, share, function() return finer.limit(self) end) end
+  local function share(problem) return finer.share(engine, problem) end
+  if engine.ranks then return engine.ranks:begin_step(try, share, function() return finer.limit(engine) end) end
   local ok, problem = pcall(try)
   if ok then return nil end
   return share(problem) or error(problem, 0)
 end
 
 --- Begins a step with these arguments: planned, where that is possible, and with room for its ops.
----@param self ps.Engine
+---@param engine ps.Engine
 ---@param args any[]
-function begin.step(self, args)
-  local key, was = forecasts.signature(self, args), self.built.layout.chunk_size
-  self.masters:sync()
+function begin.step(engine, args)
+  local key, was = forecasts.signature(engine, args), engine.built.layout.chunk_size
+  engine.masters:sync()
   repeat
-    local ok, part = pcall(try_step, self, args, key)
-    if not ok then step.give_up(self) elseif part then step.take_back(self) end
+    local ok, part = pcall(try_step, engine, args, key)
+    if not ok then step.give_up(engine) elseif part then step.take_back(engine) end
     if not ok then error(part, 0) end
-    if part == 0 then self.no_finer = true
-    elseif part then finer.split(self, part) end
+    if part == 0 then engine.plan.no_finer = true
+    elseif part then finer.split(engine, part) end
   until not part
-  local now = self.built.layout.chunk_size
+  local now = engine.built.layout.chunk_size
   if now ~= was then
-    self:note(("a step did not fit in chunks of %d elements; the model was laid out anew in chunks of %d"):format(was,
+    engine:note(("a step did not fit in chunks of %d elements; the model was laid out anew in chunks of %d"):format(was,
       now))
   end
 end

@@ -144,13 +144,13 @@ function forecasts.lines(engine, forecast)
           forecast.tiers[i + 1].name, readable.bytes(forecast.evicted[i]), engine.policy)
     end
   end
-  if engine.adam_split then
+  if engine.plan.adam_split then
     for _, line in ipairs(require("ps.engine.plan.hybrid").lines(engine,
-      engine.adam_split)) do lines[#lines + 1] = line end
+      engine.plan.adam_split)) do lines[#lines + 1] = line end
   end
-  if engine.tables_on_host and next(engine.tables_on_host) then
+  if engine.plan.tables_on_host and next(engine.plan.tables_on_host) then
     local names = {}
-    for _, t in ipairs(built.tables) do if engine.tables_on_host[t] then names[#names + 1] = t.name end end
+    for _, t in ipairs(built.tables) do if engine.plan.tables_on_host[t] then names[#names + 1] = t.name end end
     lines[#lines + 1] = "  looked up on the host: " .. table.concat(names, ", ")
   end
   return lines

@@ -10,25 +10,32 @@ local readable = require "ps.core.readable"
 local HIGHER = 1.25               -- times a printed peak, from which on another plan is printed
 
 -- Refuses a plan that moves chunks although offload_optimizer.device is "none".
-local function check_stays(self, forecast)
+local function check_stays(engine, forecast)
   local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
-  if not self.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
+  if not engine.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
   local first, second = forecast.tiers[1], forecast.tiers[2]
   error(('zero_optimization.offload_optimizer.device is "none", but the optimizer\'s state does not fit beside the '
     .. "model: a step would move %s between %s and %s; raise memory.%s (%s), or write \"cpu\", or leave it out"):format(
     readable.bytes(moved), first.name, second.name, first.name, readable.bytes(first.budget)), 0)
 end
 
+---@class ps.engine.PlanState
+---@field adam_split ps.engine.Split|false the updates that run on the device (engine/plan/hybrid.lua)
+---@field forecast ps.engine.Forecast|false of the last plan
+---@field no_finer boolean a rank has no room to lay the model out in smaller chunks
+---@field printed table|false the facts that the printed plans have told
+---@field tables_on_host table<ps.engine.Table, boolean>|false tables of nn.Embedding that lie on the host
+
 -- Whether a plan tells something that the printed ones do not: another layout, moves or an op short of room where there
 -- were none, or a peak that is clearly higher. Plans of batches of other sizes differ by less.
-local function is_news(self, forecast)
-  local layout, printed = self.built.layout, self.printed
+local function is_news(engine, forecast)
+  local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false
   for _, bytes in ipairs(forecast.fetched) do moves = moves or bytes > 0 end
   for _, bytes in ipairs(forecast.evicted) do moves = moves or bytes > 0 end
   if not printed or printed.layout ~= layout or moves and not printed.moves or forecast.short and not printed.short then
-    self.printed = { layout = layout, moves = moves, short = forecast.short ~= nil, peaks = {} }
-    for i, tier in ipairs(forecast.tiers) do self.printed.peaks[i] = tier.peak end
+    engine.plan.printed = { layout = layout, moves = moves, short = forecast.short ~= nil, peaks = {} }
+    for i, tier in ipairs(forecast.tiers) do engine.plan.printed.peaks[i] = tier.peak end
     return true
   end
   local news = false
@@ -43,34 +50,37 @@ end
 
 --- Plans a step with these arguments. Returns its trace, or nil when the step has to run once first. `look` gets the
 --- forecast before it is printed, and may raise an error.
----@param self ps.Engine
+---@param engine ps.Engine
 ---@param args any[]
 ---@param look fun(forecast: ps.engine.Forecast)
 ---@return integer?
-return function(self, args, look)
+return function(engine, args, look)
   local function dry_run(like)
-    local id = forecasts.dry_run(self, args, like)
-    if id and not like and self.zero_stage > 0 then id = forecasts.dry_run(self, args, id) end   -- gathers run ahead
+    local id = forecasts.dry_run(engine, args, like)
+    if id and not like and engine.zero_stage > 0 then id = forecasts.dry_run(engine, args, id) end  -- gathers run ahead
     return id
   end
-  local function split() return hybrid.place(self, dry_run) end
-  if self.lookups and not self.tables_on_host then embed.settle(self, dry_run, split) end
+  local function split() return hybrid.place(engine, dry_run) end
+  local plan = engine.plan
+  if engine.lookups and not plan.tables_on_host then
+    plan.tables_on_host = embed.settle(engine, dry_run, split)
+  end
   local id
-  if self.device ~= self.host and not self.adam_split then
-    self.adam_split = split()
-    id = self.adam_split and self.adam_split.id
+  if engine.device ~= engine.host and not plan.adam_split then
+    plan.adam_split = split()
+    id = plan.adam_split and plan.adam_split.id
   else
     id = dry_run()
   end
   if id == nil then return nil end
   local forecast = forecasts.of(id)
   look(forecast)
-  self.forecast = forecast
-  check_stays(self, forecast)
-  local prints, world = self.cfg.plan_print, mesh.group "world"
-  local here = prints and (prints == "all" or not world or world:rank() == 0) and not self.quiet
-  if here and is_news(self, forecast) then
-    for _, line in ipairs(forecasts.lines(self, forecast)) do io.stdout:write(line, "\n") end
+  plan.forecast = forecast
+  check_stays(engine, forecast)
+  local prints, world = engine.cfg.plan_print, mesh.group "world"
+  local here = prints and (prints == "all" or not world or world:rank() == 0) and not engine.quiet
+  if here and is_news(engine, forecast) then
+    for _, line in ipairs(forecasts.lines(engine, forecast)) do io.stdout:write(line, "\n") end
     io.stdout:flush()
   end
   return id

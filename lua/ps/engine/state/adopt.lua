@@ -67,7 +67,6 @@ end
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)
-  engine.updates = engine.updates or {}
   for name, param in module:named_parameters() do
     local at = core.address(param)
     engine.updates[at] = { engine = engine, name = name }

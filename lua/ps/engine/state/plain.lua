@@ -153,23 +153,23 @@ local function begin_step(engine)
 end
 
 --- Makes the module, and the optimizer of ps.optim, from a request and a configuration that engine/setup.lua has read.
----@param self ps.Engine with cfg, accumulate, precision, device_name and so on
+---@param engine ps.Engine with cfg, accumulate, precision, device_name and so on
 ---@param request table
-function plain.initialize(self, request)
-  local was = create.set_default_device(self.device_name)
+---@return table fields of the engine
+function plain.initialize(engine, request)
+  local was = create.set_default_device(engine.device_name)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)
   create.set_default_device(was)
   if not ok then error(module, 0) end
   if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
-  local cfg = self.cfg
-  self.plain, self.module, self.begin_step = true, module, begin_step
-  adopt.take(self, module)
-  local made = convert(module, self.precision)
-  adopt.take(self, module)                                      -- the parameters in their places
-  if self.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
+  local cfg = engine.cfg
+  adopt.take(engine, module)
+  local made = convert(module, engine.precision)
+  adopt.take(engine, module)                                      -- the parameters in their places
+  if engine.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
   end
-  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, self.param_groups),
+  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, engine.param_groups),
     { lr = cfg.rate_given and cfg.optimizer.params.lr or nil })
   inner.of_engine = true
   local rows = named_rows(module, inner, made)
@@ -178,16 +178,17 @@ function plain.initialize(self, request)
   for name, param in module:named_parameters() do
     if not trains[core.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
   end
-  self.built = { list = rows, frozen = {}, untrained = untrained }
-  self.masters = masters.new(self.built)
+  local built = { list = rows, frozen = {}, untrained = untrained }
   local group_of, numbers = {}, {}
   for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
   for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
-  self.optimizer = setmetatable({ engine = self, inner = inner, groups = inner.groups, group_of = group_of,
-    kind = cfg.optimizer.type, averages = optim_groups.averages(cfg.optimizer, self.param_groups), steps = 0,
+  local own = setmetatable({ engine = engine, inner = inner, groups = inner.groups, group_of = group_of,
+    kind = cfg.optimizer.type, averages = optim_groups.averages(cfg.optimizer, engine.param_groups), steps = 0,
     n_updated = 0,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
-  optim_groups.begin_rates(self.optimizer, cfg.rate_given and cfg.optimizer.params.lr or nil)
+  optim_groups.begin_rates(own, cfg.rate_given and cfg.optimizer.params.lr or nil)
+  return { plain = true, module = module, begin_step = begin_step, built = built, masters = masters.new(built),
+    optimizer = own }
 end
 
 return plain

@@ -7,6 +7,8 @@ local core = require "ps.nn.module"
 
 local trained = {}
 
+local seen = setmetatable({}, { __mode = "k" })            -- by engine: core.changes when its module was last checked
+
 -- Refuses parameters that were frozen when the engine was made and require a gradient now.
 local function check_frozen(engine)
   for _, row in ipairs(engine.built.untrained) do
@@ -23,7 +25,7 @@ end
 ---@param engine ps.Engine
 function trained.check(engine)
   check_frozen(engine)
-  if engine.changes_seen == core.changes then return end
+  if seen[engine] == core.changes then return end
   local known, built = {}, engine.built
   for _, row in ipairs(built.list) do known[core.address(row.param)] = true end
   for _, row in ipairs(built.elsewhere or {}) do known[core.address(row.param)] = true end
@@ -34,7 +36,7 @@ function trained.check(engine)
         .. "parameters"):format(name), 0)
     end
   end
-  engine.changes_seen = core.changes
+  seen[engine] = core.changes
 end
 
 --- Which parameters of a model train, in order, as text: "1" one that does, "0" a frozen one. Parameters that lie on
