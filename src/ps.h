@@ -329,6 +329,12 @@ int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder);
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history. PS_ENOMEM */
 /* 1: t is one of n tensors, or recorded ops made it from one of them; else 0. PS_ENOMEM. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from);
+/* The number of the op that made t; it rises with each recorded op. -1: no recorded op made t. The number stays valid
+ * after t is freed. */
+int64_t ps_tensor_op_number(const ps_tensor *t);
+/* Sets found[i] to 1 where t was made by the op number ops[i], or recorded ops made t from its result, else to 0. The
+ * search does not go beyond an op that it found. PS_ENOMEM. */
+int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found);
 /* A backward walk from n roots at once. Each root has a gradient of its shape, or NULL where the root is a single
  * value; gradients NULL: no root has one. The nodes that lead to the roots are used up: a second walk through them is
  * PS_ESTATE. begin_n walks, too, unless segment is NULL, and returns the result of next. 0: the walk is over. 1: it
@@ -1141,6 +1147,7 @@ typedef struct ps_pipe_event {
   int64_t segment;             /* of a SEGMENT: its number, which ps_segment_new gave */
   double seconds;              /* that backwards, weight gradients and reductions took since the event before */
   double loss;                 /* of a YIELD */
+  double weight;               /* of a YIELD: that of ps_pipe_weigh; -1: the last virtual stage gave none */
 } ps_pipe_event;
 /* Opens the executor of this rank, whose number in the group is that of its row. All ranks of the group call it, with
  * tables of one kind. Table, group and context may be closed before it. PS_ESTATE: the table is not lowered. PS_EINVAL:
@@ -1180,6 +1187,9 @@ int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);
  * Without this call the weight is 0. PS_ESTATE: no step is under way. PS_ERANGE: no such micro-batch. PS_EINVAL: a root
  * elsewhere. PS_ESTALE: its bytes are gone. */
 int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight);
+/* The weight of the loss that the FORWARD under way made, before its ps_pipe_done. The ranks of the other stages get it
+ * with the loss. Errors: as ps_pipe_mark. */
+int ps_pipe_weigh(ps_pipe *x, int micro, double weight);
 /* The event that is due. It may wait for messages: PS_EINVAL: another one came than the table says. PS_ETIME, PS_EIO:
  * as of groups; the message names rank and action. PS_ESTATE: no step is under way, the event before is not done, or
  * the step's table is not that of the row. Else errors of a walk (ps_backward_begin_n), of weight gradients

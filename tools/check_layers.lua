@@ -56,8 +56,9 @@ local RULES = {
     "ps%.tensor%.index$", "ps%.tensor%.pretty$", "ps%.core%.array$", "ps%.core%.exact$", "ps%.core%.foreign$",
     "ps%.core%.hooks$" },
   { of = "lua/ps/tensor/composed%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$", "ps%.tensor$" },
-  { of = "lua/ps/tensor/losses%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.core%.scope$" },
-  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.tensor%.losses$", "ps%.core%.hooks$" },
+  { of = "lua/ps/tensor/losses%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.core%.scope$", "ps%.core%.loss_weight$" },
+  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.tensor%.losses$", "ps%.core%.hooks$",
+    "ps%.core%.loss_weight$" },
   { of = "models/", "ps", "models%." },
 }
 -- The floors of the library, from the lowest: a folder of lua/ps, and the folders below it whose files its own may

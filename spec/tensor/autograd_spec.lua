@@ -266,4 +266,33 @@ describe("recording", function()
     assert.is_false(from(long, { z }))
     assert.is_true(from(ps.recompute(function(t) return t * 2 end, sum), { y }))
   end)
+
+  it("tells which ops made a tensor, and does not look beyond those", function()
+    local native = require "ps.core.ffi"
+    local C, ffi = native.C, native.ffi
+    local function number(t) return tonumber(C.ps_tensor_op_number(t)) end
+    local function by(t, ...)
+      local n, found, list = select("#", ...), ffi.new("int8_t[4]"), {}
+      native.check(C.ps_tensor_made_by(t, n, ffi.new("int64_t[4]", { ... }), found))
+      for i = 1, n do list[i] = found[i - 1] end
+      return list
+    end
+    local x, w = leaf { 1, 2 }, leaf { 3, 4 }
+    local y, z = x * w, w:exp()
+    local of_y, of_z = number(y), number(z)
+    local sum = y:sum()
+    assert.truthy(of_y >= 0 and of_z > of_y and number(sum) > of_z)
+    assert.same({ -1, -1 }, { number(x), number(sum:detach()) })
+    assert.same({ 1, 0 }, by(sum, of_y, of_z))
+    assert.same({ 1, 1 }, by(sum + z:sum(), of_y, of_z))
+    assert.same({ 1, 0 }, by(sum * 2, number(sum), of_y))
+    assert.same({ 0, 0 }, by(x, of_y, of_z))
+    y = nil -- luacheck: ignore
+    collectgarbage()
+    collectgarbage()
+    assert.same({ 1, 0 }, by(sum / 2, of_y, of_z))                  -- the number outlives the tensor
+    local long = sum
+    for _ = 1, 200 do long = long + long * 2 end                    -- 2^200 paths
+    assert.same({ 1, 0 }, by(long, of_y, of_z))
+  end)
 end)

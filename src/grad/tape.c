@@ -79,6 +79,44 @@ int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
     return rc;
 }
 
+int64_t ps_tensor_op_number(const ps_tensor *t) { return t->node ? t->node->seq : -1; }
+
+static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *found)
+{
+    bool any = false;
+    for (int i = 0; i < n; i++)
+        if (ops[i] == node->seq) found[i] = 1, any = true;
+    return any;
+}
+
+/* As ps_tensor_made_from, by falling number. */
+int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
+{
+    int64_t lowest = INT64_MAX;
+    for (int i = 0; i < n; i++) {
+        found[i] = 0;
+        if (ops[i] < lowest) lowest = ops[i];
+    }
+    const ps_node **ahead = NULL, *node = t->node;
+    int32_t count = 0, capacity = 0;
+    int rc = 0;
+    while (rc == 0 && node) {
+        bool ends = mark_found(node, n, ops, found);
+        for (int i = 0; rc == 0 && !ends && i < node->n_in; i++) {
+            const ps_node *producer = node->edges[i].node;
+            bool known = !producer || producer->seq < lowest;
+            for (int32_t k = 0; k < count && !known; k++) known = ahead[k] == producer;
+            if (!known && (rc = ps_grow(ahead, capacity, count + 1)) == 0) ahead[count++] = producer;
+        }
+        int32_t next = 0;
+        for (int32_t k = 1; k < count; k++) if (ahead[k]->seq > ahead[next]->seq) next = k;
+        node = count > 0 ? ahead[next] : NULL;
+        if (count > 0) ahead[next] = ahead[--count];
+    }
+    ps_free(ahead);
+    return rc;
+}
+
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
 /* A parameter's gradient is whole, and its bytes are not read any more, after all nodes have passed that have an edge
  * to it, saved it or, as segments, read it. Only nodes that the walk can reach count. Other recorded nodes live until

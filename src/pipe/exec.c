@@ -48,6 +48,7 @@ struct ps_pipe {
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
     double *losses;                 /* [micro_batches] losses that came, or were made here */
+    double *loss_weights;           /* [micro_batches] their weights (ps_pipe_weigh), which come with them */
     double *weights;                /* [micro_batches] of ps_pipe_mark */
     void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
     void **sends;                   /* [n_sends] under way */
@@ -232,6 +233,7 @@ void ps_pipe_close(ps_pipe *x)
     ps_free(x->slots);
     ps_free(x->expected);
     ps_free(x->losses);
+    ps_free(x->loss_weights);
     ps_free(x->weights);
     ps_free(x->loss_requests);
     ps_free(x->sends);
@@ -262,13 +264,14 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
     x->slots = ps_alloc0((size_t)x->n_local * m * sizeof *x->slots);
     x->expected = ps_alloc0(v * m * sizeof *x->expected);
     x->losses = ps_alloc0(m * sizeof *x->losses);
+    x->loss_weights = ps_alloc0(m * sizeof *x->loss_weights);
     x->weights = ps_alloc0(m * sizeof *x->weights);
     x->loss_requests = ps_alloc0(m * sizeof *x->loss_requests);
     x->costs = ps_alloc0(v * sizeof *x->costs);
     x->spans = ps_alloc0((size_t)row_of(x)->n * sizeof *x->spans);
     for (int d = 0; d < PIPE_DIRECTIONS; d++) x->free[d] = ps_alloc0(v * sizeof *x->free[d]);
-    if (!x->slots || !x->expected || !x->losses || !x->weights || !x->loss_requests || !x->costs || !x->spans ||
-        !x->free[PIPE_UP] || !x->free[PIPE_DOWN]) {
+    if (!x->slots || !x->expected || !x->losses || !x->loss_weights || !x->weights || !x->loss_requests || !x->costs ||
+        !x->spans || !x->free[PIPE_UP] || !x->free[PIPE_DOWN]) {
         size_t nbytes = (size_t)x->n_local * m * sizeof *x->slots;
         ps_pipe_close(x);
         return ps_fail_nomem(nbytes);
@@ -461,7 +464,7 @@ static int wait_for(ps_pipe *x, void *request, pipe_note *note)
 static int take_one(ps_pipe *x, int device, bundle *to)
 {
     incoming in = x->posted[x->first_posted++];
-    pipe_note note = { 0, 0 };
+    pipe_note note = { 0 };
     if (x->first_posted == x->n_posted) x->first_posted = x->n_posted = 0;
     int rc = x->dry ? 0 : wait_for(x, in.request, &note);
     if (rc == 0 && note.when > x->clock) x->clock = note.when;
@@ -570,7 +573,7 @@ static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
 static int send_loss(ps_pipe *x, int32_t micro)
 {
     pipe_tag tag = loss_tag(x, micro);
-    pipe_note note = { .loss = x->losses[micro] };
+    pipe_note note = { .loss = x->losses[micro], .weight = x->loss_weights[micro] };
     for (int peer = 0; peer < x->t->spec.stages && !x->dry; peer++)
         if (peer != x->rank) PS_TRY(begin_send(x, peer, PIPE_LANE_LOSS, &tag, &note, NULL));
     return 0;
@@ -584,6 +587,7 @@ static int take_loss(ps_pipe *x, int32_t micro)
     x->loss_requests[micro] = NULL;
     PS_TRY(wait_for(x, request, &note));
     x->losses[micro] = note.loss;
+    x->loss_weights[micro] = note.weight;
     return 0;
 }
 
@@ -605,6 +609,7 @@ int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
     x->clock = 0;
     for (int d = 0; d < PIPE_DIRECTIONS; d++) memset(x->free[d], 0, (size_t)x->t->spec.vstages * sizeof *x->free[d]);
     memset(x->losses, 0, (size_t)x->t->spec.micro_batches * sizeof *x->losses);
+    for (int32_t i = 0; i < x->t->spec.micro_batches; i++) x->loss_weights[i] = -1;
     memset(x->weights, 0, (size_t)x->t->spec.micro_batches * sizeof *x->weights);
     int rc = noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * PARTS, x->first_again,
                                          x->end_again) : 0;
@@ -641,6 +646,15 @@ int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight)
         s->root = ps_tensor_hold(root);
     }
     x->weights[micro] = weight;
+    return 0;
+}
+
+int ps_pipe_weigh(ps_pipe *x, int micro, double weight)
+{
+    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
+    if (micro < 0 || micro >= x->t->spec.micro_batches)
+        return ps_fail(PS_ERANGE, "there is no micro-batch %d in a table of %d", micro, x->t->spec.micro_batches);
+    x->loss_weights[micro] = weight;
     return 0;
 }
 
@@ -686,6 +700,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
     if (a->kind == PS_ACT_YIELD) {
         PS_TRY(take_loss(x, a->micro));
         e.loss = x->losses[a->micro];
+        e.weight = x->loss_weights[a->micro];
     }
     tell(x, a);
     e.again = is_again(x, a);

@@ -20,6 +20,7 @@ typedef struct pipe_tag {
 typedef struct pipe_note {
     double when;                            /* the message's arrival by the virtual clock */
     double loss;
+    double weight;                          /* of the loss; -1: unknown */
 } pipe_note;
 
 typedef struct pipe_wire pipe_wire;

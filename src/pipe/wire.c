@@ -23,7 +23,7 @@ static int wire_send(pipe_wire *w, int peer, int lane, const pipe_tag *tag, cons
                      void **out)
 {
     ps_p2p_tag said = tag_of(tag);
-    ps_p2p_note with = { .when = note->when, .value = { note->loss } };
+    ps_p2p_note with = { .when = note->when, .value = { note->loss, note->weight } };
     ps_p2p_request *request;
     PS_TRY(ps_p2p_send(p2p_of(w), peer, lanes[lane], &said, &with, t, &request));
     *out = request;
@@ -43,7 +43,7 @@ static int wire_wait(pipe_wire *w, void *request, pipe_note *note)
 {
     ps_p2p_note came;
     PS_TRY(ps_p2p_wait(request, &came));
-    if (note) *note = (pipe_note){ .when = came.when, .loss = came.value[0] };
+    if (note) *note = (pipe_note){ .when = came.when, .loss = came.value[0], .weight = came.value[1] };
     return 0;
 }
 

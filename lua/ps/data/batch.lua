@@ -150,6 +150,7 @@ end
 ---@class ps.Targets
 ---@field count number targets that count
 ---@field places number all of them, ignored ones too
+---@field explicit? boolean the model's count_targets gave the number
 
 -- What fn(...) gives; nil in a dry run of a script where it reads values that the script did not write itself.
 local function known(fn, ...)
@@ -159,11 +160,20 @@ local function known(fn, ...)
   if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
 end
 
+-- The metatable of targets whose count is computed when it is read first.
+local function later(counted)
+  return { __index = function(found, name)
+    if name ~= "count" then return nil end
+    found.count = counted()
+    return found.count
+  end }
+end
+
 --- The targets of a batch: how many are not -100. A model whose loss is the mean of other targets has a method
 --- count_targets(...). It takes the model's arguments and gives the number of these targets, or nil for the rule above.
 --- Models of transformers need it: they shift their labels, so that a row's first does not count. The result is nil
---- where there are no targets to count. The host waits for targets that lie on a device. In a dry run of a script that
---- did not write the targets itself, all of them count.
+--- where there are no targets to count. Targets that lie on a device are counted when `count` is read, and the host
+--- waits for them then. In a dry run of a script that did not write the targets itself, all of them count.
 ---@param model ps.nn.Module
 ---@param given any[] and n
 ---@return ps.Targets?
@@ -177,8 +187,14 @@ function batch.targets(model, given)
     end
   end
   if labels == nil and count == nil then return nil end
-  count = count or known(function() return labels:ne(batch.IGNORED):sum():item() end) or labels:numel()
-  return { count = count, places = labels ~= nil and labels:numel() or count }
+  local found = { count = count, places = labels ~= nil and labels:numel() or count, explicit = count ~= nil }
+  if count ~= nil then return found end
+  local function counted()
+    return known(function() return labels:ne(batch.IGNORED):sum():item() end) or labels:numel()
+  end
+  if native.device_info(labels.device_).is_host == 0 then return setmetatable(found, later(counted)) end
+  found.count = counted()
+  return found
 end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------

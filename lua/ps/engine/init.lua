@@ -212,6 +212,7 @@ function Engine:close()
   if self.closed then return end
   native.check_running "model:close()"
   self.closed = true
+  step.closed(self)
   step.leave_loop(self)
   local had_chunks = setup.closed(self)
   if self.masters then self.masters:close() end

@@ -6,6 +6,7 @@ local functional = require "ps.tensor.functional"
 local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
+local loss_weight = require "ps.core.loss_weight"
 local settings = require "ps.pretrained.settings"
 local same_shape = require("ps.nn.module").same_shape
 local native = require "ps.core.ffi"
@@ -242,7 +243,8 @@ end
 function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, labels) end
 
 --- Where answers begin and end: logits [B, T, 2] as two of [B, T], and with positions int [B] the mean of both cross
---- entropies. A position outside of [0, T) counts as transformers has it: one before as 0, one behind not at all.
+--- entropies, which weighs as many as there are rows. A position outside of [0, T) counts as transformers has it: one
+--- before as 0, one behind not at all.
 ---@param logits ps.Tensor
 ---@param first? ps.Tensor
 ---@param last? ps.Tensor
@@ -251,11 +253,13 @@ function heads.answer(logits, first, last)
   local B, T, given = logits:size(0), logits:size(1), {}
   local out = { start_logits = logits:select(2, 0):contiguous(), end_logits = logits:select(2, 1):contiguous() }
   if first == nil or last == nil then return out end
-  for i, position in ipairs { first, last } do
-    given[i] = F.cross_entropy(i == 1 and out.start_logits or out.end_logits, position:reshape(B):clamp(0, T),
-      { ignore_index = T })
-  end
-  out.loss = (given[1] + given[2]) / 2
+  out.loss = loss_weight.as(function()
+    for i, position in ipairs { first, last } do
+      given[i] = F.cross_entropy(i == 1 and out.start_logits or out.end_logits, position:reshape(B):clamp(0, T),
+        { ignore_index = T })
+    end
+    return (given[1] + given[2]) / 2
+  end, B)
   return out
 end
 

@@ -5,6 +5,7 @@ local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
 local hooks = require "ps.core.hooks"
+local loss_weight = require "ps.core.loss_weight"
 local ops, C, caller = native.ops, native.C, native.caller
 local error = caller.error
 local rng = C.ps_rng_get(native.ctx)
@@ -142,7 +143,8 @@ function F.cross_entropy(logits, target, options)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(logits, target, options, "F.cross_entropy")
   end
-  return ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
+  local loss = ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
+  return loss_weight.note(loss, options.reduction, target, options.ignore_index)
 end
 
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
@@ -162,7 +164,8 @@ function F.lm_loss(x, w, target, options)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
   end
-  return ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"))
+  local loss = ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"))
+  return loss_weight.note(loss, options.reduction, target, options.ignore_index)
 end
 
 local EMBEDDING = { padding_idx = "whole" }

@@ -3,6 +3,7 @@
 -- Shapes must be equal: nothing is broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
+local loss_weight = require "ps.core.loss_weight"
 local scope = require "ps.core.scope"
 local ops, caller = native.ops, native.caller
 local error = caller.error
@@ -150,9 +151,12 @@ local function class_loss(logp, target, chosen, smooth, call)
   end
   local terms, share = class_terms(logp, target, weight, chosen.ignore_index or -100, smooth)
   if reduction == "none" then return terms end
-  if reduction == "sum" then return terms:sum() end
-  local sum = share:sum()
-  return terms:sum() / tensor.where(sum:eq(0), 1, sum)                   -- the mean of none is 0
+  local loss = terms:sum()
+  if reduction == "mean" then
+    local sum = share:sum()
+    loss = loss / tensor.where(sum:eq(0), 1, sum)                        -- the mean of none is 0
+  end
+  return loss_weight.note(loss, reduction, target, chosen.ignore_index, weight)
 end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }

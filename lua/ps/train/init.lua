@@ -12,6 +12,7 @@
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local dist = require "ps.dist"
+local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local core = require "ps.nn.module"
@@ -56,15 +57,18 @@ local function loops(model, own)
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given in losses_of(...)`: of a held-out batch, as the model takes batches.
+-- `for loss, given, targets in losses_of(...)`: of a held-out batch, as the model takes batches. targets: those that
+-- the last stage of a pipeline told all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
     return function()
+      loss_weight.begin(given, given)
       local out = loop()
-      if out then return checked_loss(out), loop.given end
+      if out then return checked_loss(out), loop.given, loop.targets end
     end
   end
+  loss_weight.begin(given, given)
   local done = false
   return function()
     if done then return nil end
@@ -73,9 +77,15 @@ local function losses_of(model, given, own)
   end
 end
 
--- The weight of a held-out batch: the number of its targets, or of its rows where it has no targets to count.
-local function held_out_weight(model, given)
-  local found, first = batch.targets(model, given), given[1]
+-- The weight of a held-out batch: as the model's count_targets says, else as the ops of its loss counted, else the
+-- number of its labels that are not -100, or of its rows where it has no targets to count. The ops of a pipeline are on
+-- its last stage, which tells `told` to all ranks.
+local function held_out_weight(model, loss, given, told)
+  local found, first = told, given[1]
+  if not told then
+    found = batch.targets(model, given)
+    if not (found and found.explicit) then found = loss_weight.of(loss) or found end
+  end
   if found then return found.count end
   return scope.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
 end
@@ -99,9 +109,9 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
---- Mean loss over an iterator of batches, weighed by their targets that count (-100 does not; by rows, where a batch
---- has no targets to count), without gradients and with the model in evaluation mode. With an engine of several ranks
---- all call it, with as many batches each, and get the mean over all of theirs.
+--- Mean loss over an iterator of batches, weighed by what the targets of their losses count (by rows, where no loss op
+--- and no labels say it), without gradients and with the model in evaluation mode. With an engine of several ranks all
+--- call it, with as many batches each, and get the mean over all of theirs.
 ---@param model ps.nn.Module|ps.Engine
 ---@param batches fun(): ... gives x, y or one table with names; nil at the end
 ---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
@@ -113,6 +123,7 @@ function train.evaluate(model, batches, options)
   local engine = handle.of(model)
   local restore, ranks = core.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
+  local off = loss_weight.watch()
   local sum, weights, stopped, number = 0, 0, false, 0
   local ok, problem = pcall(scope.no_grad, function()
     while true do
@@ -121,14 +132,15 @@ function train.evaluate(model, batches, options)
       stopped = stop
       if stop or not has then break end
       number = number + 1
-      for loss, part in losses_of(model, given, options.loss) do
-        local weight = held_out_weight(model, part)
+      for loss, part, told in losses_of(model, given, options.loss) do
+        local weight = held_out_weight(model, loss, part, told)
         if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
       end
     end
     sum, weights = sums(ranks.dp, sum, weights)
   end)
   restore()
+  off()
   if not ok then error(problem, 0) end
   if stopped or weights == 0 then return nil end
   return sum / weights
@@ -244,9 +256,11 @@ function Run:weight(given, loss)
   local model = self.options.model
   local engine = handle.of(model)
   if engine then return (engine_step.weight_of(engine, loss)) end
-  local found = batch.targets(model, given)
+  local found, alone = batch.targets(model, given), (self.options.accumulate or 1) == 1
+  if not (alone or found and found.explicit) then found = loss_weight.of(loss) or found end
+  loss_weight.used(loss)
   if not found then return 1 end
-  if (self.options.accumulate or 1) == 1 then return found.count > 0 and 1 or 0 end
+  if alone then return found.count > 0 and 1 or 0 end
   if not self.places and found.places > 0 then self.places = found.places end
   return found.count / (self.places or 1)
 end
@@ -265,6 +279,7 @@ function Run:turns()
     i = (i or 0) + 1
     if i > count then return nil end
     local given = batch.spread(options.loader:next())
+    loss_weight.begin(given, given)
     return i, loss_of(options.model, given, options.loss), given
   end
 end
@@ -457,7 +472,9 @@ function train.run(options)
     quiet = options.quiet or group and group:rank() > 0 }
   if options.log or options.checkpoint then open_log(self, start) end
   native.check(C.ps_interrupts_install())
+  local off = loss_weight.watch()
   local ok, step = pcall(loop, self)
+  off()
   local stopped = self:stopping()
   C.ps_interrupts_remove()
   self.display:finish()

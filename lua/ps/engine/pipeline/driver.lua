@@ -187,7 +187,7 @@ function Driver:look(loop)
     local number = pipe:look()
     if number == nil then return nil end
     local out = pipe:output(number, loop.gather)
-    loop.given, loop.at = pipe.micros[number].given, loop.at + 1
+    loop.given, loop.targets, loop.at = pipe.micros[number].given, pipe.micros[number].targets, loop.at + 1
     return out
   end)
 end

@@ -10,6 +10,7 @@ local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
+local loss_weight = require "ps.core.loss_weight"
 local agree = require "ps.dist.agree"
 local array = require "ps.core.array"
 local batch = require "ps.data.batch"
@@ -325,6 +326,15 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
+-- Notes the loss of a micro-batch, and its weight by the ops of the last virtual stage. All ranks have the same batch,
+-- and thus the same `places`.
+local function take_loss(micro, event)
+  micro.loss = event.loss
+  if event.weight < 0 then return end
+  local places = micro.targets and micro.targets.places or event.weight
+  micro.targets = { count = event.weight, places = math.max(places, event.weight) }
+end
+
 --- The next forward, recompute segment or yield; nil: the row is over. C performs what comes before it. A backward,
 --- weight gradients or a reduction come where Lua has something to do before C performs them (collects, tell).
 ---@return integer? kind
@@ -336,7 +346,7 @@ function Pipe:next()
   if rc == C.PS_ENOMEM then collector.after_failure() end
   native.check(rc)
   self.n_out = 0
-  if event.kind == C.PS_ACT_YIELD then self.micros[event.micro].loss = event.loss end
+  if event.kind == C.PS_ACT_YIELD then take_loss(self.micros[event.micro], event) end
   if event.kind ~= C.PS_ACT_NONE then return event.kind, event.vstage, event.micro end
   self.row = false
 end
@@ -436,6 +446,8 @@ local function finish(self, micro, carry)
   local loss = batch.loss(out)
   if loss == nil then error("the model gave no tensor", 0) end
   micro.out = out
+  local noted = not (micro.targets and micro.targets.explicit) and loss_weight.of(loss)
+  if noted then native.check(C.ps_pipe_weigh(self.row.c, micro.number, noted.count)) end
   local list = { loss }
   for _, t in ipairs(batch.tensors(out)) do if not rawequal(t, loss) then list[#list + 1] = t end end
   give(self, list)
@@ -462,6 +474,7 @@ function Pipe:forward(v, number)
   local carry = v > 0 and come_in(self, costs[first - 1].carry) or {}
   local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
   local given = micro.batch or self.engine.module:batch_of(unpack(args, 1, args.n))
+  if v == self.n - 1 and micro.given then loss_weight.begin(micro.given, micro.args) end
   local out = scope.scope(parts.run, stages.parts, first, last, carry, given)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end

@@ -3,6 +3,7 @@
 local caller = require "ps.core.caller"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
+local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local actions = require "ps.engine.step.actions"
@@ -13,8 +14,9 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- The weight of a loss (weigh.loss). A loss that a script made of the model's output has the targets of the last
---- batch.
+--- The weight of a loss (weigh.loss), as the model's count_targets says, or else the ops of the loss
+--- (core/loss_weight.lua). A loss of other ops has the targets of the last batch. In a pipeline the last stage has told
+--- all ranks the weight of the loss.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -25,6 +27,9 @@ function step.weight_of(engine, loss, options)
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
   if s.turn and s.from[loss] == nil then found = s.turn.targets end     -- s.targets may be of an evaluation since
+  local known = type(options) == "table" and options.weight ~= nil or engine.driver.in_loops
+    or found and found.explicit
+  if not known and weigh.several(engine, state.count(engine)) then found = loss_weight.of(loss) or found end
   return weigh.loss(engine, state.count(engine), found, options)
 end
 
@@ -66,9 +71,10 @@ local function check_place(engine, s, loss)
 end
 
 --- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
---- ranks, a micro-batch weighs as much as it has targets (those that are not -100), so that the mean over a batch's
---- tokens does not depend on the cut into micro-batches. `weight` is the number of targets where the engine cannot
---- count them. Where no target of a step counts, step() skips the step (engine/step/weigh.lua).
+--- ranks, a micro-batch weighs as much as the targets of its loss count: F.cross_entropy, F.lm_loss and F.nll_loss note
+--- it, with ignore_index and class weights, so that the mean over a batch's tokens does not depend on the cut into
+--- micro-batches. `weight` says it instead. Where no target of a step counts, step() skips the step
+--- (engine/step/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
@@ -80,6 +86,7 @@ function step.backward(engine, loss, options)
   local s = state.of(engine)
   check_place(engine, s, loss)
   local weight, places = step.weight_of(engine, loss, options)
+  loss_weight.used(loss)
   if s.is.micro == 0 then engine.optimizer:check_no_gradients() end
   if s.is.open == 0 then                                       -- a step without a forward of its own
     engine.masters:sync()

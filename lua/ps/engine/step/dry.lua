@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Dry runs of a step: all its actions are performed, and nothing is computed.
 local collector = require "ps.core.collector"
+local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local actions = require "ps.engine.step.actions"
@@ -26,7 +27,9 @@ end
 ---@return any problem its error
 function dry.run(engine, args, like)
   native.check(actions.try(engine, like or C.PS_TRACE_UNKNOWN, true))
-  local ok, problem = pcall(scope.scope, function() scope.enable_grad(perform_all, engine, args) end)
+  local ok, problem = loss_weight.without(scope.scope, function()
+    scope.enable_grad(perform_all, engine, args)
+  end)
   local again = engine.driver:end_dry()
   local rc, id = actions.end_dry(engine, ok)
   state.forget(state.of(engine))

@@ -4,6 +4,7 @@ local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local declared = require "ps.core.declared"
 local hooks = require "ps.core.hooks"
+local loss_weight = require "ps.core.loss_weight"
 local scope = require "ps.core.scope"
 local actions = require "ps.engine.step.actions"
 local ending = require "ps.engine.step.ending"
@@ -61,6 +62,7 @@ function forward.train(engine, given, args)
     engine.ranks:note_batch(given)
   end
   s.targets = batch.targets(engine.module, given) or false
+  loss_weight.begin(given, args)
   if engine.ranks then engine.ranks:number_samples() end
   return output(s, actions.timed(engine, declared.PS_ACT_FORWARD, nil, args))
 end

@@ -29,4 +29,5 @@ return {
   check_whole = state.check_whole, check_settings = overlap.check_settings, check_gradients = update.check_gradients,
   -- The end of a step before its update.
   take_back = ending.take_back, give_up = ending.give_up, leave_loop = ending.leave_loop, mend = state.mend,
+  closed = state.closed,
 }

@@ -2,6 +2,7 @@
 -- Lua's state of a step, and the questions that other files ask about it. Only files of engine/step/ and the pipeline's
 -- driver (engine/pipeline/driver.lua) get the record itself, by state.of.
 local caller = require "ps.core.caller"
+local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 
@@ -38,6 +39,7 @@ local state = {}
 ---@field unit number|false a power of two that losses are divided by (engine/step/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
 ---@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of its batch
+---@field unwatch fun() ends the notes of losses (core/loss_weight.lua)
 ---@field half_restored boolean a parameter's value could not be restored: zero_grad tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
 ---  failed in the middle: the parts whose values are of two steps, and the error of using them; given_up: that error
@@ -52,6 +54,7 @@ function state.forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
   s.evaluates = false
   s.total, s.unit, s.factors, s.norm, s.clipped = 0, false, {}, nil, {}
+  loss_weight.forget()
 end
 
 --- Gives an engine the state of its steps.
@@ -64,7 +67,14 @@ function state.new(engine, c, is)
     targets_of = setmetatable({}, { __mode = "k" }), from = setmetatable({}, { __mode = "k" }), loop = false,
     turn = false, half_restored = false, torn = false, last_key = false }
   state.forget(s)
+  s.unwatch = loss_weight.watch()
   states[engine] = s
+end
+
+--- Ends the notes of losses: the engine is closed.
+---@param engine ps.Engine
+function state.closed(engine)
+  if states[engine] then states[engine].unwatch() end
 end
 
 --- The state of an engine's steps.

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. With w_i its weight (its targets
--- that count), the step's gradient is that of sum(w_i loss_i) / sum(w_i), over micro-batches and ranks: the mean over a
--- batch's tokens does not depend on the cut into micro-batches.
+-- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. With w_i its weight (the sum over
+-- its targets of what each counts, core/loss_weight.lua), the step's gradient is that of sum(w_i loss_i) / sum(w_i),
+-- over micro-batches and ranks: the mean over a batch's tokens does not depend on the cut into micro-batches.
 --
 -- Backward runs from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16 `unit` is
 -- the power of two nearest to the sum(w_i) that a step without ignored targets would have. Gradients before the update

@@ -13,6 +13,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
+local loss_weight = require "ps.core.loss_weight"
 local core = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
 local linear = require "ps.nn.linear"
@@ -495,6 +496,7 @@ function Head:loss(x, targets, options)
   caller.tensor(targets, call, "targets")
   local region, w, words = self.region, weight_of(self), self.outputs
   local per, N, dtype = w:size(0), targets:numel(), w:dtype() == "fp64" and "fp64" or "fp32"
+  local given = targets
   targets = targets:reshape(N):to "int64"
   local rows, mass = scope.no_grad(function()
     local counts = counted(targets, options.ignore_index or -100, words, call):to(dtype)
@@ -502,8 +504,9 @@ function Head:loss(x, targets, options)
     return coefficients(share, counts, smooth, all, words, reduction), own
   end)
   local parted = region:has_part(x)
-  return region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self), mass = mass,
-    words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
+  local loss = region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self),
+    mass = mass, words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
+  return loss_weight.note(loss, reduction, given, options.ignore_index, options.weight)
 end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
@@ -578,7 +581,7 @@ function CrossEntropy:forward(logits, targets)
   local mine = scope.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
   local losses = losses_of(region.group, mine, counts)
   if self.reduction == "none" then return losses:reshape(targets:shape()) end
-  return reduced(losses, counts, self.reduction)
+  return loss_weight.note(reduced(losses, counts, self.reduction), self.reduction, targets, self.ignore_index)
 end
 
 return { Region = Region, ColumnParallelLinear = Column, RowParallelLinear = Row, VocabParallelEmbedding = Vocabulary,
