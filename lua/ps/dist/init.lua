@@ -1,18 +1,21 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Many processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua) or
 -- from explicit values. Groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
--- Gloo, those of NVIDIA GPUs over NCCL.
+-- Gloo, those of NVIDIA GPUs over NCCL. The groups' collectives with gradients are in group_ops.lua.
 local native = require "ps.core.ffi"
 local environment = require "ps.core.environment"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local env = require "ps.dist.env"
+local group_ops = require "ps.dist.group_ops"
+local arguments = require "ps.dist.arguments"
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local mesh = require "ps.dist.mesh"
 local secret = require "ps.dist.secret"
 local exact = require "ps.core.exact"
 local C, ffi, check = native.C, native.ffi, native.check
+local open, tensor, whole = arguments.open, arguments.tensor, arguments.whole
 local error = caller.error
 
 local dist = {}
@@ -53,26 +56,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks k
 ---@field private c ffi.cdata*|nil ps_group *, nil once closed
 local Group = {}
 Group.__index = Group
-
-local function open(self)
-  if not self.c then error("this group is closed") end
-  return self.c
-end
-
--- An error about an argument begins with the place in the script and the call's name.
-local function tensor(t, name, call)
-  if not ffi.istype("ps_tensor", t) then
-    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)))
-  end
-  return t
-end
-
-local function whole(n, name, call)
-  if type(n) ~= "number" or n ~= math.floor(n) or math.abs(n) >= 2 ^ 31 then
-    error(("group:%s: %s is %s; it takes the number of a rank"):format(call, name, tostring(n)))
-  end
-  return n
-end
+for name, method in pairs(group_ops) do Group[name] = method end
 
 --- This process's number in the group, from 0.
 ---@return integer
@@ -164,245 +148,6 @@ end
 function Group:recv(t, peer)
   check(C.ps_group_recv(open(self), tensor(t, "t", "recv"), whole(peer, "peer", "recv")))
   return t
-end
-
--- -- collectives as ops: a new tensor, with a gradient -------------------------------------------------------------
-local ops = native.ops
-local PRODUCT = {
-  gathered_linear = { out_in = "boolean", pieces = "whole", keep = "boolean" },
-  gathered_linears = { out_in = "boolean", pieces = "whole", keep = "boolean" },
-  linear_scattered = { out_in = "boolean", pieces = "whole", flat = "boolean" },
-}
-
-local function attributes(self, call, t)
-  local c = open(self)
-  tensor(t, "x", call)
-  local number = C.ps_group_number(c)
-  if number < 0 then error(("group:%s: at most 64 groups at a time have ops"):format(call)) end
-  return number, C.ps_group_size(c), C.ps_group_rank(c)
-end
-
---- The sum of all ranks' tensors. Gradient: the sum of all ranks' gradients, since every rank's loss counts.
----@param x ps.Tensor
----@return ps.Tensor
-function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
-
---- The ranks' tensors [n, ...] one after the other, [size n, ...]. Gradient [n, ...]: this rank's part of the sum of
---- all ranks' gradients.
----@param x ps.Tensor
----@return ps.Tensor
-function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
-
---- This rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient [size n, ...]: all ranks' gradients,
---- one after the other.
----@param x ps.Tensor
----@return ps.Tensor
-function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
-
---- As `gathered`. Of a result of 1 MiB and more backward keeps x alone, and gathers again what it needs.
----@param x ps.Tensor
----@return ps.Tensor
-function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
-
--- What a product of several ranks takes.
-local function of_product(self, call, x, w, how)
-  local number, size, rank = attributes(self, call, x)
-  tensor(w, "w", call)
-  how = caller.options(how, "group:" .. call, PRODUCT[call])
-  if x:dim() < 2 then error(("group:%s: x has no rows: it has %d dimensions"):format(call, x:dim())) end
-  local pieces = how.pieces or 1
-  if pieces < 1 or pieces > mesh.MOST_PIECES then
-    error(("group:%s: pieces is %d; rows travel in 1 to %d"):format(call, pieces, mesh.MOST_PIECES))
-  end
-  return how, pieces, how.out_in == false and 0 or 1, number, size, rank
-end
-
--- The rows y [size n ..., O] of an x of `shape`, [n, ..., I], with x's other dimensions.
-local function with_dims(y, shape)
-  local rows, to = 1, { unpack(shape) }
-  for i = 2, #shape - 1 do rows = rows * shape[i] end
-  to[1], to[#to] = rows > 0 and y:size(0) / rows or 0, y:size(1)
-  return y:reshape(to)
-end
-
--- `gathered(x)` times the w of each layer, plus its b, as several results. `call`: the function that a script called.
-local function gathered_linears(self, call, x, layers, how)
-  local shape, given, pieces, out_in, number, size, rank
-  for _, layer in ipairs(layers) do
-    given, pieces, out_in, number, size, rank = of_product(self, call, x, layer[1], how)
-  end
-  if pieces == 1 then
-    local all, y = given.keep and self:gathered(x) or self:gathered_again(x), {}
-    for i, layer in ipairs(layers) do y[i] = ops.linear(all, layer[1], layer[2], nil, out_in) end
-    return unpack(y, 1, #layers)
-  end
-  shape = x:shape()
-  local one, two, three = layers[1], layers[2] or {}, layers[3] or {}
-  local y = { ops.column_linear(#shape == 2 and x or x:reshape(-1, shape[#shape]), one[1], one[2], two[1], two[2],
-    three[1], three[2], number, size, rank, 0, out_in, pieces, given.keep and 1 or 0) }
-  for i = 1, #shape > 2 and #layers or 0 do y[i] = with_dims(y[i], shape) end
-  return unpack(y, 1, #layers)
-end
-
---- `gathered(x)` times w, plus b. In pieces it is one op: rows travel beside the products of others, and in backward
---- those of x's gradient, and x, which is gathered again.
----@param x ps.Tensor [n, ..., I], this rank's rows
----@param w ps.Tensor [O, I], or [I, O]
----@param b? ps.Tensor [O]
----@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false: w is [I, O]; pieces: 1 to 8, default
----  1: all rows are gathered before the product begins; keep: backward keeps the rows that were gathered, as it does
----  below 1 MiB
----@return ps.Tensor [size n, ..., O]
-function Group:gathered_linear(x, w, b, how)
-  return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
-end
-
---- As `gathered_linear` with up to three weights, for which the rows are gathered once. What the products add to x's
---- gradient is added up from the last to the first.
----@param x ps.Tensor [n, ..., I], this rank's rows
----@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
----@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
----@return ps.Tensor ... [size n, ..., O], one of each pair
-function Group:gathered_linears(x, layers, how)
-  local call = "gathered_linears"
-  if type(layers) ~= "table" or #layers < 1 or #layers > C.PS_MAX_COLUMNS then
-    error(("group:%s takes a list of 1 to %d pairs {w, b}"):format(call, C.PS_MAX_COLUMNS))
-  end
-  for i, layer in ipairs(layers) do
-    if type(layer) ~= "table" then
-      error(("group:%s: layer %d is a %s, no pair {w, b}"):format(call, i, type(layer)))
-    end
-  end
-  return gathered_linears(self, call, x, layers, how)
-end
-
---- `scattered(x times w)`. In pieces it is one op: rows of the product travel beside the products of others, and in
---- backward those that it gathers.
----@param x ps.Tensor [size n, ..., I]
----@param w ps.Tensor [O, I], or [I, O]
----@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} as in gathered_linear; 1: the whole product comes
----  first. flat: rows are those of all dimensions of x but the last
----@return ps.Tensor [n, ..., O]; with flat [rows / size, O]
-function Group:linear_scattered(x, w, how)
-  local pieces, out_in, number, size, rank
-  how, pieces, out_in, number, size, rank = of_product(self, "linear_scattered", x, w, how)
-  if pieces == 1 then
-    local y = ops.linear(x, w, nil, nil, out_in)
-    return self:scattered(how.flat and y:reshape(-1, y:size(-1)) or y)
-  end
-  local shape = x:shape()
-  if not how.flat and shape[1] % size ~= 0 then
-    error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
-      size))
-  end
-  -- x as it comes: what backward can make again, as gelu's output, is not kept behind a reshape.
-  local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
-  if how.flat or #shape == 2 then return y end
-  shape[1], shape[#shape] = shape[1] / size, y:size(1)
-  return y:reshape(shape)
-end
-
-local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number" }
-
---- The cross entropy of logits x w^T + bias, of which each rank has those of its V words. The logits exist in panels of
---- rows, in which the ranks tell each other three numbers a row, or four with `mass`; gradients are made with them, as
---- in F.lm_loss. With lse the log-sum-exp of a row's logits over all words, its loss is
---- share[0] lse - share[1] logit(target) - share[2] sum(mass logit). The result is the sum over the rows, the same on
---- all ranks, and one loss for all of them. Gradients: of w and bias those of this rank's words, of x the sum over the
---- ranks.
----@param x ps.Tensor [N, C], the same on all ranks; `parted`: [N / size, C], this rank's rows
----@param w ps.Tensor [V, C], this rank's words
----@param targets ps.Tensor integers [N], the same on all ranks, as `share` is
----@param share ps.Tensor fp32 (fp64 where x is) [3, N]; 0 of rows that do not count
----@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number} words: those of
----  all ranks, which have ceil(words / size) each; what lies behind the last one is padding. bias [V]. mass: [V], of
----  share's type. dloss: gradients are made for a loss whose own gradient is this power of two, and divided by it:
----  against underflow of fp16; default 1
----@return ps.Tensor of 0 dimensions
-function Group:lm_loss(x, w, targets, share, options)
-  local number, size, rank = attributes(self, "lm_loss", x)
-  local given = caller.options(options, "group:lm_loss", LM_LOSS)
-  return ops.parallel_lm_loss(x, tensor(w, "w", "lm_loss"), tensor(targets, "targets", "lm_loss"),
-    tensor(share, "share", "lm_loss"), given.bias, given.mass, number, size, rank, 0, given.parted and 1 or 0, 0,
-    whole(given.words, "words", "lm_loss"), given.dloss)
-end
-
---- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients
---- at the root, zeros elsewhere.
----@param x ps.Tensor
----@param root? integer 0 when absent
----@return ps.Tensor
-function Group:copied(x, root)
-  local number, size, rank = attributes(self, "copied", x)
-  return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
-end
-
--- -- for layers of which each rank has a part -----------------------------------------------------------------------
--- One loss, which all ranks compute alike: outside of such a layer every tensor and its gradient is the same on all.
-
---- x itself, where products with a part of the outputs on each rank begin. Gradient: the sum of all ranks', since each
---- has that of its part.
----@param x ps.Tensor the same on all ranks
----@return ps.Tensor
-function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
-
---- The sum of all ranks' tensors, behind products with a part of the inputs on each rank. Gradient: as given.
----@param x ps.Tensor
----@return ps.Tensor the same on all ranks
-function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
-
---- x itself. Gradient: as given on rank 0, zeros elsewhere: the sum over the ranks of what all computed alike.
----@param x ps.Tensor the same on all ranks
----@return ps.Tensor
-function Group:counted_once(x) return ops.counted_once(x, attributes(self, "counted_once", x)) end
-
-local function dimension(x, dim, call)
-  local n = x:dim()
-  if dim == nil then dim = -1 end
-  if type(dim) ~= "number" or dim % 1 ~= 0 or dim < -n or dim >= n then
-    error(("group:%s: dim is %s; x has %d dimensions"):format(call, tostring(dim), n))
-  end
-  return dim < 0 and dim + n or dim
-end
-
--- The dimensions of n from 0 on, with `from` at place `to`.
-local function moved(n, from, to)
-  local axes = {}
-  for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end
-  table.insert(axes, to + 1, from)
-  return axes
-end
-
---- This rank's part of x along a dimension, which it cuts into as many equal parts as there are ranks. Gradient: all
---- ranks' parts, one after the other.
----@param x ps.Tensor the same on all ranks
----@param dim? integer default -1, the last
----@return ps.Tensor a view of x
-function Group:scatter_to(x, dim)
-  local number, size, rank = attributes(self, "scatter_to", x)
-  dim = dimension(x, dim, "scatter_to")
-  if dim == 0 then return ops.scatter_to_tp(x, number, size, rank) end
-  local shape = x:shape()
-  if shape[dim + 1] % size ~= 0 then
-    error(("group:scatter_to: dimension %d of x, %d, cannot be cut into %d equal parts"):format(dim, shape[dim + 1],
-      size))
-  end
-  shape[dim + 1] = shape[dim + 1] / size
-  table.insert(shape, dim + 1, size)
-  return ops.scatter_to_tp(x:reshape(shape):permute(moved(#shape, dim, 0)), number, size, rank):squeeze(0)
-end
-
---- The ranks' tensors one after the other along a dimension. Gradient: this rank's part.
----@param x ps.Tensor
----@param dim? integer default -1, the last
----@return ps.Tensor the same on all ranks
-function Group:gather_from(x, dim)
-  local number, size, rank = attributes(self, "gather_from", x)
-  dim = dimension(x, dim, "gather_from")
-  if dim == 0 then return ops.gather_from_tp(x, number, size, rank) end
-  local shape, all = x:shape(), ops.gather_from_tp(x:unsqueeze(0), number, size, rank)
-  shape[dim + 1] = shape[dim + 1] * size
-  return all:permute(moved(#shape + 1, 0, dim)):reshape(shape)
 end
 
 --- Closes the group and the groups that were cut from it, which cannot be used any more. Closing twice does nothing.

@@ -1,0 +1,41 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Checks of a group's methods: the group is open, and an argument is a tensor or a rank. An error begins with the
+-- script's line.
+local ffi = require "ffi"
+local error = require("ps.core.caller").error
+
+local arguments = {}
+
+--- The C group of a group; an error if it is closed.
+---@param self ps.Group
+---@return ffi.cdata* group
+function arguments.open(self)
+  if not self.c then error("this group is closed") end
+  return self.c
+end
+
+--- A tensor among the arguments of a method; an error names the method.
+---@param t any
+---@param name string of the argument
+---@param call string the method
+---@return ps.Tensor
+function arguments.tensor(t, name, call)
+  if not ffi.istype("ps_tensor", t) then
+    error(("group:%s: %s is a %s; it takes a tensor"):format(call, name, type(t)))
+  end
+  return t
+end
+
+--- The number of a rank among the arguments of a method.
+---@param n any
+---@param name string of the argument
+---@param call string the method
+---@return integer
+function arguments.whole(n, name, call)
+  if type(n) ~= "number" or n ~= math.floor(n) or math.abs(n) >= 2 ^ 31 then
+    error(("group:%s: %s is %s; it takes the number of a rank"):format(call, name, tostring(n)))
+  end
+  return n
+end
+
+return arguments
