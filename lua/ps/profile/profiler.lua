@@ -93,7 +93,7 @@ local function measured(profile, device, asked)
   asked = asked or device ~= nil
   device = device or products.device or native.device_name[0]
   if not (asked or pcall(native.device_index, device)) then return nil, "this machine has no device " .. device end
-  local ok, found = pcall(require "ps.profile.limits", device, products.dtypes)
+  local ok, found = pcall(require("ps.profile.speeds").limits, device, products.dtypes)
   if ok then return found end
   if asked or type(found) ~= "table" or found.name ~= "ENOMEM" then error(found, 0) end
   return nil, "no room for it: " .. found.msg:match "^[^(;\n]*"

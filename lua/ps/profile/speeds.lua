@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a device reaches at most, measured: operations a second in a large product, by type, and bytes a second read and
--- written by a large copy. The best of a few tries counts.
+-- Measures the highest speeds of a device: operations per second in a large product, by type, and bytes per second that
+-- a large copy reads and writes. The best of a few tries counts. Reports and planning use them.
+local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -50,6 +51,47 @@ function speeds.of(device, sizes)
     end)
   end)
   return { flops = flops, bandwidth = bandwidth }
+end
+
+-- A GPU completes the first sizes before the call returns, so sizes are doubled until a product and a copy take ENOUGH
+-- seconds, at most DOUBLINGS times.
+local SIZES, ENOUGH, DOUBLINGS = { side = 1024, nbytes = 2 ^ 26 }, 5e-4, 3
+local known = {}                                           -- limits by device
+
+---@param device string
+---@param sizes {side: integer, nbytes: integer, dtypes: string[]}
+---@return {flops: table<string, number>, bandwidth: number}
+local function measure(device, sizes)
+  local measured = speeds.of(device, sizes)
+  for _ = 1, DOUBLINGS do
+    local short = 2 * sizes.nbytes / measured.bandwidth < ENOUGH
+    for _, flops in pairs(measured.flops) do short = short or 2 * sizes.side ^ 3 / flops < ENOUGH end
+    if not short then break end
+    sizes.side, sizes.nbytes = sizes.side * 2, sizes.nbytes * 2
+    local ok, more = pcall(speeds.of, device, sizes)
+    if not ok then break end                              -- no memory for more
+    measured.bandwidth = math.max(measured.bandwidth, more.bandwidth)
+    for dtype, flops in pairs(more.flops) do measured.flops[dtype] = math.max(measured.flops[dtype] or 0, flops) end
+  end
+  return measured
+end
+
+--- The limits of a device, measured once a process.
+---@param device string
+---@param dtypes string[] types of products; one that the device does not multiply has no limit
+---@return {flops: table<string, number>, bytes: number} flops: by type
+function speeds.limits(device, dtypes)
+  local limits, sizes = known[device], copied(SIZES)
+  sizes.dtypes = {}
+  for _, dtype in ipairs(dtypes) do
+    if not (limits and limits.flops[dtype]) then table.insert(sizes.dtypes, dtype) end
+  end
+  if limits and #sizes.dtypes == 0 then return limits end
+  local measured = measure(device, sizes)
+  limits = limits or { flops = {}, bytes = measured.bandwidth }
+  for dtype, flops in pairs(measured.flops) do limits.flops[dtype] = flops end
+  known[device] = limits
+  return limits
 end
 
 return speeds
