@@ -181,7 +181,7 @@ local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.optim.sched", data 
   tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
-  comm = "ps.profile.comms_summary" }
+  comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name
 
 local foreign = require "ps.core.foreign"
 local function old_checkpoint() require "ps.checkpoint" end

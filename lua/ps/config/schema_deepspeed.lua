@@ -173,7 +173,7 @@ return function(T)
     { "comms_logger", "Calls between processes, counted and timed by call and size, out of what the record of events "
       .. "has of them (docs/profiling.md).", acts = COMMS, {
       { "enabled", T.boolean, false, H, "counts them; rank 0 prints DeepSpeed's table when the engine is closed, and "
-        .. "by ps.comm.log_summary()", acts = REPORT },
+        .. "by ps.comms_logger.log_summary()", acts = REPORT },
       { "verbose", T.boolean, false, H, "rank 0 prints each call when it ends" },
       { "prof_all", T.boolean, true, H, "all calls; false: those of prof_ops" },
       { "prof_ops", T.list, nil, H, "names of calls, such as \"all_reduce\"; calls on chunks count by what they do, a "

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Sums of the calls between ranks (src/comm/count.c), which comms_logger of a configuration asks for, as DeepSpeed's
--- table: ps.comm.log_summary(), and its rows: ps.comm.log_rows().
+-- table: ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
 local native = require "ps.core.ffi"
 local names = require "ps.core.call_names"
 local readable = require "ps.core.readable"
@@ -79,7 +79,7 @@ function comm.log_rows()
   return setmetatable(rows, Summary)
 end
 
---- The rows of ps.comm.log_rows. Rank 0 prints them as DeepSpeed's table; the others need not call it.
+--- The rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table; the others need not call it.
 ---@return ps.comm.Row[] rows that print as the table
 function comm.log_summary()
   local rows = comm.log_rows()
