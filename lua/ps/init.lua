@@ -172,7 +172,7 @@ end
 
 if require("ps.paths").pauses then require("ps.prompt.pause").attach(ps) end
 if require("ps.paths").interprets then scope.caught = require("ps.prompt.locals").note end
-require("ps.core.hooks").on("short", function() return require("ps.memory.holders").refused() end)
+require("ps.core.hooks").on("memory_short", function() return require("ps.memory.holders").refused() end)
 
 exact.all(ps, "ps.")
 exact.all(ps.F, "F.")

@@ -21,7 +21,8 @@ function batch.data_parallel(state, cfg, world)
   if dp % 1 ~= 0 then
     state:fail("%s x %s is %d x %d = %d, which does not divide the number of processes, %d; %s",
       state:shown "pipeline.stages", state:shown "tensor_parallel.size", stages, parts, ranks, world,
-      hooks.ask("few", ranks) or ("start a multiple of %d: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which "
+      hooks.ask("ranks_wanted",
+        ranks) or ("start a multiple of %d: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which "
       .. "calls ps.init_distributed() before ps.initialize"):format(ranks, ranks))
   end
   return dp

@@ -64,7 +64,7 @@ function M.raise(rc)
   local tier = d.tier                      -- the next call may fail, and leave a detail of its own
   if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
   if err.sub == "ANOMALY" then err.msg = hooks.ask "anomaly" or err.msg end
-  local holders = err.wanted and rc == M.C.PS_ENOMEM and hooks.ask "short"
+  local holders = err.wanted and rc == M.C.PS_ENOMEM and hooks.ask "memory_short"
   if holders then err.holders, err.msg = holders, err.msg .. "\n" .. tostring(holders) end
   error(err, 0)
 end
@@ -150,7 +150,7 @@ end
 -- Raises the error of an op; somebody may know more of its inputs than C does.
 local function refuse(rc, n_in, ins)
   local _, err = pcall(M.raise, rc)
-  local more = hooks.ask("refused", n_in, ins)
+  local more = hooks.ask("op_failed", n_in, ins)
   if more then err.msg = ("%s (%s)"):format(err.msg, more) end
   error(err, 0)
 end

@@ -6,7 +6,7 @@ local hooks = {}
 -- What happens, and what listeners are called with; `ask` takes the first answer that is not nil or false.
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true when some was given back",
-  short = "nothing: an error says that memory ran out. Answer: who holds it, a text and a list",
+  memory_short = "nothing: an error says that memory ran out. Answer: who holds it, a text and a list",
   begins = "nothing: a step of an engine is about to begin",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
@@ -14,7 +14,7 @@ local EVENTS = {
     .. "parameter)} or {elsewhere}",
   owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, where that is another one",
   loaded = "module: its load_state_dict has written the values of a state",
-  refused = "n_in, inputs: an op failed. Answer: a text about one of them",
+  op_failed = "n_in, inputs: an op failed. Answer: a text about one of them",
   anomaly = "nothing: an op made a NaN or an infinity, in anomaly mode. Answer: the text of the error",
   scaled = "nothing: the next op multiplies a loss by a loss scale",
   backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true when that was done",
@@ -32,12 +32,12 @@ local EVENTS = {
   action = "action (ps_action), begins: an action of a step begins, or has ended",
   unjoined = "what: a launcher started several processes, and the script did not join them before it called what. "
     .. "Answer: the text of the error",
-  cut = "nothing: an engine is about to count its model's parts and to cut it into stages. Answer: {costs, first} of "
-    .. "stages.new",
-  counted = "key: a pipeline is about to count the parts for micro-batches with this signature. Answer: their costs",
-  planned = "text: a dry run of a script does otherwise than a real run would: a note of its plan",
-  few = "ranks: the mesh that a script asks for takes so many ranks, or a multiple, and there are others. Answer: how "
-    .. "to get them",
+  before_cut = "nothing: an engine is about to count its model's parts and to cut it into stages. Answer: {costs, "
+    .. "first} of stages.new",
+  part_costs = "key: a pipeline is about to count the parts for micro-batches with this signature. Answer: their costs",
+  plan_note = "text: a dry run of a script does otherwise than a real run would: a note of its plan",
+  ranks_wanted = "ranks: the mesh that a script asks for takes this number of ranks, or a multiple, and there are "
+    .. "others. Answer: how to get them",
 }
 local listeners = {}                                -- by event: a list that is never changed, only replaced
 for event in pairs(EVENTS) do listeners[event] = {} end

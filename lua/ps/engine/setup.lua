@@ -183,7 +183,7 @@ local function layers_of(engine, cfg)
   if layers.pieces > 1 and not layers.beside then
     local text = "tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products"
     note(text)
-    hooks.tell("planned", text)
+    hooks.tell("plan_note", text)
   end
   return layers
 end

@@ -333,7 +333,7 @@ local records = setmetatable({}, { __mode = "k" })          -- of models: {recor
 local absent = setmetatable({}, { __mode = "k" })           -- parameters that lie elsewhere: tensor -> text
 
 -- An op failed: gives the reason, if it is an input that lies elsewhere.
-hooks.on("refused", function(n_in, ins)
+hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
       if ins[i] ~= nil and address(ins[i]) == address(t) and t.device_ == META then return text end

@@ -16,7 +16,6 @@
 -- activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
-local ffi = require "ffi"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
 local cut = require "ps.nn.saved"
@@ -25,6 +24,7 @@ local summary = require "ps.nn.summary"
 local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
 local foreign = require "ps.core.foreign"
+local load_plan = require "ps.nn.load_plan"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
 local error = caller.error
@@ -46,7 +46,7 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---  so that each assignment is seen
 local Module = foreign.stand({ class_name = "Module" }, "module")
 
-local is_tensor, walk = scope.is_tensor, registry.walk
+local is_tensor, walk, address = scope.is_tensor, registry.walk, registry.address
 
 --- Whether a value is a module.
 ---@param value any
@@ -54,11 +54,6 @@ local is_tensor, walk = scope.is_tensor, registry.walk
 local function is_module(value)
   local meta = type(value) == "table" and getmetatable(value)
   return meta and meta.ps_module or false
-end
-
---- A number that is equal for two references to the same tensor.
-local function address(tensor)
-  return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor)))
 end
 
 -- level: of the function whose assignment registers the value; nil: a call registers it.
@@ -453,75 +448,6 @@ function Module:state_dict()
   return state
 end
 
-local function some(list)
-  local shown = {}
-  for i = 1, math.min(#list, 5) do shown[i] = list[i] end
-  if #list > 5 then shown[6] = ("and %d more"):format(#list - 5) end
-  return table.concat(shown, ", ")
-end
-
--- Notes whether a state has whole tensors or a rank's own shards (ps.nn.saved), the names of the first of each: a state
--- has one kind. What says of itself that it is whole has no shards.
-local function fits(shape, tensor, name, kinds, state, shards)
-  local kind = cut.fit(shape, tensor)
-  local given = shards and shards[name]
-  if not shards then given = shard.of(state[name]) end
-  cut.check_rank(given, tensor, name)
-  if kind == "own" and state.whole == true then return false end
-  if kind and not rectangles.same(cut.shape(tensor), tensor:shape()) then
-    kinds[kind] = kinds[kind] or name
-    if kinds.own and kinds.whole then
-      error(("load_state_dict: the state has the whole tensor '%s', and of '%s' a rank's part alone"):format(
-        kinds.whole, kinds.own), 0)
-    end
-  end
-  return kind ~= nil
-end
-
--- The names of entries without a source. A source that has no tensor of another process is this process's own, and need
--- not have theirs.
-local function missing_of(entries, elsewhere)
-  local missing, absent = {}, {}
-  local own = true
-  for _, entry in ipairs(entries) do
-    absent[entry] = hooks.ask("owner", entry.tensor)
-    if absent[entry] and entry.from then own = false end
-  end
-  for _, entry in ipairs(entries) do
-    local has = entry.from or own and absent[entry] or elsewhere and elsewhere(entry.name)
-    if not has then missing[#missing + 1] = entry.name end
-  end
-  return missing
-end
-
--- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and a list of mismatches.
--- A tied tensor takes the first of its names that the source has.
-local function plan_load(self, source, shape_of, elsewhere, state)
-  local entries, by_address, known, wrong, kinds = {}, {}, {}, {}, {}
-  local shards = state.read_into and (state.shards and state:shards() or {})
-  walk(self, function(name, tensor, kind)
-    if kind == "module" then return end
-    known[name] = true
-    local entry = by_address[address(tensor)]
-    if not entry then
-      entry = { tensor = tensor, name = name }
-      by_address[address(tensor)] = entry
-      entries[#entries + 1] = entry
-    end
-    if not source[name] then return end
-    entry.from = entry.from or name
-    local has = shape_of(name)
-    if not fits(has, tensor, name, kinds, state, shards) then
-      wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name,
-        table.concat(cut.shape(tensor), ", "), table.concat(has, ", "))
-    end
-  end)
-  local missing, unexpected = missing_of(entries, elsewhere), {}
-  for name in pairs(source) do if not known[name] then unexpected[#unexpected + 1] = name end end
-  table.sort(unexpected)
-  return entries, missing, unexpected, wrong
-end
-
 local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "function" }
 
 --- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
@@ -552,12 +478,14 @@ function Module:load_state_dict(state, options)
     return state[name]:shape()
   end
   local elsewhere = options.elsewhere
-  local entries, missing, unexpected, wrong = plan_load(self, source, shape_of, elsewhere, state)
-  if #wrong > 0 then error("load_state_dict: shapes differ: " .. some(wrong)) end
+  local entries, missing, unexpected, wrong = load_plan.plan(self, source, shape_of, elsewhere, state)
+  if #wrong > 0 then error("load_state_dict: shapes differ: " .. load_plan.some(wrong)) end
   if options.strict ~= false then
     local problems = {}
-    if #missing > 0 then problems[1] = ("%d missing: %s"):format(#missing, some(missing)) end
-    if #unexpected > 0 then problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, some(unexpected)) end
+    if #missing > 0 then problems[1] = ("%d missing: %s"):format(#missing, load_plan.some(missing)) end
+    if #unexpected > 0 then
+      problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, load_plan.some(unexpected))
+    end
     if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; ")) end
   end
   for _, entry in ipairs(file and entries or {}) do

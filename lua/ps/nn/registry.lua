@@ -8,6 +8,7 @@
 --
 -- Files outside of lua/ps/nn/ reach the members of a module only through this file: registry.walk, members, tensors,
 -- kind and put.
+local ffi = require "ffi"
 local is_tensor = require("ps.core.scope").is_tensor
 
 local registry = {}
@@ -169,5 +170,10 @@ function registry.kind(module, key) return module._kind[key] end
 ---@param key any
 ---@param tensor ps.Tensor
 function registry.put(module, key, tensor) module._fields[key] = tensor end
+
+--- A number that is equal for two references to the same tensor.
+---@param tensor ps.Tensor
+---@return integer
+function registry.address(tensor) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor))) end
 
 return registry

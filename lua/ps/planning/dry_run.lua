@@ -292,7 +292,7 @@ end
 
 -- A plan of several ranks is of a script that joins them: says so in the words of a plan.
 local function watch_joining(request)
-  hooks.on("few", function(ranks)
+  hooks.on("ranks_wanted", function(ranks)
     return ("a plan of so many, or a multiple, is --ranks %d, of a script that calls ps.init_distributed() before "
       .. "ps.initialize"):format(ranks)
   end)
@@ -326,7 +326,7 @@ function dry_run.perform(request, give)
   if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is no number of bytes", 0) end
   outside.close()
   local seen = { notes = {} }
-  hooks.on("planned", function(text) table.insert(seen.notes, text) end)
+  hooks.on("plan_note", function(text) table.insert(seen.notes, text) end)
   require("ps.engine.plan.rates").suppose(request.rates)
   change_settings(request, seen)
   watch_joining(request)

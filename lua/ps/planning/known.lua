@@ -36,8 +36,8 @@ end
 function known.tell(value)
   if not value then return end
   local costs = with_numbers(value.costs, tonumber)
-  hooks.on("cut", function() return { costs = costs, first = value.first } end)
-  hooks.on("counted", function(key)
+  hooks.on("before_cut", function() return { costs = costs, first = value.first } end)
+  hooks.on("part_costs", function(key)
     return value.counts[key] and with_numbers(value.counts[key], tonumber)
   end)
 end

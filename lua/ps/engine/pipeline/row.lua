@@ -169,7 +169,7 @@ local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
     local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
-    costs = hooks.ask("counted", micro.key)
+    costs = hooks.ask("part_costs", micro.key)
       or count.parts(self.engine.module, args, self.engine.precision, true, cached(micro))
     self.counts[micro.key] = costs
   end

@@ -422,7 +422,8 @@ end
 -- must cut alike.
 local function measured(module, costs, args, where)
   if not devices.computes then
-    hooks.tell("planned", 'pipeline.partition = "measured": a dry run of a script measures nothing, and cut the model '
+    hooks.tell("plan_note",
+      'pipeline.partition = "measured": a dry run of a script measures nothing, and cut the model '
       .. "by counted operations; a real run may cut it elsewhere, and its stages hold more or less then")
     return costs
   end
@@ -456,7 +457,7 @@ function stages.divide(model_func, pipeline, where)
       :format(module.class_name), 0)
   end
   if where.cut then where.cut(module) end
-  local found = pipeline.found or hooks.ask "cut"
+  local found = pipeline.found or hooks.ask "before_cut"
   if not found then
     local how, args = pipeline.partition, example(module)
     found = { costs = count.parts(module, args, where.precision) }
