@@ -308,8 +308,8 @@ function OptimManager:step()
   for _, scheduler in ipairs(self.lr_schedulers) do if scheduler then scheduler:step() end end
 end
 
---- The state: optimizers (one state of all groups, as optimizer:state_dict() of an engine has it; each rank its own
---- part), lr_schedulers, loss_scale and loss_scale_enabled. Its tensors are lent: save them before the next step.
+--- The state: `optimizers` (this rank's part of the engine's optimizer:state_dict(), all groups in one), lr_schedulers,
+--- loss_scale and loss_scale_enabled. The tensors are no copies: save them before the next step.
 ---@param gather_opt? boolean true is refused
 ---@return table
 function OptimManager:state_dict(gather_opt)

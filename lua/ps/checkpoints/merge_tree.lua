@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A file of a checkpoint as a tree of its values, and tensors' bytes a piece at a time.
--- A value that a file shares is one node, so the tree may have far more paths than nodes: walks remember their nodes.
--- Memory: some hundred bytes a tensor, and a piece.
+-- A value that occurs several times is one node, so that the tree may have far more paths than nodes, and walks record
+-- the nodes that they have visited. Memory: a few hundred bytes per tensor, and the buffer of one piece.
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"

@@ -3,8 +3,8 @@
 -- are those that mean something here; schema_mesh.lua has those that cut a model among processes, schema_deepspeed.lua
 -- DeepSpeed's others. They are joined into one list.
 --
--- A section: { path, words about it, rows }; `of`: rows that hold for that value of the parent's `type` only; `acts`:
--- that of its honoured rows without one of their own.
+-- A section: { path, words about it, rows }. `of`: the rows apply only when the parent's `type` has this value. `acts`:
+-- the default `acts` of honoured rows that set none.
 -- A row: { key, type, default, status, words, check =, required =, acts = }:
 --   honoured   does what DeepSpeed or PatrickStar document, or what `words` say where they are silent
 --   ignored    accepted and noted once; `words` say why it means nothing here

@@ -110,8 +110,8 @@ end
 ---@return boolean
 function M.give_room() return hooks.ask "memory" or false end
 
---- Calls fn(...); when memory runs out, collects what Lua holds without need and tries once more, and again where
---- somebody could give memory back.
+--- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
+--- to give memory back, and tries once more if one did.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)

@@ -251,7 +251,7 @@ local INSTANCE = { __index = function(self, key)
   if field then return field(self) end
   return Engine[key]
 end, __newindex = function(self, key, value)
-  if step.fields[key] then error(("engine.%s is the step's"):format(key), 2) end
+  if step.fields[key] then error(("engine.%s is read-only: the step sets it"):format(key), 2) end
   rawset(self, key, value)
 end }
 

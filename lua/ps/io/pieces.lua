@@ -60,8 +60,8 @@ function pieces.write(tensor, get)
 end
 
 --- Fills any tensor from values of a type: get(buffer, first, n) puts n elements of the type, from `first` on in the
---- tensor's row-major order, into the buffer. Memory beside the tensor: a piece, or two where it lies apart or is of
---- another type.
+--- tensor's row-major order, into the buffer. It takes the memory of one piece more, or of two if the
+--- tensor is not contiguous or has another type.
 ---@param tensor ps.Tensor
 ---@param dtype string
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)

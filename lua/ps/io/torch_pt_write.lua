@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- PyTorch's .pt files, written. The value is declared whole, which gives the file its size; then each tensor's bytes
--- follow. Memory: a small buffer and some hundred bytes a tensor. A table that occurs twice is one in the file, too,
--- and a tensor that repeats its elements (expand) has them once, as PyTorch writes it. Parameters that are shards
--- (ps.tensor.shard) are described in a text beside the value, so that ps.merge does not take one rank's for another's.
+-- follow. Memory: a small buffer and a few hundred bytes per tensor. A table that occurs twice in the value is stored
+-- once, and so are the elements of an expanded tensor, as PyTorch does. A text next to the value says which parameters
+-- are shards (ps.tensor.shard), so that nobody takes one rank's part for another's.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ffi = require "ffi"

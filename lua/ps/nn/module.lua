@@ -10,7 +10,7 @@
 --   local net = Net(64); local y = net(x)
 --
 -- Calling a module runs :forward inside a scope: temporaries that neither the result nor the tape needs are dropped
--- when it returns. A class whose forward makes none says `Class.unscoped = true` and saves the scope inside of others.
+-- when it returns. If a class's forward makes no temporaries, `Class.unscoped = true` leaves the scope out.
 -- Names and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own
 -- tensors come before those of its modules. A tied tensor is listed once, under its first name. Modules keep no
 -- activations.

@@ -453,7 +453,7 @@ function Optimizer:load_state_dict(state, model)
     return
   end
   caller.typed(state.values, "table", "load_state_dict: its values")
-  if model ~= nil and not core.is_module(model) then error("load_state_dict takes a model behind the state") end
+  if model ~= nil and not core.is_module(model) then error("load_state_dict: the second argument must be a model") end
   local values, planned = state.values, {}
   local names = saved_names(self, model, values)
   if values.kind ~= self.kind.name then

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Sums over a profile (docs/profiling.md), live or from a file: time, FLOPS, bytes, waits and idle time by op or by
--- module, beside the limit of the machine, and beside another profile.
+-- module, compared with the limits of the machine or with another profile.
 local json = require("cjson").new()
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"

@@ -84,7 +84,9 @@ local function empty(call, shape, options)
   if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
-    if not n or n % 1 ~= 0 then error(("size %s in a shape"):format(tostring(shape[i]))) end
+    if not n or n % 1 ~= 0 then
+      error(("a size in a shape must be a whole number, not %s"):format(tostring(shape[i])))
+    end
     shape8[i - 1] = n
   end
   local t = new_tensor(#shape, dtype_of(options), device_of(options))

@@ -34,7 +34,9 @@ local function add(picks, t, d, k, place)
     local size = d + i < t.ndim and t:size(d + i)
     if size ~= k:size(i) then mask_misfit(k, d, t) end
   end
-  if k.ndim == 0 then error(("index %d is a bool without dimensions; use it in an if"):format(place)) end
+  if k.ndim == 0 then
+    error(("index %d is a bool tensor without dimensions, which cannot index; write if mask:item() then"):format(place))
+  end
   local at = k:nonzero()
   for i = 0, k.ndim - 1 do picks[#picks + 1] = { d = d + i, index = at:select(1, i):contiguous() } end
   return k.ndim

@@ -327,7 +327,7 @@ end
 ---@param d integer
 ---@return ps.Tensor of this shape
 function T:cumsum(d)
-  if d == nil then error("cumsum: along which dimension? of all elements in their order: t:reshape(-1):cumsum(0)") end
+  if d == nil then error("cumsum needs a dimension; for all elements in their order write t:reshape(-1):cumsum(0)") end
   return ops.cumsum(self, d, 0)
 end
 local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }

@@ -54,7 +54,7 @@ function object.refuse(path, field, value, why)
   error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
---- A list or an object of a file; null, where a file may leave it out, is an empty one.
+--- Checks that a field of a file is a list or an object, and returns it. An optional field that is null gives {}.
 ---@param path string
 ---@param field string
 ---@param value any

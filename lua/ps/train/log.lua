@@ -165,7 +165,7 @@ end
 
 --- Adds a step's line.
 ---@param line ps.TrainLine
----@return string? problem when a file stops to take lines; nil while it takes them, and while it still does not
+---@return string? problem when writing fails for the first time; nil while writing works, and nil for later failures
 function Log:write(line)
   local problem, other
   if self.csv then

@@ -138,7 +138,8 @@ function Pipe:close()
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- The row of a step of so many micro-batches, made at the first call, with its executor. All ranks call this together.
+-- This rank's row of actions and its executor for a step of `micros` micro-batches, made at the first call. All ranks
+-- call this together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
@@ -379,7 +380,7 @@ function Pipe:done()
   self.given = nil
 end
 
---- Drops what a dry run's last virtual stage gave. The script of a real step has it until its backward.
+--- Drops the output of the last virtual stage in a dry run. In a real step the script holds it until it calls backward.
 ---@param number integer micro-batch, from 0
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
@@ -453,8 +454,8 @@ local function finish(self, micro, carry)
   give(self, list)
 end
 
---- Settings of the forward of a virtual stage: the numbers of its dropouts and samples are those of a process that
---- runs all virtual stages in order.
+--- Settings of the forward of a virtual stage. Its counters of random numbers (dropouts, samples) are those of one
+--- process that runs all virtual stages in order.
 ---@param v integer
 ---@param number integer
 ---@return ffi.cdata* how
@@ -540,7 +541,7 @@ function Pipe:mark(root, weight)
   self.marked, self.total = self.marked + 1, self.total + weight
 end
 
---- Refuses weights that the stages do not give alike, behind the last backward of a loop. All ranks call it.
+--- After the last backward of a loop: an error if the stages' sums of loss weights differ. All ranks call it.
 ---@param total number sum of this rank's weights
 function Pipe:check_weights(total)
   local all = create.empty({ self.size }, { dtype = "fp64" })

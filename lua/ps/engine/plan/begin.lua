@@ -14,8 +14,8 @@ local begin = {}
 
 local left_out = ffi.new("int64_t[1]")
 
--- Small tensors wait for Lua's collector, and a plan counts only those of its own step. Garbage of other steps is
--- collected, and the plan counts in the tensors that stay.
+-- Small tensors live until Lua's collector runs, but a plan counts only those of its own step. This collects the
+-- garbage of earlier steps and adds the tensors that survive to the plan.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect()

@@ -106,7 +106,7 @@ local function said_by(engine, counts)
   return table.concat(parts, "\n")
 end
 
---- Looks after the first step that was not skipped. All ranks call it.
+--- After the first step that was not skipped: reports parameters that got no gradient. All ranks call it.
 ---@param engine ps.Engine
 function unused.look(engine)
   local counts = before[engine]
