@@ -605,7 +605,7 @@ describe("on a device", function()
       manager:backward(model(ps.ones { 2, 64 }):sum())
       manager:step()
       assert.equal("sim", model.fc.weight:device())
-      counts[name] = require("ps.nn.handle").of(ps.engine().model).adam_split.count
+      counts[name] = require("ps.nn.handle").of(ps.engine().model).plan.adam_split.count
     end
     assert.same({ AdamOptimizer = 1, AdamOffloadOptimizer = 0 }, counts)
   end)
