@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The public C API of psluajit. The text between the two cdef marks is, word for word, what Lua declares through the
  * FFI, so it holds only enums, opaque and plain structs and prototypes: no preprocessor, no inline, no struct by value.
+ * For the same reason it is one file, and longer than files of code may be.
  *
  * Conventions. `_new` and `out` parameters give the caller a reference to release; `_get` lends. Sizes: `numel` counts
  * elements, `nbytes` counts bytes. Dimensions, tensors and ids count from 0; ranges are half-open. A context and its
@@ -1188,7 +1189,7 @@ int ps_pipe_settings(ps_pipe *x, const ps_action_how *how);
  * elsewhere. PS_ESTALE: its bytes are gone. */
 int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight);
 /* The weight of the loss that the FORWARD under way made, before its ps_pipe_done. The ranks of the other stages get it
- * with the loss. Errors: as ps_pipe_mark. */
+ * with the loss. PS_ESTATE, PS_ERANGE: as of ps_pipe_mark. */
 int ps_pipe_weigh(ps_pipe *x, int micro, double weight);
 /* The event that is due. It may wait for messages: PS_EINVAL: another one came than the table says. PS_ETIME, PS_EIO:
  * as of groups; the message names rank and action. PS_ESTATE: no step is under way, the event before is not done, or

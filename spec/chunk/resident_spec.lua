@@ -184,7 +184,7 @@ describe("ranks whose budgets hold their part of the state only together", funct
           local seen = losses(model, optimizer, 3, 256, { 2, 16 })
           want = want or seen
           assert(seen == want, "stage " .. stage)
-          local resident = require("ps.nn.handle").of(model).forecast.resident
+          local resident = require("ps.nn.handle").of(model).plan.forecast.resident
           if scarce then assert(resident > 2 ^ 19, ("stage %d: %d"):format(stage, resident)) end
           model:close()
           collectgarbage()

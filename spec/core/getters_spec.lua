@@ -67,13 +67,17 @@ describe("without an argument", function()
       for name, value in pairs(model:state_dict()) do list[name] = value:tolist() end
       return list
     end
+    -- PyTorch's names for module:to(...): a module is converted in its place, where a tensor gives another.
+    local converts = { half = true, bfloat16 = true, float = true, double = true, cpu = true, cuda = true }
     local before, walked = facts(), 0
     for _, of in ipairs { { model, require("ps.engine").Engine.methods }, { model.module, nn.Module },
       { optimizer, require("ps.engine.state.optimizer").methods }, { schedule, getmetatable(schedule).__index } } do
       for _, name in ipairs(answering(of[2])) do
-        pcall(of[1][name], of[1])
-        assert.same(before, facts(), name)
-        walked = walked + 1
+        if not converts[name] then
+          pcall(of[1][name], of[1])
+          assert.same(before, facts(), name)
+          walked = walked + 1
+        end
       end
     end
     assert.truthy(walked > 12)
