@@ -396,7 +396,7 @@ end
 local function for_torch(self)
   local view = { named = own_names(self) ~= nil, kind = self.kind.name, steps = self.steps, groups = self.groups,
     group_of = {}, averages = {}, engine = { steps = self.steps, built = { list = {} } } }
-  function view.engine:set_steps(steps) self.steps = steps end
+  function view.engine.set_steps(of, steps) of.steps = steps end
   local number_of, names = {}, names_for(self)
   for number, group in ipairs(self.groups) do
     number_of[group] = number - 1
