@@ -260,7 +260,7 @@ describe("a script's steps", function()
     model:backward(model(x[1], y[1]))
     assert.equal(1, inner(model).micro)
     for _, name in ipairs { "micro", "torn" } do
-      fails(function() inner(model)[name] = 2 end, "engine." .. name, "the step's")
+      fails(function() inner(model)[name] = 2 end, "engine." .. name, "read-only: the step sets it")
     end
   end)
 end)
