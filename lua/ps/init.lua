@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
-local E = require "ps.core.ffi"
+local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local composed = require "ps.tensor.composed"
 local scope = require "ps.core.scope"
@@ -11,20 +11,21 @@ local random = require "ps.core.random"
 
 ---@class ps
 local ps = {
-  C = E.C, ffi = E.ffi, ctx = E.ctx, check = E.check, retry = E.retry, raise = E.raise, Error = E.Error,
-  check_running = E.check_running, give_room = E.give_room,
-  ops = E.ops, op_info = E.op_info, own = E.own, dtype_code = E.dtype_code, device_index = E.device_index,
-  device_name = E.device_name, backward = scope.backward,
+  scope_begin = scope.begin, scope_end = scope.finish,
   functional = require "ps.tensor.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   keep_cheap_outputs = scope.keep_cheap_outputs,
   offload_activations = scope.offload_activations,
-  recompute = scope.recompute, scope_begin = scope.begin, scope_end = scope.finish, step_scope = scope.step_scope,
+  recompute = scope.recompute, step_scope = scope.step_scope, backward = scope.backward,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
   newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
 }
 ps.F = ps.functional
+for _, name in ipairs { "C", "ffi", "ctx", "check", "retry", "raise", "Error", "check_running", "give_room", "ops",
+                        "op_info", "own", "dtype_code", "device_index", "device_name" } do
+  ps[name] = native[name]
+end
 for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat",
                         "stack", "set_default_dtype", "set_default_device" } do
   ps[name] = tensor[name]
@@ -37,9 +38,9 @@ ps.set_memory_limit, ps.reset_peak_memory, ps.memory_available = devices.set_lim
   devices.available
 for name, fn in pairs(process) do ps[name] = fn end
 for _, name in ipairs { "eye", "linspace", "einsum", "one_hot" } do ps[name] = composed[name] end
-ps.version = E.ffi.string(E.C.ps_version())
+ps.version = native.ffi.string(native.C.ps_version())
 
-local caller = E.caller
+local caller = native.caller
 local error = caller.error
 
 -- A method as a function, of a tensor; arithmetic may have a number first, and a tensor behind it.
@@ -125,7 +126,7 @@ function ps.materialize(...) return exact.of(require("ps.nn.deferred").materiali
 
 --- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...)
-  E.check_running "ps.initialize"
+  native.check_running "ps.initialize"
   return exact.of(require("ps.engine").initialize, "ps.initialize")(...)
 end
 ps.initialize_engine = ps.initialize
@@ -183,14 +184,13 @@ local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.optim.sched", data 
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name
 
-local foreign = require "ps.core.foreign"
 local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
   __names = function() return lazy end,
   __index = function(self, key)
     local module = lazy[key]
-    if not module then return key == "checkpoint" and old_checkpoint or foreign.find("ps", key) end
+    if not module then return key == "checkpoint" and old_checkpoint or require("ps.core.foreign").find("ps", key) end
     local value = exact.all(require(module), key .. ".")
     rawset(self, key, value)
     return value

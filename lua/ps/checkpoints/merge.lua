@@ -12,9 +12,9 @@
 -- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
 -- appears only when it is complete.
 local native = require "ps.core.ffi"
+local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
-local json = require("cjson").new()
 local encode = require "ps.core.encode"
 local rank_files = require "ps.checkpoints.rank_files"
 local rectangles = require "ps.core.rectangles"
@@ -256,12 +256,6 @@ local function put_together(shards, pieced)
   end
 end
 
--- A name of a shard of a parameter that ps.save noted; nil: the file has none.
-local function noted_shard(file)
-  local ok, note = pcall(json.decode, file.metadata.psluajit_shards or "")
-  return ok and type(note) == "table" and type(note.shards) == "table" and next(note.shards) or nil
-end
-
 -- Refuses files of which each has parts of the same layers: put over each other they would be a wrong model.
 local function refuse_parts(paths, shards)
   local ranks = {}
@@ -271,7 +265,7 @@ local function refuse_parts(paths, shards)
       error(("%s has pieces of tensors ('%s'), not whole ones, which its folder's index.json places: merge the folder"
         ):format(path, pieces[1]), 0)
     end
-    local name = #paths > 1 and noted_shard(shards[i])
+    local name = #paths > 1 and next(shard_note.entries(shards[i].metadata.psluajit_shards))
     if name then
       error(("%s has a part of '%s', which ranks of tensor parallelism share out; merge a folder of "
         .. "ps.checkpoints.save or of save_parallelized, which says what is where"):format(path, tostring(name)), 0)

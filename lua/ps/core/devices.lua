@@ -12,6 +12,17 @@ devices.computes = native.C.ps_machine_pretended() == 0
 ---@field name string
 ---@field description string instruction set, threads and libraries in use
 
+--- Calls fn(...), which reads values of tensors.
+---@param fn function
+---@param ... any
+---@return any value the result of fn; nil in a dry run, of a step or of a script, that does not know the values
+function devices.known(fn, ...)
+  local ok, value = pcall(fn, ...)
+  if ok then return value end
+  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
+  return nil
+end
+
 --- Looks a device up by name and opens it: ps.device("cpu").
 ---@param name string an error names the devices that there are
 ---@return ps.Device

@@ -1,11 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The door for environment variables of psluajit's own. docs/environment.md says what each does, and
--- spec/docs/environment_spec.lua that the page has every one.
+-- The door for environment variables of psluajit's own, but for those of launchers, which dist/env.lua reads.
+-- docs/environment.md says what each variable does; spec/docs/environment_spec.lua checks that the page has them all.
 local environment = {}
 
 local NAMES = {}
-for name in ([[PS_DISK_THREADS PS_DRY_RUN PS_MASTER_ADDR PS_MASTER_PORT PS_RENDEZVOUS PS_RUN_ID PS_SECRET PS_STRESS
-    PS_TRACEBACK]]):gmatch "%S+" do NAMES[name] = true end
+for name in ("PS_DISK_THREADS PS_DRY_RUN PS_RUN_ID PS_STRESS PS_TRACEBACK"):gmatch "%S+" do NAMES[name] = true end
 
 --- The value of a variable.
 ---@param name string one of NAMES; another is a mistake in the caller

@@ -90,14 +90,6 @@ local function sum_of(target, ignore, weight)
   return (weight:to("fp64"):gather(0, classes) * counts:reshape(-1):to("fp64")):sum()
 end
 
--- The number in a tensor; nil: a dry run of a script does not know it.
-local function number_in(t)
-  if devices.computes then return t:item() end
-  local ok, value = pcall(t.item, t)
-  if ok then return value end
-  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
-end
-
 local on_host = setmetatable({}, { __mode = "k" })       -- by tensor of classes' weights: {version, copy}
 
 -- Classes' weights on the host. The host waits once for each version of their values.
@@ -182,7 +174,7 @@ local function count_of(note)
     end)
     note.labels, note.weight = nil, nil
   end
-  if type(note.count) ~= "number" then note.count = number_in(note.count) or note.places end
+  if type(note.count) ~= "number" then note.count = devices.known(note.count.item, note.count) or note.places end
   return note.count
 end
 

@@ -152,13 +152,8 @@ end
 ---@field places number all of them, ignored ones too
 ---@field explicit? boolean the model's count_targets gave the number
 
--- What fn(...) gives; nil in a dry run of a script where it reads values that the script did not write itself.
-local function known(fn, ...)
-  if devices.computes then return scope.no_grad(fn, ...) end
-  local ok, value = pcall(scope.no_grad, fn, ...)
-  if ok then return value end
-  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
-end
+-- The result of fn(...) without gradients; nil if it reads values that a dry run of a script does not know.
+local function known(fn, ...) return devices.known(scope.no_grad, fn, ...) end
 
 -- The metatable of targets whose count is computed when it is read first.
 local function later(counted)

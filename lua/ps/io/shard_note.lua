@@ -7,14 +7,20 @@ local shard = require "ps.tensor.shard"
 
 local shard_note = {}
 
---- The shards of a note, by place. A note that is damaged or of something else has none.
+--- The descriptions in a note as they stand there, by place. A note that is damaged or of something else has none.
+---@param text? string
+---@return table<string, any>
+function shard_note.entries(text)
+  local ok, note = pcall(json.decode, text or "")
+  return ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
+end
+
+--- The shards of a note, by place, without descriptions that describe no shard.
 ---@param text? string
 ---@return table<string, ps.nn.Shard>
 function shard_note.read(text)
-  local ok, note = pcall(json.decode, text or "")
-  local shards = ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
   local found = {}
-  for place, desc in pairs(shards) do
+  for place, desc in pairs(shard_note.entries(text)) do
     local fits, made = pcall(shard.new, desc)
     if fits then found[place] = made end
   end

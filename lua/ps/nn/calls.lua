@@ -3,8 +3,6 @@
 local core = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 
-local function join(path, name) return path == "" and tostring(name) or path .. "." .. tostring(name) end
-
 --- The modules that were called, by number: path below the outermost module that was called, and class.
 ---@return table<integer, { path: string, class: string }>
 return function()
@@ -22,7 +20,7 @@ return function()
   for id, module in pairs(called) do
     local path, at = "", module
     while above[at] do
-      path = path == "" and tostring(above[at][2]) or join(tostring(above[at][2]), path)
+      path = tostring(above[at][2]) .. (path == "" and "" or "." .. path)
       at = above[at][1]
     end
     names[id] = { path = path, class = module.class_name }

@@ -20,12 +20,9 @@ end
 
 -- Notes whether a state has whole tensors or a rank's own shards (ps.nn.saved), the names of the first of each: a state
 -- has one kind. What says of itself that it is whole has no shards.
-local function fits(shape, tensor, name, kinds, state, shards)
+local function fits(shape, tensor, name, kinds, is_whole)
   local kind = cut.fit(shape, tensor)
-  local given = shards and shards[name]
-  if not shards then given = shard.of(state[name]) end
-  cut.check_rank(given, tensor, name)
-  if kind == "own" and state.whole == true then return false end
+  if kind == "own" and is_whole then return false end
   if kind and not rectangles.same(cut.shape(tensor), tensor:shape()) then
     kinds[kind] = kinds[kind] or name
     if kinds.own and kinds.whole then
@@ -65,7 +62,11 @@ end
 ---@return string[] wrong
 function load_plan.plan(self, source, shape_of, elsewhere, state)
   local entries, by_address, known, wrong, kinds = {}, {}, {}, {}, {}
-  local shards = state.read_into and (state.shards and state:shards() or {})
+  local of_file = state.read_into and (state.shards and state:shards() or {})
+  local function shard_of(name)
+    if of_file then return of_file[name] end
+    return shard.of(state[name])
+  end
   registry.walk(self, function(name, tensor, kind)
     if kind == "module" then return end
     known[name] = true
@@ -79,7 +80,8 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
     if not source[name] then return end
     entry.from = entry.from or name
     local has = shape_of(name)
-    if not fits(has, tensor, name, kinds, state, shards) then
+    cut.check_rank(shard_of(name), tensor, name)
+    if not fits(has, tensor, name, kinds, state.whole == true) then
       wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name,
         table.concat(cut.shape(tensor), ", "), table.concat(has, ", "))
     end

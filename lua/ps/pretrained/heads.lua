@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- What heads share, with transformers' meaning: batches by names, masks, the losses of classification and of question
 -- answering; and what models share that generate: caches and attention with them.
+local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local scope = require "ps.core.scope"
@@ -95,16 +96,13 @@ function heads.padding_row(pad, rows)
   return pad < 0 and rows + pad or pad
 end
 
---- What a function reads of a batch's values. A dry run and device meta know none: nil.
+--- The result of a function that reads values of a batch; nil in a dry run and on device meta, which have none.
 ---@param t ps.Tensor whose values are read
 ---@param fn fun(t: ps.Tensor): any
 ---@return any
 function heads.known(t, fn)
   if t.device_ == META then return nil end
-  local ok, value = pcall(scope.no_grad, fn, t)
-  if ok then return value end
-  if type(value) ~= "table" or value.name ~= "EDRY" then error(value, 0) end
-  return nil
+  return devices.known(scope.no_grad, fn, t)
 end
 
 -- Whether numbers [B, T] go up by one; where they are not known, yes.

@@ -4,6 +4,7 @@
 -- reads it), and where it has a label. Nothing reads the others, so the numbers are those of the padded batch up to the
 -- rounding of products with fewer rows, and masks of dropout are the same. A few rows that do not count are computed,
 -- too, so that products have few sizes; nothing reads them, either.
+local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local functional = require "ps.tensor.functional"
@@ -29,7 +30,7 @@ end
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
-  local ok, found = pcall(function()
+  local found = devices.known(function()
     local on_host = kept:to "cpu"
     local rows = on_host:nonzero():reshape(-1)
     local more = math.min(filled(rows:size(0)), all[1]) - rows:size(0)
@@ -38,9 +39,7 @@ local function numbers(kept)
     end
     return rows:to(kept:device())
   end)
-  if ok then return found end
-  if type(found) ~= "table" or found.name ~= "EDRY" then error(found, 0) end
-  return create.empty(all, { dtype = "int64", device = kept:device() })
+  return found or create.empty(all, { dtype = "int64", device = kept:device() })
 end
 
 --- Which rows count. The host waits for a mask that lies on a device.
