@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a small model on a mesh of ranks (dp, pp, tp), and compares it with the same training on one rank.
 -- bench/mesh.lua and spec/parallel/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
--- files. mesh_lib.compare runs in a process beside the ranks, puts their tensors together and compares.
+-- files. mesh_lib.compare runs in another process, joins the tensors of the ranks and compares.
 --
 -- There are two runs. The first one has a single step of SGD without momentum, from which gradients are worked out:
 -- (value before - value after) / learning rate. That is right wherever a layout keeps its gradients. The second run

@@ -89,7 +89,7 @@ local MICRO_BATCH = {
   { "FFI" },
   { "send", "forward_done", "src/pipe/exec.c", "hand_on", "keeps the output for backward" },
   { "", "send", "src/pipe/exec.c", "begin_send", "if the next stage has another rank" },
-  { "", "wire_send", "src/pipe/wire.c", "ps_p2p_send", "beside the computation" },
+  { "", "wire_send", "src/pipe/wire.c", "ps_p2p_send", "while the rank computes" },
   { "yield", "begin_event", "src/pipe/exec.c", "take_loss", "all ranks get the loss" },
   { "", "Pipe:output", "lua/ps/engine/pipeline/row.lua", "loss_here", "`out` of the script's turn" },
   { "", "Pipe:mark", "lua/ps/engine/pipeline/row.lua", "ps_pipe_mark", "model:backward(loss) of the script" },

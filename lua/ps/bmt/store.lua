@@ -100,7 +100,7 @@ function store.load(model, file_name, options)
   local target, group = session.target(model), mesh.group "world"
   local file = agree.run(group, function() return serialize.load(file_name, { lazy = true }) end)
   local function load() return target:load_state_dict(file, { strict = options.strict }) end
-  if handle.of(target) then return load() end                        -- its ranks hear of each other's errors
+  if handle.of(target) then return load() end            -- the engine reports an error of one rank on all ranks
   return agree.run(group, load)
 end
 

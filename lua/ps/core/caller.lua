@@ -32,8 +32,8 @@ end
 
 local pause                                                -- the C function between a paused script and its prompt
 
---- "script.lua:12: " of the innermost Lua function that is not psluajit's; "" where none is. What is typed at the
---- prompt of a pause is at no line of the script below it.
+--- The place "script.lua:12: " of the innermost Lua function that is not psluajit's; "" if there is none. Statements
+--- that are typed at the prompt of a pause have no place in the paused script.
 ---@return string
 local function position()
   local level = 2
@@ -91,7 +91,7 @@ end
 ---@type (fun(value: any): string)?
 caller.shown = nil
 
---- What is printed of an error that is no string: its value. For the program's handler.
+--- The text of an error that is not a string: its type and value. The program's handler prints it.
 ---@param e any
 ---@return string
 function caller.described(e)
@@ -248,7 +248,7 @@ function caller.typed(value, want, what)
   return value
 end
 
---- What can be called: a function, or a table with __call.
+--- Refuses a value that cannot be called. A function can, and so can a table with __call.
 function caller.callable(value, what)
   local mt = type(value) == "table" and getmetatable(value)
   if type(value) ~= "function" and not (mt and mt.__call) then
@@ -284,7 +284,7 @@ end
 
 local ORDINALS = { "first", "second", "third" }
 
---- Raises the error of an argument behind the last one that a function takes.
+--- Raises the error of an argument after the last one that a function takes.
 ---@param call string "t:sum"
 ---@param params string its parameters, with ", " between them
 ---@param value any the argument

@@ -64,7 +64,7 @@ function collector.without(fn, ...)
   return restored(pcall(fn, ...))
 end
 
-local forwards = 0                                           -- of the planned script's step, performed so far
+local forwards = 0                  -- forwards that the step of the planned script has performed so far
 
 --- Paces the collector in a planned script, at the begin and the end of each action of a step: it runs after a fixed
 --- number of forwards, so that the peak of a plan is the same in each run.

@@ -39,7 +39,8 @@ local function code(n)
   return codes[n]
 end
 
---- fn, with an error for arguments behind its last parameter. A function with `...`, and one of C, as it is.
+--- Wraps fn so that an argument after its last parameter is an error. Functions with `...` and C functions stay as they
+--- are.
 ---@param fn function
 ---@param call string how it is called, "F.gelu" or "t:sum"
 ---@param method? boolean its first parameter is self
@@ -67,7 +68,7 @@ local most = setmetatable({}, { __mode = "k", __index = function(self, fn)
   return self[fn]
 end })
 
---- Refuses arguments `...` behind the last one of a method, of which self is none of them.
+--- Refuses arguments `...` after the last parameter of a method; self is not among them.
 ---@param fn function the method
 ---@param describe fun(object: any): string, string? of an error: how it is called, and what to write instead
 ---@param object any for describe

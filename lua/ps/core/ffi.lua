@@ -251,7 +251,7 @@ function M.device_index(name)
 end
 
 local device_can = {}
---- What a device can (struct ps_device_info of ps.h).
+--- The abilities of a device (struct ps_device_info of ps.h).
 ---@param index integer
 ---@return ffi.cdata*
 function M.device_info(index)

@@ -67,7 +67,7 @@ local NAMES = {
     clip_grad_norm = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
     get_lr = "write optimizer.lr, or optimizer.param_groups[1].lr",
     get_last_lr = "write optimizer.lr, or schedule:get_last_lr()",
-    register_step_post_hook = "write the call behind optimizer:step()",
+    register_step_post_hook = "write the call after optimizer:step()",
     register_step_pre_hook = "write the call before optimizer:step()",
   },
   scaler = {
@@ -125,7 +125,7 @@ local function stand_in(place, name, text)
     __tostring = function() return ("%s (does not exist here: %s)"):format(whole, text) end })
 end
 
---- What stands for a name that others have; nil for a name that is not known.
+--- The stand-in for a name that other libraries have; nil for an unknown name.
 ---@param place string a key of NAMES
 ---@param name any
 ---@return table?

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Lua's functions on lists, for lists of modules (ps.nn.ModuleList), whose items count from 0: ipairs and pairs give
 -- 0, first; 1, second; and so on, unpack gives the modules, table.insert and table.remove are the list's. Without this
--- they would look into the table behind the list, find nothing there, and say nothing. The program loads this file
+-- they would read the table that stands for the list, which is empty, and give no error. The program loads this file
 -- before the script. Other values go to Lua's own functions.
 --
 -- A list's metatable has the functions, as `ps_list`: each, get, size, insert, remove. The operator # cannot be had: it

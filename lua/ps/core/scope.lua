@@ -202,7 +202,7 @@ end
 
 --- Runs fn(...) and keeps in host memory what its backward needs. The inputs of a function that ps.recompute runs leave
 --- once it has run; what else the tape holds leaves when the scope that made it ends (a module call, say). All of it
---- comes back in time for backward, and copies run beside the computation. Gradients are the same. Tensors under 64 KiB
+--- comes back in time for backward, and copies run while ops compute. Gradients are the same. Tensors under 64 KiB
 --- stay, and on the cpu nothing changes.
 ---@param fn function
 ---@param ... any for fn

@@ -19,7 +19,7 @@ local shard = {}
 ---@field index integer the rank that has this shard, from 0
 ---@field count integer ranks
 ---@field full_shape integer[] of the whole tensor, without padding
----@field padded? integer elements of padding behind the dimension's end, on all ranks together
+---@field padded? integer elements of padding after the end of the dimension, all ranks together
 
 ---@class ps.nn.Shard.Piece a rectangle of the whole tensor
 ---@field offset integer[] its first element in the whole tensor
