@@ -122,8 +122,8 @@ local OPTIONS = [[
   check_grads(layer, whole, "gather_output")
   for _, case in ipairs {
     { "region, or group, is missing", function() nn.ColumnParallelLinear(4, 4, {}) end },
-    { "one of both", function() nn.RowParallelLinear(4, 4, { group = group, region = nn.Region.new(group) }) end },
-    { "is no nn.Region", function() nn.RowParallelLinear(4, 4, { region = {} }) end },
+    { "one of the two", function() nn.RowParallelLinear(4, 4, { group = group, region = nn.Region.new(group) }) end },
+    { "is not an nn.Region", function() nn.RowParallelLinear(4, 4, { region = {} }) end },
     { "blocks", function()
       nn.ColumnParallelLinear(4, 3 * size, { group = group, blocks = 3, gather_output = true })
     end },
@@ -580,8 +580,8 @@ local SHARED = [[
   local other = nn.ColumnParallelLinear(4, 2 * size, { region = region, out_in = false })
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
-    { "some weights are nn.Linear's", function() region:begin_columns({ one, other }, part) end },
-    { "its input is not the one", function()
+    { "some weights have the layout of nn.Linear", function() region:begin_columns({ one, other }, part) end },
+    { "its input differs from", function()
       region:set(size, 3)
       region:begin_columns({ one, two }, part)
       one(ps.ones { 3, 4 })

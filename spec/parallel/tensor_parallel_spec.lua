@@ -159,7 +159,7 @@ describe("a model that cannot be shared out", function()
     for problem, gather in pairs { ["gather names 4 columns; it takes true, or a list of 1 to 3"] = { 1, 2, 3, 4 },
       ["gather names 0 columns; it takes true, or a list of 1 to 3"] = {},
       ["gather is a; it takes true, or a list of 1 to 3"] = "a",
-      ["gather names x, which is no column of the module"] = { "a", "x" },
+      ["gather names x, which is not a column of the module"] = { "a", "x" },
       ["gather leaves out b, a column of the module"] = { "a" } } do
       Net.tensor_parallel = { two = { "divide", gather = gather }, ["two.a"] = "column", ["two.b"] = "column" }
       fails({ 'Net.tensor_parallel["two"]: ' .. problem }, function() cut(net, 2, 0) end)
@@ -174,7 +174,7 @@ describe("a model that cannot be shared out", function()
       self.up = nn.Linear(2, base.outputs, { bias = false })
     end
     fails({ "transformer.h.0.attn.c_attn is a Lora; columns and rows cut", "In place of GPT2Model.tensor_parallel"
-      .. "[\"h.*.attn.c_attn\"] the table should name what is cut of the products in it: base, down, up" }, function()
+      .. "[\"h.*.attn.c_attn\"], name the layers to cut inside it in the table: base, down, up" }, function()
       cut(function()
         local model = require("models.gpt2").new "tiny"
         for _, block in model.transformer.h:each() do block.attn.c_attn = Lora(block.attn.c_attn) end

@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A pipeline's table as a picture: a lane for each rank with its actions by their time, and below it the pairs of
--- virtual stage and micro-batch that the rank holds. As characters, as an SVG, and as a PNG by gnuplot.
+-- Draws a pipeline's table: a lane for each rank with its actions over time, and below it the number of (virtual stage,
+-- micro-batch) pairs that the rank holds. The output is text, SVG, or PNG (by gnuplot).
 local caller = require "ps.core.caller"
 
 local picture = {}
 
--- Colours of forwards, whole backwards, gradients of inputs and of weights, from a rank's first virtual stage on.
+-- Colours of forwards, whole backwards, gradients of inputs and gradients of weights. Row i is for a rank's i-th
+-- virtual stage.
 local COLOURS = {
   F = { "#9ecae1", "#4292c6", "#2171b5", "#084594" }, B = { "#c7e9c0", "#74c476", "#238b45", "#00441b" },
   I = { "#fdd0a2", "#fdae6b", "#f16913", "#a63603" }, W = { "#dadaeb", "#9e9ac8", "#807dba", "#54278f" },
 }
 local LEFT, TOP, WIDTH, LANE, HELD, GAP = 70, 34, 1130, 26, 22, 12
 
--- Only these are drawn; transfers and yields take no time of a rank.
+-- Only actions that compute are drawn. Transfers and yields take none of a rank's time.
 local function is_work(action) return COLOURS[action.kind] ~= nil end
 
 local function label(t, action)
@@ -20,7 +21,7 @@ local function label(t, action)
   return t.virtual_stages > 1 and action.vstage .. micro or micro
 end
 
---- Characters: a column for each tick, where all actions begin and end at whole ones; else nil.
+--- The picture as characters, one column per tick. Returns nil if an action begins or ends between two ticks.
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course
 ---@param most? integer columns; a longer picture is nil (default 400)
@@ -51,7 +52,8 @@ function picture.text(t, course, most)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- When the number of pairs that a rank holds changes, and by how much: from a forward to B or I, from I to W.
+-- The times at which the number of pairs that a rank holds changes, and by how much. A pair is held from its forward to
+-- its B or I, and from I to W.
 local function changes(t, course, rank)
   local list = {}
   for i, action in ipairs(t:row(rank)) do
@@ -64,8 +66,8 @@ local function changes(t, course, rank)
   return list
 end
 
--- What is drawn, in pixels from the top left corner: { "rect", x, y, width, height, colour } and
--- { "text", x, y, text, anchor ("start", "middle"), size }.
+-- The shapes to draw, in pixels from the top left corner: { "rect", x, y, width, height, colour } and { "text", x, y,
+-- text, anchor ("start", "middle"), size }.
 local function shapes(t, course)
   local list, scale = {}, WIDTH / math.max(course.makespan, 1e-30)
   local function add(...) list[#list + 1] = { ... } end
@@ -136,7 +138,7 @@ end
 
 local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 
---- Draws the picture to a PNG file by gnuplot. Gives nil and the reason when gnuplot is absent or fails.
+--- Draws the picture to a PNG file by gnuplot. Returns nil and the reason if gnuplot is absent or fails.
 ---@param path string
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of pipelines (src/pipe, docs/pipeline.md): the actions that each rank performs in a step whose model is cut
--- into virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists begin, at index 1, with number 0.
+-- Tables of pipelines (src/pipe, docs/pipeline.md): the actions that each rank performs in a step of a model that is
+-- cut into virtual stages. Ranks, virtual stages and micro-batches count from 0. Lists have number 0 at index 1.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
@@ -22,7 +22,7 @@ Table.__index = Table
 ---@class ps.pipe.Spec
 ---@field schedule string
 ---@field stages integer
----@field virtual_stages? integer of each rank; default 1, of zb_v 2
+---@field virtual_stages? integer of each rank; default 1, for zb_v 2
 ---@field micro_batches integer
 ---@field forward_only? boolean for an evaluation
 
@@ -47,13 +47,13 @@ Table.__index = Table
 ---@field bound_part integer? the part, from 1, that sets the bound; nil: all parts together do
 
 ---@class ps.pipe.Link
----@field latency? number in the unit of time of the costs
----@field rate? number bytes in that unit; 0: transfers take no time
----@field depth? integer messages that a link keeps; 0: any number
+---@field latency? number in the same unit of time as the costs
+---@field rate? number bytes per unit of time; 0: transfers take no time
+---@field depth? integer messages that a link can queue; 0: any number
 
 ---@class ps.pipe.Course
 ---@field makespan number
----@field bubble number share of the ranks' time in which they compute nothing
+---@field bubble number fraction of the ranks' time in which they are idle
 ---@field ranks {first: number, last: number, busy: number, peak: integer}[]
 ---@field spans {begin: number, finish: number}[][] of the actions of each rank
 
@@ -95,7 +95,7 @@ function pipe.table(options)
   return adopt(table_out[0])
 end
 
---- A table from text in PyTorch's form.
+--- Reads a table from text in PyTorch's form.
 ---@param text string
 ---@param name? string of the file, for messages
 ---@return ps.pipe.Table
@@ -105,7 +105,7 @@ function pipe.read(text, name)
   return adopt(table_out[0])
 end
 
---- The table as text, in PyTorch's form. all: with the transfers, reductions and yields of a lowered table.
+--- The table as text, in PyTorch's form. all: include the transfers, reductions and yields of a lowered table.
 ---@param all? boolean
 ---@return string
 function Table:text(all)
@@ -137,7 +137,7 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- The numbers of (virtual stage, micro-batch) pairs that a rank holds at its peak between forward and backward, and
+--- The numbers of (virtual stage, micro-batch) pairs that a rank holds at its peak: between forward and backward, and
 --- between I and W.
 ---@param rank integer
 ---@return integer in_flight
@@ -148,14 +148,14 @@ function Table:held(rank)
   return held.in_flight, held.waiting
 end
 
---- Puts transfers, reductions and yields between the actions.
+--- Inserts transfers, reductions and yields between the actions.
 ---@return ps.pipe.Table self
 function Table:lower()
   native.check(C.ps_pipe_table_lower(self.c))
   return self
 end
 
--- Costs in C's form. costs: one cost for all n virtual stages or parts, or a list.
+-- Converts costs to C structs. costs: one cost for all n virtual stages or parts, or a list with one for each.
 local function costs_of(costs, n, call)
   if costs == nil then return nil end
   local out = cost_array(n)
@@ -173,8 +173,8 @@ local function link_of(link, call)
   return out
 end
 
---- Simulates the course of a step by the costs of its actions.
----@param costs? ps.pipe.Cost|ps.pipe.Cost[] of all virtual stages, or of each; default: F, I and W take 1
+--- Simulates a step from the costs of its actions.
+---@param costs? ps.pipe.Cost|ps.pipe.Cost[] one for all virtual stages, or one for each; default: F, I and W take 1
 ---@param link? ps.pipe.Link default: transfers take no time
 ---@return ps.pipe.Course
 function Table:simulate(costs, link)
@@ -197,7 +197,7 @@ function Table:simulate(costs, link)
   return course
 end
 
---- Cuts a model into the virtual stages of a table so that the simulated step is short.
+--- Cuts a model into the virtual stages of a table so that the simulated step is as short as possible.
 ---@param t ps.pipe.Table
 ---@param parts ps.pipe.Cost[] of the model's parts, in order
 ---@param link? ps.pipe.Link
@@ -212,7 +212,7 @@ function pipe.cut(t, parts, link)
     bound_part = times.bound_part >= 0 and times.bound_part + 1 or nil }
 end
 
---- The cut of a layout in Megatron's form: pipe.layout("Et*3|(tt|)*29,m|L", kinds, 32).
+--- Reads a cut in the form of Megatron's layout: pipe.layout("Et*3|(tt|)*29,m|L", kinds, 32).
 ---@param layout string
 ---@param kinds string a letter for each part of the model
 ---@param vstages integer

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Cuts a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). A model's
--- code is that of one process. Its classes have tables that name what is cut, by paths below the module, where "*" is
--- any one name, and -1 the last of a list:
+-- Cuts a model's layers among the ranks of tensor parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022). The
+-- model's code is written for one process. Tables in its classes name the layers to cut. Keys are paths relative to the
+-- module, in which "*" matches any one name and -1 the last item of a list:
 --
 --   GPT2Model.tensor_parallel = {
 --     ["wte"] = "vocabulary", ["drop"] = "enter",
@@ -10,24 +10,26 @@
 --     ["h"] = "inside", ["ln_f"] = "leave",
 --   }
 --
---   column      a product whose outputs are cut; blocks: equal parts of the outputs, each of which is cut
---   row         a product whose inputs are cut; the ranks' products are added up
---   vocabulary  a table of tokens, cut by rows
---   head        an nn.LMHead, or an nn.Linear with an output for each word, cut by rows as the table is
---   words       a module with a bias over the vocabulary, whose weight is the table that `table` names by its path in
---               the model. It gets a field `vocabulary`, the nn.ParallelLMHead of both
---   divide      a module; the fields named count what the ranks share out, the first of them heads. keys: what these
---               fields are called in a configuration. gather: the columns in it have the module's input, which is
---               gathered once. true: all of it, before forward; a list of up to three names, in the order of their
---               calls: nothing but these columns takes the input, so its rows may travel beside their products
---   enter       with sequence parallelism each rank has its share of the rows from this module's input on
+--   column      a linear layer whose outputs are cut; blocks: this many equal blocks of outputs, each of which is cut
+--   row         a linear layer whose inputs are cut; the ranks' products are summed
+--   vocabulary  a table of token embeddings, cut by rows
+--   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the table
+--   words       a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
+--               It gets a field `vocabulary`, an nn.ParallelLMHead that has both
+--   divide      a module; the named fields hold numbers of things that the ranks share, first the number of heads.
+--               keys: the names of these fields in a configuration. gather: the input is gathered once for several
+--               columns. true: for all columns, before forward. A list of up to three names, in the order of their
+--               calls: only these columns read the input, and the ranks exchange its rows while they compute the
+--               columns' products
+--   enter       with sequence parallelism, each rank has only its share of the rows from this module's input on
 --   inside      ... in this module
---   leave       ... in this module, and all rows behind it
---   partial     parameters that compute with other values on each rank: their gradients are summed
---   whole       not cut, whatever a table of a module inside says
+--   leave       ... in this module, and all rows after it
+--   partial     parameters that compute with different values on each rank: their gradients are summed
+--   whole       not cut, even if the table of an inner module says so
 --
--- The rest is on every rank alike. Tables of outer modules come before those of inner ones. The model is made without
--- data (ps.deferred), cut, and given its values, each rank its own; they are the bits of the uncut model.
+-- The rest of the model is the same on every rank. Tables of outer modules take precedence over those of inner ones.
+-- The model is made without data (ps.deferred), cut, and filled with values: each rank gets its own. They are the bits
+-- of the uncut model.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local core = require "ps.nn.module"
@@ -43,15 +45,15 @@ local tensor_parallel = {}
 
 ---@class ps.tensor_parallel.Claim
 ---@field module ps.nn.Module
----@field owner? ps.nn.Module that has it as a field; nil: the model itself
+---@field owner? ps.nn.Module that has `module` as a field; nil: `module` is the model itself
 ---@field key any
 ---@field path string
 ---@field kind string
 ---@field entry table
----@field named string the entry in its table: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
+---@field named string its entry in the table, for errors: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
 
 -- -- tables -----------------------------------------------------------------------------------------------------------
--- Calls fn(module, owner, key, path) for what a path names below a module.
+-- Calls fn(module, owner, key, path) for each module that a path matches, relative to a module.
 local function each_match(module, names, i, path, fn)
   local name = names[i]
   local function go(child, key)
@@ -77,7 +79,7 @@ end
 local KINDS = { column = true, row = true, vocabulary = true, head = true, divide = true, enter = true, inside = true,
   leave = true, partial = true, whole = true, words = true }
 
--- All that the tables of a model and of the modules in it name, in the order of paths.
+-- All entries of the tables of a model and of its modules, sorted by path.
 local function claims_of(model)
   local claims, by_module, tables = {}, {}, 0
   for prefix, module in model:named_modules() do
@@ -111,21 +113,21 @@ end
 ---@class ps.tensor_parallel.Cut the cutting of one model
 ---@field model ps.nn.Module
 ---@field region ps.nn.Region
----@field made table<ps.nn.Module, ps.nn.Module> by module: what has taken its place
----@field gathered table<ps.nn.Module, boolean> modules whose input is gathered already
+---@field made table<ps.nn.Module, ps.nn.Module> the new module of each replaced one
+---@field gathered table<ps.nn.Module, boolean> columns whose input is already gathered
 ---@field claims ps.tensor_parallel.Claim[]
----@field parts table<integer, ps.Tensor> by a whole parameter's address: its shard
+---@field parts table<integer, ps.Tensor> the shard of a whole parameter, by its address
 local Cut = {}
 Cut.__index = Cut
 
--- Puts a module in another's place.
+-- Puts a module in the place of a claim's module.
 local function put(claim, module)
   rawset(module, "training", claim.module.training)
   if rawget(claim.owner, claim.key) ~= nil then rawset(claim.owner, claim.key, module)
   else claim.owner[claim.key] = module end
 end
 
--- Gives `to` a parameter of `from`: a shard of it, or as it is (given nil).
+-- Gives `to` the parameter `key` of the claim's module: as a shard if `given` describes one, else the whole parameter.
 function Cut:take(claim, to, key, given)
   local whole = claim.module[key]
   if whole == nil then return end
@@ -153,14 +155,14 @@ local function check_class(claim, classes, what)
     for key, child, kind in registry.members(claim.module) do
       if kind == "module" and classes[child.class_name] ~= nil then own[#own + 1] = tostring(key) end
     end
-    local advice = #own == 0 and "" or (". In place of %s the table should name what is cut of the products in it: %s")
+    local advice = #own == 0 and "" or (". In place of %s, name the layers to cut inside it in the table: %s")
       :format(claim.named, table.concat(own, ", "))
     caller.error(("tensor_parallel: %s is a %s; %s cut %s%s"):format(claim.path, claim.module.class_name, what,
       table.concat(names, " and "), advice))
   end
 end
 
--- A product of which this rank has a part, in the place of a whole one.
+-- Makes a function that replaces a whole linear layer by one that has this rank's part.
 local function linear(class)
   return function(cut, claim, out_dim)
     local old = claim.module
@@ -179,7 +181,7 @@ end
 
 local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParallelLinear)
 
--- Rows of a vocabulary, padded to a multiple of the ranks.
+-- How a vocabulary is cut by rows, padded to a multiple of the number of ranks.
 local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
 
 local REPLACE = {
@@ -207,13 +209,14 @@ local REPLACE = {
   end,
 }
 
--- Gives a module that has the bias of a table's words the head of both. A module that has its own weight is left.
+-- Gives a module that has a bias over the vocabulary an nn.ParallelLMHead of the table and that bias. A module that has
+-- its own weight (decoder) is left as it is.
 local function words(cut, claim)
   local module, found = claim.module, nil
   if module.decoder then return end
   each_match(cut.model, split(claim.entry.table), 1, "", function(child) found = child end)
   if not found or found.class_name ~= "VocabParallelEmbedding" then
-    caller.error(("%s: table = %s is no table of the model that is cut"):format(claim.named,
+    caller.error(("%s: table = %s is not a table of the model that is cut by rows"):format(claim.named,
       tostring(claim.entry.table)))
   end
   cut:take(claim, module, "bias", rows_of(cut, module.bias))
@@ -221,12 +224,12 @@ local function words(cut, claim)
     biased = module }))
 end
 
--- By module: the first head of this rank in the attention that the module is, or is a part of. F.attention with dropout
--- asks for it.
+-- By module: the number of this rank's first head in the attention that the module is, or is a part of. F.attention
+-- with dropout reads it.
 local first_heads = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function() return first_heads[core.called[tonumber(C.ps_module_now())]] end)
 
--- Divides the fields of a module that count what the ranks share.
+-- Divides the fields of a module that count things which the ranks share.
 local function divide(cut, claim)
   local module, size, region = claim.module, cut.region.size, cut.region
   local fields = { unpack(claim.entry, 2) }
@@ -234,7 +237,7 @@ local function divide(cut, claim)
     local value = module[field]
     if type(value) ~= "number" or value % size ~= 0 then
       local key = (claim.entry.keys or {})[field] or field
-      caller.error(("tensor_parallel.size = %d: %s has %s = %s, which so many ranks cannot share out equally"):format(
+      caller.error(("tensor_parallel.size = %d: %s has %s = %s, which is not a multiple of the size"):format(
         size, claim.path, key, tostring(value)))
     end
     module[field] = value / size
@@ -265,7 +268,8 @@ local function divide(cut, claim)
   end
   for _, name in ipairs(names) do
     if not left[name] or name:find(".", 1, true) then
-      caller.error(("%s: gather names %s, which is no column of the module; gather = true is for all that is in it")
+      caller.error(("%s: gather names %s, which is not a column of the module; gather = true gathers for the "
+        .. "whole module")
         :format(claim.named, tostring(name)))
     end
     cut.gathered[left[name]], left[name] = true, nil
@@ -283,8 +287,8 @@ local function divide(cut, claim)
 end
 
 -- -- sequence parallelism ---------------------------------------------------------------------------------------------
--- Parameters of a module that are whole on all ranks see this rank's rows alone. In a forward for which there is no
--- region they see all rows, on all ranks; the gradient then counts once.
+-- A module's parameters that are whole on all ranks compute with only this rank's rows, so their gradients are partial.
+-- In a forward that does not share rows out, they compute with all rows on all ranks; that gradient counts once.
 local function partial_inside(cut, module)
   local names, region = {}, cut.region
   for key, value, kind in registry.members(module) do
@@ -293,7 +297,7 @@ local function partial_inside(cut, module)
       names[#names + 1] = key
     end
   end
-  if #names == 0 or module.class_name == "RowParallelLinear" then return end      -- which does the same with its bias
+  if #names == 0 or module.class_name == "RowParallelLinear" then return end      -- it does the same with its own bias
   local forward = module.forward
   local function restore(fields, ok, ...)
     for key, t in pairs(fields) do registry.put(module, key, t) end
@@ -311,7 +315,7 @@ local function partial_inside(cut, module)
   end)
 end
 
--- done: modules that are inside already, or whose parameters are partial whatever the rows.
+-- done: modules that are already marked as inside, or whose parameters are partial in any case.
 local function inside(cut, claim, done)
   for _, module in claim.module:named_modules() do
     if not done[module] then partial_inside(cut, module) end
@@ -320,7 +324,7 @@ local function inside(cut, claim, done)
   end
 end
 
--- The region begins with a module's input, or ends behind its output.
+-- The region begins at a module's input, or ends after its output.
 local function enter(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
@@ -333,7 +337,8 @@ local function leave(cut, claim)
   rawset(module, "forward", function(...) return region:leave(forward(...)) end)
 end
 
--- Each part of the model first says what rows the micro-batch has. Parts run in any order, of any micro-batch.
+-- Each part of the model first sets the rows of its micro-batch in the region: parts of different micro-batches run in
+-- any order.
 local function tell_rows(model, region)
   local parts_of = model.parts
   rawset(model, "parts", function(...)
@@ -352,7 +357,7 @@ local function tell_rows(model, region)
   end)
 end
 
--- Names with numbers of layers replaced, each once, and how many there are.
+-- The names of parameters that every rank has whole, each once, with "*" for the numbers of layers.
 local function replicated(model)
   local seen, list = {}, {}
   for name, p in model:named_parameters() do
@@ -366,25 +371,26 @@ end
 ---@field group ps.Group the ranks that share the layers
 ---@field sequence boolean sequence parallelism
 ---@field keep_gathered boolean
----@field pieces? integer in which rows travel beside products; 1, or nil: before and behind them
+---@field pieces? integer the number of pieces in which rows are exchanged while products are computed; 1 or nil: rows
+---  are exchanged before and after the products
 ---@field note fun(text: string)
 
---- Cuts a model that ps.deferred made and that has no values yet.
+--- Cuts a model that ps.deferred made and that has no data yet.
 ---@param model ps.nn.Module
 ---@param how ps.tensor_parallel.How
 ---@return ps.nn.Region
 function tensor_parallel.cut(model, how)
   local claims = claims_of(model)
   if not claims then
-    error(("tensor_parallel: %s has no table tensor_parallel, which says how its layers are cut "
+    error(("tensor_parallel: %s has no table tensor_parallel that says how to cut its layers "
       .. "(docs/tensor_parallel.md)"):format(model.class_name), 0)
   end
   if type(model.parts) ~= "function" or type(model.batch_of) ~= "function" then
-    error(("tensor_parallel: %s has no methods parts() and batch_of(), by which its layers know the rows of a batch "
+    error(("tensor_parallel: %s has no methods parts() and batch_of(), which tell its layers the rows of a batch "
       .. "(docs/models.md)"):format(model.class_name), 0)
   end
   if rawget(model, "unpad") == true then
-    error("tensor_parallel: with unpad = true the rows of a batch are no equal shares of the ranks; make the model "
+    error("tensor_parallel: with unpad = true the ranks cannot share the rows of a batch equally; make the model "
       .. "without it", 0)
   end
   local region = layers.Region.new(how.group, how.sequence, how.keep_gathered, how.pieces)
@@ -416,15 +422,15 @@ function tensor_parallel.cut(model, how)
     of_kind("leave", leave)
   end
   tell_rows(model, region)
-  how.note(("tensor_parallel: on all %d ranks alike: %s"):format(region.size, table.concat(replicated(model), ", ")))
+  how.note(("tensor_parallel: whole on all %d ranks: %s"):format(region.size, table.concat(replicated(model), ", ")))
   return region
 end
 
---- Makes a model of which this process holds its part of each layer.
+--- Makes a model of which this process has its part of each layer.
 ---@param model_func fun(): ps.nn.Module
 ---@param how ps.tensor_parallel.How
----@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter when it has got
----  its values
+---@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter once it has its
+---  values
 ---@return ps.nn.Module
 ---@return ps.nn.Region
 function tensor_parallel.make(model_func, how, where)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Layers of which each rank of a group has a part (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
--- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"); and Region, by
--- which the layers of a model know whether ranks share out the rows between them (sequence parallelism, Korthikanti et
--- al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+-- Layers that the ranks of a group share (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
+-- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"). A Region tells the
+-- layers of a model whether the ranks share the rows between layers (sequence parallelism, Korthikanti et al. 2022,
+-- "Reducing Activation Recomputation in Large Transformer Models").
 --
--- A column layer has a part of a product's outputs, a row layer a part of its inputs. One behind the other, as in
--- attention and MLPs, they meet once: behind the row layer, whose products are added up over the ranks.
+-- A column layer has a part of the outputs, a row layer a part of the inputs. A column layer followed by a row layer,
+-- as in attention and MLPs, communicates once: after the row layer, whose products are summed over the ranks.
 --
 -- Sizes: B samples, T positions, t ranks.
 local create = require "ps.tensor.create"
@@ -21,27 +21,28 @@ local shard = require "ps.tensor.shard"
 local error = caller.error
 
 -- -- the region -----------------------------------------------------------------------------------------------------
----@class ps.nn.Region what the layers of one model share
+---@class ps.nn.Region state that the layers of one model share
 ---@field group ps.Group
 ---@field size integer t
 ---@field rank integer
 ---@field wanted boolean sequence parallelism is wanted
 ---@field keep boolean backward keeps gathered rows
----@field pieces integer in which rows travel beside products; 1: before and behind them
----@field on boolean each rank has its B T / t rows between layers, flat: [B T / t, C]; else all have all, [B, T, C]
----@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> what begin_columns computed, until the
----  column's forward takes it
+---@field pieces integer the number of pieces in which rows are exchanged while products are computed; 1: before and
+---  after them
+---@field on boolean each rank has its B T / t rows between layers: [B T / t, C]; false: each has all rows, [B, T, C]
+---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns computed,
+---  until the column's forward returns them
 ---@field B integer
 ---@field T integer
 local Region = {}
 Region.__index = Region
 
---- What the layers of a model share. Until `set`, all ranks have all rows.
----@param group ps.Group the ranks that share the layers out
----@param sequence? boolean whether ranks share out the rows between layers, where they can
----@param keep? boolean rows that were gathered are kept for backward; else it gathers them again
----@param pieces? integer default 1; 2 to 8: the rows that ranks exchange travel in so many pieces beside the products
----  of column and row layers
+--- Makes the state that the layers of a model share. Until `set` is called, all ranks have all rows.
+---@param group ps.Group the ranks that share the layers
+---@param sequence? boolean share the rows between layers whenever t divides their number
+---@param keep? boolean keep gathered rows for backward, which otherwise gathers them again
+---@param pieces? integer default 1; 2 to 8: rows are exchanged in this many pieces while column and row layers
+---  compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
@@ -51,24 +52,24 @@ function Region.new(group, sequence, keep, pieces)
     keep = keep or false, pieces = pieces or 1, on = false, B = 0, T = 0, begun = {} }, Region)
 end
 
---- Says what rows the next forward has. Ranks share them out if that is wanted, and t divides their number. What
---- begin_columns computed for a forward that did not come to its end goes.
+--- Sets the number of rows of the next forward. The ranks share the rows if sequence parallelism is wanted and t
+--- divides their number. Drops outputs of begin_columns that an interrupted forward left.
 ---@param B integer samples
 ---@param T integer positions
----@param cached? boolean keys of earlier positions are kept, as in decoding: then all ranks have all rows
+---@param cached? boolean the forward uses cached keys, as in decoding: all ranks have all rows
 function Region:set(B, T, cached)
   self.B, self.T, self.on = B, T, self.wanted and not cached and B * T % self.size == 0
   if next(self.begun) then self.begun = {} end
 end
 
---- For a function that backward runs again (ps.recompute): what `restore` takes.
+--- The state that `restore` sets before backward runs a function again (ps.recompute).
 ---@return {on: boolean, B: integer, T: integer}
 function Region:state() return { on = self.on, B = self.B, T = self.T } end
 
 ---@param state {on: boolean, B: integer, T: integer}
 function Region:restore(state) self.on, self.B, self.T = state.on, state.B, state.T end
 
---- This rank's rows of x, where the ranks begin to share them out.
+--- This rank's rows of x, at the place where the ranks begin to share rows.
 ---@param x ps.Tensor [B, T, C], the same on all ranks
 ---@return ps.Tensor [B T / t, C], or x
 function Region:enter(x)
@@ -76,7 +77,7 @@ function Region:enter(x)
   return self.group:scatter_to(x:reshape(self.B * self.T, -1), 0)
 end
 
---- All rows, for what all ranks compute alike.
+--- All rows, for layers that every rank computes in full.
 ---@param x ps.Tensor [B T / t, C], or [B, T, C]
 ---@return ps.Tensor [B, T, C]
 function Region:leave(x)
@@ -84,8 +85,8 @@ function Region:leave(x)
   return self.group:gather_from(x, 0):reshape(self.B, self.T, -1)
 end
 
---- All rows, for products with a part of the outputs on each rank. Gradient: the sum over the ranks, of which each gets
---- its rows, or all. Behind `leave` all ranks have all rows already.
+--- All rows, for products of which each rank has a part of the outputs. Gradient: the sum over the ranks, of which each
+--- rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
 ---@param x ps.Tensor [B T / t, C], or of all rows: [B, T, C], [B T, C]
 ---@return ps.Tensor [B T, C], or all rows in x's shape
 function Region:gather(x)
@@ -93,12 +94,12 @@ function Region:gather(x)
   return self.keep and self.group:gathered(x) or self.group:gathered_again(x)
 end
 
---- Whether x has this rank's rows alone.
+--- Whether x has only this rank's rows.
 ---@param x ps.Tensor [B T / t, C], or of all rows
 ---@return boolean
 function Region:has_part(x) return self.on and x:numel() ~= self.B * self.T * x:size(-1) end
 
---- The sum of all ranks' y, of which each rank gets its rows, or all.
+--- The sum of y over the ranks. Each rank gets its rows of the sum, or all rows.
 ---@param y ps.Tensor [B, T, C], or [B T, C]
 ---@return ps.Tensor [B T / t, C], or y's shape
 function Region:reduce(y)
@@ -106,7 +107,7 @@ function Region:reduce(y)
   return self.group:scattered(y:reshape(self.B * self.T, -1))
 end
 
---- Which part of a tensor of all rows x is, for F.dropout; nil: all of it.
+--- The position of x in the tensor of all rows, for F.dropout; nil: x has all rows.
 ---@param x ps.Tensor [B T / t, C]
 ---@return {first: integer, per_sample: integer}?
 function Region:part(x)
@@ -114,23 +115,23 @@ function Region:part(x)
   return { first = self.rank * x:numel(), per_sample = self.T * x:size(-1) }
 end
 
---- A parameter of all ranks, for use on rows of which all ranks have all. Gradients of such parameters are summed over
---- the ranks where rows are shared out; this use then counts once.
+--- A parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of such
+--- parameters are summed over the ranks; the gradient of this use counts once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
 
 -- -- what the layers share ------------------------------------------------------------------------------------------
--- The region of a layer's options, or one of its own for a group: ranks then share no rows out by themselves.
+-- The region in a layer's options, or a new one for the group in them. In a new region the ranks share no rows.
 local function region_of(options, call)
   local region = options.region
   if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
-  if region ~= nil and options.group ~= nil then error(call .. ": region has a group; give one of both") end
-  if region ~= nil and getmetatable(region) ~= Region then error(call .. ": region is no nn.Region") end
+  if region ~= nil and options.group ~= nil then error(call .. ": region has a group; give one of the two") end
+  if region ~= nil and getmetatable(region) ~= Region then error(call .. ": region is not an nn.Region") end
   return region or Region.new(options.group)
 end
 
--- This rank's shard of a parameter of a whole layer becomes a parameter of `self`.
+-- Makes this rank's shard of a parameter of a whole layer a parameter of `self`.
 local function take(self, whole, key, cut, call)
   local t = whole[key]
   if t == nil then return end
@@ -163,7 +164,7 @@ local function begin(self, inputs, outputs, given, call)
   self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
 end
 
--- The layer that one rank would have.
+-- The whole layer, as one rank alone has it.
 local function whole_of(self, of)
   local given = { std = of.std, dtype = of.dtype, device = of.device }
   if self.out_in == 0 then
@@ -181,16 +182,16 @@ end
 local Column = core.class("ColumnParallelLinear")
 Column.unscoped = true
 
---- x weight^T + bias, of which each rank has a part of the outputs. Parameters are this rank's parts of those of
---- nn.Linear, or of nn.Conv1D where out_in is false.
+--- x weight^T + bias with the outputs shared by the ranks. Its parameters are this rank's parts of those of nn.Linear,
+--- or of nn.Conv1D if out_in is false.
 ---@param inputs integer
 ---@param outputs integer t divides it, and each block of it
----@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number,
----  dtype?: string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean,
----  parameters?: boolean} region, or group: the ranks. blocks: the outputs are so many equal blocks, of each of which a
----  rank has its part; default 1. gather_input: true: x is this rank's rows, which are gathered; false: x is what
----  region:gather gave; nil: as the region says. gather_output: all ranks get all outputs. parameters: false: whoever
----  makes the layer gives it weight and bias
+---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
+---  string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean, parameters?: boolean}
+---  region or group: the ranks. blocks: the outputs are this many equal blocks, and a rank has a part of each; default
+---  1. gather_input: true: x has this rank's rows, which are gathered; false: x is a result of region:gather; nil: as
+---  the region says. gather_output: all ranks get all outputs. parameters: false: the caller gives the layer its weight
+---  and bias
 function Column:init(inputs, outputs, options)
   local call = "nn.ColumnParallelLinear"
   options = caller.options(options, call, COLUMN)
@@ -206,8 +207,8 @@ function Column:init(inputs, outputs, options)
   take(self, whole, "bias", { dim = 0, blocks = blocks }, call)
 end
 
---- The outputs of this rank's part, for all rows.
----@param x ps.Tensor [B T / t, inputs] in a region whose rows are shared out, else [..., inputs]
+--- This rank's outputs for all rows.
+---@param x ps.Tensor [B T / t, inputs] if the ranks share the region's rows, else [..., inputs]
 ---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
 function Column:forward(x)
   local region, gather = self.region, self.gather_input
@@ -216,8 +217,9 @@ function Column:forward(x)
   if begun then
     region.begun[self] = nil
     if not rawequal(x, begun.x) then
-      error("nn.ColumnParallelLinear: its input is not the one of the columns that are computed with it, which a table "
-        .. "of the model lists (gather); gather = true is for columns of several inputs (docs/tensor_parallel.md)")
+      error("nn.ColumnParallelLinear: its input differs from that of the columns that a table "
+        .. "of the model lists with it (gather); use gather = true for columns with several inputs "
+        .. "(docs/tensor_parallel.md)")
     end
     y = begun.y
   elseif gather or gather == nil and region:has_part(x) then
@@ -231,15 +233,16 @@ function Column:forward(x)
   return self.gather_output and region.group:gather_from(y) or y
 end
 
---- Computes up to three columns of one input, whose rows the ranks share out: the rows travel once, beside the products
---- of all. The next forward of each gives its outputs.
+--- Computes up to three columns of one input whose rows the ranks share. The rows are exchanged once, while the
+--- products of all columns are computed. The next forward of each column returns its outputs.
 ---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 of this region, in the order in which forward calls them
 ---@param x ps.Tensor [B T / t, inputs]
 function Region:begin_columns(columns, x)
   local first, layers = columns[1], {}
   for i, column in ipairs(columns) do
     if column.out_in ~= first.out_in then
-      error("region:begin_columns: some weights are nn.Linear's and others nn.Conv1D's; those of one input are alike")
+      error("region:begin_columns: some weights have the layout of nn.Linear and others that of nn.Conv1D; "
+        .. "columns of one input need one layout")
     end
     layers[i] = { column.weight, column.bias }
   end
@@ -256,17 +259,16 @@ function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.o
 local Row = core.class("RowParallelLinear")
 Row.unscoped = true
 
---- x weight^T + bias, of which each rank has a part of the inputs: the sum of the ranks' products, then bias and
---- residual. Parameters are this rank's parts of those of nn.Linear, or of nn.Conv1D where out_in is false; all ranks
---- have the bias. Where each rank has its rows of the result, a rank's gradient of the bias is that of its rows
---- (shard.is_partial).
+--- x weight^T + bias with the inputs shared by the ranks: the sum of the ranks' products, plus bias and residual. Its
+--- weight is this rank's part of that of nn.Linear, or of nn.Conv1D if out_in is false; all ranks have the bias. If
+--- each rank has its rows of the result, a rank's gradient of the bias is that of its rows (shard.is_partial).
 ---@param inputs integer t divides it
 ---@param outputs integer
----@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number,
----  dtype?: string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region,
----  or group: the ranks. split_input: x has all inputs, of which this rank takes its part. all_reduce_output: true: all
----  ranks get all rows of the result; false: each gets its rows, equal parts of the first dimension; nil: as the region
----  says. parameters: false: whoever makes the layer gives it weight and bias
+---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
+---  string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region or group:
+---  the ranks. split_input: x has all inputs; this rank takes its part. all_reduce_output: true: all ranks get all rows
+---  of the result; false: each gets its rows, equal parts of the first dimension; nil: as the region says. parameters:
+---  false: the caller gives the layer its weight and bias
 function Row:init(inputs, outputs, options)
   local call = "nn.RowParallelLinear"
   options = caller.options(options, call, ROW)
@@ -283,7 +285,7 @@ end
 --- The sum of the ranks' products, plus bias and residual.
 ---@param x ps.Tensor [..., inputs / t], with split_input [..., inputs]
 ---@param residual? ps.Tensor of the result's shape
----@return ps.Tensor [B T / t, outputs] in a region whose rows are shared out, else [..., outputs]
+---@return ps.Tensor [B T / t, outputs] if the ranks share the region's rows, else [..., outputs]
 function Row:forward(x, residual)
   local region, whole = self.region, self.all_reduce_output
   if self.split_input then x = region.group:scatter_to(x) end
@@ -306,7 +308,7 @@ end
 function Row:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 
 -- -- the vocabulary -------------------------------------------------------------------------------------------------
--- Rows of a vocabulary of n words, padded to a multiple of t.
+-- How rows of a vocabulary of n words are cut: padded to a multiple of t.
 local function rows_of(n, region) return { dim = 0, padded = -n % region.size } end
 
 ---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
@@ -317,14 +319,14 @@ Vocabulary.unscoped = true
 local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
   device = "string", enter = "boolean", parameters = "boolean" }
 
---- A table of vectors, of which each rank has some. Its weight is this rank's rows of nn.Embedding's; padding behind
---- the last rows is 0.
+--- A table of vectors that the ranks share. Its weight is this rank's rows of nn.Embedding's weight. Padding after the
+--- last row is 0.
 ---@param rows integer V, the number of vectors
 ---@param width integer C
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, padding_idx?: integer, dtype?: string,
----  device?: string, enter?: boolean, parameters?: boolean} region, or group: the ranks. std, padding_idx: those of
----  nn.Embedding. enter: ranks share out the rows of the result, as the region says. parameters: false: whoever makes
----  the layer gives it the weight
+---  device?: string, enter?: boolean, parameters?: boolean} region or group: the ranks. std, padding_idx: as in
+---  nn.Embedding. enter: the ranks share the rows of the result, if the region says so. parameters: false: the caller
+---  gives the layer its weight
 function Vocabulary:init(rows, width, options)
   local call = "nn.VocabParallelEmbedding"
   options = caller.options(options, call, VOCABULARY)
@@ -336,8 +338,8 @@ function Vocabulary:init(rows, width, options)
   take(self, whole, "weight", rows_of(rows, self.region), call)
 end
 
---- The vectors at some indices.
----@param index ps.Tensor integers [B, T] in a region whose rows are shared out from here on, else [...]
+--- The vectors at the given indices.
+---@param index ps.Tensor integers [B, T] if the ranks share the region's rows from here on, else [...]
 ---@return ps.Tensor [B T / t, width], or [..., width]
 function Vocabulary:forward(index)
   local region, weight = self.region, self.weight
@@ -357,14 +359,14 @@ Head.unscoped = true
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
   biased = "table", parameters = "boolean" }
 
---- The head of a language model (nn.LMHead), of which each rank has the logits of some words. With `tied` the weight is
---- that of a table of tokens, and stays the table's parameter.
+--- The head of a language model (nn.LMHead) with its logits shared by the ranks: each has the logits of some words.
+--- With `tied`, the weight is that of a table of token embeddings, and stays a parameter of the table.
 ---@param width integer C
 ---@param words integer V
----@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string,
----  tied?: ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region, or group: the ranks.
----  std: nn.LMHead's. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: whoever
----  makes the head gives it the weight, and a bias if it has one
+---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string, tied?:
+---  ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region or group: the ranks. std: as in
+---  nn.LMHead. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: the caller gives
+---  the head its weight, and its bias if it has one
 function Head:init(width, words, options)
   local call = "nn.ParallelLMHead"
   options = caller.options(options, call, HEAD)
@@ -372,7 +374,7 @@ function Head:init(width, words, options)
   self.inputs, self.outputs = width, words
   if options.biased then rawset(self, "biased", options.biased) end
   if options.tied then
-    rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
+    rawset(self, "tied", options.tied)               -- not as a child module: the parameter has one name
     return
   end
   if options.parameters == false then return end
@@ -387,7 +389,7 @@ local function weight_of(head) return (rawget(head, "tied") or head).weight end
 local function bias_of(head) return (rawget(head, "biased") or head).bias end
 
 --- The logits of all words.
----@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
+---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
 ---@return ps.Tensor [B, T, V], or [..., V]
 function Head:forward(x)
   local region = self.region
@@ -396,7 +398,8 @@ function Head:forward(x)
   return region.on and y:reshape(region.B, region.T, -1) or y
 end
 
--- A bias of this rank's columns, low where they are none of `total` words; nil: all are.
+-- A bias for this rank's columns that is very low where a column is not one of `total` words; nil: all columns are
+-- words.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
@@ -405,9 +408,9 @@ local function padding_of(total, first, per, where)
   return low
 end
 
--- Refuses a target that is none of `total` words, as the op lm_loss does.
+-- Refuses a target outside [0, total), as the op lm_loss does.
 local function check_targets(targets, counts, total, call)
-  -- A lookup refuses what is outside of [0, total). Its table is behind all words.
+  -- The lookup refuses an index outside [0, total).
   local known = tensors.where(counts, targets, 0)
   local ok, problem = pcall(native.ops.embedding, create.zeros({ 1, 1 }, { device = targets:device() }), known, -1,
     total,
@@ -423,14 +426,14 @@ local function check_targets(targets, counts, total, call)
   error(problem, 0)
 end
 
--- Which of targets [N] count among `total` words: bool [N].
+-- Which of the targets [N] count, and checks that they are in [0, total): bool [N].
 local function counted(targets, ignore, total, call)
   local counts = targets:ne(ignore)
   check_targets(targets, counts, total, call)
   return counts
 end
 
--- This rank's classes of a tensor over all words [V], with 0 behind the last one: [per].
+-- This rank's classes of a tensor over all words [V], padded with 0 after the last word: [per].
 local function own_classes(t, first, per)
   local from, words = math.min(first, t:numel()), t:numel()
   local n = math.min(per, words - from)
@@ -439,7 +442,8 @@ local function own_classes(t, first, per)
   return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
 end
 
--- The classes' weights of a loss: {share [N] of the targets, smooth, and for smoothed labels own [per] and their sum}.
+-- The weights of a loss: share [N], the weights of the targets' classes, and label smoothing. With label smoothing also
+-- this rank's class weights [per] and the sum of all class weights.
 local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
   local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
   if not (smooth >= 0 and smooth <= 1) then
@@ -447,7 +451,8 @@ local function weights_of(chosen, targets, counts, words, first, per, dtype, cal
   end
   if weight ~= nil then
     if not (weight:dim() == 1 and weight:size(0) == words) then
-      error(("%s: weight is [%s]; there are %d classes"):format(call, table.concat(weight:shape(), ", "), words))
+      error(("%s: weight is [%s]; it must have one value for each of %d classes"):format(
+        call, table.concat(weight:shape(), ", "), words))
     end
     weight = weight:detach():to(dtype)
     share = weight:gather(0, targets:clamp(0, words - 1)) * counts
@@ -460,33 +465,34 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
--- What a row's log-sum-exp, its target's logit and its `mass` of logits are in the loss: [3, N]. share [N]: the weights
--- of the targets' classes, 0 of rows that do not count. smooth, mass, words: label smoothing, the sum of all classes'
--- weights, and their number.
+-- Factors [3, N] of the loss: those of each row's log-sum-exp, of its target's logit and of the sum of its logits.
+-- share [N]: the weights of the targets' classes, 0 for rows that do not count. smooth: label smoothing. mass: the sum
+-- of all class weights. words: the number of classes.
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
   local all = mass and one + some * mass or one
   local rows = tensors.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
   if reduction == "sum" then return rows end
   local sum = share:sum()
-  return rows / tensors.where(sum:eq(0), 1, sum)                                              -- the mean of none is 0
+  return rows / tensors.where(sum:eq(0), 1, sum)                                            -- the mean of no rows is 0
 end
 
--- A power of two: the gradients of a mean over many rows would underflow in fp16, as in the op lm_loss.
+-- A power of two that scales gradients in fp16: those of a mean over many rows would underflow. The op lm_loss has the
+-- same.
 local function scale_of(dtype, reduction, N)
   local scale = 1
   while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
   return scale
 end
 
---- The mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so that all of them
---- never exist, and backward keeps none. The ranks exchange three numbers a row: the largest logit, the sum of
---- exponentials and the target's logit of each (Shoeybi et al. 2019, section 3); with smoothed labels also the sum of
---- all logits. Rows that the ranks share out are gathered once.
----@param x ps.Tensor [B T / t, C] in a region whose rows are shared out, else [..., C]
+--- The mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so the whole matrix of
+--- logits never exists; backward keeps none of it. The ranks exchange three numbers per row: the largest logit, the sum
+--- of exponentials and the target's logit (Shoeybi et al. 2019, section 3); with label smoothing also the sum of all
+--- logits. If the ranks share the rows, these are gathered once.
+---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number}
----  F.lm_loss's; weight [V], on all ranks alike
+---  as in F.lm_loss; weight [V], the same on all ranks
 ---@return ps.Tensor of 0 dimensions
 function Head:loss(x, targets, options)
   local call = "nn.ParallelLMHead's loss"
@@ -519,10 +525,10 @@ local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", igno
   reduction = "string" }
 local REDUCTIONS = { none = true, mean = true, sum = true }
 
---- The cross entropy of logits of which each rank has those of some words. The ranks exchange three numbers a row.
----@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer,
----  reduction?: "mean"|"sum"|"none"} region, or group: the ranks. words: V, default t times the logits of a rank;
----  columns behind V are padding. ignore_index, reduction: F.cross_entropy's
+--- The cross entropy of logits that the ranks share by words. The ranks exchange three numbers per row.
+---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer, reduction?:
+---  "mean"|"sum"|"none"} region or group: the ranks. words: V, default t times the logits of a rank; columns after V
+---  are padding. ignore_index, reduction: as in F.cross_entropy
 function CrossEntropy:init(options)
   local call = "nn.ParallelCrossEntropy"
   options = caller.options(options, call, CROSS_ENTROPY)
@@ -532,8 +538,8 @@ function CrossEntropy:init(options)
   caller.one_of(self.reduction, REDUCTIONS, call .. ": reduction")
 end
 
--- Of logits [n, v]: the largest of this rank's, the sum of exp(logit - that), and the target's logit, 0 of a target
--- that is not here: [3, n].
+-- Statistics [3, n] of logits [n, v]: this rank's largest logit, the sum of exp(logit - largest), and the target's
+-- logit, which is 0 if this rank does not have it.
 local function stats_of(logits, low, own, here, dtype)
   logits = logits:to(dtype)
   logits = low and logits + low or logits
@@ -543,7 +549,7 @@ local function stats_of(logits, low, own, here, dtype)
   return tensors.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
 end
 
--- The rows' losses [N], 0 where `counts` is, from this rank's stats [3, N].
+-- The losses [N] of the rows, 0 where `counts` is 0, from this rank's stats [3, N].
 local function losses_of(group, mine, counts)
   local all = group:gather_from(mine:reshape(1, 3, -1):contiguous(), 0)                 -- [t, 3, N]
   local top = all:select(1, 0):detach()                                                 -- [t, N]
@@ -555,11 +561,11 @@ end
 local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
   local sum = share:sum()
-  -- the mean of none is 0
+  -- the mean of no rows is 0
   return losses:sum() / tensors.where(sum:eq(0), 1, sum)
 end
 
---- The loss, the same on all ranks. Logits get the gradient of this rank's words.
+--- The loss, the same on all ranks. The logits get the gradient of this rank's words.
 ---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
 ---@param targets ps.Tensor integers [...], the same on all ranks
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
@@ -569,7 +575,8 @@ function CrossEntropy:forward(logits, targets)
   local region, per, N = self.region, logits:size(-1), targets:numel()
   local total, first = self.words or per * region.size, region.rank * per
   if math.ceil(total / region.size) ~= per then
-    error(("nn.ParallelCrossEntropy: %d words on %d ranks are not %d logits on each"):format(total, region.size, per))
+    error(("nn.ParallelCrossEntropy: %d words shared by %d ranks do not give %d logits per "
+      .. "rank"):format(total, region.size, per))
   end
   local dtype = logits:dtype() == "fp64" and "fp64" or "fp32"
   local places = targets:reshape(N):to "int64"
