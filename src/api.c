@@ -124,20 +124,20 @@ int ps_device_find(ps_ctx *ctx, const char *name, int *out)
 int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out)
 {
     if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
-    return ctx->mem->table->info(ctx->mem, device, out);
+    return ctx->mem.now->table->info(ctx->mem.now, device, out);
 }
 
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes)
 {
     if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
     if (nbytes < 0) return ps_fail(PS_EINVAL, "a limit of %lld bytes", (long long)nbytes);
-    return ctx->mem->table->set_limit(ctx->mem, device, nbytes);
+    return ctx->mem.now->table->set_limit(ctx->mem.now, device, nbytes);
 }
 
 int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t *used)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    return ctx->plain->table->holders(ctx->plain, device, when, out, used);
+    return ctx->mem.plain->table->holders(ctx->mem.plain, device, when, out, used);
 }
 
 void ps_tensor_note_line(ps_tensor *t, int32_t line)
@@ -148,7 +148,7 @@ void ps_tensor_note_line(ps_tensor *t, int32_t line)
 
 void ps_memory_reset_peak(ps_ctx *ctx, int device)
 {
-    if (device_ok(ctx, device)) ctx->mem->table->reset_peak(ctx->mem, device);
+    if (device_ok(ctx, device)) ctx->mem.now->table->reset_peak(ctx->mem.now, device);
 }
 
 int64_t ps_memory_available(ps_ctx *ctx, int device)

@@ -8,7 +8,7 @@
 static int make(ps_ctx *ctx, ps_comm *comm, ps_group **out)
 {
     PS_TRY(group_new(ctx, comm, out));
-    ctx->of_ranks = group_op;
+    ctx->ranks.perform = group_op;
     return 0;
 }
 

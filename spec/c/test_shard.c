@@ -22,7 +22,7 @@ static int gathered_beside_gradients(struct member *m, ps_ctx *ctx, ps_group *g)
     ps_storage *s[2];
     int32_t part[2];
     char *p;
-    if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->plain, &config, NULL, &cs) == 0 &&
+    if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->mem.plain, &config, NULL, &cs) == 0 &&
                    ps_shard_new(cs, &under_way, ctx->devices, 0, 0, g, &sh) == 0, "opened")) return 0;
     for (int i = 0; i < 2; i++) {                            /* part i is rank i's */
         ps_part_config c = { .owner = i, .dtype = PS_F32, .chunk = -1, .reads = 1, .nbytes = NBYTES };
@@ -58,7 +58,7 @@ static int dropped_on_its_way(struct member *m, ps_ctx *ctx, ps_group *g)
     ps_storage *s[2][2];                   /* of a stripe and a rank */
     int32_t part;
     char *p;
-    if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->plain, &config, NULL, &cs) == 0 &&
+    if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->mem.plain, &config, NULL, &cs) == 0 &&
                    ps_shard_new(cs, &under_way, ctx->devices, 0, 0, g, &sh) == 0, "opened")) return 0;
     for (int k = 0; k < 4; k++) {
         int stripe = k / 2, owner = k % 2;

@@ -17,16 +17,39 @@ local function check(tree, build)
   return out, tonumber(code)
 end
 
--- Lines of files below a folder of the tree that fit a pattern, as "path: line", but for those of `owner`.
-local function elsewhere(folder, names, pattern, owner)
+local lists, texts = {}, {}              -- read once: paths by folder and names, lines by path
+
+local function lines_of(path)
+  if not texts[path] then
+    texts[path] = {}
+    for line in io.lines(paths.root .. "/" .. path) do table.insert(texts[path], line) end
+  end
+  return texts[path]
+end
+
+local function paths_of(folder, names)
+  local key = folder .. " " .. names
+  if not lists[key] then
+    lists[key] = {}
+    local list = assert(io.popen(("cd '%s' && find %s -name '%s'"):format(paths.root, folder, names)))
+    for path in list:lines() do table.insert(lists[key], path) end
+    list:close()
+  end
+  return lists[key]
+end
+
+-- Lines of files below a folder of the tree that fit a pattern, as "path: line", but for those of `owner`. part: a text
+-- that such lines have, which is faster to find than the pattern.
+local function elsewhere(folder, names, pattern, owner, part)
   local found = {}
-  local list = assert(io.popen(("cd '%s' && find %s -name '%s'"):format(paths.root, folder, names)))
-  for path in list:lines() do
-    for line in io.lines(paths.root .. "/" .. path) do
-      if path ~= owner and line:find(pattern) then found[#found + 1] = path .. ": " .. line end
+  for _, path in ipairs(paths_of(folder, names)) do
+    if path ~= owner then
+      for _, line in ipairs(lines_of(path)) do
+        local fits = (not part or line:find(part, 1, true)) and line:find(pattern)
+        if fits then found[#found + 1] = path .. ": " .. line end
+      end
     end
   end
-  list:close()
   return found
 end
 
@@ -92,30 +115,60 @@ describe("a thread", function()
   end)
 end)
 
+-- Lines that write a field of a struct within a struct, in files that do not fit the pattern of its owner.
+---@param before string pattern of what stands before the inner struct's name
+---@param owners table<string, string|string[]> by the inner struct's name
+---@param declared string the file that declares it
+local function written_elsewhere(before, owners, declared)
+  local found = {}
+  for name, owner in pairs(owners) do
+    local field = before .. name .. "%.[%w_.]+"
+    for _, pattern in ipairs { field .. " *[-+|&]?=[^=]", field .. "%[[^]]*%] *=[^=]", field .. "[-+][-+]",
+      "[-+][-+][%w_>.-]*" .. field } do
+      for _, line in ipairs(elsewhere("src", "*.[ch]*", pattern, declared, "->" .. name .. ".")) do
+        local owned = false
+        for _, path in ipairs(type(owner) == "table" and owner or { owner }) do
+          owned = owned or line:find("^" .. path) ~= nil
+        end
+        if not owned then found[#found + 1] = line end
+      end
+    end
+  end
+  return found
+end
+
+-- The number of a struct's fields; those of structs within it are not counted.
+local function fields_of(path, name)
+  local text = assert(io.open(paths.root .. "/" .. path)):read("*a"):match("struct " .. name .. " (%b{});")
+  local fields = 0
+  text = text:gsub("/%*.-%*/", ""):sub(2, -2):gsub("%b{}", ""):gsub("%b()", "")
+  for names in text:gmatch("[^;]+;") do fields = fields + 1 + select(2, names:gsub(",", "")) end
+  return fields
+end
+
 describe("a storage", function()
   local OWNERS = { tape = "src/grad/", replay = "src/tensor/replay%.", engine = "src/engine/", offload = "src/offload/",
     scope = "src/tensor/scope%.c" }
 
   it("has notes of layers above, each in the struct of its layer, which alone writes it", function()
-    local found = {}
-    for name, owner in pairs(OWNERS) do
-      for _, pattern in ipairs { "%->" .. name .. "%.[%w_]+ *[-+|&]?=[^=]", "%->" .. name .. "%.[%w_]+[-+][-+]",
-        "[-+][-+][%w_>.-]*%->" .. name .. "%." } do
-        for _, line in ipairs(elsewhere("src", "*.[ch]*", pattern, "src/mem/mem.h")) do
-          if not line:find("^" .. owner) then found[#found + 1] = line end
-        end
-      end
-    end
-    assert.same({}, found)
+    -- [^x]: ctx->tape is the context's.
+    assert.same({}, written_elsewhere("[^x]%->", OWNERS, "src/mem/mem.h"))
   end)
 
-  it("has at most 14 fields", function()
-    local text = assert(io.open(paths.root .. "/src/mem/mem.h")):read("*a"):match("struct ps_storage (%b{});")
-    local fields = 0
-    text = text:gsub("/%*.-%*/", ""):sub(2, -2):gsub("%b{}", "")
-    for names in text:gmatch("[^;]+;") do fields = fields + 1 + select(2, names:gsub(",", "")) end
-    assert.equal(14, fields)
+  it("has 14 fields", function() assert.equal(14, fields_of("src/mem/mem.h", "ps_storage")) end)
+end)
+
+describe("a context", function()
+  local OWNERS = { mem = "src/tensor/tensor%.c", dry = "src/tensor/", scope = "src/tensor/",
+    offload = "src/tensor/tensor%.c",
+    recorded = "src/tensor/dispatch%.c", anomaly = "src/tensor/anomaly%.c", tape = "src/grad/",
+    ranks = { "src/collectives/", "src/groups%.c" }, engine = "src/engine/" }
+
+  it("has the state of each layer in that layer's struct, which it alone writes", function()
+    assert.same({}, written_elsewhere("ctx%->", OWNERS, "src/tensor/tensor.h"))
   end)
+
+  it("has 16 fields", function() assert.equal(16, fields_of("src/tensor/tensor.h", "ps_ctx")) end)
 end)
 
 describe("layers", function()

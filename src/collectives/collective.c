@@ -93,7 +93,7 @@ static void drain_before(ps_group *g, place at)
 {
     group_drain(g);
     for (int i = 0; at == ON_DEVICE && g->ctx && i < PS_MAX_GROUPS; i++)
-        if (g->ctx->groups[i]) group_drain_device(g->ctx->groups[i]);
+        if (g->ctx->ranks.groups[i]) group_drain_device(g->ctx->ranks.groups[i]);
 }
 
 int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root, int rc)

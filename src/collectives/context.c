@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups in a context. A new group gets a number in ctx->groups, by which ops find it until it is closed. In a dry run
- * the context records the calls between ranks that the step will make. */
+ * Groups in a context. A new group gets a number in ctx->ranks.groups, by which ops find it until it is closed. In a
+ * dry run the context records the calls between ranks that the step will make. */
 #include "base/error.h"
-#include "base/grow.h"
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
 static void enroll(ps_ctx *ctx, ps_group *g)
 {
-    for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->groups[i]) g->number = i;
+    for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->ranks.groups[i]) g->number = i;
     if (g->number < 0) return;
-    ctx->groups[g->number] = g;
+    ctx->ranks.groups[g->number] = g;
     ctx->refs++;                           /* the context outlives the group, which clears its place in `groups` */
     g->ctx = ctx;
 }
@@ -18,7 +17,7 @@ static void enroll(ps_ctx *ctx, ps_group *g)
 static void leave(ps_group *g)
 {
     if (!g->ctx) return;
-    g->ctx->groups[g->number] = NULL;
+    g->ctx->ranks.groups[g->number] = NULL;
     ps_ctx_release(g->ctx);
     g->ctx = NULL;
 }
@@ -43,11 +42,8 @@ void ps_group_close(ps_group *g)
 int group_note(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
 {
     if (!g->ctx || g->comm->size == 1 || g->comm->pretends) return 0;
-    ps_rank_calls *c = &g->ctx->calls;
-    PS_TRY(ps_grow(c->list, c->capacity, c->n + 1));
-    c->list[c->n++] = (ps_rank_call){ .group = g->number, .op = op, .dtype = dtype, .root = root, .place = at,
-                                      .nbytes = nbytes };
-    return 0;
+    ps_rank_call call = { .group = g->number, .op = op, .dtype = dtype, .root = root, .place = at, .nbytes = nbytes };
+    return ps_dry_note_calls(g->ctx, &call, 1);
 }
 
 int group_without_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)

@@ -67,7 +67,7 @@ struct ps_group {
     bool by_host, by_device;               /* by_host: never connect devices; by_device: connect them or fail */
     int32_t refs;                          /* one for the group's maker, one for each engine that uses it */
     ps_ctx *ctx;
-    int32_t number;                        /* index in ctx->groups, or -1: ctx->groups was full */
+    int32_t number;                        /* index in ctx->ranks.groups, or -1: ctx->ranks.groups was full */
     uint64_t seq, *pair_seq;               /* calls so far; pair_seq: [size], sends and receives with each rank */
     int64_t bytes_sent, bytes_in_pieces;
     header *heard;                         /* [size] the ranks' headers */

@@ -13,8 +13,8 @@
 
 int engine_get(ps_ctx *ctx, ps_engine **out)
 {
-    if (!ctx->engine) return ps_fail(PS_ESTATE, "no engine is open");
-    *out = ctx->engine;
+    if (!ctx->engine.open) return ps_fail(PS_ESTATE, "no engine is open");
+    *out = ctx->engine.open;
     return 0;
 }
 
@@ -47,7 +47,7 @@ static int drop_grad(param_rec *r)
 
 static int walk_begin(ps_ctx *ctx)
 {
-    int kind = ctx->engine->step->is.now.kind;
+    int kind = ctx->engine.open->step->is.now.kind;
     if (kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT || kind == PS_ACT_WEIGHT) return 0;
     return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss), not "
                    "loss:backward(), so that micro-batches, the loss scale and other ranks are seen to");
@@ -128,7 +128,7 @@ static bool squares_now(const ps_engine *e) { return e->step->measures && ps_ste
 int engine_make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated || (r->waits && !e->settling)) return 0;
-    if (e->ctx->replay && !e->settling && !ps_step_is_last(e->step)) ps_replay_spoil(e->ctx);   /* sums are sent on */
+    if (e->ctx->dry.replay && !e->settling && !ps_step_is_last(e->step)) ps_replay_spoil(e->ctx); /* sums are sent on */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
@@ -142,7 +142,7 @@ int engine_make_final(ps_engine *e, param_rec *r)
 
 static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
-    ps_engine *e = ctx->engine;
+    ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
     if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it: wait for all */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
@@ -721,9 +721,9 @@ static void engine_free(ps_engine *e)
     ps_ctx *ctx = e->ctx;
     const ps_step *step = e->step;
     release_params(e);
-    ctx->engine = NULL;
-    ctx->hooks = NULL;
-    ctx->mem = ctx->plain;
+    ctx->engine.open = NULL;
+    ctx->engine.hooks = NULL;
+    ps_ctx_set_mem(ctx, NULL);
     if (e->zero) e->zero->table->close(e->zero);
     if (e->stages) e->stages->table->close(e->stages);
     if (e->tp) e->tp->table->close(e->tp);
@@ -735,22 +735,22 @@ static void engine_free(ps_engine *e)
 
 void ps_engine_close(ps_ctx *ctx)
 {
-    if (!ctx->engine) return;
+    if (!ctx->engine.open) return;
     ps_walk_reset(ctx);
-    step_leave(ctx->engine);
-    engine_free(ctx->engine);
+    step_leave(ctx->engine.open);
+    engine_free(ctx->engine.open);
 }
 
 static void op_begins(ps_ctx *ctx)
 {
-    const ps_engine *e = ctx->engine;
+    const ps_engine *e = ctx->engine.open;
     if (e->zero) e->zero->table->op_begins(e->zero);
     else ps_chunks_tick(e->chunks);
 }
 
 static void op_failed(ps_ctx *ctx)
 {
-    const ps_engine *e = ctx->engine;
+    const ps_engine *e = ctx->engine.open;
     if (e->zero) e->zero->table->op_failed(e->zero);
 }
 
@@ -759,19 +759,19 @@ static const ps_hooks hooks = {
     .grad_place = grad_place, .grad_final = grad_final,
 };
 
-int ps_engine_is_open(ps_ctx *ctx) { return ctx->engine != NULL; }
+int ps_engine_is_open(ps_ctx *ctx) { return ctx->engine.open != NULL; }
 
 int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, const char *disk_folder)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    if (ctx->engine) return ps_fail(PS_ESTATE, "an engine is open already; end it with model:close() first");
+    if (ctx->engine.open) return ps_fail(PS_ESTATE, "an engine is open already; end it with model:close() first");
     if (step->engine || step->is.open)
         return ps_fail(PS_ESTATE, "this step is another engine's, or has begun without one");
     if (config->budget[2] > 0 && !disk_folder)
         return ps_fail(PS_EINVAL, "a disk budget needs a folder; set memory.disk.path");
     ps_engine *e = ps_alloc0(sizeof *e);
     if (!e) return ps_fail_nomem(sizeof *e);
-    int rc = ps_chunks_new(step, ctx->n_devices, ctx->devices, ctx->plain, config, disk_folder, &e->chunks);
+    int rc = ps_chunks_new(step, ctx->n_devices, ctx->devices, ctx->mem.plain, config, disk_folder, &e->chunks);
     if (rc < 0) {
         ps_free(e);
         return rc;
@@ -780,9 +780,9 @@ int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, co
     e->device = config->device;
     e->host = config->host;
     e->step_trace = PS_TRACE_UNKNOWN;
-    ctx->engine = e;
+    ctx->engine.open = e;
     step_join(e, step);
-    ctx->hooks = &hooks;
-    ctx->mem = ps_chunks_mem(e->chunks);
+    ctx->engine.hooks = &hooks;
+    ps_ctx_set_mem(ctx, ps_chunks_mem(e->chunks));
     return 0;
 }

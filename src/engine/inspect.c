@@ -3,39 +3,39 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-int ps_engine_chunk_count(ps_ctx *ctx) { return ctx->engine ? ps_chunk_count(ctx->engine->chunks) : 0; }
+int ps_engine_chunk_count(ps_ctx *ctx) { return ctx->engine.open ? ps_chunk_count(ctx->engine.open->chunks) : 0; }
 
 int ps_engine_chunk_get(ps_ctx *ctx, int chunk, ps_chunk_info *out)
 {
     if (chunk < 0 || chunk >= ps_engine_chunk_count(ctx)) return ps_fail(PS_ERANGE, "there is no chunk %d", chunk);
-    ps_chunk_get(ctx->engine->chunks, chunk, out);
+    ps_chunk_get(ctx->engine.open->chunks, chunk, out);
     return 0;
 }
 
 const char *ps_engine_chunk_tensor(ps_ctx *ctx, int chunk, int i)
 {
     if (chunk < 0 || chunk >= ps_engine_chunk_count(ctx) || i < 0) return "";
-    return ps_chunk_tensor_name(ctx->engine->chunks, chunk, i);
+    return ps_chunk_tensor_name(ctx->engine.open->chunks, chunk, i);
 }
 
 int ps_engine_tensor_chunk(ps_ctx *ctx, const ps_tensor *t)
 {
-    const ps_engine *e = ctx->engine;
+    const ps_engine *e = ctx->engine.open;
     if (!e) return -1;
     return e->zero ? e->zero->table->chunk(e->zero, t->storage) : ps_storage_chunk(e->chunks, t->storage);
 }
 
 int ps_engine_holds(ps_ctx *ctx, const ps_tensor *t)
 {
-    return ctx->engine && engine_holds(ctx->engine, t->storage);
+    return ctx->engine.open && engine_holds(ctx->engine.open, t->storage);
 }
 
-int ps_engine_tier_count(ps_ctx *ctx) { return ctx->engine ? ps_tier_count(ctx->engine->chunks) : 0; }
+int ps_engine_tier_count(ps_ctx *ctx) { return ctx->engine.open ? ps_tier_count(ctx->engine.open->chunks) : 0; }
 
 int ps_engine_tier_get(ps_ctx *ctx, int tier, ps_tier_info *out)
 {
     if (tier < 0 || tier >= ps_engine_tier_count(ctx)) return ps_fail(PS_ERANGE, "there is no tier %d", tier);
-    ps_tier_get(ctx->engine->chunks, tier, out);
+    ps_tier_get(ctx->engine.open->chunks, tier, out);
     return 0;
 }
 

@@ -170,9 +170,8 @@ static int dry_begin(ps_step *s)
             return ps_fail(PS_ESTATE, "a dry run cannot begin while there are gradients; call optimizer:zero_grad()");
     if (e->zero) e->zero->table->forget(e->zero);
     PS_TRY(ps_dry_begin(ctx));
-    ctx->calls.n = 0;
-    s->dry = ctx->dry_mem;
-    for (int d = 0; d < ctx->n_devices; d++) ctx->dry_mem->table->trim(ctx->dry_mem, d, true);
+    s->dry = ctx->dry.mem;
+    for (int d = 0; d < ctx->n_devices; d++) ctx->dry.mem->table->trim(ctx->dry.mem, d, true);
     return 0;
 }
 
@@ -193,9 +192,9 @@ static void pass_began(ps_step *s)
 
 int ps_step_begin(ps_step *s, const ps_step_config *c)
 {
-    if (s->ctx->suspended.on) return ps_fail_suspended("another step");
+    if (s->ctx->engine.suspended.on) return ps_fail_suspended("another step");
     if (s->is.open) return ps_fail(PS_ESTATE, "a step is under way");
-    if (s->engine && s->ctx->engine != s->engine) return ps_fail(PS_ESTATE, "the step's engine was closed");
+    if (s->engine && s->ctx->engine.open != s->engine) return ps_fail(PS_ESTATE, "the step's engine was closed");
     if (c->dry) PS_TRY(dry_begin(s));
     int rc = take_table(s, c);
     s->at = -1;
@@ -245,7 +244,7 @@ static int give_up(ps_step *s)
 int ps_step_end(ps_step *s, int32_t *trace)
 {
     int rc = 0;
-    if (s->ctx->suspended.on) return ps_fail_suspended("the end of its step");
+    if (s->ctx->engine.suspended.on) return ps_fail_suspended("the end of its step");
     if (!trace) return give_up(s);
     *trace = -1;
     if (!s->is.open) return ps_fail(PS_ESTATE, "no step is under way that could end");
@@ -360,7 +359,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
 {
     static const ps_action_how none = { .scale = 1 };
     int32_t at;
-    if (s->ctx->suspended.on) return ps_fail_suspended("an action of its step");
+    if (s->ctx->engine.suspended.on) return ps_fail_suspended("an action of its step");
     if (kind <= PS_ACT_NONE || kind >= PS_ACT_COUNT) return ps_fail(PS_EINVAL, "there is no action %d", kind);
     if (!s->is.open) return ps_fail(PS_ESTATE, "%s came, and no step is under way", names[kind]);
     if (s->is.now.kind != PS_ACT_NONE)

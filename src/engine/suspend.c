@@ -1,44 +1,43 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A script that is paused at a prompt. Ops that run at the prompt do not affect the script: the state that the script's
- * next op depends on is saved here and restored when the script resumes. Layers check ctx->suspended.on, and the chunk
- * manager checks its step, to see whether they serve the script or the prompt. */
+ * next op depends on is saved here and restored when the script resumes. Layers check ctx->engine.suspended.on, and the
+ * chunk manager checks its step, to see whether they serve the script or the prompt. */
 #include "base/error.h"
 #include "base/record.h"
 #include "engine/engine.h"
 
-int ps_is_suspended(const ps_ctx *ctx) { return ctx->suspended.on; }
+int ps_is_suspended(const ps_ctx *ctx) { return ctx->engine.suspended.on; }
 
 int ps_suspend(ps_ctx *ctx, int64_t *scope)
 {
-    ps_engine *e = ctx->engine;
-    if (ctx->suspended.on) return ps_fail(PS_ESTATE, "the script is paused already");
+    ps_engine *e = ctx->engine.open;
+    if (ctx->engine.suspended.on) return ps_fail(PS_ESTATE, "the script is paused already");
     if (e && e->zero && e->zero->ranks > 1)
         return ps_fail(PS_ESTATE, "a script of %d ranks cannot pause: the others would wait", e->zero->ranks);
-    if (ctx->real_mem) return 1;
+    if (ctx->dry.real) return 1;
     PS_TRY(ps_scope_begin(ctx, scope));
     if (e) ps_chunks_suspend(e->chunks);
     if (e) step_suspend(e, true);
-    ctx->suspended.on = true;
-    ctx->suspended.scope = *scope;
-    ctx->suspended.rng = ctx->rng;
-    ctx->suspended.grad = ps_set_grad_enabled(ctx, 0);
-    ctx->suspended.offload = ctx->offload;
-    ctx->suspended.reads = ctx->reads.on;
-    ctx->offload = ctx->reads.on = false;
+    ctx->engine.suspended.on = true;
+    ctx->engine.suspended.scope = *scope;
+    ctx->engine.suspended.rng = ctx->rng;
+    ctx->engine.suspended.grad = ps_set_grad_enabled(ctx, 0);
+    ctx->engine.suspended.offload = ps_set_offload(ctx, 0) == 1;
+    ctx->engine.suspended.reads = ps_reads_set(ctx, false);
     ps_record_pause(true);
     return 0;
 }
 
 int ps_resume(ps_ctx *ctx, int n_keep, ps_tensor *const *keep)
 {
-    ps_engine *e = ctx->engine;
-    if (!ctx->suspended.on) return ps_fail(PS_ESTATE, "the script is not paused");
-    ctx->suspended.on = false;
-    int rc = ps_scope_end(ctx, ctx->suspended.scope, n_keep, keep);
-    ctx->offload = ctx->suspended.offload;
-    ctx->reads.on = ctx->suspended.reads;
-    ps_set_grad_enabled(ctx, ctx->suspended.grad);
-    ctx->rng = ctx->suspended.rng;
+    ps_engine *e = ctx->engine.open;
+    if (!ctx->engine.suspended.on) return ps_fail(PS_ESTATE, "the script is not paused");
+    ctx->engine.suspended.on = false;
+    int rc = ps_scope_end(ctx, ctx->engine.suspended.scope, n_keep, keep);
+    ps_set_offload(ctx, ctx->engine.suspended.offload);
+    ps_reads_set(ctx, ctx->engine.suspended.reads);
+    ps_set_grad_enabled(ctx, ctx->engine.suspended.grad);
+    ctx->rng = ctx->engine.suspended.rng;
     ps_record_pause(false);
     if (!e) return rc;
     step_suspend(e, false);

@@ -100,7 +100,7 @@ static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) 
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
-    ps_mem *plain = e->ctx->plain;
+    ps_mem *plain = e->ctx->mem.plain;
     plain->table->info(plain, tier->device, &real);
     return real.used;
 }
@@ -114,7 +114,7 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
         ps_tier_info tier;
         ps_tier_get(e->chunks, t, &tier);
         if (tier.device < 0) continue;
-        int64_t dry = ctx->dry_mem->table->held(ctx->dry_mem, tier.device);
+        int64_t dry = ctx->dry.mem->table->held(ctx->dry.mem, tier.device);
         trace->other_base[t] = others_now(e, &tier);
         trace->other_peak[t] = trace->other_base[t] + dry + dry / 256 + slack(tier.budget);
     }
@@ -147,7 +147,7 @@ static int keep_dry(ps_engine *e, int32_t *id)
     if (!id) return 0;
     dry_peaks(e, &trace);
     PS_TRY(keep_trace(e, &trace, gathers, NULL, id));
-    return keep_calls(&find_trace(e, *id)->calls, &e->ctx->calls);
+    return keep_calls(&find_trace(e, *id)->calls, &e->ctx->dry.calls);
 }
 
 const ps_rank_calls *engine_calls(const ps_engine *e, int32_t trace)

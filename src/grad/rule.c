@@ -128,7 +128,7 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
         *accumulate = 1;
     }
     if (there || !e->leaf) return 0;
-    if (e->leaf->managed) PS_TRY(g->ctx->hooks->grad_place(g->ctx, e->leaf, &place));
+    if (e->leaf->managed) PS_TRY(g->ctx->engine.hooks->grad_place(g->ctx, e->leaf, &place));
     if (place && !comes_twice(g, i)) {
         *out = place;
         return 0;

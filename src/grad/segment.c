@@ -23,34 +23,34 @@ void tape_release_reads(ps_storage **list, int n)
 /* Allocates room for the number of one more segment when the segment is made, so that segment_reap cannot fail. */
 static int reap_reserve(ps_ctx *ctx)
 {
-    PS_TRY(ps_grow(ctx->reaped.ids, ctx->reaped.capacity, ctx->reaped.n + ctx->reaped.live + 1));
-    ctx->reaped.live++;
+    PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
+    ctx->tape.reaped.live++;
     return 0;
 }
 
 void segment_reap(ps_ctx *ctx, int64_t segment)
 {
-    ctx->reaped.live--;
-    ctx->reaped.ids[ctx->reaped.n++] = segment;
+    ctx->tape.reaped.live--;
+    ctx->tape.reaped.ids[ctx->tape.reaped.n++] = segment;
 }
 
 void ps_segment_begin(ps_ctx *ctx)
 {
-    ctx->reads.n = 0;
-    ctx->reads.failed = false;
-    ctx->reads.on = true;
+    ctx->tape.reads.n = 0;
+    ctx->tape.reads.failed = false;
+    ctx->tape.reads.on = true;
 }
 
 void ps_segment_cancel(ps_ctx *ctx)
 {
-    tape_release_reads(ctx->reads.list, ctx->reads.n);
-    ctx->reads.n = 0;
-    ctx->reads.on = false;
+    tape_release_reads(ctx->tape.reads.list, ctx->tape.reads.n);
+    ctx->tape.reads.n = 0;
+    ctx->tape.reads.on = false;
 }
 
 void ps_reads_add(ps_ctx *ctx, ps_storage *s)
 {
-    ps_reads *r = &ctx->reads;
+    ps_reads *r = &ctx->tape.reads;
     if (!ps_try_grow(r->list, r->capacity, r->n + 1)) {
         r->failed = true;                                /* ps_segment_new says so */
         return;
@@ -59,10 +59,23 @@ void ps_reads_add(ps_ctx *ctx, ps_storage *s)
     r->list[r->n++] = s;
 }
 
+bool ps_reads_set(ps_ctx *ctx, bool on)
+{
+    bool was = ctx->tape.reads.on;
+    ctx->tape.reads.on = on;
+    return was;
+}
+
+void ps_tape_free(ps_ctx *ctx)
+{
+    ps_free(ctx->tape.reaped.ids);
+    ps_free(ctx->tape.reads.list);
+}
+
 /* The reads noted since ps_segment_begin become the node's. */
 static int take_reads(ps_ctx *ctx, ps_node *node)
 {
-    ps_reads *r = &ctx->reads;
+    ps_reads *r = &ctx->tape.reads;
     r->on = false;
     if (r->failed) return ps_fail_nomem(sizeof *r->list * 2 * (size_t)r->capacity);
     if (r->n == 0) return 0;
@@ -89,12 +102,12 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     PS_TRY(reap_reserve(ctx));
     ps_node *node = tape_node_new(ctx, SEGMENT, n_in, n_out, 0);
     if (!node) {
-        ctx->reaped.live--;
+        ctx->tape.reaped.live--;
         return PS_ENOMEM;
     }
     int rc = take_reads(ctx, node);
     if (rc < 0) {
-        ctx->reaped.live--;
+        ctx->tape.reaped.live--;
         node->op = PS_OP_COUNT;                          /* its number was never given out */
         ps_node_release(node);
         ps_segment_cancel(ctx);
@@ -111,14 +124,17 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
         node->refs++;
     }
     *segment = node->segment;
-    if (ctx->offload) ps_away_round(ctx->away);
+    if (ctx->offload.on) ps_away_round(ctx->offload.away);
     for (int i = 0; i < n_in; i++) if (in[i]) ps_storage_leave(ctx, in[i]->storage);
     rc = node->n_reads > 0;
     ps_node_release(node);
     return rc;
 }
 
-int64_t ps_segment_reap(ps_ctx *ctx) { return ctx->reaped.n > 0 ? ctx->reaped.ids[--ctx->reaped.n] : -1; }
+int64_t ps_segment_reap(ps_ctx *ctx)
+{
+    return ctx->tape.reaped.n > 0 ? ctx->tape.reaped.ids[--ctx->tape.reaped.n] : -1;
+}
 
 /* -- boundaries ---------------------------------------------------------------------------------------------------- */
 int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
@@ -132,7 +148,7 @@ int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
         if (in[i]->node || (in[i]->flags & PS_T_REQUIRES_GRAD))
             return ps_fail(PS_EINVAL, "tensor %d of a boundary has a history already, or is a parameter", i);
     }
-    if (ctx->grad_enabled && !(node = tape_node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
+    if (ctx->tape.grad_enabled && !(node = tape_node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
     while (rc == 0 && made < n) {
         rc = ps_tensor_detach(in[made], &out[made]);
         if (rc == 0) made++;
@@ -153,7 +169,7 @@ int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
 
 int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients)
 {
-    if (ctx->walk && ctx->walk->active)
+    if (ctx->tape.walk && ctx->tape.walk->active)
         return ps_fail(PS_ESTATE, "gradients of a boundary are taken when the backward walk is over");
     for (int i = 0; i < n; i++)
         if (out[i]->node && out[i]->node->op != BOUNDARY)

@@ -32,7 +32,7 @@ bool ps_tape_wants(const ps_tensor *t)
 
 uint32_t ps_tape_needs(const ps_ctx *ctx, int n_in, ps_tensor *const *in)
 {
-    if (!ctx->grad_enabled) return 0;
+    if (!ctx->tape.grad_enabled) return 0;
     uint32_t needs = 0;
     for (int i = 0; i < n_in; i++)
         if (ps_tape_wants(in[i])) needs |= 1u << (i < 31 ? i : 31);
@@ -170,7 +170,7 @@ void tape_count_listed(ps_walk *w, ps_node *node)
 /* Call it after the node has passed, or when it never will, and before it releases saved tensors. */
 void tape_uncount(ps_node *node)
 {
-    ps_walk *w = node->ctx->walk;
+    ps_walk *w = node->ctx->tape.walk;
     if (w && node->walk == w->id) count_node(w, node, -1);
     node->walk = 0;
 }
@@ -180,8 +180,8 @@ void tape_uncount(ps_node *node)
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
-    if (!leaf->managed || (s->tape.walk == ctx->walk->id && s->tape.waits > 0)) return 0;
-    return ctx->hooks->grad_final(ctx, leaf);
+    if (!leaf->managed || (s->tape.walk == ctx->tape.walk->id && s->tape.waits > 0)) return 0;
+    return ctx->engine.hooks->grad_final(ctx, leaf);
 }
 
 void tape_is_now(ps_tensor *t)
@@ -297,7 +297,7 @@ ps_node *tape_node_new(ps_ctx *ctx, int op, int n_in, int n_out, int attrs_nbyte
     node->module = ps_module_now();
     node->n_in = n_in;
     node->n_out = n_out;
-    node->seq = ctx->next_seq++;
+    node->seq = ctx->tape.next_seq++;
     ctx->refs++;
     return node;
 }
@@ -322,7 +322,7 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
 /* A tensor that its producer can compute again, since nobody has written into it, and large enough to be worth it. */
 static bool is_cheap(const ps_tensor *t)
 {
-    return t->node && !t->ctx->keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
+    return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
            (ps_op(t->node->op)->flags & PS_OPF_CHEAP) && !t->node->passed && t->storage->version == 0 &&
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
@@ -369,19 +369,19 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
 }
 
 /* -- leaves -------------------------------------------------------------------------------------------------------- */
-int ps_grad_enabled(ps_ctx *ctx) { return ctx->grad_enabled; }
+int ps_grad_enabled(ps_ctx *ctx) { return ctx->tape.grad_enabled; }
 
 int ps_set_keep_cheap(ps_ctx *ctx, int on)
 {
-    int was = ctx->keep_cheap;
-    ctx->keep_cheap = on != 0;
+    int was = ctx->tape.keep_cheap;
+    ctx->tape.keep_cheap = on != 0;
     return was;
 }
 
 int ps_set_grad_enabled(ps_ctx *ctx, int enabled)
 {
-    int was = ctx->grad_enabled;
-    ctx->grad_enabled = enabled != 0;
+    int was = ctx->tape.grad_enabled;
+    ctx->tape.grad_enabled = enabled != 0;
     return was;
 }
 
@@ -416,7 +416,7 @@ int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
 int ps_tensor_set_grad(ps_tensor *t, ps_tensor *grad)
 {
     if (grad == t->grad_) return 0;
-    if (t->ctx->suspended.on) return ps_fail_suspended("to set a gradient");
+    if (t->ctx->engine.suspended.on) return ps_fail_suspended("to set a gradient");
     if (grad) {
         if (!ps_same_shape(t, grad) || !ps_dtype_is_float(grad->dtype_) || grad->device_ != t->device_)
             return ps_fail(PS_EINVAL, "a gradient must be a float tensor of its tensor's shape, on its device");

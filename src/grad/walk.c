@@ -60,7 +60,7 @@ static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
         return 0;
     }
     if (leaf->managed && !leaf->grad_)
-        rc = ctx->hooks->grad_place(ctx, leaf, &place);
+        rc = ctx->engine.hooks->grad_place(ctx, leaf, &place);
     if (rc == 0 && place) {
         ps_attrs_copy_ none = { 0 };
         if (grad != place) rc = run_one(ctx, PS_OP_copy_, &none, 2, place, grad, &made);
@@ -161,8 +161,8 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
 /* Anomaly mode: ops that run from here on compute the gradient of a node's op. NULL: they do not. */
 void tape_watch(ps_ctx *ctx, const ps_node *node)
 {
-    ctx->anomaly.in_backward = node != NULL;
-    if (node) ctx->anomaly.of = node->op, ctx->anomaly.of_place = node->place, ctx->anomaly.of_module = node->module;
+    if (node) ps_anomaly_in_backward(ctx, node->op, node->place, node->module);
+    else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
 /* The holder of an output gets a copy, since rules may add to the gradient itself. */
@@ -268,7 +268,7 @@ static int plant(ps_ctx *ctx, ps_walk *w, int n, ps_tensor *const *roots, ps_ten
 
 static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients)
 {
-    ps_walk *w = ctx->walk;
+    ps_walk *w = ctx->tape.walk;
     ps_tensor *seeds[PS_MAX_ROOTS];
     int rc = 0, made = 0;
     while (rc == 0 && made < n) {
@@ -279,14 +279,14 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
     if (rc == 0 && ctx->step->is.now.kind == PS_ACT_INPUT) rc = weights_open(ctx, w);
     if (rc == 0) {
         w->active = true;
-        w->id = ctx->next_seq++;
+        w->id = ctx->tape.next_seq++;
         w->managed = false;
         for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient goes */
             w->managed = w->managed || roots[i]->managed;
             tape_count_from(w, roots[i]->node);
         }
-        if (w->managed && ctx->hooks) rc = ctx->hooks->walk_begin(ctx);
-        if (ctx->away) ps_away_backward(ctx->away, true);
+        if (w->managed && ctx->engine.hooks) rc = ctx->engine.hooks->walk_begin(ctx);
+        if (ctx->offload.away) ps_away_backward(ctx->offload.away, true);
     }
     if (rc == 0) return plant(ctx, w, n, roots, seeds);
     for (int i = 0; i < made; i++) ps_tensor_unhold(seeds[i]);
@@ -304,9 +304,10 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient (what "
                                       "is computed within ps.no_grad requires none)");
     }
-    if (ctx->suspended.on) return ps_fail_suspended("backward");
-    if (ctx->walk && ctx->walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
-    if (!ctx->walk && !(ctx->walk = ps_alloc0(sizeof *ctx->walk))) return ps_fail_nomem(sizeof *ctx->walk);
+    if (ctx->engine.suspended.on) return ps_fail_suspended("backward");
+    if (ctx->tape.walk && ctx->tape.walk->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
+    if (!ctx->tape.walk && !(ctx->tape.walk = ps_alloc0(sizeof *ctx->tape.walk)))
+        return ps_fail_nomem(sizeof *ctx->tape.walk);
     int enabled = ps_set_grad_enabled(ctx, 0);
     int rc = begin_walk(ctx, n, roots, gradients);
     ps_set_grad_enabled(ctx, enabled);
@@ -316,7 +317,7 @@ int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *
 
 int ps_backward_next(ps_ctx *ctx, int64_t *segment)
 {
-    ps_walk *w = ctx->walk;
+    ps_walk *w = ctx->tape.walk;
     if (!w || !w->active) return ps_fail(PS_ESTATE, "no backward walk is under way");
     if (w->stopped) return ps_fail(PS_ESTATE, "the recompute segment that the walk stopped at was not run again");
     int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
@@ -347,7 +348,7 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
 
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
 {
-    ps_walk *w = ctx->walk;
+    ps_walk *w = ctx->tape.walk;
     ps_node *node = w ? w->stopped : NULL;
     if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
     if (n != node->n_out)
@@ -387,24 +388,24 @@ static void drop(ps_node *node)
 
 void ps_backward_end(ps_ctx *ctx)
 {
-    ps_walk *w = ctx->walk;
+    ps_walk *w = ctx->tape.walk;
     if (!w || !w->active) return;
     while (w->n > 0) drop(tape_dequeue(w));
     if (w->stopped) drop(w->stopped);
     w->stopped = NULL;
     w->active = false;
-    if (ctx->away) ps_away_backward(ctx->away, false);
+    if (ctx->offload.away) ps_away_backward(ctx->offload.away, false);
 }
 
 void ps_walk_reset(ps_ctx *ctx)
 {
     ps_backward_end(ctx);
-    if (ctx->walk) weights_drop(ctx->walk);
+    if (ctx->tape.walk) weights_drop(ctx->tape.walk);
 }
 
 void ps_walk_end(ps_ctx *ctx)
 {
-    ps_walk *w = ctx->walk;
+    ps_walk *w = ctx->tape.walk;
     ps_walk_reset(ctx);
     for (int32_t i = 0; w && i < w->n_lists; i++) ps_free(w->lists[i].nodes);
     if (w) {
@@ -412,5 +413,5 @@ void ps_walk_end(ps_ctx *ctx)
         ps_free(w->heap);
     }
     ps_free(w);
-    ctx->walk = NULL;
+    ctx->tape.walk = NULL;
 }

@@ -217,7 +217,7 @@ static int go_through(ps_ctx *ctx, ps_walk *w, weight_list *list)
 int ps_backward_weights(ps_ctx *ctx)
 {
     const ps_action *a = &ctx->step->is.now;
-    ps_walk *w = ctx->walk;
+    ps_walk *w = ctx->tape.walk;
     if (a->kind != PS_ACT_WEIGHT)
         return ps_fail(PS_ESTATE, "the backward of weights is not due: the step has another action, or none");
     if (w && w->active) return ps_fail(PS_ESTATE, "a backward walk is under way");
@@ -227,12 +227,12 @@ int ps_backward_weights(ps_ctx *ctx)
                        a->vstage);
     int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
     w->active = true;
-    w->id = ctx->next_seq++;
+    w->id = ctx->tape.next_seq++;
     w->managed = false;
     w->put_off = -1;
     for (int32_t i = 0; i < list->n; i++) tape_count_listed(w, list->nodes[i]);
-    if (w->managed && ctx->hooks) rc = ctx->hooks->walk_begin(ctx);
-    if (ctx->away) ps_away_backward(ctx->away, true);
+    if (w->managed && ctx->engine.hooks) rc = ctx->engine.hooks->walk_begin(ctx);
+    if (ctx->offload.away) ps_away_backward(ctx->offload.away, true);
     if (rc == 0) rc = go_through(ctx, w, list);
     ps_set_grad_enabled(ctx, enabled);
     ps_backward_end(ctx);

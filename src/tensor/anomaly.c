@@ -77,11 +77,10 @@ static int look(ps_tensor *t, kinds *out)
 
 static int look_at_all(ps_ctx *ctx, int n, ps_tensor *const *list, kinds *out)
 {
-    int was = ctx->grad_enabled, rc = 0;
+    int was = ps_set_grad_enabled(ctx, 0), rc = 0;
     ctx->anomaly.busy = true;
-    ctx->grad_enabled = 0;
     for (int i = 0; rc == 0 && i < n; i++) rc = look(list[i], out);
-    ctx->grad_enabled = was;
+    ps_set_grad_enabled(ctx, was);
     ctx->anomaly.busy = false;
     return rc;
 }
@@ -145,6 +144,12 @@ int ps_detect_anomaly(ps_ctx *ctx, int on)
     ctx->anomaly.on = on != 0;
     ctx->anomaly.place = -1;
     return was;
+}
+
+void ps_anomaly_in_backward(ps_ctx *ctx, int32_t op, int64_t place, int32_t module)
+{
+    ctx->anomaly.in_backward = op >= 0;
+    if (op >= 0) ctx->anomaly.of = op, ctx->anomaly.of_place = place, ctx->anomaly.of_module = module;
 }
 
 void ps_anomaly_at(ps_ctx *ctx, int64_t place) { ctx->anomaly.place = place; }

@@ -61,7 +61,7 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
             return ps_fail(PS_ESTATE,
                            "%s: a parameter was used between backward and optimizer:step(), while its gradient lies in "
                            "its place; call optimizer:step() or optimizer:zero_grad() first", row->name);
-        if (a->ctx->reads.on && t->storage->engine.watched) ps_reads_add(a->ctx, t->storage);
+        if (a->ctx->tape.reads.on && t->storage->engine.watched) ps_reads_add(a->ctx, t->storage);
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)
             return ps_fail(PS_EINVAL,
@@ -122,7 +122,7 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
-    if (ctx->engine && !ctx->step->is.open) return 0;
+    if (ctx->engine.open && !ctx->step->is.open) return 0;
     int n = !(a->row->flags & PS_OPF_INPLACE) ? 0 : a->row->n_in < 0 ? a->n_in : 1;
     for (int i = 0; i < n; i++)
         if (a->in[i] && a->in[i]->storage->tape.trained) return ps_fail_suspended("to write into a parameter");
@@ -235,8 +235,8 @@ static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
     ps_ctx *ctx = a->ctx;
-    if (ctx->devices[a->device]->no_data || ctx->hooks) return;
-    if (ctx->mem->table->info(ctx->mem, a->device, &info) < 0) return;
+    if (ctx->devices[a->device]->no_data || ctx->engine.hooks) return;
+    if (ctx->mem.now->table->info(ctx->mem.now, a->device, &info) < 0) return;
     if (ctx->recorded.run == ps_record_run && ctx->recorded.used[a->device] == info.used) return;
     ctx->recorded.run = ps_record_run;
     ctx->recorded.used[a->device] = info.used;
@@ -247,7 +247,7 @@ static void record_memory(const apply *a, int64_t now)
 static void *scratch(ps_call *call, size_t nbytes)
 {
     apply *a = call->owner;
-    ps_mem *mem = a->ctx->mem;
+    ps_mem *mem = a->ctx->mem.now;
     ps_scratch_list *entry = ps_alloc(sizeof *entry);
     void *p = NULL;
     if (!entry || mem->table->scratch(mem, a->device, (int64_t)nbytes, &entry->handle, &p) < 0) {
@@ -257,7 +257,7 @@ static void *scratch(ps_call *call, size_t nbytes)
     }
     entry->next = a->scratch;
     a->scratch = entry;
-    if (a->ctx->replay) ps_replay_take(a->ctx, a->device, (int64_t)nbytes);
+    if (a->ctx->dry.replay) ps_replay_take(a->ctx, a->device, (int64_t)nbytes);
     if (ps_record_on()) record_memory(a, ps_record_clock());
     return p;
 }
@@ -267,8 +267,8 @@ static void scratch_free(apply *a)
     while (a->scratch) {
         ps_scratch_list *entry = a->scratch;
         a->scratch = entry->next;
-        a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, entry->handle);
-        if (a->ctx->replay) ps_replay_give(a->ctx, a->device);
+        a->ctx->mem.now->table->scratch_free(a->ctx->mem.now, a->device, entry->handle);
+        if (a->ctx->dry.replay) ps_replay_give(a->ctx, a->device);
         ps_free(entry);
     }
 }
@@ -280,11 +280,11 @@ static int pin_view(apply *a, ps_tensor *t, unsigned access, ps_view *v)
         return 0;
     }
     void *p = NULL;
-    if (ps_storage_is_of(t->storage, a->ctx->dry_mem) && !a->ctx->step->dry)
+    if (ps_storage_is_of(t->storage, a->ctx->dry.mem) && !a->ctx->step->dry)
         return ps_fail(PS_ESTALE, "%s: an input was made in a dry run and has no contents; make it anew in each step",
                        a->row->name);
     PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
-    if (a->ctx->replay) ps_replay_pin(a->ctx, t->storage, t->device_, access);
+    if (a->ctx->dry.replay) ps_replay_pin(a->ctx, t->storage, t->device_, access);
     v->data = p ? (char *)p + t->offset * ps_dtype_bytes(t->dtype_) : NULL;
     v->dtype = t->dtype_;
     v->ndim = t->ndim;
@@ -298,7 +298,7 @@ static void unpin(ps_tensor *t)
 {
     if (!t) return;
     ps_storage_unpin(t->storage, t->device_);
-    if (t->ctx->replay) ps_replay_unpin(t->ctx, t->storage, t->device_);
+    if (t->ctx->dry.replay) ps_replay_unpin(t->ctx, t->storage, t->device_);
 }
 
 /* Takes and frees what the kernel of a call would ask for. */
@@ -307,9 +307,9 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
     int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, call) : 0;
     void *handle, *p;
     if (nbytes <= 0) return 0;
-    PS_TRY(a->ctx->mem->table->scratch(a->ctx->mem, a->device, nbytes, &handle, &p));
-    a->ctx->mem->table->scratch_free(a->ctx->mem, a->device, handle);
-    if (a->ctx->replay) ps_replay_take(a->ctx, a->device, nbytes), ps_replay_give(a->ctx, a->device);
+    PS_TRY(a->ctx->mem.now->table->scratch(a->ctx->mem.now, a->device, nbytes, &handle, &p));
+    a->ctx->mem.now->table->scratch_free(a->ctx->mem.now, a->device, handle);
+    if (a->ctx->dry.replay) ps_replay_take(a->ctx, a->device, nbytes), ps_replay_give(a->ctx, a->device);
     return 0;
 }
 
@@ -345,9 +345,10 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 /* The work of an op with RANKS. */
 static int of_ranks(apply *a, ps_call *call)
 {
-    if (a->ctx->devices[a->device]->no_data || (call->dry && !a->ctx->of_ranks)) return 0;
-    if (!a->ctx->of_ranks) return ps_fail(PS_ESTATE, "there is no group of ranks; make it with ps.init_distributed");
-    return a->ctx->of_ranks(a->ctx, a->device, call);
+    if (a->ctx->devices[a->device]->no_data || (call->dry && !a->ctx->ranks.perform)) return 0;
+    if (!a->ctx->ranks.perform)
+        return ps_fail(PS_ESTATE, "there is no group of ranks; make it with ps.init_distributed");
+    return a->ctx->ranks.perform(a->ctx, a->device, call);
 }
 
 /* Runs the first kernel of a device and its fallbacks that takes the call. */
@@ -486,8 +487,8 @@ static int run_kernel(apply *a)
     bool writes_all = (a->row->flags & PS_OPF_INPLACE) && a->row->n_in < 0;
     ps_view in[PS_MAX_IN], out[PS_MAX_OUT];
     int n_in = 0, n_out = 0, rc = 0;
-    if (a->ctx->hooks) a->ctx->hooks->op_begins(a->ctx);
-    if (a->ctx->replay) ps_replay_op(a->ctx);
+    if (a->ctx->engine.hooks) a->ctx->engine.hooks->op_begins(a->ctx);
+    if (a->ctx->dry.replay) ps_replay_op(a->ctx);
     a->ticked = true;
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {
         bool write = writes_all || (n_in == 0 && (a->row->flags & PS_OPF_INPLACE));
@@ -515,7 +516,7 @@ static int check_in_place(apply *a, uint32_t needs)
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;
-    if (!a->ctx->step->dry || ps_storage_is_of(s, a->ctx->dry_mem)) s->version++;
+    if (!a->ctx->step->dry || ps_storage_is_of(s, a->ctx->dry.mem)) s->version++;
 }
 
 static void bump_versions(apply *a)
@@ -567,9 +568,9 @@ int ps_apply_all(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void
     memcpy(a.attrs.bytes, attrs, (size_t)a.row->attrs_nbytes);
     ps_error_set_op(a.row->name);
     int rc = check_inputs(&a, (const ps_tensor *const *)out);
-    if (rc == 0 && __builtin_expect(ctx->suspended.on, 0)) rc = check_suspended(&a);
+    if (rc == 0 && __builtin_expect(ctx->engine.suspended.on, 0)) rc = check_suspended(&a);
     if (rc == 0) rc = apply_steps(&a);
-    if (rc < 0 && a.ticked && ctx->hooks) ctx->hooks->op_failed(ctx);
+    if (rc < 0 && a.ticked && ctx->engine.hooks) ctx->engine.hooks->op_failed(ctx);
     for (int i = 0; i < n_in; i++)
         if (a.owned >> i & 1) ps_tensor_release(a.in[i]);
     for (int i = 0; i < a.row->n_out; i++) {
@@ -597,7 +598,7 @@ int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *at
     for (int i = 0, n = 0; i < row->n_out; i++) {
         if (!(row->hidden_out >> i & 1)) out[n++] = all[i];
         else if (all[i]) ps_tensor_release(all[i]);
-        if (ctx->replay && all[i] && !(row->hidden_out >> i & 1)) ps_replay_scripted(all[i]->storage, true);
+        if (ctx->dry.replay && all[i] && !(row->hidden_out >> i & 1)) ps_replay_scripted(all[i]->storage, true);
     }
     return 0;
 }

@@ -51,7 +51,7 @@ struct ps_replay {
     int32_t n_parts, n_micros, first, end;
     notes notes[NOTED];           /* of micro-batches first - NOTED to first - 1 */
     int32_t part, micro;          /* under way; part -1: none */
-    int32_t n_calls;              /* of ctx->calls, when it began */
+    int32_t n_calls;              /* of ctx->dry.calls, when it began */
     bool differs;
     twins *twins;                 /* [n_micros x n_parts] */
     waiting *waiting;             /* [n_waiting] */
@@ -97,14 +97,14 @@ static void free_waiting(ps_replay *r)
 static void give(ps_replay *r)
 {
     const taken *t = &r->scratch[--r->n_scratch];
-    r->ctx->dry_mem->table->scratch_free(r->ctx->dry_mem, t->device, t->handle);
+    r->ctx->dry.mem->table->scratch_free(r->ctx->dry.mem, t->device, t->handle);
 }
 
 void ps_replay_end(ps_ctx *ctx)
 {
-    ps_replay *r = ctx->replay;
+    ps_replay *r = ctx->dry.replay;
     if (!r) return;
-    ctx->replay = NULL;
+    ctx->dry.replay = NULL;
     while (r->n_scratch > 0) give(r);
     free_waiting(r);
     for (int64_t i = 0; r->twins && i < (int64_t)r->n_micros * r->n_parts; i++) {
@@ -127,9 +127,9 @@ void ps_replay_free(ps_replay *r)
 int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t parts, int32_t first, int32_t end)
 {
     ps_replay_end(ctx);
-    if (!ctx->replay_kept && !(ctx->replay_kept = ps_alloc0(sizeof *ctx->replay_kept)))
-        return ps_fail_nomem(sizeof *ctx->replay_kept);
-    ps_replay *r = ctx->replay = ctx->replay_kept;
+    if (!ctx->dry.replay_kept && !(ctx->dry.replay_kept = ps_alloc0(sizeof *ctx->dry.replay_kept)))
+        return ps_fail_nomem(sizeof *ctx->dry.replay_kept);
+    ps_replay *r = ctx->dry.replay = ctx->dry.replay_kept;
     r->ctx = ctx;
     r->n_parts = parts, r->n_micros = micros, r->first = first, r->end = end;
     r->part = -1;
@@ -175,7 +175,7 @@ static void note_ended(ps_replay *r, noted *p, made *m)
 
 void ps_replay_made(ps_ctx *ctx, ps_storage *s)
 {
-    ps_replay *r = ctx->replay;
+    ps_replay *r = ctx->dry.replay;
     noted *p = noting(r);
     s->replay.of = r;
     s->replay.number = r->number++;
@@ -214,49 +214,50 @@ bool ps_replay_gone(ps_storage *s, bool released)
 {
     ps_replay *r = s->replay.of;
     s->replay.of = NULL;
-    if (!r->ctx->replay || s->replay.number < r->began) return false;   /* made in an earlier dry run */
-    bool late = released && (s->replay.scripted || r->part < 0) && ps_storage_is_of(s, r->ctx->dry_mem) &&
+    if (!r->ctx->dry.replay || s->replay.number < r->began) return false;   /* made in an earlier dry run */
+    bool late = released && (s->replay.scripted || r->part < 0) && ps_storage_is_of(s, r->ctx->dry.mem) &&
                 ps_try_grow(r->waiting, r->waiting_capacity, r->n_waiting + 1);
     if (s->replay.noted >= 0) note_gone(r, s, late);
     if (late) wait_for_collector(r, s, s->replay.number);
     return late;
 }
 
-void ps_replay_op(ps_ctx *ctx) { note(ctx->replay, (effect){ .kind = OP }); }
+void ps_replay_op(ps_ctx *ctx) { note(ctx->dry.replay, (effect){ .kind = OP }); }
 
 /* Storages of plain memory stay where they are, and nobody looks at their pins. */
 static bool is_elsewhere(const ps_storage *s) { return s->block && !ps_storage_is_plain(s); }
 
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access)
 {
-    if (is_elsewhere(s)) note(ctx->replay, (effect){ .kind = PIN, .device = device, .access = access, .storage = s });
+    if (is_elsewhere(s))
+        note(ctx->dry.replay, (effect){ .kind = PIN, .device = device, .access = access, .storage = s });
 }
 
 void ps_replay_unpin(ps_ctx *ctx, ps_storage *s, int device)
 {
-    if (is_elsewhere(s)) note(ctx->replay, (effect){ .kind = UNPIN, .device = device, .storage = s });
+    if (is_elsewhere(s)) note(ctx->dry.replay, (effect){ .kind = UNPIN, .device = device, .storage = s });
 }
 
 void ps_replay_take(ps_ctx *ctx, int device, int64_t nbytes)
 {
-    note(ctx->replay, (effect){ .kind = TAKE, .device = device, .nbytes = nbytes });
+    note(ctx->dry.replay, (effect){ .kind = TAKE, .device = device, .nbytes = nbytes });
 }
 
-void ps_replay_give(ps_ctx *ctx, int device) { note(ctx->replay, (effect){ .kind = GIVE, .device = device }); }
+void ps_replay_give(ps_ctx *ctx, int device) { note(ctx->dry.replay, (effect){ .kind = GIVE, .device = device }); }
 
-void ps_replay_spoil(ps_ctx *ctx) { ctx->replay->differs = true; }
+void ps_replay_spoil(ps_ctx *ctx) { ctx->dry.replay->differs = true; }
 
 void ps_replay_collected(ps_ctx *ctx)
 {
-    if (ctx->replay) free_waiting(ctx->replay);
+    if (ctx->dry.replay) free_waiting(ctx->dry.replay);
 }
 
 /* -- parts --------------------------------------------------------------------------------------------------------- */
 void ps_replay_enter(ps_ctx *ctx, int32_t part, int32_t micro)
 {
-    ps_replay *r = ctx->replay;
+    ps_replay *r = ctx->dry.replay;
     r->part = part, r->micro = micro;
-    r->n_calls = ctx->calls.n;
+    r->n_calls = ctx->dry.calls.n;
 }
 
 static int by_place(const void *a, const void *b)
@@ -296,12 +297,12 @@ static int append_calls(ps_rank_calls *to, const ps_rank_call *list, int32_t n)
 
 int ps_replay_leave(ps_ctx *ctx)
 {
-    ps_replay *r = ctx->replay;
+    ps_replay *r = ctx->dry.replay;
     noted *p = noting(r);
     int32_t part = r->part;
     if (p) {
         find_ended(r, notes_of(r, r->micro), p);
-        PS_TRY(append_calls(&p->calls, &ctx->calls.list[r->n_calls], ctx->calls.n - r->n_calls));
+        PS_TRY(append_calls(&p->calls, &ctx->dry.calls.list[r->n_calls], ctx->dry.calls.n - r->n_calls));
         p->whole = true;
         if (r->micro > r->first - NOTED && !same(p, &r->notes[0].parts[part])) r->differs = true;
     }
@@ -311,7 +312,7 @@ int ps_replay_leave(ps_ctx *ctx)
                    "further one can be like it", r->micro);
 }
 
-bool ps_replay_differs(const ps_ctx *ctx) { return ctx->replay && ctx->replay->differs; }
+bool ps_replay_differs(const ps_ctx *ctx) { return ctx->dry.replay && ctx->dry.replay->differs; }
 
 /* -- doing it again ------------------------------------------------------------------------------------------------ */
 static void drop_empty(twins *t)
@@ -323,7 +324,7 @@ static void drop_empty(twins *t)
 
 static int make(ps_replay *r, twins *t, const effect *e)
 {
-    ps_mem *mem = r->ctx->mem;
+    ps_mem *mem = r->ctx->mem.now;
     ps_storage *s = &t->list[t->n];
     *s = (ps_storage){ .keeper = &mem->keeper, .nbytes = e->nbytes, .device = e->device, .refs = 1,
                        .replay.number = r->number++ };
@@ -338,7 +339,7 @@ static int take(ps_replay *r, const effect *e)
     PS_TRY(ps_grow(r->scratch, r->scratch_capacity, r->n_scratch + 1));
     taken *t = &r->scratch[r->n_scratch];
     t->device = e->device;
-    PS_TRY(r->ctx->mem->table->scratch(r->ctx->mem, e->device, e->nbytes, &t->handle, &p));
+    PS_TRY(r->ctx->mem.now->table->scratch(r->ctx->mem.now, e->device, e->nbytes, &t->handle, &p));
     r->n_scratch++;
     return 0;
 }
@@ -357,7 +358,7 @@ static int do_one(ps_replay *r, int32_t micro, twins *t, const effect *e)
         drop_empty(of);
         return 0;
     case OP:
-        if (ctx->hooks) ctx->hooks->op_begins(ctx);
+        if (ctx->engine.hooks) ctx->engine.hooks->op_begins(ctx);
         return 0;
     case PIN: return ps_storage_pin(e->storage, e->device, (unsigned)e->access, &p);
     case UNPIN: return ps_storage_unpin(e->storage, e->device), 0;
@@ -368,7 +369,7 @@ static int do_one(ps_replay *r, int32_t micro, twins *t, const effect *e)
 
 int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro)
 {
-    ps_replay *r = ctx->replay;
+    ps_replay *r = ctx->dry.replay;
     const noted *p = &r->notes[NOTED - 1].parts[part];
     twins *t = twins_of(r, micro, part);
     if (!p->whole) {
@@ -389,5 +390,5 @@ int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro)
         drop_empty(of);
     }
     drop_empty(t);
-    return append_calls(&ctx->calls, p->calls.list, p->calls.n);
+    return ps_dry_note_calls(ctx, p->calls.list, p->calls.n);
 }

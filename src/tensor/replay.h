@@ -26,7 +26,7 @@ bool ps_replay_differs(const ps_ctx *ctx);
 int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro);
 void ps_replay_collected(ps_ctx *ctx);   /* Lua's collector has run */
 
-/* -- for tensor.c and dispatch.c, while ctx->replay is set --------------------------------------------------------- */
+/* -- for tensor.c and dispatch.c, while ctx->dry.replay is set ----------------------------------------------------- */
 void ps_replay_made(ps_ctx *ctx, ps_storage *s);
 /* Whether a dry run of a pipeline made the storage. */
 static inline bool ps_replay_has(const ps_storage *s) { return s->replay.of != NULL; }

@@ -38,20 +38,20 @@ void ps_scope_unlink(ps_storage *s)
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 {
     ps_scope_unlink(s);
-    link_to(&ctx->root, s);
+    link_to(&ctx->scope.root, s);
     s->bytes.dropped = false;            /* a scope may have dropped it while the tape held its bytes */
 }
 
 void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
     bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data && !ctx->step->dry;
-    ps_scope *outer = &ctx->root;
-    if (ctx->suspended.on)                   /* nothing of a pause outlives it */
-        for (outer = ctx->scope; outer->id != ctx->suspended.scope;) outer = outer->parent;
-    link_to(small ? outer : ctx->scope, s);
-    if (!takes || s->scope.of != &ctx->root) return;
+    ps_scope *outer = &ctx->scope.root;
+    if (ctx->engine.suspended.on)                   /* nothing of a pause outlives it */
+        for (outer = ctx->scope.now; outer->id != ctx->engine.suspended.scope;) outer = outer->parent;
+    link_to(small ? outer : ctx->scope.now, s);
+    if (!takes || s->scope.of != &ctx->scope.root) return;
     s->scope.unscoped = true;
-    ctx->root.unscoped_nbytes += s->nbytes + 512;        /* 512: of headers */
+    ctx->scope.root.unscoped_nbytes += s->nbytes + 512;        /* 512: of headers */
 }
 
 int ps_scope_begin(ps_ctx *ctx, int64_t *id)
@@ -59,46 +59,46 @@ int ps_scope_begin(ps_ctx *ctx, int64_t *id)
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
     ps_scope *scope = ps_alloc0(sizeof *scope);
     if (!scope) return ps_fail_nomem(sizeof *scope);
-    scope->parent = ctx->scope;
-    scope->id = ctx->next_scope_id++;
+    scope->parent = ctx->scope.now;
+    scope->id = ctx->scope.next_id++;
     scope->modules = ps_module_depth();
-    ctx->scope = scope;
+    ctx->scope.now = scope;
     *id = scope->id;
     return 0;
 }
 
 static void end_innermost(ps_ctx *ctx)
 {
-    ps_scope *scope = ctx->scope;
+    ps_scope *scope = ctx->scope.now;
     while (scope->first) {
         ps_storage *s = scope->first;
         ps_scope_unlink(s);
         if (!s->bytes.kept) ps_storage_drop(s);
         ps_storage_leave(ctx, s);
-        if (s->block) link_to(&ctx->root, s);        /* kept, or held by the tape for now */
+        if (s->block) link_to(&ctx->scope.root, s);        /* kept, or held by the tape for now */
     }
-    ctx->scope = scope->parent;
+    ctx->scope.now = scope->parent;
     ps_free(scope);
 }
 
 int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    ps_scope *scope = ctx->scope;
+    ps_scope *scope = ctx->scope.now;
     while (scope && scope->id != id) scope = scope->parent;
-    if (!scope || scope == &ctx->root) return ps_fail(PS_ESTATE, "scope %lld is not open", (long long)id);
-    if (ctx->suspended.on && id <= ctx->suspended.scope) return ps_fail_suspended("the end of its scope");
+    if (!scope || scope == &ctx->scope.root) return ps_fail(PS_ESTATE, "scope %lld is not open", (long long)id);
+    if (ctx->engine.suspended.on && id <= ctx->engine.suspended.scope) return ps_fail_suspended("the end of its scope");
     for (int i = 0; i < n_keep; i++) {
         ps_storage *s = keep[i]->storage;
-        for (ps_scope *x = ctx->scope; x != scope->parent; x = x->parent)
+        for (ps_scope *x = ctx->scope.now; x != scope->parent; x = x->parent)
             if (s->scope.of == x) {
                 ps_scope_unlink(s);
                 link_to(scope->parent, s);
             }
     }
-    if (ctx->offload) ps_away_round(ctx->away);
+    if (ctx->offload.on) ps_away_round(ctx->offload.away);
     int modules = scope->modules;
-    while (ctx->scope != scope) end_innermost(ctx);
+    while (ctx->scope.now != scope) end_innermost(ctx);
     end_innermost(ctx);
     ps_module_leave(modules);
     return 0;
@@ -107,17 +107,17 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
 int64_t ps_scope_depth(ps_ctx *ctx)
 {
     int64_t depth = 0;
-    for (ps_scope *x = ctx->scope; x && x != &ctx->root; x = x->parent) depth++;
+    for (ps_scope *x = ctx->scope.now; x && x != &ctx->scope.root; x = x->parent) depth++;
     return depth;
 }
 
 int ps_collect_due(ps_ctx *ctx)
 {
-    if (ctx->root.unscoped_nbytes < ctx->collect_at || ctx->closed) return 0;
-    ctx->root.unscoped_nbytes = 0;
+    if (ctx->scope.root.unscoped_nbytes < ctx->scope.collect_at || ctx->closed) return 0;
+    ctx->scope.root.unscoped_nbytes = 0;
     ps_memory_info info;
-    ctx->mem->table->info(ctx->mem, 0, &info);
+    ctx->mem.now->table->info(ctx->mem.now, 0, &info);
     int64_t half = info.used / 2, least = 256 << 20;      /* bytes; fewer would not be worth a collection's time */
-    ctx->collect_at = half > least ? half : least;
+    ctx->scope.collect_at = half > least ? half : least;
     return 1;
 }

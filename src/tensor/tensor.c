@@ -7,6 +7,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/grow.h"
 #include "base/half.h"
 #include "tensor/replay.h"
 
@@ -16,20 +17,20 @@ int ps_ctx_new(ps_ctx **out)
     ps_ctx *ctx = ps_alloc0(sizeof *ctx);
     if (!ctx) return ps_fail_nomem(sizeof *ctx);
     ctx->refs = 1;
-    ctx->grad_enabled = 1;
-    ctx->scope = &ctx->root;
+    ps_set_grad_enabled(ctx, 1);
+    ctx->scope.now = &ctx->scope.root;
     ctx->step = &ps_step_idle;
-    ctx->next_scope_id = 1;
-    ctx->collect_at = 256 << 20;
+    ctx->scope.next_id = 1;
+    ctx->scope.collect_at = 256 << 20;
     ctx->rng.seed = 0;
     int n = ps_backends_open(ctx->devices, 8);
-    int rc = n < 0 ? n : ps_mem_plain_new(n, ctx->devices, &ctx->plain);
+    int rc = n < 0 ? n : ps_mem_plain_new(n, ctx->devices, &ctx->mem.plain);
     if (rc < 0) {
         if (n > 0) ps_backends_close(ctx->devices, n);
         ps_free(ctx);
         return rc;
     }
-    ctx->mem = ctx->plain;
+    ctx->mem.now = ctx->mem.plain;
     ctx->n_devices = n;
     *out = ctx;
     return 0;
@@ -44,8 +45,8 @@ int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
     int rc = 0;
     for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
     if (ctx->n_devices == MOST) rc = ps_fail(PS_EINVAL, "there is room for %d devices", MOST);
-    if (rc == 0) rc = ps_mem_plain_add(ctx->plain, be);
-    if (rc == 0 && ctx->dry_mem && (rc = ps_mem_plain_add(ctx->dry_mem, meta)) < 0) ps_mem_plain_undo(ctx->plain);
+    if (rc == 0) rc = ps_mem_plain_add(ctx->mem.plain, be);
+    if (rc == 0 && ctx->dry.mem && (rc = ps_mem_plain_add(ctx->dry.mem, meta)) < 0) ps_mem_plain_undo(ctx->mem.plain);
     if (rc < 0) {
         if (be->close) be->close(be);
         return rc;
@@ -57,10 +58,9 @@ int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 void ps_ctx_release(ps_ctx *ctx)
 {
     if (--ctx->refs > 0) return;
-    ps_free(ctx->reaped.ids);
-    ps_free(ctx->reads.list);
-    ps_free(ctx->calls.list);
-    ps_replay_free(ctx->replay_kept);
+    ps_tape_free(ctx);
+    ps_free(ctx->dry.calls.list);
+    ps_replay_free(ctx->dry.replay_kept);
     ps_free(ctx);
 }
 
@@ -90,25 +90,25 @@ void ps_ctx_free(ps_ctx *ctx)
     }
     ps_walk_end(ctx);
     ps_dry_end(ctx);
-    if (ctx->hooks) ctx->hooks->close(ctx);
+    if (ctx->engine.hooks) ctx->engine.hooks->close(ctx);
     ctx->closed = 1;
-    while (ctx->scope) {                                 /* all bytes go now, even where headers are left */
-        while (ctx->scope->first) {
-            ps_storage *s = ctx->scope->first;
+    while (ctx->scope.now) {                                 /* all bytes go now, even where headers are left */
+        while (ctx->scope.now->first) {
+            ps_storage *s = ctx->scope.now->first;
             ps_scope_unlink(s);
             s->bytes.dropped = true;
             ps_storage_free(s);
         }
-        ps_scope *parent = ctx->scope->parent;
-        if (ctx->scope != &ctx->root) ps_free(ctx->scope);
-        ctx->scope = parent;
+        ps_scope *parent = ctx->scope.now->parent;
+        if (ctx->scope.now != &ctx->scope.root) ps_free(ctx->scope.now);
+        ctx->scope.now = parent;
     }
-    if (ctx->away) ps_away_delete(ctx->away);
-    ctx->away = NULL;
-    ctx->offload = false;
-    if (ctx->dry_mem) ctx->dry_mem->table->close(ctx->dry_mem);
-    ctx->plain->table->close(ctx->plain);
-    ctx->mem = ctx->plain = ctx->dry_mem = NULL;
+    if (ctx->offload.away) ps_away_delete(ctx->offload.away);
+    ctx->offload.away = NULL;
+    ctx->offload.on = false;
+    if (ctx->dry.mem) ctx->dry.mem->table->close(ctx->dry.mem);
+    ctx->mem.plain->table->close(ctx->mem.plain);
+    ctx->mem.now = ctx->mem.plain = ctx->dry.mem = NULL;
     ps_backends_close(ctx->devices, ctx->n_devices);
     ctx->n_devices = 0;
     ps_ctx_release(ctx);
@@ -117,26 +117,39 @@ void ps_ctx_free(ps_ctx *ctx)
 /* -- dry runs ------------------------------------------------------------------------------------------------------ */
 int ps_dry_begin(ps_ctx *ctx)
 {
-    if (ctx->real_mem) return ps_fail(PS_ESTATE, "a dry run is under way");
-    if (!ctx->dry_mem) {
+    if (ctx->dry.real) return ps_fail(PS_ESTATE, "a dry run is under way");
+    if (!ctx->dry.mem) {
         ps_backend *metas[8], *meta = NULL;
         for (int i = 0; i < ctx->n_devices; i++) if (ctx->devices[i]->no_data) meta = ctx->devices[i];
         if (!meta) return ps_fail(PS_EUNSUP, "a dry run needs the backend meta, which this build lacks");
         for (int i = 0; i < ctx->n_devices; i++) metas[i] = meta;
-        PS_TRY(ps_mem_plain_new(ctx->n_devices, metas, &ctx->dry_mem));
+        PS_TRY(ps_mem_plain_new(ctx->n_devices, metas, &ctx->dry.mem));
     }
-    ctx->real_mem = ctx->mem;
-    ctx->mem = ctx->dry_mem;
+    ctx->dry.real = ctx->mem.now;
+    ctx->mem.now = ctx->dry.mem;
+    ctx->dry.calls.n = 0;
     return 0;
 }
 
 void ps_dry_end(ps_ctx *ctx)
 {
     ps_replay_end(ctx);
-    if (!ctx->real_mem) return;
-    ctx->mem = ctx->real_mem;
-    ctx->real_mem = NULL;
+    if (!ctx->dry.real) return;
+    ctx->mem.now = ctx->dry.real;
+    ctx->dry.real = NULL;
 }
+
+int ps_dry_note_calls(ps_ctx *ctx, const ps_rank_call *list, int32_t n)
+{
+    ps_rank_calls *calls = &ctx->dry.calls;
+    if (n == 0) return 0;
+    PS_TRY(ps_grow(calls->list, calls->capacity, calls->n + n));
+    memcpy(&calls->list[calls->n], list, (size_t)n * sizeof *list);
+    calls->n += n;
+    return 0;
+}
+
+void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem) { ctx->mem.now = mem ? mem : ctx->mem.plain; }
 
 /* -- storage ------------------------------------------------------------------------------------------------------- */
 void ps_storage_hold(ps_storage *s) { s->holds++; }
@@ -158,18 +171,19 @@ void ps_storage_drop(ps_storage *s)
 void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
 {
     bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
-    bool of_dry = ps_storage_is_of(s, ctx->dry_mem);
-    if (!ctx->offload || !fits || of_dry != (ctx->step->dry != NULL)) return;
-    if (ctx->replay) ps_replay_spoil(ctx);                   /* the way back depends on what left before */
-    ps_away_leave(ctx->away, s);
+    bool of_dry = ps_storage_is_of(s, ctx->dry.mem);
+    if (!ctx->offload.on || !fits || of_dry != (ctx->step->dry != NULL)) return;
+    if (ctx->dry.replay) ps_replay_spoil(ctx);                   /* the way back depends on what left before */
+    ps_away_leave(ctx->offload.away, s);
 }
 
 int ps_set_offload(ps_ctx *ctx, int on)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    if (on && !ctx->away) PS_TRY(ps_away_new(ctx->n_devices, ctx->devices, &ctx->mem, &ctx->step, &ctx->away));
-    int was = ctx->offload;
-    ctx->offload = on != 0;
+    if (on && !ctx->offload.away)
+        PS_TRY(ps_away_new(ctx->n_devices, ctx->devices, &ctx->mem.now, &ctx->step, &ctx->offload.away));
+    int was = ctx->offload.on;
+    ctx->offload.on = on != 0;
     return was;
 }
 
@@ -271,8 +285,8 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
     if (!m.permuted) ps_meta_set_contiguous(&m);
     ps_storage *s = ps_alloc(sizeof *s);
     if (!s) return ps_fail_nomem(sizeof *s);
-    *s = (ps_storage){ .keeper = &ctx->mem->keeper, .nbytes = nbytes, .device = device, .refs = 1 };
-    int rc = nbytes > 0 ? ctx->mem->table->alloc(ctx->mem, s) : 0;
+    *s = (ps_storage){ .keeper = &ctx->mem.now->keeper, .nbytes = nbytes, .device = device, .refs = 1 };
+    int rc = nbytes > 0 ? ctx->mem.now->table->alloc(ctx->mem.now, s) : 0;
     ps_tensor *t = rc == 0 ? header_new(ctx, &m, device, numel) : NULL;
     if (!t) {
         ps_storage_free(s);
@@ -280,7 +294,7 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
         return rc < 0 ? rc : ps_fail_nomem(sizeof *t);
     }
     t->storage = s;
-    if (ctx->replay) ps_replay_made(ctx, s);
+    if (ctx->dry.replay) ps_replay_made(ctx, s);
     ps_scope_add(ctx, s);
     *out = t;
     return 0;
@@ -294,7 +308,7 @@ int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *s
     ps_meta m = { .dtype = dtype, .ndim = ndim };
     for (int i = 0; i < ndim; i++) m.shape[i] = shape[i];
     PS_TRY(ps_tensor_new_meta(ctx, device, &m, out));
-    ps_replay_scripted((*out)->storage, ctx->replay != NULL);
+    ps_replay_scripted((*out)->storage, ctx->dry.replay != NULL);
     return 0;
 }
 
@@ -410,10 +424,10 @@ int ps_tensor_set_data(ps_tensor *t, ps_tensor *from)
 bool ps_tensor_has_data(const ps_tensor *t)
 {
     const ps_ctx *ctx = t->ctx;
-    if (ps_storage_is_of(t->storage, ctx->dry_mem)) return false;
+    if (ps_storage_is_of(t->storage, ctx->dry.mem)) return false;
     const ps_backend *be = ctx->devices[t->device_];
     if (be->pretends) return t->storage->bytes.written;
-    return !be->no_data && !(ctx->away && ps_away_is_dry(ctx->away, t->storage));
+    return !be->no_data && !(ctx->offload.away && ps_away_is_dry(ctx->offload.away, t->storage));
 }
 
 static int check_has_data(const ps_tensor *t)
@@ -543,7 +557,7 @@ int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64
     ps_storage *s = t->storage;
     const ps_backend *be = t->ctx->devices[t->device_];
     bool here = be->is_host && !be->pretends && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
-    if (!here || ps_storage_is_of(s, t->ctx->dry_mem))
+    if (!here || ps_storage_is_of(s, t->ctx->dry.mem))
         return ps_fail(PS_EUNSUP, "only a tensor in plain host memory can have bytes that are lent");
     if (s->nbytes != nbytes) return ps_fail(PS_EUNSUP, "a part of another tensor cannot have bytes that are lent");
     if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot get other bytes");

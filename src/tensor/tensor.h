@@ -53,43 +53,36 @@ typedef struct ps_guest {
     void (*close)(struct ps_guest *g);
 } ps_guest;
 
+/* The state of a layer is in the struct named after it, and only that layer writes it (spec/source/layers_spec.lua).
+ * Other layers read it, and change it by functions of its owner. */
 struct ps_ctx {
     int64_t refs;                 /* 1 while open, plus 1 for each tensor header and tape node */
     int closed;
     int n_devices;
     ps_backend *devices[8];
-    ps_mem *mem;                  /* the memory that allocates now: `plain`, an engine's chunks, or `dry_mem` */
-    ps_mem *plain;                /* mem/plain.c on every device; set once */
-    ps_rng rng;
-    int grad_enabled;
-    bool keep_cheap;              /* backward reads outputs of CHEAP ops as they were */
-    int64_t next_seq;             /* seq of the next tape node */
-    ps_scope root, *scope;        /* scope: innermost */
-    int64_t next_scope_id;
-    int64_t collect_at;           /* a collection is due from this value of root.unscoped_nbytes on */
-    ps_walk *walk;
-    ps_reads reads;
-    ps_mem *dry_mem;              /* memory of dry runs: addresses only; NULL before the first one */
-    ps_mem *real_mem;             /* during a dry run: `mem` as it was before; else NULL */
-    struct ps_replay *replay;     /* during a dry run of a pipeline (tensor/replay.h); else NULL */
-    struct ps_replay *replay_kept;            /* the same, between dry runs, too */
+    ps_rng rng;                   /* scripts have it, too (ps_rng_get) */
     const ps_step *step;          /* the engine's, or the idle one */
-    struct ps_group *groups[PS_MAX_GROUPS];   /* groups of ranks by number, or NULL (collectives/context.c) */
-    ps_rank_calls calls;          /* of the dry run under way, or of the last one */
-    /* Performs an op of several ranks; NULL until a group is made. A dry call only allocates memory, and in a dry run
-     * it is recorded. */
-    int (*of_ranks)(ps_ctx *ctx, int device, ps_call *call);
-    struct {
-        bool on;                  /* the script is paused (ps_suspend); the other fields are what ps_resume restores */
-        bool grad, offload, reads;
-        ps_rng rng;
-        int64_t scope;            /* the scope of ops during the pause: older scopes cannot end */
-    } suspended;                  /* engine/suspend.c */
-    bool offload;                 /* tensors that the tape saves are moved to the host */
-    ps_away *away;                /* NULL: offload was never on */
-    ps_engine *engine;            /* or NULL */
-    const ps_hooks *hooks;        /* the engine's; NULL while there is none */
     ps_guest *guests;
+    struct {
+        ps_mem *now;              /* the memory that allocates now: `plain`, an engine's chunks, or that of a dry run */
+        ps_mem *plain;            /* mem/plain.c on every device; set once */
+    } mem;                        /* tensor/tensor.c */
+    struct {
+        ps_mem *mem;              /* memory of dry runs: addresses only; NULL before the first one */
+        ps_mem *real;             /* during a dry run: mem.now as it was before; else NULL */
+        ps_rank_calls calls;      /* calls of ranks in the dry run under way, or in the last one */
+        struct ps_replay *replay;               /* during a dry run of a pipeline (tensor/replay.h); else NULL */
+        struct ps_replay *replay_kept;          /* the same, between dry runs, too */
+    } dry;                        /* tensor/tensor.c, tensor/replay.c */
+    struct {
+        ps_scope root, *now;      /* now: the innermost scope */
+        int64_t next_id;
+        int64_t collect_at;       /* a collection is due from this value of root.unscoped_nbytes on */
+    } scope;                      /* tensor/scope.c */
+    struct {
+        bool on;                  /* tensors that the tape saves are moved to the host */
+        ps_away *away;            /* NULL: offload was never on */
+    } offload;                    /* tensor/tensor.c */
     struct { int32_t run; int64_t used[8]; } recorded;       /* bytes of each device in the record's last event */
     struct {
         bool on, busy;            /* busy: it reads values itself, and its own ops are not checked */
@@ -102,9 +95,32 @@ struct ps_ctx {
         ps_anomaly_info found;
     } anomaly;                    /* tensor/anomaly.c */
     struct {
-        int64_t *ids;
-        int32_t n, live, capacity;
-    } reaped; /* ids [n] of recompute segments whose nodes were freed; live: number of segments with nodes */
+        bool grad_enabled;
+        bool keep_cheap;          /* backward reads outputs of CHEAP ops as they were */
+        int64_t next_seq;         /* seq of the next node */
+        ps_walk *walk;
+        ps_reads reads;
+        struct {
+            int64_t *ids;         /* [n] recompute segments whose nodes were freed */
+            int32_t n, live, capacity;            /* live: number of segments with nodes */
+        } reaped;
+    } tape;                       /* grad/ */
+    struct {
+        struct ps_group *groups[PS_MAX_GROUPS];   /* by number, or NULL (collectives/context.c) */
+        /* Performs an op of several ranks; NULL until a group is made. A dry call only allocates memory, and in a dry
+         * run it is recorded. */
+        int (*perform)(ps_ctx *ctx, int device, ps_call *call);
+    } ranks;                      /* collectives/, groups.c */
+    struct {
+        ps_engine *open;          /* or NULL */
+        const ps_hooks *hooks;    /* NULL while there is no engine */
+        struct {
+            bool on;              /* the script is paused (ps_suspend); the other fields are what ps_resume restores */
+            bool grad, offload, reads;
+            ps_rng rng;
+            int64_t scope;        /* the scope of ops during the pause: older scopes cannot end */
+        } suspended;
+    } engine;                     /* engine/ */
 };
 
 enum { PS_SCOPE_MIN_NBYTES = 64 << 10 };       /* smaller tensors survive scopes: losses, means, indices */
@@ -139,6 +155,9 @@ int ps_tensor_over(ps_ctx *ctx, ps_storage *s, const ps_meta *meta, int device, 
  * (step->dry). A storage made between begin and end has an address and no contents. */
 int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
+/* Adds calls to those of the dry run under way. */
+int ps_dry_note_calls(ps_ctx *ctx, const ps_rank_call *list, int32_t n);
+void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* the memory that allocates from now on; NULL: plain memory */
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* a new storage joins the innermost scope */
@@ -152,6 +171,8 @@ int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *co
                       ps_tensor *const *out);
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out);
+/* Ops from here on compute the gradient of an op, which was called at a place in a module. op < 0: they do not. */
+void ps_anomaly_in_backward(ps_ctx *ctx, int32_t op, int64_t place, int32_t module);
 
 /* -- dispatch.c -------------------------------------------------------------------------------------------------- */
 /* As ps_apply, but also returns outputs marked `~`. */
@@ -168,6 +189,8 @@ bool ps_tape_wants(const ps_tensor *t);
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
 void ps_node_release(ps_node *node);
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
+bool ps_reads_set(ps_ctx *ctx, bool on);   /* whether reads are recorded from now on; returns the setting before */
+void ps_tape_free(ps_ctx *ctx);            /* the lists of the tape; the context ends */
 void ps_walk_reset(ps_ctx *ctx);   /* abandons the walk under way, and weight gradients that were put off */
 void ps_walk_end(ps_ctx *ctx);
 #endif

@@ -11,7 +11,7 @@
  * all_reduce. */
 static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out)
 {
-    ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->groups[at->group] : NULL;
+    ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->ranks.groups[at->group] : NULL;
     if (!g) return ps_fail(PS_ESTATE, "the group of ranks was closed");
     if (g->comm->size != at->size || g->comm->rank != at->rank)
         return ps_fail(PS_EINVAL, "rank %d of %d was said, the group has rank %d of %d", at->rank, at->size,
