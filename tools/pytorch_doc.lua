@@ -15,8 +15,8 @@ permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are numbers,
 slice | Tensor.narrow | t:slice, t:narrow, t:select | also t[{ {from, to}, i }]; steps are positive
 expand | Tensor.expand | t:expand |
 contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous gives the tensor itself where it is so already
-cast | Tensor.to | t:to, t:float, t:half, t:long | types are words: "fp32", "int64"; to an integer type numbers saturate
-to_device | Tensor.to | t:to | devices are words: "cpu", "cuda", "cuda:1"
+cast | Tensor.to | t:to, t:float, t:half, t:long | types are strings: "fp32", "int64"; integer types saturate
+to_device | Tensor.to | t:to | devices are strings: "cpu", "cuda", "cuda:1"
 all_reduce | distributed.all_reduce | - | group:sum(x), whose gradient is summed, too; group:all_reduce in place
 all_gather | distributed.all_gather_into_tensor | - | group:gathered(x); has a gradient
 reduce_scatter | distributed.reduce_scatter_tensor | - | group:scattered(x); has a gradient

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The old name of two things. ps.checkpoint(...) and require "ps.checkpoint" both end here.
-package.loaded[...] = nil                -- or Lua would call the next require a loop
+-- An old name that meant two things. ps.checkpoint(...) and require "ps.checkpoint" both raise this error.
+package.loaded[...] = nil                -- otherwise Lua would report a loop at the next require
 require("ps.core.caller").error("ps.checkpoint has two names: ps.recompute(fn, ...) computes a function's "
   .. "activations again in backward, and ps.checkpoints (require \"ps.checkpoints\") saves and loads files")

@@ -43,7 +43,7 @@ ps.version = native.ffi.string(native.C.ps_version())
 local caller = native.caller
 local error = caller.error
 
--- A method as a function, of a tensor; arithmetic may have a number first, and a tensor behind it.
+-- A method of tensors as a function. For arithmetic the first argument may be a number and the second a tensor.
 local function as_function(name, arithmetic)
   local methods, is_tensor = tensor.exact, scope.is_tensor
   return function(a, ...)
@@ -94,20 +94,21 @@ end
 function ps.memory(...) return exact.of(require("ps.memory.views").memory, "ps.memory")(...) end
 function ps.chunks(...) return exact.of(require("ps.memory.views").chunks, "ps.chunks")(...) end
 
---- The trace that the plan of steps like the last one is made from: the moments of a step (its ops that use chunks) in
---- order, each with the chunks that it uses. A list that prints as a table, where moments in a row with the same uses
---- are one row; an empty list before the first step is planned.
----@param options? integer|string|{all?: boolean, action?: string} a chunk's id, for the moments that use it; a tensor's
----  name, for those that use a chunk that holds it; only those of an action ("forward", "backward", "update", ...);
----  all = true prints every row
----@return ps.view.Moment[] moments `other` of the list: by tier, the most bytes besides chunks at once
+--- The trace from which the plan of steps like the last one was made: the trace indices of a step (its ops that use
+--- chunks) in order, each with its chunks. The list prints as a table that shows neighbouring indices with the same
+--- chunks as one row. It is empty before the first step is planned.
+---@param options? integer|string|{all?: boolean, action?: string} a chunk's id, for the indices that use it; a tensor's
+---  name, for those that use a chunk that holds it; action: only those of one action ("forward", "backward", "update",
+---  ...); all = true prints every row
+---@return ps.view.Moment[] moments `other` of the list: by tier, the peak of bytes outside chunks
 function ps.trace(options)
   local engine = require("ps.engine.setup").current()
   return require("ps.memory.trace").trace(engine and require("ps.engine.step").trace(engine), options)
 end
 
---- What the engine that is open is doing, as a table that prints as a line; nil: none is open, or its parameters lie in
---- plain memory.
+--- The state of the open engine, as a table that prints as a line; nil if none is open, or if its parameters are in
+--- plain
+--- memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}? state
 function ps.engine()
@@ -115,12 +116,12 @@ function ps.engine()
   return engine and require("ps.engine.state.values").state(engine) or nil
 end
 
---- How fast Adam and copies are with a device; measured by the first call of a process, if no engine has done so.
+--- How fast Adam and copies are with a device. The first call of a process measures it, unless an engine has done so.
 ---@param device string
 ---@return ps.Rates
 function ps.device_rates(device) return require("ps.engine.plan.rates").measured(device) end
 
---- Models without data, which get it later: see ps/nn/deferred.lua.
+--- Models without data, which is added later: see ps/nn/deferred.lua.
 function ps.deferred(...) return exact.of(require("ps.nn.deferred").make, "ps.deferred")(...) end
 function ps.materialize(...) return exact.of(require("ps.nn.deferred").materialize, "ps.materialize")(...) end
 
@@ -131,7 +132,7 @@ function ps.initialize(...)
 end
 ps.initialize_engine = ps.initialize
 
---- What a function, an op, a class or a module is: see ps/prompt/help.lua.
+--- Help about a function, an op, a class or a module: see ps/prompt/help.lua.
 function ps.help(...) return exact.of(require("ps.prompt.help").of(ps).help, "ps.help")(...) end
 
 --- Finds the first op that makes a NaN or an infinity: see ps/inspect/anomaly.lua.
@@ -144,28 +145,30 @@ function ps.detect_anomaly(...) return require("ps.inspect.anomaly").detect_anom
 function ps.save(value, path) return require("ps.io.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.io.serialize").load(path, options) end
 
---- The model of a folder that Hugging Face's save_pretrained wrote, or that its cache has under that name; nothing is
---- fetched. Every field of its config.json is followed or refused by name, but dtype. Weights are read one tensor at a
---- time, in an engine's model_func into its chunks, and of several ranks each reads those that it owns. Parameters of a
---- head that the files lack begin as the seed has them. A line on standard error names them, and tensors that are not
---- used.
+--- The model of a folder that Hugging Face's save_pretrained wrote, or that its cache has under that name. Nothing is
+--- downloaded. Every field of its config.json except dtype is applied or refused by name. Weights are read one tensor
+--- at
+--- a time, in an engine's model_func directly into its chunks; of several ranks each reads the tensors that it owns.
+--- The
+--- parameters of a head that the files lack start from random values by the seed. A line on standard error names them,
+--- and the tensors of the files that are not used.
 ---@param name string a folder, or a name: "gpt2", "google-bert/bert-base-uncased"
 ---@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
 ---  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":
----  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes begins anew),
----  mmap (true: weights stay in their safetensors files, see docs/pretrained.md; "auto": where they can), dropout, and
----  settings that stand in for config.json's: num_labels, hidden_dropout_prob, ...
+---  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes starts from random
+---  values), mmap (true: weights stay in their safetensors files, see docs/pretrained.md; "auto": if they can),
+---  dropout, and settings that replace config.json's: num_labels, hidden_dropout_prob, ...
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options) return require("ps.pretrained").load(name, options) end
 
---- A model with fresh weights, in training mode, by a config.json: every field is followed or refused by name, as
---- ps.from_pretrained does.
----@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as cjson.decode gives them
+--- A model with random weights, in training mode, from a config.json. Every field is applied or refused by name, as by
+--- ps.from_pretrained.
+---@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as from cjson.decode
 ---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
 ---@return ps.pretrained.Model model
 function ps.from_config(source, options) return require("ps.pretrained").from_config(source, options) end
 
---- Many processes: see ps/dist/init.lua.
+--- Processes of a distributed run: see ps/dist/init.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do
   ps[name] = function(...) return ps.dist[name](...) end

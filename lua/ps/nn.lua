@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.nn: modules and initialisations. One file per family; this one only gathers them.
+-- ps.nn: modules and initializations. Each family has a file; this one only collects them.
 local core = require "ps.nn.module"
 local norms = require "ps.nn.norms"
 local foreign = require "ps.core.foreign"
@@ -8,7 +8,7 @@ local foreign = require "ps.core.foreign"
 local nn = {
   Module = core.Module, class = core.class, Parameter = core.Parameter, is_module = core.is_module,
   init = require "ps.nn.weights", fold = require("ps.nn.parts").fold,
-  clip_grad_norm = norms.clip_grad_norm, clip_grad_norm_ = norms.clip_grad_norm,         -- PyTorch has the second name
+  clip_grad_norm = norms.clip_grad_norm, clip_grad_norm_ = norms.clip_grad_norm,         -- PyTorch's name is the second
 }
 for _, family in ipairs { "nn.linear", "nn.embedding", "nn.norm", "nn.activation", "nn.container", "nn.transformer",
                         "parallel.tensor.layers" } do

@@ -214,7 +214,7 @@ describe("lists", function()
   teardown(function() x = nil end)
 
   it("have no names: an option in a shape, or a dimension by name, is not passed over", function()
-    fails({ "bad_input_spec.lua", "ps.zeros: the shape has 'dtype' among its values", "behind it" },
+    fails({ "bad_input_spec.lua", "ps.zeros: the shape has 'dtype' among its values", "a separate table after it" },
       function() local _ = ps.zeros { 2, 2, dtype = "bf16" } end)
     fails({ "ps.randn: the shape has 'dtype'" }, function() return ps.randn { 2, dtype = "bf16" } end)
     fails({ "ps.empty: the shape has 'device'" }, function() return ps.empty { 2, device = "cpu" } end)

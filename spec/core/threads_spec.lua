@@ -110,7 +110,8 @@ describe("ps.set_threads", function()
   end)
   it("refuses more than can be had", function()
     for _, n in ipairs { 1000000, 2 ^ 31, 2 ^ 40 } do
-      check.fails_saying({ "ps.set_threads takes up to " .. ps.C.ps_threads_most() }, function() ps.set_threads(n) end)
+      local text = "ps.set_threads takes at most " .. ps.C.ps_threads_most()
+      check.fails_saying({ text }, function() ps.set_threads(n) end)
     end
   end)
 end)

@@ -258,10 +258,10 @@ describe("ps.save and ps.load", function()
     local array = require "ps.core.array"
     assert.equal(8, ffi.sizeof(array "uint8_t" (8)))
     for _, n in ipairs { 2 ^ 31, 2 ^ 32 + 64, 4294967296LL + 64, -1, 0 / 0 } do
-      fails("take it in pieces", array "uint8_t", n)
+      fails("in pieces", array "uint8_t", n)
     end
-    fails("2147483648 x 8 bytes", array "double", 2 ^ 31)
-    fails("take it in pieces", ps.zeros({ 1 }):expand(2 ^ 29).tolist, ps.zeros({ 1 }):expand(2 ^ 29))
+    fails("2147483648 elements of 8 bytes", array "double", 2 ^ 31)
+    fails("in pieces", ps.zeros({ 1 }):expand(2 ^ 29).tolist, ps.zeros({ 1 }):expand(2 ^ 29))
   end)
 
   it("take tensors of 2 GiB and more", function()

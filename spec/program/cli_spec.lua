@@ -108,7 +108,7 @@ describe("psluajit's command line", function()
     assert.matches("psluajit: told\nstack traceback", err, 1, true)
     _, err, code = run { "-e", "error({})" }
     assert.equal(1, code)
-    assert.matches("psluajit: the error is no text but a table: {}\nstack traceback", err, 1, true)
+    assert.matches("psluajit: the error is a table, not a string: {}\nstack traceback", err, 1, true)
   end)
 
   it("stops at the first failing option", function()

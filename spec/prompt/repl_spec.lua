@@ -136,7 +136,7 @@ end
       assert.is_nil(out:find("scope.lua", 1, true), out)
     end
     local out = run(("-e \"os.execute = nil\" '%s'"):format(write(NET:format 'error { code = 7 }' .. "train(3)\n")))
-    assert.matches("the error is no text but a table: { code = 7 }\nstack traceback:\n", out, 1, true)
+    assert.matches("the error is a table, not a string: { code = 7 }\nstack traceback:\n", out, 1, true)
   end)
 
   it("opens the prompt with the variables from there", function()
@@ -171,7 +171,7 @@ describe("the prompt", function()
     assert.equal("> > > > > 1\n> \n", out)
     assert.matches("boom\n", err, 1, true)
     assert.matches("'=' expected near 'x'", err, 1, true)
-    assert.matches("the error is no text but a table: {}\n", err, 1, true)
+    assert.matches("the error is a table, not a string: {}\n", err, 1, true)
     assert.matches("stdin:1: deep\nstack traceback:\n", err, 1, true)
     assert.matches("in function 'f'", err, 1, true)
     assert.is_nil(err:find("[C]: at", 1, true))
@@ -445,10 +445,10 @@ describe("the prompt", function()
   end)
 
   it("tells the value of an error that is no text", function()
-    for raises, told in pairs { ["error { code = 3 }"] = "table: { code = 3 }", ["error()"] = "nil: nil",
-      ["error(true)"] = "boolean: true" } do
+    for raises, told in pairs { ["error { code = 3 }"] = "table, not a string: { code = 3 }",
+      ["error()"] = "nil, not a string: nil", ["error(true)"] = "boolean, not a string: true" } do
       local out, err = prompt(raises .. "\n1\n")
-      assert.equal("the error is no text but a " .. told .. "\n", err)
+      assert.equal("the error is a " .. told .. "\n", err)
       assert.equal("> > 1\n> \n", out)
     end
   end)

@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- C arrays whose length is known only when they are made. LuaJIT takes such a length as an int32: an int64_t is cut to
--- its low bits without a word, so that the array is shorter than what is then written into it. This is the one place
--- that makes them (spec/source/lint_spec.lua), and the one that looks.
+-- C arrays whose length is known only at run time. LuaJIT converts such a length to an int32: it silently drops the
+-- high bits of an int64_t, and the array would be too short for the data written into it. Only this file makes such
+-- arrays (spec/source/lint_spec.lua), and it checks their length.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 
-local MOST = 2 ^ 31 - 1                                    -- bytes; more memory goes by pieces
+local MOST = 2 ^ 31 - 1                                    -- bytes; larger data is processed in pieces
 
---- A function that makes arrays of a C type, zeroed, which the collector frees: array "int32_t" (n, { first, ... }).
---- More than 2 GiB are an error.
+--- Returns a function that makes arrays of a C type: array "int32_t" (n, { first, ... }). The arrays are zeroed, and
+--- the
+--- garbage collector frees them. An array of more than 2 GiB is an error.
 ---@param element string
 ---@return fun(n: integer, values?: number[]): ffi.cdata*
 local function array(element)
@@ -16,8 +17,8 @@ local function array(element)
   return function(n, values)
     n = tonumber(n)
     if not (n >= 0 and n * size <= MOST) then
-      caller.error(("an array of %.0f x %d bytes is wanted, one can have %.0f; take it in pieces"):format(n, size,
-        MOST))
+      caller.error(("cannot allocate an array of %.0f elements of %d bytes: the limit is %.0f bytes; process the "
+        .. "data in pieces"):format(n, size, MOST))
     end
     if values then return ctype(n, values) end
     return ctype(n)

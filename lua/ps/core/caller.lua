@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Errors about a script's mistake. Their messages begin with the script's position, not with one in psluajit's own
--- files, however deep in them the mistake was found. This is the one file that knows how. Modules raise a script's
--- mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua itself raises
--- errors in these files, too (an index of nil, a conversion). The program's handler passes them through caller.at, and
--- tracebacks through caller.trace, which leaves the script's own frames.
+-- Errors about a script's mistake. Their messages begin with the script's position instead of one in psluajit's own
+-- files, however deep in them the mistake was found. Only this file knows how to find that position. Modules raise a
+-- script's mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua
+-- itself
+-- also raises errors in these files (an index of nil, a conversion). The program's handler passes them through
+-- caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
 local lfs = require "lfs"
@@ -12,14 +13,14 @@ local paths = require "ps.paths"
 
 local caller = {}
 
--- Folders of psluajit's own files, as chunk names begin with them.
+-- Folders of psluajit's own files, as they begin in chunk names.
 local own = {}
 for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
   paths.gen and paths.gen .. "/" } do
   own[#own + 1] = "@" .. folder
 end
 
---- Whether a chunk's name, as debug.getinfo has it, is that of one of psluajit's own files.
+--- Whether a chunk's name, in the form of debug.getinfo, is that of one of psluajit's own files.
 ---@param source string
 ---@return boolean
 local function is_own(source)
@@ -47,21 +48,22 @@ end
 
 caller.position, caller.is_own = position, is_own
 
---- Tells the C function that a paused script is below.
+--- Registers the C function below which a paused script lies on the stack.
 ---@param func function
 function caller.pauses(func) pause = func end
 
---- "script.lua:12" of the innermost Lua function that is not psluajit's; "" where none is.
+--- "script.lua:12" of the innermost Lua function that is not psluajit's; "" if there is none.
 ---@return string
 function caller.where() return (position():gsub(": $", "")) end
 
--- The last error that psluajit caught on its way to the script: its value, its text, the traceback of where it was
--- raised; passing: it has been raised again since.
+-- The last error that psluajit caught on its way to the script: its value, its text, and the traceback of the place
+-- that
+-- raised it. passing: whether it has been raised again since.
 local noted
 
---- Raises an error at the script's line; with level 0, and where the message is a table, as it is.
+--- Raises an error at the script's line. With level 0, or if the message is a table, it is raised unchanged.
 ---@param message any
----@param level? integer only 0 counts
+---@param level? integer only 0 has an effect
 function caller.error(message, level)
   if noted then noted.passing = level == 0 and rawequal(message, noted.value) end
   if level ~= 0 and type(message) == "string" then message = position() .. message end
@@ -69,14 +71,15 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Whether a source as messages show it, perhaps cut at its beginning, is one of psluajit's files.
+-- Whether a source as messages show it, possibly cut at its beginning, is one of psluajit's files.
 local function is_own_shown(file)
   local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
   local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
   return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
 end
 
---- A message that begins with a place in psluajit's files, with the script's place instead; other values as they are.
+--- Replaces a place in psluajit's files at the beginning of a message by the script's place. Other values stay as
+--- they are.
 --- For handlers: the frames of the error must still be there.
 ---@param message any
 ---@return any
@@ -87,7 +90,7 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
---- Shows a value as text. ps.pretty sets it, which the program's handler loads before it asks for `described`.
+--- Shows a value as text. ps.pretty sets it; the program's handler loads ps.pretty before it calls `described`.
 ---@type (fun(value: any): string)?
 caller.shown = nil
 
@@ -96,18 +99,18 @@ caller.shown = nil
 ---@return string
 function caller.described(e)
   local ok, text = pcall(caller.shown or tostring, e)
-  return ("the error is no text but a %s: %s"):format(type(e), ok and text or tostring(e))
+  return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Whether the function at a level (of who asks) raises an error again that psluajit had caught.
+-- Whether the function at a level (counted from this function's caller) raises again an error that psluajit had caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
   return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
 end
 
---- Notes an error where it is caught first, for the traceback that a script's failure ends with: the frames of what
---- raised it are there. To be called by the handler of an xpcall. Gives the error with the script's place in front.
+--- Notes an error where it is first caught, while the frames that raised it still exist. The traceback of a failing
+--- script ends with them. Only the handler of an xpcall may call this. Returns the error with the script's place added.
 ---@param e any
 ---@param told? fun() is called when the error is noted
 ---@return any
@@ -120,8 +123,8 @@ function caller.note(e, told)
   return e
 end
 
---- Whether an error that ends the script was caught by psluajit on its way. To be called by a function that the
---- program's handler calls.
+--- Whether an error that ends the script was caught by psluajit on its way. Only a function that the program's handler
+--- calls may call this.
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
@@ -140,7 +143,7 @@ function caller.trace(text)
   local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
   if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
   if environment.get "PS_TRACEBACK" == "all" then return before .. title .. frames end
-  local kept, in_c = {}, {}                                -- in_c: C functions that wait to see who called them
+  local kept, in_c = {}, {}                                -- in_c: C functions whose caller is not known yet
   for frame in frames:gmatch("[^\n]+") do
     local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")
     if file == "[C]" then in_c[#in_c + 1] = frame
@@ -159,7 +162,7 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
--- Kinds of options besides Lua's types: the kind's name in errors, and whether a value is one.
+-- Kinds of options in addition to Lua's types: the kind's name in errors, and whether a value is one.
 local KINDS = {
   whole = { "a whole number", function(value)
     return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
@@ -168,7 +171,7 @@ local KINDS = {
     local mt = type(value) == "table" and getmetatable(value)
     return type(value) == "function" or mt and mt.__call ~= nil
   end },
-  tensor = { "a tensor", function() return false end },                     -- caller.for_tensors knows them
+  tensor = { "a tensor", function() return false end },                     -- caller.for_tensors replaces the check
   any = { "anything", function() return true end },
 }
 
@@ -188,9 +191,9 @@ end
 
 -- "no option 'casual'; did you mean 'causal'? (there are causal, mask)"
 local function unknown(key, keys)
-  if type(key) ~= "string" then return "its options go by name, { name = value }, and one has none" end
+  if type(key) ~= "string" then return "options are named, { name = value }, and one has no name" end
   local names = sorted_names(keys)
-  if not names[1] then return ("no option '%s'; it takes none"):format(key) end
+  if not names[1] then return ("no option '%s'; the call has no options"):format(key) end
   local near, list = nearest.find(key, names), table.concat(names, ", ")
   if near then return ("no option '%s'; did you mean '%s'? (there are %s)"):format(key, near, list) end
   return ("no option '%s' (there are %s)"):format(key, list)
@@ -204,12 +207,12 @@ local function of_kind(value, kinds)
   return ("is %s, not %s"):format(is, table.concat(words, " or "))
 end
 
---- Options by name, checked: one that the call does not know, or of another type, is an error that names the nearest.
---- nil becomes an empty table.
+--- Checks options by name. An unknown option is an error that names the nearest known one; so is a value of the wrong
+--- type. nil becomes an empty table.
 ---@param options any
 ---@param call string the called function, for the message
 ---@param keys table<string, string> the kind of each: a Lua type, "whole" (number), "callable", "tensor" or "any";
----  several with "|" between them
+---  several are separated by "|"
 ---@return table
 function caller.options(options, call, keys)
   if options == nil then return {} end
@@ -224,7 +227,7 @@ function caller.options(options, call, keys)
   return options
 end
 
---- The meaning of a word; an error that names the nearest where it is none of the words.
+--- The value that a table has for a word. An unknown word is an error that names the nearest one.
 ---@param value any
 ---@param words table<string, any>
 ---@param what string "F.gelu: approximate"
@@ -238,7 +241,7 @@ function caller.one_of(value, words, what)
     near and ("; did you mean '%s'?"):format(near) or "", table.concat(names, ", ")))
 end
 
---- A value of a Lua type: "string", "table", "number", ...
+--- Checks that a value has a Lua type: "string", "table", "number", ...
 ---@param value any
 ---@param want string
 ---@param what string "ps.data.tokens: the path"
@@ -248,7 +251,7 @@ function caller.typed(value, want, what)
   return value
 end
 
---- Refuses a value that cannot be called. A function can, and so can a table with __call.
+--- Refuses a value that cannot be called. Functions and tables with __call can be.
 function caller.callable(value, what)
   local mt = type(value) == "table" and getmetatable(value)
   if type(value) ~= "function" and not (mt and mt.__call) then
@@ -257,7 +260,8 @@ function caller.callable(value, what)
   return value
 end
 
---- A whole number, from `least` on where that is given; 2^53 at most, up to where they are exact.
+--- Checks for a whole number of at most 2^53 (all smaller ones are exact in a double), and of at least `least` if
+--- given.
 ---@param value any
 ---@param what string "ps.train.run: steps"
 ---@param least? integer
@@ -269,7 +273,7 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
---- A seed: numbers that would wrap or lose digits on their way to 64 bits are refused, or two of them gave one stream.
+--- Checks a seed. A number that would wrap or lose digits in 64 bits is refused: two such seeds would give one stream.
 ---@param value any
 ---@param what string "ps.manual_seed"
 ---@return integer value
@@ -278,7 +282,7 @@ function caller.seed(value, what)
   if t == "cdata" and tonumber(value) or t == "number" and value % 1 == 0 and value >= 0 and value <= 2 ^ 53 then
     return value
   end
-  raise(("%s takes a whole number, not %s: one from 0 to 2^53, or 64 bits (1ULL)"):format(what,
+  raise(("%s takes a whole number, not %s; a seed is from 0 to 2^53, or 64 bits (1ULL)"):format(what,
     t == "number" and ("%.14g"):format(value) or "a " .. t))
 end
 
@@ -286,20 +290,20 @@ local ORDINALS = { "first", "second", "third" }
 
 --- Raises the error of an argument after the last one that a function takes.
 ---@param call string "t:sum"
----@param params string its parameters, with ", " between them
+---@param params string its parameters, separated by ", "
 ---@param value any the argument
----@param at? integer its place, default: after the last one
+---@param at? integer its position, default: after the last one
 ---@param hint? string what to write instead
 function caller.more(call, params, value, at, hint)
   at = at or select(2, params:gsub("[^, ]+", "")) + 1
   local is = type(value) == "cdata" and "a tensor" or type(value) == "string" and ("'%s'"):format(value)
     or (type(value) == "number" or type(value) == "boolean") and tostring(value) or "a " .. type(value)
   raise(("%s(%s) has no %s argument; it was given %s%s"):format(call, params, ORDINALS[at] or at .. "th", is,
-    hint or type(value) == "cdata" and ". (A call in the last place passes all its results on; in parentheses only "
-    .. "the first.)" or ""))
+    hint or type(value) == "cdata" and ". (A call in the last place passes all its results; parentheses around it "
+    .. "keep only the first.)" or ""))
 end
 
---- A list, whose values are at 1, 2, ...: what else is in the table would be passed over.
+--- Checks a list, whose values have the keys 1, 2, ...: any other key would be ignored, and is an error.
 ---@param value table
 ---@param what string "ps.zeros: the shape"
 ---@return table value
@@ -308,20 +312,20 @@ function caller.list(value, what)
   for key in pairs(value) do
     if not (type(key) == "number" and key >= 1 and key <= n and key % 1 == 0) then
       local name = type(key) == "string" and ("'%s'"):format(key) or ("[%s]"):format(tostring(key))
-      raise(("%s has %s among its values, which are those from 1 on; options are a table of their own behind it")
+      raise(("%s has %s among its values, whose keys are 1, 2, ...; pass options as a separate table after it")
         :format(what, name))
     end
   end
   return value
 end
 
---- The checks of ops' arguments. ps.ffi calls it with ps_tensor once that type is declared.
+--- Defines the checks of ops' arguments. ps.ffi calls this with ps_tensor once that type is declared.
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- An input of an op: a tensor, or nil, of which the op decides. name: its name, or its place in a list.
+  --- An input of an op: a tensor, or nil, which the op may refuse. name: its name, or its place in a list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
     if type(value) == "cdata" and value == nil then return nil end                -- a NULL
@@ -329,12 +333,12 @@ function caller.for_tensors(tensor_type)
     raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
   end
 
-  --- A number that an op takes; nil is the default. (The wrappers of ops call these two where a quick look at the
-  --- value does not do.) ctype: the integer type that it becomes, of which the quick look said that a number is none.
+  --- A number that an op takes; nil is the default. The wrappers of ops call this function and caller.tensor if their
+  --- quick check fails. ctype: the integer type that the number does not fit, if that is why the quick check failed.
   function caller.number(value, op, name, ctype)
     local t = type(value)
     if t == "number" and ctype and ctype ~= "double" then
-      raise(("%s: %s is %.17g; it takes a whole number, as %s holds it"):format(op, name, value, ctype))
+      raise(("%s: %s is %.17g; it takes a whole number that fits %s"):format(op, name, value, ctype))
     end
     if t == "number" or t == "nil" or t == "boolean" or t == "cdata" and tonumber(value) then return value end
     local is = istype(tensor_type, value) and "a tensor" or kind(value)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The pace of Lua's garbage collector. Small tensors and headers of tensors wait for the collector, so it decides when
--- their bytes become free. By itself it runs at another time in each run, and the peaks of two runs differ by these
--- bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua collect when
--- memory is short, and at the end of scopes.
+-- The pace of Lua's garbage collector. The bytes of small tensors and of tensor headers become free only when the
+-- collector runs. Left alone, the collector runs at other times in each run, and the peaks of two runs differ by these
+-- bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua also collect
+-- when memory is short, and at the end of scopes.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -14,7 +14,7 @@ local collector = {}
 -- the collector's own pace. Within an engine's dry run there are PS_UNCOLLECTED.
 local UNCOLLECTED = 32
 
---- Collects once a model, its layout or a block of it was made, and drops the tensors that making it left.
+--- Collects after a model, its layout or a block of it has been made, and drops the temporary tensors of its making.
 function collector.after_making() collectgarbage() end
 
 --- Collects after a call has failed, and frees the ops that the call recorded and its tensors.

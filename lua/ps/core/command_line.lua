@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What programs do with what their user gave. Numbers, for argparse: whole(parser:option("--steps", "Steps."), 1). One
--- that is no number, no whole one or out of range ends the program with the option's name and what it takes.
--- Files and settings: try("train.lua", fn), where an error ends the program in one line.
+-- Checks of a program's command line. For argparse: whole(parser:option("--steps", "Steps."), 1) accepts whole numbers
+-- only. A value that is not a number, not whole or out of range ends the program with the option's name and the
+-- accepted range. try("train.lua", fn) ends the program with a one-line error if fn raises one.
 local environment = require "ps.core.environment"
 
 local command_line = {}
@@ -43,10 +43,10 @@ function command_line.number(option, least, most)
     function(n) return n >= least and n <= (most or math.huge) and n < math.huge end)
 end
 
---- What fn gives. Its error is taken for a mistake of the program's user, to whom a traceback says nothing: it ends the
---- program with exit code 1 and its message alone, which other ranks are told. PS_TRACEBACK=all leaves errors as they
---- are.
----@param program string what the line begins with: "train.lua"
+--- Calls fn(...) and returns its results. An error of fn is treated as a mistake of the program's user, who needs no
+--- traceback: the program prints the message alone, sends it to the other ranks, and exits with code 1. With
+--- PS_TRACEBACK=all errors pass unchanged.
+---@param program string the name that begins the printed line: "train.lua"
 ---@param fn function
 ---@param ... any its arguments
 ---@return any ...
@@ -55,7 +55,7 @@ function command_line.try(program, fn, ...)
   local function finish(ok, ...)
     if ok then return ... end
     local text = tostring((...))
-    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- caller.error's, which is the program's own line
+    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- the place that caller.error adds: the program's own line
     local tail = script and script:match "^%.%.%.(.+)$"    -- Lua cuts long names
     if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
     if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Copies of tables, one level deep. { unpack(t) } copies at most some 7,990 elements, as many as the stack takes.
+-- Copies of tables, one level deep. { unpack(t) } would copy at most about 7,990 elements, the limit of Lua's stack.
 
 --- A table with the same fields.
 ---@generic T: table

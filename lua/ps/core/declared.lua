@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Declares ps.h. By itself it is for the few who call C before there is a context (tools/plan.lua).
+-- Declares ps.h. Loaded directly only by the few files that call C before a context exists (tools/plan.lua).
 local ffi = require "ffi"
 
 ffi.cdef(require("ps.cdef").text)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The devices that this process has opened: their names and abilities, and how much of their memory tensors take.
+-- The devices that this process has opened: their names, their abilities, and the memory that tensors use on them.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
 local devices = {}
 
---- Whether ops compute values: not in a dry run of a script (tools/plan.lua).
+--- Whether ops compute values: false in a dry run of a script (tools/plan.lua).
 devices.computes = native.C.ps_machine_pretended() == 0
 
 ---@class ps.Device
@@ -15,7 +15,7 @@ devices.computes = native.C.ps_machine_pretended() == 0
 --- Calls fn(...), which reads values of tensors.
 ---@param fn function
 ---@param ... any
----@return any value the result of fn; nil in a dry run, of a step or of a script, that does not know the values
+---@return any value the result of fn; nil in a dry run of a step or of a script, where values are unknown
 function devices.known(fn, ...)
   local ok, value = pcall(fn, ...)
   if ok then return value end
@@ -24,14 +24,14 @@ function devices.known(fn, ...)
 end
 
 --- Looks a device up by name and opens it: ps.device("cpu").
----@param name string an error names the devices that there are
+---@param name string an error lists the devices that exist
 ---@return ps.Device
 function devices.open(name)
   local i = native.device_index(name)
   return { name = native.device_name[i], description = native.ffi.string(native.C.ps_device_describe(native.ctx, i)) }
 end
 
---- The type that trains fastest on a device (default cpu): "bf16" on a GPU and where the processor multiplies it, else
+--- The type that trains fastest on a device (default cpu): "bf16" on a GPU and on a processor with bf16 products, else
 --- "fp32".
 ---@param device? string
 ---@return string
@@ -39,7 +39,7 @@ function devices.fast_dtype(device)
   return native.device_info(native.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
 end
 
---- Whether ops that join several (ops.mlp) are faster on a device than those apart, as on a GPU.
+--- Whether fused ops (ops.mlp) are faster on a device than their separate ops, as on a GPU.
 ---@param device string
 ---@return boolean
 function devices.prefers_fused(device) return native.device_info(native.device_index(device)).fuses ~= 0 end
@@ -52,20 +52,20 @@ function devices.all()
   return list
 end
 
---- Limits the bytes that tensors may take on a device; what would take more is an error.
+--- Limits the bytes that tensors may use on a device. An allocation above the limit is an error.
 ---@param nbytes integer 0: no limit
 ---@param device? string default the first device, "cpu"
 function devices.set_limit(nbytes, device)
   caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
   native.check(native.C.ps_memory_set_limit(native.ctx, device and native.device_index(device) or 0, nbytes))
 end
---- Sets the peak that ps.memory tells back to the bytes in use now.
+--- Resets the peak that ps.memory reports to the bytes in use now.
 ---@param device? string default the first device, "cpu"
 function devices.reset_peak(device)
   native.C.ps_memory_reset_peak(native.ctx, device and native.device_index(device) or 0)
 end
 
---- The bytes of a device's memory that could still be had.
+--- The bytes of a device's memory that can still be allocated.
 ---@param device? string default the first device, "cpu"
 ---@return integer bytes
 function devices.available(device)

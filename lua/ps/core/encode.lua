@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- JSON with sorted keys, so that equal states give equal bytes. Decoding gives the encoded value back, every number bit
--- for bit. A value that JSON would turn into another is an error that names its place. A table with places 1 .. n is an
--- array, any other table an object, an empty one too. JSON's null is cjson.null.
+-- JSON with sorted keys, so equal states have equal bytes. Decoding returns the encoded value, every number bit for
+-- bit.
+-- A value that JSON would change is an error that names its place. A table with the keys 1 .. n becomes an array. Any
+-- other table, also an empty one, becomes an object. JSON's null is cjson.null.
 local json = require("cjson").new()
 local utf8 = require "ps.core.utf8"
 
@@ -14,7 +15,7 @@ local function number(x)
   return tonumber(text) == x and text or ("%.17g"):format(x)
 end
 
--- n of a table with places 1 .. n; 0 of a table whose keys are all strings. Other tables are refused.
+-- n of a table with the keys 1 .. n; 0 of a table whose keys are all strings. Other tables are refused.
 local function length(value, place)
   local n, names, odd = #value, false, nil
   for key in pairs(value) do
@@ -22,11 +23,11 @@ local function length(value, place)
     elseif type(key) ~= "number" or key % 1 ~= 0 or key < 1 or key > n then odd = key end
   end
   if names and (n > 0 or odd ~= nil) then
-    refuse(place, "a table with string keys and others; JSON has either names or places 1 .. n")
+    refuse(place, "a table with string keys and other keys; JSON has either names or the keys 1 .. n")
   elseif odd ~= nil then
-    refuse(place, ("a table with the key %s; keys are strings, or 1 .. n without a hole"):format(tostring(odd)))
+    refuse(place, ("a table with the key %s; keys must be strings, or 1 .. n without a gap"):format(tostring(odd)))
   end
-  for i = 1, n do                                          -- #value may be n where there are holes
+  for i = 1, n do                                          -- #value may be n although there are gaps
     if value[i] == nil then refuse(place, ("a list whose place %d is empty"):format(i)) end
   end
   return n
@@ -63,7 +64,7 @@ function encode(value, place, depth, open)
   if kind == "table" then return encode_table(value, place, depth, open) end
   if kind == "number" then
     if value ~= value or value == math.huge or value == -math.huge then
-      refuse(place, tostring(value) .. ", which JSON has no word for")
+      refuse(place, tostring(value) .. ", which JSON cannot represent")
     end
     return number(value)
   end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The record of events as Lua sees it: the events themselves, by their begin, and names of what they tell by number.
+-- The record of events in Lua: the events in the order of their begins, and the names of their numeric fields.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C
@@ -7,7 +7,7 @@ local event_array = array "ps_record_event"
 
 local events = {}
 
---- Names by number, as ps.h has them.
+--- Names by number, for the constants of ps.h.
 events.kinds = { [C.PS_REC_OP] = "op", [C.PS_REC_MODULE] = "module", [C.PS_REC_STEP] = "step",
   [C.PS_REC_ACTION] = "action", [C.PS_REC_COPY] = "copy", [C.PS_REC_DISK] = "disk",
   [C.PS_REC_COLLECTIVE] = "collective", [C.PS_REC_WAIT] = "wait", [C.PS_REC_CHUNK] = "chunk",
@@ -18,11 +18,11 @@ events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective
 events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move", [C.PS_CHUNK_RELEASE] = "release",
   [C.PS_CHUNK_THERE] = "there" }
 
---- A copy of what was recorded, in the order of the events' begins (of two with one begin, the longer first).
+--- A copy of the recorded events in the order of their begins. If two begin together, the longer comes first.
 ---@return ffi.cdata* list ps_record_event[n]
 ---@return integer n
----@return integer[] order places in the list
----@return integer dropped
+---@return integer[] order indices into the list, from 0
+---@return integer dropped number of events that were recorded but lost
 function events.read()
   C.ps_record_settle(native.ctx)
   local dropped = ffi.new("int64_t[1]")

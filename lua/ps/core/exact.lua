@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Public functions refuse arguments that they do not have. Lua drops such arguments, so that one of PyTorch's (dtype,
--- norm_type, rounding_mode) would be lost without a word. A function with `...` looks at its arguments itself.
+-- Public functions refuse arguments that they do not have. Lua drops such arguments, so an argument of PyTorch's
+-- (dtype,
+-- norm_type, rounding_mode) would be lost silently. A function with `...` checks its arguments itself.
 local caller = require "ps.core.caller"
 
 local exact = {}
 
--- wrapper -> the function in it
+-- wrapper -> the function that it wraps
 local inner = setmetatable({}, { __mode = "k" })
 
---- The function that a wrapper calls; another function as it is.
+--- The function that a wrapper calls. Any other function is returned as it is.
 ---@param fn function
 ---@return function
 function exact.inner(fn) return inner[fn] or fn end
 
--- The names of a function's parameters, of a method without self.
+-- The names of a function's parameters; a method's self is left out.
 local function parameters(fn, first)
   local names = {}
   for i = first, debug.getinfo(fn, "u").nparams do names[#names + 1] = debug.getlocal(fn, i) end
@@ -21,10 +22,10 @@ local function parameters(fn, first)
 end
 
 local NONE = { set_to_none = "boolean" }
-local EXTRA = 3                                            -- so many arguments too many are looked at
+local EXTRA = 3                                            -- number of surplus arguments that are checked
 
--- The code of a wrapper for n parameters. It names them, for a `...` would cost a trace. Each wrapper has code of its
--- own, so that traces of one function are not those of all.
+-- The code of a wrapper for n parameters. The parameters are named because `...` would add a trace. Each wrapper has
+-- its own code, so that LuaJIT compiles a trace for each function.
 local codes = {}
 local function code(n)
   if codes[n] then return codes[n] end
@@ -49,7 +50,7 @@ function exact.of(fn, call, method)
   local info = debug.getinfo(fn, "uS")
   if info.isvararg or info.what == "C" or inner[fn] then return fn end
   local skip = method and 1 or 0
-  local takes = math.max(info.nparams, skip)               -- a method may do without its self
+  local takes = math.max(info.nparams, skip)               -- a method may be declared without its self
   local function refuse(...)
     for i = 1, EXTRA do
       local value = select(i, ...)
@@ -61,7 +62,7 @@ function exact.of(fn, call, method)
   return wrapper
 end
 
--- How many arguments a function takes; of one with `...` any number.
+-- The number of arguments that a function accepts; unlimited for a function with `...`.
 local most = setmetatable({}, { __mode = "k", __index = function(self, fn)
   local info = debug.getinfo(exact.inner(fn), "uS")
   self[fn] = (info.isvararg or info.what == "C") and math.huge or info.nparams
@@ -70,7 +71,7 @@ end })
 
 --- Refuses arguments `...` after the last parameter of a method; self is not among them.
 ---@param fn function the method
----@param describe fun(object: any): string, string? of an error: how it is called, and what to write instead
+---@param describe fun(object: any): string, string? texts for an error: the call, and what to write instead
 ---@param object any for describe
 ---@param ... any
 function exact.arguments(fn, describe, object, ...)
@@ -86,16 +87,16 @@ function exact.arguments(fn, describe, object, ...)
   end
 end
 
---- PyTorch's zero_grad(set_to_none): gradients are dropped here, as they are with true, its default.
----@param value any true, { set_to_none = true } or nil; else an error
+--- PyTorch's zero_grad(set_to_none). Gradients are always dropped here, as PyTorch does with true, its default.
+---@param value any true, { set_to_none = true } or nil; any other value is an error
 ---@param call string
 function exact.set_to_none(value, call)
   if type(value) == "table" then value = caller.options(value, call, NONE).set_to_none end
   if value ~= nil then caller.typed(value, "boolean", call .. ": set_to_none") end
-  if value == false then caller.error(call .. ": set_to_none is false; gradients are dropped, and not set to 0") end
+  if value == false then caller.error(call .. ": set_to_none is false; gradients are always dropped, not set to 0") end
 end
 
---- A table whose functions are those of another one, exact; each is made when it is first asked for.
+--- A table with the functions of another table, made exact. Each is wrapped at its first use.
 ---@param t table<any, any>
 ---@param prefix string "t:"
 ---@param method? boolean
@@ -109,7 +110,7 @@ function exact.view(t, prefix, method)
   end })
 end
 
---- Makes the functions of a table exact, in their place.
+--- Makes the functions of a table exact, in place.
 ---@param t table<any, any>
 ---@param prefix string "F."
 ---@param method? boolean

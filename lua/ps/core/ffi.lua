@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The FFI side of the engine: declares ps.h, opens the one context, turns error codes into error tables, and gives
--- every tensor header its finalizer, here and nowhere else.
+-- The FFI side of the engine. Declares ps.h, opens the one context, turns error codes into error tables, and attaches
+-- the finalizer to every tensor header; no other file attaches one.
 local ffi = require "ffi"
 local cdef = require "ps.cdef"
 require "ps.core.declared"
@@ -11,30 +11,31 @@ local C = ffi.C
 do
   local hash = ffi.string(C.ps_abi_hash())
   if hash ~= cdef.hash then
-    error(("this engine was built from another ps.h (%s) than its declarations (%s); rebuild"):format(hash, cdef.hash))
+    error(("this engine was built from another ps.h (%s) than its Lua declarations (%s); rebuild it"):format(hash,
+      cdef.hash))
   end
 end
 
 ---@class ps.Error
 ---@field code integer PS_E* code, negative
 ---@field name string "EINVAL", "ENOMEM", ...
----@field msg string names the fault, the place, the amount and the remedy
+---@field msg string states the fault, the place, the amount and the remedy
 ---@field op string|nil op that was running
 ---@field where string file:line in the engine
----@field sub string|nil which of its code's errors it is ("OP_CHUNKS", ...: src/base/errors.def), where programs ask
+---@field sub string|nil the specific error of its code, for programs ("OP_CHUNKS", ...: src/base/errors.def)
 ---@field tier string|nil tier without room: "device", "host" or "disk"
----@field wanted integer|nil bytes that were wanted at once
----@field left integer|nil bytes that there were for them; below 0 where other memory is too large by itself
----@field lacking integer|nil wanted - left, from 0
+---@field wanted integer|nil bytes that were needed at once
+---@field left integer|nil bytes that were available for them; below 0 if other memory alone exceeds the tier
+---@field lacking integer|nil wanted - left, at least 0
 ---@field holders ps.Holder[]|nil the largest tensors when memory ran out (ps/memory/holders.lua)
----@field rank integer|nil rank that is to blame
----@field stripe integer|nil stripe of chunks that this rank is at
----@field other_rank integer|nil of two ranks that do not fit together, the other one
----@field other_stripe integer|nil stripe that that one is at
+---@field rank integer|nil rank that caused the error
+---@field stripe integer|nil stripe of chunks at which this rank is
+---@field other_rank integer|nil the other rank, if two ranks disagree
+---@field other_stripe integer|nil stripe of chunks at which the other rank is
 local Error = {}
 Error.__index = Error
 function Error:__tostring() return self.msg end
--- "..prefix .. err" works, so that callers may add to a message.
+-- "..prefix .. err" works, so that callers can add to a message.
 function Error.__concat(a, b) return tostring(a) .. tostring(b) end
 
 local M = { ffi = ffi, C = C, Error = Error, caller = caller }
@@ -61,7 +62,7 @@ function M.raise(rc)
     err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
     err.lacking = math.max(0, err.wanted - err.left)
   end
-  local tier = d.tier                      -- the next call may fail, and leave a detail of its own
+  local tier = d.tier                      -- read first: the next call may fail and overwrite the detail
   if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
   if err.sub == "ANOMALY" then err.msg = hooks.ask "anomaly" or err.msg end
   local holders = err.wanted and rc == M.C.PS_ENOMEM and hooks.ask "memory_short"
@@ -69,7 +70,7 @@ function M.raise(rc)
   error(err, 0)
 end
 
---- Passes a result that is not negative on, raises otherwise.
+--- Returns a result that is not negative; raises an error otherwise.
 ---@param rc integer
 ---@return integer
 function M.check(rc)
@@ -81,7 +82,7 @@ end
 ---@param what string
 function M.check_running(what)
   if C.ps_is_suspended(M.ctx) == 0 then return end
-  caller.error(("the script is paused: %s has to wait until it goes on (continue)"):format(what))
+  caller.error(("the script is paused: %s has to wait until the script continues (type 'continue')"):format(what))
 end
 
 local ctx_out = ffi.new("ps_ctx *[1]")
@@ -92,26 +93,26 @@ M.ctx = ctx
 local ENOMEM = C.PS_ENOMEM
 local release = C.ps_tensor_release
 
---- Gives a tensor header that Lua owns its finalizer. Scripts hold a reference, not a pointer: LuaJIT would add to a
---- pointer before it asked for __add.
+--- Attaches the finalizer to a tensor header that Lua owns. Scripts hold a reference instead of a pointer, because
+--- LuaJIT would do pointer arithmetic before it looks for __add.
 ---@param t ffi.cdata* ps_tensor*, a reference of ours
 ---@return ps.Tensor
 function M.own(t) return ffi.gc(t[0], release) end
 local own = M.own
 
---- Gives our reference back at once. For tensors that nobody can name any more: the cdata dangles afterwards.
+--- Releases our reference at once. Only for tensors that no other code refers to: the cdata dangles afterwards.
 ---@param t ps.Tensor
 function M.give_back(t)
   ffi.gc(t, nil)
   C.ps_tensor_release(t)
 end
 
---- Memory ran out, and collecting did not help: whether something was given back.
----@return boolean
+--- Asks listeners to release memory, after memory ran out and collecting did not help.
+---@return boolean released whether one released some
 function M.give_room() return hooks.ask "memory" or false end
 
 --- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
---- to give memory back, and tries once more if one did.
+--- to release memory, and tries once more if one did.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)
@@ -126,7 +127,7 @@ function M.retry(fn, ...)
   return rc
 end
 
---- Collects when so much was made outside scopes that it is due.
+--- Collects if enough bytes were allocated outside scopes since the last collection.
 function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
 end
@@ -134,8 +135,8 @@ end
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
 local OUTS_NBYTES = ffi.sizeof(outs)
 
---- Collects and runs an op that found no memory once more. The wrappers end in tail calls, so nothing in Lua may be
---- holding the inputs any more: they need references of their own while the collector runs.
+--- Collects garbage, and runs an op again that ran out of memory. The wrappers end in tail calls, so Lua may no longer
+--- hold the inputs: they get references of their own while the collector runs.
 local function apply_again(op, n_in, ins, attrs, nbytes)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collectgarbage()
@@ -147,7 +148,7 @@ local function apply_again(op, n_in, ins, attrs, nbytes)
   if rc < 0 then M.raise(rc) end
 end
 
--- Raises the error of an op; somebody may know more of its inputs than C does.
+-- Raises the error of an op. A listener may add facts about its inputs that C does not have.
 local function refuse(rc, n_in, ins)
   local _, err = pcall(M.raise, rc)
   local more = hooks.ask("op_failed", n_in, ins)
@@ -155,8 +156,10 @@ local function refuse(rc, n_in, ins)
   error(err, 0)
 end
 
--- Lines of scripts by number, for what holds memory (ps/memory/holders.lua). Modules have lines of their own: this is
--- for what a script makes itself. Small tensors have none, since looking at Lua's stack takes microseconds.
+-- Lines of scripts by number, for reports of what holds memory (ps/memory/holders.lua). Only tensors that a script
+-- makes
+-- itself are noted, since a module's name identifies the others. Small tensors have no line, since reading Lua's stack
+-- takes microseconds.
 local LINED_NUMEL = 2 ^ 16
 local line_numbers = {}
 M.lines = {}
@@ -176,9 +179,9 @@ end
 local note_line = M.note_line
 
 -- M.placer: called before each op, in anomaly mode (ps/inspect/anomaly.lua).
--- M.recorder: while a model is made without data, notes how tensors come to values (ps/nn/deferred.lua).
+-- M.recorder: while a model is made without data, notes how tensors get their values (ps/nn/deferred.lua).
 
--- Outputs i and following, of n.
+-- Output i and all later ones, of n outputs.
 local function owned_from(i, n)
   if i == n then return end
   local t = outs[i] ~= nil and own(outs[i]) or nil
@@ -240,7 +243,7 @@ for i = 0, C.ps_device_count(ctx) - 1 do device_name[i] = ffi.string(C.ps_device
 M.device_name = device_name
 local int_out = ffi.new("int[1]")
 
---- Number of a device's name ("cpu", "ref", "meta", "sim", "cuda"). The device cuda is opened by the first call.
+--- Number of a device's name ("cpu", "ref", "meta", "sim", "cuda"). The first call that names cuda opens it.
 ---@param name string
 ---@return integer
 function M.device_index(name)

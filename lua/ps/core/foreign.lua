@@ -1,28 +1,31 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, and the call that does here
--- what they do there. A ported script gets a stand-in under such a name; calling it, or reading a field of it, is an
--- error that names the right call. Other unknown names stay nil. A name that a script's own module has is the module's.
+-- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, each with the psluajit call
+-- that
+-- does the same. A ported script that reads such a name gets a stand-in. Calling the stand-in, or reading a field of
+-- it,
+-- is an error that names the right call. Other unknown names stay nil. A name that a script's own module defines is the
+-- module's.
 local caller = require "ps.core.caller"
 
 local foreign = {}
 
 local PRECISION = "write bf16 = { enabled = true } or fp16 = { enabled = true } into the configuration of ps.initialize"
 local LOOP = "the loop is model:backward(loss); optimizer:step()"
-local HOOKS = "hooks do not exist: ps.inspect.record_tensor(x, name) notes a tensor and its gradient"
+local HOOKS = "hooks do not exist: ps.inspect.record_tensor(x, name) records a tensor and its gradient"
 local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = optimizer, step = n }) on all ranks"
 local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
-local SIZES = "the configuration has the sizes of batches; ps.engine() has steps, micro and micros"
-local ENGINE = "ps.initialize shares a model out among ranks"
+local SIZES = "the configuration has the batch sizes; ps.engine() has steps, micro and micros"
+local ENGINE = "ps.initialize distributes a model over ranks"
 local SCHEDULES = "there are ps.sched.WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, "
   .. "warmup_linear and warmup_cosine; optimizer:set_lr(lr) sets any other rate"
 local OPTIMIZERS = "there are ps.optim.Adam, AdamW and SGD"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
-local LAYERS = "it does not exist: write a class by nn.class of the ops in ps.F"
+local LAYERS = "write a class with nn.class from the ops in ps.F"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
 
 local function losses(name) return "write ps.F." .. name .. "(x, target)" end
 
--- By what has the name, then by name: what to write.
+-- By the owner of the name, then by name: what to write instead.
 local NAMES = {
   ps = {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
@@ -33,10 +36,12 @@ local NAMES = {
     from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
     set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",
     checkpointing = "write ps.recompute(fn, ...), or model:recompute_blocks()",
-    float32 = "types are words: \"fp32\"", float = "types are words: \"fp32\"", float16 = "types are words: \"fp16\"",
-    half = "types are words: \"fp16\"", bfloat16 = "types are words: \"bf16\"", float64 = "types are words: \"fp64\"",
-    double = "types are words: \"fp64\"", int32 = "types are words: \"int32\"", int64 = "types are words: \"int64\"",
-    long = "types are words: \"int64\"", uint8 = "types are words: \"uint8\"", bool = "types are words: \"bool\"",
+    float32 = "types are strings: \"fp32\"", float = "types are strings: \"fp32\"",
+    float16 = "types are strings: \"fp16\"", half = "types are strings: \"fp16\"",
+    bfloat16 = "types are strings: \"bf16\"", float64 = "types are strings: \"fp64\"",
+    double = "types are strings: \"fp64\"", int32 = "types are strings: \"int32\"",
+    int64 = "types are strings: \"int64\"", long = "types are strings: \"int64\"",
+    uint8 = "types are strings: \"uint8\"", bool = "types are strings: \"bool\"",
   },
   nn = {
     clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
@@ -85,7 +90,7 @@ local NAMES = {
     set_submodule = "assign the field: model.fc = nn.Linear(4, 4)",
     tie_weights = "assign one parameter to both fields when the module is made",
   },
-  -- Of a model that ps.initialize made.
+  -- The model that ps.initialize returns.
   model = {
     step = "write optimizer:step()", set_lr = "write optimizer:set_lr(lr)",
     get_lr = "write optimizer.lr, or schedule:get_last_lr()", save_checkpoint = SAVE, load_checkpoint = LOAD,
@@ -97,22 +102,22 @@ local NAMES = {
     set_train_batch_size = SIZES, global_steps = SIZES, micro_steps = SIZES, global_samples = SIZES,
     save_16bit_model = "write model:save_pretrained(folder), or ps.save(model:state_dict(), path)",
     save_fp16_model = "write model:save_pretrained(folder), or ps.save(model:state_dict(), path)",
-    allreduce_gradients = LOOP, no_sync = LOOP .. "; ranks add gradients up once a step, by "
-      .. "gradient_accumulation_steps of the configuration",
+    allreduce_gradients = LOOP, no_sync = LOOP .. "; ranks sum gradients once per step; set "
+      .. "gradient_accumulation_steps in the configuration",
     loss_scale = "write optimizer.scaler.scale", cur_scale = "write optimizer.scaler.scale",
     fp16_enabled = PRECISION, bfloat16_enabled = PRECISION, destroy = "write model:close()",
     zero_optimization_stage = "the configuration has zero_optimization = { stage = n }",
-    lr_scheduler = "with a scheduler in the configuration optimizer:step() steps it; optimizer.lr is its rate",
+    lr_scheduler = "with a scheduler in the configuration optimizer:step() advances it; optimizer.lr is the rate",
     clip_grad_norm_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
   },
   loader = {
     set_epoch = "write loader:seek { epoch = n, batch = 0 }; epochs follow one another by themselves",
     sampler = "write loader:seek { epoch = n, batch = 0 }; epochs follow one another by themselves",
-    dataset = "the loader reads what its options texts, shards or file name",
+    dataset = "the loader reads the data that its option texts, shards or file names",
   },
 }
 
--- How the error calls the name.
+-- How the error writes the name.
 local WHOLE = { ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
   scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" }
 
@@ -137,7 +142,7 @@ function foreign.find(place, name)
   return made[key]
 end
 
---- Gives a table, or a class, the stand-ins of a place for its missing names.
+--- Sets a metatable that returns the stand-ins of a place for a table's missing names.
 ---@param t table without a metatable
 ---@param place string
 ---@return table t

@@ -3,49 +3,50 @@
 -- above it that it does not know. A listener stays until it is taken off.
 local hooks = {}
 
--- What happens, and what listeners are called with; `ask` takes the first answer that is not nil or false.
+-- The events: the arguments of a listener, the situation, and for `ask` the expected answer. `ask` returns the first
+-- answer that is not nil or false.
 local EVENTS = {
-  memory = "nothing: memory ran out, and collecting did not help. Answer: true when some was given back",
-  memory_short = "nothing: an error says that memory ran out. Answer: who holds it, a text and a list",
+  memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
+  memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
   begins = "nothing: a step of an engine is about to begin",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "
     .. "parameter)} or {elsewhere}",
-  owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, where that is another one",
+  owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, if another rank does",
   loaded = "module: its load_state_dict has written the values of a state",
-  op_failed = "n_in, inputs: an op failed. Answer: a text about one of them",
+  op_failed = "n_in, inputs: an op failed. Answer: a text about one of the inputs",
   anomaly = "nothing: an op made a NaN or an infinity, in anomaly mode. Answer: the text of the error",
   scaled = "nothing: the next op multiplies a loss by a loss scale",
-  backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true when that was done",
+  backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true if the listener performed it",
   first_head = "nothing: attention with dropout is about to run, and the script did not say which head comes first. "
-    .. "Answer: the number of the first head of this rank in the module that runs",
-  backwards = "note: a backward of a script begins, which may print a text by note(text)",
-  clip = "parameters (a list), max_norm: nn.clip_grad_norm is called. Answer: the norm, where an engine has them",
-  gradient = "parameter: a script reads the gradient of a parameter that an engine has, and there is none",
+    .. "Answer: the number of this rank's first head in the module that runs",
+  backwards = "note: a backward of a script begins; note(text) prints a text",
+  clip = "parameters (a list), max_norm: nn.clip_grad_norm is called. Answer: the norm, if an engine has them",
+  gradient = "parameter: a script reads the gradient of an engine's parameter, and there is none",
   zero_grad = "parameters (a list): module:zero_grad() is called. Answer: the list of those that no engine has",
-  lookup = "module, nbytes: an nn.Embedding sent rows to another device than its table's",
+  lookup = "module, nbytes: an nn.Embedding sent rows to a device other than its table's",
   resumes = "nothing: a pause of the script ends",
-  settings = "cfg: a configuration was read for an engine, and settings of it may be changed",
-  model = "model_func: an engine is about to make its model. Answer: another function for that",
-  batch = "engine, given: a micro-batch of a step, a list with n. Answer: another one in its place",
-  action = "action (ps_action), begins: an action of a step begins, or has ended",
-  unjoined = "what: a launcher started several processes, and the script did not join them before it called what. "
+  settings = "cfg: a configuration was read for an engine; a listener may change its settings",
+  model = "model_func: an engine is about to make its model. Answer: the function to call instead",
+  batch = "engine, given: a micro-batch of a step, a list with n. Answer: the list to use instead",
+  action = "action (ps_action), begins: an action of a step begins (true) or has ended (false)",
+  unjoined = "what: a launcher started several processes, and the script did not join them before it called `what`. "
     .. "Answer: the text of the error",
   before_cut = "nothing: an engine is about to count its model's parts and to cut it into stages. Answer: {costs, "
     .. "first} of stages.new",
   part_costs = "key: a pipeline is about to count the parts for micro-batches with this signature. Answer: their costs",
-  plan_note = "text: a dry run of a script does otherwise than a real run would: a note of its plan",
-  ranks_wanted = "ranks: the mesh that a script asks for takes this number of ranks, or a multiple, and there are "
-    .. "others. Answer: how to get them",
+  plan_note = "text: a note for the plan; the dry run of a script differs here from a real run",
+  ranks_wanted = "ranks: the mesh of a script needs this number of ranks, or a multiple, and the run has another "
+    .. "number. Answer: how to start that number",
 }
-local listeners = {}                                -- by event: a list that is never changed, only replaced
+local listeners = {}                                -- by event: a list that is replaced, never changed
 for event in pairs(EVENTS) do listeners[event] = {} end
 
 --- Calls fn at an event from now on.
 ---@param event string one of EVENTS
 ---@param fn function
----@return fun() off ends it; calling it twice is harmless
+---@return fun() off unsubscribes; a second call does nothing
 function hooks.on(event, fn)
   local own = function(...) return fn(...) end      -- the same fn may listen twice
   local list = { own }
@@ -58,14 +59,14 @@ function hooks.on(event, fn)
   end
 end
 
---- Tells all listeners of an event. An error of one is raised here.
+--- Calls all listeners of an event. An error of a listener is raised here.
 ---@param event string
 ---@param ... any
 function hooks.tell(event, ...)
   for _, fn in ipairs(listeners[event]) do fn(...) end
 end
 
---- Whether anybody listens to an event.
+--- Whether an event has a listener.
 ---@param event string
 ---@return boolean
 function hooks.heard(event) return #listeners[event] > 0 end

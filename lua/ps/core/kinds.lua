@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. In the chunks that an update
--- needs at once tensors begin at other offsets; PS_KIND_SHIFT (src/ps.h) tells the reason.
+-- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. An update reads chunks of
+-- several kinds at once, so their tensors begin at different offsets. PS_KIND_SHIFT (src/ps.h) gives the reason.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 
 local kinds = {}
 
 local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
-local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would be waste
+local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would waste memory
 local BYTES = require("ps.core.dtype").nbytes
 
 --- Names by number, and numbers by name.
@@ -17,11 +17,11 @@ for i = 0, C.PS_KIND_COUNT - 1 do
   kinds.name[i], kinds.number[name] = name, i
 end
 
--- Kinds with another kind's offset: the two are never there together.
+-- Kinds that share another kind's offset: the two kinds never exist together.
 local OFFSET_OF = { momentum_buffer = "exp_avg" }
 local LAST = kinds.number.grad                    -- the largest offset
 
---- Bytes by which a chunk of `numel` fp32 elements, of whatever kind, is larger at most than its elements.
+--- The most bytes by which a chunk of `numel` fp32 elements, of any kind, is larger than its elements.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
@@ -29,7 +29,7 @@ function kinds.most_extra(numel)
   return (math.ceil(LAST * C.PS_KIND_SHIFT / PAGE) + 1) * PAGE
 end
 
---- Bytes in front of the tensors of a chunk of a kind that holds `numel` elements of a type.
+--- Bytes before the first tensor of a chunk of a kind that holds `numel` elements of a type.
 ---@param kind string
 ---@param numel integer
 ---@param dtype "fp32"|"bf16"|"fp16"
@@ -39,7 +39,7 @@ function kinds.start(kind, numel, dtype)
     or 0
 end
 
--- Chunks of the optimizer's state have one size, since they come into each other's memory.
+-- Chunks of the optimizer's state have one size, since each may reuse the memory of another.
 local SIZE_OF = { param_fp32 = "exp_avg_sq", exp_avg = "exp_avg_sq", momentum_buffer = "exp_avg_sq" }
 
 --- Bytes of a chunk of a kind that holds `numel` elements of a type.

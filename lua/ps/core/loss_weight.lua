@@ -1,12 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The weight of a loss among the micro-batches, ranks and evaluation batches that it is averaged with: the sum that its
--- mean divides by. The functions of losses (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note how their
--- targets count, so that no ignore_index and no class weights can be missed. A loss that a script makes of noted ones,
--- by factors or as a sum, has their weight: the tape tells which ops it was made by. Losses of unlike weights have no
--- weight together.
+-- The weight of a loss: the divisor of its mean. Losses of micro-batches, ranks and evaluation batches are averaged by
+-- these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the weight of
+-- their targets, so that every ignore_index and every class weight is counted. A loss that a script makes from noted
+-- ones, by factors or as a sum, has their weight: the tape knows which ops made it. A loss made of losses with
+-- different
+-- weights has no weight.
 --
--- A note has the number of the op that made the loss, since a script's inner losses may be collected before backward.
--- It holds labels of the host and numbers, never a loss with a history, so it keeps no graph alive.
+-- A note stores the number of the op that made the loss, since a script's inner losses may be collected before
+-- backward.
+-- It holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
@@ -17,25 +19,25 @@ local number_array, found_array = array "int64_t", array "int8_t"
 
 local loss_weight = {}
 
-local MOST = 256                    -- notes that are kept of losses that never come to a backward
+local MOST = 256                    -- most notes that are kept; some losses never reach a backward
 
 ---@class ps.LossNote
 ---@field op integer the number of the op that made the loss; -1: no recorded op
 ---@field loss? ps.Tensor of a loss without history
 ---@field inside boolean the loss was made within a function that ps.recompute ran
----@field places number its targets, ignored ones too
----@field count? number|ps.Tensor what the targets count; a tensor of one element lies on a device
----@field labels? ps.Tensor the targets on the host, as the script gave them; `count` is not known yet
+---@field places number number of its targets, ignored ones included
+---@field count? number|ps.Tensor weight of the targets; a tensor of one element is on a device
+---@field labels? ps.Tensor the targets on the host, as the script passed them; `count` is not known yet
 ---@field ignore? integer the target that does not count
----@field weight? ps.Tensor [V] what each class counts
+---@field weight? ps.Tensor [V] weight of each class
 
 ---@type ps.LossNote[]
 local notes = {}
-local watching, muted = 0, 0        -- who may ask; how deep losses are made that are not to be noted
-local pairs_of_batch = {}           -- {on the device, on the host}: the integer tensors of the batch under way
+local watching, muted = 0, 0        -- number of users of weights; nesting depth of code whose losses are not noted
+local pairs_of_batch = {}           -- {on the device, on the host}: the integer tensors of the current batch
 
---- Notes losses from now on: an engine, ps.train.run or ps.train.evaluate may ask for weights.
----@return fun() off ends it; calling it twice is harmless
+--- Notes losses from now on, for an engine, ps.train.run or ps.train.evaluate, which may read weights.
+---@return fun() off ends it; a second call does nothing
 function loss_weight.watch()
   local on = true
   watching = watching + 1
@@ -55,9 +57,10 @@ local function add_pairs(list, there, here, depth)
   end
 end
 
---- Begins a batch: targets that the model gets are counted where the script has them, so that no host waits for a
---- device.
----@param given any[] the model's arguments as the script gave them, and their number n
+--- Begins a batch. Targets that the model gets are counted on the host, where the script has them, so that the host
+--- need
+--- not wait for a device.
+---@param given any[] the model's arguments as the script passed them, and their number n
 ---@param args any[] the same on the device
 function loss_weight.begin(given, args)
   pairs_of_batch = {}
@@ -70,7 +73,7 @@ end
 --- Forgets the batch and all notes.
 function loss_weight.forget() notes, pairs_of_batch = {}, {} end
 
--- The script's own tensor of targets; nil: ops made them, or the script did not give them to the model.
+-- The script's own tensor of targets; nil if ops made them, or if the script did not pass them to the model.
 local function given_as(target)
   for _, pair in ipairs(pairs_of_batch) do
     local there = pair[1]
@@ -82,7 +85,7 @@ local function given_as(target)
 end
 
 -- -- notes ------------------------------------------------------------------------------------------------------------
--- What targets count: a tensor of one element.
+-- The weight of targets, a tensor of one element.
 local function sum_of(target, ignore, weight)
   local counts = target:ne(ignore)
   if weight == nil then return counts:sum() end
@@ -90,9 +93,9 @@ local function sum_of(target, ignore, weight)
   return (weight:to("fp64"):gather(0, classes) * counts:reshape(-1):to("fp64")):sum()
 end
 
-local on_host = setmetatable({}, { __mode = "k" })       -- by tensor of classes' weights: {version, copy}
+local on_host = setmetatable({}, { __mode = "k" })       -- by tensor of class weights: {version, copy}
 
--- Classes' weights on the host. The host waits once for each version of their values.
+-- Class weights on the host. The host waits once for each version of their values.
 local function host_copy(weight)
   if native.device_info(weight.device_).is_host ~= 0 then return weight end
   local version, known = C.ps_tensor_version(weight), on_host[weight]
@@ -111,19 +114,19 @@ local function add(loss, note)
   return loss
 end
 
--- Whether a loss is to be noted. A segment that backward runs again was noted before.
+-- Whether a loss is to be noted. A segment that backward runs again was noted in its first run.
 local function notes_it(loss)
   return watching > 0 and muted == 0 and native.device_info(loss.device_).has_data ~= 0
     and not (scope.segment and scope.segment.again)
 end
 
---- Notes a loss. A mean weighs what its targets count; a sum weighs 1, whatever its targets. reduction "none" gives no
---- loss, and is not noted.
+--- Notes a loss. A mean has the weight of its targets; a sum has the weight 1. With reduction "none" there is no single
+--- loss, and nothing is noted.
 ---@param loss ps.Tensor
 ---@param reduction string|nil "mean" (default), "sum" or "none"
 ---@param target ps.Tensor integers
 ---@param ignore? integer the target that does not count, default -100
----@param weight? ps.Tensor [V] what each class counts
+---@param weight? ps.Tensor [V] weight of each class
 ---@return ps.Tensor loss
 function loss_weight.note(loss, reduction, target, ignore, weight)
   if reduction == "none" or not notes_it(loss) then return loss end
@@ -140,10 +143,10 @@ function loss_weight.note(loss, reduction, target, ignore, weight)
   return add(loss, note)
 end
 
---- Calls fn(...), whose losses nobody weighs: a dry run.
+--- Calls fn(...) without noting its losses, for a dry run.
 ---@param fn function
 ---@return boolean ok
----@return any ... what fn gave, or its error
+---@return any ... the results of fn, or its error
 function loss_weight.without(fn, ...)
   muted = muted + 1
   local function done(...)
@@ -153,7 +156,7 @@ function loss_weight.without(fn, ...)
   return done(pcall(fn, ...))
 end
 
---- Calls fn, which makes a loss of several, and notes that by one weight.
+--- Calls fn, which makes one loss of several, and notes that loss with the given weight.
 ---@param fn fun(): ps.Tensor
 ---@param weight number
 ---@return ps.Tensor loss
@@ -163,8 +166,8 @@ function loss_weight.as(fn, weight)
   return notes_it(loss) and add(loss, { count = weight, places = weight }) or loss
 end
 
--- -- asked for --------------------------------------------------------------------------------------------------------
--- What a note's targets count.
+-- -- reading weights --------------------------------------------------------------------------------------------------
+-- The weight of a note's targets.
 local function count_of(note)
   if note.labels ~= nil then
     local labels, weight = note.labels, note.weight
@@ -178,7 +181,7 @@ local function count_of(note)
   return note.count
 end
 
--- The notes of the losses that a loss was made of.
+-- The notes of the losses from which a loss was made.
 local function notes_in(loss)
   local list, made = {}, {}
   for _, note in ipairs(notes) do if note.op >= 0 then made[#made + 1] = note end end
@@ -196,18 +199,18 @@ local function notes_in(loss)
   return list
 end
 
---- The weight of a loss, by the ops that made it. Of a loss without history it is that of all losses since
+--- The weight of a loss, by the ops that made it. A loss without history has the weight of all losses since
 --- loss_weight.begin. The host waits for targets that ops made on a device.
 ---@param loss ps.Tensor
----@return ps.Targets? weight nil: no noted loss is in it
+---@return ps.Targets? weight nil: it was made from no noted loss
 function loss_weight.of(loss)
   local found
   for _, note in ipairs(notes_in(loss)) do
     local count = count_of(note)
     if found and found.count ~= count then
-      caller.error(("the loss is made of losses that are means over unlike targets, which weigh %.14g and %.14g, so "
-        .. "its weight among micro-batches, ranks and batches is not known: give it, model:backward(loss, "
-        .. "{ weight = ... }), or by the model's method count_targets(...)"):format(found.count, count))
+      caller.error(("the loss combines means over different targets, of weights %.14g and %.14g, so its weight among "
+        .. "micro-batches, ranks and batches is unknown: pass it, model:backward(loss, { weight = ... }), or give the "
+        .. "model a method count_targets(...)"):format(found.count, count))
     end
     local places = note.places
     found = found or { count = count, places = count > places and count or places }
@@ -215,7 +218,7 @@ function loss_weight.of(loss)
   return found
 end
 
---- Forgets the notes that a loss was made of: its backward begins.
+--- Forgets the notes from which a loss was made, since its backward begins.
 ---@param loss ps.Tensor
 function loss_weight.used(loss)
   local gone = {}

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What an unknown name was meant to be, by edit distance.
+-- Finds the known word that a misspelt one was meant to be, by edit distance.
 local nearest = {}
 
---- Edits between two words: insert, delete, replace, swap two neighbours. Upper and lower case are the same.
+--- Edits between two words: insert, delete, replace, swap two neighbours. Case is ignored.
 ---@param a string
 ---@param b string
 ---@return integer
@@ -24,7 +24,7 @@ function nearest.distance(a, b)
   return row[#b]
 end
 
---- The word closest to `word`, if one is close enough to be a slip of the pen.
+--- The word closest to `word`, if it is close enough to be a typing mistake.
 ---@param word string
 ---@param words string[]
 ---@return string?

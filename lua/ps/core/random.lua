@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The random numbers of the process: one state, from which every op that draws takes its stream (Philox, src/base).
+-- The random numbers of the process: one state from which every op that draws gets its stream (Philox, src/base).
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 
 local random = {}
 
---- The state of all random numbers, which may be read and written: seed, offset, step, sample, op (struct ps_rng of
---- ps.h).
+--- The state of all random numbers: seed, offset, step, sample, op (struct ps_rng of ps.h). Its fields can be read and
+--- written.
 ---@return ffi.cdata* ps_rng
 function random.state() return native.C.ps_rng_get(native.ctx) end
 
---- Starts every stream of random numbers anew from a seed.
----@param seed integer from 0 to 2^53, or of 64 bits (1ULL)
+--- Restarts every stream of random numbers from a seed.
+---@param seed integer from 0 to 2^53, or a 64-bit integer (1ULL)
 function random.seed(seed)
   local rng = random.state()
   caller.seed(seed, "ps.manual_seed")

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables as text: columns as wide as their cells, and bytes as people read them.
+-- Tables as text, with columns as wide as their cells, and byte counts with units.
 local readable = {}
 
---- Bytes as people read them: "24.0 MiB", "1.05 GiB".
+--- A byte count with a unit: "24.0 MiB", "1.05 GiB".
 ---@param n number
 ---@return string
 function readable.bytes(n)
@@ -13,9 +13,9 @@ function readable.bytes(n)
   return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
 end
 
---- Lines of a table: a row of headings and rows of text, columns as wide as they must be, two blanks apart.
+--- The lines of a table: a row of headings and rows of text, two blanks between columns.
 ---@param columns {title: string, left?: boolean}[]
----@param rows string[][] a row that is a string stands as it is
+---@param rows string[][] a row that is a string is printed as it is
 ---@return string[]
 function readable.lines(columns, rows)
   local widths, lines = {}, {}
@@ -40,7 +40,5 @@ function readable.lines(columns, rows)
   end
   return lines
 end
-
--- -- names ----------------------------------------------------------------------------------------------------------
 
 return readable

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rectangles of tensors: a part of a tensor, by the place of its first element (`offset`, a number for each dimension,
--- from 0) and its `shape`.
+-- Rectangles of tensors. A rectangle is a part of a tensor: the place of its first element (`offset`, a number for each
+-- dimension, from 0) and its `shape`.
 local rectangles = {}
 
 ---@class ps.Rectangle
@@ -40,7 +40,7 @@ end
 ---@return string
 function rectangles.text(list) return table.concat(list, ", ") end
 
---- The elements that two rectangles of one tensor share.
+--- The elements that two rectangles of one tensor have in common.
 ---@param a ps.Rectangle
 ---@param b ps.Rectangle
 ---@return ps.Rectangle? common nil: none
@@ -54,7 +54,7 @@ function rectangles.common(a, b)
   return { offset = offset, shape = shape }
 end
 
---- The place of `offset` in a tensor that holds the rectangle from `from` on, whose first element lies there at `at`.
+--- The place of `offset` in a tensor that stores the rectangle that begins at `from`, with its first element at `at`.
 ---@param offset integer[]
 ---@param from integer[]
 ---@param at? integer[] default zeros
@@ -78,7 +78,7 @@ function rectangles.view(tensor, offset, shape)
   return tensor
 end
 
---- Whether a rectangle lies in a tensor of this shape.
+--- Whether a rectangle is inside a tensor of this shape.
 ---@param whole integer[]
 ---@param offset integer[]
 ---@param shape integer[]
@@ -93,7 +93,7 @@ function rectangles.inside(whole, offset, shape)
   return true
 end
 
--- Calls fn for the runs of `most` elements at most that make up a rectangle, whose dimensions from d on are left.
+-- Calls fn for runs of at most `most` elements that make up a rectangle. The dimensions before d are cut already.
 local function cut_up(offset, shape, d, most, fn)
   local row = 1
   for k = d + 1, #shape do row = row * shape[k] end
@@ -106,8 +106,7 @@ local function cut_up(offset, shape, d, most, fn)
   offset[d], shape[d] = first, size
 end
 
---- Calls fn(offset, shape) for rectangles that follow each other in the row-major order of a tensor and make it up, of
---- `most` elements at most.
+--- Calls fn(offset, shape) for rectangles of at most `most` elements that cover a tensor in row-major order.
 ---@param shape integer[]
 ---@param most integer
 ---@param fn fun(offset: integer[], shape: integer[])
@@ -115,18 +114,17 @@ function rectangles.each(shape, most, fn)
   if rectangles.numel(shape) > 0 then cut_up(rectangles.zeros(shape), { unpack(shape) }, 1, most, fn) end
 end
 
---- Checks that pieces make up a whole tensor, each element once. The error names the tensor, and the pieces as `named`
---- does.
+--- Checks that pieces cover a whole tensor, each element once. Errors name the tensor, and the pieces by `named`.
 ---@param name string
 ---@param shape integer[] of the whole
 ---@param pieces ps.Rectangle[]
----@param named fun(piece: ps.Rectangle): string where a piece is
+---@param named fun(piece: ps.Rectangle): string the place of a piece
 function rectangles.check(name, shape, pieces, named)
   local sum, text = 0, rectangles.text
   for i, piece in ipairs(pieces) do
     if not rectangles.inside(shape, piece.offset, piece.shape) then
-      error(("%s has [%s] from [%s] on of '%s', which is [%s]"):format(named(piece), text(piece.shape or {}),
-        text(piece.offset or {}), name, text(shape)), 0)
+      error(("%s has a piece of shape [%s] at [%s] of tensor '%s', outside the tensor's shape [%s]"):format(
+        named(piece), text(piece.shape or {}), text(piece.offset or {}), name, text(shape)), 0)
     end
     for k = 1, i - 1 do
       if rectangles.common(piece, pieces[k]) then
@@ -136,8 +134,8 @@ function rectangles.check(name, shape, pieces, named)
     sum = sum + rectangles.numel(piece.shape)
   end
   if sum ~= rectangles.numel(shape) then
-    error(("of tensor '%s' [%s] the ranks saved %.0f of %.0f elements"):format(name, text(shape), sum,
-      rectangles.numel(shape)), 0)
+    error(("tensor '%s' of shape [%s] is incomplete: the ranks saved %.0f of its %.0f elements"):format(name,
+      text(shape), sum, rectangles.numel(shape)), 0)
   end
 end
 

@@ -26,8 +26,8 @@ local function gather(list, x, depth)
   end
 end
 
--- Recompute: number -> { fn, args, rng state }. Tensors among args are bare references, given back by hand: each holds
--- the segment before it, so that left to the collector a chain of them would go one link a cycle.
+-- Recompute: number -> { fn, args, rng state }. Tensors among args are bare references that this file releases: each
+-- holds the segment before it, so the collector would free only one segment of a chain per cycle.
 local segments = {}
 
 local function hold_args(segment)
@@ -40,7 +40,7 @@ local function hold_args(segment)
   end
 end
 
---- The arguments for one more call of the function.
+--- The arguments for another call of the function.
 local function lend_args(segment)
   local args = { n = segment.args.n }
   for i = 1, args.n do
@@ -70,27 +70,28 @@ local function forget_reaped()
   end
 end
 
---- Forgets the functions that read parameters of an engine: it was closed. Such a function may hold, by way of its
---- model, an output of the model, and so the segment itself: a circle through C that no collector sees.
+--- Forgets the functions that read parameters of an engine that was closed. Such a function may hold the model, which
+--- may hold one of its own outputs, and so the segment itself: a cycle through C that no collector sees.
 function M.engine_closed()
   for id, segment in pairs(segments) do
     if segment.reads_engine then forget(id) end
   end
 end
 
-M.segments_end = newproxy(true)                -- forgets the segments that are left when the program ends
+M.segments_end = newproxy(true)                -- forgets the remaining segments when the program ends
 getmetatable(M.segments_end).__gc = function() for id in pairs(segments) do forget(id) end end
 
---- Runs Lua's collector, which frees tensors that nobody holds, and the arguments that recompute keeps for functions
---- whose backward is over.
+--- Runs Lua's collector. It frees tensors that are no longer referenced, and the arguments that recompute keeps for
+--- functions whose backward is done.
 function M.collect()
   collectgarbage()
   forget_reaped()
   collectgarbage()
 end
 
---- Runs the collector as M.collect does, but frees what compiled code holds, too: LuaJIT's traces keep the closures and
---- tables that they met, and so a whole model that nobody else holds. They are compiled anew, which takes milliseconds.
+--- Like M.collect, but also frees what compiled code holds: LuaJIT's traces keep the closures and tables that they
+--- used,
+--- and so a whole model that nothing else refers to. The traces are compiled again, which takes milliseconds.
 function M.collect_all()
   jit.flush()
   M.collect()
@@ -109,7 +110,7 @@ function M.tensors(...)
   return pointers, n
 end
 
---- Begins a scope, for code that cannot be a function of ps.scope. ps.scope_end ends it.
+--- Begins a scope, for code that cannot be a function of ps.scope. Call ps.scope_end to end it.
 ---@return integer id
 function M.begin()
   forget_reaped()
@@ -117,11 +118,11 @@ function M.begin()
   return tonumber(id_out[0])
 end
 
---- Ends a scope (and inner ones left open). `keep`: tensors, or tables of them, that survive into the scope outside.
+--- Ends a scope (and inner ones that are still open).
 ---@param id integer
----@param ... any
+---@param ... any tensors, or tables of them, that survive into the enclosing scope
 function M.finish(id, ...)
-  caller.typed(id, "number", "ps.scope_end: the scope, which ps.scope_begin gave,")
+  caller.typed(id, "number", "ps.scope_end: the scope, which ps.scope_begin returned,")
   local keep, n = M.tensors(...)
   check(C.ps_scope_end(ctx, id, n, keep))
 end
@@ -135,8 +136,9 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- For xpcall: notes the frames of an error, and gives one of C, a table, its traceback. M.caught: called when an error
---- is noted.
+--- A handler for xpcall: notes the frames of an error, and adds a traceback to an error table of C. M.caught, if set,
+--- is
+--- called when an error is noted.
 local function trace(e)
   if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
   e = caller.note(e, M.caught)
@@ -144,7 +146,7 @@ local function trace(e)
 end
 M.trace = trace
 
---- Runs fn(...) in a scope. At its end the bytes of the tensors made inside are dropped, except those that fn returns
+--- Runs fn(...) in a scope. At its end the bytes of the tensors made inside are freed, except of those that fn returns
 --- (also nested in tables), kept ones and small ones.
 ---@param fn function
 ---@param ... any for fn
@@ -170,7 +172,7 @@ function M.no_grad(fn, ...)
   return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
 end
 
---- Runs fn(...) with gradients recorded, also inside no_grad.
+--- Runs fn(...) with gradients recorded, even inside no_grad.
 ---@param fn function
 ---@param ... any for fn
 ---@return any ... the results of fn
@@ -180,9 +182,11 @@ function M.enable_grad(fn, ...)
   return restore_grad(C.ps_set_grad_enabled(ctx, 1), xpcall(fn, trace, ...))
 end
 
---- Whether backward finds the outputs of norms, GELU and SwiGLU as the forward left them (true), or computes those of
---- 1 MiB and more again (false, the default). Both give the same bits. Keeping them takes more memory and 1 to 2 % less
---- time on a GPU. It holds for ops that run from now on.
+--- Sets whether the outputs of norms, GELU and SwiGLU are kept for backward (true), or whether backward recomputes
+--- those
+--- of 1 MiB and more (false, the default). Both give the same bits. Keeping them takes more memory and saves 1 to 2 %
+--- of
+--- the time on a GPU. The setting applies to ops that run from now on.
 ---@param on boolean
 ---@return boolean was the setting before
 function M.keep_cheap_outputs(on)
@@ -200,10 +204,11 @@ local function restore_offload(was, ok, ...)
   return ...
 end
 
---- Runs fn(...) and keeps in host memory what its backward needs. The inputs of a function that ps.recompute runs leave
---- once it has run; what else the tape holds leaves when the scope that made it ends (a module call, say). All of it
---- comes back in time for backward, and copies run while ops compute. Gradients are the same. Tensors under 64 KiB
---- stay, and on the cpu nothing changes.
+--- Runs fn(...) and keeps the activations that its backward needs in host memory. The inputs of a function that
+--- ps.recompute runs are evicted once it has run. Other tensors that the tape holds are evicted when the scope that
+--- made
+--- them ends (a module call, for example). All of them return before backward needs them, and copies run while ops
+--- compute. Gradients are the same. Tensors under 64 KiB are not moved, and on the cpu nothing changes.
 ---@param fn function
 ---@param ... any for fn
 ---@return any ... the results of fn
@@ -214,12 +219,12 @@ function M.offload_activations(fn, ...)
   return restore_offload(was, xpcall(fn, trace, ...))
 end
 
--- -- the step scope: opened by the first optimizer:step(), ended and opened anew by each further one ----------------
+-- -- the step scope: the first optimizer:step() opens it, each later one ends it and opens the next ------------------
 local step_id
-local step_depth             -- scopes that were open when it had begun
+local step_depth             -- number of open scopes after it had begun
 
---- Ends the current step scope and begins the next. optimizer:step() calls it last. Between the two it tells the hook
---- "step". A step inside a scope that is younger than the step scope leaves both open: that scope ends what was made.
+--- Ends the current step scope and begins the next. optimizer:step() calls it last. Between the two, the hook "step" is
+--- called. If a scope that is younger than the step scope is open, both stay open: the younger one frees the tensors.
 function M.step_scope()
   if step_id and C.ps_scope_depth(ctx) > step_depth then
     hooks.tell "step"
@@ -227,7 +232,7 @@ function M.step_scope()
     return
   end
   if step_id then
-    local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- not open any more when an outer scope ended first: fine
+    local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- fails harmlessly if an outer scope ended it before
     step_id = ok == 0 and step_id or nil
   end
   hooks.tell "step"
@@ -239,14 +244,15 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
--- M.segment: the segment whose function runs now: {segment, again: whether backward runs it once more, outer}; or nil.
+-- M.segment: the segment whose function runs now, {segment, again: whether backward runs it again, outer}; or nil.
 local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
 local function leave() M.segment = M.segment.outer end
 
-local carried = setmetatable({}, { __mode = "k" })   -- objects whose state a segment's second run needs
+local carried = setmetatable({}, { __mode = "k" })   -- objects whose state is restored for a segment's second run
 
---- Has an object in the state that it is in now whenever a segment of now runs again: state() gives it, restore(state)
---- sets it.
+--- Registers an object whose state affects recomputed functions. Each segment stores state() in its first run, and
+--- calls
+--- restore(state) before it runs again.
 ---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
 function M.carry_state(object) carried[object] = true end
 
@@ -263,9 +269,10 @@ end
 
 --- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
 --- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
---- give the same outputs. Dropout draws the same numbers again. fn is kept, with all that it refers to, until backward
---- has passed, or failed, or its outputs are gone. If it refers to what holds such an output (self.last, say), only
---- backward, or model:close() of ps.initialize's model, ends that.
+--- give the same outputs. Dropout draws the same numbers again. fn, and all that it refers to, is kept until backward
+--- has
+--- passed it or failed, or until its outputs are freed. If fn refers to an object that holds such an output (self.last,
+--- for example), only backward ends this, or model:close() of ps.initialize's model.
 ---@param fn function returns tensors only
 ---@param ... any tensors and other values for fn
 ---@return ps.Tensor ... the results of fn
@@ -307,12 +314,12 @@ function M.recompute(fn, ...)
   return unpack(results, 1, results.n)
 end
 
---- Runs the function of a segment again, at which a walk stopped, and splices what it records into the walk.
+--- Runs the function of a segment again, at which a walk stopped, and splices the recorded ops into the walk.
 ---@param id integer
 function M.run_again(id)
   local s = segments[id]
   if not s then
-    error("a recompute segment read parameters of a model that was closed since: call backward before model:close()", 0)
+    error("a recompute segment read parameters of a model that has been closed: call backward before model:close()", 0)
   end
   local rng = C.ps_rng_get(ctx)
   local seed, op, sample, step = rng.seed, rng.op, rng.sample, rng.step
@@ -321,7 +328,7 @@ function M.run_again(id)
   local was = states()
   set_states(s.states)
   local args = lend_args(s)
-  if s.module > 0 then C.ps_module_enter(s.module) end                 -- the scope's end leaves it
+  if s.module > 0 then C.ps_module_enter(s.module) end                 -- left at the scope's end
   enter(s, true)
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
   leave()
@@ -347,7 +354,7 @@ end
 
 local root_in, gradient_in = pointer_array(1), pointer_array(1)
 
--- From where the walk stands to its end. rc: what the call that brought it there gave.
+-- Continues a walk to its end. rc: the result of the C call that advanced it last.
 local function walk(rc)
   while rc ~= 0 do
     if rc < 0 then
@@ -359,9 +366,9 @@ local function walk(rc)
   end
 end
 
--- A walk to its end; rc: what the call that began it gave.
+-- Completes a walk. rc: the result of the C call that began it.
 local function walk_on(rc)
-  if rc ~= 0 then                                           -- the usual walk of a model without segments is over
+  if rc ~= 0 then                                           -- 0: complete, as usual for a model without segments
     local ok, err = xpcall(walk, trace, rc)
     C.ps_backward_end(ctx)
     if not ok then
@@ -372,7 +379,7 @@ local function walk_on(rc)
   if next(segments) then forget_reaped() end
 end
 
---- M.backward itself, which asks nobody.
+--- M.backward without the hooks.
 ---@param t ps.Tensor
 ---@param gradient? ps.Tensor
 function M.walk_back(t, gradient)
@@ -380,9 +387,9 @@ function M.walk_back(t, gradient)
   walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out))
 end
 
---- Computes the gradients of the leaves that t was made from, and adds them to those that are there. The loss of a
+--- Computes the gradients of the leaves that t was made from, and adds them to their present gradients. The loss of a
 --- micro-batch of ps.initialize's model is weighed as by model:backward.
----@param t ps.Tensor of one element, unless gradient is given
+---@param t ps.Tensor of one element, unless gradient is passed
 ---@param gradient? ps.Tensor of t's shape
 function M.backward(t, gradient)
   caller.tensor(t, "backward", "the loss")
@@ -392,7 +399,7 @@ function M.backward(t, gradient)
   M.walk_back(t, gradient)
 end
 
---- Whether a tensor is one of others, or recorded ops made it from one of them.
+--- Whether a tensor is one of several others, or was made from one of them by recorded ops.
 ---@param t ps.Tensor
 ---@param from ps.Tensor[]
 ---@return boolean
@@ -404,7 +411,7 @@ function M.made_from(t, from)
   return rc == 1
 end
 
---- The gradient of a leaf, or nil, whatever a script may ask for (T:grad).
+--- The gradient of a leaf, or nil, without the checks of T:grad.
 ---@param t ps.Tensor
 ---@return ps.Tensor|nil
 function M.grad_of(t)
@@ -414,7 +421,7 @@ function M.grad_of(t)
   return own(g)
 end
 
---- A view of the same bytes without history: no gradient passes.
+--- A view of the same bytes without history: gradients do not pass through it.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function M.detach(t)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps.core.strict": from then on, reading or writing a global that was not declared is an error, which finds
--- misspelt names. What is global already stays; strict.declare("name", ...) adds names. Calling it twice is harmless.
+-- require "ps.core.strict": from then on, reading or writing an undeclared global is an error, which finds misspelt
+-- names. Existing globals stay; strict.declare("name", ...) adds names. Loading it twice is harmless.
 local strict = {}
 
 local declared = {}
@@ -11,7 +11,7 @@ function strict.declare(...)
   for i = 1, select("#", ...) do declared[(select(i, ...))] = true end
 end
 
---- C code (the REPL, C modules) may do as it likes.
+--- Whether C code (the REPL, C modules) makes the access; it is not checked.
 ---@return boolean
 local function from_c()
   local info = debug.getinfo(3, "S")

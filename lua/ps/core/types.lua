@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The types a configuration value can have. A type describes its values in words (for errors and docs/config.md).
--- take(value) gives true and the value as the engine wants it, or false.
+-- The types that a configuration value can have. A type describes its values in words (for errors and docs/config.md).
+-- take(value) returns true and the value as the engine needs it, or false.
 local types = {}
 
 ---@class ps.config.Type
@@ -45,10 +45,10 @@ function types.integer(min, max)
   return made
 end
 
---- The largest whole number for which a double, which is what JSON and Lua have, holds every smaller one.
+--- The largest whole number up to which a double, the number type of JSON and Lua, holds every whole number.
 types.MOST = 2 ^ 53 - 1
 
---- The most micro-batches of an optimizer step. A step is planned as a whole, so that each of them adds to its plan.
+--- The most micro-batches of an optimizer step. A step is planned as a whole, so each of them adds to its plan.
 types.MICRO_BATCHES = 4096
 
 --- A finite number.
@@ -65,7 +65,7 @@ types.above_zero = new("a number above 0", function(value) return finite(value) 
 types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
   return finite(value) and value >= 0 and value < 2 ^ 127, value
 end)
---- A norm that gradients are clipped to; infinite, it only measures.
+--- A norm to clip gradients to. An infinite one only measures.
 types.norm = new("a number of at least 0", function(value) return type(value) == "number" and value >= 0, value end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
@@ -82,8 +82,9 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
---- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters: beyond them an
---- update would go uphill, or leave NaN.
+--- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters. Outside them
+--- an
+--- update would go uphill, or make NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- UTF-8, as JSON, pickles and safetensors headers want their text.
+-- UTF-8, as JSON, pickles and safetensors headers require it.
 local utf8 = {}
 
---- Whether a text is UTF-8: no stray or missing continuation, nothing longer than it need be, no surrogates, nothing
+--- Whether a text is valid UTF-8: no stray or missing continuation byte, no overlong form, no surrogate, and nothing
 --- above U+10FFFF.
 ---@param text string
 ---@return boolean

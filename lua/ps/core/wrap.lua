@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Texts in lines of a width: help at the prompt, and documents that tools write.
+-- Wraps texts to a width, for help at the prompt and for documents that tools write.
 
--- Words that Markdown takes for the begin of a list, a heading or a table where a line begins with them.
+-- Words that Markdown reads as a list, a heading or a table at the beginning of a line.
 local function is_sign(word) return word:find "^[-+*#>=|]+$" or word:find "^%d+[.)]$" end
 
---- Adds a text to a list of lines. Lines break at blanks; a word that is longer than a line stays whole.
+--- Adds a text to a list of lines. Lines break at blanks; a word longer than a line is not split.
 ---@param lines string[]
 ---@param text string
 ---@param width integer columns
----@param indent string in front of each line
----@param first? string in front of the first line instead
+---@param indent string prefix of each line
+---@param first? string prefix of the first line instead
 return function(lines, text, width, indent, first)
   local units = {}
   for word in text:gmatch "%S+" do
