@@ -28,8 +28,7 @@ local configure, join, new, drive = setup.configure, pipe_of.join, pipe_of.new, 
 function lib.play(table_, rank)
   function setup.configure(...) -- luacheck: ignore 122
     local fields = configure(...)
-    fields.pipeline = { table = table_, rank = rank }
-    return fields
+    return fields, { table = table_, rank = rank }
   end
   function pipe_of.join() end -- luacheck: ignore 122
   function pipe_of.new() return false end -- luacheck: ignore 122

@@ -46,7 +46,7 @@ local SCRIPT = [[
   local own = {}
   for _, kind in pairs(IN_C) do own[kind] = true end
   local SIGNALS = { kill = signal.SIGKILL, stop = signal.SIGSTOP }
-  local row, events = require("ps.nn.handle").of(model).pipe:actions(4), 0
+  local row, events = require("ps.nn.handle").of(model).driver.pipe:actions(4), 0
   local function follows()                                        -- whether it comes before the next event
     local n = 0
     for _, action in ipairs(row) do
@@ -79,7 +79,7 @@ local SCRIPT = [[
     end
   end
   local engine = require("ps.nn.handle").of(model)
-  local pipe, own_optimizer = engine.pipe, engine.optimizer
+  local pipe, own_optimizer = engine.driver.pipe, engine.optimizer
   local next_action = pipe.next
   function pipe:next()
     plant()

@@ -185,7 +185,7 @@ describe("a pipeline", function()
       local function loop() for out in model:micro_batches(x, x) do model:backward(out.loss) end end
       loop()
       optimizer:step()
-      local pipe = require("ps.nn.handle").of(model).pipe
+      local pipe = require("ps.nn.handle").of(model).driver.pipe
       local go_on = pipe.next
       function pipe:next()
         local kind, v, micro = go_on(self)
@@ -241,7 +241,7 @@ describe("a pipeline", function()
         for i = 0, 5 do
           layers[i + 1] = model:state_dict()["transformer.h." .. i .. ".ln_1.weight"] and i or "-"
         end
-        for i, action in ipairs(require("ps.nn.handle").of(model).pipe:actions(4)) do
+        for i, action in ipairs(require("ps.nn.handle").of(model).driver.pipe:actions(4)) do
           row[i] = action[1] .. "." .. action[2] .. "." .. action[3]
         end
         print(case[1] .. " layers " .. table.concat(layers, " "))

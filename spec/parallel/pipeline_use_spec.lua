@@ -82,7 +82,7 @@ describe("a pipeline", function()
         for _, recompute in ipairs { false, true } do
           local model, optimizer = open { gradient_accumulation_steps = 3, recompute = recompute,
             pipeline = { stages = 2, schedule = schedule, partition = "uniform" } }
-          local pipe, came, all = setup.current().pipe, {}, 0
+          local pipe, came, all = setup.current().driver.pipe, {}, 0
           local next = pipe.next
           function pipe:next()
             local kind, v, micro = next(self)

@@ -83,8 +83,9 @@ describe("the state of a step", function()
     assert.same({}, found)
   end)
 
-  it("does not tell the step's files whether there is a pipeline: engine.driver does", function()
-    assert.same({}, elsewhere("lua/ps/engine/step", "*.lua", "engine%.pipe%f[%W]", ""))
+  it("does not tell whether there is a pipeline: engine.driver does", function()
+    assert.same({}, elsewhere("lua", "*.lua", "engine%.pipe%f[%W]", "", "engine.pipe"))
+    assert.same({}, elsewhere("lua", "*.lua", "[^.]%f[%w]engine%.pipeline%f[^%w_]", "", "engine.pipeline"))
   end)
 end)
 

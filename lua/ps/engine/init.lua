@@ -181,7 +181,7 @@ end
 function Engine:generate(...)
   self = handle.own(self, "generate")
   self:check_open()
-  if self.pipe or self.tensor_parallel then return pipe_generate.generate(self, ...) end
+  if self.driver.in_loops or self.tensor_parallel then return pipe_generate.generate(self, ...) end
   return self.module:generate(...)
 end
 
@@ -239,7 +239,7 @@ for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -
 ---@param ... any
 ---@return any ...
 function Engine:call(...)
-  if self.pipe then return micro.call(self, ...) end
+  if self.driver.in_loops then return micro.call(self, ...) end
   return step.forward(self, ...)
 end
 
@@ -277,14 +277,16 @@ local function open(request)
   local self = setmetatable({ said = {}, traces = {}, unplanned = {}, steps = 0, closed = false, updates = {},
     plain = false, begin_step = begin.step, adam_rates = false, bound = setmetatable({}, { __mode = "k" }),
     plan = { adam_split = false, forecast = false, no_finer = false, printed = false, tables_on_host = false },
-    pipeline = false, stages = false, stays = false, pipe = false, tensor_parallel = false,
+    stages = false, stays = false, tensor_parallel = false,
     own_loss = request.loss or false, param_groups = request.param_groups,
     quiet = request.quiet, policy = "plan", request_model_func = request.model_func }, INSTANCE)
   self.handle, self.driver = handle.new(self, HANDLE), table_driver.new(self)
   local c_step = step.new(self)
-  assemble(self, setup.configure(self, request, config))
+  local fields, pipeline = setup.configure(self, request, config)
+  request.pipeline = pipeline
+  assemble(self, fields)
   if self.cfg.memory.kind ~= "plain" then
-    making(self, function() assemble(self, setup.open_engine(self, c_step)) end)
+    making(self, function() assemble(self, setup.open_engine(self, c_step, pipeline)) end)
   elseif mesh.group "world" then
     self.closed = true
     error("memory = \"plain\" trains in one process; leave it out, or set budgets, to train with several", 0)

@@ -203,6 +203,7 @@ end
 ---@param request table
 ---@param config table ps.config
 ---@return table fields of the engine that follow from the configuration
+---@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages; nil: it does not
 function setup.configure(engine, request, config)
   local world = mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
@@ -221,7 +222,7 @@ function setup.configure(engine, request, config)
   mesh.cut { pp = cfg.pipeline.stages, tp = cfg.tensor_parallel.size }
   local group, stages_group = mesh.group "dp", mesh.group "pp"
   local fields = { cfg = cfg, device_name = cfg.device, policy = cfg.eviction, precision = cfg.precision,
-    pipeline = stages_group and pipe.request(cfg, stages_group) or false, tensor_parallel = layers_of(engine, cfg),
+    tensor_parallel = layers_of(engine, cfg),
     device = native.device_index(cfg.device), host = native.device_index("cpu"),
     accumulate = cfg.gradient_accumulation_steps,
     scaler_config = cfg.precision == "fp16" and cfg.fp16 or nil,
@@ -229,7 +230,7 @@ function setup.configure(engine, request, config)
   fields.adds_up = fields.accumulate > 1 or cfg.pipeline.stages > 1
   fields.lookups = lookups_of(engine, fields)
   if cfg.seed then random.seed(cfg.seed) end
-  return fields
+  return fields, stages_group and pipe.request(cfg, stages_group) or nil
 end
 
 -- Parameters of a module, and how many of them train.
@@ -264,13 +265,13 @@ local function cutter(engine)
 end
 
 -- Parameters that this rank has of a model which ranks cut. All ranks call this; how stages were cut is kept.
-local function count_own(engine)
+local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
-  if engine.pipeline then
-    module, made = stages.divide(model_func, engine.pipeline, { device = engine.device_name,
+  if pipeline then
+    module, made = stages.divide(model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, cut = cut })
-    engine.pipeline.found = { costs = made.costs, first = made.first, times = made.times }
+    pipeline.found = { costs = made.costs, first = made.first, times = made.times }
   else
     module = deferred.make(model_func)
     cut(module)
@@ -283,9 +284,9 @@ local function count_own(engine)
 end
 
 -- Parameters of which this process keeps the state, or a share of it; nil where they cannot be counted.
-local function count_kept(engine)
+local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
-  if engine.pipeline or engine.tensor_parallel then return count_own(engine) end
+  if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
   local counted = count_parameters(model_of(engine.request_model_func))
   return counted and counted.numel
 end
@@ -302,11 +303,11 @@ end
 
 -- Bytes of the disk file: the limit, or as many as this process's part of the model's state and the staging of its
 -- parameters need.
-local function disk_bytes(engine)
+local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
   if disk.limit then return disk.limit end
-  local counted = count_kept(engine)
+  local counted = count_kept(engine, pipeline)
   local free = disk_free(disk.path)
   if counted then return math.ceil(counted * bytes_a_parameter(engine) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
@@ -331,8 +332,9 @@ function setup.current() return open end
 --- Opens the C engine with the budgets of the configuration.
 ---@param engine ps.Engine
 ---@param step ffi.cdata* the ps_step that is the engine's from now on
+---@param pipeline? ps.engine.Pipeline from setup.configure
 ---@return {adam_rates: table|false, ranks: ps.engine.Ranks|nil} fields of the engine
-function setup.open_engine(engine, step)
+function setup.open_engine(engine, step, pipeline)
   if open then
     error("ps.initialize: an engine is open already; end it with model:close() first", 0)
   end
@@ -343,7 +345,7 @@ function setup.open_engine(engine, step)
   c.prefetch = engine.cfg.prefetch and 1 or 0
   c.stress = environment.get "PS_STRESS" == "1" and 1 or 0
   c.disk_threads = environment.whole("PS_DISK_THREADS", 1) or 0
-  c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(engine)
+  c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(engine, pipeline)
   if type(engine.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = engine.cfg.prefetch end
   end
@@ -390,10 +392,10 @@ function setup.make_module(engine, request)
   local shards = engine.ranks and engine.ranks.shards
   local function stage(tensor) build.stage(tensor, shards) end
   local cut = engine.tensor_parallel
-  local given, model_func = request.module, request.model_func
+  local given, model_func, pipeline = request.module, request.model_func, request.pipeline
   if given and cut and not request.is_cut then refuse_whole(request) end
   -- Of a module that exists already a stage keeps its own parameters, and drops the bytes of the others.
-  if given and engine.pipeline and not request.stages then
+  if given and pipeline and not request.stages then
     given, model_func = nil, function() return request.module end
   end
   if given then
@@ -404,8 +406,8 @@ function setup.make_module(engine, request)
     return { module = given, stages = cut_into, stays = request.stays }
   end
   model_func = model_of(model_func)
-  if engine.pipeline then
-    local module, cut_into = stages.make(model_func, engine.pipeline, { device = engine.device_name,
+  if pipeline then
+    local module, cut_into = stages.make(model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, stage = stage, cut = cutter(engine) })
     return { module = module, stages = cut_into }
   end
@@ -464,13 +466,13 @@ end
 function setup.finish(engine)
   local cfg, fields = engine.cfg, {}
   if engine.stages and engine.stages.parts then
-    fields.pipe = pipe.new(engine, engine.stages, mesh.group "pp")
-    fields.driver = row_driver.new(engine, fields.pipe)
+    fields.driver = row_driver.new(engine, pipe.new(engine, engine.stages, mesh.group "pp"))
   end
+  local in_loops = (fields.driver or engine.driver).in_loops
   fields.slots = not engine.adds_up and engine.precision ~= "fp32"
   fields.overlap = cfg.overlap_optimizer == true
-    or cfg.overlap_optimizer == "auto" and engine.device == engine.host and not fields.pipe
-  if fields.pipe and (engine.ranks.dp:size() > 1 or engine.stages:has_ties()) then fields.overlap = false end
+    or cfg.overlap_optimizer == "auto" and engine.device == engine.host and not in_loops
+  if in_loops and (engine.ranks.dp:size() > 1 or engine.stages:has_ties()) then fields.overlap = false end
   finish_optimizer(engine)
   if cfg.scheduler then
     fields.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, engine.optimizer)
@@ -480,7 +482,7 @@ function setup.finish(engine)
       .. "in its code does it for any function")
   end
   fields.apply = engine.own_loss and with_loss(engine.own_loss) or call
-  fields.run = runner(engine, fields.pipe and call or fields.apply)
+  fields.run = runner(engine, in_loops and call or fields.apply)
   return fields
 end
 

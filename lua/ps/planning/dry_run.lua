@@ -135,7 +135,7 @@ local function tp_of(engine) return engine.tensor_parallel and engine.tensor_par
 -- How a model is cut, with the costs of its virtual stages for the script's micro-batches; nil: it is not.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
-  local pipe, stages = engine.pipe, engine.stages
+  local pipe, stages = engine.driver.pipe, engine.stages
   if not pipe then return nil end
   local counted, cfg, vstages, sent = pipe.counts[pipe.first_key], engine.cfg.pipeline, {}, 0
   for v = 0, pipe.n - 1 do
@@ -170,7 +170,7 @@ local function seek_owner(give, seen)
   off = hooks.on("action", function()
     off()
     local engine = require("ps.engine.setup").current()
-    local other = engine and engine.pipe and owner(owned(engine))
+    local other = engine and engine.driver.in_loops and owner(owned(engine))
     if not other or other == engine.ranks.dp:rank() then return end
     give { fits = true, owner = other, ended = true, cut = cut_of(engine), tp = tp_of(engine),
       known = known.of(engine), notes = seen.notes }

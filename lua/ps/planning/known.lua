@@ -25,9 +25,10 @@ local function as_text(number) return ("%.17g"):format(number) end
 ---@param engine ps.Engine
 ---@return table? value of JSON
 function known.of(engine)
-  if not engine.pipe then return nil end
+  local pipe = engine.driver.pipe
+  if not pipe then return nil end
   local value = { first = engine.stages.first, costs = with_numbers(engine.stages.costs, as_text), counts = {} }
-  for key, costs in pairs(engine.pipe.counts) do value.counts[key] = with_numbers(costs, as_text) end
+  for key, costs in pairs(pipe.counts) do value.counts[key] = with_numbers(costs, as_text) end
   return value
 end
 

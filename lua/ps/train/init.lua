@@ -50,7 +50,7 @@ end
 -- Whether a model's steps go by model:micro_batches, which takes the model's own loss.
 local function loops(model, own)
   local engine = handle.of(model)
-  if engine and engine.pipe and own then
+  if engine and engine.driver.in_loops and own then
     error("ps.train: the model is cut into stages, of which the last one computes the loss: give a loss of your own to "
       .. "ps.initialize { loss = function(out, batch) ... end }")
   end

@@ -26,7 +26,7 @@ Driver.__index = Driver
 
 -- v: virtual stage; micro: micro-batch; both from 0. C performs the other actions.
 Driver.work = {
-  [FORWARD] = function(engine, v, micro) return engine.run(engine.pipe.forward, engine.pipe, v, micro) end,
+  [FORWARD] = function(engine, v, micro) return engine.run(engine.driver.forward, engine.driver, v, micro) end,
   [C.PS_ACT_NORM] = table_driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = table_driver.work[C.PS_ACT_UPDATE],
 }
 
@@ -39,6 +39,10 @@ local driver = {}
 function driver.new(engine, pipe) return setmetatable({ engine = engine, pipe = pipe }, Driver) end
 
 function Driver:actions(micros) return self.pipe:actions(micros) end
+
+function Driver:forward(v, micro) return self.pipe:forward(v, micro) end
+
+function Driver:fingerprint() return self.pipe:fingerprint() end
 
 -- -- performing a row -------------------------------------------------------------------------------------------------
 -- The next event of the row (Pipe:next). On the way to it C performs backwards, weight gradients and reductions.

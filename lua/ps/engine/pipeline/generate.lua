@@ -20,7 +20,7 @@ local pipe_generate = {}
 
 -- Logits [R, V] fp32 of a forward through the stages, on all ranks.
 local function next_logits(engine, ids, at)
-  local module, pipe = engine.module, engine.pipe
+  local module, pipe = engine.module, engine.driver.pipe
   local out = engine.driver:once(ids, module:step_batch(ids, at))
   local logits
   if out then logits = out.logits:reshape(ids:size(0), -1):to("fp32"):contiguous()
@@ -52,13 +52,13 @@ end
 local function staged(engine)
   local module, groups = engine.module, groups_of(engine)
   local self = {}
-  if engine.pipe then
+  if engine.driver.in_loops then
     self.where_ids = engine.device_name
     function self.next_logits(_, ids, at) return next_logits(engine, ids, at) end
   end
   function self.together(fn) return among(groups, agree.all, fn) end
   function self.agreed(read, told)
-    if engine.pipe then engine.driver:begin_generate() end
+    if engine.driver.in_loops then engine.driver:begin_generate() end
     local request, list
     among(groups, agree.run, function()
       request = read()
@@ -91,7 +91,7 @@ end
 function pipe_generate.generate(engine, ...)
   engine:check_open()
   local module = engine.module
-  if engine.pipe and type(module.step_batch) ~= "function" then
+  if engine.driver.in_loops and type(module.step_batch) ~= "function" then
     caller.error(("generate in a pipeline: %s has no method step_batch(ids, step), which gives what its parts read "
       .. "(ps/pretrained/generate_rows.lua)"):format(module.class_name))
   end

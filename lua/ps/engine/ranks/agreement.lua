@@ -113,11 +113,11 @@ local ALIKE = { { field = "batch", what = "has another batch, or weighs its loss
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
 -- Refuses ranks with parts of one copy of the model that take other rows, or continue with other settings. records: of
--- all ranks; pipe: the model's stages are at the same rows.
-local function compare_parts(records, pipe)
+-- all ranks; same_rows: the model's stages are at the same rows.
+local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
-      local first = (pipe or alike.stages) and first_of_copy(i - 1) or mesh.line_of("tp", i - 1)
+      local first = (same_rows or alike.stages) and first_of_copy(i - 1) or mesh.line_of("tp", i - 1)
       if record[alike.field] ~= records[first + 1][alike.field] then
         error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
           .. "with the same seed"):format(i - 1, alike.what, first), 0)
@@ -154,7 +154,7 @@ end
 --- ranks that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
-  if not self.rows_compared and not self.engine.pipe then self.rows = rows_number(given) end
+  if not self.rows_compared and not self.engine.driver.in_loops then self.rows = rows_number(given) end
   if not self.tp then return end
   self.noted[#self.noted + 1] = batch.signature(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
@@ -170,8 +170,8 @@ end
 -- A number that ranks with parts of one copy of the model have alike: of their micro-batches, and of the weights of
 -- losses.
 local function batch_number(self)
-  local text, pipe = table.concat(self.noted, " "), self.engine.pipe
-  return agree.text_hash(pipe and ("%.17g %s"):format(pipe:fingerprint(), text) or text)
+  local text, rows = table.concat(self.noted, " "), self.engine.driver:fingerprint()
+  return agree.text_hash(rows and ("%.17g %s"):format(rows, text) or text)
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ local function record_of(self, ok, part, limit)
   mine.gathers = C.ps_engine_gathers(native.ctx)
   for _, axis in ipairs(PLANNED) do mine[axis] = calls_number(self, axis) end
   if not self.rows_compared and self.dp:size() > 1 then
-    mine.rows = engine.pipe and engine.pipe:fingerprint() or self.rows
+    mine.rows = engine.driver:fingerprint() or self.rows
   end
   if engine.stages or self.tp then
     mine.batch, mine.settings = batch_number(self), agree.text_hash(replicas.settings(engine))
@@ -284,7 +284,7 @@ function Ranks:begin_step(fn, share, limit)
     same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
   end
   if not failed and not short then
-    if self.engine.stages or self.tp then compare_parts(records, self.engine.pipe) end
+    if self.engine.stages or self.tp then compare_parts(records, self.engine.driver.in_loops) end
     if not self.data_compared then self:compare_data(records) end
     if not same then C.ps_engine_gathers_drop(native.ctx) end
     begin_plans(self, records)

@@ -40,11 +40,14 @@ local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_
 ---@field refuse fun(self: ps.engine.Driver, text: string): string abandons a loop in which the script made a mistake,
 ---  and adds to the error what that means
 ---@field dry_run fun(self: ps.engine.Driver, args: any[]) performs the forwards, backwards and reductions of a dry run
+---@field fingerprint fun(self: ps.engine.Driver): number? a hash of a loop's micro-batches, which all stages of a model
+---  must have alike; nil: they are not known when the step begins
+---@field pipe ps.engine.Pipe|false the row of actions of a model that is cut into stages
 ---@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; true: another one has to follow
 ---@field close fun(self: ps.engine.Driver)
 
 ---@class ps.engine.TableDriver: ps.engine.Driver
-local Driver = { in_loops = false }
+local Driver = { in_loops = false, pipe = false }
 Driver.__index = Driver
 
 local driver = {}
@@ -111,6 +114,8 @@ function Driver:look(loop)
   loop.at = loop.at + 1
   return forward.look(self.engine, given)
 end
+
+function Driver:fingerprint() end
 
 function Driver:abandon() end
 
