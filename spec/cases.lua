@@ -319,11 +319,45 @@ do
          { I({ 130 }, 0, 9), F { 130, 7 }, attrs = a(3, 4, 3, 9) },
          { I({ 300 }, 0, 5), F { 300, 8 }, attrs = a(3, -1, 3, 5) } }
 end
+case { "flat_index", { I({ 3, 4 }, 0, 5), attrs = args({ 5 }, { 0 }) },
+       { I({ 130 }, -5, 5), attrs = args({ 5 }, { 2 }) },
+       { I({ 3, 1 }, -2, 2), I({ 4 }, 0, 7), attrs = args({ 2, 7 }, { 0, 1 }) },
+       { I({}, 0, 9), I({ 2, 3 }, -3, 3), I({ 3 }, 0, 1), attrs = args({ 9, 3, 1 }, { 0, 2, 3 }) },
+       { I({ 33 }, -65, 65), attrs = args({ 65 }, { 0 }) }, exact = true }
+-- An index that ends with dim names whole parts.
 case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
+       { F { 5, 4 }, I({ 7 }, 0, 5), attrs = args(0) }, { F { 2, 5, 3, 2 }, I({ 2, 4 }, 0, 5), attrs = args(1) },
+       { F { 3, 65, 2 }, I({ 2, 7, 1 }, 0, 65), attrs = args(1), grads = false },
        { F { 3, 65, 2 }, I({ 3, 7, 2 }, 0, 65), attrs = args(-2), grads = false }, exact = true, ints = true }
 case { "scatter_add", { F { 5, 4 }, I({ 3, 4 }, 0, 5), F { 3, 4 }, attrs = args(0) },
        { F { 5, 4 }, I({ 5, 6 }, 0, 4), F { 5, 6 }, attrs = args(1) },
+       { F { 5, 4 }, I({ 7 }, 0, 5), F { 7, 4 }, attrs = args(0) },
+       { F { 2, 5, 3 }, I({ 2, 9 }, 0, 5), F { 2, 9, 3 }, attrs = args(1) },
        { F { 3, 65 }, I({ 3, 130 }, 0, 65), F { 3, 130 }, attrs = args(-1), grads = false }, ints = true }
+do
+  -- Several elements of src go to one place in each set.
+  local function sets(name, gradients, ...)
+    return { name, { F { 5, 4 }, I({ 8, 4 }, 0, 5), F { 8, 4 }, attrs = args(0, ...), grads = gradients },
+      { F { 5, 4 }, I({ 3, 6 }, 0, 4), F { 3, 6 }, attrs = args(1, ...), grads = gradients },
+      { F { 5, 4 }, I({ 7 }, 0, 5), F { 7, 4 }, attrs = args(0, ...), grads = gradients },
+      { F { 2, 5, 3 }, I({ 2, 9 }, 0, 5), F { 2, 9, 3 }, attrs = args(-2, ...), grads = gradients },
+      { F { 5, 3 }, I { 0 }, F { 0, 3 }, attrs = args(0, ...), grads = gradients },
+      { F { 3, 65 }, I({ 3, 130 }, 0, 65), F { 3, 130 }, attrs = args(-1, ...), grads = false }, ints = true }
+  end
+  for _, name in ipairs { "scatter", "scatter_" } do
+    local row = sets(name)
+    row.exact = true
+    case(row)
+  end
+  case { "scatter_backward", { F { 5, 4 }, I({ 8, 4 }, 0, 5), attrs = args(0) },
+         { F { 3, 33 }, I({ 3, 65 }, 0, 33), attrs = args(1) }, { F { 2, 5, 3 }, I({ 2, 9 }, 0, 5), attrs = args(1) },
+         { F { 5, 65 }, I({ 9 }, 0, 5), attrs = args(0) }, exact = true }
+  local row = sets("scatter_reduce", nil, 0)
+  for _, reduce in ipairs { 1, 2 } do
+    for k = 2, 7 do row[#row + 1] = sets("scatter_reduce", reduce == 1 and nil, reduce)[k] end
+  end
+  case(row)
+end
 case { "concat", { F { 2, 3 }, F { 2, 4 }, F { 2, 1 }, attrs = args(1) }, { F { 2, 3 }, F { 1, 3 }, attrs = args(0) },
        { F { 3, 33 }, F { 3, 0 }, F { 3, 65 }, attrs = args(-1), grads = false },
        { F { 130, 7 }, F { 33, 7 }, attrs = args(0), grads = false },
@@ -600,6 +634,11 @@ do
     return args(131, 0, ({ fp32 = 0, bf16 = 1, fp16 = 2 })[dtype])
   end })
   large("gather", { F(LARGE), I({ 131, 300 }, 0, 257), attrs = args(1) })
+  large("scatter", { F(LARGE), I({ 131, 300 }, 0, 257), F { 131, 300 }, attrs = args(1) },
+    { F { 257, 1300 }, I({ 131 }, 0, 257), F { 131, 1300 }, attrs = args(0) })
+  large("gather", { F { 257, 130 }, I({ 301 }, 0, 257), attrs = args(0) })
+  large("scatter_backward", { F { 257, 1300 }, I({ 131 }, 0, 257), attrs = args(0) })
+  large("scatter_add", { F { 257, 1300 }, I({ 431 }, 0, 257), F { 431, 1300 }, attrs = args(0) })
   large("scatter_add", { F(LARGE), I({ 131, 300 }, 0, 257), F { 131, 300 }, attrs = args(1) })
   large("concat", { F(LARGE), F { 131, 65 }, attrs = args(1) }, { F(LARGE), F { 33, 257 }, attrs = args(0) })
   large("layer_norm", { F(LARGE), F { 257 }, F { 257 }, attrs = args() })

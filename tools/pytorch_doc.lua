@@ -109,8 +109,13 @@ cross_entropy_backward | - | - | its gradient
 lm_loss | - | F.lm_loss | linear and cross_entropy; all logits never exist
 embedding | nn.functional.embedding | F.embedding, nn.Embedding, t:index_select | an index outside is an error
 embedding_backward | - | - | its gradient
+flat_index | - | - | several index tensors as one
 gather | gather | ps.gather, t:gather |
-scatter_add | scatter_add | t:scatter_add | sums in row-major order, so that bits repeat
+scatter_add | scatter_add | ps.scatter_add, t:scatter_add, t:scatter_add_ | sums in row-major order, so that bits repeat
+scatter_ | Tensor.scatter_ | t:scatter_ | of equal indices the last counts
+scatter | scatter | ps.scatter, t:scatter | as scatter_; values that are overwritten have gradient 0
+scatter_backward | - | - | its gradient
+scatter_reduce | scatter_reduce | ps.scatter_reduce, t:scatter_reduce | the product has no gradient
 concat | cat | ps.cat, ps.stack |
 layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the last dimension
 layer_norm_backward | - | - | its gradient
@@ -143,9 +148,15 @@ eye | ps.eye |
 linspace | ps.linspace |
 einsum | ps.einsum | no "..." and no diagonals
 nn.functional.one_hot | ps.one_hot |
-masked_fill | t:masked_fill |
-masked_select | t:masked_select |
-nonzero | t:nonzero |
+masked_fill | ps.masked_fill, t:masked_fill, t:masked_fill_ |
+masked_select | ps.masked_select, t:masked_select |
+masked_scatter | ps.masked_scatter, t:masked_scatter, t:masked_scatter_ |
+index_select | ps.index_select, t:index_select | the index may have any shape
+index_put | ps.index_put, t:index_put, t:index_put_ | the first argument is any key of t[key], a tuple is a list
+index_add | ps.index_add, t:index_add, t:index_add_ | alpha is the last argument
+index_copy | ps.index_copy, t:index_copy, t:index_copy_ | of equal indices the last counts
+index_fill | ps.index_fill, t:index_fill, t:index_fill_ |
+nonzero | ps.nonzero, t:nonzero |
 split | t:split, ps.split |
 chunk | t:chunk |
 stack | ps.stack |
@@ -174,8 +185,10 @@ local REST = [==[
 - **`t == 0`, `if t:any() then`**: Lua compares references, and takes every tensor for true. Write `t:eq(0)` and
   `if t:any():item() then`; `item()` of a bool is a boolean.
 - **`a[{ i, j }]`** with index tensors pairs them, as `a[i, j]` does in PyTorch. A list of numbers in a key is a range:
-  `a[{ { 0, 2 } }]` is `a[0:2]`, `a[ps.tensor({ 0, 2 }, "int64")]` is `a[[0, 2]]`. An index tensor holds no negative
-  numbers, and nothing is assigned through one.
+  `a[{ { 0, 2 } }]` is `a[0:2]`, `a[ps.tensor({ 0, 2 }, "int64")]` is `a[[0, 2]]`.
+- **Writes in place** (`a[key] = v`, and methods whose name ends in `_`) are not recorded. One into a tensor that needs
+  a gradient, or of a value that needs one, is an error outside of `ps.no_grad`. `a:index_put(key, v)`,
+  `a:scatter(...)`, `a:index_add(...)` and the like make a new tensor and have gradients.
 - **Targets** are integers: `ps.tensor({ 0, 1 }, "int64")`. `ps.tensor { 0, 1 }` is fp32, since Lua has one type of
   numbers.
 ]==]

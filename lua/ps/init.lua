@@ -2,6 +2,7 @@
 -- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
+require "ps.tensor.scatter"
 local composed = require "ps.tensor.composed"
 local scope = require "ps.core.scope"
 local devices = require "ps.core.devices"
@@ -64,7 +65,9 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "
                         "erf", "tanh", "sigmoid", "relu", "silu", "gelu", "clamp", "isfinite", "sum", "mean", "amax",
                         "amin", "argmax", "argmin", "cumsum", "topk", "matmul", "softmax", "log_softmax", "gather",
                         "var", "std", "split", "reshape", "permute", "transpose", "flip", "roll", "tril", "triu",
-                        "tile", "logsumexp", "norm", "sort" } do
+                        "tile", "logsumexp", "norm", "sort", "scatter", "scatter_add", "scatter_reduce", "index_add",
+                        "index_copy", "index_fill", "index_put", "index_select", "masked_fill", "masked_scatter",
+                        "masked_select", "nonzero" } do
   ps[name] = as_function(name)
 end
 

@@ -34,6 +34,7 @@ local CALLS = {
   { "F.linear", "residul", "residual", function(o) F.linear(x, ps.ones { 4, 3 }, nil, o) end },
   { "topk", "larges", "largest", function(o) x:topk(1, o) end },
   { "add", "aplha", "alpha", function(o) x:add(x, o) end, source = "call" },
+  { "index_add", "aplha", "alpha", function(o) x:index_add(0, ps.arange(2), x, o) end },
   { "optimizer:zero_grad", "set_to_non", "set_to_none", function(o) adam():zero_grad(o) end, source = "call" },
   { "F.mlp", "outin", "out_in", function(o) F.mlp(x, ps.ones { 4, 3 }, nil, ps.ones { 3, 4 }, nil, o) end },
   { "F.cross_entropy", "label_smothing", "label_smoothing", function(o)

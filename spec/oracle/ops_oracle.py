@@ -9,6 +9,7 @@ import torch
 import differences
 import rows_composed
 import rows_elementwise
+import rows_index
 import rows_losses
 import rows_products
 import rows_random
@@ -17,7 +18,7 @@ import rows_views
 from oracle import HERE, main
 
 ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS \
-    + rows_losses.ROWS + rows_composed.ROWS
+    + rows_losses.ROWS + rows_composed.ROWS + rows_index.ROWS
 
 
 def uncovered():

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[{ ... }] with index tensors, masks and new axes, held to PyTorch's shapes and elements; where, cumsum, dropout and
--- item by PyTorch's rules.
+-- t[{ ... }] with index tensors, masks and new axes, read and written, held to PyTorch's shapes and elements; where,
+-- cumsum, dropout and item by PyTorch's rules.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
@@ -48,11 +48,98 @@ describe("index tensors", function()
 
   it("that lie outside are an error", function()
     fails(function() return a[{ i, tensor({ 0, 3 }, "int64") }] end, "index 3 of dimension 1 with size 3")
-    fails(function() return a[{ tensor({ -1, 0 }, "int64"), j }] end, "index -1 of dimension 0 with size 2")
+    fails(function() return a[{ tensor({ -3, 0 }, "int64"), j }] end, "index -3 of dimension 0 with size 2")
+    fails(function() return a[tensor({ -3 }, "int64")] end, "index -3 of dimension 0 with size 2")
+    fails(function() a[{ all, tensor({ 3 }, "int64") }] = 0 end, "index 3 of dimension 1 with size 3")
     fails(function() return a[{ i, all, all, all, 0 }] end, "5 indices for a tensor with 4 dimensions")
     fails(function() return a[{ all, m, m }] end, "a bool index of shape [3] at dimension 2")
     fails(function() return a[{ i, tensor { 0.5 } }] end, "index 2 is a tensor of fp32")
-    fails(function() a[{ i, j }] = 0 end, "assignment through an index tensor")
+  end)
+
+  it("count from the end where they are negative", function()
+    local x = ps.arange(12):reshape(3, 4)
+    is({ { 8, 9, 10, 11 }, { 4, 5, 6, 7 } }, x[tensor({ -1, 1 }, "int32")])
+    is({ 11, 5 }, x[{ tensor({ -1, 1 }, "int64"), tensor({ 3, -3 }, "int32") }])
+    is({ 10, 2 }, x[{ tensor({ -1, 0 }, "int64"), tensor(-2, "int64") }])
+  end)
+end)
+
+describe("index tensors that are written through", function()
+  local function at(...) return tensor({ ... }, "int64") end
+
+  -- Values of PyTorch 2.15.
+  it("take a number, a value for each, or one that broadcasts", function()
+    local x = ps.zeros { 3, 4 }
+    x[{ at(0, -1), at(1, 2) }] = tensor { 5, 6 }
+    is({ { 0, 5, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 6, 0 } }, x)
+    x[at(1)] = 7
+    is({ { 0, 5, 0, 0 }, { 7, 7, 7, 7 }, { 0, 0, 6, 0 } }, x)
+    x[{ all, at(3, 0) }] = tensor { 1, 2 }
+    is({ { 2, 5, 0, 1 }, { 2, 7, 7, 1 }, { 2, 0, 6, 1 } }, x)
+    x[{ { 0, 2 }, at(1, 1) }] = tensor { { 8, 9 }, { 3, 4 } }          -- of equal ones the last
+    is({ { 2, 9, 0, 1 }, { 2, 4, 7, 1 }, { 2, 0, 6, 1 } }, x)
+    x[{ tensor { true, false, true }, at(0) }] = 0
+    is({ { 0, 9, 0, 1 }, { 2, 4, 7, 1 }, { 0, 0, 6, 1 } }, x)
+    local transposed = x:t()
+    transposed[{ at(0), at(2) }] = -1
+    assert.equal(-1, x[{ 2, 0 }]:item())
+    x[{ tensor(1, "int64"), at(0) }] = 11
+    assert.equal(11, x[{ 1, 0 }]:item())
+    x[ps.zeros({ 0 }, { dtype = "int64" })] = 3
+    x[{ at(0), new, at(0) }] = ps.full({ 1, 1 }, 12)
+    assert.equal(12, x[{ 0, 0 }]:item())
+    fails(function() x[at(0, 1)] = tensor { 1, 2, 3 } end, "the value has shape [3]", "have [2, 4]")
+    fails(function() x[at(0, 1)] = nil end, "the value is missing")
+  end)
+
+  it("have gradients by index_put, and are refused in place where one is needed", function()
+    local x, v = ps.nn.Parameter(ps.ones { 3, 2 }), ps.nn.Parameter(tensor { { 1, 2 }, { 3, 4 }, { 5, 6 } })
+    local y = x:index_put(at(2, 0, 2), v)
+    is({ { 3, 4 }, { 1, 1 }, { 5, 6 } }, y);
+    (y * tensor { { 1, 2 }, { 3, 4 }, { 5, 6 } }):sum():backward()
+    is({ { 0, 0 }, { 3, 4 }, { 0, 0 } }, x:grad())
+    is({ { 0, 0 }, { 1, 2 }, { 5, 6 } }, v:grad())                     -- the first value is overwritten
+    x:set_grad(nil)
+    v:set_grad(nil)
+    y = x:index_put(at(2, 0, 2), v, true)
+    is({ { 4, 5 }, { 1, 1 }, { 7, 9 } }, y)
+    fails(function() x[at(0)] = 1 end, "t[key] = value writes in place", "the tensor needs a gradient", "index_put")
+    fails(function() ps.zeros({ 3, 2 })[at(0)] = v[0] end, "the value needs a gradient")
+    fails(function() x[0] = 1 end, "writes in place")
+    local row = v[{ { 0, 1 } }]
+    fails(function() x:index_add_(0, at(0), row) end, "index_add_ writes in place", "index_add(d, index, src)")
+    fails(function() ps.zeros({ 3, 2 }):scatter_(0, at(0):reshape(1, 1), row) end, "scatter_ writes in place")
+    ps.no_grad(function() x[at(0)] = 9 end)
+    is({ { 9, 9 }, { 1, 1 }, { 1, 1 } }, x)
+    fails(function() x:index_put(at(0), ps.zeros({ 1, 2 }, { dtype = "fp64" })) end, "the value is a tensor of fp64")
+  end)
+
+  it("by methods along a dimension", function()
+    local x = ps.zeros { 2, 3 }
+    is({ { 1, 0, 5 }, { 2, 0, 7 } }, x:index_add(1, at(2, 0, 2), tensor { { 2, 1, 3 }, { 3, 2, 4 } }))
+    is({ { 4, 0, 0 }, { 4, 0, 0 } }, x:index_add(1, at(0, 0), ps.ones { 2, 2 }, 2))
+    is({ { 1, 0, 3 }, { 2, 0, 4 } }, x:index_copy(1, at(2, 0, 2), tensor { { 2, 1, 3 }, { 3, 2, 4 } }))
+    is({ { 0, 9, 0 }, { 0, 9, 0 } }, x:index_fill(1, at(1), 9))
+    is({ { 0, 0, 0 }, { 7, 0, 0 } }, x:scatter(0, at(1):reshape(1, 1), 7))
+    is({ { 3, 0, 0 }, { 0, 0, 0 } }, x:scatter_reduce(1, at(0, 0):reshape(1, 2), tensor { { 3, 2 } }, "amax"))
+    is({ { -2, 0, 0 }, { 0, 0, 0 } },
+      x:scatter_reduce(1, at(0, 0):reshape(1, 2), tensor { { -2, -3 } }, "amax", false))
+    is({ { -2.5, 0, 0 }, { 0, 0, 0 } },
+      x:scatter_reduce(1, at(0, 0):reshape(1, 2), tensor { { -2, -3 } }, "mean", false))
+    is({ { 8, 9, 0 }, { 0, 0, 0 } }, x:masked_scatter(tensor { { true, true, false }, { false, false, false } },
+      tensor { 8, 9, 10 }))
+    x:masked_fill_(tensor { true, false, true }, 4):scatter_add_(0, at(1):reshape(1, 1), ps.ones { 1, 1 })
+    is({ { 4, 0, 4 }, { 5, 0, 4 } }, x)
+    fails(function() x:masked_scatter(x:eq(x), tensor { 1, 2 }) end, "the mask has 6 true elements", "only 2")
+    fails(function() x:scatter(0, at(0):reshape(1, 1), ps.zeros({ 1, 1 }, { dtype = "fp64" })) end, "convert with :to")
+    fails(function() x:scatter(0, at(0, 1):reshape(2, 1), ps.zeros { 1, 1 }) end, "smaller than the index")
+    fails(function() x:scatter(0, at(0), 1) end, "they must have as many dimensions")
+    fails(function() x:scatter(0, at(0):reshape(1, 1), 1, "mean") end, "scatter: reduce is 'mean'")
+    fails(function() x:index_add(1, at(0), ps.ones { 2, 2 }) end, "for 1 indices of dimension 1 it must be [2, 1]")
+    fails(function() return x:masked_fill(x:long(), 1) end, "the mask is a tensor of int64")
+    fails(function() return x:masked_fill(tensor { true, false }, 1) end, "a mask of shape [2] does not broadcast")
+    local p = ps.nn.Parameter(ps.ones { 2, 2 })
+    fails(function() return p:scatter_reduce(0, at(0):reshape(1, 1), 2, "prod") end, "a product has no gradient here")
   end)
 end)
 

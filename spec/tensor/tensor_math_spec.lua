@@ -250,7 +250,7 @@ describe("a wrong use", function()
     fails(function() F.attention_packed(ps.zeros { 1, 2, 12 }, 3) end, "attention_packed", "3 heads", "4")
     local qkv = ps.zeros { 1, 2, 12 }
     fails(function() F.attention_packed(qkv, 2, { mask = ps.zeros { 1, 2 } }) end, "mask", "bool [1, 2]")
-    fails(function() x:scatter_add(0, tensor({ { 0 } }, "int64"), ps.zeros { 2, 2 }) end, "scatter_add", "src")
+    fails(function() x:scatter_add(0, tensor({ { 0, 1 } }, "int64"), ps.zeros { 2, 1 }) end, "scatter_add", "source")
     fails(function() ps.op_none() end)
   end)
 end)

@@ -187,7 +187,8 @@ int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call)
     case PS_OP_embedding_backward:
         return out[0].numel == 0 ? 0
                : up(ps_cu_embedding_nbytes(((const ps_attrs_embedding_backward *)a)->rows, in[0].numel));
-    case PS_OP_scatter_add: return in[0].numel == 0 ? 0 : up(in[0].numel * 8);
+    case PS_OP_scatter_add:
+    case PS_OP_scatter_reduce: return in[0].numel == 0 ? 0 : up(in[0].numel * 8);
     case PS_OP_attention_backward: return attention_backward(call);
     case PS_OP_attention_packed_backward: return attention_packed_backward(call);
     case PS_OP_matmul: return out[0].numel == 0 || in[0].numel == 0 ? 0 : operand_copy(&in[0]) + operand_copy(&in[1]);

@@ -6,11 +6,18 @@
 
 int infer_embedding(ps_infer *f);
 int infer_embedding_backward(ps_infer *f);
+int infer_flat_index(ps_infer *f);
 int infer_gather(ps_infer *f);
 int infer_scatter_add(ps_infer *f);
+int infer_scatter_(ps_infer *f);
+int infer_scatter(ps_infer *f);
+int infer_scatter_backward(ps_infer *f);
+int infer_scatter_reduce(ps_infer *f);
 int grad_embedding(ps_grad *g);
 int grad_gather(ps_grad *g);
 int grad_scatter_add(ps_grad *g);
+int grad_scatter(ps_grad *g);
+int grad_scatter_reduce(ps_grad *g);
 
 static int check_index(const ps_infer *f, const ps_tensor *index)
 {
@@ -72,30 +79,86 @@ int grad_embedding(ps_grad *g)
     return 0;
 }
 
+int infer_flat_index(ps_infer *f)
+{
+    const ps_attrs_flat_index *at = f->attrs;
+    if (f->n_in > PS_MAX_DIMS) return ps_rule_fail(f, "%d indices, at most %d", f->n_in, PS_MAX_DIMS);
+    ps_meta m = { .dtype = PS_I64 };
+    for (int i = 0; i < f->n_in; i++) {
+        int dtype = f->in[i]->dtype_;
+        if (dtype != PS_I32 && dtype != PS_I64 && dtype != PS_U8)
+            return ps_rule_fail(f, "an index is %s; it takes integers", ps_dtype_name(dtype));
+        if (at->size[i] < 0) return ps_rule_fail(f, "size %lld", (long long)at->size[i]);
+        ps_tensor so_far = { .ndim = m.ndim };
+        memcpy(so_far.shape_, m.shape, sizeof m.shape);
+        PS_TRY(ps_rule_broadcast(f, &so_far, f->in[i], &m));
+    }
+    f->out[0] = m;
+    return 0;
+}
+
+/* The shape of the elements that `index` names in x along `dim`: index's shape and, if that ends with dim, x's
+ * dimensions after it. */
+static ps_meta picked_of(const ps_tensor *x, const ps_tensor *index)
+{
+    ps_meta m = ps_meta_like(index);
+    for (m.dtype = x->dtype_; m.ndim < x->ndim; m.ndim++) m.shape[m.ndim] = x->shape_[m.ndim];
+    return m;
+}
+
 static int check_coordinates(ps_infer *f, int32_t *dim)
 {
     const ps_tensor *x = f->in[0], *index = f->in[1];
     PS_TRY(check_index(f, index));
     PS_TRY(ps_rule_dim(f, x->ndim, dim));
-    bool fits = x->ndim == index->ndim;
-    for (int i = 0; fits && i < x->ndim; i++) fits = i == *dim || index->shape_[i] <= x->shape_[i];
-    return fits ? 0 : ps_rule_fail(f, "the index must have x's dimensions and, but for dim, sizes within x's");
+    bool fits = x->ndim == index->ndim || index->ndim == *dim + 1;
+    for (int i = 0; fits && i < index->ndim; i++) fits = i == *dim || index->shape_[i] <= x->shape_[i];
+    return fits ? 0 : ps_rule_fail(f, "the index must have x's dimensions, or those up to dim, and sizes within x's "
+                                   "except along dim");
 }
 
 int infer_gather(ps_infer *f)
 {
     PS_TRY(check_coordinates(f, &((ps_attrs_gather *)f->attrs)->dim));
-    f->out[0] = ps_meta_like(f->in[1]);
-    f->out[0].dtype = f->in[0]->dtype_;
+    f->out[0] = picked_of(f->in[0], f->in[1]);
     return 0;
 }
 
-int infer_scatter_add(ps_infer *f)
+/* The attributes of all ops that scatter begin with `dim`. */
+static int check_scatter(ps_infer *f)
 {
-    PS_TRY(check_coordinates(f, &((ps_attrs_scatter_add *)f->attrs)->dim));
-    if (!ps_same_shape(f->in[1], f->in[2]) || f->in[0]->dtype_ != f->in[2]->dtype_)
-        return ps_rule_fail(f, "src must have the index's shape and x's type");
+    PS_TRY(check_coordinates(f, &((ps_attrs_scatter *)f->attrs)->dim));
+    ps_meta m = picked_of(f->in[0], f->in[1]);
+    const ps_tensor *src = f->in[2];
+    if (src->ndim != m.ndim || memcmp(src->shape_, m.shape, sizeof(int64_t) * (size_t)m.ndim))
+        return ps_rule_fail(f, "src must have the shape of the elements that the index names");
+    return m.dtype == src->dtype_ ? 0 : ps_rule_fail(f, "src must have x's type");
+}
+
+int infer_scatter_(ps_infer *f) { return check_scatter(f); }
+
+int infer_scatter(ps_infer *f)
+{
+    PS_TRY(check_scatter(f));
     f->out[0] = ps_meta_like(f->in[0]);
+    return 0;
+}
+
+int infer_scatter_add(ps_infer *f) { return infer_scatter(f); }
+
+int infer_scatter_reduce(ps_infer *f)
+{
+    const ps_attrs_scatter_reduce *at = f->attrs;
+    if (at->reduce < 0 || at->reduce > 2) return ps_rule_fail(f, "reduce is %d; it is 0, 1 or 2", at->reduce);
+    if (at->reduce == 2 && f->needs) return ps_rule_fail(f, "the product has no gradient; compute it in ps.no_grad");
+    return infer_scatter(f);
+}
+
+int infer_scatter_backward(ps_infer *f)
+{
+    PS_TRY(check_coordinates(f, &((ps_attrs_scatter_backward *)f->attrs)->dim));
+    f->out[0] = ps_meta_like(f->in[0]);
+    f->out[1] = picked_of(f->in[0], f->in[1]);
     return 0;
 }
 
@@ -109,13 +172,61 @@ int grad_gather(ps_grad *g)
     return 0;
 }
 
+static int gathered(ps_grad *g, int32_t dim, ps_tensor **out, ps_tensor *x, ps_tensor *index)
+{
+    ps_attrs_gather attrs = { .dim = dim };
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_run(g, PS_OP_gather, &attrs, all, 2, x, index));
+    *out = all[0];
+    return 0;
+}
+
 int grad_scatter_add(ps_grad *g)
 {
-    ps_tensor *index, *all[PS_MAX_OUT] = { NULL };
+    ps_tensor *index, *dsrc;
     if (ps_grad_wants(g, 0)) ps_grad_give(g, 0, g->dout[0]);
     if (!ps_grad_wants(g, 2)) return 0;
     PS_TRY(ps_grad_in(g, 1, &index));
-    PS_TRY(ps_run(g, PS_OP_gather, g->attrs, all, 2, g->dout[0], index));
-    ps_grad_give(g, 2, all[0]);
+    PS_TRY(gathered(g, ((const ps_attrs_scatter_add *)g->attrs)->dim, &dsrc, g->dout[0], index));
+    ps_grad_give(g, 2, dsrc);
+    return 0;
+}
+
+int grad_scatter(ps_grad *g)
+{
+    ps_tensor *index, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 1, &index));
+    PS_TRY(ps_run(g, PS_OP_scatter_backward, g->attrs, all, 2, g->dout[0], index));
+    if (ps_grad_wants(g, 0)) ps_grad_give(g, 0, all[0]);
+    if (ps_grad_wants(g, 2)) ps_grad_give(g, 2, all[1]);
+    return 0;
+}
+
+/* Elements of x and src that are the result share its gradient, as in PyTorch. */
+int grad_scatter_reduce(ps_grad *g)
+{
+    const ps_attrs_scatter_reduce *at = g->attrs;
+    ps_attrs_scatter_add along = { .dim = at->dim };
+    int dtype = ps_grad_in_meta(g, 0)->dtype;
+    ps_tensor *x, *index, *src, *y, *at_src, *share, *is_x, *is_src, *all[PS_MAX_OUT] = { NULL };
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_grad_in(g, 1, &index));
+    PS_TRY(ps_grad_in(g, 2, &src));
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_run1(g, PS_OP_eq, &is_x, x, y));
+    PS_TRY(ps_cast(g, &is_x, is_x, dtype));
+    PS_TRY(gathered(g, at->dim, &at_src, y, index));
+    PS_TRY(ps_run1(g, PS_OP_eq, &is_src, src, at_src));
+    PS_TRY(ps_cast(g, &is_src, is_src, dtype));
+    PS_TRY(ps_run(g, PS_OP_scatter_add, &along, all, 3, is_x, index, is_src));
+    PS_TRY(ps_run1(g, PS_OP_div, &share, g->dout[0], all[0]));
+    if (ps_grad_wants(g, 0)) {
+        PS_TRY(ps_run1(g, PS_OP_mul, &is_x, is_x, share));
+        ps_grad_give(g, 0, is_x);
+    }
+    if (!ps_grad_wants(g, 2)) return 0;
+    PS_TRY(gathered(g, at->dim, &share, share, index));
+    PS_TRY(ps_run1(g, PS_OP_mul, &is_src, is_src, share));
+    ps_grad_give(g, 2, is_src);
     return 0;
 }

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[key] and t[key] = value: numbers, ranges, new axes, index tensors and masks, by PyTorch's rules. Numbers, ranges
--- and new axes give a view. Index tensors and masks then copy from that view. Several of them are broadcast together
--- and name one element each. If they are neighbours, the broadcast dimensions stand in their place, else in front.
+-- t[key], t[key] = value and t:index_put(key, value): numbers, ranges, new axes, index tensors and masks, by PyTorch's
+-- rules. Numbers, ranges and new axes give a view. Index tensors and masks then copy from that view, or write into it.
+-- Several of them are broadcast together and name one element each. If they are neighbours, the broadcast dimensions
+-- stand in their place, else in front.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C, ops, caller = native.C, native.ops, native.caller
@@ -38,52 +39,67 @@ local function add(picks, t, d, k, place)
     error(("index %d is a bool tensor without dimensions, which cannot index; write if mask:item() then"):format(place))
   end
   local at = k:nonzero()
-  for i = 0, k.ndim - 1 do picks[#picks + 1] = { d = d + i, index = at:select(1, i):contiguous() } end
+  for i = 0, k.ndim - 1 do picks[#picks + 1] = { d = d + i, index = at:select(1, i) } end
   return k.ndim
 end
 
--- The index tensors as one: its number n stands for element n of the picked dimensions in row-major order. Values are
--- looked at, since one that lies outside of its dimension would name another element.
-local function joined(t, picks)
-  local all
-  for _, pick in ipairs(picks) do
-    local size, index = t:size(pick.d), pick.index:to("int64")
-    if index:numel() > 0 and C.ps_machine_pretended() == 0 then
-      local low, high = index:amin():item(), index:amax():item()
-      if low < 0 or high >= size then
-        error(("index %.0f of dimension %d with size %d, in an index tensor"):format(low < 0 and low or high, pick.d,
-          size))
-      end
-    end
-    all = all and all * size + index or index
-  end
+local function product(list)
+  local n = 1
+  for _, size in ipairs(list) do n = n * size end
+  return n
+end
+
+local function part(list, first, last)
+  local some = {}
+  for i = first, last do some[#some + 1] = list[i] end
+  return some
+end
+
+local function joined(...)
+  local all = {}
+  for i = 1, select("#", ...) do for _, n in ipairs((select(i, ...))) do all[#all + 1] = n end end
   return all
 end
 
--- Copies the elements that index tensors name. picks: {d =, index =}, by rising d.
-local function pick_all(t, picks)
-  if #picks == 1 then return t:index_select(picks[1].d, picks[1].index) end
-  local axes, picked, rest, together = {}, {}, {}, true
+-- What index tensors name in t. picks: { d =, index = }, by rising d.
+--   index: one number for each element of the picked dimensions, which count in row-major order
+--   together: the picked dimensions are neighbours; t is then [outer, rows, inner]
+--   axes: the picked dimensions, then the others; t, so permuted, is [rows, inner]
+--   shape: that of t[key]
+local function named(t, picks)
+  local sizes, dims, picked, shape, indices = {}, {}, {}, t:shape(), {}
+  local p = { axes = {}, together = true, first = picks[1].d, t = t }
   for i, pick in ipairs(picks) do
-    axes[i], picked[pick.d] = pick.d, true
-    together = together and pick.d == picks[1].d + i - 1
+    p.axes[i], picked[pick.d], dims[i], sizes[i], indices[i] = pick.d, true, pick.d, shape[pick.d + 1], pick.index
+    p.together = p.together and pick.d == p.first + i - 1
   end
+  local rest = {}
   for d = 0, t.ndim - 1 do
-    if not picked[d] then axes[#axes + 1], rest[#rest + 1] = d, t:size(d) end
+    if not picked[d] then p.axes[#p.axes + 1], rest[#rest + 1] = d, shape[d + 1] end
   end
-  local rows, width, index = 1, 1, joined(t, picks)
-  for _, pick in ipairs(picks) do rows = rows * t:size(pick.d) end
-  for _, n in ipairs(rest) do width = width * n end
-  local shape = index:shape()
-  for _, n in ipairs(rest) do shape[#shape + 1] = n end
-  local y = ops.embedding(t:permute(axes):reshape(rows, width), index):reshape(shape)
-  local before = picks[1].d
-  if not together or before == 0 or index.ndim == 0 then return y end
-  local order = {}
-  for i = 0, before - 1 do order[#order + 1] = index.ndim + i end
-  for i = 0, index.ndim - 1 do order[#order + 1] = i end
-  for i = index.ndim + before, y.ndim - 1 do order[#order + 1] = i end
-  return y:permute(order)
+  p.index, p.rows = ops.flat_index(indices, sizes, dims), product(sizes)
+  if p.together then
+    local before, after = part(shape, 1, p.first), part(shape, p.first + #picks + 1, #shape)
+    p.outer, p.inner, p.shape = product(before), product(after), joined(before, p.index:shape(), after)
+  else
+    p.outer, p.inner, p.shape = 1, product(rest), joined(p.index:shape(), rest)
+  end
+  return p
+end
+
+-- x [outer, rows, inner], or [rows, inner], and the index for dimension 1 or 0 of it.
+local function parts_of(p, x)
+  local flat = p.index:reshape(-1)
+  if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end
+  return x:reshape(p.outer, p.rows, p.inner), flat:reshape(1, -1):expand(p.outer, flat:size(0)), 1
+end
+
+-- Copies the elements that index tensors name.
+local function pick_all(t, picks)
+  local p = named(t, picks)
+  local x, index, d = parts_of(p, p.together and t or t:permute(p.axes))
+  local y = d == 0 and ops.embedding(x, index) or ops.gather(x, index:contiguous(), d)
+  return y:reshape(p.shape)
 end
 
 -- How many dimensions a key's elements take; more than the tensor has is an error.
@@ -97,15 +113,21 @@ local function check_count(t, key)
   if taken > t.ndim then error(("%d indices for a tensor with %d dimensions"):format(taken, t.ndim)) end
 end
 
-local function of_list(t, key)
+-- The view that numbers, ranges and new axes give, and what index tensors pick of it. An index tensor without
+-- dimensions is a number. writes: it is read, so that the view stays one.
+local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
   for i = 1, #key do
     local k = key[i]
     if type(k) == "number" then t = t:select(d, k)
     elseif is_tensor(k) then
-      if k.ndim == 0 and INTEGER[k.dtype_] then t = t:index_select(d, k)
-      else d = d + add(picks, t, d, k, i) end
+      if k.ndim == 0 and INTEGER[k.dtype_] then
+        if writes then t = t:select(d, k:item())
+        else t = t:index_select(d, ops.flat_index({ k }, { t:size(d) }, { d })) end
+      else
+        d = d + add(picks, t, d, k, i)
+      end
     elseif k == M.newaxis then
       t = t:unsqueeze(d)
       d = d + 1
@@ -116,7 +138,13 @@ local function of_list(t, key)
       error(("index %d is a %s"):format(i, type(k)))
     end
   end
-  return #picks > 0 and pick_all(t, picks) or t
+  return t, picks
+end
+
+local function list_of(key)
+  if type(key) == "number" or is_tensor(key) or key == M.newaxis then return { key } end
+  if type(key) ~= "table" then error("a tensor is indexed with a number, tensor or table, not a " .. type(key)) end
+  return key
 end
 
 --- t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[{index tensor, index tensor}], t[bool tensor].
@@ -125,18 +153,14 @@ end
 ---@return ps.Tensor
 function M.get(t, key)
   if type(key) == "number" then return t:select(0, key) end
-  if is_tensor(key) then
-    if key.dtype_ ~= C.PS_BOOL then return t:index_select(0, key) end
-    if key.ndim == t.ndim then return t:masked_select(key) end
-    return of_list(t, { key })
-  end
-  if type(key) ~= "table" then error("a tensor is indexed with a number, tensor or table, not a " .. type(key)) end
-  if key == M.newaxis then return t:unsqueeze(0) end
-  return of_list(t, key)
+  if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim == t.ndim then return t:masked_select(key) end
+  local view, picks = of_list(t, list_of(key))
+  return #picks > 0 and pick_all(view, picks) or view
 end
 
+-- -- writing --------------------------------------------------------------------------------------------------------
 -- t[mask] = value: a number or a tensor of one element everywhere, else part n of `value` at true element n.
-local function set_masked(t, mask, value)
+local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then
     local shape = mask:shape()
@@ -154,24 +178,103 @@ local function set_masked(t, mask, value)
     if value.ndim == #shape and value:size(0) ~= count and value:size(0) ~= 1 then
       error(("t[mask] = value: the mask has %d true elements, the value has %d"):format(count, value:size(0)))
     end
-    if count == 0 then return end
+    if count == 0 then return t end
     local place = mask:long():reshape(-1):cumsum(0) - 1
     value = value:expand(shape):index_select(0, place:clamp(0)):reshape(t:shape())
   end
-  ops.copy_(t, ops.where(whole, value, t))
+  return ops.where(whole, value, t)
 end
 
---- t[key] = value; a key has numbers, ranges and new axes, or is one mask.
+-- `value` as a tensor of t's type and of a shape that it broadcasts to.
+local function spread(t, value, shape, call)
+  if type(value) == "number" then
+    return create.full(shape, value, { dtype = t:dtype(), device = t:device() })
+  end
+  if caller.tensor(value, call, "the value") == nil then error(call .. ": the value is missing") end
+  local have, extra = value:shape(), value.ndim - #shape
+  for i, n in ipairs(have) do                              -- leading sizes of 1 are dropped, as PyTorch does
+    if i <= extra and n == 1 then have[i] = 0
+    elseif i <= extra or n ~= 1 and n ~= shape[i - extra] then
+      error(("%s: the value has shape [%s], the elements that the key names have [%s]"):format(call,
+        table.concat(value:shape(), ", "), table.concat(shape, ", ")))
+    end
+  end
+  if extra > 0 then value = value:reshape(part(have, extra + 1, #have)) end
+  if value.dtype_ ~= t.dtype_ then value = ops.cast(value, t.dtype_) end
+  return value:expand(shape)
+end
+
+-- Writes a value into a view, at the elements that index tensors name.
+local function put_all(t, picks, value, call)
+  local p = named(t, picks)
+  local src = spread(t, value, p.shape, call)
+  local v = p.together and t or t:permute(p.axes)
+  local in_place = v:is_contiguous()
+  local x, index, d = parts_of(p, v)
+  local shape = d == 0 and { -1, p.inner } or { p.outer, -1, p.inner }
+  if product(p.shape) == 0 then return end
+  src = src:reshape(shape)
+  if in_place then ops.scatter_(x, index, src, d)
+  else ops.copy_(v, ops.scatter(x, index, src, d):reshape(v:shape())) end
+end
+
+-- A write in place is not recorded, so that gradients would be those of the values before it.
+function M.check_gradients(t, value, call, instead)
+  if not scope.grad_enabled() then return end
+  local of = t:needs_grad() and "the tensor" or is_tensor(value) and value:needs_grad() and "the value"
+  if of then
+    error(("%s writes in place, and %s needs a gradient; write y = t:%s, which makes a new tensor and has gradients, "
+      .. "or write in place inside ps.no_grad"):format(call, of, instead))
+  end
+end
+
+--- t[key] = value, in place; not for tensors that need a gradient.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
 function M.set(t, key, value)
-  if is_tensor(key) and key.dtype_ == C.PS_BOOL then return set_masked(t, key, value) end
-  local through = is_tensor(key)                            -- those parts would be copies
-  for i = 1, type(key) == "table" and #key or 0 do through = through or is_tensor(key[i]) end
-  if through then error("assignment through an index tensor is not supported; use ps.where or scatter_add") end
-  local part = M.get(t, key)
-  if type(value) == "number" then part:fill_(value) else part:copy_(value) end
+  local call = "t[key] = value"
+  M.check_gradients(t, value, call, "index_put(key, value)")
+  if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim > 0 then
+    ops.copy_(t, masked(t, key, value))
+    return
+  end
+  local view, picks = of_list(t, list_of(key), true)
+  if #picks > 0 then return put_all(view, picks, value, call) end
+  if type(value) == "number" then view:fill_(value)
+  elseif is_tensor(value) and value.ndim > view.ndim then view:copy_(spread(view, value, view:shape(), call))
+  else view:copy_(value) end
+end
+
+--- A copy of t with a value at the elements that t[key] reads; both have gradients. accumulate: the value is added to
+--- them. If several index tensors name one element, the last value in row-major order stays, or all are added up.
+---@param t ps.Tensor
+---@param key number|ps.Tensor|table
+---@param value number|ps.Tensor
+---@param accumulate? boolean default false
+---@return ps.Tensor of t's shape
+function M.put(t, key, value, accumulate)
+  local call = "index_put"
+  if accumulate ~= nil then caller.typed(accumulate, "boolean", "index_put: accumulate") end
+  if is_tensor(value) and value.dtype_ ~= t.dtype_ then
+    error(("index_put: the value is a tensor of %s, t one of %s; convert with :to"):format(value:dtype(), t:dtype()))
+  end
+  if not accumulate and is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim > 0 then
+    return masked(t, key, value)
+  end
+  local keys = list_of(key)
+  local op = accumulate and ops.scatter_add or ops.scatter
+  local view, picks = of_list(t, keys)
+  if #picks > 0 and #picks == #keys then                   -- nothing but index tensors, from dimension 0 on
+    local p = named(view, picks)
+    if p.together and p.first == 0 then
+      local src = spread(t, value, p.shape, call):reshape(-1, p.inner)
+      return op(t:reshape(p.rows, p.inner), p.index:reshape(-1), src, 0):reshape(t:shape())
+    end
+  end
+  local numbers = M.get(create.arange(t:numel(), { device = t:device() }):reshape(t:shape()), key)
+  local src = spread(t, value, numbers:shape(), call):reshape(-1)
+  return op(t:reshape(-1), numbers:reshape(-1), src, 0):reshape(t:shape())
 end
 
 return M

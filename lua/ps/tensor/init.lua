@@ -24,7 +24,7 @@ M.along_last, M.where = arithmetic.along_last, arithmetic.where
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 local tensor_out = ffi.new("ps_tensor *[1]")
 local double_array = array "double"
-local scalar_like, dim_index = create.scalar_like, create.dim_index
+local dim_index = create.dim_index
 
 -- -- shape, type, place ---------------------------------------------------------------------------------------------
 --- The size of each dimension.
@@ -417,22 +417,15 @@ end
 function T:index_select(d, idx)
   d = dim_index(self, d)
   if not is_tensor(idx) then error("index_select: the index is a " .. type(idx) .. "; it takes a tensor") end
-  if d > 0 and idx.ndim ~= 1 then
-    local shape = self:shape()
-    table.remove(shape, d + 1)
-    for i, n in ipairs(idx:shape()) do table.insert(shape, d + i, n) end
-    return self:index_select(d, idx:reshape(-1)):reshape(shape)
-  end
-  local first = d == 0 and self or self:transpose(0, d):contiguous()
-  local moved = first:shape()
-  local width = 1
-  for i = 2, #moved do width = width * moved[i] end
-  local rows = first:reshape(moved[1], width)
-  local y = ops.embedding(rows, idx)
-  local new = idx:shape()
-  for i = 2, #moved do new[#new + 1] = moved[i] end
-  y = y:reshape(new)
-  return d == 0 and y or y:transpose(0, d)
+  local shape = self:shape()
+  local outer, inner, new = 1, 1, {}
+  for i = 1, d do outer, new[i] = outer * shape[i], shape[i] end
+  for i = d + 2, #shape do inner = inner * shape[i] end
+  for _, n in ipairs(idx:shape()) do new[#new + 1] = n end
+  for i = d + 2, #shape do new[#new + 1] = shape[i] end
+  if d == 0 then return ops.embedding(self:reshape(shape[1], inner), idx):reshape(new) end
+  local index = idx:reshape(1, -1):expand(outer, idx:numel())
+  return ops.gather(self:reshape(outer, shape[d + 1], inner), index, 1):reshape(new)
 end
 
 --- The elements where a mask is true, in row-major order.
@@ -454,25 +447,6 @@ end
 function T:nonzero()
   native.retry(C.ps_tensor_nonzero, self, tensor_out)
   return own(tensor_out[0])
-end
---- Picks elements along dimension d: y[i][j].. = x with coordinate d replaced by idx[i][j]...
----@param d integer
----@param idx ps.Tensor integers, of as many dimensions as x
----@return ps.Tensor of idx's shape
-function T:gather(d, idx) return ops.gather(self, idx, d) end
---- A copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
----@param d integer
----@param idx ps.Tensor integers, of src's shape
----@param src ps.Tensor
----@return ps.Tensor of x's shape
-function T:scatter_add(d, idx, src) return ops.scatter_add(self, idx, src, d) end
---- A copy with a number where a mask is true.
----@param mask ps.Tensor bool, of this shape or one that broadcasts to it
----@param value number
----@return ps.Tensor
-function T:masked_fill(mask, value)
-  caller.typed(value, "number", "masked_fill: the value")
-  return ops.where(mask, scalar_like(self, value), self)
 end
 
 -- -- several tensors ------------------------------------------------------------------------------------------------

@@ -328,10 +328,56 @@ static int embedding_backward(ps_call *call)
     return BY_FLOAT(dy->dtype, run_sums_of, s, n);
 }
 
-/* -- gather and scatter_add ---------------------------------------------------------------------------------------- */
-struct shape { int ndim, dim; int64_t size[PS_MAX_DIMS], stride[PS_MAX_DIMS], src_stride[PS_MAX_DIMS]; };
+/* -- several indices as one ---------------------------------------------------------------------------------------- */
+struct coordinates {
+    int n, ndim, dtype[PS_MAX_DIMS];
+    const void *p[PS_MAX_DIMS];
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS][PS_MAX_DIMS], size[PS_MAX_DIMS];
+};
 
-/* Where x, indexed by the coordinates of element i of `index` with coordinate dim replaced by k, lies. */
+static __global__ void flat_index_kernel(trap_to t, int64_t *y, int64_t n, coordinates c)
+{
+    for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
+        int64_t all = 0;
+        for (int k = 0; k < c.n; k++) {
+            int64_t at = 0, rest = i;
+            for (int d = c.ndim - 1; d >= 0; d--) {
+                at += rest % c.shape[d] * c.stride[k][d];
+                rest /= c.shape[d];
+            }
+            int64_t v = c.dtype[k] == PS_U8 ? ((const uint8_t *)c.p[k])[at] : load_i(c.p[k], c.dtype[k], at);
+            if (v < -c.size[k] || v >= c.size[k]) trap(t, TRAP_INDEX, PS_OP_flat_index, v, i, c.size[k], 0);
+            all = all * c.size[k] + (v < 0 ? v + c.size[k] : v);
+        }
+        y[i] = all;
+    }
+}
+
+static int flat_index(ps_call *call)
+{
+    const ps_attrs_flat_index *a = (const ps_attrs_flat_index *)call->attrs;
+    const ps_view *y = &call->out[0];
+    coordinates c;
+    if (y->numel == 0) return 0;
+    memset(&c, 0, sizeof c);
+    c.n = call->n_in, c.ndim = y->ndim;
+    for (int d = 0; d < y->ndim; d++) c.shape[d] = y->shape[d];
+    for (int k = 0; k < c.n; k++) {
+        const ps_view *v = &call->in[k];
+        c.p[k] = v->data, c.dtype[k] = v->dtype, c.size[k] = a->size[k];
+        for (int e = v->ndim - 1, d = y->ndim - 1; e >= 0; e--, d--)
+            c.stride[k][d] = v->shape[e] == 1 ? 0 : v->stride[e];
+    }
+    PS_LAUNCH(flat_index_kernel, blocks_for(y->numel), THREADS, 0, ps_cu->compute, traps(), (int64_t *)y->data,
+              y->numel, c);
+    return 0;
+}
+
+/* -- gather and scatter -------------------------------------------------------------------------------------------- */
+/* size, stride: of the elements that an index names in x, of which each of its own names `width`. */
+struct shape { int ndim, dim; int64_t width, size[PS_MAX_DIMS], stride[PS_MAX_DIMS]; };
+
+/* Where x, indexed by the coordinates of element i with coordinate dim replaced by k, lies. */
 DEV int64_t picked(const shape &s, int64_t i, int64_t k)
 {
     int64_t at = 0;
@@ -343,14 +389,18 @@ DEV int64_t picked(const shape &s, int64_t i, int64_t k)
     return at;
 }
 
-/* Of x with the sizes of index. */
+/* Of x with the sizes of index, and those of x where the index has ended. */
 static shape shape_of(const ps_view *x, const ps_view *index, int dim)
 {
     shape s;
     memset(&s, 0, sizeof s);
-    s.ndim = index->ndim;
+    s.ndim = x->ndim;
     s.dim = dim < 0 ? dim + x->ndim : dim;
-    for (int d = 0; d < s.ndim; d++) s.size[d] = index->shape[d], s.stride[d] = x->stride[d];
+    s.width = 1;
+    for (int d = 0; d < s.ndim; d++) {
+        s.size[d] = d < index->ndim ? index->shape[d] : x->shape[d], s.stride[d] = x->stride[d];
+        if (d >= index->ndim) s.width *= x->shape[d];
+    }
     return s;
 }
 
@@ -359,8 +409,8 @@ static __global__ void gather_kernel(trap_to t, U *y, const U *x, const void *in
                                      int64_t limit, shape s)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
-        int64_t k = load_i(index, dtype, i);
-        if (k < 0 || k >= limit) trap(t, TRAP_INDEX, PS_OP_gather, k, i, limit, 0);
+        int64_t k = load_i(index, dtype, i / s.width);
+        if (k < 0 || k >= limit) trap(t, TRAP_INDEX, PS_OP_gather, k, i / s.width, limit, 0);
         else y[i] = x[picked(s, i, k)];
     }
 }
@@ -370,15 +420,15 @@ template <class U> static int run_gather(ps_call *call, int dim)
     const ps_view *x = &call->in[0], *index = &call->in[1], *y = &call->out[0];
     shape s = shape_of(x, index, dim);
     auto kernel = gather_kernel<U>;
-    PS_LAUNCH(kernel, blocks_for(index->numel), THREADS, 0, ps_cu->compute, traps(), (U *)y->data, (const U *)x->data,
-              index->data, index->dtype, index->numel, x->ndim > 0 ? x->shape[s.dim] : 1, s);
+    PS_LAUNCH(kernel, blocks_for(y->numel), THREADS, 0, ps_cu->compute, traps(), (U *)y->data, (const U *)x->data,
+              index->data, index->dtype, y->numel, x->ndim > 0 ? x->shape[s.dim] : 1, s);
     return 0;
 }
 
 static int gather(ps_call *call)
 {
     int dim = ((const ps_attrs_gather *)call->attrs)->dim;
-    if (call->in[1].numel == 0) return 0;
+    if (call->out[0].numel == 0) return 0;
     switch (ps_dtype_bytes(call->in[0].dtype)) {
     case 1: return run_gather<uint8_t>(call, dim);
     case 2: return run_gather<uint16_t>(call, dim);
@@ -387,59 +437,181 @@ static int gather(ps_call *call)
     }
 }
 
-/* A thread for each lane along dim of `index`: elements of src that meet do so in one lane, in its order. `sum` is all
- * of x, in A. */
-template <class A>
-static __global__ void scatter_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index, int dtype,
-                                      int64_t lanes, int64_t limit, shape s)
+/* The elements of an index along dim make a lane, which one thread takes in its order: elements of src that meet do so
+ * in one lane. Calls fn(i, k) for element i of src, whose element of the index is k. back: from the last one on. */
+template <class F>
+DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lanes, int64_t limit, const shape &s,
+                   bool back, F fn)
 {
-    int64_t inner = 1, n = s.ndim > 0 ? s.size[s.dim] : 1;
+    int64_t inner = 1, n = s.size[s.dim];
     for (int d = s.dim + 1; d < s.ndim; d++) inner *= s.size[d];
     for (int64_t lane = FIRST_ELEMENT; lane < lanes; lane += ALL_THREADS) {
         int64_t first = lane / inner * n * inner + lane % inner;
         for (int64_t j = 0; j < n; j++) {
-            int64_t i = first + j * inner, k = load_i(index, dtype, i), rest = i, from = 0;
-            if (k < 0 || k >= limit) {
-                trap(t, TRAP_INDEX, PS_OP_scatter_add, k, i, limit, 0);
-                continue;
-            }
-            for (int d = s.ndim - 1; d >= 0; d--) {
-                from += rest % s.size[d] * s.src_stride[d];
-                rest /= s.size[d];
-            }
-            sum[picked(s, i, k)] += access<A>::load(src, src_type, from);
+            int64_t i = first + (back ? n - 1 - j : j) * inner, k = load_i(index, dtype, i / s.width);
+            if (k < 0 || k >= limit) trap(t, TRAP_INDEX, op, k, i / s.width, limit, 0);
+            else fn(i, k);
         }
     }
 }
 
-static int scatter_add(ps_call *call)
+/* `sum` is all of x, in A. */
+template <class A>
+static __global__ void scatter_add_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index,
+                                          int dtype, int64_t lanes, int64_t limit, shape s)
+{
+    for_lanes(t, PS_OP_scatter_add, index, dtype, lanes, limit, s, false, [=](int64_t i, int64_t k) {
+        sum[picked(s, i, k)] += access<A>::load(src, src_type, i);
+    });
+}
+
+template <class A> DEV A joined(A a, A b, int reduce)
+{
+    if (reduce == 2) return a * b;
+    if (a != a || b != b) return a != a ? a : b;
+    return (reduce == 0) == (a > b) ? a : b;
+}
+
+template <class A>
+static __global__ void scatter_reduce_kernel(trap_to t, A *all, const void *src, int src_type, const void *index,
+                                             int dtype, int64_t lanes, int64_t limit, shape s, int reduce)
+{
+    for_lanes(t, PS_OP_scatter_reduce, index, dtype, lanes, limit, s, false, [=](int64_t i, int64_t k) {
+        A &to = all[picked(s, i, k)];
+        to = joined<A>(to, access<A>::load(src, src_type, i), reduce);
+    });
+}
+
+template <class U>
+static __global__ void scatter_kernel(trap_to t, U *y, const U *src, const void *index, int dtype, int64_t lanes,
+                                      int64_t limit, shape s, int op)
+{
+    for_lanes(t, op, index, dtype, lanes, limit, s, false, [=](int64_t i, int64_t k) { y[picked(s, i, k)] = src[i]; });
+}
+
+template <class U>
+static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const void *index, int dtype, int64_t lanes,
+                                               int64_t limit, shape s)
+{
+    for_lanes(t, PS_OP_scatter_backward, index, dtype, lanes, limit, s, true, [=](int64_t i, int64_t k) {
+        U &from = dx[picked(s, i, k)];
+        dsrc[i] = from;
+        from = 0;
+    });
+}
+
+/* Lanes of what an index names; 0: nothing. */
+static int64_t lanes_of(const ps_view *index, const shape &s)
+{
+    return index->numel == 0 ? 0 : index->numel * s.width / s.size[s.dim];
+}
+
+/* x in fp64 or int64, joined with src. reduce: that of scatter_reduce; -1: the sum. */
+static int joined_in_scratch(ps_call *call, int dim, int reduce)
 {
     const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];
     bool floats = ps_dtype_is_float(x->dtype);
     if (x->numel == 0) return 0;
-    ps_view sum = *x;                                /* in fp64 or int64, the same shape */
-    sum.dtype = floats ? PS_F64 : PS_I64;
-    sum.data = call->scratch(call, (size_t)x->numel * 8);
-    if (!sum.data) return PS_ENOMEM;
-    PS_TRY(ps_cuda_copy(&sum, x));
-    if (index->numel > 0) {
-        shape s = shape_of(x, index, ((const ps_attrs_scatter_add *)call->attrs)->dim);
-        for (int d = 0; d < src->ndim; d++) s.src_stride[d] = src->stride[d];
-        int64_t lanes = s.ndim > 0 ? index->numel / s.size[s.dim] : 1, limit = x->ndim > 0 ? x->shape[s.dim] : 1;
-        if (floats)
-            PS_LAUNCH(scatter_kernel<double>, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(),
-                      (double *)sum.data, src->data, src->dtype, index->data, index->dtype, lanes, limit, s);
-        else
-            PS_LAUNCH(scatter_kernel<int64_t>, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(),
-                      (int64_t *)sum.data, src->data, src->dtype, index->data, index->dtype, lanes, limit, s);
+    ps_view all = *x;
+    all.dtype = floats ? PS_F64 : PS_I64;
+    all.data = call->scratch(call, (size_t)x->numel * 8);
+    if (!all.data) return PS_ENOMEM;
+    PS_TRY(ps_cuda_copy(&all, x));
+    shape s = shape_of(x, index, dim);
+    int64_t lanes = lanes_of(index, s), limit = x->shape[s.dim];
+    if (lanes > 0 && reduce >= 0 && floats)
+        PS_LAUNCH(scatter_reduce_kernel<double>, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(),
+                  (double *)all.data, src->data, src->dtype, index->data, index->dtype, lanes, limit, s, reduce);
+    else if (lanes > 0 && reduce >= 0)
+        PS_LAUNCH(scatter_reduce_kernel<int64_t>, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(),
+                  (int64_t *)all.data, src->data, src->dtype, index->data, index->dtype, lanes, limit, s, reduce);
+    else if (lanes > 0 && floats)
+        PS_LAUNCH(scatter_add_kernel<double>, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(),
+                  (double *)all.data, src->data, src->dtype, index->data, index->dtype, lanes, limit, s);
+    else if (lanes > 0)
+        PS_LAUNCH(scatter_add_kernel<int64_t>, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(),
+                  (int64_t *)all.data, src->data, src->dtype, index->data, index->dtype, lanes, limit, s);
+    return ps_cuda_copy(y, &all);
+}
+
+static int scatter_add(ps_call *call)
+{
+    return joined_in_scratch(call, ((const ps_attrs_scatter_add *)call->attrs)->dim, -1);
+}
+
+static int scatter_reduce(ps_call *call)
+{
+    const ps_attrs_scatter_reduce *a = (const ps_attrs_scatter_reduce *)call->attrs;
+    return joined_in_scratch(call, a->dim, a->reduce);
+}
+
+template <class U> static int put(const ps_view *y, const ps_view *index, const ps_view *src, int dim, int op)
+{
+    shape s = shape_of(y, index, dim);
+    int64_t lanes = lanes_of(index, s);
+    auto kernel = scatter_kernel<U>;
+    if (lanes > 0)
+        PS_LAUNCH(kernel, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(), (U *)y->data, (const U *)src->data,
+                  index->data, index->dtype, lanes, y->shape[s.dim], s, op);
+    return 0;
+}
+
+static int put_any(const ps_view *y, const ps_view *index, const ps_view *src, int dim, int op)
+{
+    switch (ps_dtype_bytes(y->dtype)) {
+    case 1: return put<uint8_t>(y, index, src, dim, op);
+    case 2: return put<uint16_t>(y, index, src, dim, op);
+    case 4: return put<uint32_t>(y, index, src, dim, op);
+    default: return put<uint64_t>(y, index, src, dim, op);
     }
-    return ps_cuda_copy(y, &sum);
+}
+
+static int scatter(ps_call *call)
+{
+    PS_TRY(ps_cuda_copy(&call->out[0], &call->in[0]));
+    int dim = ((const ps_attrs_scatter *)call->attrs)->dim;
+    return put_any(&call->out[0], &call->in[1], &call->in[2], dim, PS_OP_scatter);
+}
+
+static int scatter_(ps_call *call)
+{
+    int dim = ((const ps_attrs_scatter_ *)call->attrs)->dim;
+    return put_any(&call->in[0], &call->in[1], &call->in[2], dim, PS_OP_scatter_);
+}
+
+template <class U> static int take(const ps_view *dx, const ps_view *index, const ps_view *dsrc, int dim)
+{
+    shape s = shape_of(dx, index, dim);
+    int64_t lanes = lanes_of(index, s);
+    auto kernel = scatter_backward_kernel<U>;
+    if (lanes > 0)
+        PS_LAUNCH(kernel, blocks_for(lanes), THREADS, 0, ps_cu->compute, traps(), (U *)dx->data, (U *)dsrc->data,
+                  index->data, index->dtype, lanes, dx->shape[s.dim], s);
+    return 0;
+}
+
+static int scatter_backward(ps_call *call)
+{
+    const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];
+    int dim = ((const ps_attrs_scatter_backward *)call->attrs)->dim;
+    PS_TRY(ps_cuda_copy(dx, dy));
+    switch (ps_dtype_bytes(dy->dtype)) {
+    case 1: return take<uint8_t>(dx, index, dsrc, dim);
+    case 2: return take<uint16_t>(dx, index, dsrc, dim);
+    case 4: return take<uint32_t>(dx, index, dsrc, dim);
+    default: return take<uint64_t>(dx, index, dsrc, dim);
+    }
 }
 
 void ps_cuda_fill_table(ps_kernel *k)
 {
     k[PS_OP_embedding] = embedding;
     k[PS_OP_embedding_backward] = embedding_backward;
+    k[PS_OP_flat_index] = flat_index;
     k[PS_OP_gather] = gather;
     k[PS_OP_scatter_add] = scatter_add;
+    k[PS_OP_scatter_reduce] = scatter_reduce;
+    k[PS_OP_scatter] = scatter;
+    k[PS_OP_scatter_] = scatter_;
+    k[PS_OP_scatter_backward] = scatter_backward;
 }

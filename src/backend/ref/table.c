@@ -69,14 +69,52 @@ int ref_embedding_backward(ps_call *call)
     return 0;
 }
 
-/* x indexed by the coordinates of element i of `index`, with coordinate dim replaced by that element. */
-static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t i)
+/* The place of element i of y in v, whose shape broadcasts to y's. */
+static int64_t broadcast_at(const ps_view *v, const ps_view *y, int64_t i)
+{
+    int64_t at = 0;
+    for (int d = y->ndim - 1, e = v->ndim - 1; e >= 0; d--, e--) {
+        if (v->shape[e] != 1) at += i % y->shape[d] * v->stride[e];
+        i /= y->shape[d];
+    }
+    return at;
+}
+
+int ref_flat_index(ps_call *call)
+{
+    const ps_attrs_flat_index *a = call->attrs;
+    const ps_view *y = &call->out[0];
+    for (int64_t i = 0; i < y->numel; i++) {
+        int64_t all = 0;
+        for (int k = 0; k < call->n_in; k++) {
+            int64_t size = a->size[k], index = ref_load_int(&call->in[k], broadcast_at(&call->in[k], y, i));
+            if (index < -size || index >= size)
+                return ps_fail(PS_ERANGE, "index %" PRId64 " of dimension %d with size %" PRId64 ", in an index tensor",
+                               index, a->dim[k], size);
+            all = all * size + (index < 0 ? index + size : index);
+        }
+        ref_store_int(y, i, all);
+    }
+    return 0;
+}
+
+/* How many elements of x an element of `index` names: those of the dimensions after dim if the index ends there, else
+ * one. */
+static int64_t width_of(const ps_view *x, const ps_view *index)
+{
+    int64_t width = 1;
+    for (int d = index->ndim; d < x->ndim; d++) width *= x->shape[d];
+    return width;
+}
+
+/* x indexed by the coordinates of the i-th named element, with coordinate dim replaced by its element of `index`. */
+static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
-    for (int d = index->ndim - 1; d >= 0; d--) {
-        int64_t coordinate = rest % index->shape[d];
-        rest /= index->shape[d];
-        at += (d == dim ? ref_load_int(index, i) : coordinate) * x->stride[d];
+    for (int d = x->ndim - 1; d >= 0; d--) {
+        int64_t size = d < index->ndim ? index->shape[d] : x->shape[d], coordinate = rest % size;
+        rest /= size;
+        at += (d == dim ? ref_load_int(index, i / width) : coordinate) * x->stride[d];
     }
     return at;
 }
@@ -86,37 +124,118 @@ int ref_gather(ps_call *call)
     const ps_attrs_gather *a = call->attrs;
     const ps_view *x = &call->in[0], *index = &call->in[1], *y = &call->out[0];
     int dim = ref_dim(x, a->dim);
-    int64_t size = ps_dtype_bytes(x->dtype);
+    int64_t size = ps_dtype_bytes(x->dtype), width = width_of(x, index);
     PS_TRY(ref_check_index(index, x->ndim > 0 ? x->shape[dim] : 1));
-    for (int64_t i = 0; i < index->numel; i++) {
-        const char *from = (const char *)x->data + picked(x, index, dim, i) * size;
+    for (int64_t i = 0; i < index->numel * width; i++) {
+        const char *from = (const char *)x->data + picked(x, index, dim, width, i) * size;
         memcpy((char *)y->data + i * size, from, (size_t)size);
     }
     return 0;
 }
 
-/* Floats are summed in double and rounded once, integers exactly. src may be larger than index, as in PyTorch. */
+/* Floats are summed in double and rounded once, integers exactly. */
 int ref_scatter_add(ps_call *call)
 {
     const ps_attrs_scatter_add *a = call->attrs;
-    const ps_view *x = &call->in[0], *index = &call->in[1], *y = &call->out[0];
-    ps_view src = call->in[2];
+    const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];
     int dim = ref_dim(x, a->dim);
+    int64_t width = width_of(x, index), n = index->numel * width;
     PS_TRY(ref_check_index(index, x->ndim > 0 ? x->shape[dim] : 1));
-    for (int d = 0; d < src.ndim; d++) src.shape[d] = index->shape[d];
     if (!ps_dtype_is_float(x->dtype)) {
         ref_copy(y, x);
-        for (int64_t i = 0; i < index->numel; i++) {
-            int64_t at = picked(x, index, dim, i);
-            uint64_t sum = (uint64_t)ref_load_int(y, at) + (uint64_t)ref_load_int(&src, ref_at(&src, i));
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = picked(x, index, dim, width, i);
+            uint64_t sum = (uint64_t)ref_load_int(y, at) + (uint64_t)ref_load_int(src, i);
             ref_store_int(y, at, (int64_t)sum);
         }
         return 0;
     }
     double *sum;
     PS_TRY(ref_dense(call, x, &sum));
-    for (int64_t i = 0; i < index->numel; i++) sum[picked(x, index, dim, i)] += ref_load(&src, ref_at(&src, i));
+    for (int64_t i = 0; i < n; i++) sum[picked(x, index, dim, width, i)] += ref_load(src, i);
     ref_put(y, sum, false);
+    return 0;
+}
+
+static void put_all(const ps_view *y, const ps_view *index, const ps_view *src, int dim)
+{
+    int64_t size = ps_dtype_bytes(y->dtype), width = width_of(y, index);
+    for (int64_t i = 0; i < index->numel * width; i++)
+        memcpy((char *)y->data + picked(y, index, dim, width, i) * size, (const char *)src->data + i * size,
+               (size_t)size);
+}
+
+int ref_scatter_(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *index = &call->in[1];
+    int dim = ref_dim(x, ((const ps_attrs_scatter_ *)call->attrs)->dim);
+    PS_TRY(ref_check_index(index, x->shape[dim]));
+    put_all(x, index, &call->in[2], dim);
+    return 0;
+}
+
+int ref_scatter(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *index = &call->in[1];
+    int dim = ref_dim(x, ((const ps_attrs_scatter *)call->attrs)->dim);
+    PS_TRY(ref_check_index(index, x->shape[dim]));
+    ref_copy(&call->out[0], x);
+    put_all(&call->out[0], index, &call->in[2], dim);
+    return 0;
+}
+
+/* From the last element of the index on, so that an earlier one of the same place finds 0 there. */
+int ref_scatter_backward(ps_call *call)
+{
+    const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];
+    int dim = ref_dim(dy, ((const ps_attrs_scatter_backward *)call->attrs)->dim);
+    int64_t width = width_of(dy, index);
+    PS_TRY(ref_check_index(index, dy->shape[dim]));
+    ref_copy(dx, dy);
+    for (int64_t i = index->numel * width - 1; i >= 0; i--) {
+        int64_t at = picked(dx, index, dim, width, i);
+        ref_store(dsrc, i, ref_load(dx, at));
+        ref_store(dx, at, 0);
+    }
+    return 0;
+}
+
+static double joined(double a, double b, int reduce)
+{
+    if (reduce == 2) return a * b;
+    if (isnan(a) || isnan(b)) return NAN;
+    return (reduce == 0) == (a > b) ? a : b;
+}
+
+static int64_t joined_int(int64_t a, int64_t b, int reduce)
+{
+    if (reduce == 2) return (int64_t)((uint64_t)a * (uint64_t)b);
+    return (reduce == 0) == (a > b) ? a : b;
+}
+
+/* Floats are multiplied in double and rounded once. */
+int ref_scatter_reduce(ps_call *call)
+{
+    const ps_attrs_scatter_reduce *a = call->attrs;
+    const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2], *y = &call->out[0];
+    int dim = ref_dim(x, a->dim);
+    int64_t width = width_of(x, index), n = index->numel * width;
+    PS_TRY(ref_check_index(index, x->shape[dim]));
+    if (!ps_dtype_is_float(x->dtype)) {
+        ref_copy(y, x);
+        for (int64_t i = 0; i < n; i++) {
+            int64_t at = picked(x, index, dim, width, i);
+            ref_store_int(y, at, joined_int(ref_load_int(y, at), ref_load_int(src, i), a->reduce));
+        }
+        return 0;
+    }
+    double *all;
+    PS_TRY(ref_dense(call, x, &all));
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = picked(x, index, dim, width, i);
+        all[at] = joined(all[at], ref_load(src, i), a->reduce);
+    }
+    ref_put(y, all, false);
     return 0;
 }
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Lookups: embedding and its gradient, gather and scatter_add along a dimension; compiled once per instruction set.
+ * Lookups: embedding and its gradient, gather and scatter along a dimension; compiled once per instruction set.
  * Invariants: every index is checked before anything is written. The embedding's gradient sorts positions by index
  * (stable), sums the rows of one index in fp32 in the order of positions and rounds once; a destination row belongs to
  * one thread at a time, so there are no atomics and the thread count changes nothing. */
@@ -140,25 +140,66 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* -- gather and scatter_add, where only the indexed dimension's size differs ------------------------------------- */
-struct along { int64_t outer, n, inner, size; };   /* index is [outer, n, inner], x is [outer, size, inner] */
+/* One index, without gaps. */
+static int flat_index(ps_call *call)
+{
+    const struct ps_attrs_flat_index *a = call->attrs;
+    const ps_view *index = &call->in[0];
+    int64_t *y = call->out[0].data, size = a->size[0], bad = 0;
+    if (call->n_in != 1 || !index_usable(index) || !view_flat(&call->out[0])) return PS_EUNSUP;
+    bool wide = index->dtype == PS_I64;
+    for (int64_t i = 0; i < index->numel; i++) {
+        int64_t k = wide ? ((const int64_t *)index->data)[i] : ((const int32_t *)index->data)[i];
+        bad |= k < -size || k >= size;
+        y[i] = k < 0 ? k + size : k;
+    }
+    return bad ? PS_EUNSUP : 0;                    /* the reference names it */
+}
+
+/* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
+/* x is [outer, size, inner]; index is [outer, n, inner], or, if it is `whole`, [outer, n]. */
+struct along { int64_t outer, n, inner, size; bool whole; };
 
 static bool split_along(const ps_view *x, const ps_view *index, int dim, struct along *a)
 {
     if (dim < 0) dim += x->ndim;
-    if (x->ndim != index->ndim || dim < 0 || dim >= x->ndim) return false;
-    *a = (struct along){ 1, index->shape[dim], 1, x->shape[dim] };
+    if (dim < 0 || dim >= x->ndim || dim >= index->ndim) return false;
+    *a = (struct along){ 1, index->shape[dim], 1, x->shape[dim], index->ndim < x->ndim };
     for (int d = 0; d < x->ndim; d++) {
-        if (d != dim && x->shape[d] != index->shape[d]) return false;
+        if (d != dim && d < index->ndim && x->shape[d] != index->shape[d]) return false;
         if (d < dim) a->outer *= x->shape[d];
         if (d > dim) a->inner *= x->shape[d];
     }
+    a->whole = a->whole || a->inner == 1;
     return true;
 }
-#define GATHER(type) \
-    for (int64_t i = 0; i < a.n * a.inner; i++) \
-        ((type *)y->data)[o * a.n * a.inner + i] = ((const type *)x->data)[ \
-            (o * a.size + ps_index_at(index, o * a.n * a.inner + i)) * a.inner + i % a.inner]
+
+static const void *index_from(const ps_view *index, int64_t at)
+{
+    return (const char *)index->data + at * ps_dtype_bytes(index->dtype);
+}
+
+/* The number i of indices of type int64 (wide) or int32. */
+static inline int64_t number(const void *index, bool wide, int64_t i)
+{
+    return wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
+}
+
+#define PICK_N(type, wide) \
+    for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[number(index, wide, i) * step + i * move]
+#define PICK(type) do { if (wide) PICK_N(type, true); else PICK_N(type, false); } while (0)
+
+/* to[i] = from[index[i] * step + i * move], of n elements of `size` bytes. */
+static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
+                 int64_t size)
+{
+    if (size == 1) PICK(uint8_t);
+    else if (size == 2) PICK(uint16_t);
+    else if (size == 4) PICK(uint32_t);
+    else PICK(uint64_t);
+}
+
+enum { PICKS = 4096 };                       /* elements that a thread picks at a time */
 
 static int gather(ps_call *call)
 {
@@ -169,36 +210,177 @@ static int gather(ps_call *call)
         !split_along(x, index, ((const struct ps_attrs_gather *)call->attrs)->dim, &a))
         return PS_EUNSUP;
     PS_TRY(ps_check_indices(index, a.size));
-    int64_t size = ps_dtype_bytes(x->dtype);
-#pragma omp parallel for schedule(static) if (index->numel >= PS_PAR_MIN)
-    for (int64_t o = 0; o < a.outer; o++) {
-        if (size == 1) GATHER(uint8_t);
-        else if (size == 2) GATHER(uint16_t);
-        else if (size == 4) GATHER(uint32_t);
-        else GATHER(uint64_t);
+    if (y->numel == 0) return 0;
+    int64_t size = ps_dtype_bytes(x->dtype), row = a.inner * size, block = a.size * row;
+    bool wide = index->dtype == PS_I64;
+    const char *from = x->data;
+    char *to = y->data;
+    if (a.inner == 1) {
+        int64_t parts = (a.n + PICKS - 1) / PICKS;
+#pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
+        for (int64_t job = 0; job < a.outer * parts; job++) {
+            int64_t o = job / parts, first = job % parts * PICKS, at = o * a.n + first;
+            pick(to + at * size, from + o * block, index_from(index, at), wide,
+                 a.n - first < PICKS ? a.n - first : PICKS, 1, 0, size);
+        }
+        return 0;
+    }
+#pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
+    for (int64_t r = 0; r < a.outer * a.n; r++) {
+        const char *here = from + r / a.n * block;
+        if (a.whole) memcpy(to + r * row, here + number(index->data, wide, r) * row, (size_t)row);
+        else pick(to + r * row, here, index_from(index, r * a.inner), wide, a.inner, a.inner, 1, size);
     }
     return 0;
 }
-/* fp32 only: other types have a rounding at each addition that belongs to the reference. */
-static int scatter_add(ps_call *call)
-{
-    const ps_view *x = &call->in[0], *index = &call->in[1], *src = &call->in[2];
-    ps_view *y = &call->out[0];
+
+/* What scatters share: columns [first, last) of one outer part, whose elements of the index come in their order. */
+struct scatter {
     struct along a;
-    if (!index_usable(index) || x->dtype != PS_F32 || src->dtype != PS_F32 || y->dtype != PS_F32 || !view_flat(x) ||
-        !view_flat(y) || !view_flat(src) || src->numel != index->numel ||
-        !split_along(x, index, ((const struct ps_attrs_scatter_add *)call->attrs)->dim, &a))
-        return PS_EUNSUP;
-    PS_TRY(ps_check_indices(index, a.size));
-#pragma omp parallel for schedule(static) if (x->numel + src->numel >= PS_PAR_MIN)
-    for (int64_t o = 0; o < a.outer; o++) {
-        float *to = (float *)y->data + o * a.size * a.inner;
-        const float *from = (const float *)src->data + o * a.n * a.inner;
-        memmove(to, (const float *)x->data + o * a.size * a.inner, (size_t)(a.size * a.inner) * sizeof *to);
-        for (int64_t i = 0; i < a.n * a.inner; i++)
-            to[ps_index_at(index, o * a.n * a.inner + i) * a.inner + i % a.inner] += from[i];
+    const void *index;                /* [outer, n] or [outer, n, inner] */
+    bool wide;
+    char *to;                         /* [outer, size, inner] */
+    char *src;                        /* [outer, n, inner] */
+    int64_t size;                     /* bytes of an element */
+    int dtype;
+};
+
+/* Where element j of the index of part o puts column c. */
+static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
+{
+    int64_t r = o * s->a.n + j;
+    return (o * s->a.size + number(s->index, wide, s->a.whole ? r : r * s->a.inner + c)) * s->a.inner + c;
+}
+
+#define ADD_ALL(type, wide) \
+    for (int64_t j = 0; j < s->a.n; j++) { \
+        const type *from = (const type *)s->src + (o * s->a.n + j) * s->a.inner; \
+        type *to = (type *)s->to; \
+        if (s->a.whole) { \
+            to += place(s, wide, o, j, 0); \
+            PS_SIMD_LOOP for (int64_t c = first; c < last; c++) to[c] += from[c]; \
+        } else \
+            for (int64_t c = first; c < last; c++) to[place(s, wide, o, j, c)] += from[c]; \
+    }
+#define ADD(type) do { if (s->wide) ADD_ALL(type, true) else ADD_ALL(type, false) } while (0)
+#define PS_SIMD_LOOP _Pragma("omp simd")
+
+static void add_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
+{
+    if (s->dtype == PS_F32) ADD(float);
+    else if (s->dtype == PS_I64) ADD(uint64_t);
+    else ADD(uint32_t);
+}
+
+#define PUT_ALL(type) \
+    for (int64_t j = 0; j < s->a.n; j++) \
+        for (int64_t c = first; c < last; c++) \
+            ((type *)s->to)[place(s, s->wide, o, j, c)] = ((const type *)s->src)[(o * s->a.n + j) * s->a.inner + c]
+#define TAKE_ALL(type) \
+    for (int64_t j = s->a.n - 1; j >= 0; j--) \
+        for (int64_t c = first; c < last; c++) { \
+            type *to = (type *)s->to + place(s, s->wide, o, j, c); \
+            ((type *)s->src)[(o * s->a.n + j) * s->a.inner + c] = *to; \
+            *to = 0; \
+        }
+
+static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
+{
+    if (s->a.whole && s->a.inner > 1) {
+        for (int64_t j = 0; j < s->a.n; j++)
+            memcpy(s->to + place(s, s->wide, o, j, first) * s->size,
+                   s->src + ((o * s->a.n + j) * s->a.inner + first) * s->size, (size_t)((last - first) * s->size));
+    } else if (s->size == 1) PUT_ALL(uint8_t);
+    else if (s->size == 2) PUT_ALL(uint16_t);
+    else if (s->size == 4) PUT_ALL(uint32_t);
+    else PUT_ALL(uint64_t);
+}
+
+/* The gradient of put_columns: src takes what lies in its places, from the last element of the index on, and leaves 0
+ * there. */
+static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
+{
+    if (s->size == 2) TAKE_ALL(uint16_t)
+    else if (s->size == 4) TAKE_ALL(uint32_t)
+    else TAKE_ALL(uint64_t)
+}
+
+enum { SCATTER_COLUMNS = 1024 };
+
+/* Copies x to `to`, where those are two, and calls fn for all parts and columns. */
+static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
+                       void (*fn)(const struct scatter *, int64_t, int64_t, int64_t))
+{
+    int64_t parts = (s->a.inner + SCATTER_COLUMNS - 1) / SCATTER_COLUMNS, row = s->a.inner * s->size,
+            block = s->a.size * row;
+    bool copies = s->to != x->data;
+    if (x->numel + work == 0) return 0;
+    if (copies && s->a.outer == 1 && x->numel >= PS_PAR_MIN) {
+#pragma omp parallel for schedule(static)
+        for (int64_t k = 0; k < s->a.size; k++) memcpy(s->to + k * row, (const char *)x->data + k * row, (size_t)row);
+        copies = false;
+    }
+#pragma omp parallel for schedule(static) if (x->numel + work >= PS_PAR_MIN)
+    for (int64_t o = 0; o < s->a.outer; o++) {
+        if (copies) memcpy(s->to + o * block, (const char *)x->data + o * block, (size_t)block);
+        if (s->a.outer == 1) continue;
+        fn(s, o, 0, s->a.inner);
+    }
+    if (s->a.outer != 1) return 0;
+#pragma omp parallel for schedule(static) if (work >= PS_PAR_MIN)
+    for (int64_t p = 0; p < parts; p++) {
+        int64_t first = p * SCATTER_COLUMNS, last = first + SCATTER_COLUMNS;
+        fn(s, 0, first, last < s->a.inner ? last : s->a.inner);
     }
     return 0;
+}
+
+/* Fills in the fields for x, index, src and the result. */
+static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index, const ps_view *src, const ps_view *y,
+                      int dim)
+{
+    if (!index_usable(index) || x->dtype != src->dtype || x->dtype != y->dtype || !view_flat(x) || !view_flat(y) ||
+        !view_flat(src) || !split_along(x, index, dim, &s->a))
+        return PS_EUNSUP;
+    s->index = index->data, s->wide = index->dtype == PS_I64;
+    s->to = y->data, s->src = src->data, s->size = ps_dtype_bytes(x->dtype), s->dtype = x->dtype;
+    return ps_check_indices(index, s->a.size);
+}
+
+/* fp32 and integers only: other types have a rounding at each addition that belongs to the reference. */
+static int scatter_add(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *src = &call->in[2];
+    int dim = ((const struct ps_attrs_scatter_add *)call->attrs)->dim;
+    struct scatter s;
+    if (x->dtype != PS_F32 && x->dtype != PS_I64 && x->dtype != PS_I32) return PS_EUNSUP;
+    PS_TRY(scatter_of(&s, x, &call->in[1], src, &call->out[0], dim));
+    return run_scatter(&s, x, src->numel, add_columns);
+}
+
+static int scatter(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *src = &call->in[2];
+    struct scatter s;
+    PS_TRY(scatter_of(&s, x, &call->in[1], src, &call->out[0], ((const struct ps_attrs_scatter *)call->attrs)->dim));
+    return run_scatter(&s, x, src->numel, put_columns);
+}
+
+static int scatter_(ps_call *call)
+{
+    const ps_view *x = &call->in[0], *src = &call->in[2];
+    struct scatter s;
+    PS_TRY(scatter_of(&s, x, &call->in[1], src, x, ((const struct ps_attrs_scatter_ *)call->attrs)->dim));
+    return run_scatter(&s, x, src->numel, put_columns);
+}
+
+static int scatter_backward(ps_call *call)
+{
+    const ps_view *dy = &call->in[0], *dsrc = &call->out[1];
+    struct scatter s;
+    int dim = ((const struct ps_attrs_scatter_backward *)call->attrs)->dim;
+    PS_TRY(scatter_of(&s, dy, &call->in[1], dsrc, &call->out[0], dim));
+    return run_scatter(&s, dy, dsrc->numel, take_columns);
 }
 
 void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k);
@@ -206,6 +388,10 @@ void PS_ISA_FN(ps_cpu_fill_table)(ps_kernel *k)
 {
     k[PS_OP_embedding] = embedding;
     k[PS_OP_embedding_backward] = embedding_backward;
+    k[PS_OP_flat_index] = flat_index;
     k[PS_OP_gather] = gather;
     k[PS_OP_scatter_add] = scatter_add;
+    k[PS_OP_scatter] = scatter;
+    k[PS_OP_scatter_] = scatter_;
+    k[PS_OP_scatter_backward] = scatter_backward;
 }

@@ -1,0 +1,342 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Methods of tensors that read and write elements named by indices along a dimension, or by a mask. Those that make a
+-- new tensor have gradients. Those that write in place, with a name that ends in _, refuse tensors that need one.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local indexing = require "ps.tensor.index"
+local tensor = require "ps.tensor"
+local C, ops, caller = native.C, native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local dim_index = create.dim_index
+
+local T = tensor.methods
+
+local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
+
+local function given(t, call, name)
+  return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
+end
+
+-- An index without the dimensions after d if it is expanded along them, as x has them: it then names whole parts, which
+-- is faster.
+local function shortened(x, d, idx)
+  if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
+  local expanded = false
+  for i = d + 1, idx.ndim - 1 do
+    if idx:size(i) ~= x:size(i) then return idx end
+    if idx:size(i) > 1 then
+      if idx:stride(i) ~= 0 then return idx end
+      expanded = true
+    end
+  end
+  for _ = d + 1, expanded and idx.ndim - 1 or d do idx = idx:select(-1, 0) end
+  return idx
+end
+
+-- d from 0, and the index; both checked.
+local function along(x, d, idx, call)
+  d = dim_index(x, d)
+  if given(idx, call, "the index").ndim ~= x.ndim then
+    error(("%s: the index has shape %s, the tensor %s: they must have as many dimensions"):format(call, shown(idx),
+      shown(x)))
+  end
+  return d, shortened(x, d, idx)
+end
+
+-- The part of src that an index stands for: src may be larger, as in PyTorch. A number becomes a tensor of the index's
+-- shape.
+local function part_for(x, idx, src, call)
+  if type(src) == "number" then
+    return create.full(idx:shape(), src, { dtype = x:dtype(), device = x:device() })
+  end
+  if given(src, call, "the source").ndim ~= idx.ndim then
+    error(("%s: the source has shape %s, the index %s: they must have as many dimensions"):format(call, shown(src),
+      shown(idx)))
+  end
+  if src.dtype_ ~= x.dtype_ then
+    error(("%s: the source is a tensor of %s, the tensor one of %s; convert with :to"):format(call, src:dtype(),
+      x:dtype()))
+  end
+  for d = 0, src.ndim - 1 do
+    local n = idx:size(d)
+    if src:size(d) < n then
+      error(("%s: the source has shape %s, smaller than the index, %s"):format(call, shown(src), shown(idx)))
+    end
+    if src:size(d) > n then src = src:narrow(d, 0, n) end
+  end
+  return src
+end
+
+--- Picks elements along dimension d: y[i][j].. = x with coordinate d replaced by idx[i][j]...
+---@param d integer
+---@param idx ps.Tensor integers, of as many dimensions as x
+---@return ps.Tensor of idx's shape
+function T:gather(d, idx)
+  local at, short = along(self, d, idx, "gather")
+  return ops.gather(self, short, at)
+end
+
+--- A copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
+---@param d integer
+---@param idx ps.Tensor integers
+---@param src ps.Tensor|number of idx's shape or larger
+---@return ps.Tensor of x's shape
+function T:scatter_add(d, idx, src)
+  local at, short = along(self, d, idx, "scatter_add")
+  return ops.scatter_add(self, short, part_for(self, idx, src, "scatter_add"), at)
+end
+
+local SCATTER = { add = "scatter_add", multiply = "prod" }
+
+--- A copy of x with src at the elements that gather(d, idx) would read. If several elements of src go to one place, the
+--- last in row-major order stays, and the others have gradient 0.
+---@param d integer
+---@param idx ps.Tensor integers
+---@param src ps.Tensor|number of idx's shape or larger
+---@param reduce? "add"|"multiply" joins src to the elements; "multiply" has no gradient
+---@return ps.Tensor of x's shape
+function T:scatter(d, idx, src, reduce)
+  if reduce ~= nil then
+    local how = caller.one_of(reduce, SCATTER, "scatter: reduce")
+    if how == "scatter_add" then return self:scatter_add(d, idx, src) end
+    return self:scatter_reduce(d, idx, src, how)
+  end
+  local at, short = along(self, d, idx, "scatter")
+  return ops.scatter(self, short, part_for(self, idx, src, "scatter"), at)
+end
+
+-- The number of scatter_reduce's attribute, and what an element is before anything is joined to it.
+local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
+  prod = { 2, 1 } }
+
+--- A copy of x with elements of src joined to those that gather(d, idx) would read. The largest and the smallest share
+--- the gradient with elements that equal them; the product has no gradient.
+---@param d integer
+---@param idx ps.Tensor integers
+---@param src ps.Tensor|number of idx's shape or larger
+---@param reduce "sum"|"mean"|"amax"|"amin"|"prod"
+---@param include_self? boolean default true; false: x's own elements do not count where something is joined to them
+---@return ps.Tensor of x's shape
+function T:scatter_reduce(d, idx, src, reduce, include_self)
+  local call = "scatter_reduce"
+  local how = caller.one_of(reduce, REDUCE, "scatter_reduce: reduce")
+  if include_self ~= nil then caller.typed(include_self, "boolean", "scatter_reduce: include_self") end
+  local at, short = along(self, d, idx, call)
+  local x, part = self, part_for(self, idx, src, call)
+  if how[1] == 2 and scope.grad_enabled() and (x:needs_grad() or part:needs_grad()) then
+    error("scatter_reduce: a product has no gradient here; write it inside ps.no_grad, or as (x:log()):scatter_add(d, "
+      .. "idx, src:log()):exp() for positive numbers")
+  end
+  if include_self == false then
+    local first = how[2]
+    if not x:is_float() and math.abs(first) == math.huge then
+      error(("%s: include_self = false with %s takes floats, not %s; convert with :double()"):format(call, reduce,
+        x:dtype()))
+    end
+    x = ops.scatter(x, short, create.full(idx:shape(), first, { dtype = x:dtype(), device = x:device() }), at)
+  end
+  if how[1] then return ops.scatter_reduce(x, short, part, at, how[1]) end
+  local sum = ops.scatter_add(x, short, part, at)
+  if reduce == "sum" then return sum end
+  if not x:is_float() then error(("%s: mean takes floats, not %s; convert with :float()"):format(call, x:dtype())) end
+  local count = scope.no_grad(function()
+    local like = { dtype = self:dtype(), device = self:device() }
+    local own = create.full(self:shape(), include_self == false and 0 or 1, like)
+    return ops.scatter_add(own, short, create.full(idx:shape(), 1, like), at):clamp(1)
+  end)
+  return sum / count
+end
+
+-- x as [outer, size, inner] around dimension d, and a list of indices for it.
+local function rows_along(x, d, idx, call)
+  d = dim_index(x, d)
+  if given(idx, call, "the index").ndim > 1 then
+    error(("%s: the index has shape %s; it takes one dimension"):format(call, shown(idx)))
+  end
+  local shape, outer, inner = x:shape(), 1, 1
+  for i = 1, d do outer = outer * shape[i] end
+  for i = d + 2, #shape do inner = inner * shape[i] end
+  local n, flat = idx:numel(), idx:reshape(-1)
+  local whole = { outer, n, inner }
+  if outer == 1 then return x:reshape(shape[d + 1], inner), flat, 0, { n, inner }, d end
+  return x:reshape(outer, shape[d + 1], inner), flat:reshape(1, -1):expand(outer, n), 1, whole, d
+end
+
+-- src as the parts of x at n indices of dimension d, in the shape that rows_along gives.
+local function part_along(x, d, n, src, shape, call)
+  if type(src) == "number" then return create.full(shape, src, { dtype = x:dtype(), device = x:device() }) end
+  local want = x:shape()
+  want[d + 1] = n
+  if given(src, call, "the source").ndim ~= x.ndim or table.concat(src:shape(), ", ") ~= table.concat(want, ", ") then
+    error(("%s: the source has shape %s; for %d indices of dimension %d it must be [%s]"):format(call, shown(src), n, d,
+      table.concat(want, ", ")))
+  end
+  if src.dtype_ ~= x.dtype_ then
+    error(("%s: the source is a tensor of %s, the tensor one of %s; convert with :to"):format(call, src:dtype(),
+      x:dtype()))
+  end
+  return src:reshape(shape)
+end
+
+local function put_along(op, x, d, idx, src, call)
+  local rows, index, at, shape, dim = rows_along(x, d, idx, call)
+  return op(rows, index, part_along(x, dim, idx:numel(), src, shape, call), at):reshape(x:shape())
+end
+
+local ALPHA = { alpha = "number" }
+
+--- A copy of x with alpha times part n of src added to the part at index idx[n] of dimension d, in the order of n.
+---@param d integer
+---@param idx ps.Tensor integers [N]
+---@param src ps.Tensor of x's shape, with N in dimension d
+---@param alpha? number|{alpha?: number} default 1
+---@return ps.Tensor of x's shape
+function T:index_add(d, idx, src, alpha)
+  if type(alpha) == "table" then alpha = caller.options(alpha, "index_add", ALPHA).alpha end
+  if alpha ~= nil and alpha ~= 1 then src = given(src, "index_add", "the source") * alpha end
+  return put_along(ops.scatter_add, self, d, idx, given(src, "index_add", "the source"), "index_add")
+end
+
+--- A copy of x with part n of src in the place of the part at index idx[n] of dimension d; of equal indices the last
+--- counts.
+---@param d integer
+---@param idx ps.Tensor integers [N]
+---@param src ps.Tensor of x's shape, with N in dimension d
+---@return ps.Tensor of x's shape
+function T:index_copy(d, idx, src)
+  return put_along(ops.scatter, self, d, idx, given(src, "index_copy", "the source"), "index_copy")
+end
+
+--- A copy of x with a number in the parts at these indices of dimension d.
+---@param d integer
+---@param idx ps.Tensor integers [N]
+---@param value number|ps.Tensor a number, or a tensor without dimensions
+---@return ps.Tensor of x's shape
+function T:index_fill(d, idx, value)
+  if is_tensor(value) then
+    if value.ndim > 0 then error(("index_fill: the value has shape %s; it takes one number"):format(shown(value))) end
+    local rows, index, at, shape = rows_along(self, d, idx, "index_fill")
+    return ops.scatter(rows, index, value:to(self:dtype()):expand(shape), at):reshape(self:shape())
+  end
+  caller.typed(value, "number", "index_fill: the value")
+  return put_along(ops.scatter, self, d, idx, value, "index_fill")
+end
+
+--- A copy of x with a value at the elements that x[key] reads; x and the value have gradients. If a key names one
+--- element several times, the last value in row-major order stays, or with accumulate all are added up.
+---@param key number|ps.Tensor|table as in x[key]
+---@param value number|ps.Tensor of x's type, and of a shape that broadcasts to x[key]'s
+---@param accumulate? boolean default false; true adds the value to the elements
+---@return ps.Tensor of x's shape
+function T:index_put(key, value, accumulate) return indexing.put(self, key, value, accumulate) end
+
+-- -- masks ----------------------------------------------------------------------------------------------------------
+local function mask_of(x, mask, call)
+  if given(mask, call, "the mask").dtype_ ~= C.PS_BOOL then
+    error(("%s: the mask is a tensor of %s; it takes one of bool, such as m:ne(0)"):format(call, mask:dtype()))
+  end
+  local extra = x.ndim - mask.ndim
+  for i = 0, mask.ndim - 1 do
+    local n = mask:size(i)
+    if extra < 0 or n ~= 1 and n ~= x:size(i + extra) then
+      error(("%s: a mask of shape %s does not broadcast to %s"):format(call, shown(mask), shown(x)))
+    end
+  end
+  return mask
+end
+
+--- A copy with a number where a mask is true.
+---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
+---@param value number|ps.Tensor a number, or a tensor without dimensions, which has a gradient
+---@return ps.Tensor
+function T:masked_fill(mask, value)
+  mask_of(self, mask, "masked_fill")
+  if is_tensor(value) then
+    if value.ndim > 0 then error(("masked_fill: the value has shape %s; it takes one number"):format(shown(value))) end
+    return ops.where(mask, value:to(self:dtype()), self)
+  end
+  caller.typed(value, "number", "masked_fill: the value")
+  return ops.where(mask, create.scalar_like(self, value), self)
+end
+
+--- A copy with the elements of src, in row-major order, where a mask is true.
+---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
+---@param src ps.Tensor of x's type, with at least as many elements as the mask has true ones
+---@return ps.Tensor of x's shape
+function T:masked_scatter(mask, src)
+  local call = "masked_scatter"
+  mask = mask_of(self, mask, call):expand(self:shape()):contiguous():reshape(-1)
+  if given(src, call, "the source").dtype_ ~= self.dtype_ then
+    error(("%s: the source is a tensor of %s, the tensor one of %s; convert with :to"):format(call, src:dtype(),
+      self:dtype()))
+  end
+  if self:numel() == 0 then return self:clone() end
+  if src:numel() < self:numel() then                       -- else it has enough, whatever the mask
+    local count = mask:long():sum():item()
+    if count > src:numel() then
+      error(("%s: the mask has %d true elements, the source only %d"):format(call, count, src:numel()))
+    end
+    if count == 0 then return self:clone() end
+  end
+  local place = (mask:long():cumsum(0) - 1):clamp(0)
+  local picked = ops.embedding(src:reshape(-1, 1), place):reshape(-1)
+  return ops.where(mask, picked, self:reshape(-1)):reshape(self:shape())
+end
+
+-- -- in place -------------------------------------------------------------------------------------------------------
+local SHOWN = { index_put = "index_put(key, value)", scatter = "scatter(d, index, src)",
+  scatter_add = "scatter_add(d, index, src)", index_add = "index_add(d, index, src)",
+  index_copy = "index_copy(d, index, src)", index_fill = "index_fill(d, index, value)",
+  masked_fill = "masked_fill(mask, value)", masked_scatter = "masked_scatter(mask, src)",
+  scatter_reduce = "scatter_reduce(d, index, src, reduce)" }
+
+for name, instead in pairs(SHOWN) do
+  --- As the method without the _, whose arguments it takes, written into the tensor. A tensor or a source that needs a
+  --- gradient is refused.
+  ---@param a any
+  ---@param b? any
+  ---@param c? any
+  ---@param d? any
+  ---@param e? any
+  ---@return ps.Tensor self
+  T[name .. "_"] = function(self, a, b, c, d, e)
+    indexing.check_gradients(self, b, name .. "_", instead)
+    indexing.check_gradients(self, c, name .. "_", instead)
+    ops.copy_(self, scope.no_grad(tensor.exact[name], self, a, b, c, d, e))
+    return self
+  end
+end
+
+--- Writes a value at the elements that x[key] reads, as x[key] = value does.
+---@param key number|ps.Tensor|table
+---@param value number|ps.Tensor
+---@param accumulate? boolean default false; true adds the value to the elements
+---@return ps.Tensor self
+function T:index_put_(key, value, accumulate)
+  if not accumulate then
+    indexing.set(self, key, value)
+    return self
+  end
+  indexing.check_gradients(self, value, "index_put_", SHOWN.index_put)
+  ops.copy_(self, indexing.put(self, key, value, accumulate))
+  return self
+end
+
+local scatter_in_place = T.scatter_
+--- Writes src at the elements that gather(d, idx) would read; if several go to one place, the last stays.
+---@param d integer
+---@param idx ps.Tensor integers
+---@param src ps.Tensor|number of idx's shape or larger
+---@param reduce? "add"|"multiply" joins src to the elements
+---@return ps.Tensor self
+function T:scatter_(d, idx, src, reduce)
+  if reduce ~= nil or not self:is_contiguous() then return scatter_in_place(self, d, idx, src, reduce) end
+  indexing.check_gradients(self, src, "scatter_", SHOWN.scatter)
+  local at, short = along(self, d, idx, "scatter_")
+  ops.scatter_(self, short, part_for(self, idx, src, "scatter_"), at)
+  return self
+end
+
+return {}
