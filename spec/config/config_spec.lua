@@ -72,7 +72,7 @@ describe("config files", function()
       cfg.scheduler.params.warmup_max_lr })
     assert.same({ 4, 1, 4, "bf16" }, { cfg.train_batch_size, cfg.gradient_accumulation_steps,
       cfg.train_micro_batch_size_per_gpu, cfg.precision })
-    has(table.concat(notes, "\n"), '"auto" was taken as the default', "gradient_clipping = 0")
+    has(table.concat(notes, "\n"), '"auto" was replaced by the default', "gradient_clipping = 0")
     has(failure(examples .. "hf_auto.json", { auto = { total_num_steps = "many" } }), "total_num_steps", '"many"')
   end)
 
@@ -101,7 +101,7 @@ describe("config files", function()
       ["gradient_accumulation_steps"] = { 8, "the script's num_micro_batches" } }))
     with_file(".json", '// oslo-config.json\n\n{ // "model": 3\n "seed": 2, "model_parallelism": {"enable": true,'
       .. ' // on\n"pipeline_parallel_size": 4} }//', function(path) assert.same({ 4, 1, 0, 0, 1 }, sizes(path)) end)
-    with_file(".json", '{"seed": / 3}', function(path) has(failure(path), "1:10: '/' is no JSON value") end)
+    with_file(".json", '{"seed": / 3}', function(path) has(failure(path), "1:10: '/' is not a JSON value") end)
   end)
 
   it("count the rows of the processes that have other ones", function()
@@ -196,10 +196,10 @@ describe("config files", function()
 
   it("in JSON are read strictly, with line and column", function()
     for _, case in ipairs {
-      { '{"a": 1,\n "a": 2}', '2:2: the key "a" stands twice' },
+      { '{"a": 1,\n "a": 2}', '2:2: the key "a" occurs twice' },
       { '{"fp16": {"enabled": true,\n\n  "enabled": false}}', "3:3" },
       { '{"a" 1}', "1:6: expected ':'" }, { '{"a": }', "1:7" }, { '{"a": 1,}', "1:9: expected a key" },
-      { '{"a": [1, 2', "1:12: expected ',' or ']', found the end" }, { '{"a": nan}', "1:7: 'nan' is no JSON value" },
+      { '{"a": [1, 2', "1:12: expected ',' or ']', found the end" }, { '{"a": nan}', "1:7: 'nan' is not a JSON value" },
       { '{"a": 01}', "1:7" }, { '{"a": 0x10}', "1:7" }, { '{"a": "x', "1:7: this string does not end" },
       { '{"a": "\\q"}', "unknown escape" }, { '{"a": "\\ud800"}', "surrogate" },
       { "{} x", "1:4: the JSON value ended" },
@@ -236,7 +236,7 @@ describe("config errors", function()
       { "device", "gpu", '"cuda"' }, { "client.mem_tracer.overall_gpu_mem_ratio", 1.01, "up to 1" },
       { "client.mem_tracer.overall_cpu_mem_ratio", 0, "above 0" },
       { "client.mem_tracer.margin_use_ratio", -0.1, "from 0 to 1" },
-      { "gradient_clipping", true, "a number" }, { "gradient_clipping", -2, "0 is off" },
+      { "gradient_clipping", true, "a number" }, { "gradient_clipping", -2, "0 turns clipping off" },
       { "steps_per_print", -1, "at least 0" }, { "data_types.grad_accum_dtype", "int8", '"fp32"' },
       { "fp16", { 1 }, "a table of settings" }, { "zero_optimization", true, "a table of settings" },
       { "train_batch_size", 0, "at least 1" }, { "train_batch_size", 2.5, "whole number" },
@@ -250,9 +250,9 @@ describe("config errors", function()
 
   it("find what an unknown key was meant to be", function()
     for _, case in ipairs {
-      { "stage", "'stage' belongs into zero_optimization" }, { "optimiser", "did you mean 'optimizer'" },
-      { "optimizer.lr", "'lr' belongs into optimizer.params" }, { "optimizer.params.betta", "did you mean 'betas'" },
-      { "fp16.loss_scael", "did you mean 'loss_scale'" }, { "zero_optimization.bf16", "belongs into the top" },
+      { "stage", "'stage' belongs in zero_optimization" }, { "optimiser", "did you mean 'optimizer'" },
+      { "optimizer.lr", "'lr' belongs in optimizer.params" }, { "optimizer.params.betta", "did you mean 'betas'" },
+      { "fp16.loss_scael", "did you mean 'loss_scale'" }, { "zero_optimization.bf16", "belongs in the top level" },
       { "zero_optimization.offload_optimzer", "did you mean 'offload_optimizer'" },
       { "gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'" },
       { "nvme_pth", "did you mean zero_optimization.offload" }, { "memory.disc", "did you mean 'disk'" },
@@ -262,8 +262,8 @@ describe("config errors", function()
       has(failure(nested(case[1], 1)), "unknown key " .. case[1], case[2])
     end
     has(failure { scheduler = { type = "WarmupLR", params = { total_num_steps = 5 } } },
-      "scheduler.params.total_num_steps: WarmupLR has none, it is for WarmupCosineLR and WarmupDecayLR")
-    has(failure { fp16 = { [true] = 1 } }, "no key")
+      "scheduler.params.total_num_steps: WarmupLR does not have it; it is for WarmupCosineLR and WarmupDecayLR")
+    has(failure { fp16 = { [true] = 1 } }, "is not a key")
     assert.equal(1, nearest.distance("lr", "rl"))
     assert.equal(3, nearest.distance("kitten", "sitting"))
   end)
@@ -379,7 +379,7 @@ describe("config values", function()
       end
     end
     assert.equal(MOST, config.read({ seed = MOST }).seed)
-    has(failure { train_micro_batch_size_per_gpu = MOST, gradient_accumulation_steps = 2 }, "samples a step; at most")
+    has(failure { train_micro_batch_size_per_gpu = MOST, gradient_accumulation_steps = 2 }, "per step; the limit is")
     has(failure { memory = { host = 1e308 } }, "memory.host is 1e+308; expected bytes above 0")
     has(failure { fp16 = { enabled = true, loss_scale = 1e308 } }, "fp16.loss_scale is 1e+308; expected a number")
     has(failure { fp16 = { enabled = true, init_scale = 1e308 } }, "fp16.init_scale is 1e+308", "up to 2^127")
@@ -413,7 +413,7 @@ describe("config values", function()
 
   it("take values for \"auto\" by names that keys have", function()
     local given = { optimizer = { params = { lr = "auto" } } }
-    has(failure(given, { auto = { learning_rat = 1 } }), 'auto has "learning_rat", and no key is called so')
+    has(failure(given, { auto = { learning_rat = 1 } }), 'auto has "learning_rat", which is not a key')
     has(failure(given, { auto = { lrr = 1 } }), "did you mean 'lr'?")
     has(failure(given, { auto = { ["optimizer.lr"] = 1 } }), 'auto has "optimizer.lr"')
     assert.equal(3, config.read(given, { auto = { lr = 3, total_num_steps = 4 } }).optimizer.params.lr)
@@ -449,7 +449,7 @@ describe("config values", function()
     assert.is_nil(config.read({}).zero_optimization.offload_optimizer.stays)
     for _, word in ipairs { "none", "cpu" } do
       local _, notes = config.read { device = "sim", zero_optimization = { offload_param = { device = word } } }
-      has(table.concat(notes, "\n"), ('offload_param.device: "%s" changes nothing'):format(word))
+      has(table.concat(notes, "\n"), ('offload_param.device: "%s" has no effect'):format(word))
     end
   end)
 
@@ -522,7 +522,7 @@ describe("config values", function()
     has(notes[1], "mem_tracer.overall_cpu_mem_ratio", "memory.host")
     _, notes = config.read({ device = "cuda", memory = { device = "8GiB" } }, { available = { device = 2 * GIB,
       host = GIB } })
-    assert.same({ "memory.device: 8.00 GiB is more than the 2.00 GiB that are free on cuda" }, notes)
+    assert.same({ "memory.device: 8.00 GiB is more than the 2.00 GiB free on cuda" }, notes)
     assert.equal(4096, config.read({ prefetch = "4KiB" }).prefetch)
   end)
 end)

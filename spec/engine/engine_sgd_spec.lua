@@ -123,7 +123,7 @@ describe("SGD of an engine", function()
     end
     bad({ type = "SGD", params = { betas = { 0.9, 0.99 } } }, "optimizer.params.betas", "SGD", "Adam and AdamW")
     bad({ type = "sgd", params = { eps = 1e-8 } }, "optimizer.params.eps")
-    bad({ type = "Adam", params = { momentum = 0.9 } }, "optimizer.params.momentum", "it is of SGD")
+    bad({ type = "Adam", params = { momentum = 0.9 } }, "optimizer.params.momentum", "the key is for SGD")
     bad({ params = { nesterov = true } }, "optimizer.params.nesterov")
     bad({ type = "SGD", params = { maximize = true } }, "optimizer.params.maximize")
     fails(function() open { nesterov = true } end, "nesterov needs a momentum above 0")

@@ -302,7 +302,7 @@ optimizer:step()]])
     end
     local _, said, code = run { PROGRAM, "tools/plan.lua", "--host", "1", own, "cpu" }
     assert.equal(1, code)
-    assert.truthy(said:find("config: memory.host is 80% of the 1 bytes that there are", 1, true), said)
+    assert.truthy(said:find("config: memory.host is 80% of 1 available bytes", 1, true), said)
     local out
     out, _, code = run { PROGRAM, "tools/plan.lua", "--find", "nothing", "--host", "1MB", own, "cpu" }
     assert.equal(2, code)

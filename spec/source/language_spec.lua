@@ -9,7 +9,7 @@ local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md"
   "docs/models.md", "docs/planning.md", "docs/inspecting.md", "docs/tensors.md",
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md",
   "docs/bmtrain.md", "docs/cuda.md" }
-local FOLDERS = { "examples", "lua/ps/core", "models", "tools" }
+local FOLDERS = { "examples", "lua/ps/config", "lua/ps/core", "models", "tools" }
 
 local WORDS = 35
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
--- processes. An absent one follows from the others. Processes that share a model's stages or layers take the same
+-- processes. A missing one is computed from the others. Processes that share a model's stages or layers get the same
 -- rows.
 local hooks = require "ps.core.hooks"
 local types = require "ps.core.types"
@@ -9,10 +9,10 @@ local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
---- The data-parallel processes of so many: each has other rows of a batch.
+--- The number of data-parallel processes: groups of processes with different rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param world? integer nil: as many as one copy of the model takes
+---@param world? integer number of processes; nil: those of one model replica
 ---@return integer
 function batch.data_parallel(state, cfg, world)
   local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size
@@ -50,14 +50,14 @@ function batch.settle(state, cfg, dp)
   if total <= 0 or micro <= 0 or steps <= 0 or total ~= micro * steps * dp then
     state:fail("batch sizes do not agree: %s %d is not %s %d x %s %d x %d data-parallel process%s (= %d)%s", TOTAL,
       total, MICRO, micro, STEPS, steps, dp, dp == 1 and "" or "es", micro * steps * dp,
-      (cfg[MICRO] and cfg[STEPS]) and "" or "; what was not given was derived, rounding down")
+      (cfg[MICRO] and cfg[STEPS]) and "" or "; missing sizes were computed, rounding down")
   end
   if steps > types.MICRO_BATCHES then
-    state:fail("%s would be %.17g, from %s and %s; at most %d micro-batches make a step", STEPS, steps, TOTAL, MICRO,
+    state:fail("%s would be %.17g, from %s and %s; a step has at most %d micro-batches", STEPS, steps, TOTAL, MICRO,
       types.MICRO_BATCHES)
   end
   if total > types.MOST then
-    state:fail("%s x %s x processes is %.17g samples a step; at most %.0f can be counted", MICRO, STEPS, total,
+    state:fail("%s x %s x processes is %.17g samples per step; the limit is %.0f", MICRO, STEPS, total,
       types.MOST)
   end
   cfg[TOTAL], cfg[MICRO], cfg[STEPS] = total, micro, steps

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Walks a raw configuration along the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result has
--- every section and every default. Relations between keys are settled afterwards (batch.lua, memory.lua, ...).
+-- Checks a raw configuration against the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result
+-- has every section and every default. Relations between keys are checked afterwards (batch_sizes.lua, memory.lua,
+-- ...).
 local schema = require "ps.config.schema"
 local nearest = require "ps.core.nearest"
 local json = require "ps.config.json"
@@ -10,9 +11,9 @@ local check = {}
 
 ---@class ps.config.State one reading of a configuration
 ---@field name string the source's name in errors
----@field later boolean keys of later versions are taken
+---@field later boolean keys that only a later version honours are accepted
 ---@field auto table<string, any> values for "auto", by full path or last name
----@field given table<string, boolean> paths whose value was written or given for "auto"
+---@field given table<string, boolean> paths with a value that was written, or given for "auto"
 ---@field defaulted string[] paths where "auto" became the default
 ---@field spelt table<string, string> path -> the alias it was written as
 ---@field ignored table[] {words =, paths = {...}} in the order found
@@ -20,7 +21,7 @@ local check = {}
 local State = {}
 State.__index = State
 
---- The path as the user wrote it.
+--- The path in the spelling of the configuration.
 ---@param path string
 ---@return string
 function State:shown(path)
@@ -42,7 +43,7 @@ end
 function State:note(format, ...) self.notes[#self.notes + 1] = format:format(...) end
 
 ---@param path string
----@param words string why it means nothing here
+---@param words string why it has no effect here
 function State:ignore(path, words)
   for _, group in ipairs(self.ignored) do
     if group.words == words then
@@ -67,8 +68,9 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
---- The error's words about a value that is not of a type: "is -1; expected a number of at least 0". Nil for one that
---- is.
+--- An error's text about a value that is not of a type: "is -1; expected a number of at least 0". Nil for a value of
+--- the
+--- type.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?
@@ -76,7 +78,8 @@ function check.problem(value, type_of)
   if not type_of.take(value) then return ("is %s; expected %s"):format(check.show(value), type_of.text) end
 end
 
---- The same of settings by name: "lr is -1; expected a number of at least 0" of the first that is out of range.
+--- The error's text about the first of several settings that is out of range: "lr is -1; expected a number of at least
+--- 0". Nil if none is.
 ---@param settings table
 ---@param types_of table<string, ps.config.Type>
 ---@return string?
@@ -97,7 +100,7 @@ local function sorted_keys(t)
   return keys
 end
 
--- All names a section takes.
+-- All names that a section accepts.
 local function names_in(node)
   local names = {}
   for _, row in ipairs(node.rows) do names[#names + 1] = row.key end
@@ -112,7 +115,7 @@ local function each_name(node, visit)
   for _, variant in pairs(node.variants or {}) do each_name(variant, visit) end
 end
 
--- Sections that have the name (with `near`: full paths of names close to it), sorted.
+-- The sections that have the name, sorted; with `near`, the full paths of similar names.
 local function elsewhere(name, near)
   local found, seen = {}, {}
   each_name(schema.root, function(path, other)
@@ -121,7 +124,7 @@ local function elsewhere(name, near)
     if near then fits = nearest.find(name, { other }) ~= nil end
     if fits and not seen[hit] then
       seen[hit] = true
-      found[#found + 1] = { text = hit ~= "" and hit or "the top", far = nearest.distance(name, other) }
+      found[#found + 1] = { text = hit ~= "" and hit or "the top level", far = nearest.distance(name, other) }
     end
   end)
   table.sort(found, function(a, b)
@@ -132,30 +135,30 @@ local function elsewhere(name, near)
 end
 
 local function unknown(state, node, path, key)
-  if type(key) ~= "string" then state:fail("%s is no key of a section", state:shown(path)) end
+  if type(key) ~= "string" then state:fail("%s is not a key; the keys of a section are names", state:shown(path)) end
   local shown, others = state:shown(path), {}
   for name, sibling in pairs(node.siblings or {}) do
     if sibling.row[key] then others[#others + 1] = name end
   end
   if others[1] then
     table.sort(others)
-    state:fail("unknown key %s: %s has none, it is for %s", shown, node.of, table.concat(others, " and "))
+    state:fail("unknown key %s: %s does not have it; it is for %s", shown, node.of, table.concat(others, " and "))
   end
   local places = elsewhere(key)
   if places[1] then
     local list = {}
     for i = 1, math.min(#places, 4) do list[i] = places[i].text end
-    state:fail("unknown key %s: '%s' belongs into %s%s", shown, key, table.concat(list, " or "),
+    state:fail("unknown key %s: '%s' belongs in %s%s", shown, key, table.concat(list, " or "),
       #places > 4 and " or others" or "")
   end
   local near = nearest.find(key, names_in(node))
   if near then state:fail("unknown key %s; did you mean '%s'?", shown, near) end
   local hit = elsewhere(key, true)[1]
   state:fail("unknown key %s%s", shown, hit and ("; did you mean %s?"):format(hit.text)
-    or "; docs/config.md lists the keys there are")
+    or "; docs/config.md lists the keys")
 end
 
--- Names in `auto` that are those of no key.
+-- Checks that each name in `auto` is a key.
 local function check_auto(state)
   local known, names = {}, {}
   each_name(schema.root, function(path, name)
@@ -165,13 +168,13 @@ local function check_auto(state)
   for name in pairs(state.auto) do
     if not known[name] then
       local near = type(name) == "string" and nearest.find(name, names)
-      state:fail("auto has %s, and no key is called so%s", check.show(name),
+      state:fail("auto has %s, which is not a key%s", check.show(name),
         near and ("; did you mean '%s'?"):format(near) or "")
     end
   end
 end
 
--- The value that "auto" stands for, or nil for the default.
+-- The value for "auto", or nil for the default.
 local function resolve_auto(state, row)
   local value = state.auto[row.path]
   if value == nil then value = state.auto[row.key] end
@@ -199,14 +202,14 @@ local function refuse(state, row, value)
   state:fail("%s is %s; %s: %s", state:shown(row.path), check.show(value), later, row.words)
 end
 
--- The checked value of one key.
+-- The checked value of a key.
 local function take_row(state, row, value)
   if value == json.null then value = nil end
   if value == "auto" and not row.type.auto then value = resolve_auto(state, row) end
   if value == nil then
     if row.required then
       state:fail("%s is needed%s", state:shown(row.path), state.defaulted[#state.defaulted] == row.path
-        and ('; it is "auto": say what that is, as in ps.initialize { auto = { %s = ... } }'):format(row.key)
+        and ('; it is "auto": give its value, as in ps.initialize { auto = { %s = ... } }'):format(row.key)
         or ": " .. row.words)
     end
     return copy(row.default)
@@ -266,7 +269,7 @@ function take_section(state, node, given)
   return out
 end
 
--- The table that holds the last name of a path, and that name; with `make`, tables on the way are made.
+-- The table that holds the last name of a path, and that name. With `make`, missing tables on the way are created.
 local function holder(raw, path, make)
   local at, last = raw, path:match("[^.]+$")
   for name in path:sub(1, #path - #last):gmatch("[^.]+") do
@@ -277,7 +280,7 @@ local function holder(raw, path, make)
   return at, last
 end
 
--- Moves a value from another spelling of its key to the key. Both spellings with two values contradict each other.
+-- Moves a value from an alias of a key to the key. Different values under both names are an error.
 local function move_aliases(state, raw, node)
   for _, row in ipairs(node.rows) do
     local from, key = holder(raw, row.path)
@@ -290,7 +293,7 @@ local function move_aliases(state, raw, node)
     end
     if value then
       local target, name = holder(raw, row.words, true)
-      if not target then state:fail("%s is given, but what should hold %s is no table", row.path, row.words) end
+      if not target then state:fail("%s is given, but the parent of %s is not a table", row.path, row.words) end
       if target[name] ~= nil and target[name] ~= json.null and target[name] ~= value then
         state:fail("%s and %s are both given%s; they mean the same, keep one", state:shown(row.words), row.path,
           type(value) == "table" and "" or (" (%s and %s)"):format(check.show(target[name]), check.show(value)))
@@ -308,11 +311,12 @@ local function same(a, b)
   return #a == #b
 end
 
--- Values that a script gave elsewhere, by path: { value, where }. Another value in the configuration contradicts one.
+-- Adds values that a script gave elsewhere, by path: { value, where }. A different value in the configuration is an
+-- error.
 local function add_asked(state, raw, asked)
   for path, given in pairs(asked) do
     local target, name = holder(raw, path, true)
-    if not target then state:fail("%s is given, but what should hold %s is no table", given[2], path) end
+    if not target then state:fail("%s is given, but the parent of %s is not a table", given[2], path) end
     local had = target[name]
     if had ~= nil and had ~= json.null and had ~= "auto" and not same(had, given[1]) then
       state:fail("%s is %s and %s is %s; they mean the same, keep one", state:shown(path), check.show(had), given[2],
@@ -323,12 +327,12 @@ local function add_asked(state, raw, asked)
   end
 end
 
--- What settling adds to a checked table.
+-- Paths that the later checks add to a checked table.
 local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, grad_accum_dtype = true,
   ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
---- A checked table as it could have been written: the given keys, and all keys that differ from their defaults.
+--- A checked table in the form of a source: the given keys, and all keys that differ from their defaults.
 ---@param cfg table
 ---@param given table<string, boolean> paths
 ---@return table raw

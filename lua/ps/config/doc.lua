@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The schema as the reference tables of docs/config.md. tools/config_doc.lua writes them; a spec keeps them true.
+-- Prints the schema as the reference tables of docs/config.md. tools/config_doc.lua writes them; a spec compares them.
 local schema = require "ps.config.schema"
 local check = require "ps.config.check"
 local wrap = require "ps.core.wrap"
@@ -17,7 +17,7 @@ local function default_of(row)
   return "`" .. check.show(row.default) .. "`"
 end
 
--- Status, and the key's effect or the reason why it has none.
+-- The status, and the key's effect or the reason why it has none.
 local function meaning(row)
   if row.status == "alias" then return "honoured", "another spelling of `" .. row.words .. "`" end
   if row.status == "later" then return "refused", "not in this version: " .. row.words end
@@ -31,7 +31,7 @@ local function heading(section)
   return section[1] .. (section.of and " of " .. section.of or "")
 end
 
---- All tables, one a section, as Markdown.
+--- All tables, one per section, as Markdown.
 ---@return string
 function doc.tables()
   local lines = {}
@@ -41,7 +41,8 @@ function doc.tables()
       wrap(lines, section[2], 120, "")
       lines[#lines + 1] = ""
     end
-    lines[#lines + 1] = "| key | takes | default | status | what it does, or why not |\n|---|---|---|---|---|"
+    lines[#lines + 1] = "| key | value | default | status | effect, or the reason why it has none "
+      .. "|\n|---|---|---|---|---|"
     for _, row in ipairs(section[3]) do
       local status, words = meaning(row)
       lines[#lines + 1] = ("| `%s` | %s | %s | %s | %s |"):format(row.path, cell(row.type.text), default_of(row),
@@ -51,7 +52,7 @@ function doc.tables()
   return table.concat(lines, "\n") .. "\n"
 end
 
---- A text of docs/config.md with its tables renewed.
+--- A text of docs/config.md with new tables.
 ---@param text string
 ---@return string
 function doc.renew(text)

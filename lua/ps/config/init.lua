@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Configurations: a Lua table, a .lua file, or a DeepSpeed .json file as it is, checked and completed for the engine.
+-- Configurations: a Lua table, a .lua file, or an unchanged DeepSpeed .json file, checked and completed for the engine.
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
 -- The keys are the rows of config/schema.lua, which docs/config.md lists. Names and nesting are DeepSpeed's. `notes`
--- tell of keys that were accepted but mean nothing here, and of decisions made for the user. Print each once.
+-- are
+-- texts about keys that were accepted but have no effect, and about decisions made for the user. Print each once.
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"
@@ -13,33 +14,33 @@ local memory = require "ps.config.memory"
 
 local config = {}
 
----@class ps.Config everything is filled in; a field that may be nil says so
----@field train_batch_size? integer nil when no batch size was given
----@field train_micro_batch_size_per_gpu? integer likewise
+---@class ps.Config all fields are set; a field that may be nil says so
+---@field train_batch_size? integer nil: no batch size was given
+---@field train_micro_batch_size_per_gpu? integer nil: no batch size was given
 ---@field gradient_accumulation_steps integer
----@field counts_micro_batches boolean it was given, or follows from batch sizes that were
+---@field counts_micro_batches boolean the number of micro-batches was given, or follows from given batch sizes
 ---@field gradient_clipping number bound on the global norm; 0: off
 ---@field optimizer ps.config.Optimizer
----@field scheduler? {type: string, params: table} sched.from_config takes it
+---@field scheduler? {type: string, params: table} for sched.from_config
 ---@field precision "fp32"|"bf16"|"fp16" type of the parameters
 ---@field fp16 ps.config.Fp16
 ---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
----@field grad_accum_dtype "fp32"|"param" type gradients are added up in
+---@field grad_accum_dtype "fp32"|"param" type in which gradients are accumulated
 ---@field pipeline ps.config.Pipeline
 ---@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean,
----  tp_overlap_comm: boolean|integer} tp_overlap_comm: as mesh.pieces takes it
+---  tp_overlap_comm: boolean|integer} tp_overlap_comm: as for mesh.pieces
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
----@field chunk_size? integer elements; nil: search
+---@field chunk_size? integer elements; nil: search for the best size
 ---@field device "auto"|"cpu"|"sim"|"cuda"
 ---@field eviction string one of ps.config.policies
----@field prefetch boolean|integer integer: bytes at most
+---@field prefetch boolean|integer an integer is a limit in bytes
 ---@field rate_given boolean optimizer.params.lr was given
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
 ---@field strict_gradients boolean
----@field plan_print boolean|"all" true: by rank 0
+---@field plan_print boolean|"all" true: rank 0 prints
 ---@field seed? integer
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
@@ -58,7 +59,7 @@ local config = {}
 
 ---@class ps.config.FlopsProfiler
 ---@field enabled boolean
----@field profile_step integer steps before the one that is profiled
+---@field profile_step integer steps before the profiled one
 ---@field module_depth integer -1: all
 ---@field top_modules integer
 ---@field detailed boolean
@@ -67,11 +68,11 @@ local config = {}
 ---@class ps.config.Optimizer
 ---@field type "Adam"|"AdamW"|"SGD"
 ---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean,
----  momentum?: number, dampening?: number, nesterov?: boolean} the last three of SGD
+---  momentum?: number, dampening?: number, nesterov?: boolean} the last three are SGD's
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
----@field dynamic boolean the loss scale is found by trial
+---@field dynamic boolean the loss scale adapts to overflows
 ---@field loss_scale number 0 when dynamic, else the scale
 ---@field initial_scale number first scale when dynamic
 ---@field loss_scale_window integer
@@ -82,14 +83,15 @@ local config = {}
 ---@class ps.config.Pipeline
 ---@field stages integer
 ---@field schedule "gpipe"|"1f1b"|"interleaved"|"looped_bfs"|"zb_h1"|"zb_v"
----@field virtual_stages integer of each process
----@field partition string "best", or another way of cutting
+---@field virtual_stages integer per process
+---@field partition string "best", or another way to cut the model
 ---@field activation_checkpoint_interval integer 0 or 1
 
 ---@class ps.config.Zero
 ---@field stage integer
 ---@field reshard_after_forward "auto"|"always"|"never"
----@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: "none" was written
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: device is "none" by the
+---  configuration, not by default
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 
 ---@class ps.config.MemTracer
@@ -98,10 +100,10 @@ local config = {}
 ---@field margin_use_ratio number
 
 ---@class ps.config.Memory budgets in bytes
----@field kind "chunk"|"plain" plain: none of the others
----@field device? integer nil: not known, or the device is the host
----@field host? integer nil: not known
----@field disk? {path: string, limit?: integer} nil: no disk tier; limit nil: what the plan needs
+---@field kind "chunk"|"plain" plain: the other fields are absent
+---@field device? integer nil: unknown, or the device is the host
+---@field host? integer nil: unknown
+---@field disk? {path: string, limit?: integer} nil: no disk tier; limit nil: the bytes that the plan needs
 
 ---@class ps.config.Available
 ---@field device? number
@@ -109,16 +111,16 @@ local config = {}
 ---@field disk? number
 
 ---@class ps.config.Options
----@field asked? table<string, any[]> by path: a value that was given elsewhere, and where, for errors
----@field later? boolean keys that a later version honours are taken, for tools that plan; else they are refused
----@field world_size? integer processes; default: as many as one copy of the model takes
----@field device? string|fun(): string what "auto" comes out as; a function is asked only then
----@field available? ps.config.Available|fun(device: string): ps.config.Available bytes there are, which ratios and
----  "80%" refer to; a function is called with the device of the configuration
+---@field asked? table<string, any[]> by path: a value that was given elsewhere, and the place for errors
+---@field later? boolean accept keys that only a later version honours, for tools that plan; otherwise they are refused
+---@field world_size? integer processes; default: those of one model replica
+---@field device? string|fun(): string the device for "auto"; a function is called only if it is needed
+---@field available? ps.config.Available|fun(device: string): ps.config.Available available bytes, to which ratios and
+---  "80%" refer; a function is called with the device of the configuration
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
----@field client? table settings of the section client, which go before the configuration's
+---@field client? table settings of the section client, which override the configuration's
 
--- Keys of one kind of optimizer alone.
+-- Keys of only one kind of optimizer.
 local OF_SGD = { momentum = 0, dampening = 0, nesterov = false }      -- with their defaults
 local OF_ADAM = { "betas", "eps", "adam_w_mode", "torch_adam" }
 
@@ -126,12 +128,13 @@ local function refuse_others(state, keys, kind, owner)
   for _, key in ipairs(keys) do
     local path = "optimizer.params." .. key
     if state.given[path] then
-      state:fail("%s is given, and optimizer.type is \"%s\"; it is of %s: leave it out", state:shown(path), kind, owner)
+      state:fail("%s is given, but optimizer.type is \"%s\"; the key is for %s: remove it", state:shown(path), kind,
+        owner)
     end
   end
 end
 
--- The kind of Adam: `type` alone says it, or `adam_w_mode` does.
+-- Sets the kind of Adam from `type` and `adam_w_mode`.
 local function settle_optimizer(state, cfg)
   local optimizer = cfg.optimizer
   local params = optimizer.params
@@ -149,7 +152,7 @@ local function settle_optimizer(state, cfg)
   end
   if not is_w and params.adam_w_mode == nil and params.weight_decay ~= 0 then
     state:note("optimizer.type \"Adam\": weight_decay %g is added to the gradient, as in PyTorch and PatrickStar; "
-      .. "DeepSpeed's default is adam_w_mode = true: write that, or type \"AdamW\", for decoupled decay",
+      .. "DeepSpeed's default is adam_w_mode = true: set that, or type \"AdamW\", for decoupled decay",
       params.weight_decay)
   end
   optimizer.type = (is_w or params.adam_w_mode) and "AdamW" or "Adam"
@@ -168,7 +171,7 @@ local function settle_scheduler(state, cfg)
   local params, lr = scheduler.params, cfg.rate_given and cfg.optimizer.params.lr or nil
   local name = SCHEDULERS[scheduler.type:lower()]
   if name ~= scheduler.type then
-    state:note("scheduler.type: \"%s\" is read as \"%s\", which is how DeepSpeed needs it written", scheduler.type,
+    state:note("scheduler.type: \"%s\" is read as \"%s\", the spelling that DeepSpeed requires", scheduler.type,
       name)
   end
   scheduler.type = name
@@ -177,8 +180,8 @@ local function settle_scheduler(state, cfg)
   for warmup, total in pairs { warmup_num_steps = "total_num_steps", warmup = "total" } do
     if params[total] and params[warmup] and params[warmup] > params[total] then
       local path = "scheduler.params." .. warmup
-      state:fail("%s is %.14g%s, more than scheduler.params.%s, %.14g: the rate would never come down as asked; lower "
-        .. "the one or raise the other", path, params[warmup], state.given[path] and "" or " (its default)", total,
+      state:fail("%s is %.14g%s, more than scheduler.params.%s, %.14g: the rate would never decay; lower the first or "
+        .. "raise the second", path, params[warmup], state.given[path] and "" or " (its default)", total,
         params[total])
     end
   end
@@ -187,10 +190,10 @@ local function settle_scheduler(state, cfg)
       state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"SGD\"; write false")
     end
     params.cycle_momentum = false
-    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed: SGD has no betas")
+    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed, because SGD has no betas")
   elseif params.cycle_momentum then
-    state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99, whatever "
-      .. "optimizer.params.betas says")
+    state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99; optimizer.params.betas has "
+      .. "no effect")
   end
 end
 
@@ -199,7 +202,7 @@ local function settle_fp16(state, fp16)
   if fp16.enabled == nil then
     fp16.enabled = by_spelling or false
     if not by_spelling and state.given.fp16 then
-      state:note("fp16: there is no fp16.enabled = true, so fp16 is off")
+      state:note("fp16: fp16.enabled = true is missing, so fp16 is off")
     end
   end
   if fp16.init_scale and state.given["fp16.initial_scale_power"]
@@ -224,12 +227,13 @@ local function settle_precision(state, cfg)
   cfg.precision = cfg.fp16.enabled and "fp16" or cfg.bf16.enabled and "bf16" or "fp32"
   local types = cfg.data_types
   if types.param_dtype and types.param_dtype ~= cfg.precision then
-    state:fail("data_types.param_dtype is \"%s\", but fp16 and bf16 say %s; enable %s", types.param_dtype,
+    state:fail("data_types.param_dtype is \"%s\", but the sections fp16 and bf16 select %s; enable "
+      .. "%s", types.param_dtype,
       cfg.precision, types.param_dtype == "fp32" and "neither" or types.param_dtype .. ".enabled")
   end
   local accum = types.grad_accum_dtype
   if accum and accum ~= "fp32" and accum ~= cfg.precision then
-    state:fail("data_types.grad_accum_dtype is \"%s\"; gradients are added up in fp32 or in the parameters' type, %s",
+    state:fail("data_types.grad_accum_dtype is \"%s\"; gradients accumulate in fp32 or in the parameters' type, %s",
       accum, cfg.precision)
   end
   local adds_up = cfg.gradient_accumulation_steps > 1 or cfg.pipeline.stages > 1
@@ -248,15 +252,16 @@ local function settle_prefetch(state, cfg)
   if not state.given.prefetch then cfg.prefetch = moves end
 end
 
--- DeepSpeed's warning.
+-- Repeats a warning of DeepSpeed's.
 local function look_at_vocabulary(state, size)
   if size and size % 8 ~= 0 then
-    state:note("vocabulary_size is %d, no multiple of 8: products with it are slow on GPUs; %d rows would not be", size,
+    state:note("vocabulary_size is %d, not a multiple of 8: products with it are slow on GPUs; %d rows would be "
+      .. "fast", size,
       math.ceil(size / 8) * 8)
   end
 end
 
--- Notes about keys come last, one line for each reason.
+-- Adds the notes about keys after the others, one line for each reason.
 local function finish_notes(state, cfg)
   if #state.defaulted > 0 then
     local list = {}
@@ -265,7 +270,7 @@ local function finish_notes(state, cfg)
       for name in path:gmatch("[^.]+") do value = type(value) == "table" and value[name] or nil end
       list[i] = path .. (value ~= nil and " = " .. check.show(value) or "")
     end
-    state:note('"auto" was taken as the default: %s', table.concat(list, ", "))
+    state:note('"auto" was replaced by the default: %s', table.concat(list, ", "))
   end
   for _, group in ipairs(state.ignored) do
     state:note("%s: ignored: %s", table.concat(group.paths, ", "), group.words)
@@ -273,7 +278,7 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
--- Sizes of OSLO's section have gone to their own; what it says besides.
+-- The rest of OSLO's section; its sizes have been moved to their own sections.
 local function settle_parts(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do
@@ -291,26 +296,27 @@ local function settle_parts(state, cfg)
   local parts, path = cfg.tensor_parallel, "tensor_parallel.tp_overlap_comm"
   local overlap = parts.tp_overlap_comm
   if overlap and overlap ~= 1 and not parts.sequence_parallel then
-    state:fail("%s is %s and tensor_parallel.sequence_parallel is false: only rows that processes share out travel "
-      .. "beside products; leave one of both out", state:shown(path), check.show(overlap))
+    state:fail("%s is %s and tensor_parallel.sequence_parallel is false: communication can overlap only if rows are "
+      .. "shared between processes; set the first to false or the second to true", state:shown(path),
+      check.show(overlap))
   end
 end
 
 local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
   client = "table", asked = "table", later = "boolean" }
 
--- Checked tables -> the paths that were given in their sources.
+-- Checked tables -> the paths that their sources gave.
 local checked = setmetatable({}, { __mode = "k" })
 
--- Settings of the argument `client`, which go before those of the configuration's section.
+-- Merges the argument `client` into the configuration's section, which it overrides.
 local function add_client(raw, client)
   local into = type(raw.client) == "table" and raw.client or {}
   for key, value in pairs(client) do into[key] = value end
   raw.client = into
 end
 
---- Reads, checks and completes a configuration. The result can be read again, changed or not.
----@param from table|string a table, a path (.lua; anything else is JSON) or base64 of JSON
+--- Reads, checks and completes a configuration. The result, also a changed one, can be read again.
+---@param from table|string a table, a path (.lua; any other is JSON) or base64 of JSON
 ---@param options? ps.config.Options
 ---@return ps.Config cfg
 ---@return string[] notes

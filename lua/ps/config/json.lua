@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A strict JSON reader for configuration files: a key written twice is an error, and every error says line and column.
--- null becomes json.null, so that a key with null is seen. (cjson keeps the last of two equal keys and tells neither.)
--- Comments go from // to the end of their line.
+-- A strict JSON reader for configuration files. A duplicate key is an error, and every error names its line and column.
+-- null becomes json.null, so that a key with null is visible. (cjson keeps the last of two equal keys and reports
+-- neither.) Comments begin with // and end with their line.
 local json = { null = setmetatable({}, { __tostring = function() return "null" end }) }
 
 local DEEPEST = 100
@@ -37,7 +37,7 @@ local function utf8(code)
   return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40) .. low
 end
 
--- The character of the \u that stands at `at`, and the place after it. Two surrogates make one character.
+-- The character of the \u escape at `at`, and the place after it. Two surrogates make one character.
 local function unicode(reader, at)
   local code = tonumber(reader.text:match("^\\u(%x%x%x%x)", at) or "", 16)
   if not code then fail(reader, at, "\\u needs four hexadecimal digits") end
@@ -52,7 +52,7 @@ local function string_at(reader)
   local at = start + 1
   while true do
     local stop = text:find('["\\%c]', at)
-    if not stop then fail(reader, start, "this string does not end") end
+    if not stop then fail(reader, start, "this string does not end; close it with a quote") end
     parts[#parts + 1] = text:sub(at, stop - 1)
     local c = text:sub(stop, stop)
     if c == '"' then
@@ -79,14 +79,14 @@ local function number_at(reader)
   local fraction, exponent = (rest or ""):match("^(%.?%d*)(.*)$")
   local good = whole and (whole == "0" or whole:sub(1, 1) ~= "0") and (fraction == "" or fraction:match("^%.%d+$"))
     and (exponent == "" or exponent:match("^[eE][%+%-]?%d+$"))
-  if not good then fail(reader, reader.at, found(reader, reader.at) .. " is no JSON value") end
+  if not good then fail(reader, reader.at, found(reader, reader.at) .. " is not a JSON value") end
   reader.at = reader.at + #text
   return tonumber(text)
 end
 
 local value_at
 
--- Items or members up to `close`; one(n) reads a single one.
+-- Items or members up to `close`; one(n) reads one of them.
 local function sequence(reader, close, one)
   local open = reader.at
   reader.depth = reader.depth + 1
@@ -115,7 +115,7 @@ local function object_at(reader)
     local at = reader.at
     if reader.text:sub(at, at) ~= '"' then fail(reader, at, "expected a key in quotes, found " .. found(reader, at)) end
     local key = string_at(reader)
-    if places[key] then fail(reader, at, ("the key \"%s\" stands twice in this object"):format(key)) end
+    if places[key] then fail(reader, at, ("the key \"%s\" occurs twice in this object"):format(key)) end
     places[key] = at
     skip(reader)
     if reader.text:sub(reader.at, reader.at) ~= ":" then

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Where state may live and in how many bytes: from the section memory, DeepSpeed's offload sections and PatrickStar's
--- ratios to { kind, device, host, disk }.
+-- Resolves the tiers and their budgets from the section memory, DeepSpeed's offload sections and PatrickStar's ratios
+-- to { kind, device, host, disk }.
 local check = require "ps.config.check"
 
 local memory = {}
@@ -8,7 +8,7 @@ local memory = {}
 local OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 local TRACER = "client.mem_tracer."
 
--- DeepSpeed's old booleans become the sections they stand for.
+-- Replaces DeepSpeed's old booleans by their sections.
 local function old_spellings(state, zero)
   for old, new in pairs { cpu_offload = "offload_optimizer", cpu_offload_params = "offload_param" } do
     local path = "zero_optimization." .. new .. ".device"
@@ -23,7 +23,7 @@ end
 
 local function plain_path(path) return #path > 1 and (path:gsub("/+$", "")) or path end
 
--- The folder of the disk tier: three settings may name it, and they have to agree.
+-- The folder of the disk tier. Three settings can name it, and they must agree.
 local function disk_path(state, cfg)
   local zero, chosen, from = cfg.zero_optimization, cfg.memory.disk.path, "memory.disk.path"
   for _, name in ipairs { "offload_optimizer", "offload_param" } do
@@ -31,7 +31,8 @@ local function disk_path(state, cfg)
     if section.device == "nvme" and section.nvme_path then
       local here = path .. ".nvme_path"
       if chosen and plain_path(chosen) ~= plain_path(section.nvme_path) then
-        state:fail("%s is %s and %s is %s; one folder serves the whole disk tier", from, check.show(chosen), here,
+        state:fail("%s is %s and %s is %s; the disk tier has one folder, so they must agree", from, check.show(chosen),
+          here,
           check.show(section.nvme_path))
       end
       if not chosen then chosen, from = section.nvme_path, here end
@@ -41,15 +42,16 @@ local function disk_path(state, cfg)
   end
   for _, name in ipairs { "offload_optimizer", "offload_param" } do
     if zero[name].device == "nvme" and not chosen then
-      state:fail("zero_optimization.%s.device is \"nvme\" and there is no folder: give zero_optimization.%s.nvme_path "
+      state:fail("zero_optimization.%s.device is \"nvme\", but no folder is given: set zero_optimization.%s.nvme_path "
         .. "or memory.disk.path", name, name)
     end
   end
   return chosen
 end
 
--- "none", where it is written, keeps the optimizer's state on the device, and so its updates: what would send some of
--- them to the host contradicts it. Of parameters the budgets decide.
+-- An explicit "none" keeps the optimizer's state and its updates on the device. Settings that would move some of them
+-- to
+-- the host contradict it. The budgets alone decide about parameters.
 local function settle_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then
@@ -64,12 +66,12 @@ local function settle_offload(state, cfg)
     end
   end
   if (state.given[PARAM .. ".device"] or param.device == "cpu") and param.device ~= "nvme" and cfg.device ~= "cpu" then
-    state:note("%s.device: \"%s\" changes nothing: parameters are on the device while memory.device has room, and on "
-      .. "the host else", PARAM, param.device)
+    state:note("%s.device: \"%s\" has no effect: parameters are on the device while memory.device has room, and "
+      .. "otherwise on the host", PARAM, param.device)
   end
 end
 
--- Settings of chunks, and of a device apart from the host.
+-- Settings for chunks, and for a device other than the host.
 local OF_CHUNKS = { "chunk_size", "eviction", "prefetch", "overlap_optimizer", "rates",
   TRACER .. "overall_gpu_mem_ratio", TRACER .. "overall_cpu_mem_ratio", TRACER .. "margin_use_ratio",
   "client.opts.with_async_move", "optimizer.params.use_hybrid_adam" }
@@ -82,7 +84,7 @@ local function ignore_given(state, paths, words)
   end
 end
 
--- Plain memory has no tiers: whatever asks for one contradicts it.
+-- Plain memory has no tiers, so settings that need one contradict it.
 local function refuse_with_plain(state, cfg)
   for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
     if state.given[path] then
@@ -103,16 +105,16 @@ end
 local function resolve(state, path, budget, there)
   if type(budget) ~= "table" then return budget end
   if not there then
-    state:fail("%s is \"%g%%\", but how much there is is not known here; write bytes", path, budget.share * 100)
+    state:fail("%s is \"%g%%\", but the available memory is not known here; give bytes", path, budget.share * 100)
   end
   local bytes = math.floor(budget.share * there)
   if bytes < 1 then
-    state:fail("%s is %g%% of the %.14g bytes that there are: that is nothing", path, budget.share * 100, there)
+    state:fail("%s is %g%% of %.14g available bytes, less than 1 byte", path, budget.share * 100, there)
   end
   return bytes
 end
 
--- The budget of a tier in bytes: as given, or by PatrickStar's ratio, or nil when nobody knows.
+-- The budget of a tier in bytes: as given, or by PatrickStar's ratio; nil if the available memory is unknown.
 local function budget(state, tier, given, ratio_key, share, there)
   local path = "memory." .. tier
   if given then
@@ -137,20 +139,20 @@ function memory.settle(state, cfg, available)
     return
   end
   if cfg.device == "cpu" then
-    ignore_given(state, OF_DEVICE, "the cpu computes in host memory: there is no other device")
+    ignore_given(state, OF_DEVICE, "the cpu computes in host memory; there is no other device")
   end
   settle_offload(state, cfg)
   local path = disk_path(state, cfg)
   if state.given["memory.disk"] and not path then
-    state:fail("memory.disk%s is given without memory.disk.path: name the folder for the disk tier",
+    state:fail("memory.disk%s is given without memory.disk.path: set the folder of the disk tier",
       given.disk.limit and ".limit" or "")
   end
   if cfg.device == "cpu" and given.device then
     if given.host then
-      state:ignore("memory.device", "the cpu computes in host memory, so memory.host counts")
+      state:ignore("memory.device", "the cpu computes in host memory, so memory.host applies")
     else
       given.host = given.device
-      state:note("memory.device: taken as memory.host: the cpu computes in host memory")
+      state:note("memory.device: used as memory.host, because the cpu computes in host memory")
     end
     given.device = nil
   end
@@ -164,7 +166,7 @@ function memory.settle(state, cfg, available)
   }
   local wanted, there = cfg.memory.device, available.device
   if wanted and there and wanted > there then
-    state:note("memory.device: %.2f GiB is more than the %.2f GiB that are free on %s", wanted / 2 ^ 30, there / 2 ^ 30,
+    state:note("memory.device: %.2f GiB is more than the %.2f GiB free on %s", wanted / 2 ^ 30, there / 2 ^ 30,
       cfg.device)
   end
 end

@@ -1,18 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Every key a configuration may have: THE table that reading, errors and docs/config.md come from. The sections below
--- are those that mean something here; schema_mesh.lua has those that cut a model among processes, schema_deepspeed.lua
--- DeepSpeed's others. They are joined into one list.
+-- Every key of a configuration. This table is the only source for reading, errors and docs/config.md. The sections
+-- below
+-- have keys that act here. schema_mesh.lua has those that cut a model among processes, and schema_deepspeed.lua the
+-- rest
+-- of DeepSpeed's. They are joined into one list.
 --
--- A section: { path, words about it, rows }. `of`: the rows apply only when the parent's `type` has this value. `acts`:
--- the default `acts` of honoured rows that set none.
+-- A section: { path, its description, rows }. `of`: the rows apply only if the parent's `type` has this value. `acts`:
+-- the default of `acts` for honoured rows.
 -- A row: { key, type, default, status, words, check =, required =, acts = }:
---   honoured   does what DeepSpeed or PatrickStar document, or what `words` say where they are silent
---   ignored    accepted and noted once; `words` say why it means nothing here
+--   honoured   does what DeepSpeed or PatrickStar document; if they do not, `words` describe the effect
+--   ignored    accepted, and noted once; `words` say why it has no effect here
 --   refused    an error unless it has its default, because the result would differ; `words` say why
---   later      the same, but it comes with a later version
---   alias      another spelling of the key in `words`; `as` translates its value
--- check(value) gives a reason to refuse a value of the right type.
--- acts: of an honoured key, the file that acts on it. If C alone acts on it, acts is the Lua file that sets it in C.
+--   later      as refused, but planned for a later version
+--   alias      another name of the key in `words`; `as` converts its value
+-- check(value) returns a reason to refuse a value of the right type, or nil.
+-- acts: for an honoured key, the file that acts on it. If C alone acts on it, acts is the Lua file that sets it in C.
 -- spec/config/acts_spec.lua checks that this file reads the key.
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
@@ -41,19 +43,19 @@ local UNUSED = "lua/ps/engine/step/unused.lua"
 local T = types
 
 local REDUCE = "whole chunks are gathered and reduced, in the order of their use (docs/zero.md)"
-local SAVED = "ps.checkpoints.save writes the whole model in fp32, whatever the stage; state_dict gives each process "
-  .. "its share"
-local PLAN = "the plan holds, fetches and drops chunks by the traced order and the budgets"
-local COPIES = "copies always run beside the work, through chunk-sized buffers"
-local STATIC = "chunks get the memory that other tensors leave at each moment of the trace; memory.device bounds both"
-local PINNED = "host memory is pinned where there is a GPU"
-local OTHER = "belongs to an optimizer that is not here"
+local SAVED = "ps.checkpoints.save writes the whole model in fp32 at every stage; state_dict returns each process's "
+  .. "share"
+local PLAN = "the plan keeps, fetches and drops chunks by the traced order and the budgets"
+local COPIES = "copies always overlap with computation, through chunk-sized buffers"
+local STATIC = "chunks use the memory that other tensors leave at each trace index; memory.device limits both"
+local PINNED = "host memory is pinned if there is a GPU"
+local OTHER = "belongs to an optimizer that does not exist here"
 
 local OPTIMIZERS = { "Adam", "AdamW", "SGD" }
 local SCHEDULERS = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "warmup_cosine",
   "warmup_linear", "constant" }
 
--- A check that a name is one of these; `why` tells what to do about another.
+-- A check that a name is one of these; `why` is the text before the list of valid names.
 local function one_of(names, why)
   return function(value)
     for _, name in ipairs(names) do
@@ -66,47 +68,48 @@ end
 
 local sections = {
   { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
-    .. " x processes that have other rows (all, but for those that share a model's "
-    .. "stages and layers); an absent one follows from the others. With no batch size at all nothing is checked.", {
+    .. " x data-parallel processes (all processes, but those that share a model's stages and layers count once). "
+    .. "A missing size is computed from the others. With no batch size at all nothing is checked.", {
     { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes", acts = BATCH },
-    { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; a batch in "
-      .. "training that has others is an error", acts = SAMPLES },
+    { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; in training, "
+      .. "a batch of another size is an error", acts = SAMPLES },
     { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "micro-batches of one optimizer step",
       acts = SETUP },
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
-    { "steps_per_print", T.integer(0), nil, H, "a line about every so many steps; absent, or 0: none", acts = REPORT },
-    { "wall_clock_breakdown", T.boolean, false, H, "times of forward, backward and step with those lines, the "
-      .. "process's TFLOP/s (of products and attention, also where forward runs again) and, where a batch size is "
-      .. "given, samples/s of all; alone: every 10 steps", acts = REPORT },
-    { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0 and -1 are off, as is absent (DeepSpeed: 1.0 "
+    { "steps_per_print", T.integer(0), nil, H, "steps between printed lines; absent or 0: no lines", acts = REPORT },
+    { "wall_clock_breakdown", T.boolean, false, H, "adds to those lines the times of forward, backward and step, the "
+      .. "process's TFLOP/s (of products and attention, recomputation included) and, if a batch size is given, the "
+      .. "samples per second of all processes; without steps_per_print: every 10 steps", acts = REPORT },
+    { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0, -1 and absent: off (DeepSpeed: 1.0 "
       .. "when absent)", check = function(value)
-        if value < 0 and value ~= -1 then return "a norm is not negative; 0 is off" end
+        if value < 0 and value ~= -1 then return "a norm is not negative; 0 turns clipping off" end
       end, acts = OPTIMIZER },
-    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "the device that computes; auto: cuda where there is one, else "
+    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "the device that computes; auto: cuda if there is one, else "
       .. "cpu", acts = SETUP },
     { "memory", T.either(T.enum("plain|chunk"), T.tree), nil, H, "see the section memory", acts = ENGINE },
-    { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste is "
-      .. "searched", acts = OPTIONS },
+    { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste",
+      acts = OPTIONS },
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
-    { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that all processes hold "
-      .. "alike; 0: never", acts = ENGINE },
-    { "strict_gradients", T.boolean, false, H, "parameters that the first step gives no gradient are an error; else a "
-      .. "line names them. Frozen ones do not count", acts = UNUSED },
-    { "eviction", T.enum(table.concat(policies, "|")), "plan", H, "the policy by which a chunk leaves a full tier; "
-      .. "plan and belady go by the traced step", acts = SETUP },
-    { "prefetch", T.either(T.boolean, T.bytes), true, H, "read ahead of use; bytes: at most so many at a time",
-      acts = SETUP },
+    { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that must be equal on all "
+      .. "processes; 0: never", acts = ENGINE },
+    { "strict_gradients", T.boolean, false, H, "true: parameters without a gradient in the first step are an error; "
+      .. "false: a line names them. Frozen ones do not count", acts = UNUSED },
+    { "eviction", T.enum(table.concat(policies, "|")), "plan", H, "the policy that selects the chunk to evict from a "
+      .. "full tier; plan and belady use the traced step", acts = SETUP },
+    { "prefetch", T.either(T.boolean, T.bytes), true, H, "fetch chunks before their use; bytes: the most that are in "
+      .. "flight at once", acts = SETUP },
     { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
-      .. "where that is exact", acts = SETUP },
-    { "recompute", T.boolean, false, H, "blocks compute their activations again in backward", acts = SETUP },
-    { "plan_print", T.either(T.boolean, T.enum("all")), true, H, "the plan is printed before step 1: true: by rank 0, "
+      .. "if that is exact", acts = SETUP },
+    { "recompute", T.boolean, false, H, "blocks recompute their activations in backward", acts = SETUP },
+    { "plan_print", T.either(T.boolean, T.enum("all")), true, H, "the plan is printed before step 1; true: by rank 0, "
       .. "all: by each rank", acts = PLANNED },
-    { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: as they are", acts = SETUP },
-    { "release_after_init", T.boolean, false, I, "a parameter goes to its tier and its owner as soon as it is made; "
+    { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: their state stays", acts = SETUP },
+    { "release_after_init", T.boolean, false, I, "a parameter is moved to its tier and its owner as soon as it is "
+      .. "made; "
       .. "the weights are those of one process all the same" },
     { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "embeddings are computed on the host; auto: "
-      .. "where that makes a step shorter (PatrickStar: true)", acts = EMBED },
+      .. "if that makes a step shorter (PatrickStar: true)", acts = EMBED },
     { "mem_tracer", T.tree, nil, A, "client.mem_tracer" },
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
     { "bfloat16", T.tree, nil, A, "bf16" },
@@ -114,43 +117,44 @@ local sections = {
   { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
     .. "client.mem_tracer.", acts = SETUP, {
     { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"", acts = ENGINE },
-    { "device", T.budget, nil, H, "of the accelerator; absent: the share overall_gpu_mem_ratio of its free memory" },
-    { "host", T.budget, nil, H, "of the host; absent: the share overall_cpu_mem_ratio of its free memory" },
+    { "device", T.budget, nil, H, "budget of the accelerator; absent: the share overall_gpu_mem_ratio of its free "
+      .. "memory" },
+    { "host", T.budget, nil, H, "budget of the host; absent: the share overall_cpu_mem_ratio of its free memory" },
   } },
   { "memory.disk", "The third tier: one file, removed at exit.", acts = SETUP, {
     { "path", T.path, nil, H, "folder for the file" },
-    { "limit", T.budget, nil, H, "size of the file at most; absent: what the plan needs" },
+    { "limit", T.budget, nil, H, "largest size of the file; absent: the bytes that the plan needs" },
   } },
-  { "rates", "Speeds by which an accelerator's plan decides where Adam runs and where embeddings are looked up; "
-    .. "absent: measured once a process (docs/memory.md).", acts = RATES, {
-    { "host_adam", T.above_zero, nil, H, "parameters a second that Adam updates on the host, while copies run" },
-    { "device_adam", T.above_zero, nil, H, "parameters a second that it updates on the device" },
-    { "up", T.bytes, nil, H, "bytes a second from the host to the device, with both directions busy" },
-    { "down", T.bytes, nil, H, "the same from the device to the host" },
-    { "at_once", T.ratio, nil, H, "share of the device's time in Adam in which the host is free to work" },
+  { "rates", "Speeds with which the plan of an accelerator decides where Adam runs and where embeddings are looked up; "
+    .. "absent: measured once per process (docs/memory.md).", acts = RATES, {
+    { "host_adam", T.above_zero, nil, H, "parameters per second that Adam updates on the host while copies run" },
+    { "device_adam", T.above_zero, nil, H, "parameters per second that Adam updates on the device" },
+    { "up", T.bytes, nil, H, "bytes per second from the host to the device, with both directions busy" },
+    { "down", T.bytes, nil, H, "bytes per second from the device to the host, with both directions busy" },
+    { "at_once", T.ratio, nil, H, "share of the device's time in Adam during which the host is free to work" },
   } },
   { "optimizer", "Absent: Adam with its defaults.", {
     { "type", T.string, "Adam", H, "Adam, AdamW or SGD (PyTorch's). Adam is plain Adam (decay added to the gradient) "
-      .. "as in PyTorch and PatrickStar, unless adam_w_mode says true (DeepSpeed: true when absent)",
-      check = one_of(OPTIMIZERS, "state in chunks is there for "), acts = OPTIMIZER },
-    { "legacy_fusion", T.boolean, false, I, "the update is one pass anyway" },
+      .. "as in PyTorch and PatrickStar, unless adam_w_mode is true (DeepSpeed: true when absent)",
+      check = one_of(OPTIMIZERS, "chunks hold the state of "), acts = OPTIMIZER },
+    { "legacy_fusion", T.boolean, false, I, "the update is always one pass" },
   } },
   { "optimizer.params", "DeepSpeed's defaults.", acts = GROUPS, {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
-    { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam: decay of the two means" },
+    { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam: decay of the two exponential averages" },
     { "eps", T.fp32, 1e-8, H, "of Adam: added to the root" },
     { "weight_decay", T.fp32, 0, H, "see type; SGD's is added to the gradient" },
-    { "momentum", T.fp32, nil, H, "of SGD, default 0: without it no state is kept beside fp32 values" },
-    { "dampening", T.fp32, nil, H, "of SGD, default 0: the momentum takes 1 - dampening of a gradient" },
+    { "momentum", T.fp32, nil, H, "of SGD, default 0: no state in addition to the fp32 values" },
+    { "dampening", T.fp32, nil, H, "of SGD, default 0: 1 - dampening of a gradient is added to the momentum" },
     { "nesterov", T.boolean, nil, H, "of SGD, default false: Nesterov's momentum" },
     { "maximize", T.boolean, false, R, "not implemented" },
-    { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: as type says", acts = SETTLED },
-    { "use_hybrid_adam", T.boolean, true, H, "state that fits beside the model is updated on the device, SGD's, too; "
-      .. "false: all of it on the host", acts = HYBRID },
-    { "torch_adam", T.boolean, false, I, "there is one Adam, fused" },
+    { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: by type", acts = SETTLED },
+    { "use_hybrid_adam", T.boolean, true, H, "state that fits on the device with the model is updated there, SGD's, "
+      .. "too; false: all of it on the host", acts = HYBRID },
+    { "torch_adam", T.boolean, false, I, "there is one Adam, and it is fused" },
     { "amsgrad", T.boolean, false, R, "not implemented" },
     { "bias_correction", T.boolean, true, R, "Adam here always corrects its bias" },
-    { "max_grad_norm", T.any, nil, R, "write gradient_clipping at the top" },
+    { "max_grad_norm", T.any, nil, R, "set gradient_clipping at the top" },
     { "max_coeff", T.any, nil, R, OTHER }, { "min_coeff", T.any, nil, R, OTHER },
     { "coeff_beta", T.any, nil, R, OTHER }, { "factor_max", T.any, nil, R, OTHER },
     { "factor_min", T.any, nil, R, OTHER }, { "factor_threshold", T.any, nil, R, OTHER },
@@ -159,67 +163,68 @@ local sections = {
     { "muon_lr", T.any, nil, R, OTHER }, { "adam_lr", T.any, nil, R, OTHER },
     { "ns_method", T.any, nil, R, OTHER },
   } },
-  { "scheduler", "Absent: the rate stays as the optimizer has it. With several groups WarmupLR, WarmupDecayLR, "
-    .. "OneCycle and LRRangeTest give all groups the same rate, and WarmupCosineLR multiplies each group's own, as in "
-    .. "DeepSpeed. The other schedules set the optimizer's rate, to which each group keeps its ratio; they refuse "
-    .. "groups of unlike rates where optimizer.params.lr is not given.", optional = true, {
+  { "scheduler", "Absent: the rate stays constant. With several groups WarmupLR, WarmupDecayLR, "
+    .. "OneCycle and LRRangeTest set one rate for all groups, and WarmupCosineLR multiplies each group's own, as in "
+    .. "DeepSpeed. The other schedules set the optimizer's rate, and each group keeps its ratio to it; they refuse "
+    .. "groups of different rates if optimizer.params.lr is absent.", optional = true, {
     { "type", T.string, nil, H, "DeepSpeed's with its formulas, or warmup_cosine, warmup_linear, constant of ps.sched",
       required = true, check = one_of(SCHEDULERS, "the schedules are "), acts = SCHED },
   } },
   { "scheduler.params", "", of = "WarmupLR", acts = SCHED, {
     { "warmup_min_lr", T.fp32, 0, H, "rate at the start" },
     { "warmup_max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
+    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, at least 2" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
   } },
   { "scheduler.params", "", of = "WarmupDecayLR", acts = SCHED, {
     { "total_num_steps", T.integer(1), nil, H, "steps until the rate is back at warmup_min_lr", required = true },
     { "warmup_min_lr", T.fp32, 0, H, "rate at the start and at the end" },
     { "warmup_max_lr", T.fp32, 1e-3, H, "rate after warm-up" },
-    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
+    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, at least 2" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
   } },
   { "scheduler.params", "Shares of the optimizer's rate.", of = "WarmupCosineLR", acts = SCHED, {
     { "total_num_steps", T.integer(1), nil, H, "steps until cos_min_ratio", required = true },
     { "warmup_min_ratio", T.ratio, 0, H, "share at the start" },
-    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, taken as at least 2" },
+    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, at least 2" },
     { "cos_min_ratio", T.ratio, 1e-4, H, "share at the end" },
     { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
   } },
   { "scheduler.params", "", of = "OneCycle", acts = SCHED, {
     { "cycle_min_lr", T.fp32, nil, H, "rate at both ends of the cycle", required = true },
-    { "cycle_max_lr", T.fp32, nil, H, "rate in its middle", required = true },
+    { "cycle_max_lr", T.fp32, nil, H, "rate in the middle of the cycle", required = true },
     { "decay_lr_rate", T.fp32, 0, H, "after the cycle: min / (1 + rate x intervals)" },
     { "cycle_first_step_size", T.integer(1), 2000, H, "steps up" },
-    { "cycle_second_step_size", T.integer(1), nil, H, "steps down; absent: as many" },
+    { "cycle_second_step_size", T.integer(1), nil, H, "steps down; absent: the same number" },
     { "cycle_first_stair_count", T.integer(0), 0, H, "stairs on the way up; 0: none" },
-    { "cycle_second_stair_count", T.integer(0), nil, H, "stairs on the way down; absent: as many" },
+    { "cycle_second_stair_count", T.integer(0), nil, H, "stairs on the way down; absent: the same number" },
     { "decay_step_size", T.integer(0), 0, H, "steps of a decay interval; 0: no decay" },
-    { "cycle_momentum", T.boolean, true, H, "beta1 goes the other way, and beta2 becomes 0.99, as in DeepSpeed" },
+    { "cycle_momentum", T.boolean, true, H, "beta1 cycles in the opposite direction, and beta2 becomes 0.99, as in "
+      .. "DeepSpeed" },
     { "cycle_min_mom", T.ratio, 0.8, H, "beta1 in the middle" },
     { "cycle_max_mom", T.ratio, 0.9, H, "beta1 at both ends" },
     { "decay_mom_rate", T.fp32, 0, H, "after the cycle: max x (1 + rate x intervals)" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
   } },
   { "scheduler.params", "", of = "LRRangeTest", acts = SCHED, {
     { "lr_range_test_min_lr", T.fp32, 1e-3, H, "rate at the start" },
     { "lr_range_test_step_size", T.integer(1), 2000, H, "steps of an interval" },
-    { "lr_range_test_step_rate", T.fp32, 1.0, H, "growth in an interval, in starting rates" },
+    { "lr_range_test_step_rate", T.fp32, 1.0, H, "growth per interval, in starting rates" },
     { "lr_range_test_staircase", T.boolean, false, H, "grow at the end of intervals only" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the iteration to begin at; -1: the start" },
+    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
   } },
-  { "scheduler.params", "Half a cosine, with its floor as a rate.", of = "warmup_cosine", acts = SCHED, {
+  { "scheduler.params", "Half a cosine down to a minimum rate.", of = "warmup_cosine", acts = SCHED, {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "min_lr", T.fp32, 0, H, "rate from step total on" },
+    { "min_lr", T.fp32, 0, H, "rate from step `total` on" },
     { "warmup", T.integer(0), 0, H, "steps of warm-up" },
     { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
   } },
   { "scheduler.params", "", of = "warmup_linear", acts = SCHED, {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "min_lr", T.fp32, 0, H, "rate from step total on" },
+    { "min_lr", T.fp32, 0, H, "rate from step `total` on" },
     { "warmup", T.integer(0), 0, H, "steps of warm-up" },
     { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
   } },
@@ -227,45 +232,47 @@ local sections = {
     { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
     { "warmup", T.integer(0), 0, H, "steps of warm-up" },
   } },
-  { "fp16", "fp16 parameters, fp32 masters, a loss scale. Neither fp16 nor bf16: fp32.", acts = SETUP, {
-    { "enabled", T.boolean, nil, H, "absent: false, but true where init_scale or loss_scale \"dynamic\" stand",
+  { "fp16", "fp16 parameters, fp32 masters, a loss scale. With neither fp16 nor bf16: fp32.", acts = SETUP, {
+    { "enabled", T.boolean, nil, H, "absent: true with init_scale or loss_scale \"dynamic\", else false",
       acts = SETTLED },
     { "loss_scale", T.either(T.number(0, 2 ^ 127), T.enum("dynamic")), 0, H,
-      "0 or \"dynamic\": found by trial; else fixed", acts = SETTLED },
+      "0 or \"dynamic\": adapts to overflows; else fixed", acts = SETTLED },
     { "initial_scale_power", T.integer(0, 127), 16, H, "the first scale is 2 to this power", acts = SETTLED },
     { "init_scale", T.scale, nil, H, "the first scale itself (PatrickStar's later spelling)", acts = SETTLED },
-    { "loss_scale_window", T.integer(1), 1000, H, "good steps before the scale doubles" },
-    { "hysteresis", T.integer(1), 2, H, "overflows before it halves" },
-    { "consecutive_hysteresis", T.boolean, false, H, "a good step gives all hysteresis back" },
-    { "min_loss_scale", T.scale, 1, H, "it never falls below" },
-    { "auto_cast", T.boolean, false, I, "models take token numbers; there is no input to cast" },
-    { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer are fp32" },
+    { "loss_scale_window", T.integer(1), 1000, H, "steps without an overflow before the scale doubles" },
+    { "hysteresis", T.integer(1), 2, H, "overflows before the scale halves" },
+    { "consecutive_hysteresis", T.boolean, false, H, "a step without an overflow restores the whole hysteresis" },
+    { "min_loss_scale", T.scale, 1, H, "the smallest scale" },
+    { "auto_cast", T.boolean, false, I, "models read token ids; there is no input to cast" },
+    { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer's state are fp32" },
   } },
   { "bf16", "bf16 parameters, fp32 masters.", {
     { "enabled", T.boolean, false, H, "bf16 training", acts = SETTLED },
-    { "check_grad_overflow", T.boolean, false, H, "a step whose gradients are not finite is skipped; off unless set, "
+    { "check_grad_overflow", T.boolean, false, H, "a step whose gradients are not finite is skipped; off by default, "
       .. "because it needs all gradients before the first update (DeepSpeed: on)", acts = SETUP },
-    { "immediate_grad_update", T.boolean, false, I, "gradients are always added as soon as they are made" },
+    { "immediate_grad_update", T.boolean, false, I, "gradients are always accumulated as soon as they are computed" },
     { "bf16_master_weights_and_grads", T.boolean, false, R, "masters are fp32" },
     { "bf16_optimizer_states", T.boolean, false, R, "the optimizer's state is fp32" },
   } },
   { "data_types", "", {
-    { "grad_accum_dtype", T.dtype, nil, H, "the type in which gradients are added up: fp32 or the parameters'; "
+    { "grad_accum_dtype", T.dtype, nil, H, "the type in which gradients accumulate: fp32 or the parameters'; "
       .. "absent: fp32 with more than one micro-batch", acts = SETTLED },
-    { "param_dtype", T.dtype, nil, H, "has to agree with fp16 and bf16", acts = SETTLED },
-    { "buffer_dtype", T.dtype, nil, I, "a model says what its buffers are" },
+    { "param_dtype", T.dtype, nil, H, "must agree with fp16 and bf16", acts = SETTLED },
+    { "buffer_dtype", T.dtype, nil, I, "the model sets the types of its buffers" },
   } },
-  { "zero_optimization", "Sharing among several processes. One process holds everything, whatever the stage.", {
-    { "stage", T.integer(0, 3), 0, H, "state with one owner among the processes: 1 optimizer state; 2 also gradients; "
+  { "zero_optimization", "Sharding among several processes. A single process holds everything, at every stage.", {
+    { "stage", T.integer(0, 3), 0, H, "state that is sharded over the processes: 1 optimizer state; 2 also gradients; "
       .. "3 also parameters; 0 none (docs/zero.md)", acts = SETUP },
-    { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "of stage 3, parameters of other processes: "
-      .. "always: gathered for each forward and each backward; never: once a step, and held until its end; auto: never "
-      .. "in a model of several stages, else always. There, never and auto also add the gradients of stages 2 and 3 up "
-      .. "over the processes once a step, and always in each backward", acts = AGREEMENT },
+    { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "of stage 3, when parameters of other processes "
+      .. "are gathered. always: for each forward and each backward; never: once per step, and kept until its end; "
+      .. "auto: "
+      .. "never in a model of several pipeline stages, else always. In such a model, never and auto also sum the "
+      .. "gradients of stages 2 and 3 over the processes once per step, and always does so in each backward",
+      acts = AGREEMENT },
     { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}", acts = BUDGETS },
     { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}", acts = BUDGETS },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },
-    { "contiguous_gradients", T.boolean, true, I, "gradients lie in chunks" },
+    { "contiguous_gradients", T.boolean, true, I, "gradients are in chunks" },
     { "reduce_scatter", T.boolean, true, I, REDUCE },
     { "reduce_bucket_size", T.integer(0), 5e8, I, REDUCE },
     { "use_multi_rank_bucket_allreduce", T.boolean, true, I, REDUCE },
@@ -293,70 +300,72 @@ local sections = {
     { "stage3_module_granularity_threshold", T.integer(0), 0, I, PLAN },
     { "leaf_module", T.tree, nil, I, PLAN },
     { "log_trace_cache_warnings", T.boolean, false, I, PLAN },
-    { "load_from_fp32_weights", T.boolean, true, I, "masters are loaded from the fp32 state where a file has it" },
+    { "load_from_fp32_weights", T.boolean, true, I, "masters are loaded from the fp32 state if the file has it" },
     { "elastic_checkpoint", T.boolean, false, I, "a checkpoint fits any budget and layout" },
     { "pipeline_loading_checkpoint", T.boolean, false, I, "checkpoints are read tensor by tensor" },
-    { "ignore_unused_parameters", T.boolean, true, I, "parameters without a gradient are left as they are" },
+    { "ignore_unused_parameters", T.boolean, true, I, "parameters without a gradient keep their values" },
     { "legacy_stage1", T.boolean, false, I, "there is one implementation" },
-    { "memory_efficient_linear", T.boolean, true, I, "linear layers keep their input and nothing else" },
+    { "memory_efficient_linear", T.boolean, true, I, "linear layers keep only their input" },
     { "override_module_apply", T.boolean, true, I, "models are plain Lua; nothing is overridden" },
     { "enable_sanity_checks", T.boolean, false, I, "states of chunks are always checked" },
-    { "grad_hooks", T.boolean, true, I, "gradients are followed without hooks" },
+    { "grad_hooks", T.boolean, true, I, "the engine needs no hooks to see gradients" },
     { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "there is no Muon" },
   } },
-  { "zero_optimization.offload_optimizer", "The place of masters, exp_avg and exp_avg_sq.", {
+  { "zero_optimization.offload_optimizer", "Where masters, exp_avg and exp_avg_sq are stored.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "cpu: updates run on the host, and their state stays there; nvme: "
-      .. "the same, above a disk tier; none, where it is written: state and updates stay on the device, or it is an "
-      .. "error; absent: divided between the two for the shortest step", acts = HYBRID },
+      .. "as cpu, with a disk tier; an explicit none: state and updates stay on the device, or it is an error; absent: "
+      .. "divided between host and device for the shortest step", acts = HYBRID },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path", acts = BUDGETS },
-    { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that runs on the host, in parameters",
+    { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that run on the host, in parameters",
       acts = HYBRID },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 4, I, COPIES },
     { "pipeline_read", T.boolean, false, I, COPIES },
     { "pipeline_write", T.boolean, false, I, COPIES },
     { "fast_init", T.boolean, false, I, "the state starts as zeros without being written" },
-    { "super_offload", T.boolean, false, I, "the update already overlaps backward where that is exact" },
-    { "cpuadam_cores_perc", T.ratio, 0.8, I, "Adam uses the compute threads" },
+    { "super_offload", T.boolean, false, I, "the update already overlaps with backward if that is exact" },
+    { "cpuadam_cores_perc", T.ratio, 0.8, I, "Adam runs on the compute threads" },
   } },
-  { "zero_optimization.offload_param", "The place of parameters.", {
-    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu change nothing, which is "
-      .. "noted: parameters are on the device while memory.device has room, and on the host else", acts = BUDGETS },
+  { "zero_optimization.offload_param", "Where parameters are stored.", {
+    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu have no effect, and a note "
+      .. "says so: parameters are on the device while memory.device has room, otherwise on the host", acts = BUDGETS },
     { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path", acts = BUDGETS },
     { "ratio", T.ratio, 1.0, I, PLAN },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 5, I, COPIES },
     { "buffer_size", T.integer(1), 1e8, I, COPIES },
-    { "max_in_cpu", T.integer(0), 1e9, I, "memory.host is the bound" },
+    { "max_in_cpu", T.integer(0), 1e9, I, "memory.host is the limit" },
   } },
   { "activation_checkpointing", "", {
-    { "cpu_checkpointing", T.boolean, false, H, "activations wait for backward on the host", acts = SETUP },
+    { "cpu_checkpointing", T.boolean, false, H, "activations are kept on the host until backward", acts = SETUP },
     { "partition_activations", T.boolean, false, I, "each process keeps its own activations" },
-    { "contiguous_memory_optimization", T.boolean, false, I, "activations lie in arenas, which do not fragment" },
-    { "number_checkpoints", T.integer(0), nil, I, "nothing has to be set aside for them" },
+    { "contiguous_memory_optimization", T.boolean, false, I, "activations are in arenas, which do not fragment" },
+    { "number_checkpoints", T.integer(0), nil, I, "no memory is reserved for them" },
     { "synchronize_checkpoint_boundary", T.boolean, false, I, "a debugging aid for streams" },
-    { "profile", T.boolean, false, I, "ps.profiler.report { by = \"module\" } gives the time of each" },
+    { "profile", T.boolean, false, I, "ps.profiler.report { by = \"module\" } reports the time of each" },
   } },
   { "client", "PatrickStar's client; any part may be absent.", {
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
   } },
-  { "client.mem_tracer", "Budgets as shares, where section memory gives none.", {
-    { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, I, "a dry run goes before the first step, which is planned like the "
+  { "client.mem_tracer", "Budgets as shares, if the section memory has none.", {
+    { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, I, "a dry run precedes the first step, which is planned like the "
       .. "others" },
     { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device's memory that is free or this process's own",
       acts = BUDGETS },
-    { "overall_cpu_mem_ratio", T.share, 0.8, H, "the same of the host, in equal parts for the processes of a machine",
+    { "overall_cpu_mem_ratio", T.share, 0.8, H, "share of the host's memory that is free or this process's own, "
+      .. "divided "
+      .. "equally among the processes of a machine",
       acts = BUDGETS },
     { "margin_use_ratio", T.ratio, 0.8, H, "share of the device's remaining memory for optimizer chunks",
       acts = HYBRID },
     { "with_static_partition", T.boolean, false, I, STATIC },
-    { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation; it need not sample" },
+    { "use_async_mem_monitor", T.boolean, true, I, "the tracer counts every allocation and does not sample" },
     { "use_fake_dist", T.boolean, false, R, "several processes on one device are not simulated" },
   } },
   { "client.opts", "", {
     { "with_async_move", T.boolean, nil, H, "as prefetch (PatrickStar: false)", acts = SETTLED },
     { "with_mem_saving_comm", T.boolean, false, I, REDUCE },
-    { "with_mem_cache", T.boolean, false, I, "memory of chunks is always kept for the next one" },
+    { "with_mem_cache", T.boolean, false, I, "the memory of a freed chunk is always kept for the next one" },
   } },
 }
 
@@ -372,26 +381,26 @@ end
 ---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
 ---@field words string
 ---@field check? fun(value: any): string?
----@field as? fun(value: any): any of an alias: the value under the other name; false: none
+---@field as? fun(value: any): any of an alias: converts the value for the other key; false: no value
 ---@field required? boolean
 ---@field acts? string of an honoured key: the file that acts on it
 
----@class ps.config.Node a section with what lies under it
+---@class ps.config.Node a section and its subsections
 ---@field path string
 ---@field rows ps.config.Row[]
 ---@field row table<string, ps.config.Row>
 ---@field subs table[] {name =, node =}
 ---@field sub table<string, ps.config.Node>
 ---@field variants? table<string, ps.config.Node> by the parent's type
----@field of? string the parent's type this is for
----@field siblings? table<string, ps.config.Node> those for its other types
----@field optional? boolean absent from the result when absent from the file
----@field refused? string why the whole section is
+---@field of? string the parent's type to which this section applies
+---@field siblings? table<string, ps.config.Node> the sections for the other types
+---@field optional? boolean if absent from the file, absent from the result
+---@field refused? string why the whole section is refused
 local schema = { sections = sections, statuses = { H, I, R, L, A } }
 
 local function node(path) return { path = path, rows = {}, row = {}, subs = {}, sub = {} } end
 
--- The node of a path, made with all above it.
+-- The node of a path; it and its parents are created if missing.
 local function reach(root, path)
   local at, walked = root, nil
   for name in path:gmatch("[^.]+") do
@@ -423,6 +432,6 @@ for _, section in ipairs(sections) do
     section[3][i], at.rows[#at.rows + 1], at.row[made.key] = made, made, made
   end
 end
-schema.root.row.memory.section = true      -- a value that is a table is the section of the same name
+schema.root.row.memory.section = true      -- a table as value is the section of the same name
 
 return schema

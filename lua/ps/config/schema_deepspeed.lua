@@ -1,5 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- DeepSpeed's keys that mean nothing here, or that would change the result: the second half of schema.lua, in its form.
+-- DeepSpeed's remaining keys: those without an effect here, and those that would change the result. A part of
+-- schema.lua,
+-- in its form.
 local comm_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"
@@ -11,19 +13,19 @@ local MONITOR = "lua/ps/monitor/init.lua"
 local REPORT = "lua/ps/engine/report/init.lua"
 local SETTLED = "lua/ps/config/init.lua"
 
-local ACCOUNT = "it sends a run to a service by its own client and account, and training opens no connection to "
-  .. "strangers; tensorboard, csv_monitor and the JSONL log of ps.train.run are files"
+local ACCOUNT = "it sends a run to a service through that service's client and account, and training opens no external "
+  .. "connections; tensorboard, csv_monitor and the JSONL log of ps.train.run write files"
 local CHECKPOINT = "ps.checkpoints.save writes a file, or a folder of all processes, atomically; DeepSpeed's folders "
   .. "are not read or written"
 local SEQUENCE = "sequences are not split among processes"
-local TUNER = "settings are found by the plan, not by trial runs"
+local TUNER = "the plan finds the settings, without trial runs"
 local GRAPH = "there is no graph compiler"
-local DIVIDED = "gradients are added up over the processes in fp32 and divided once, in the update"
-local TRAVEL = "values travel between processes in the type they are kept in; sums are in fp32"
-local LATE = "updates that lag behind change the result"
-local OFF = "means nothing while it is off"
+local DIVIDED = "gradients are summed over the processes in fp32 and divided once, in the update"
+local TRAVEL = "values are sent between processes in the type in which they are stored; sums are in fp32"
+local LATE = "delayed updates change the result"
+local OFF = "has no effect while the section is off"
 
--- Why a tree in which something is enabled cannot be taken, or nil.
+-- The reason to refuse a tree in which a feature is enabled, or nil.
 local function enabled_inside(value, path)
   if type(value) ~= "table" then return nil end
   for key, item in pairs(value) do
@@ -38,19 +40,19 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Nil if each item of a list names a call between processes, else an error's words about the first one that does not.
+-- Nil if each item of a list names a call between processes, else an error's text about the first one that does not.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not comm_names[name] then
       local names = {}
       for known in pairs(comm_names) do names[#names + 1] = known end
       table.sort(names)
-      return ("%s is no call there is; there are %s"):format(tostring(name), table.concat(names, ", "))
+      return ("%s is not a known call; there are %s"):format(tostring(name), table.concat(names, ", "))
     end
   end
 end
 
--- Refused as a whole: its presence switches it on.
+-- Refused as a whole, because its presence enables it.
 local function zenflow(T)
   local rows = {}
   for key in ("topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
@@ -62,12 +64,13 @@ end
 
 -- A monitor that writes files.
 local function monitor(T, path, files)
-  return { path, "A step's loss (of all ranks and micro-batches), its rate and loss scale as " .. files .. ", with "
-    .. "`wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples so far, "
-    .. "which needs a batch size in the configuration.", acts = MONITOR, {
+  return { path, "Loss (over all ranks and micro-batches), learning rate and loss scale of each step as " .. files
+    .. ", with `wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples "
+    .. "so "
+    .. "far, which needs a batch size in the configuration.", acts = MONITOR, {
     { "enabled", T.boolean, false, H, "rank 0 writes " .. files },
-    { "output_path", T.string, "", H, "the folder; empty: the one in which the script was started" },
-    { "job_name", T.path, "DeepSpeedJobName", H, "a folder below it, made where it is missing" } } }
+    { "output_path", T.string, "", H, "the folder; empty: the working folder of the script" },
+    { "job_name", T.path, "DeepSpeedJobName", H, "a subfolder, created if missing" } } }
 end
 
 ---@param T table ps.core.types
@@ -91,11 +94,11 @@ return function(T)
 
   local sections = {
     { "", "DeepSpeed's other keys at the top.", {
-      { "memory_breakdown", T.boolean, false, H, "behind the lines of steps_per_print (alone: every 10 steps) what "
-        .. "each tier holds and has held at most, and the largest tensors of the device's peak", acts = REPORT },
-      { "dump_state", T.boolean, false, I, "the plan is printed (plan_print)" },
+      { "memory_breakdown", T.boolean, false, H, "after each line of steps_per_print (without it: every 10 steps), the "
+        .. "current and peak bytes of each tier, and the largest tensors of the device's peak", acts = REPORT },
+      { "dump_state", T.boolean, false, I, "the plan is printed instead (plan_print)" },
       { "dataloader_drop_last", T.boolean, false, I, "a script makes its own loader" },
-      { "log_level", T.any, nil, I, "the environment variable PS_LOG is the log level" },
+      { "log_level", T.any, nil, I, "the environment variable PS_LOG sets the log level" },
       { "graph_harvesting", T.boolean, false, I, GRAPH },
       { "prescale_gradients", T.boolean, false, I, DIVIDED },
       { "gradient_predivide_factor", T.above_zero, 1.0, I, DIVIDED },
@@ -106,44 +109,46 @@ return function(T)
       { "communication_data_type", T.string, nil, I, TRAVEL },
       { "seq_parallel_communication_data_type", T.string, "fp32", I, SEQUENCE },
       { "fp32_allreduce", T.boolean, false, I, TRAVEL },
-      { "disable_allgather", T.boolean, false, I, "a parameter that stage 3 shares out is gathered when it is read" },
-      { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks have Adam, AdamW, SGD, and no other" },
+      { "disable_allgather", T.boolean, false, I, "a parameter sharded by stage 3 is gathered when it is read" },
+      { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks support only Adam, AdamW and SGD" },
       { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "every tier has the same optimizers" },
-      { "vocabulary_size", T.integer(1), nil, H, "one that is no multiple of 8 is noted: products with it are slow on "
-        .. "GPUs. Nothing is padded", acts = SETTLED },
+      { "vocabulary_size", T.integer(1), nil, H, "a size that is not a multiple of 8 is noted, because products with "
+        .. "it "
+        .. "are slow on GPUs. Nothing is padded", acts = SETTLED },
       { "use_data_before_expert_parallelism", T.boolean, false, I, "there are no experts" },
-      { "sparse_attention", T.tree, nil, R, "attention here is dense; the model would be another one",
+      { "sparse_attention", T.tree, nil, R, "attention here is dense; the model would be a different one",
         check = not_empty },
       { "compression_training", T.tree, nil, I, "nothing is compressed", check = enabled_inside },
       { "quantize_training", T.tree, nil, I, "nothing is quantized", check = enabled_inside },
       { "weight_quantization", T.tree, nil, I, "it is for inference", check = enabled_inside },
       { "hybrid_engine", T.tree, nil, I, "training and generation already use the same weights" },
-      { "timers", T.tree, nil, I, "wall_clock_breakdown and ps.profiler give times" },
+      { "timers", T.tree, nil, I, "wall_clock_breakdown and ps.profiler report times" },
     } },
-    never("amp", "Apex is not here; use bf16 or fp16", { { "opt_level", T.string } }),
+    never("amp", "Apex is not supported; use bf16 or fp16", { { "opt_level", T.string } }),
     never("torch_autocast", "types are chosen per model, not per op; use bf16 or fp16", {
       { "dtype", T.string, "bfloat16" }, { "lower_precision_safe_modules", T.list } }),
     never("progressive_layer_drop", "no layers are dropped", {
       { "theta", T.number(), 1.0 }, { "gamma", T.number(), 0.001 } }),
-    never("curriculum_learning", "a script chooses its data; sequences would be cut otherwise", {
+    never("curriculum_learning", "the script chooses its data; this would shorten sequences", {
       { "curriculum_type", T.string }, { "min_difficulty", T.number() }, { "max_difficulty", T.number() },
       { "schedule_type", T.string }, { "schedule_config", T.tree } }),
-    never("data_efficiency", "a script chooses its data", {
+    never("data_efficiency", "the script chooses its data", {
       { "seed", T.integer(), 1234 }, { "data_sampling", T.tree }, { "data_routing", T.tree },
       { "dynamic_batching", T.tree } }),
-    all("eigenvalue", "", "it serves compression, which is not here", {
+    all("eigenvalue", "", "it is part of compression, which does not exist here", {
       off, { "verbose", T.boolean, false }, { "max_iter", T.integer(1), 100 }, { "tol", T.number(0), 1e-2 },
       { "stability", T.number(0), 1e-6 }, { "gas_boundary_resolution", T.integer(1), 1 },
       { "layer_name", T.string }, { "layer_num", T.integer(0), 0 } }),
     zenflow(T),
     { "aio", "", {
-      { "block_size", T.integer(1), 1048576, I, "reads and writes are as long as a chunk, in pieces the kernel likes" },
-      { "queue_depth", T.integer(1), 8, I, "the disk tier keeps as many requests in flight as the plan has" },
+      { "block_size", T.integer(1), 1048576, I, "reads and writes have the length of a chunk, split as the kernel "
+        .. "needs" },
+      { "queue_depth", T.integer(1), 8, I, "the plan sets the number of requests in flight" },
       { "intra_op_parallelism", T.integer(1), 1, I, "one thread owns the ring" },
       { "thread_count", T.integer(1), 1, "alias", "aio.intra_op_parallelism" },
-      { "single_submit", T.boolean, false, I, "the disk tier submits what is ready" },
+      { "single_submit", T.boolean, false, I, "the disk tier submits all requests that are ready" },
       { "overlap_events", T.boolean, true, I, "transfers always overlap" },
-      { "use_gds", T.boolean, false, I, "chunks pass through the host" },
+      { "use_gds", T.boolean, false, I, "chunks are copied through the host" },
     } },
     { "sequence", "", { { "autosp_size", T.integer(1), 1, L, SEQUENCE } } },
     { "expert_parallel", "", {
@@ -151,17 +156,18 @@ return function(T)
       { "autoep_size", T.integer(1), 1, I, OFF }, { "preset_model", T.string, nil, I, OFF },
       { "top_k", T.either(T.integer(1), T.enum("auto")), "auto", I, OFF },
     } },
-    { "flops_profiler", "One step's time, operations and bytes by module, out of the record of events "
-      .. "(docs/profiling.md), once. Of several processes rank 0 writes its own. A record that ps.profiler.stop ended "
-      .. "before that step goes.", acts = FLOPS, {
-      { "enabled", T.boolean, false, H, "writes them behind that step" },
-      { "profile_step", T.integer(0), 1, H, "the steps before it" },
-      { "module_depth", T.integer(-1), -1, H, "levels of modules below the model that are told of; -1: all" },
-      { "top_modules", T.integer(0), 1, H, "modules of each level that are named, those with the most time and those "
-        .. "with the most operations" },
-      { "detailed", T.boolean, true, H, "the table of all modules; false: without it" },
-      { "output_file", T.path, nil, H, "written in place of the terminal" },
-      { "recompute_fwd_factor", T.number(0), 0, I, "forwards that run again are in the record, and counted" } } },
+    { "flops_profiler", "Time, operations and bytes of one step by module, from the record of events "
+      .. "(docs/profiling.md), printed once. With several processes rank 0 writes its own. Starting it discards a "
+      .. "record "
+      .. "that ps.profiler.stop ended before that step.", acts = FLOPS, {
+      { "enabled", T.boolean, false, H, "writes the report after that step" },
+      { "profile_step", T.integer(0), 1, H, "the number of steps before it" },
+      { "module_depth", T.integer(-1), -1, H, "levels of modules below the model that are reported; -1: all" },
+      { "top_modules", T.integer(0), 1, H, "number of modules of each level that are named: those with the most time, "
+        .. "and those with the most operations" },
+      { "detailed", T.boolean, true, H, "adds the table of all modules" },
+      { "output_file", T.path, nil, H, "the file for the report; absent: the terminal" },
+      { "recompute_fwd_factor", T.number(0), 0, I, "the record contains recomputed forwards, so they are counted" } } },
     monitor(T, "tensorboard", "event files of TensorBoard"),
     never("wandb", ACCOUNT, {
       { "group", T.string }, { "team", T.string }, { "project", T.string, "deepspeed" } }),
@@ -170,15 +176,16 @@ return function(T)
       { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
       { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
       { "online", T.boolean }, { "mode", T.string } }),
-    { "comms_logger", "Calls between processes, counted and timed by call and size, out of what the record of events "
-      .. "has of them (docs/profiling.md).", acts = COMMS, {
-      { "enabled", T.boolean, false, H, "counts them; rank 0 prints DeepSpeed's table when the engine is closed, and "
-        .. "by ps.comms_logger.log_summary()", acts = REPORT },
+    { "comms_logger", "Calls between processes, counted and timed by call and size, from the record of events "
+      .. "(docs/profiling.md).", acts = COMMS, {
+      { "enabled", T.boolean, false, H, "counts the calls; rank 0 prints DeepSpeed's table when the engine is closed, "
+        .. "and "
+        .. "in ps.comms_logger.log_summary()", acts = REPORT },
       { "verbose", T.boolean, false, H, "rank 0 prints each call when it ends" },
       { "prof_all", T.boolean, true, H, "all calls; false: those of prof_ops" },
-      { "prof_ops", T.list, nil, H, "names of calls, such as \"all_reduce\"; calls on chunks count by what they do, a "
-        .. "gather of chunks as \"all_gather\"", check = known_calls },
-      { "debug", T.boolean, false, R, "C begins most calls, which no function of a script called; a profile "
+      { "prof_ops", T.list, nil, H, "names of calls, such as \"all_reduce\"; a call on chunks has the name of its "
+        .. "operation, so a gather of chunks is an \"all_gather\"", check = known_calls },
+      { "debug", T.boolean, false, R, "C begins most calls, so they have no calling function in the script; a profile "
         .. "(ps.profiler.save) has each call with its step and phase" } } },
     all("checkpoint", "", CHECKPOINT, {
       { "tag_validation", T.string, "Warn" }, { "load_universal", T.boolean, false },
@@ -199,7 +206,7 @@ return function(T)
       { "offload_opt_states", T.boolean, false }, { "offload_parameters", T.boolean, false },
       { "double_buffer", T.boolean, true }, { "symmetric_memory", T.boolean, false }, { "debug_log", T.boolean, false },
       { "free_activation_threshold", T.integer(0) }, { "passes", T.list } }),
-    all("elasticity", "", "the batch sizes of the file count; tools/launch.lua takes MIN:MAX machines, and a "
+    all("elasticity", "", "the batch sizes of the file apply; tools/launch.lua accepts MIN:MAX machines, and a "
       .. "checkpoint fits any number of processes", {
       off, { "max_train_batch_size", T.integer(1), 2000 }, { "micro_batch_sizes", T.list, { 2, 4, 6 } },
       { "min_gpus", T.integer(1), 1 }, { "max_gpus", T.integer(1), 10000 }, { "min_time", T.number(0), 0 },

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keys that cut a model among processes, with the other spellings that DeepSpeed, OSLO and BMTrain have for them: a
--- part of schema.lua, in its form.
+-- Keys that cut a model among processes, and their aliases in DeepSpeed, OSLO and BMTrain: a part of schema.lua, in its
+-- form.
 local H, I, A = "honoured", "ignored", "alias"
 
 -- Files that act on keys.
@@ -8,8 +8,8 @@ local ROW = "lua/ps/engine/pipeline/row.lua"
 local SETTLED = "lua/ps/config/init.lua"
 local SETUP = "lua/ps/engine/setup.lua"
 
-local STAGES = "it belongs to a model of several stages"
-local OWN = "DeepSpeed's way of cutting layers; a model says itself how its layers are cut"
+local STAGES = "it is for a model of several stages"
+local OWN = "DeepSpeed's way to cut layers; here the model defines how its layers are cut"
 
 ---@param T table ps.core.types
 ---@return table[] sections
@@ -19,41 +19,43 @@ return function(T)
       { "micro_batch_size", T.integer(1), nil, A, "train_micro_batch_size_per_gpu" },
       { "num_micro_batches", T.integer(1, T.MICRO_BATCHES), nil, A, "gradient_accumulation_steps" },
     } },
-    { "pipeline", "A model that is cut into stages, each on other processes.", {
-      { "stages", T.integer(1), 1, H, "processes that have a stage of the model each (docs/pipeline.md)",
+    { "pipeline", "A model that is cut into stages on different processes.", {
+      { "stages", T.integer(1), 1, H, "number of pipeline stages, each on its own process (docs/pipeline.md)",
         acts = SETUP },
       { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", H,
         "the order of forwards and backwards", acts = ROW },
-      { "virtual_stages", T.integer(1), nil, H, "stages of each process; absent: 1, and 2 of zb_v", acts = ROW },
-      { "partition", T.string, "best", H, "best: the schedule's shortest simulated course; uniform: equal numbers of "
-        .. "parts; parameters: of parameters; or Megatron's layout string (docs/pipeline.md)", acts = ROW },
-      { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: as recompute says",
+      { "virtual_stages", T.integer(1), nil, H, "stages per process; absent: 1, or 2 with zb_v", acts = ROW },
+      { "partition", T.string, "best", H, "best: the cut with the shortest simulated step; uniform: equal numbers of "
+        .. "parts; parameters: equal numbers of parameters; or Megatron's layout string "
+        .. "(docs/pipeline.md)", acts = ROW },
+      { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: recompute decides",
         check = function(value)
-          if value > 1 then return "each block is a recompute segment of its own: 1, or 0 for none" end
+          if value > 1 then return "each block is its own recompute segment; set 1, or 0 for none" end
         end, acts = SETTLED },
       { "seed_layers", T.boolean, false, I, "the weights are those of one process, whatever the cut" },
       { "pipe_partitioned", T.boolean, true, I, STAGES }, { "grad_partitioned", T.boolean, true, I, STAGES },
-      { "use_reentrant", T.boolean, true, I, "there is one way to compute activations again" },
+      { "use_reentrant", T.boolean, true, I, "there is one implementation of recomputation" },
     } },
     { "tensor_parallel", "Layers that are cut among processes.", acts = SETUP, {
-      { "size", T.integer(1), 1, H, "processes that have a part each of every layer (docs/tensor_parallel.md)" },
-      { "sequence_parallel", T.boolean, true, H, "between layers each process has its share of the rows alone" },
-      { "tp_keep_gathered", T.boolean, false, H, "backward keeps the rows of all processes that a layer gathered in "
-        .. "the forward; false: it gathers them again" },
+      { "size", T.integer(1), 1, H, "number of processes that each have a part of every layer "
+        .. "(docs/tensor_parallel.md)" },
+      { "sequence_parallel", T.boolean, true, H, "between layers each process has only its share of the rows" },
+      { "tp_keep_gathered", T.boolean, false, H, "backward keeps the rows that a layer gathered in the forward; false: "
+        .. "it gathers them again" },
       { "autotp_size", T.integer(0), nil, A, "tensor_parallel.size",
         as = function(value) return value > 0 and value end },
       { "preset_model", T.string, nil, I, OWN }, { "partition_config", T.tree, nil, I, OWN },
-      { "tp_overlap_comm", T.either(T.boolean, T.integer(1, 8)), false, H, "rows travel between processes beside the "
-        .. "products of column and row layers; a number: in so many pieces; true: in 4" },
-      { "dtype", T.string, "fp16", I, "types are fp16's and bf16's" },
-      { "keep_module_on_host", T.boolean, false, I, "parameters go to their tiers as they are made" },
+      { "tp_overlap_comm", T.either(T.boolean, T.integer(1, 8)), false, H, "communication of rows overlaps with the "
+        .. "products of column and row layers; a number: in this number of pieces; true: in 4" },
+      { "dtype", T.string, "fp16", I, "the sections fp16 and bf16 set the type" },
+      { "keep_module_on_host", T.boolean, false, I, "parameters are moved to their tiers as they are made" },
     } },
     { "tensor_parallel.tp", "", {
       { "tp_size", T.integer(1), nil, A, "tensor_parallel.size" },
       { "tp_grain_size", T.integer(1), 1, I, OWN },
     } },
     { "model_parallelism", "OSLO's section.", {
-      { "enable", T.boolean, nil, I, "sizes above 1 mean that it is on; false beside one is an error" },
+      { "enable", T.boolean, nil, I, "sizes above 1 enable it; false together with such a size is an error" },
       { "pipeline_parallel_size", T.integer(1), nil, A, "pipeline.stages" },
       { "tensor_parallel_size", T.integer(1), nil, A, "tensor_parallel.size" },
       { "micro_batch_size", T.integer(1), nil, A, "train_micro_batch_size_per_gpu" },

@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The sources of a configuration: a Lua table, a .lua file that returns one (it runs in an empty environment), a JSON
--- file, or base64 of one. The result is a copy, which the caller may change.
+-- file, or base64 of JSON. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
 local without_bom = require "ps.core.bom"
-local lib_null = require("cjson").null                     -- null of a table that a script decoded itself
+local lib_null = require("cjson").null                     -- null in a table that a script decoded itself
 
 local source = {}
 
 local DEEPEST = 32
 
--- A copy without metatables; a table that holds itself is refused by depth.
+-- A copy without metatables. The depth limit stops at a table that contains itself.
 local function copy(value, name, depth)
   if rawequal(value, lib_null) then return json.null end
   if type(value) ~= "table" or value == json.null then return value end
-  if depth > DEEPEST then error(("%s: nested deeper than %d; does it hold itself?"):format(name, DEEPEST), 0) end
+  if depth > DEEPEST then error(("%s: nested deeper than %d; does it contain itself?"):format(name, DEEPEST), 0) end
   local out = {}
   for key, item in next, value do out[key] = copy(item, name, depth + 1) end
   return out
@@ -23,7 +23,7 @@ local ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789
 local SIXBITS = { ["+"] = 62, ["-"] = 62, ["/"] = 63, ["_"] = 63 }
 for i = 1, #ALPHABET do SIXBITS[ALPHABET:sub(i, i)] = i - 1 end
 
--- Decodes base64 with either alphabet; nil when the text is none.
+-- Decodes base64 in either alphabet; nil if the text is not base64.
 local function base64(text)
   text = text:gsub("%s", "")
   local body, padding = text:match("^([%w%+/_%-]+)(=*)$")
@@ -54,10 +54,10 @@ local function run_lua(text, path)
   if not chunk then error(why, 0) end
   local ok, result = pcall(setfenv(chunk, {}))
   if not ok then
-    error(("%s\n(a configuration runs without globals: no require, no os, no math)"):format(tostring(result)), 0)
+    error(("%s\n(a configuration runs without globals: it has no require, os or math)"):format(tostring(result)), 0)
   end
   if type(result) ~= "table" then
-    error(("%s returns a %s; a configuration file returns a table"):format(path, type(result)), 0)
+    error(("%s returns a %s; a configuration file must return a table"):format(path, type(result)), 0)
   end
   return result
 end
@@ -65,12 +65,12 @@ end
 local function from_json(text, name)
   local value = json.decode(text, name)
   if type(value) ~= "table" or value == json.null or #value > 0 then
-    error(name .. ":1:1: a configuration is a JSON object", 0)
+    error(name .. ":1:1: a configuration must be a JSON object", 0)
   end
   return value
 end
 
---- The raw table behind a source, and its name for errors.
+--- The raw table of a source, and the source's name for errors.
 ---@param from table|string
 ---@return table raw
 ---@return string name
@@ -87,7 +87,7 @@ function source.read(from)
   end
   local decoded = not from:match("%.json$") and not from:match("%.lua$") and base64(from)
   if decoded and decoded:match("^%s*{") then return from_json(decoded, "base64 config"), "base64 config" end
-  error(("config: cannot read %s: %s (and it is no base64 of a JSON object)")
+  error(("config: cannot read %s: %s (nor is it base64 of a JSON object)")
     :format(#from > 80 and from:sub(1, 77) .. "..." or from, (tostring(why):gsub("^.*: ", ""))), 0)
 end
 
