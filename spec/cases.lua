@@ -129,6 +129,11 @@ unary("pow_scalar", 0.3, 3, args(1.7), { tol = { fp32 = 2e-5 } })
 case { "pow_scalar", { F { 5, 7 }, attrs = args(2) }, { F { 5, 7 }, attrs = args(3) },
        { F({ 33 }, 0.5, 2), attrs = args(-1) }, { F({ 33 }, 0.5, 2), attrs = args(0.5) },
        { F { 33 }, attrs = args(0) } }
+unary("log1p", -0.9, 3, nil, { edges = true })
+unary("expm1", -3, 3, nil, { edges = true })
+unary("leaky_relu", nil, nil, args(0.125), { edges = true })
+unary("elu", nil, nil, args(0.75), { edges = true, tol = { fp32 = 2e-5 } })
+unary("softplus", nil, nil, args(1.5, 4), { edges = true })
 unary("clamp", nil, nil, args(-0.75, 1.125), { exact = true, ints = true, edges = true })
 unary("exp", -10, 10, nil, { edges = true })
 unary("log", 0.01, 50, nil, { edges = true })

@@ -57,8 +57,8 @@ local RULES = {
     "ps%.core%.hooks$" },
   { of = "lua/ps/tensor/composed%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$", "ps%.tensor$" },
   { of = "lua/ps/tensor/losses%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.core%.scope$", "ps%.core%.loss_weight$" },
-  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.tensor%.losses$", "ps%.core%.hooks$",
-    "ps%.core%.loss_weight$" },
+  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.tensor%.losses$",
+    "ps%.tensor%.activations$", "ps%.core%.hooks$", "ps%.core%.loss_weight$" },
   { of = "models/", "ps", "models%." },
 }
 -- The floors of the library, from the lowest: a folder of lua/ps, and the folders below it whose files its own may

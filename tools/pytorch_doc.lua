@@ -79,6 +79,11 @@ sigmoid | sigmoid | ps.sigmoid |
 relu | relu | ps.relu, F.relu, nn.ReLU |
 silu | nn.functional.silu | ps.silu, F.silu |
 gelu | nn.functional.gelu | F.gelu, nn.GELU | the form is "none" or "tanh"
+log1p | log1p | ps.log1p, t:log1p |
+expm1 | expm1 | ps.expm1, t:expm1 |
+leaky_relu | nn.functional.leaky_relu | F.leaky_relu |
+elu | nn.functional.elu | F.elu |
+softplus | nn.functional.softplus | F.softplus |
 silu_backward | - | - | silu's gradient
 gelu_backward | - | - | gelu's gradient
 act_mul | - | - | an activation times a gate in one pass
@@ -129,7 +134,7 @@ attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | queries, 
 attention_packed_backward | - | - | its gradient
 adam_ | optim.AdamW | optim.Adam, optim.AdamW | one pass for all parameters
 sgd_ | optim.SGD | optim.SGD |
-sample | multinomial | - | a token of logits, with temperature, top_k, top_p, min_p: model:generate
+sample | - | - | a token of logits, with temperature, top_k, top_p, min_p: model:generate
 ]]
 
 -- PyTorch | here | what differs: what is made of several ops.
@@ -166,6 +171,41 @@ nn.functional.binary_cross_entropy | F.binary_cross_entropy |
 nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits |
 nn.functional.kl_div | F.kl_div |
 nn.functional.nll_loss | F.nll_loss |
+nn.functional.smooth_l1_loss | F.smooth_l1_loss |
+nn.functional.huber_loss | F.huber_loss |
+nn.functional.selu | F.selu |
+nn.functional.hardtanh | F.hardtanh |
+nn.functional.relu6 | F.relu6 |
+nn.functional.mish | F.mish |
+nn.functional.logsigmoid | F.logsigmoid |
+nn.functional.hardsigmoid | F.hardsigmoid |
+nn.functional.hardswish | F.hardswish |
+nn.functional.softsign | F.softsign |
+nn.functional.glu | F.glu |
+nn.functional.normalize | F.normalize | gradient 0 where the norm is 0
+nn.functional.cosine_similarity | F.cosine_similarity |
+prod | ps.prod, t:prod | dims may be a list
+cumprod | ps.cumprod, t:cumprod |
+isnan | ps.isnan, t:isnan |
+isinf | ps.isinf, t:isinf |
+lerp | ps.lerp, t:lerp |
+argsort | ps.argsort, t:argsort |
+isclose | ps.isclose, t:isclose | differences in fp64
+allclose | ps.allclose, t:allclose | a boolean of Lua
+equal | ps.equal, t:equal | a boolean of Lua; types may differ
+unbind | ps.unbind, t:unbind | several results, not a tuple
+diag | ps.diag, t:diag |
+outer | ps.outer, t:outer |
+zeros_like | ps.zeros_like |
+ones_like | ps.ones_like |
+empty_like | ps.empty_like |
+full_like | ps.full_like |
+rand_like | ps.rand_like | as uniform_
+randn_like | ps.randn_like | as uniform_
+randint_like | ps.randint_like | as uniform_
+randperm | ps.randperm | as uniform_
+bernoulli | ps.bernoulli, t:bernoulli, t:bernoulli_ | as uniform_
+multinomial | ps.multinomial, t:multinomial | as uniform_
 no_grad | ps.no_grad | takes a function
 utils.checkpoint.checkpoint | ps.recompute | the function gives tensors alone
 save | ps.save | .pt and .safetensors

@@ -3,6 +3,8 @@
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 require "ps.tensor.scatter"
+require "ps.tensor.small"
+local like = require "ps.tensor.like"
 local composed = require "ps.tensor.composed"
 local scope = require "ps.core.scope"
 local devices = require "ps.core.devices"
@@ -38,6 +40,7 @@ ps.device, ps.devices, ps.fast_dtype, ps.prefers_fused = devices.open, devices.a
 ps.set_memory_limit, ps.reset_peak_memory, ps.memory_available = devices.set_limit, devices.reset_peak,
   devices.available
 for name, fn in pairs(process) do ps[name] = fn end
+for name, fn in pairs(like) do ps[name] = fn end
 for _, name in ipairs { "eye", "linspace", "einsum", "one_hot" } do ps[name] = composed[name] end
 ps.version = native.ffi.string(native.C.ps_version())
 
@@ -67,31 +70,10 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "
                         "var", "std", "split", "reshape", "permute", "transpose", "flip", "roll", "tril", "triu",
                         "tile", "logsumexp", "norm", "sort", "scatter", "scatter_add", "scatter_reduce", "index_add",
                         "index_copy", "index_fill", "index_put", "index_select", "masked_fill", "masked_scatter",
-                        "masked_select", "nonzero" } do
+                        "masked_select", "nonzero", "prod", "cumprod", "outer", "isnan", "isinf", "log1p", "expm1",
+                        "lerp", "argsort", "isclose", "allclose", "equal", "unbind", "diag", "bernoulli",
+                        "multinomial" } do
   ps[name] = as_function(name)
-end
-
-local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
---- Zeros of the shape, type and device of t.
----@param t ps.Tensor
----@return ps.Tensor
-function ps.zeros_like(t)
-  t = like(t, "ps.zeros_like")
-  return ps.zeros(t:shape(), { dtype = t:dtype(), device = t:device() })
-end
---- Ones of the shape, type and device of t.
----@param t ps.Tensor
----@return ps.Tensor
-function ps.ones_like(t)
-  t = like(t, "ps.ones_like")
-  return ps.ones(t:shape(), { dtype = t:dtype(), device = t:device() })
-end
---- Normally distributed numbers of the shape, type and device of t.
----@param t ps.Tensor
----@return ps.Tensor
-function ps.randn_like(t)
-  t = like(t, "ps.randn_like")
-  return ps.randn(t:shape(), { dtype = t:dtype(), device = t:device() })
 end
 
 function ps.memory(...) return exact.of(require("ps.memory.views").memory, "ps.memory")(...) end

@@ -12,6 +12,11 @@ SAVED_SUMS = """cross_entropy keeps one fp32 number a row for its gradient, the 
 does: the probabilities are off by its rounding. PyTorch keeps all log-probabilities."""
 
 
+# Rows of functions that are chains of ops here, and one op in PyTorch.
+COMPOSED = ("mse_loss", "l1_loss", "binary_cross_entropy", "bce with logits", "kl_div", "nll_loss", "smooth_l1_loss", "huber_loss",
+            "glu", "mish", "selu", "hardswish", "hardsigmoid", "softsign", "logsigmoid", "lerp", "normalize", "cosine_similarity")
+
+
 def reference(name, fn):
     """fn(a, b) as psluajit means it: b a tensor or, where the row's name says so, a number."""
     if "with a number" in name:
@@ -71,8 +76,8 @@ def elements(case, kind, key, ours, theirs, exact, off):
     if case.mixes or kind == "grad" and any(i is not None and i.base.numel() != (i.view(i.base).numel() if i.view else
                                                                               i.base.numel()) for i in case.inputs):
         rule("the sign of a zero that a sum gives depends on where the sum starts", zeros)
-    if case.row in ("mse_loss", "l1_loss", "binary_cross_entropy", "bce with logits", "kl_div", "nll_loss") and kind == "grad":
-        rule("a loss composed of other ops: a gradient that is 0 may have either sign", zeros)
+    if case.row in COMPOSED and kind == "grad":
+        rule("a function composed of other ops: a gradient that is 0 may have either sign", zeros)
     if case.row == "einsum":
         rule("einsum: a sum of zeros may have either sign", zeros)
     if case.row.startswith(("maximum", "minimum")):

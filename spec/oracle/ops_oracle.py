@@ -14,11 +14,12 @@ import rows_losses
 import rows_products
 import rows_random
 import rows_reduce
+import rows_small
 import rows_views
 from oracle import HERE, main
 
 ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS \
-    + rows_losses.ROWS + rows_composed.ROWS + rows_index.ROWS
+    + rows_losses.ROWS + rows_composed.ROWS + rows_index.ROWS + rows_small.ROWS
 
 
 def uncovered():

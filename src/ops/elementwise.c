@@ -8,7 +8,7 @@
     X(add)                                                                                                             \
     X(sub) X(mul) X(div) X(pow) X(maximum) X(minimum) X(where) X(affine) X(pow_scalar) X(clamp) X(exp) X(log) X(sqrt)  \
         X(rsqrt) X(reciprocal) X(abs) X(zero) X(sin) X(cos) X(erf) X(tanh) X(sigmoid) X(relu) X(silu) X(gelu)          \
-            X(dropout) X(act_mul)
+            X(dropout) X(act_mul) X(log1p) X(expm1) X(leaky_relu) X(elu) X(softplus)
 #define DECLARE(name) int grad_##name(ps_grad *g);
 RULES(DECLARE)
 int infer_binary(ps_infer *f);
@@ -340,6 +340,24 @@ int grad_log(ps_grad *g)
     return 0;
 }
 
+int grad_log1p(ps_grad *g)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_affine(g, &t, x, 1, 1));
+    PS_TRY(ps_run1(g, PS_OP_div, &t, g->dout[0], t));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+int grad_expm1(ps_grad *g)
+{
+    ps_tensor *y, *t;
+    PS_TRY(ps_grad_out(g, 0, &y));
+    PS_TRY(ps_affine(g, &t, y, 1, 1));
+    return give_times_dy(g, t);
+}
+
 int grad_sqrt(ps_grad *g)
 {
     ps_tensor *y, *t;
@@ -443,6 +461,47 @@ static int fused(ps_grad *g, int op)
 }
 int grad_silu(ps_grad *g) { return fused(g, PS_OP_silu_backward); }
 int grad_gelu(ps_grad *g) { return fused(g, PS_OP_gelu_backward); }
+
+/* dy where x is above `from`, else `other`. */
+static int give_above(ps_grad *g, ps_tensor *x, double from, ps_tensor *other)
+{
+    ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
+    static const char none[PS_MAX_ATTRS];
+    PS_TRY(ps_scalar_like(g, &t, x, from));
+    PS_TRY(ps_run1(g, PS_OP_gt, &t, x, t));
+    PS_TRY(ps_run(g, PS_OP_where, none, all, 3, t, g->dout[0], other));
+    ps_grad_give(g, 0, all[0]);
+    return 0;
+}
+
+int grad_leaky_relu(ps_grad *g)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_scaled(g, &t, g->dout[0], ((const ps_attrs_leaky_relu *)g->attrs)->slope));
+    return give_above(g, x, 0, t);
+}
+
+int grad_elu(ps_grad *g)
+{
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_run1(g, PS_OP_exp, &t, x, NULL));
+    PS_TRY(ps_scaled(g, &t, t, ((const ps_attrs_elu *)g->attrs)->alpha));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
+    return give_above(g, x, 0, t);
+}
+
+int grad_softplus(ps_grad *g)
+{
+    const ps_attrs_softplus *at = g->attrs;
+    ps_tensor *x, *t;
+    PS_TRY(ps_grad_in(g, 0, &x));
+    PS_TRY(ps_scaled(g, &x, x, at->beta));
+    PS_TRY(ps_run1(g, PS_OP_sigmoid, &t, x, NULL));
+    PS_TRY(ps_run1(g, PS_OP_mul, &t, t, g->dout[0]));
+    return give_above(g, x, at->threshold, t);
+}
 
 int grad_act_mul(ps_grad *g)
 {

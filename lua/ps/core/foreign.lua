@@ -31,7 +31,7 @@ local NAMES = {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
     is_grad_enabled = "write ps.grad_enabled()",
     autocast = PRECISION, amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
-    isnan = "write t:ne(t), or t:isfinite()", distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
+    distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
     utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)", autograd = "write loss:backward(), p:grad()",
     from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
     set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",

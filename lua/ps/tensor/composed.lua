@@ -87,6 +87,9 @@ end
 function T:sort(d, descending)
   d = dim_index(self, d or -1)
   if descending ~= nil then caller.typed(descending, "boolean", "sort: descending") end
+  if self.numel_ == 0 then
+    return self:clone(), tensor.zeros(self:shape(), { dtype = "int64", device = self:device() })
+  end
   local moved = d == self.ndim - 1 and self or self:transpose(d, -1):contiguous()
   local values, indices = moved:topk(moved:size(-1))
   if not descending then values, indices = values:flip(-1), indices:flip(-1) end

@@ -4,6 +4,7 @@
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
+local activations = require "ps.tensor.activations"
 local hooks = require "ps.core.hooks"
 local loss_weight = require "ps.core.loss_weight"
 local ops, C, caller = native.ops, native.C, native.caller
@@ -232,8 +233,9 @@ function F.attention_packed(qkv, heads, options)
                               rng.step, rng.sample, p > 0 and next_op() or 0, first_head(options, p))
 end
 
-for _, name in ipairs { "mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div",
-                        "nll_loss" } do
+for name, fn in pairs(activations) do F[name] = fn end
+for _, name in ipairs { "mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy",
+                        "binary_cross_entropy_with_logits", "kl_div", "nll_loss" } do
   F[name] = losses[name]
 end
 

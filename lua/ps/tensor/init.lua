@@ -482,7 +482,7 @@ end
 -- What to write for PyTorch's names that a tensor lacks, and for its fields that are methods here.
 local INSTEAD = {
   cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
-  data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)", isnan = "write t:ne(t), or t:isfinite()",
+  data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",
   register_hook = "hooks do not exist: ps.inspect.record_tensor(t, name) notes a gradient",
   retain_grad = "hooks do not exist: ps.inspect.record_tensor(t, name) notes a gradient", is_leaf = "t:needs_grad()",
   detach_ = "write t = t:detach()", repeat_interleave = "write t:tile(...), t:index_select(dim, indices)",

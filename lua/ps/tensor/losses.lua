@@ -55,6 +55,43 @@ function losses.l1_loss(x, target, options)
   return reduced((x - pair(x, target, "F.l1_loss")):abs(), options.reduction, "F.l1_loss")
 end
 
+local SMOOTH = { reduction = "string", beta = "number" }
+
+-- |d| - half a step where |d| is from `step` on, else d^2 / (2 step): the absolute value with a round tip.
+local function rounded(d, step)
+  local size = d:abs()
+  return tensor.where(size:lt(step), d * d * (0.5 / step), size - 0.5 * step)
+end
+
+--- The mean of absolute differences of x and target, of one shape, with squares near 0: 0.5 d^2 / beta where |d| is
+--- below beta, else |d| - 0.5 beta. With beta 0 it is F.l1_loss.
+---@param x ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none", beta?: number} default "mean" and 1
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.smooth_l1_loss(x, target, options)
+  options = caller.options(options, "F.smooth_l1_loss", SMOOTH)
+  local beta = options.beta or 1
+  if beta < 0 or beta ~= beta then error(("F.smooth_l1_loss: beta is %g; it must be 0 or more"):format(beta)) end
+  local d = x - pair(x, target, "F.smooth_l1_loss")
+  return reduced(beta == 0 and d:abs() or rounded(d, beta), options.reduction, "F.smooth_l1_loss")
+end
+
+local HUBER = { reduction = "string", delta = "number" }
+
+--- Huber's loss of x and target, of one shape: 0.5 d^2 where |d| is below delta, else delta (|d| - 0.5 delta).
+---@param x ps.Tensor floats of any shape
+---@param target ps.Tensor of the same shape
+---@param options? {reduction?: "mean"|"sum"|"none", delta?: number} default "mean" and 1
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.huber_loss(x, target, options)
+  options = caller.options(options, "F.huber_loss", HUBER)
+  local delta = options.delta or 1
+  if delta <= 0 or delta ~= delta then error(("F.huber_loss: delta is %g; it must be above 0"):format(delta)) end
+  local d = x - pair(x, target, "F.huber_loss")
+  return reduced(rounded(d, delta) * delta, options.reduction, "F.huber_loss")
+end
+
 --- The binary cross entropy of probabilities p in [0, 1] against targets in [0, 1], of one shape. As in PyTorch,
 --- logarithms end at -100 and the gradient's denominator p (1 - p) at 1e-12. What is outside of [0, 1] gives NaN.
 ---@param p ps.Tensor floats of any shape

@@ -139,7 +139,8 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
   end
 end
 for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin",
-                        "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not" } do
+                        "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not",
+                        "log1p", "expm1" } do
   T[name] = ops[name]
 end
 -- Integers are whole already, and stay as they are.

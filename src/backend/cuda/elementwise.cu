@@ -97,6 +97,11 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     case PS_OP_sigmoid: return 1 / (1 + exp(-a));
     case PS_OP_relu: return a < 0 ? 0 : a;                  /* NaN stays NaN, -0 stays -0 */
     case PS_OP_silu: return a / (1 + exp(-a));
+    case PS_OP_log1p: return log1p(a);
+    case PS_OP_expm1: return expm1(a);
+    case PS_OP_leaky_relu: return a > 0 ? a : (A)s.alpha * a;
+    case PS_OP_elu: return a > 0 ? a : (A)s.alpha * expm1(a);
+    case PS_OP_softplus: return (A)s.alpha * a > (A)s.beta ? a : log1p(exp((A)s.alpha * a)) / (A)s.alpha;
     case PS_OP_silu_backward: return b * silu_slope(a);
     case PS_OP_gelu: return s.alpha != 0 ? gelu_tanh(a) : gelu_erf(a);
     case PS_OP_gelu_backward: return b * (s.alpha != 0 ? gelu_tanh_slope(a) : gelu_erf_slope(a));
@@ -328,6 +333,25 @@ static int pow_scalar(ps_call *call)
     return run(call->op, s, &call->out[0], &call->in[0], NULL);
 }
 
+static int leaky_relu(ps_call *call)
+{
+    settings s = { ((const ps_attrs_leaky_relu *)call->attrs)->slope, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int elu(ps_call *call)
+{
+    settings s = { ((const ps_attrs_elu *)call->attrs)->alpha, 0 };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
+static int softplus(ps_call *call)
+{
+    const ps_attrs_softplus *a = (const ps_attrs_softplus *)call->attrs;
+    settings s = { a->beta, a->threshold };
+    return run(call->op, s, &call->out[0], &call->in[0], NULL);
+}
+
 static int gelu(ps_call *call)
 {
     settings s = { (double)((const ps_attrs_gelu *)call->attrs)->tanh, 0 };
@@ -478,12 +502,16 @@ void ps_cuda_fill_elementwise(ps_kernel *k)
         PS_OP_lt, PS_OP_le, PS_OP_gt, PS_OP_ge, PS_OP_logical_and, PS_OP_logical_or, PS_OP_exp, PS_OP_log, PS_OP_sqrt,
         PS_OP_rsqrt, PS_OP_reciprocal, PS_OP_abs, PS_OP_sign, PS_OP_floor, PS_OP_ceil, PS_OP_round, PS_OP_sin,
         PS_OP_cos, PS_OP_erf, PS_OP_tanh, PS_OP_sigmoid, PS_OP_relu, PS_OP_silu, PS_OP_silu_backward, PS_OP_isfinite,
+        PS_OP_log1p, PS_OP_expm1,
         PS_OP_logical_not,
     };
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++) k[ops[i]] = plain;
     k[PS_OP_affine] = affine;
     k[PS_OP_clamp] = clamp;
     k[PS_OP_pow_scalar] = pow_scalar;
+    k[PS_OP_leaky_relu] = leaky_relu;
+    k[PS_OP_elu] = elu;
+    k[PS_OP_softplus] = softplus;
     k[PS_OP_gelu] = gelu;
     k[PS_OP_gelu_backward] = gelu_backward;
     k[PS_OP_act_mul] = act_mul;

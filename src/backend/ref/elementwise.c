@@ -153,6 +153,8 @@ UNARY(tanh, tanh(x))
 UNARY(sigmoid, 1 / (1 + exp(-x)))
 UNARY(relu, x < 0 ? 0 : x)                  /* NaN stays NaN, -0 stays -0 */
 UNARY(silu, x / (1 + exp(-x)))
+UNARY(log1p, log1p(x))
+UNARY(expm1, expm1(x))
 UNARY(isfinite, isfinite(x) != 0)
 UNARY(logical_not, x == 0)
 
@@ -176,6 +178,39 @@ int ref_pow_scalar(ps_call *call)
     ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
     for (int64_t i = 0; i < y.numel; i++)
         ref_store(&y, ref_at(&y, i), pow(ref_load(&x, ref_at(&x, i)), a->exponent));
+    return 0;
+}
+
+int ref_leaky_relu(ps_call *call)
+{
+    double slope = ((const ps_attrs_leaky_relu *)call->attrs)->slope;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) {
+        double v = ref_load(&x, ref_at(&x, i));
+        ref_store(&y, ref_at(&y, i), v > 0 ? v : slope * v);
+    }
+    return 0;
+}
+
+int ref_elu(ps_call *call)
+{
+    double alpha = ((const ps_attrs_elu *)call->attrs)->alpha;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) {
+        double v = ref_load(&x, ref_at(&x, i));
+        ref_store(&y, ref_at(&y, i), v > 0 ? v : alpha * expm1(v));
+    }
+    return 0;
+}
+
+int ref_softplus(ps_call *call)
+{
+    const ps_attrs_softplus *a = call->attrs;
+    ps_view y = ref_flat(&call->out[0]), x = ref_flat(&call->in[0]);
+    for (int64_t i = 0; i < y.numel; i++) {
+        double v = ref_load(&x, ref_at(&x, i));
+        ref_store(&y, ref_at(&y, i), a->beta * v > a->threshold ? v : log1p(exp(a->beta * v)) / a->beta);
+    }
     return 0;
 }
 

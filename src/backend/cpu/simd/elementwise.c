@@ -89,6 +89,31 @@ SIMD vf gelu_erf_backward(vf x, vf dy)
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
+/* log(u) for u = 1 + x as it is rounded, times x / (u - 1), which undoes the rounding (Goldberg 1991, theorem 4). */
+SIMD vf log1p_of(vf x)
+{
+    vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
+    vf y = vf_log(u) * (x / d);
+    y = vf_select(d == vf_zero(), x, y);
+    return vf_select((x == vf_set(INFINITY)) | (x != x), x, y);
+}
+/* The same for u = exp(x) (Kahan): (u - 1) x / log(u). */
+SIMD vf expm1_of(vf x)
+{
+    vf u = vf_exp(x), d = u - vf_set(1.0f);
+    vf y = d * (x / vf_log(u));
+    y = vf_select(d == vf_zero(), x, y);
+    y = vf_select(x < vf_set(-18.0f), vf_set(-1.0f), y);
+    return vf_select((u == vf_set(INFINITY)) | (x != x), u, y);
+}
+SIMD vf leaky_relu_of(vf x, vf slope) { return vf_select(x > vf_zero(), x, slope * x); }
+SIMD vf elu_of(vf x, vf alpha) { return vf_select(x > vf_zero(), x, alpha * expm1_of(x)); }
+SIMD vf softplus_of(vf x, vf beta, vf threshold)
+{
+    vf z = beta * x;
+    return vf_select(z > threshold, x, log1p_of(vf_exp(z)) / beta);
+}
+
 /* -- one block function per op and float type ---------------------------------------------------------------------- */
 #define UNARY_TYPE(name, expr, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
@@ -145,6 +170,11 @@ UNARY(u_square, x * x)
 UNARY(u_cube, x * x * x)
 UNARY(u_exp, vf_exp(x))
 UNARY(u_log, vf_log(x))
+UNARY(u_log1p, log1p_of(x))
+UNARY(u_expm1, expm1_of(x))
+UNARY(u_leaky_relu, leaky_relu_of(x, vf_set(k.a)))
+UNARY(u_elu, elu_of(x, vf_set(k.a)))
+UNARY(u_softplus, softplus_of(x, vf_set(k.a), vf_set(k.b)))
 UNARY(u_sqrt, vf_sqrt(x))
 UNARY(u_rsqrt, vf_set(1.0f) / vf_sqrt(x))
 UNARY(u_reciprocal, vf_set(1.0f) / x)
@@ -230,6 +260,7 @@ static const row rows[PS_OP_COUNT] = {
     [PS_OP_ceil] = { .lanes = u_ceil }, [PS_OP_round] = { .lanes = u_round }, [PS_OP_sin] = { .lanes = u_sin },
     [PS_OP_cos] = { .lanes = u_cos }, [PS_OP_erf] = { .lanes = u_erf }, [PS_OP_tanh] = { .lanes = u_tanh },
     [PS_OP_sigmoid] = { .lanes = u_sigmoid }, [PS_OP_relu] = { .lanes = u_relu }, [PS_OP_silu] = { .lanes = u_silu },
+    [PS_OP_log1p] = { .lanes = u_log1p }, [PS_OP_expm1] = { .lanes = u_expm1 },
     [PS_OP_silu_backward] = { .lanes = b_silu_backward },
     [PS_OP_add] = { b_add, add_f64, add_i32, add_i64, NULL }, [PS_OP_sub] = { b_sub, sub_f64, sub_i32, sub_i64, NULL },
     [PS_OP_mul] = { b_mul, mul_f64, mul_i32, mul_i64, NULL }, [PS_OP_div] = { b_div, div_f64, NULL, NULL, NULL },
@@ -317,6 +348,22 @@ static int pow_scalar(ps_call *call)
     const loop_fn *fn = e == 2 ? u_square : e == 3 ? u_cube : e == 0.5 ? u_sqrt : e == -0.5 ? u_rsqrt
                       : e == -1 ? u_reciprocal : u_pow;
     return lanes(call, fn, &(consts){ (float)e, 0 });
+}
+
+static int leaky_relu(ps_call *call)
+{
+    return lanes(call, u_leaky_relu, &(consts){ (float)((const ps_attrs_leaky_relu *)call->attrs)->slope, 0 });
+}
+
+static int elu(ps_call *call)
+{
+    return lanes(call, u_elu, &(consts){ (float)((const ps_attrs_elu *)call->attrs)->alpha, 0 });
+}
+
+static int softplus(ps_call *call)
+{
+    const ps_attrs_softplus *at = call->attrs;
+    return lanes(call, u_softplus, &(consts){ (float)at->beta, (float)at->threshold });
 }
 
 static int gelu(ps_call *call)
@@ -467,6 +514,9 @@ void PS_ISA_FN(ps_cpu_fill_elementwise)(ps_kernel *k)
     k[PS_OP_affine] = affine;
     k[PS_OP_clamp] = clamp;
     k[PS_OP_pow_scalar] = pow_scalar;
+    k[PS_OP_leaky_relu] = leaky_relu;
+    k[PS_OP_elu] = elu;
+    k[PS_OP_softplus] = softplus;
     k[PS_OP_gelu] = gelu;
     k[PS_OP_gelu_backward] = gelu_backward;
     k[PS_OP_act_mul] = act_mul;

@@ -1,0 +1,154 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Activations and other functions of one or two tensors that ps.functional has as its own (F.softplus, F.normalize).
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local tensor = require "ps.tensor"
+local ops, caller = native.ops, native.caller
+local error = caller.error
+
+local M = {}
+
+local function floats(x, call)
+  if caller.tensor(x, call, "x") == nil then error(call .. ": x is missing") end
+  if not x:is_float() then error(("%s takes floats, not %s; convert with :float()"):format(call, x:dtype())) end
+  return x
+end
+
+local function number(value, default, what)
+  if value == nil then return default end
+  return caller.typed(value, "number", what)
+end
+
+--- log(1 + exp(beta x)) / beta; x itself where beta x is above the threshold.
+---@param x ps.Tensor floats
+---@param beta? number default 1
+---@param threshold? number default 20
+---@return ps.Tensor of x's shape
+function M.softplus(x, beta, threshold)
+  return ops.softplus(floats(x, "F.softplus"), number(beta, 1, "F.softplus: beta"),
+    number(threshold, 20, "F.softplus: threshold"))
+end
+
+--- x where it is above 0, else slope x.
+---@param x ps.Tensor floats
+---@param slope? number default 0.01
+---@return ps.Tensor of x's shape
+function M.leaky_relu(x, slope)
+  return ops.leaky_relu(floats(x, "F.leaky_relu"), number(slope, 0.01, "F.leaky_relu: the slope"))
+end
+
+--- x where it is above 0, else alpha (exp(x) - 1) (Clevert et al. 2016).
+---@param x ps.Tensor floats
+---@param alpha? number default 1
+---@return ps.Tensor of x's shape
+function M.elu(x, alpha) return ops.elu(floats(x, "F.elu"), number(alpha, 1, "F.elu: alpha")) end
+
+local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+--- 1.0507 elu(x, 1.6733), which keeps mean and variance (Klambauer et al. 2017).
+---@param x ps.Tensor floats
+---@return ps.Tensor of x's shape
+function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE end
+
+-- x limited to [low, high], where the bounds themselves have the gradient 0, unlike clamp's, as in PyTorch.
+local function limited(x, low, high)
+  return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
+end
+
+--- x limited to [low, high]; at and beyond the bounds the gradient is 0.
+---@param x ps.Tensor
+---@param low? number default -1
+---@param high? number default 1
+---@return ps.Tensor of x's shape
+function M.hardtanh(x, low, high)
+  if caller.tensor(x, "F.hardtanh", "x") == nil then error("F.hardtanh: x is missing") end
+  low, high = number(low, -1, "F.hardtanh: the lower bound"), number(high, 1, "F.hardtanh: the upper bound")
+  if low > high then error(("F.hardtanh: the lower bound, %g, is above the upper one, %g"):format(low, high)) end
+  return limited(x, low, high)
+end
+
+--- x limited to [0, 6]; at and beyond the bounds the gradient is 0.
+---@param x ps.Tensor
+---@return ps.Tensor of x's shape
+function M.relu6(x)
+  if caller.tensor(x, "F.relu6", "x") == nil then error("F.relu6: x is missing") end
+  return limited(x, 0, 6)
+end
+
+--- x tanh(softplus(x)) (Misra 2019).
+---@param x ps.Tensor floats
+---@return ps.Tensor of x's shape
+function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20)) end
+
+--- log(sigmoid(x)), without overflow.
+---@param x ps.Tensor floats
+---@return ps.Tensor of x's shape
+function M.logsigmoid(x)
+  floats(x, "F.logsigmoid")
+  -- min(x, 0) - log(1 + exp(-|x|)): neither exponent is above 0
+  return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x)))
+end
+
+--- x limited to [-3, 3], + 3, over 6.
+---@param x ps.Tensor floats
+---@return ps.Tensor of x's shape
+function M.hardsigmoid(x) return (limited(floats(x, "F.hardsigmoid"), -3, 3) + 3) / 6 end
+
+--- x hardsigmoid(x) (Howard et al. 2019).
+---@param x ps.Tensor floats
+---@return ps.Tensor of x's shape
+function M.hardswish(x) return floats(x, "F.hardswish") * (ops.clamp(x + 3, 0, 6) / 6) end
+
+--- x / (1 + |x|).
+---@param x ps.Tensor floats
+---@return ps.Tensor of x's shape
+function M.softsign(x) return floats(x, "F.softsign") / (ops.abs(x) + 1) end
+
+--- The first half along a dimension times the sigmoid of the second half (Dauphin et al. 2017).
+---@param x ps.Tensor floats
+---@param dim? integer default -1; its size is even
+---@return ps.Tensor half as large along dim
+function M.glu(x, dim)
+  local n = floats(x, "F.glu"):size(dim or -1)
+  if n % 2 ~= 0 then error(("F.glu: dimension %d has size %d, which is odd"):format(dim or -1, n)) end
+  return x:narrow(dim or -1, 0, n / 2) * ops.sigmoid(x:narrow(dim or -1, n / 2, n / 2))
+end
+
+--- x over its p-norm along dimensions, which counts as eps where it is smaller.
+---@param x ps.Tensor floats
+---@param p? number default 2
+---@param dim? integer|integer[] default 1
+---@param eps? number default 1e-12
+---@return ps.Tensor of x's shape
+function M.normalize(x, p, dim, eps)
+  eps = number(eps, 1e-12, "F.normalize: eps")
+  return floats(x, "F.normalize") / x:norm(p or 2, dim or 1, true):clamp(eps)
+end
+
+--- The cosine of the angle between vectors along a dimension. Norms below eps count as eps.
+---@param a ps.Tensor floats
+---@param b ps.Tensor of a shape that broadcasts with a's
+---@param dim? integer default 1, of the shape that both broadcast to
+---@param eps? number default 1e-8
+---@return ps.Tensor without that dimension
+function M.cosine_similarity(a, b, dim, eps)
+  floats(a, "F.cosine_similarity")
+  floats(b, "F.cosine_similarity")
+  eps = number(eps, 1e-8, "F.cosine_similarity: eps")
+  local shape, n = {}, math.max(a:dim(), b:dim())
+  for i = 1, n do
+    local x, y = a:shape()[i - n + a:dim()] or 1, b:shape()[i - n + b:dim()] or 1
+    shape[i] = x == 1 and y or x
+  end
+  dim = dim or 1
+  local function unit(x)
+    x = x:expand(shape)
+    local norm = x:norm(2, dim, true)
+    -- The limit has the gradient of the norm, as PyTorch's.
+    local limit = scope.no_grad(function() return norm:clamp(eps) - norm end)
+    return x / (norm + limit)
+  end
+  return (unit(a) * unit(b)):sum(dim)
+end
+
+return M

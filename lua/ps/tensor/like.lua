@@ -1,0 +1,181 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Tensors with the shape of another one, and draws of more than one kind: ps.full_like, ps.rand_like, ps.randperm,
+-- ps.bernoulli, ps.multinomial. What is drawn depends on ps.manual_seed and on what was drawn before, by Philox
+-- counters: not on the device or the number of threads.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local tensor = require "ps.tensor"
+local ops, caller = native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+
+local T = tensor.methods
+local M = {}
+
+local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
+
+local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
+
+-- Where a tensor like t goes: t's type and device, unless the options, which are checked, say otherwise.
+local function place(t, options)
+  return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
+    requires_grad = options.requires_grad }
+end
+
+local function maker(name)
+  --- A new tensor of t's shape; of t's type and device unless the options say otherwise.
+  ---@param t ps.Tensor
+  ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+  ---@return ps.Tensor
+  M[name .. "_like"] = function(t, options)
+    local call = "ps." .. name .. "_like"
+    t = like(t, call)
+    return tensor[name](t:shape(), place(t, caller.options(options, call, NEW)))
+  end
+end
+for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
+
+--- A number everywhere, in t's shape; of t's type and device unless the options say otherwise.
+---@param t ps.Tensor
+---@param value number an error where an integer type cannot hold it
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor
+function M.full_like(t, value, options)
+  t = like(t, "ps.full_like")
+  options = caller.options(options, "ps.full_like", NEW)
+  return tensor.full(t:shape(), value, place(t, options))
+end
+
+--- Uniform whole numbers in [low, high), in t's shape; of t's type and device unless the options say otherwise.
+--- ps.randint_like(t, high) begins at 0.
+---@param t ps.Tensor
+---@param low integer
+---@param high? integer
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
+---@return ps.Tensor
+function M.randint_like(t, low, high, options)
+  local call = "ps.randint_like"
+  t = like(t, call)
+  if type(high) ~= "number" then low, high, options = 0, low, high or options end
+  caller.whole(low, call .. ": low")
+  caller.whole(high, call .. ": high")
+  local where = place(t, caller.options(options, call, NEW))
+  local whole = where.dtype == "int32" and "int32" or "int64"
+  local y = tensor.randint(low, high, t:shape(), { dtype = whole, device = where.device }):to(where.dtype)
+  return where.requires_grad and y:requires_grad(true) or y
+end
+
+-- fp64 numbers in [0, 1) with 48 random bits: those of 24 bits are too few to order millions of them.
+local function fine(shape, device)
+  local where = { dtype = "fp64", device = device }
+  return tensor.rand(shape, where) + tensor.rand(shape, where) * 2 ^ -24
+end
+
+local ORDER = { dtype = "string", device = "string" }
+
+--- The numbers 0 to n - 1 in a drawn order.
+---@param n integer
+---@param options? {dtype?: string, device?: string}
+---@return ps.Tensor [n] int64, unless the options say otherwise
+function M.randperm(n, options)
+  options = caller.options(options, "ps.randperm", ORDER)
+  caller.whole(n, "ps.randperm: n", 0)
+  local _, order = fine({ n }, options.device):sort()
+  return options.dtype and order:to(options.dtype) or order
+end
+
+-- Values that are to be probabilities, read.
+local function check_probabilities(p, call)
+  if p:numel() == 0 then return end
+  local low, high = p:amin():item(), p:amax():item()
+  if not (low >= 0 and high <= 1) then
+    error(("%s: a probability is %g; it takes numbers in [0, 1]"):format(call, low >= 0 and high or low))
+  end
+end
+
+--- 1 with the probability that an element of this tensor has, else 0. A number p is the probability of all. The values
+--- are read to check them.
+---@param p? number in [0, 1]
+---@return ps.Tensor of this shape and type, without a gradient
+function T:bernoulli(p)
+  return scope.no_grad(function()
+    if p ~= nil then
+      caller.typed(p, "number", "bernoulli: p")
+      if not (p >= 0 and p <= 1) then error(("bernoulli: p is %g; it must be in [0, 1]"):format(p)) end
+      return fine(self:shape(), self:device()):lt(p):to(self:dtype())
+    end
+    if not self:is_float() then
+      error(("bernoulli takes floats, not %s; convert with :float()"):format(self:dtype()))
+    end
+    check_probabilities(self, "bernoulli")
+    return fine(self:shape(), self:device()):lt(self:to("fp64")):to(self:dtype())
+  end)
+end
+
+--- Sets elements to 1 with a probability, else to 0, in place.
+---@param p? number|ps.Tensor in [0, 1], default 0.5; a tensor of a shape that broadcasts to this one
+---@return ps.Tensor self
+function T:bernoulli_(p)
+  if is_tensor(p) then self:copy_(p:detach():expand(self:shape()):bernoulli())
+  else self:copy_(tensor.ones(self:shape(), { device = self:device() }):bernoulli(p or 0.5)) end
+  return self
+end
+
+-- Draws that are compared with all categories at once have at most this many elements.
+local AT_ONCE = 2 ^ 22
+
+-- n draws of each row of p [rows, V], fp64, whose sums are positive: the first category whose running sum is above a
+-- uniform number.
+local function with_replacement(p, n)
+  local upto = p:cumsum(-1)
+  local total, parts = upto:narrow(-1, p:size(1) - 1, 1), {}
+  local u = fine({ p:size(0), n }, p:device()) * total
+  local step = math.max(1, math.floor(AT_ONCE / math.max(1, p:numel())))
+  for first = 0, n - 1, step do
+    local some = u:narrow(1, first, math.min(step, n - first))
+    parts[#parts + 1] = upto:unsqueeze(1):le(some:unsqueeze(-1)):long():sum(-1)
+  end
+  -- Rounding may give u the sum itself; then it is the last category that has a probability.
+  local last = p:gt(0):long() * tensor.arange(0, p:size(1), 1, { dtype = "int64", device = p:device() })
+  return ops.minimum(tensor.cat(parts, 1), last:amax(-1, true))
+end
+
+--- Categories drawn with the probabilities that the elements of a row have, which need not add up to 1. The values are
+--- read to check them.
+---@param n integer how many for each row
+---@param replacement? boolean default false: no category twice
+---@return ps.Tensor int64 [..., n], of a tensor [..., V] of one or two dimensions
+function T:multinomial(n, replacement)
+  local call = "multinomial"
+  caller.whole(n, "multinomial: the number of draws", 1)
+  if replacement ~= nil then caller.typed(replacement, "boolean", "multinomial: replacement") end
+  if self.ndim < 1 or self.ndim > 2 or not self:is_float() then
+    error(("multinomial takes floats of one or two dimensions, not %s [%s]"):format(self:dtype(),
+      table.concat(self:shape(), ", ")))
+  end
+  return scope.no_grad(function()
+    local p = self:to("fp64"):reshape(-1, self:size(-1)):contiguous()
+    if p:size(1) == 0 then error("multinomial: there are no categories") end
+    if p:size(0) == 0 then return tensor.empty({ 0, n }, { dtype = "int64", device = p:device() }) end
+    local sums = p:sum(-1)
+    if not p:ge(0):all():item() or not sums:isfinite():all():item() then
+      error("multinomial: a probability is negative, infinite or no number")
+    end
+    if sums:amin():item() <= 0 then error("multinomial: all probabilities of a row are 0") end
+    local index, _
+    if replacement then index = with_replacement(p, n)
+    else
+      local least = p:gt(0):long():sum(-1):amin():item()
+      if least < n then
+        error(("%s: %d draws without replacement, and a row has %d categories with a probability; write "
+          .. "multinomial(n, true) to draw a category more than once"):format(call, n, least))
+      end
+      -- p over an exponential number: the n largest are n draws without replacement (Efraimidis and Spirakis 2006).
+      local wait = (fine(p:shape(), p:device()) * -1 + 1):log() * -1
+      _, index = (p / wait:clamp(1e-300)):topk(n)
+    end
+    return self.ndim == 1 and index:reshape(n) or index
+  end)
+end
+
+return M

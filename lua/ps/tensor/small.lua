@@ -1,0 +1,225 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Small functions of tensors that are made of others: products, comparisons of whole tensors, diagonals.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local tensor = require "ps.tensor"
+local C, ops, caller = native.C, native.ops, native.caller
+local error = caller.error
+local is_tensor = scope.is_tensor
+local dim_index = create.dim_index
+
+local T = tensor.methods
+
+local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
+
+-- fn of a tensor in fp32, fp64 or int64, its result in the tensor's own type; integers give int64.
+local function wide(t, fn, ...)
+  if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 or t.dtype_ == C.PS_I64 then return fn(t, ...) end
+  if FLOAT[t.dtype_] then return ops.cast(fn(ops.cast(t, C.PS_F32), ...), t.dtype_) end
+  return fn(ops.cast(t, C.PS_I64), ...)
+end
+
+-- -- products -------------------------------------------------------------------------------------------------------
+-- The product along dimension d, which stays with size 1: halves times halves, so that the gradient of an element is
+-- the product of the others, at zeros as well.
+local function prod_along(x, d)
+  local n, rest = x:size(d), nil
+  if n == 0 then return x:sum(d, true) + 1 end
+  while n > 1 do
+    local half = math.floor(n / 2)
+    if n % 2 == 1 then
+      local last = x:narrow(d, n - 1, 1)
+      rest = rest and rest * last or last
+    end
+    x, n = x:narrow(d, 0, half) * x:narrow(d, half, half), half
+  end
+  return rest and x * rest or x
+end
+
+local function prod(x, dims, keepdim)
+  if dims == nil then
+    local y = prod_along(x:reshape(-1), 0)
+    if not keepdim then return y:reshape({}) end
+    local ones = {}
+    for i = 1, x.ndim do ones[i] = 1 end
+    return y:reshape(ones)
+  end
+  local gone = {}
+  for _, d in ipairs(dims) do
+    d = dim_index(x, d)
+    if gone[d] then error(("dimension %d is named twice"):format(d)) end
+    gone[d] = true
+    x = prod_along(x, d)
+  end
+  if keepdim then return x end
+  local shape = {}
+  for d = 0, x.ndim - 1 do if not gone[d] then shape[#shape + 1] = x:size(d) end end
+  return x:reshape(shape)
+end
+
+--- The product over some dimensions; of integers in int64.
+---@param dims? integer|integer[] default: all
+---@param keepdim? boolean the dimensions stay, with size 1; default false
+---@return ps.Tensor
+function T:prod(dims, keepdim)
+  if keepdim ~= nil then caller.typed(keepdim, "boolean", "prod: keepdim") end
+  if type(dims) == "number" then dims = { dims } end
+  if dims ~= nil then caller.list(caller.typed(dims, "table", "prod: the dimensions"), "prod: the dimensions") end
+  return wide(self, prod, dims, keepdim)
+end
+
+-- In log2(n) passes (Hillis and Steele 1986): after each, an element is the product of twice as many.
+local function cumprod(x, d)
+  local n, shift = x:size(d), 1
+  while shift < n do
+    x = tensor.cat({ x:narrow(d, 0, shift), x:narrow(d, shift, n - shift) * x:narrow(d, 0, n - shift) }, d)
+    shift = shift * 2
+  end
+  return shift > 1 and x or ops.contiguous(x)
+end
+--- The running product along dimension d; of integers in int64.
+---@param d integer
+---@return ps.Tensor of this shape
+function T:cumprod(d)
+  if d == nil then
+    error("cumprod needs a dimension; for all elements in their order write t:reshape(-1):cumprod(0)")
+  end
+  return wide(self, cumprod, dim_index(self, d))
+end
+
+--- The products of each element of this vector with each of another.
+---@param other ps.Tensor [M]
+---@return ps.Tensor [N, M], of a vector [N]
+function T:outer(other)
+  if not is_tensor(other) or self.ndim ~= 1 or other.ndim ~= 1 then
+    error(("outer takes two vectors, not [%s] and %s"):format(table.concat(self:shape(), ", "),
+      is_tensor(other) and "[" .. table.concat(other:shape(), ", ") .. "]" or tostring(other)))
+  end
+  return self:unsqueeze(1) * other:unsqueeze(0)
+end
+
+-- -- elements -------------------------------------------------------------------------------------------------------
+--- Where an element is NaN.
+---@return ps.Tensor bool
+function T:isnan() return ops.ne(self, self) end
+--- Where an element is infinite.
+---@return ps.Tensor bool
+function T:isinf()
+  if not FLOAT[self.dtype_] then return tensor.zeros(self:shape(), { dtype = "bool", device = self:device() }) end
+  return ops.eq(ops.abs(self), create.scalar_like(self, math.huge))
+end
+
+--- This tensor plus weight times the way to another one.
+---@param stop ps.Tensor of a shape that broadcasts with this one's
+---@param weight number|ps.Tensor 0: this tensor; 1: the other
+---@return ps.Tensor
+function T:lerp(stop, weight)
+  if caller.tensor(stop, "lerp", "the end") == nil then error("lerp: the end is missing") end
+  if not FLOAT[self.dtype_] or stop.dtype_ ~= self.dtype_ then
+    error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
+  end
+  local way = stop - self
+  -- From the nearer end, as PyTorch does, so that weight 1 gives the other tensor exactly.
+  if is_tensor(weight) then
+    local far = weight:abs():ge(0.5)
+    return tensor.where(far, stop - way * (1 - weight), self + way * weight)
+  end
+  caller.typed(weight, "number", "lerp: the weight")
+  if math.abs(weight) < 0.5 then return self + way * weight end
+  return stop - way * (1 - weight)
+end
+
+--- The indices that sort a tensor along a dimension; equal elements keep their order.
+---@param d? integer default -1
+---@param descending? boolean default false
+---@return ps.Tensor int64, of this shape
+function T:argsort(d, descending)
+  local _, order = self:sort(d, descending)
+  return order
+end
+
+-- -- whole tensors --------------------------------------------------------------------------------------------------
+local CLOSE = { rtol = "number", atol = "number", equal_nan = "boolean" }
+
+-- Whether |a - b| <= atol + rtol |b|, element by element; infinities of one sign are close.
+local function close(a, b, rtol, atol, equal_nan, call)
+  if type(rtol) == "table" then
+    local options = caller.options(rtol, call, CLOSE)
+    rtol, atol, equal_nan = options.rtol, options.atol, options.equal_nan
+  end
+  if caller.tensor(b, call, "the other") == nil then error(call .. ": the other tensor is missing") end
+  rtol, atol = caller.typed(rtol or 1e-5, "number", call .. ": rtol"),
+    caller.typed(atol or 1e-8, "number", call .. ": atol")
+  if equal_nan ~= nil then caller.typed(equal_nan, "boolean", call .. ": equal_nan") end
+  return scope.no_grad(function()
+    local same = a:eq(b)
+    if equal_nan then same = same:logical_or(a:isnan():logical_and(b:isnan())) end
+    local x, y = a:to("fp64"), b:to("fp64")
+    local near = (x - y):abs():le(y:abs() * rtol + atol)
+    return same:logical_or(near:logical_and(y:isfinite()):logical_and(x:isfinite()))
+  end)
+end
+
+--- Where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are taken in fp64.
+---@param other ps.Tensor of a shape that broadcasts with this one's
+---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
+---@param atol? number default 1e-8
+---@param equal_nan? boolean two NaNs are equal; default false
+---@return ps.Tensor bool
+function T:isclose(other, rtol, atol, equal_nan) return close(self, other, rtol, atol, equal_nan, "isclose") end
+
+--- Whether all elements of two tensors are nearly equal, as isclose has it.
+---@param other ps.Tensor of a shape that broadcasts with this one's
+---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
+---@param atol? number default 1e-8
+---@param equal_nan? boolean two NaNs are equal; default false
+---@return boolean
+function T:allclose(other, rtol, atol, equal_nan)
+  return close(self, other, rtol, atol, equal_nan, "allclose"):all():item()
+end
+
+--- Whether two tensors have one shape and equal elements.
+---@param other ps.Tensor
+---@return boolean
+function T:equal(other)
+  if caller.tensor(other, "equal", "the other") == nil then error("equal: the other tensor is missing") end
+  if table.concat(self:shape(), ",") ~= table.concat(other:shape(), ",") then return false end
+  return self:numel() == 0 or self:eq(other):all():item()
+end
+
+-- -- parts ----------------------------------------------------------------------------------------------------------
+--- The parts along dimension d, without it, as several results. Views.
+---@param d? integer default 0
+---@return ps.Tensor ...
+function T:unbind(d)
+  d = dim_index(self, d or 0)
+  local parts = {}
+  for i = 0, self:size(d) - 1 do parts[i + 1] = self:select(d, i) end
+  return unpack(parts)
+end
+
+--- A matrix with a vector on a diagonal, or the diagonal of a matrix, a view where the matrix is contiguous.
+---@param diagonal? integer 0: the main one; above it: larger
+---@return ps.Tensor
+function T:diag(diagonal)
+  local k = caller.whole(diagonal or 0, "diag: the diagonal")
+  if self.ndim == 1 then
+    local n = self:size(0)
+    local size = n + math.abs(k)
+    local zeros = tensor.zeros({ size * size }, { dtype = self:dtype(), device = self:device() })
+    local first = k >= 0 and k or -k * size
+    local at = tensor.arange(first, first + n * (size + 1), size + 1, { dtype = "int64", device = self:device() })
+    return ops.scatter(zeros, at, self, 0):reshape(size, size)
+  end
+  if self.ndim ~= 2 then
+    error(("diag takes one or two dimensions, not [%s]"):format(table.concat(self:shape(), ", ")))
+  end
+  local rows, columns = self:size(0), self:size(1)
+  local n = math.max(0, math.min(rows + math.min(k, 0), columns - math.max(k, 0)))
+  local flat, first = self:reshape(-1), k >= 0 and k or -k * columns
+  if n == 0 then return flat:slice(0, 0, 0) end
+  return flat:slice(0, first, first + (n - 1) * (columns + 1) + 1, columns + 1)
+end
+
+return {}

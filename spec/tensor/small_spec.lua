@@ -1,0 +1,192 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Small functions of tensors against formulas and counts: products with zeros, what is drawn (counts, seeds, threads),
+-- comparisons of whole tensors, diagonals, and what wrong uses are told. spec/oracle/rows_small.py has PyTorch.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local fails, is = check.fails, check.is
+local tensor, F = ps.tensor, ps.F
+
+describe("a product", function()
+  it("has the product of the others as gradient, at zeros, too", function()
+    for _, case in ipairs { { { 2, 3, 4 }, { 12, 8, 6 } }, { { 2, 0, 4 }, { 0, 8, 0 } },
+                            { { 0, 3, 0, 2 }, { 0, 0, 0, 0 } } } do
+      local x = ps.nn.Parameter(tensor(case[1]))
+      x:prod():backward()
+      is(case[2], x:grad())
+    end
+    local x = ps.nn.Parameter(tensor { 2, 0, 3 })
+    local y = x:cumprod(0)
+    is({ 2, 0, 0 }, y)
+    y:sum():backward()
+    is({ 1, 8, 0 }, x:grad())                              -- 1 + x2 + x2 x3, x1 + x1 x3, x1 x2
+  end)
+  it("of nothing is 1, and of integers exact", function()
+    is(1, ps.zeros({ 0 }):prod())
+    is({ 1, 1 }, ps.zeros({ 2, 0 }):prod(1))
+    is(3 * 7 ^ 10, tensor({ 3, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7 }, "int32"):prod(), "int64")
+    is({ { 6 }, { 20 } }, tensor({ { 2, 3 }, { 4, 5 } }):prod(-1, true))
+    is({}, ps.zeros({ 0 }):cumprod(0))
+    fails(function() return ps.zeros({ 2 }):prod({ 0, 0 }) end, "named twice")
+    fails(function() return ps.zeros({ 2 }):cumprod() end, "cumprod needs a dimension")
+  end)
+end)
+
+describe("comparisons of whole tensors", function()
+  it("say yes and no as booleans", function()
+    local inf, nan = math.huge, 0 / 0
+    local a = tensor { 1, inf, -inf, nan }
+    is({ true, true, true, false }, a:isclose(a))
+    is({ true, true, true, true }, a:isclose(a, { equal_nan = true }))
+    is({ false, true, true, false }, a:isinf():logical_or(tensor { false, false, false, false }))
+    is({ false, false, false, true }, a:isnan())
+    assert.is_false(a:allclose(a))
+    assert.is_true(a:allclose(a, nil, nil, true))
+    assert.is_false(tensor({ inf }):allclose(tensor { 1 }))
+    assert.is_false(tensor({ 1 }):allclose(tensor { inf }))
+    assert.is_true(tensor({ 1 }):allclose(tensor { 1.05 }, 0.1))
+    assert.is_true(tensor({ 1, 2 }):equal(tensor { 1, 2 }))
+    assert.is_false(tensor({ 1, 2 }):equal(tensor { { 1, 2 } }))
+    assert.is_false(a:equal(a))
+    fails(function() return a:allclose(a, { rtl = 1 }) end, "rtol")
+    fails(function() return a:allclose() end, "the other tensor is missing")
+  end)
+end)
+
+describe("parts and shapes", function()
+  it("unbind, diag, outer and lerp", function()
+    local x = ps.arange(6):reshape(2, 3)
+    local a, b, c = x:unbind(1)
+    is({ 0, 3 }, a)
+    is({ 2, 5 }, c)
+    assert(b)
+    is({ 0, 4 }, x:diag())
+    is({ 1, 5 }, x:diag(1))
+    is({ 3 }, x:diag(-1))
+    is({ { 0, 0, 0 }, { 1, 0, 0 }, { 0, 2, 0 } }, tensor({ 1, 2 }, "int64"):diag(-1))
+    is({ { 3, 4 }, { 6, 8 } }, tensor({ 1, 2 }):outer(tensor { 3, 4 }))
+    is({ 5, 7 }, tensor({ 1, 2 }):lerp(tensor { 5, 7 }, 1))
+    fails(function() return x:outer(x) end, "outer takes two vectors", "[2, 3]")
+    fails(function() return ps.zeros({ 1, 1, 1 }):diag() end, "diag takes one or two dimensions")
+    fails(function() return x:lerp(x, 0.5) end, "lerp takes floats of one type, not int64")
+    local p = ps.nn.Parameter(tensor { 2, 3 });
+    (p:diag(1) * ps.arange(9):reshape(3, 3)):sum():backward()
+    is({ 1, 5 }, p:grad())
+  end)
+end)
+
+describe("activations", function()
+  it("keep their values at the edges", function()
+    local inf, nan = math.huge, 0 / 0
+    local edge = tensor { -inf, -2 ^ 100, 2 ^ 100, inf }
+    is({ 0, 0, 2 ^ 100, inf }, F.softplus(edge:double()))
+    is({ -1, -1, 2 ^ 100, inf }, F.elu(edge:double()))
+    is({ -inf, -2 ^ 100, 2 ^ 100, inf }, F.leaky_relu(edge:double(), 1))
+    is({ -inf, -2 ^ 100, 0, 0 }, F.logsigmoid(edge:double()))
+    is({ -1, -1, 1, 1 }, F.hardtanh(edge))
+    is({ 0, 0, 6, 6 }, F.relu6(edge))
+    for _, name in ipairs { "softplus", "elu", "leaky_relu", "hardtanh", "relu6", "mish", "selu", "logsigmoid" } do
+      assert.is_true(F[name](tensor { nan }):isnan():all():item(), name)
+    end
+    is({ -inf, 0, inf }, tensor({ -1, 0, inf }):log1p())
+    is({ -1, 0, inf }, tensor({ -inf, 0, 200 }):expm1())
+    assert(math.abs(tensor({ 1e-6 }):log1p():item() / 9.999995e-7 - 1) < 2e-7)
+    assert(math.abs(tensor({ 1e-6 }):expm1():item() / 1.0000005e-6 - 1) < 2e-7)
+    fails(function() return F.softplus(ps.arange(3)) end, "F.softplus takes floats, not int64")
+    fails(function() return F.hardtanh(edge, 2, 1) end, "the lower bound, 2, is above the upper one, 1")
+    fails(function() return F.glu(ps.zeros { 3 }) end, "size 3, which is odd")
+    fails(function() return F.smooth_l1_loss(edge, edge, { beta = -1 }) end, "beta is -1")
+  end)
+end)
+
+describe("draws", function()
+  local function twice(fn)
+    local threads = ps.threads()
+    ps.manual_seed(5)
+    local first = fn()
+    ps.manual_seed(5)
+    ps.set_threads(threads == 1 and 2 or 1)
+    local second = fn()
+    ps.set_threads(threads)
+    return first, second
+  end
+
+  it("are the same for the same seed, on any number of threads", function()
+    for name, fn in pairs {
+      randperm = function() return ps.randperm(30000) end,
+      bernoulli = function() return ps.full({ 100000 }, 0.3):bernoulli() end,
+      multinomial = function() return ps.rand({ 3, 50 }):multinomial(20) end,
+      replaced = function() return ps.rand({ 3, 50 }):multinomial(200, true) end,
+      rand_like = function() return ps.rand_like(ps.zeros { 100 }) end,
+      randint_like = function() return ps.randint_like(ps.zeros { 100 }, 3, 9) end,
+    } do
+      local a, b = twice(fn)
+      assert.is_true(a:equal(b), name)
+      assert.is_false(a:equal(fn()), name)
+    end
+  end)
+
+  it("of randperm are permutations, each as likely", function()
+    ps.manual_seed(1)
+    for _, n in ipairs { 0, 1, 2, 1000 } do
+      is(ps.arange(n):tolist(), (ps.randperm(n):sort()))
+    end
+    local counts, draws = {}, 3000
+    for _ = 1, draws do
+      local p = ps.randperm(3):tolist()
+      local key = table.concat(p)
+      counts[key] = (counts[key] or 0) + 1
+    end
+    for _, n in pairs(counts) do assert(math.abs(n - draws / 6) < 100, n) end            -- 4.9 standard deviations
+    assert.equal("int32", ps.randperm(3, { dtype = "int32" }):dtype())
+    fails(function() return ps.randperm(-1) end, "ps.randperm: n")
+  end)
+
+  it("of bernoulli and multinomial have the frequencies asked for", function()
+    ps.manual_seed(2)
+    local n = 40000
+    local hits = ps.full({ n }, 0.3):bernoulli():sum():item()
+    assert(math.abs(hits - 0.3 * n) < 5 * math.sqrt(n * 0.21), hits)
+    is({ 0, 1 }, tensor({ 0, 1 }):bernoulli())
+    is({ 1, 1 }, ps.zeros({ 2 }):bernoulli_(1))
+    local weights = tensor { 1, 0, 2, 5 }
+    local many = weights:multinomial(n, true)
+    for k, w in ipairs { 1, 0, 2, 5 } do
+      local got, p = many:eq(k - 1):sum():item(), w / 8
+      assert(math.abs(got - p * n) <= 5 * math.sqrt(n * p * (1 - p)), got)
+    end
+    -- Without replacement: the first is as likely as its weight, no category comes twice, none of weight 0 comes.
+    local first, rows = { 0, 0, 0, 0 }, 4000
+    local drawn = weights:reshape(1, 4):expand(rows, 4):multinomial(3)
+    assert.same({ rows, 3 }, drawn:shape())
+    for _, row in ipairs(drawn:tolist()) do
+      first[row[1] + 1] = first[row[1] + 1] + 1
+      assert(row[1] ~= row[2] and row[1] ~= row[3] and row[2] ~= row[3])
+    end
+    for k, w in ipairs { 1, 0, 2, 5 } do
+      local p = w / 8
+      assert(math.abs(first[k] - p * rows) <= 5 * math.sqrt(rows * p * (1 - p)), first[k])
+    end
+    assert.equal(0, drawn:eq(1):sum():item())
+    fails(function() return weights:multinomial(4) end, "4 draws without replacement", "3 categories")
+    fails(function() return tensor({ 0, 0 }):multinomial(1) end, "all probabilities of a row are 0")
+    fails(function() return tensor({ -1, 2 }):multinomial(1) end, "negative")
+    fails(function() return tensor({ 0 / 0, 2 }):multinomial(1) end, "no number")
+    fails(function() return weights:multinomial(0) end, "the number of draws")
+    fails(function() return tensor({ 1.5 }):bernoulli() end, "a probability is 1.5")
+    fails(function() return ps.arange(3):bernoulli() end, "bernoulli takes floats, not int64")
+  end)
+
+  it("of a shape like another's have its type and device", function()
+    local x = ps.zeros({ 2, 3 }, { dtype = "bf16" })
+    assert.equal("bf16", ps.rand_like(x):dtype())
+    assert.equal("fp64", ps.randn_like(x, { dtype = "fp64" }):dtype())
+    is({ { 7, 7, 7 }, { 7, 7, 7 } }, ps.full_like(x, 7), "bf16")
+    local k = ps.randint_like(x, 2)
+    assert.equal("bf16", k:dtype())
+    assert(k:amax():item() <= 1 and k:amin():item() >= 0)
+    assert.is_true(ps.zeros_like(x, { dtype = "fp32", requires_grad = true }):requires_grad())
+    assert.same({ 2, 3 }, ps.empty_like(x):shape())
+    fails(function() return ps.full_like(ps.arange(2), 2 ^ 70) end, "does not fit int64")
+    fails(function() return ps.rand_like(3) end, "ps.rand_like")
+  end)
+end)
