@@ -31,7 +31,7 @@ local args = parser:parse()
 local ps = require "ps"
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 local bound = require "bench.bound_lib"
 local lib = require "bench.chunk_lib"
 local merged, median, pluck = lib.merged, lib.median, lib.pluck
@@ -99,7 +99,7 @@ function sections.state()
     entries[#entries + 1] = { numel = p:numel(), dtype = "bf16", trains = true, name = name }
     numel = numel + p:numel()
   end
-  local chosen = layout.search(entries, { capacity = 6 * 2 ^ 30, state_bytes = 14 }).chosen
+  local chosen = pack.search(entries, { capacity = 6 * 2 ^ 30, state_bytes = 14 }).chosen
   local xl = chosen.layout.numel * 14 / numel
   say("  gpt2-xl, laid out for a budget of 6 GiB: %d rows of chunks of %.1f Mi elements: %.4f bytes a parameter",
     #chosen.layout.chunks, chosen.size / MIB, xl)

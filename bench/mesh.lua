@@ -28,7 +28,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
 local lfs = require "lfs"
-local comm = require "ps.profile.comms_summary"
+local comms_summary = require "ps.profile.comms_summary"
 local command_line = require "ps.core.command_line"
 local count = require "ps.engine.pipeline.count"
 local mesh_lib = require "bench.mesh_lib"
@@ -137,11 +137,11 @@ local function pipeline()
   end, config = { plan_print = false, optimizer = { type = "AdamW" }, gradient_accumulation_steps = m,
     pipeline = { stages = 2 } } }
   local x, nbytes = ps.zeros({ B, T }, { dtype = "int32" }), 0
-  comm.begin({ prof_ops = { "send" } }, false)
+  comms_summary.begin({ prof_ops = { "send" } }, false)
   for out in model:micro_batches(x, x) do model:backward(out.loss) end
   optimizer:step()
-  comm.stop()
-  for _, row in ipairs(comm.log_rows()) do
+  comms_summary.stop()
+  for _, row in ipairs(comms_summary.log_rows()) do
     if row.op == "send of pp" then nbytes = nbytes + row.bytes * row.count end
   end
   model:close()

@@ -26,7 +26,7 @@ local array = require "ps.core.array"
 local bound = require "bench.bound_lib"
 local command_line = require "ps.core.command_line"
 local paths = require "ps.paths"
-local pipe = require "ps.parallel.pipeline.table"
+local pipe_table = require "ps.parallel.pipeline.table"
 local time = require "posix.time"
 local ffi, C, check = ps.ffi, ps.C, ps.check
 
@@ -49,7 +49,7 @@ local cost_array, tensor_array, times_array = array "ps_pipe_cost", array "ps_te
 
 local function table_of(name, stages)
   local v = VIRTUAL[name] or 1
-  return pipe.table { schedule = name, stages = stages / v, virtual_stages = v, micro_batches = M }
+  return pipe_table.table { schedule = name, stages = stages / v, virtual_stages = v, micro_batches = M }
 end
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ local function cuts(name)
     local cost = i == 13 and HEAD or LAYER
     parts[i] = { forward = cost, input = cost, weight = cost }
   end
-  local _, times = pipe.cut(t, parts)
+  local _, times = pipe_table.cut(t, parts)
   each_cut(#parts, t.vstages, function(counts) best = math.min(best, makespan_of(t, parts, counts)) end)
   local equal = makespan_of(t, parts, { 2, 2, 2, 2, 1, 1, 1, 2 })
   return times.makespan / best, times.makespan / equal, times.makespan / times.bound

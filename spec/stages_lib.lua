@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- For specs of models cut into stages: tables of schedules, and engines that are one of a pipeline's ranks without the
 -- others.
-local pipe = require "ps.parallel.pipeline.table"
+local pipe_table = require "ps.parallel.pipeline.table"
 local pipe_of = require "ps.engine.pipeline.row"
 local row_driver = require "ps.engine.pipeline.driver"
 local setup = require "ps.engine.setup"
@@ -16,7 +16,7 @@ local lib = {}
 ---@param micro integer micro-batches
 ---@return ps.pipe.Table
 function lib.table_of(schedule, ranks, virtual, micro)
-  return pipe.table { schedule = schedule, stages = ranks, virtual_stages = virtual, micro_batches = micro }
+  return pipe_table.table { schedule = schedule, stages = ranks, virtual_stages = virtual, micro_batches = micro }
 end
 
 local configure, join, new, drive = setup.configure, pipe_of.join, pipe_of.new, row_driver.new

@@ -7,7 +7,7 @@
 -- taken to be that of registration. Exit code 1: no size is feasible.
 local ps = require "ps"
 local argparse = require "argparse"
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 local readable = require "ps.core.readable"
 
 local SHOWN = 5               -- sizes next to the best that are shown in addition to the powers of two
@@ -81,7 +81,7 @@ local function settings(args)
     if options.capacity <= 0 then fail("--other leaves nothing for chunks of " .. readable.bytes(capacity)) end
   end
   if grad and dtype ~= "fp32" then                        -- gradients that are added up have chunks of their own
-    options.state_bytes = layout.state_bytes({ dtype = dtype, trains = true }) + (grad == "fp32" and 4 or 2)
+    options.state_bytes = pack.state_bytes({ dtype = dtype, trains = true }) + (grad == "fp32" and 4 or 2)
   end
   return options, dtype, device and "device" or "host"
 end
@@ -184,7 +184,7 @@ local function show_table(found, args, facts)
   print(("%s: %s parameters in %d tensors"):format(args.model, count(facts.parameters), facts.tensors))
   for i, group in ipairs(groups) do
     print(("  group %d: %s, %s: %s, %g bytes of chunks an element"):format(i, group.dtype,
-      group.trains and "trained" or "frozen", count(group.used), layout.state_bytes(group, facts.state_bytes)))
+      group.trains and "trained" or "frozen", count(group.used), pack.state_bytes(group, facts.state_bytes)))
   end
   print(facts.capacity and ("%s: %s for chunks; all chunks take %s"):format(facts.tier, readable.bytes(facts.capacity),
     readable.bytes(chosen.bytes)) or ("no memory limit given; all chunks take %s"):format(readable.bytes(chosen.bytes)))
@@ -194,19 +194,19 @@ local function show_table(found, args, facts)
     rows[i] = { row == chosen and "*" or "", ("%d"):format(row.size),
       readable.bytes(row.size * element[groups[1].dtype]), counts(row), ("%d"):format(alone(row)),
       ("%.3f"):format(100 * row.waste_share), ("%.3f"):format(row.bytes_per_param),
-      readable.bytes(row.set_bytes * layout.SETS), row.feasible and ("%.4f"):format(row.score) or "no" }
+      readable.bytes(row.set_bytes * pack.SETS), row.feasible and ("%.4f"):format(row.score) or "no" }
     if not why and chosen.feasible and row.why then why = ("no: %d elements: %s"):format(row.size, row.why) end
   end
   local lines = readable.lines({ { title = "", left = true }, { title = "elements" }, { title = groups[1].dtype },
     { title = "chunks" }, { title = "alone" }, { title = "waste %" }, { title = "bytes/p" },
-    { title = layout.SETS .. " sets" }, { title = "score" } }, rows)
+    { title = pack.SETS .. " sets" }, { title = "score" } }, rows)
   print(table.concat(lines, "\n"))
   if #rows < #found.rows then print(("%d more were tried: --all"):format(#found.rows - #rows)) end
   print(([[
 
 alone: tensors larger than a chunk. bytes/p: of all chunks, waste included, for
 each parameter. %d sets: so many chunks with their state, which must fit. score:
-waste, fixed costs of copies, and coarseness as shares; the least is chosen.]]):format(layout.SETS))
+waste, fixed costs of copies, and coarseness as shares; the least is chosen.]]):format(pack.SETS))
   if why then print(why) end
   if chosen.feasible then
     print(("\ndefault_chunk_size = %d"):format(chosen.size))
@@ -240,7 +240,7 @@ local entries = tensors_of(args.model, dtype)
 local facts = { tensors = #entries, parameters = 0, capacity = options.capacity, state_bytes = options.state_bytes,
   tier = tier }
 for _, entry in ipairs(entries) do facts.parameters = facts.parameters + entry.numel end
-local ok, found = pcall(layout.search, entries, options)
+local ok, found = pcall(pack.search, entries, options)
 if not ok then fail(tostring(found)) end
 if args.json then show_json(found, args, facts) else show_table(found, args, facts) end
 os.exit(found.chosen.feasible and 0 or 1, true)

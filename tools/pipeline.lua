@@ -4,7 +4,7 @@
 --   psluajit tools/pipeline.lua --read mine.csv --weight 0.5
 -- --csv writes the table in PyTorch's form, --read takes one instead of a schedule.
 local argparse = require "argparse"
-local pipe = require "ps.parallel.pipeline.table"
+local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
@@ -42,12 +42,12 @@ local function table_of()
     local text, problem = f:read "*a"
     f:close()
     if not text then error(("%s: %s"):format(args.read, problem), 0) end
-    return pipe.read(text, args.read)
+    return pipe_table.read(text, args.read)
   end
   if not (args.schedule and args.stages and args.micro_batches) then
     error("give --schedule, --stages and --micro-batches, or --read FILE", 0)
   end
-  return pipe.table { schedule = args.schedule, stages = args.stages, micro_batches = args.micro_batches,
+  return pipe_table.table { schedule = args.schedule, stages = args.stages, micro_batches = args.micro_batches,
     virtual_stages = args.virtual_stages, forward_only = args.evaluation or false }
 end
 

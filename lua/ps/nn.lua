@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.nn: modules and initializations. Each family has a file; this one only collects them.
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local norms = require "ps.nn.norms"
 local foreign = require "ps.core.foreign"
 
 ---@class ps.nn
 local nn = {
-  Module = core.Module, class = core.class, Parameter = core.Parameter, is_module = core.is_module,
+  Module = nn_module.Module, class = nn_module.class, Parameter = nn_module.Parameter, is_module = nn_module.is_module,
   init = require "ps.nn.weights", fold = require("ps.nn.parts").fold,
   clip_grad_norm = norms.clip_grad_norm, clip_grad_norm_ = norms.clip_grad_norm,         -- PyTorch's name is the second
 }

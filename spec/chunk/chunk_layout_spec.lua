@@ -2,7 +2,7 @@
 -- Packing tensors into chunks (properties over random lists), the search of the chunk size, and the tool that shows it.
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 local paths = require "ps.paths"
 
 local MI, GIB = 1024 * 1024, 1024 ^ 3
@@ -41,14 +41,14 @@ local function check(entries, made, options)
     local group, at, last, inside = made.groups[chunk.group], 0, 0, 0
     by_group[chunk.group] = (by_group[chunk.group] or 0) + 1
     assert.equal(by_group[chunk.group] - 1, chunk.index)
-    assert.equal(0, chunk.numel % layout.UNIT)
+    assert.equal(0, chunk.numel % pack.UNIT)
     assert.truthy(#chunk.tensors > 0)
     for _, tensor in ipairs(chunk.tensors) do
       local entry = entries[tensor.index]
       assert.is_nil(seen[tensor.index])
       seen[tensor.index] = chunk
       assert.equal(group.dtype .. tostring(group.trains), entry.dtype .. tostring(entry.trains))
-      assert.equal(0, tensor.offset % layout.ALIGN)
+      assert.equal(0, tensor.offset % pack.ALIGN)
       assert.truthy(tensor.offset >= at, "tensors overlap")
       assert.truthy(tensor.index > last, "order within a chunk")
       at, last, inside = tensor.offset + entry.numel, tensor.index, inside + entry.numel
@@ -61,7 +61,7 @@ local function check(entries, made, options)
     else
       assert.truthy(chunk.numel <= made.chunk_size)
     end
-    if chunk.alone or not options.uniform then assert.truthy(chunk.numel - at < layout.UNIT + layout.ALIGN) end
+    if chunk.alone or not options.uniform then assert.truthy(chunk.numel - at < pack.UNIT + pack.ALIGN) end
     numel, used = numel + chunk.numel, used + inside
   end
   for i in ipairs(entries) do assert.truthy(seen[i], "a tensor is in no chunk") end
@@ -78,7 +78,7 @@ describe("packing", function()
       local random = generator(seed)
       local entries = random_entries(random)
       local options = { uniform = random(0, 1) == 1, lookback = ({ nil, 0, 2 })[random(1, 3)] }
-      local made = layout.pack(entries, random(1024, 200000), options)
+      local made = pack.pack(entries, random(1024, 200000), options)
       local home = check(entries, made, options)
       if not options.uniform then                       -- next fit: tensors that are not alone stand in order
         local newest = {}
@@ -96,7 +96,7 @@ describe("packing", function()
   it("gives all but the last chunk one size when asked", function()
     local entries = {}
     for i = 1, 10 do entries[i] = { numel = 3000, dtype = "fp32", trains = true } end
-    local made = layout.pack(entries, 8192, { uniform = true })
+    local made = pack.pack(entries, 8192, { uniform = true })
     local sizes = {}
     for i, chunk in ipairs(made.chunks) do sizes[i] = chunk.numel end
     assert.same({ 8192, 8192, 8192, 8192, 6144 }, sizes)
@@ -104,7 +104,7 @@ describe("packing", function()
 
   it("gives a large tensor its own chunk and goes on with the open one", function()
     local function entry(numel) return { numel = numel, dtype = "bf16", trains = true } end
-    local made = layout.pack({ entry(100), entry(5000), entry(100), entry(9000), entry(0) }, 1024)
+    local made = pack.pack({ entry(100), entry(5000), entry(100), entry(9000), entry(0) }, 1024)
     assert.equal(2048, made.chunk_size)
     assert.equal(3, #made.chunks)
     assert.same({ { index = 1, offset = 0 }, { index = 3, offset = 128 }, { index = 5, offset = 256 } },
@@ -116,15 +116,15 @@ describe("packing", function()
   it("fills gaps of earlier chunks only as far back as it may", function()
     local function entry(numel) return { numel = numel, dtype = "bf16", trains = true } end
     local entries = { entry(3000), entry(4000), entry(1000) }
-    assert.equal(3, #layout.pack(entries, 4096).chunks)
-    assert.equal(2, #layout.pack(entries, 4096, { lookback = 1 }).chunks)
-    assert.equal(2, #layout.pack(entries, 4096, { uniform = true }).chunks)
+    assert.equal(3, #pack.pack(entries, 4096).chunks)
+    assert.equal(2, #pack.pack(entries, 4096, { lookback = 1 }).chunks)
+    assert.equal(2, #pack.pack(entries, 4096, { uniform = true }).chunks)
   end)
 
   it("takes an empty list", function()
-    local made = layout.pack({}, 1024)
+    local made = pack.pack({}, 1024)
     assert.same({ 0, 0, 0, 0 }, { made.numel, made.waste, made.waste_share, #made.chunks })
-    assert.equal(0, #layout.search({}).chosen.layout.chunks)
+    assert.equal(0, #pack.search({}).chosen.layout.chunks)
   end)
 
   it("names what is wrong", function()
@@ -134,15 +134,15 @@ describe("packing", function()
       assert.matches(words, err, 1, true)
     end
     local good = { numel = 5, dtype = "bf16", trains = true, name = "w" }
-    refused("chunk_size = 12: expected elements", layout.pack, { good }, 12)
-    refused("chunk_size = nil", layout.pack, { good })
-    refused("expected a list of tensors", layout.pack, 5, 1024)
-    refused("entry 2 (w): dtype is int32, expected bf16, fp16 or fp32", layout.pack,
+    refused("chunk_size = 12: expected elements", pack.pack, { good }, 12)
+    refused("chunk_size = nil", pack.pack, { good })
+    refused("expected a list of tensors", pack.pack, 5, 1024)
+    refused("entry 2 (w): dtype is int32, expected bf16, fp16 or fp32", pack.pack,
       { good, { numel = 5, dtype = "int32", trains = true, name = "w" } }, 1024)
-    refused("numel is -1", layout.pack, { { numel = -1, dtype = "bf16", trains = true } }, 1024)
-    refused("trains is nil", layout.pack, { { numel = 1, dtype = "bf16" } }, 1024)
-    refused("no option 'capacty'", layout.search, { good }, { capacty = 5 })
-    refused("capacity = 0: expected bytes above 0", layout.search, { good }, { capacity = 0 })
+    refused("numel is -1", pack.pack, { { numel = -1, dtype = "bf16", trains = true } }, 1024)
+    refused("trains is nil", pack.pack, { { numel = 1, dtype = "bf16" } }, 1024)
+    refused("no option 'capacty'", pack.search, { good }, { capacty = 5 })
+    refused("capacity = 0: expected bytes above 0", pack.search, { good }, { capacity = 0 })
   end)
 end)
 
@@ -151,21 +151,21 @@ describe("the search of the chunk size", function()
     for _, preset in ipairs { "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" } do
       local entries = model_entries(preset)
       for _, capacity in ipairs { 0, 1.25 * GIB, 6 * GIB } do
-        local chosen = layout.search(entries, { capacity = capacity > 0 and capacity or nil }).chosen
+        local chosen = pack.search(entries, { capacity = capacity > 0 and capacity or nil }).chosen
         check(entries, chosen.layout, {})
         assert.truthy(chosen.feasible, chosen.why)
         assert.truthy(chosen.bytes_per_param <= 14.1, preset .. " " .. chosen.bytes_per_param)
         assert.truthy(chosen.size >= 4 * MI, "8 MiB of bf16")
       end
-      assert.truthy(layout.search(entries, { uniform = true }).chosen.bytes_per_param <= 14.4)
+      assert.truthy(pack.search(entries, { uniform = true }).chosen.bytes_per_param <= 14.4)
     end
   end)
 
   it("is deterministic", function()
     local entries = model_entries("gpt2")
-    local first = layout.search(entries, { capacity = GIB })
+    local first = pack.search(entries, { capacity = GIB })
     for _ = 1, 3 do
-      local again = layout.search(model_entries("gpt2"), { capacity = GIB })
+      local again = pack.search(model_entries("gpt2"), { capacity = GIB })
       assert.same(first.chosen, again.chosen)
       assert.equal(#first.rows, #again.rows)
     end
@@ -175,35 +175,35 @@ describe("the search of the chunk size", function()
     for _, preset in ipairs { "gpt2", "gpt2-xl" } do
       local entries = model_entries(preset)
       for _, capacity in ipairs { 1.25 * GIB, 2 * GIB, 6 * GIB } do
-        local chosen = layout.search(entries, { capacity = capacity }).chosen
-        assert.truthy(chosen.bytes <= capacity or layout.SETS * chosen.set_bytes <= capacity)
+        local chosen = pack.search(entries, { capacity = capacity }).chosen
+        assert.truthy(chosen.bytes <= capacity or pack.SETS * chosen.set_bytes <= capacity)
       end
     end
   end)
 
   it("says why nothing works", function()
-    local chosen = layout.search(model_entries("gpt2-xl"), { capacity = GIB }).chosen
+    local chosen = pack.search(model_entries("gpt2-xl"), { capacity = GIB }).chosen
     assert.is_false(chosen.feasible)
     assert.matches("transformer.wte.weight with its state takes 1.05 GiB of 1.00 GiB", chosen.why, 1, true)
-    chosen = layout.search(model_entries("gpt2-xl"), { capacity = 2 * GIB, chunk_size = 64 * MI }).chosen
+    chosen = pack.search(model_entries("gpt2-xl"), { capacity = 2 * GIB, chunk_size = 64 * MI }).chosen
     assert.is_false(chosen.feasible)
     assert.matches("6 chunks with their state take", chosen.why, 1, true)
   end)
 
   it("honours a size that is set, and the range", function()
     local entries = model_entries("gpt2")
-    local found = layout.search(entries, { chunk_size = 1024 })
+    local found = pack.search(entries, { chunk_size = 1024 })
     assert.equal(1, #found.rows)
     assert.equal(2048, found.chosen.size)
     check(entries, found.chosen.layout, {})
-    found = layout.search(entries, { min = 2 * MI, max = 3 * MI })
+    found = pack.search(entries, { min = 2 * MI, max = 3 * MI })
     for _, row in ipairs(found.rows) do assert.truthy(row.size >= 2 * MI and row.size <= 3 * MI) end
   end)
 
   it("begins with smaller sizes for small budgets", function()
     local entries = model_entries("small")
-    local state = layout.search(entries).chosen.bytes
-    local chosen = layout.search(entries, { capacity = state / 2 }).chosen
+    local state = pack.search(entries).chosen.bytes
+    local chosen = pack.search(entries, { capacity = state / 2 }).chosen
     assert.truthy(chosen.feasible, chosen.why)
     assert.truthy(chosen.size < MI)
   end)
@@ -211,8 +211,8 @@ describe("the search of the chunk size", function()
   it("counts the state of each group", function()
     local entries = { { numel = 4096, dtype = "fp32", trains = true }, { numel = 4096, dtype = "bf16", trains = false },
       { numel = 4096, dtype = "bf16", trains = true } }
-    assert.equal(4096 * (16 + 2 + 14), layout.search(entries).chosen.bytes)
-    assert.equal(4096 * (18 + 2 + 18), layout.search(entries, { state_bytes = 18 }).chosen.bytes)
+    assert.equal(4096 * (16 + 2 + 14), pack.search(entries).chosen.bytes)
+    assert.equal(4096 * (18 + 2 + 18), pack.search(entries, { state_bytes = 18 }).chosen.bytes)
   end)
 end)
 
@@ -245,7 +245,7 @@ describe("tools/chunk_size.lua", function()
     local out, code = run "--model gpt2-xl --host 6GiB"
     assert.equal(0, code)
     for line in out:gmatch("[^\n]+") do assert.truthy(#line <= 80, line) end
-    local size = layout.search(model_entries("gpt2-xl"), { capacity = 6 * GIB }).chosen.size
+    local size = pack.search(model_entries("gpt2-xl"), { capacity = 6 * GIB }).chosen.size
     assert.matches(("\ndefault_chunk_size = %d\n"):format(size), out, 1, true)
     assert.matches(("\n%%*  +%d "):format(size), out)
     assert.matches("group 1: bf16, trained: 1557.6 M, 14 bytes", out, 1, true)

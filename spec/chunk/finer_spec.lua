@@ -3,9 +3,9 @@
 -- anew between two steps. Losses, parameters and moments are those of plain memory, bit for bit.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 local split = require "ps.engine.layout.split"
-local finer = require "ps.engine.layout.rechunk"
+local rechunk = require "ps.engine.layout.rechunk"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 local L = dofile(require("ps.paths").root .. "/spec/chunks_lib.lua")
@@ -23,7 +23,7 @@ describe("chunk_split.cut", function()
         numel[i] = r.int(1, 30000)
         entries[i] = { numel = numel[i], dtype = r.pick { "bf16", "fp32" }, trains = r.chance(0.8) }
       end
-      local made = layout.pack(entries, r.pick { 8192, 40000, 200000 })
+      local made = pack.pack(entries, r.pick { 8192, 40000, 200000 })
       for i, chunk in ipairs(made.chunks) do chunk.owner = i % 3 end
       local owner = {}
       for _, chunk in ipairs(made.chunks) do
@@ -42,7 +42,7 @@ describe("chunk_split.cut", function()
           local fill = 0
           for _, at in ipairs(chunk.tensors) do
             assert.equal(owner[at.index], chunk.owner)
-            assert.truthy(at.offset >= fill and at.offset % layout.ALIGN == 0)
+            assert.truthy(at.offset >= fill and at.offset % pack.ALIGN == 0)
             fill, seen = at.offset + numel[at.index], seen + 1
             last[at.index] = chunk
           end
@@ -187,19 +187,19 @@ describe("a step that does not fit", function()
 
   -- One failure is survived, since the engine collects and tries again; two in a row get through.
   it("goes on, or is refused and the engine closed, where memory runs out while chunks are made anew", function()
-    local closed, went_on, was = 0, 0, finer.split
+    local closed, went_on, was = 0, 0, rechunk.split
     for n = 0, 600, os.getenv "PS_FULL" and 1 or 75 do
       local model = ps.initialize { quiet = true, model_func = L.model_func { model = "deep" },
         config = { plan_print = false, bf16 = { enabled = true },
           memory = { host = 450 * KIB, disk = { path = folder, limit = 8192 * KIB } } } }
-      function finer.split(...)
+      function rechunk.split(...)
         ps.C.ps_test_fail_alloc(n, n % 2 + 1)
         local ok, problem = pcall(was, ...)
         ps.C.ps_test_fail_alloc(-1, 0)
         if not ok then error(problem, 0) end
       end
       local ok, problem = pcall(model, ps.randn { 60, 16 }, ps.randint(0, 8, { 60 }, { dtype = "int32" }))
-      finer.split = was
+      rechunk.split = was
       if ok then went_on = went_on + 1
       else
         closed = closed + 1

@@ -7,7 +7,7 @@ local nn = require "ps.nn"
 local lfs = require "lfs"
 local config = require "ps.config"
 local schema = require "ps.config.schema"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local ranks_lib = require "spec.ranks_lib"
 local check_lib = require "spec.check_lib"
 local bytes, text_of = check_lib.bytes, check_lib.read
@@ -154,13 +154,13 @@ end
 --- Chunks by kind, type and size.
 function see.chunks()
   local list = {}
-  for i, chunk in ipairs(look.chunks()) do list[i] = chunk.kind .. " " .. chunk.nbytes end
+  for i, chunk in ipairs(chunks.chunks()) do list[i] = chunk.kind .. " " .. chunk.nbytes end
   return list
 end
 
 function see.tiers()
   local list = {}
-  for i, tier in ipairs(look.tiers() or {}) do list[i] = tier.name .. " " .. tier.budget end
+  for i, tier in ipairs(chunks.tiers() or {}) do list[i] = tier.name .. " " .. tier.budget end
   return list
 end
 
@@ -168,7 +168,7 @@ end
 function see.moved(model, optimizer)
   train(model, optimizer, 5)
   local list = {}
-  for i, tier in ipairs(look.tiers()) do list[i] = ("%d up, %d down"):format(tier.bytes_up, tier.bytes_down) end
+  for i, tier in ipairs(chunks.tiers()) do list[i] = ("%d up, %d down"):format(tier.bytes_up, tier.bytes_down) end
   return list
 end
 
@@ -179,7 +179,7 @@ function see.ahead(model, optimizer)
   for _, layer in model.h:each() do
     rawset(layer, "forward", function(self, ...)
       ps.check(ps.C.ps_engine_settle(ps.ctx))
-      up[#up + 1] = look.tiers()[2].bytes_up - (up[1] or 0)
+      up[#up + 1] = chunks.tiers()[2].bytes_up - (up[1] or 0)
       return nn.Linear.forward(self, ...)
     end)
   end
@@ -352,16 +352,16 @@ local CASES = {
       model:backward(model(batch(64)))
       optimizer:step()
     end
-    return look.tiers()[2].peak
+    return chunks.tiers()[2].peak
   end, base = SIM, differs = function(given, otherwise)
     assert.truthy(given > 2 * otherwise, ("%d and %d bytes of the host"):format(given, otherwise))
   end },
 
-  ["client.mem_tracer.overall_gpu_mem_ratio"] = { 0.4, function() return look.tiers()[1].budget end,
+  ["client.mem_tracer.overall_gpu_mem_ratio"] = { 0.4, function() return chunks.tiers()[1].budget end,
     base = { device = "sim" }, differs = function(given, otherwise)
       assert.truthy(math.abs(given / otherwise - 0.5) < 0.05, given / otherwise)
     end },
-  ["client.mem_tracer.overall_cpu_mem_ratio"] = { 0.2, function() return look.tiers()[1].budget end,
+  ["client.mem_tracer.overall_cpu_mem_ratio"] = { 0.2, function() return chunks.tiers()[1].budget end,
     differs = function(given, otherwise)                              -- of free memory, which changes
       assert.truthy(given / otherwise > 0.15 and given / otherwise < 0.4, given / otherwise)
     end },
@@ -718,7 +718,7 @@ describe("offload_optimizer.device", function()
   local function state_at(model, optimizer)
     train(model, optimizer, 2)
     local on = {}
-    for _, chunk in ipairs(look.chunks()) do
+    for _, chunk in ipairs(chunks.chunks()) do
       if chunk.kind == "exp_avg" then for tier in pairs(chunk.tiers) do on[tier] = true end end
     end
     return { device = on.device or false, host = on.host or false, count = inner(model).plan.adam_split.count,

@@ -5,7 +5,7 @@ local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local gpt2 = require "models.gpt2"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local ranks_lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
 local bytes = check.bytes
@@ -48,7 +48,7 @@ describe("docs/memory.md, bytes of state a parameter:", function()
   local function used(settings, make)
     return with_engine(settings, make or square, function(model)
       local sum = 0
-      for _, chunk in ipairs(look.chunks()) do sum = sum + chunk.used_nbytes end
+      for _, chunk in ipairs(chunks.chunks()) do sum = sum + chunk.used_nbytes end
       return sum / inner(model).built.numel
     end)
   end
@@ -80,9 +80,9 @@ describe("docs/memory.md, policies", function()
       fetched[policy] = with_engine({ bf16 = { enabled = true }, chunk_size = 65536, eviction = policy,
         memory = { host = "6MiB", disk = { path = DISK } } }, char, function(model, optimizer)
         step(model, optimizer, tokens(2, 32))
-        local before = look.tiers()[2].bytes_up
+        local before = chunks.tiers()[2].bytes_up
         for _ = 1, 3 do step(model, optimizer, tokens(2, 32)) end
-        return look.tiers()[2].bytes_up - before
+        return chunks.tiers()[2].bytes_up - before
       end)
     end
     assert.truthy(fetched.plan > 0 and fetched.plan <= fetched.belady)
@@ -127,7 +127,7 @@ end)
 describe("docs/memory.md, the disk's file", function()
   it("has what the model's state needs, and room to make it in, where no limit is set", function()
     local size = with_engine({ memory = { host = "64MiB", disk = { path = DISK } } }, char, function()
-      return look.tiers()[2].budget
+      return chunks.tiers()[2].budget
     end)
     local numel = char():num_parameters()
     assert.truthy(size >= 26 * numel and size <= 26 * numel + 257 * 2 ^ 20, size)

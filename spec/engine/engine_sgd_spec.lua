@@ -5,7 +5,7 @@ local ps = require "ps"
 local nn = require "ps.nn"
 local check = require "spec.check_lib"
 local config = require "ps.config"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local fails, optim = check.fails, ps.optim
 
 local model
@@ -72,12 +72,12 @@ describe("SGD of an engine", function()
     for _, case in ipairs { { nil, "grad param" }, { 0.9, "grad momentum_buffer param" } } do
       open { momentum = case[1] }
       local kinds = {}
-      for i, chunk in ipairs(look.chunks()) do kinds[i] = chunk.kind end
+      for i, chunk in ipairs(chunks.chunks()) do kinds[i] = chunk.kind end
       table.sort(kinds)
       assert.equal(case[2], table.concat(kinds, " "))
     end
     open({ momentum = 0 }, {}, { { match = function(name) return name == "bias" end, momentum = 0.5 }, {} })
-    assert.equal(3, #look.chunks())
+    assert.equal(3, #chunks.chunks())
   end)
 
   it("goes on from a state in both forms, and from PyTorch's, which counts no steps", function()

@@ -6,7 +6,7 @@ local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local lfs = require "lfs"
 local gpt2 = require "models.gpt2"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local check = require "spec.check_lib"
 local optim, checkpoints = ps.optim, ps.checkpoints
 local L = dofile(require("ps.paths").root .. "/spec/chunks_lib.lua")
@@ -446,10 +446,10 @@ describe("budgets", function()
     ps.save(optimizer:state_dict(), path "o.pt")
     checkpoints.load(path "run.safetensors", { model = model, optimizer = optimizer })
     optimizer:load_state_dict(ps.load(path "o.pt", { lazy = true }))
-    local host = look.tiers()[1]
+    local host = chunks.tiers()[1]
     model:load_state_dict(ps.load(path "half.safetensors", { lazy = true }))
     checkpoints.load(path "run.safetensors", { model = model, optimizer = optimizer })
-    local after = look.tiers()[1]
+    local after = chunks.tiers()[1]
     collectgarbage("restart")
     assert.truthy(after.peak <= after.budget, after.peak)
     assert.truthy(after.other <= host.other + 2 ^ 20, after.other)

@@ -3,7 +3,7 @@
 -- shards in state dicts, and what damaged or foreign pieces say.
 local ps = require "ps"
 local bit = require "bit"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local check = require "spec.check_lib"
 local cut_lib = require "spec.cut_files_lib"
 local encode = require "ps.core.encode"
@@ -208,9 +208,9 @@ describe("weights of cut parameters", function()
       pieces = {} }
     for rank = 0, 1 do
       local model = here.make(rank, 2).model
-      local state, cuts, file = model:state_dict(), cut.of(model), ("pytorch_model_tp_%d_pp_0.bin"):format(rank)
+      local state, cuts, file = model:state_dict(), sharded.of(model), ("pytorch_model_tp_%d_pp_0.bin"):format(rank)
       for name, at in pairs(cuts) do
-        state[name] = cut.own(state[name], at):contiguous()
+        state[name] = sharded.own(state[name], at):contiguous()
         placement.pieces[name] = placement.pieces[name] or { dtype = "fp32", shape = at.shape, pieces = {} }
         for _, piece in ipairs(at.pieces) do
           table.insert(placement.pieces[name].pieces, { file = file, offset = piece.offset, shape = piece.shape,
@@ -311,11 +311,11 @@ local function save_two(path, change)
   assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
   for rank = 0, 1 do
     local made, tensors, pieces = here.make(rank, 2), {}, {}
-    local cuts = cut.of(made.model)
+    local cuts = sharded.of(made.model)
     for name, t in pairs(made.model:state_dict()) do
       local at = cuts[name]
       if at then
-        tensors[name] = cut.own(t, at)
+        tensors[name] = sharded.own(t, at)
         pieces[name] = { shape = at.shape, parts = at.pieces }
       elseif rank == 0 then
         tensors[name] = t

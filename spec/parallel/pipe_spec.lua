@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Tables of pipelines from Lua, and the tool that shows them; spec/c/test_pipe.c has what tables promise.
-local pipe = require "ps.parallel.pipeline.table"
+local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -21,7 +21,7 @@ end
 
 describe("ps.pipe", function()
   it("tells what ranks do, when, and what they hold", function()
-    local t = pipe.table { schedule = "zb_h1", stages = 4, micro_batches = 8 }
+    local t = pipe_table.table { schedule = "zb_h1", stages = 4, micro_batches = 8 }
     assert.same({ kind = "F", vstage = 2, micro = 0 }, t:row(2)[1])
     assert.same({ 2, 0 }, { t:place(2) })
     assert.same({ 2, 3 }, { t:held(2) })
@@ -31,35 +31,35 @@ describe("ps.pipe", function()
     assert.same({ first = 2, last = 27, busy = 24, peak = 0 }, course.ranks[3])
     assert.equal(27 * 2, t:simulate({ forward = 2, input = 2, weight = 2 }).makespan)
     assert.equal("YIELD", t:lower():row(3)[3].kind)
-    local same = pipe.read(t:text(), "mine.csv")
+    local same = pipe_table.read(t:text(), "mine.csv")
     assert.same({ "custom", 4, 1, 8 }, { same.schedule, same.stages, same.virtual_stages, same.micro_batches })
     assert.equal(t:text(), same:text())
     assert.truthy(t:text(true):find("YIELD0", 1, true))
   end)
 
   it("cuts a model, and takes Megatron's layouts", function()
-    local t = pipe.table { schedule = "interleaved", stages = 2, virtual_stages = 2, micro_batches = 4 }
+    local t = pipe_table.table { schedule = "interleaved", stages = 2, virtual_stages = 2, micro_batches = 4 }
     local part, head = { forward = 1, input = 1, weight = 1 }, { forward = 9, input = 9, weight = 9 }
-    local counts, times = pipe.cut(t, { part, part, part, part, part, head })
+    local counts, times = pipe_table.cut(t, { part, part, part, part, part, head })
     assert.equal(6, counts[1] + counts[2] + counts[3] + counts[4])
     assert.truthy(times.makespan <= times.equal and times.bound <= times.makespan)
     assert.equal(6, times.bound_part)
-    assert.same({ 4, 2, 2, 1, 1 }, pipe.layout("Et*3|(tt|)*2,m|L", "EtttttttmL", 5))
+    assert.same({ 4, 2, 2, 1, 1 }, pipe_table.layout("Et*3|(tt|)*2,m|L", "EtttttttmL", 5))
   end)
 
   it("names what is wrong", function()
-    local function t() return pipe.table { schedule = "gpipe", stages = 4, micro_batches = 8 } end
-    fails(function() pipe.table { schedule = "gpipe", stage = 4, micro_batches = 8 } end, "did you mean 'stages'")
-    fails(function() pipe.table { schedule = "dualpipe", stages = 4, micro_batches = 8 } end,
+    local function t() return pipe_table.table { schedule = "gpipe", stages = 4, micro_batches = 8 } end
+    fails(function() pipe_table.table { schedule = "gpipe", stage = 4, micro_batches = 8 } end, "did you mean 'stages'")
+    fails(function() pipe_table.table { schedule = "dualpipe", stages = 4, micro_batches = 8 } end,
       "no schedule 'dualpipe'; there are gpipe")
-    fails(function() pipe.table { schedule = "1f1b", stages = 4, virtual_stages = 2, micro_batches = 8 } end,
+    fails(function() pipe_table.table { schedule = "1f1b", stages = 4, virtual_stages = 2, micro_batches = 8 } end,
       "1 virtual stage a rank, and 2 are asked for")
-    fails(function() pipe.read("0F0,0X0", "mine.csv") end, "mine.csv, line 1, cell 2: '0X0'")
+    fails(function() pipe_table.read("0F0,0X0", "mine.csv") end, "mine.csv, line 1, cell 2: '0X0'")
     fails(function() t():row(4) end, "there is no rank 4")
     fails(function() t():simulate({ forwrad = 1 }) end, "did you mean 'forward'")
     fails(function() t():simulate(nil, { latencey = 1 }) end, "did you mean 'latency'")
-    fails(function() pipe.layout("Et|tL", "EtttL", 2) end, "has 4 parts, the model has 5")
-    fails(function() pipe.cut(t(), { { forward = 1 }, {}, {} }) end, "3 parts of a model cannot be cut into 4")
+    fails(function() pipe_table.layout("Et|tL", "EtttL", 2) end, "has 4 parts, the model has 5")
+    fails(function() pipe_table.cut(t(), { { forward = 1 }, {}, {} }) end, "3 parts of a model cannot be cut into 4")
   end)
 end)
 
@@ -85,7 +85,7 @@ describe("tools/pipeline.lua", function()
       return
     end
     local png = folder .. "/a.png"
-    local t = pipe.table { schedule = "zb_v", stages = 2, micro_batches = 4 }
+    local t = pipe_table.table { schedule = "zb_v", stages = 2, micro_batches = 4 }
     assert.truthy(picture.png(png, t, t:simulate()))
     assert.equal("\137PNG", check.read(png):sub(1, 4))
   end)

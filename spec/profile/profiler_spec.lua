@@ -3,7 +3,7 @@
 -- costs worked out by hand.
 local ps = require "ps"
 local json = require "cjson"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local fails = require("spec.check_lib").fails
 local ffi, C, nn = ps.ffi, ps.C, ps.nn
 
@@ -59,7 +59,7 @@ end
 -- Bytes that went up and down between tiers.
 local function moved()
   local up, down = 0, 0
-  for _, tier in ipairs(look.tiers()) do up, down = up + tier.bytes_up, down + tier.bytes_down end
+  for _, tier in ipairs(chunks.tiers()) do up, down = up + tier.bytes_up, down + tier.bytes_down end
   return up, down
 end
 

@@ -5,7 +5,7 @@ local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
 local lfs = require "lfs"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local unistd = require "posix.unistd"
 local check = require "spec.check_lib"
 
@@ -150,14 +150,14 @@ describe("the log of a training", function()
     ps.train.run(options { model = model, optimizer = optimizer, steps = 1,
       checkpoint = { folder = folder .. "/own" } })
     local line = lines_of(folder .. "/own/log.jsonl")[1]
-    local host, total = look.tiers()[1], 0
+    local host, total = chunks.tiers()[1], 0
     for _, runs in pairs(line.map) do
       for n, letter in runs:gmatch "(%d+)(%a)" do
         assert.truthy(letter == "h" or letter == "n", runs)
         total = total + tonumber(n)
       end
     end
-    assert.equal(#look.chunks(), total)
+    assert.equal(#chunks.chunks(), total)
     model:close()
     assert.equal(16, line.loss_scale)
     assert.equal(host.chunks, line.tiers.host.chunks)

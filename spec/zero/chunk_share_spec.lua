@@ -2,7 +2,7 @@
 -- Who owns which chunk: for any list of chunks and number of ranks, shares as even as whole chunks allow, and stripes
 -- with one chunk of a rank at most, of one group.
 local share = require "ps.engine.layout.share"
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 
 local function numel(row) return row.numel end
 
@@ -50,7 +50,7 @@ describe("chunk_share.out", function()
     local entries = { { numel = 50257 * 768, dtype = "bf16", trains = true } }
     for i = 1, 48 do entries[i + 1] = { numel = 3 * 768 * 768 + 64 * i, dtype = "bf16", trains = true } end
     for _, size in ipairs { 2, 3 } do
-      local made = layout.search(entries, { ranks = size }).chosen.layout
+      local made = pack.search(entries, { ranks = size }).chosen.layout
       assert.truthy(share.imbalance(share.out(made.chunks, size, numel)) < 0.05)
     end
   end)

@@ -17,7 +17,7 @@ local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
 local container = require "ps.nn.container"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local module_lists = require "ps.core.lists"
 local modules = require "ps.bmt.modules"
 local session = require "ps.bmt.session"
@@ -28,7 +28,7 @@ local lists = {}
 ---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
 ---@field num_hidden integer
 ---@field dropouts? integer block i's dropouts are numbered from i times so many on; nil: one after the other
-local TransformerBlockList = core.class("TransformerBlockList", container.ModuleList)
+local TransformerBlockList = nn_module.class("TransformerBlockList", container.ModuleList)
 lists.TransformerBlockList = TransformerBlockList
 
 local LIST = { num_hidden = "whole" }
@@ -37,7 +37,7 @@ local LIST = { num_hidden = "whole" }
 ---@param list ps.nn.Module[]
 ---@param options? {num_hidden?: integer} how many of the first arguments go from block to block, default 1
 function TransformerBlockList:init(list, options)
-  if core.is_module(list) and not module_lists.is_list(list) then
+  if nn_module.is_module(list) and not module_lists.is_list(list) then
     error(("bmt.%s takes one list of blocks: %s { a, b }, not %s(a, b)"):format(self.class_name, self.class_name,
       self.class_name))
   end
@@ -108,7 +108,7 @@ end
 local DROPOUTS = 4096                              -- numbers for a block's dropouts in a forward, whichever rank has it
 
 ---@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
-local PipelineTransformerBlockList = core.class("PipelineTransformerBlockList", TransformerBlockList)
+local PipelineTransformerBlockList = nn_module.class("PipelineTransformerBlockList", TransformerBlockList)
 PipelineTransformerBlockList.dropouts = DROPOUTS
 lists.PipelineTransformerBlockList = PipelineTransformerBlockList
 
@@ -185,7 +185,7 @@ local function through(list, i, op, h, args)
   random.state().op = op + i * DROPOUTS
   args[1] = h
   local y = list[i](unpack(args, 1, args.n))
-  if not (scope.is_tensor(y) and core.same_shape(y:shape(), h:shape()) and y:dtype() == h:dtype()) then
+  if not (scope.is_tensor(y) and nn_module.same_shape(y:shape(), h:shape()) and y:dtype() == h:dtype()) then
     error(("block %d gave %s of a %s of shape [%s]: what goes from stage to stage keeps its shape and type"):format(i,
       scope.is_tensor(y) and ("a %s of shape [%s]"):format(y:dtype(), table.concat(y:shape(), ", ")) or "a " .. type(y),
       h:dtype(), table.concat(h:shape(), ", ")))

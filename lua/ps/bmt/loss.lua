@@ -2,7 +2,7 @@
 -- BMTrain's losses.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local mesh = require "ps.dist.mesh"
 local layers = require "ps.parallel.tensor.layers"
 local session = require "ps.bmt.session"
@@ -11,7 +11,7 @@ local error = caller.error
 local loss = {}
 
 ---@class ps.bmt.FusedCrossEntropy: ps.nn.Module
-local FusedCrossEntropy = core.class("FusedCrossEntropy")
+local FusedCrossEntropy = nn_module.class("FusedCrossEntropy")
 loss.FusedCrossEntropy = FusedCrossEntropy
 
 local OPTIONS = { weight = "tensor", ignore_index = "whole", reduction = "string", label_smoothing = "number",

@@ -3,7 +3,7 @@
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local shard = require "ps.tensor.shard"
 local mesh = require "ps.dist.mesh"
 local session = require "ps.bmt.session"
@@ -12,7 +12,7 @@ local error = caller.error
 local modules = {}
 
 ---@class ps.bmt.DistributedModule: ps.nn.Module
-local DistributedModule = core.class("DistributedModule")
+local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
 --- A call from outside of all modules. That of the model that OptimManager trains is a forward of its step.
@@ -65,7 +65,7 @@ function modules.DistributedParameter(data, options)
   end)
   if desc then shard.set(own, desc) end
   if options.tp_mode then run.alike[own] = true end
-  local param = core.Parameter(own)                            -- which stages it
+  local param = nn_module.Parameter(own)                            -- which stages it
   if options.requires_grad == false then param:requires_grad(false) end
   told[param] = { init_method = options.init_method, group = options.tp_mode and "tp" or options.group }
   return param
@@ -85,7 +85,7 @@ end
 ---@param model ps.nn.Module
 function modules.init_parameters(model)
   session.need "bmt.init_parameters"
-  if not core.is_module(model) then error("bmt.init_parameters takes a model, not a " .. type(model)) end
+  if not nn_module.is_module(model) then error("bmt.init_parameters takes a model, not a " .. type(model)) end
   for _, param in model:named_parameters() do
     local about = told[param]
     if about and about.init_method then
@@ -143,7 +143,7 @@ local MODES = { BLOCK = true, PIPE = true }
 function modules.CheckpointBlock(module, options)
   local call = "bmt.CheckpointBlock"
   options = caller.options(options, "bmt.CheckpointBlock", BLOCK)
-  if not core.is_module(module) then error(call .. " takes a module, not a " .. type(module)) end
+  if not nn_module.is_module(module) then error(call .. " takes a module, not a " .. type(module)) end
   caller.one_of(options.mode or "BLOCK", MODES, call .. ": mode")
   local run = session.need(call)
   local stage, level = run.config.zero_optimization.stage, options.zero_level

@@ -4,7 +4,7 @@
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local dist = require "ps.dist"
 local loss_scale = require "ps.bmt.loss_scale"
 local mesh = require "ps.dist.mesh"
@@ -39,7 +39,7 @@ local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay =
 local GROUP = { params = "any", lr = "number", betas = "table", eps = "number", weight_decay = "number" }
 
 local function tensors_of(value, call)
-  if core.is_module(value) then return value:parameters() end
+  if nn_module.is_module(value) then return value:parameters() end
   if scope.is_tensor(value) then value = { value } end
   if type(value) ~= "table" then error(("%s: parameters are a list, not a %s"):format(call, type(value))) end
   for i, param in ipairs(value) do optim_groups.check_trainable(param, nil, i, call) end
@@ -49,7 +49,7 @@ end
 -- Groups of parameters, from a list of them, a module, or a list of groups.
 local function groups_of(params, defaults, call)
   local given = { { params = params } }
-  if type(params) == "table" and not core.is_module(params) and type(params[1]) == "table" then given = params end
+  if type(params) == "table" and not nn_module.is_module(params) and type(params[1]) == "table" then given = params end
   local list = {}
   for number, one in ipairs(given) do
     local group = { params = tensors_of(caller.options(one, "a group of bmt.optim", GROUP).params, call) }

@@ -9,7 +9,7 @@ local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local mesh = require "ps.dist.mesh"
 local modules = require "ps.bmt.modules"
@@ -114,7 +114,7 @@ local LINEAR = { bias = "boolean", dtype = "string" }
 ---@class ps.bmt.Linear: ps.bmt.DistributedModule
 ---@field weight ps.Tensor [outputs, inputs]
 ---@field bias? ps.Tensor [outputs]
-local Linear = core.class("Linear", modules.DistributedModule)
+local Linear = nn_module.class("Linear", modules.DistributedModule)
 parallel.Linear = Linear
 
 --- x weight^T + bias, whole on all ranks. bmt.init_parameters fills the weight by xavier_normal_ and the bias with 0.
@@ -139,7 +139,7 @@ local COLUMN = { bias = "boolean", dtype = "string", gather_output = "boolean", 
 ---@class ps.bmt.ColumnParallelLinear: ps.bmt.DistributedModule
 ---@field weight ps.Tensor [outputs / t, inputs]
 ---@field bias? ps.Tensor [outputs / t]
-local Column = core.class("ColumnParallelLinear", modules.DistributedModule)
+local Column = nn_module.class("ColumnParallelLinear", modules.DistributedModule)
 parallel.ColumnParallelLinear = Column
 
 --- x weight^T + bias, of which each rank has a part of the outputs. bmt.init_parameters fills it as Linear.
@@ -170,7 +170,7 @@ local ROW = { bias = "boolean", dtype = "string", split_input = "boolean", all_r
 ---@class ps.bmt.RowParallelLinear: ps.bmt.DistributedModule
 ---@field weight ps.Tensor [outputs, inputs / t]
 ---@field bias? ps.Tensor [outputs]
-local Row = core.class("RowParallelLinear", modules.DistributedModule)
+local Row = nn_module.class("RowParallelLinear", modules.DistributedModule)
 parallel.RowParallelLinear = Row
 
 --- x weight^T + bias, of which each rank has a part of the inputs. All have the bias. bmt.init_parameters fills it as
@@ -205,7 +205,7 @@ local VOCABULARY = { dtype = "string", init_mean = "number", init_std = "number"
 
 ---@class ps.bmt.VPEmbedding: ps.bmt.DistributedModule
 ---@field weight ps.Tensor [words / t, width]
-local Vocabulary = core.class("VPEmbedding", modules.DistributedModule)
+local Vocabulary = nn_module.class("VPEmbedding", modules.DistributedModule)
 parallel.VPEmbedding = Vocabulary
 
 --- A table of vectors, of which each rank has some. bmt.init_parameters fills it from a normal distribution.

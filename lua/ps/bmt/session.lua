@@ -10,7 +10,7 @@ local scope = require "ps.core.scope"
 local adopt = require "ps.engine.state.adopt"
 local build = require "ps.engine.layout.build"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
 local registry = require "ps.nn.registry"
 local dist = require "ps.dist"
@@ -345,12 +345,12 @@ end
 ---@param module ps.nn.Module
 function session.settle(module)
   local self, there = current, {}
-  if not (self and self.engine and self.manager) or self.module or not core.is_module(module) then return end
+  if not (self and self.engine and self.manager) or self.module or not nn_module.is_module(module) then return end
   for _, group in ipairs(self.groups()) do
-    for _, param in ipairs(group.params) do there[core.address(param)] = true end
+    for _, param in ipairs(group.params) do there[nn_module.address(param)] = true end
   end
   for _, param in ipairs(module:parameters()) do
-    if param:needs_grad() and not there[core.address(param)] then return end
+    if param:needs_grad() and not there[nn_module.address(param)] then return end
   end
   self:take(module)
 end
@@ -396,7 +396,7 @@ end
 ---@return any
 function session.target(module)
   if current and current.module and current.module == module then return current.engine end
-  if not core.is_module(module) then error("this is a " .. type(module) .. ", no model") end
+  if not nn_module.is_module(module) then error("this is a " .. type(module) .. ", no model") end
   return module
 end
 

@@ -19,7 +19,7 @@ local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local background = require "ps.checkpoints.background"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local encode = require "ps.core.encode"
 local folder = require "ps.checkpoints.folder"
 local mesh = require "ps.dist.mesh"
@@ -120,7 +120,7 @@ end
 local function names_of(model)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
-  if not (stages or are_owned(model) or cut.of(model)) then return nil end
+  if not (stages or are_owned(model) or sharded.of(model)) then return nil end
   for name in handle.module(model):named_parameters() do names[#names + 1] = name end
   return names
 end
@@ -134,13 +134,13 @@ end
 -- Leaves what this rank along tp saves of the tensors: of cut ones its pieces, without padding, and on rank 0 those
 -- that are whole on all ranks. Gives the places of the pieces, for the file's metadata; nil: nothing is cut.
 local function keep_pieces(tensors, model)
-  local cuts, pieces = cut.of(model), {}
+  local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
   local _, any = next(cuts)
   for name, tensor in pairs(tensors) do
     local at = cuts[parameter_of(name)]
     if at then
-      tensors[name] = cut.own(tensor, at)
+      tensors[name] = sharded.own(tensor, at)
       pieces[name] = tensors[name] and { shape = at.shape, parts = at.pieces } or nil
     elseif any.index > 0 then
       tensors[name] = nil

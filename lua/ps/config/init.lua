@@ -9,7 +9,7 @@
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"
-local batch = require "ps.config.batch_sizes"
+local batch_sizes = require "ps.config.batch_sizes"
 local memory = require "ps.config.memory"
 
 local config = {}
@@ -329,7 +329,7 @@ function config.read(from, options)
   settle_optimizer(state, cfg)
   settle_scheduler(state, cfg)
   settle_parts(state, cfg)
-  batch.settle(state, cfg, batch.data_parallel(state, cfg, options.world_size))
+  batch_sizes.settle(state, cfg, batch_sizes.data_parallel(state, cfg, options.world_size))
   if checked[from] and cfg.gradient_accumulation_steps == from.gradient_accumulation_steps then
     cfg.counts_micro_batches = from.counts_micro_batches
   end

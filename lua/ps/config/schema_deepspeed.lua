@@ -2,7 +2,7 @@
 -- DeepSpeed's remaining keys: those without an effect here, and those that would change the result. A part of
 -- schema.lua,
 -- in its form.
-local comm_names = require "ps.core.call_names"
+local call_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
@@ -43,9 +43,9 @@ end
 -- Nil if each item of a list names a call between processes, else an error's text about the first one that does not.
 local function known_calls(list)
   for _, name in ipairs(list) do
-    if type(name) ~= "string" or not comm_names[name] then
+    if type(name) ~= "string" or not call_names[name] then
       local names = {}
-      for known in pairs(comm_names) do names[#names + 1] = known end
+      for known in pairs(call_names) do names[#names + 1] = known end
       table.sort(names)
       return ("%s is not a known call; there are %s"):format(tostring(name), table.concat(names, ", "))
     end

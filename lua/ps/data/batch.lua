@@ -5,7 +5,7 @@ local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local caller = require "ps.core.caller"
 
 local batch = {}
@@ -53,7 +53,7 @@ function batch.spread(...)
   local given = { n = select("#", ...), ... }
   local only = given[1]
   local alone = given.n == 1 or given.n == 2 and rawequal(given[2], nil)
-  if alone and type(only) == "table" and not core.is_module(only) and #only > 0 then
+  if alone and type(only) == "table" and not nn_module.is_module(only) and #only > 0 then
     return { n = #only, unpack(only) }
   end
   return given
@@ -144,7 +144,7 @@ end
 local function find(given)
   local x, y = given[1], given[2]
   if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
-  if are_classes(y) and scope.is_tensor(x) and core.same_shape(x:shape(), y:shape()) then return y end
+  if are_classes(y) and scope.is_tensor(x) and nn_module.same_shape(x:shape(), y:shape()) then return y end
 end
 
 ---@class ps.Targets

@@ -2,7 +2,7 @@
 -- The state of the random numbers as a whole (ps.rng): kept and put back, as text for files, and the same on all ranks.
 -- Its numbers are 64 bits wide, which neither Lua's nor JSON's hold, so that outside they are decimal text.
 local random = require "ps.core.random"
-local talk = require "ps.dist.agree"
+local agree = require "ps.dist.agree"
 
 local random_state = {}
 
@@ -40,7 +40,7 @@ end
 --- All ranks go on with rank 0's.
 ---@param group ps.Group
 function random_state.share(group)
-  local text = talk.first(group, function()
+  local text = agree.first(group, function()
     local state, values = random_state.get(), {}
     for i, key in ipairs(FIELDS) do values[i] = state[key] end
     return table.concat(values, " ")

@@ -31,7 +31,7 @@ local begin = require "ps.engine.plan.begin"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
-local pipe = require "ps.engine.pipeline.row"
+local pipe_row = require "ps.engine.pipeline.row"
 local pipe_generate = require "ps.engine.pipeline.generate"
 local trained = require "ps.engine.step.trained"
 local unused = require "ps.engine.step.unused"
@@ -318,7 +318,7 @@ function Engine:take(request)
       self.built = build.place(self.module, place_options(self))
       self.masters = masters.new(self.built)
       self.optimizer = optimizer.new(self, self.built, self.cfg)
-      if self.stages then pipe.join(self.module, self.stages, self.built) end
+      if self.stages then pipe_row.join(self.module, self.stages, self.built) end
       build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
       assemble(self, setup.finish(self))
       self.report = report.new(self)

@@ -14,20 +14,20 @@ local copied = require "ps.core.copied"
 local hooks = require "ps.core.hooks"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
 local adopt = require "ps.engine.state.adopt"
 local build = require "ps.engine.layout.build"
 local embed = require "ps.engine.layout.embed"
 local hybrid = require "ps.engine.plan.hybrid"
 local rates = require "ps.engine.plan.rates"
-local data_parallel = require "ps.engine.ranks.agreement"
+local agreement = require "ps.engine.ranks.agreement"
 local stages = require "ps.engine.pipeline.stages"
 local tensor_parallel = require "ps.parallel.tensor.cut"
 local mesh = require "ps.dist.mesh"
 local place_options = require "ps.engine.layout.options"
 local own_loss = require "ps.engine.step.own_loss"
-local pipe = require "ps.engine.pipeline.row"
+local pipe_row = require "ps.engine.pipeline.row"
 local row_driver = require "ps.engine.pipeline.driver"
 local shortage = require "ps.engine.plan.shortage"
 local optim_groups = require "ps.optim.groups"
@@ -85,19 +85,19 @@ end
 ---  param_groups?: table[], quiet?: boolean, loss?: fun(out: table, batch: table): ps.Tensor}
 function setup.request(first, local_rank, cfg, client)
   local request
-  if (core.is_module(first) or type(first) == "function") and
+  if (nn_module.is_module(first) or type(first) == "function") and
     (type(local_rank) == "table" or type(local_rank) == "string") then
     if cfg ~= nil then error "ps.initialize: a configuration came in second place and in third: give one" end
     request = { config = local_rank, client = client }
-    if core.is_module(first) then request.model = first else request.model_func = first end
+    if nn_module.is_module(first) then request.model = first else request.model_func = first end
     request.module = request.model
-  elseif core.is_module(first) then
+  elseif nn_module.is_module(first) then
     request = { module = first, local_rank = local_rank, config = cfg, client = client }
   elseif type(first) == "function" then
     request = { model_func = first, local_rank = local_rank, config = cfg, client = client }
   elseif type(first) == "table" then
     request = copied(caller.options(first, "ps.initialize", ARGUMENTS))
-    if core.is_module(request.model_func) then request.module, request.model_func = request.model_func, nil end
+    if nn_module.is_module(request.model_func) then request.module, request.model_func = request.model_func, nil end
     request.module = request.module or request.model
   else
     error("ps.initialize takes a function that makes the model, a module, or a table of arguments, not a "
@@ -230,7 +230,7 @@ function setup.configure(engine, request, config)
   fields.adds_up = fields.accumulate > 1 or cfg.pipeline.stages > 1
   fields.lookups = lookups_of(engine, fields)
   if cfg.seed then random.seed(cfg.seed) end
-  return fields, stages_group and pipe.request(cfg, stages_group) or nil
+  return fields, stages_group and pipe_row.request(cfg, stages_group) or nil
 end
 
 -- Parameters of a module, and how many of them train.
@@ -251,7 +251,7 @@ local function count_parameters(model_func)
   local was = create.set_default_device("meta")
   local ok, module = pcall(scope.scope, function()
     local made = model_func()
-    return core.is_module(made) and count(made) or nil
+    return nn_module.is_module(made) and count(made) or nil
   end)
   create.set_default_device(was)
   restore()
@@ -355,7 +355,7 @@ function setup.open_engine(engine, step, pipeline)
   scope.collect_all()                                -- garbage should not count against the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = engine
-  local ranks = group and data_parallel.new(engine) or nil
+  local ranks = group and agreement.new(engine) or nil
   if ranks and weighs then adam_rates = rates.of(engine, function(value) return ranks:least(value) end) end
   return { adam_rates = adam_rates, ranks = ranks }
 end
@@ -379,7 +379,9 @@ local function run_model(engine, model_func, stage)
   off()
   create.set_default_device(was)
   if not ok then error(module, 0) end
-  if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
+  if not nn_module.is_module(module) then
+    error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0)
+  end
   collector.after_making()
   return module
 end
@@ -466,7 +468,7 @@ end
 function setup.finish(engine)
   local cfg, fields = engine.cfg, {}
   if engine.stages and engine.stages.parts then
-    fields.driver = row_driver.new(engine, pipe.new(engine, engine.stages, mesh.group "pp"))
+    fields.driver = row_driver.new(engine, pipe_row.new(engine, engine.stages, mesh.group "pp"))
   end
   local in_loops = (fields.driver or engine.driver).in_loops
   fields.slots = not engine.adds_up and engine.precision ~= "fp32"

@@ -141,9 +141,9 @@ local function of_module(module)
   return list
 end
 
--- at: of a parameter of which this rank has a part (ps.nn.saved). The part's place among the ranks' is the index.
+-- at: of a parameter of which this rank has a part (ps.nn.sharded). The part's place among the ranks' is the index.
 local function entry_of(it, at)
-  local cut, value, own_grad = require "ps.nn.saved", it.value, it.grad
+  local cut, value, own_grad = require "ps.nn.sharded", it.value, it.grad
   if at then
     value = cut.own(value, at)
     own_grad = own_grad ~= nil and value ~= nil and cut.own(own_grad, at) or nil
@@ -187,7 +187,7 @@ function inspect.inspect_model(model, pattern, prefix)
   end
   caller.typed(pattern or "*", "string", "ps.inspect.inspect_model: the pattern")
   caller.typed(prefix or "", "string", "ps.inspect.inspect_model: the prefix")
-  local wanted, cuts = matcher(pattern or "*"), require("ps.nn.saved").of(model)
+  local wanted, cuts = matcher(pattern or "*"), require("ps.nn.sharded").of(model)
   local function mine()
     local list = {}
     for _, it in ipairs(engine and require("ps.engine.state.values").parameters(engine) or of_module(model)) do
@@ -346,7 +346,7 @@ local function record_entry(record)
     return { name = record.name, group = record.group, index = record.index, shape = record.tensor:shape(),
       value = stats_of(record.tensor), grad = grad ~= nil and stats_of(grad) or nil }
   end
-  local cuts = require("ps.nn.saved").of(engine)
+  local cuts = require("ps.nn.sharded").of(engine)
   local at = cuts and cuts[name]
   local e = entry_of({ value = record.tensor, grad = grad, factor = factor }, at)
   e.name, e.group, e.index, e.part = record.name, record.group, record.index, at and at.index or 0

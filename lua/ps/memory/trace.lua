@@ -183,10 +183,10 @@ end
 ---@param options? integer|string|{all?: boolean, action?: string}
 ---@return ps.view.Moment[]
 function trace.trace(id, options)
-  local look = require "ps.memory.chunks"
+  local open_chunks = require "ps.memory.chunks"
   local moments, other
-  if id then moments, other = look.trace(id) end
-  return trace.list(moments or {}, other or {}, id and look.chunks() or {}, options)
+  if id then moments, other = open_chunks.trace(id) end
+  return trace.list(moments or {}, other or {}, id and open_chunks.chunks() or {}, options)
 end
 
 return trace

@@ -3,13 +3,13 @@
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local error = caller.error
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local F = functional
 
 local activation = {}
 
 local function plain(name, fn)
-  local class = core.class(name)
+  local class = nn_module.class(name)
   class.unscoped = true
   --- Applies the function to each element.
   ---@param x ps.Tensor
@@ -23,7 +23,7 @@ plain("SiLU", F.silu)
 plain("Tanh", F.tanh)
 
 ---@class ps.nn.GELU: ps.nn.Module
-local GELU = core.class("GELU")
+local GELU = nn_module.class("GELU")
 GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
@@ -42,7 +42,7 @@ function GELU:extra_repr() return "approximate=" .. self.approximate end
 activation.GELU = GELU
 
 ---@class ps.nn.Dropout: ps.nn.Module
-local Dropout = core.class("Dropout")
+local Dropout = nn_module.class("Dropout")
 Dropout.unscoped = true
 
 --- In training, sets elements to 0 with probability p and scales the others by 1 / (1 - p).
@@ -57,7 +57,7 @@ end
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end
-  core.dropout_is_off(self)
+  nn_module.dropout_is_off(self)
   return false
 end
 

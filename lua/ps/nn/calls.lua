@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names for the modules that were called, which events and tensors have by number.
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 
 --- The modules that were called, by number: path below the outermost module that was called, and class.
 ---@return table<integer, { path: string, class: string }>
 return function()
-  local called, above, names = core.called, {}, {}
+  local called, above, names = nn_module.called, {}, {}
   for _, module in pairs(called) do
     for name, child, kind in registry.members(module) do
       if kind == "module" then above[child] = { module, name } end

@@ -2,7 +2,7 @@
 -- ModuleList and Sequential. Their items count from 0, as names and PyTorch do; list[-1] is the last. ipairs, pairs,
 -- unpack, table.insert and table.remove know them (ps.lists). The operator # does not: LuaJIT asks no metatable for the
 -- length of a table, so it is 0 of every list; list:size() is the number of modules.
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local caller = require "ps.core.caller"
 local lists = require "ps.core.lists"
@@ -10,13 +10,13 @@ local error = caller.error
 
 ---@class ps.nn.ModuleList: ps.nn.Module
 ---@field length integer
-local ModuleList = core.class("ModuleList")
+local ModuleList = nn_module.class("ModuleList")
 ModuleList.length = 0                                      -- until a module is appended
 
 local function shown(value) return value == nil and "nil" or "a " .. type(value) end
 
 local function check_module(value, call)
-  if not core.is_module(value) then error(("%s takes a module, not %s"):format(call, shown(value))) end
+  if not nn_module.is_module(value) then error(("%s takes a module, not %s"):format(call, shown(value))) end
 end
 
 -- The items as a Lua list, from 1.
@@ -32,7 +32,7 @@ local function set_items(self, items)
     registry.remove(self, i)
     self._fields[i] = nil
   end
-  for i, module in ipairs(items) do core.register(self, i - 1, "module", module) end
+  for i, module in ipairs(items) do nn_module.register(self, i - 1, "module", module) end
   self.length = #items
 end
 
@@ -51,12 +51,12 @@ local function set(self, index, value)
   if rawequal(value, nil) then return self:remove(index) end
   check_module(value, call)
   local at = place(self, index, self.length, call)
-  core.register(self, at, "module", value)
+  nn_module.register(self, at, "module", value)
   if at == self.length then self.length = at + 1 end
 end
 
 -- Makes the objects of a class lists: of ModuleList, and of each class that derives from it.
-core.adapt(ModuleList, function(class)
+nn_module.adapt(ModuleList, function(class)
   local instance = class.instance
   local assign = instance.__newindex
   function instance.__index(self, key)
@@ -78,7 +78,7 @@ end)
 
 -- The modules of a constructor's list; others are what came behind it.
 local function given_modules(call, modules, ...)
-  if select("#", ...) > 0 or core.is_module(modules) and not lists.is_list(modules) then
+  if select("#", ...) > 0 or nn_module.is_module(modules) and not lists.is_list(modules) then
     error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
   end
   if modules == nil then return {} end
@@ -95,7 +95,7 @@ local function given_modules(call, modules, ...)
     n = math.max(n, key)
   end
   for i = 1, n do
-    if not core.is_module(modules[i]) then
+    if not nn_module.is_module(modules[i]) then
       error(("%s: number %d of its list is %s, not a module"):format(call, i, shown(modules[i])))
     end
     list[i] = modules[i]
@@ -116,7 +116,7 @@ end
 ---@return ps.nn.Module self
 function ModuleList:append(module)
   check_module(module, self.class_name .. ":append")
-  core.register(self, self.length, "module", module)
+  nn_module.register(self, self.length, "module", module)
   self.length = self.length + 1
   return self
 end
@@ -175,14 +175,14 @@ function ModuleList:each()
 end
 
 ---@class ps.nn.Sequential: ps.nn.ModuleList
-local Sequential = core.class("Sequential", ModuleList)
+local Sequential = nn_module.class("Sequential", ModuleList)
 
 --- A chain of modules.
 ---@param ... ps.nn.Module each is applied to the result of the one before
 function Sequential:init(...)
   for i = 1, select("#", ...) do
     local module = select(i, ...)
-    if not core.is_module(module) then
+    if not nn_module.is_module(module) then
       error(("nn.%s takes modules, %s(a, b): number %d is %s"):format(self.class_name, self.class_name, i,
         shown(module)))
     end

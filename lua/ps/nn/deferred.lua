@@ -16,7 +16,7 @@ local tensors = require "ps.tensor"
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local array = require "ps.core.array"
 local registry = require "ps.nn.registry"
 local rectangles = require "ps.core.rectangles"
@@ -32,7 +32,7 @@ jit.off(true, true)
 local META = native.device_index "meta"
 local pointer_array = array "ps_tensor *"
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
-local address = core.address
+local address = nn_module.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
@@ -366,7 +366,7 @@ function deferred.make(fn, ...)
   off()
   create.set_default_device(device)
   if not ok then error(model, 0) end
-  if not core.is_module(model) then error("ps.deferred: the function gave a " .. type(model) .. ", no module") end
+  if not nn_module.is_module(model) then error("ps.deferred: the function gave a " .. type(model) .. ", no module") end
   records[model] = { record = record, device = device }
   return model
 end
@@ -421,7 +421,7 @@ function deferred.cut(model, parameter, desc)
       .. "within the function, model_func = function() return MODEL_CLASS(...) end, and name no device there", 0)
   end
   local part = create.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
-  core.Parameter(part)
+  nn_module.Parameter(part)
   if not parameter:needs_grad() then part:requires_grad(false) end
   record.whole[address(part)] = held(parameter)
   return shard.set(part, desc)
@@ -451,7 +451,7 @@ end
 ---@return ps.nn.Module model
 function deferred.materialize(model, options)
   options = caller.options(options, "ps.materialize", OPTIONS)
-  local made = core.is_module(model) and records[model]
+  local made = nn_module.is_module(model) and records[model]
   if not made then error("ps.materialize takes a model that ps.deferred made") end
   local device, files, left = native.device_index(options.device or made.device), {}, false
   local ok, problem = pcall(function()

@@ -5,12 +5,12 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local init = require "ps.nn.weights"
 
 ---@class ps.nn.Embedding: ps.nn.Module
 ---@field weight ps.Tensor [rows, width]
-local Embedding = core.class("Embedding")
+local Embedding = nn_module.class("Embedding")
 Embedding.unscoped = true
 
 local META = native.device_index "meta"                        -- a table there has no rows to send

@@ -5,14 +5,14 @@ local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local init = require "ps.nn.weights"
 local F = functional
 
 ---@class ps.nn.Linear: ps.nn.Module
 ---@field weight ps.Tensor [out, in]
 ---@field bias? ps.Tensor [out]
-local Linear = core.class("Linear")
+local Linear = nn_module.class("Linear")
 Linear.unscoped = true
 
 local LINEAR = { bias = "boolean", std = "number", dtype = "string", device = "string" }
@@ -50,7 +50,7 @@ end
 ---@class ps.nn.Conv1D: ps.nn.Module
 ---@field weight ps.Tensor [in, out]
 ---@field bias ps.Tensor [out]
-local Conv1D = core.class("Conv1D")
+local Conv1D = nn_module.class("Conv1D")
 Conv1D.unscoped = true
 
 local CONV1D = { std = "number", dtype = "string", device = "string" }
@@ -82,7 +82,7 @@ function Conv1D:extra_repr() return ("%d, %d"):format(self.inputs, self.outputs)
 
 ---@class ps.nn.LMHead: ps.nn.Module
 ---@field weight ps.Tensor [words, width]
-local LMHead = core.class("LMHead")
+local LMHead = nn_module.class("LMHead")
 LMHead.unscoped = true
 
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The plan of load_state_dict: which tensor of a state goes to which tensor of a module, and what does not fit.
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
 local registry = require "ps.nn.registry"
@@ -18,12 +18,12 @@ function load_plan.some(list)
   return table.concat(shown, ", ")
 end
 
--- Notes whether a state has whole tensors or a rank's own shards (ps.nn.saved), the names of the first of each: a state
--- has one kind. What says of itself that it is whole has no shards.
+-- Notes whether a state has whole tensors or a rank's own shards (ps.nn.sharded), the names of the first of each: a
+-- state has one kind. What says of itself that it is whole has no shards.
 local function fits(shape, tensor, name, kinds, is_whole)
-  local kind = cut.fit(shape, tensor)
+  local kind = sharded.fit(shape, tensor)
   if kind == "own" and is_whole then return false end
-  if kind and not rectangles.same(cut.shape(tensor), tensor:shape()) then
+  if kind and not rectangles.same(sharded.shape(tensor), tensor:shape()) then
     kinds[kind] = kinds[kind] or name
     if kinds.own and kinds.whole then
       error(("load_state_dict: the state has the whole tensor '%s', and of '%s' a rank's part alone"):format(
@@ -80,10 +80,10 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
     if not source[name] then return end
     entry.from = entry.from or name
     local has = shape_of(name)
-    cut.check_rank(shard_of(name), tensor, name)
+    sharded.check_rank(shard_of(name), tensor, name)
     if not fits(has, tensor, name, kinds, state.whole == true) then
       wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name,
-        table.concat(cut.shape(tensor), ", "), table.concat(has, ", "))
+        table.concat(sharded.shape(tensor), ", "), table.concat(has, ", "))
     end
   end)
   local missing, unexpected = missing_of(entries, elsewhere), {}

@@ -18,7 +18,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local exact = require "ps.core.exact"
 local summary = require "ps.nn.summary"
 local hooks = require "ps.core.hooks"
@@ -496,7 +496,7 @@ function Module:load_state_dict(state, options)
     if entry.from then
       local held = hooks.ask("load", entry.tensor, state, entry.from)
       local tensor = held and held.to or entry.tensor
-      if held and held.elsewhere then tensor = nil else cut.read(state, entry.from, tensor, entry.tensor) end
+      if held and held.elsewhere then tensor = nil else sharded.read(state, entry.from, tensor, entry.tensor) end
       if held and tensor ~= nil then held:settle(entry.tensor) end
     end
   end

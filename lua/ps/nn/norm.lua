@@ -3,13 +3,13 @@
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local F = functional
 
 ---@class ps.nn.LayerNorm: ps.nn.Module
 ---@field weight ps.Tensor [width]
 ---@field bias? ps.Tensor [width]
-local LayerNorm = core.class("LayerNorm")
+local LayerNorm = nn_module.class("LayerNorm")
 LayerNorm.unscoped = true
 
 local LAYER_NORM = { eps = "number", bias = "boolean", dtype = "string", device = "string" }
@@ -35,7 +35,7 @@ function LayerNorm:extra_repr() return ("%d, eps=%g"):format(self.width, self.ep
 
 ---@class ps.nn.RMSNorm: ps.nn.Module
 ---@field weight ps.Tensor [width]
-local RMSNorm = core.class("RMSNorm")
+local RMSNorm = nn_module.class("RMSNorm")
 RMSNorm.unscoped = true
 
 local RMS_NORM = { eps = "number", dtype = "string", device = "string" }

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Norms of gradients: taking them, clipping by them, and giving back the bytes of gradients that were read.
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local devices = require "ps.core.devices"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
@@ -51,7 +51,7 @@ end
 ---@return number
 function norms.global_norm(grads)
   caller.typed(grads, "table", "optim.global_norm: the list of gradients")
-  if core.is_module(grads) or handle.of(grads) then
+  if nn_module.is_module(grads) or handle.of(grads) then
     error("optim.global_norm takes a list of gradients, not a model: nn.clip_grad_norm(model, math.huge) gives the "
       .. "norm of its gradients and clips nothing")
   end
@@ -74,7 +74,7 @@ end
 ---@param max_norm number
 ---@return number norm
 function norms.clip_grad_norm(params, max_norm)
-  if core.is_module(params) or handle.of(params) then params = params:parameters() end
+  if nn_module.is_module(params) or handle.of(params) then params = params:parameters() end
   if type(params) ~= "table" then
     error(("nn.clip_grad_norm takes a module or a list of parameters, not a %s"):format(type(params)))
   end

@@ -2,13 +2,13 @@
 -- The two halves of a transformer block, for models that need no particular parameter names.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local linear = require "ps.nn.linear"
 local activation = require "ps.nn.activation"
 local F = functional
 
 ---@class ps.nn.MultiheadSelfAttention: ps.nn.Module
-local MultiheadSelfAttention = core.class("MultiheadSelfAttention")
+local MultiheadSelfAttention = nn_module.class("MultiheadSelfAttention")
 
 local ATTENTION = { causal = "boolean", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 local FORWARD = { mask = "tensor", residual = "tensor" }
@@ -40,14 +40,14 @@ end
 ---@return ps.Tensor [B, T, C]
 function MultiheadSelfAttention:forward(x, options)
   options = caller.options(options, "nn.MultiheadSelfAttention's forward", FORWARD)
-  if self.dropout > 0 and not self.training then core.dropout_is_off(self) end
+  if self.dropout > 0 and not self.training then nn_module.dropout_is_off(self) end
   local y = F.attention_packed(self.qkv(x), self.heads, { causal = self.causal, mask = options.mask,
     dropout = self.training and self.dropout or 0 })
   return self.proj(y, options.residual)
 end
 
 ---@class ps.nn.MLP: ps.nn.Module
-local MLP = core.class("MLP")
+local MLP = nn_module.class("MLP")
 
 local OF_MLP = { activation = "callable", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 

@@ -10,14 +10,14 @@ local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
 local error = caller.error
 local groups = require "ps.optim.groups"
 local loss_scaler = require "ps.optim.loss_scaler"
 local text_of = require "ps.optim.text"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local mesh = require "ps.dist.mesh"
 local norms = require "ps.nn.norms"
 local native = require "ps.core.ffi"
@@ -26,7 +26,7 @@ local exact = require "ps.core.exact"
 
 local optim = { give_back = norms.give_back, squares = norms.squares, global_norm = norms.global_norm }
 
-local address = core.address
+local address = nn_module.address
 
 --- Two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
 ---@param model ps.nn.Module
@@ -35,7 +35,7 @@ local address = core.address
 function optim.groups(model, weight_decay)
   local decay = { params = {}, param_names = {}, weight_decay = weight_decay }
   local plain = { params = {}, param_names = {}, weight_decay = 0 }
-  if not core.is_module(model) then error("optim.groups takes a module, not " .. tostring(model)) end
+  if not nn_module.is_module(model) then error("optim.groups takes a module, not " .. tostring(model)) end
   caller.typed(weight_decay, "number", "optim.groups: the weight decay")
   for name, p in model:named_parameters() do
     local group = p:dim() >= 2 and decay or plain
@@ -94,7 +94,7 @@ local function build(kind, params, options)
   for key, value in pairs(options) do
     if not OF_OPTIMIZER[key] then self.defaults[key] = value end
   end
-  if core.is_module(params) then
+  if nn_module.is_module(params) then
     local list = { params = {}, param_names = {} }
     for name, p in params:named_parameters() do
       table.insert(list.params, p)
@@ -124,7 +124,7 @@ local function build(kind, params, options)
   if #self.entries == 0 then error(kind.name .. ": there are no parameters") end
   groups.begin_rates(self, options.lr)
   self.trained = seen
-  core.optimizers[self] = true
+  nn_module.optimizers[self] = true
   return self
 end
 
@@ -229,7 +229,7 @@ local function check_taken(self)
   local taken = self.taken and not self.taken.engine.closed and self.taken.name
   for _, entry in ipairs(self.entries) do
     if taken then break end
-    local by = not self.of_engine and core.updated[core.address(entry.param)]
+    local by = not self.of_engine and nn_module.updated[nn_module.address(entry.param)]
     if by and not by.engine.closed then taken = by.name
     elseif entry.param.managed ~= nil then
       taken = "a parameter of shape [" .. table.concat(entry.param:shape(), ", ") .. "]"
@@ -358,7 +358,7 @@ end
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
   called(self, "state_dict")
-  if model ~= nil and not core.is_module(model) then
+  if model ~= nil and not nn_module.is_module(model) then
     error(("optimizer:state_dict takes a module, or nothing, not a %s"):format(type(model)))
   end
   local names, tensors = names_for(self, model), {}
@@ -381,14 +381,14 @@ end
 local STATES = { "exp_avg", "exp_avg_sq", "momentum_buffer" }
 
 local function same_or_fail(name, tensor, param)
-  local fit = cut.fit(tensor:shape(), param)
+  local fit = sharded.fit(tensor:shape(), param)
   if tensor:dtype() ~= state_dtype(param) or not fit then
     error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(cut.shape(param), ", ")))
+      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(sharded.shape(param), ", ")))
   end
-  if fit == "own" or core.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
+  if fit == "own" or nn_module.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
   local own = create.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
-  cut.read({ state = tensor }, "state", own, param)
+  sharded.read({ state = tensor }, "state", own, param)
   return own
 end
 
@@ -454,7 +454,9 @@ function Optimizer:load_state_dict(state, model)
     return
   end
   caller.typed(state.values, "table", "load_state_dict: its values")
-  if model ~= nil and not core.is_module(model) then error("load_state_dict: the second argument must be a model") end
+  if model ~= nil and not nn_module.is_module(model) then
+    error("load_state_dict: the second argument must be a model")
+  end
   local values, planned = state.values, {}
   local names = saved_names(self, model, values)
   if values.kind ~= self.kind.name then
@@ -479,7 +481,7 @@ function Optimizer:load_state_dict(state, model)
     entry.master = nil
     for _, name in ipairs(STATES) do entry[name] = nil end      -- what the state has none of begins anew
     for key, value in pairs(planned[i]) do
-      if core.is_tensor(value) then value:keep() end
+      if nn_module.is_tensor(value) then value:keep() end
       entry[key] = value
     end
   end

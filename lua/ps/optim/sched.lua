@@ -9,7 +9,7 @@ local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local foreign = require "ps.core.foreign"
 local mesh = require "ps.dist.mesh"
-local rates = require "ps.optim.groups"
+local optim_groups = require "ps.optim.groups"
 local error = caller.error
 
 local sched = {}
@@ -36,7 +36,9 @@ local function apply(self)
   local optimizer, value = self.optimizer, self.rate(self.count)
   if not self.how or not has_rates(optimizer) then optimizer:set_lr(self:lr())
   else
-    rates.each_rate(optimizer, function(group) return self.how == ALIKE and value or group.initial_lr * value end)
+    optim_groups.each_rate(optimizer, function(group)
+      return self.how == ALIKE and value or group.initial_lr * value
+    end)
   end
   if not self.beta1 then return end
   local beta1 = self.beta1(self.count)
@@ -47,7 +49,7 @@ local told = setmetatable({}, { __mode = "k" })
 
 -- Says once, on the first rank, what becomes of groups with unlike rates.
 local function tell_groups(name, optimizer, how)
-  local text, alike = rates.rates(optimizer.groups, "initial_lr")
+  local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
   local world, engine = mesh.group "world", optimizer.engine
   if alike or told[optimizer] or world and world:rank() > 0 or engine and engine.quiet then return end
   told[optimizer] = true
@@ -71,7 +73,7 @@ local function build(name, options, rate, how, beta1, beta2)
     error(("sched.%s: last_batch_iteration is %.14g; it takes a whole number from -1 on"):format(name, last))
   end
   if has_rates(options.optimizer) then
-    rates.renew_rates(options.optimizer)
+    optim_groups.renew_rates(options.optimizer)
     tell_groups(name, options.optimizer, how)
   end
   local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
@@ -193,10 +195,10 @@ local function own_rate(name, options, key)
     if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name)) end
     return rate
   end
-  rates.renew_rates(optimizer)
+  optim_groups.renew_rates(optimizer)
   if optimizer.base_lr then return optimizer.base_lr end
   error(("sched.%s: the groups have the rates %s, and the optimizer was given none of its own: give it %s"):format(name,
-    rates.rates(optimizer.groups, "initial_lr"), key))
+    optim_groups.rates(optimizer.groups, "initial_lr"), key))
 end
 
 -- Share of the warm-up that lies behind, as a function of the step (from 0), and how many steps it has.

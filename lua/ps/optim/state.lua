@@ -12,7 +12,7 @@
 --   updates(i), set_updates(i, t)
 --   named: false where parameters have no names
 local scope = require "ps.core.scope"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local optim_groups = require "ps.optim.groups"
 local torch_pt = require "ps.io.torch_pt"
 local error = require("ps.core.caller").error
@@ -22,7 +22,7 @@ local state = {}
 -- Settings that are saved; each kind of optimizer has some.
 local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled", "momentum", "dampening", "nesterov" }
 
--- -- sources (ps.nn.saved) --------------------------------------------------------------------------------------------
+-- -- sources (ps.nn.sharded) ------------------------------------------------------------------------------------------
 local function is_file(value) return type(value) == "table" and type(value.read_into) == "function" end
 
 local function has(source, key)
@@ -33,10 +33,10 @@ end
 local function check_tensor(source, key, slot)
   if not has(source, key) then error("the saved optimizer has no " .. key .. " for parameter " .. slot.name, 0) end
   local shape = is_file(source) and source:shape(key) or source[key]:shape()
-  local fit = cut.fit(shape, slot.param)
+  local fit = sharded.fit(shape, slot.param)
   if not fit or fit == "own" and source.whole == true then
     error(("the saved optimizer's %s of parameter %s is [%s], the parameter is [%s]"):format(key, slot.name,
-      table.concat(shape, ", "), table.concat(cut.shape(slot.param), ", ")), 0)
+      table.concat(shape, ", "), table.concat(sharded.shape(slot.param), ", ")), 0)
   end
 end
 
@@ -48,7 +48,7 @@ end
 -- zeros, as if the parameter had never been updated.
 local function set_averages(opt, slot, source, prefix)
   for k, average in ipairs(slot.averages or {}) do
-    if source then cut.read(source, prefix .. opt.averages[k], average, slot.param)
+    if source then sharded.read(source, prefix .. opt.averages[k], average, slot.param)
     else scope.no_grad(function() average:fill_(0) end) end
   end
 end
@@ -104,7 +104,7 @@ local function load_named(opt, source, values)
     set_averages(opt, slot, slot.averages and t > 0 and source, slot.name .. ".")
     if slot.master ~= nil and has(source, slot.name .. ".master") then
       check_tensor(source, slot.name .. ".master", slot)
-      cut.read(source, slot.name .. ".master", slot.master, slot.param)
+      sharded.read(source, slot.name .. ".master", slot.master, slot.param)
       opt.engine.masters.held[slot.param]:settle(slot.param)
     end
     opt:set_updates(i, t)

@@ -5,11 +5,11 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local beams = require "ps.pretrained.generate_beams"
 local caller = require "ps.core.caller"
-local choose = require "ps.pretrained.generate_choose"
+local generate_choose = require "ps.pretrained.generate_choose"
 local copied = require "ps.core.copied"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local rows_of = require "ps.pretrained.generate_rows"
-local settings = require "ps.pretrained.generate_settings"
+local generate_settings = require "ps.pretrained.generate_settings"
 local text = require "ps.pretrained.generate_text"
 local error = caller.error
 
@@ -22,7 +22,7 @@ end
 
 -- Draws a token for each row, writes it behind the row, and gives them as a list.
 local function draw(rows, chosen, offset)
-  local logits = choose.process(rows:logits(), rows, chosen, rows.model.together)
+  local logits = generate_choose.process(rows:logits(), rows, chosen, rows.model.together)
   local ids = native.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset,
     chosen.min_p)
   rows:append(ids)
@@ -163,16 +163,16 @@ return function(model, prompt, n, options)
   if options == nil and type(n) == "table" then n, options = nil, n end
   local function read()
     local prompts, single = prompts_of(prompt)
-    local chosen, file = settings.of(model, options)
+    local chosen, file = generate_settings.of(model, options)
     chosen.followed = chosen.on_token ~= nil or chosen.on_text ~= nil
     return { prompts = prompts, single = single, chosen = chosen, n = count(model, n, options, file, prompts) }
   end
-  local request = model.agreed and model.agreed(read, settings.told) or read()
+  local request = model.agreed and model.agreed(read, generate_settings.told) or read()
   local prompts, single, chosen = request.prompts, request.single, request.chosen
   n = request.n
   if n == 0 or #prompts == 0 then return single and prompts[1] or prompts end
-  chosen.seed = settings.seed(chosen)
-  local restore = core.modes(model)
+  chosen.seed = generate_settings.seed(chosen)
+  local restore = nn_module.modes(model)
   model:eval()
   local ok, result = pcall(scope.no_grad, scope.scope, run, model, prompts, n, chosen)
   restore()

@@ -5,7 +5,7 @@
 -- Sizes: B prompts, K beams, V words.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
-local choose = require "ps.pretrained.generate_choose"
+local generate_choose = require "ps.pretrained.generate_choose"
 local copied = require "ps.core.copied"
 
 local beams = {}
@@ -40,7 +40,7 @@ local function candidates(rows, running, K, keep, chosen)
   return scope.scope(function()
     local logits = rows:logits()
     local V = logits:size(1)
-    local logp = choose.process(logits:log_softmax(-1), rows, chosen, rows.model.together)
+    local logp = generate_choose.process(logits:log_softmax(-1), rows, chosen, rows.model.together)
     local scores = {}
     for b, list in ipairs(running) do
       for k, beam in ipairs(list) do scores[(b - 1) * K + k] = beam.score end

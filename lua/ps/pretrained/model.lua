@@ -16,8 +16,8 @@ local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
-local core = require "ps.nn.module"
-local cut = require "ps.nn.saved"
+local nn_module = require "ps.nn.module"
+local sharded = require "ps.nn.sharded"
 local init = require "ps.nn.weights"
 local registry = require "ps.nn.registry"
 local files_of = require "ps.pretrained.files"
@@ -32,7 +32,7 @@ local error = caller.error
 ---@field source? string the folder that it came from
 ---@field loaded? {missing: string[], left: string[], names: table<string, string>} parameters that the files lacked,
 ---  tensors of the files that are not used, and of the others the parameter's name by the file's
-local Model = core.class("PretrainedModel")
+local Model = nn_module.class("PretrainedModel")
 
 -- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
 -- share one row (ps/data/batch.lua). Other inputs go whole to each micro-batch.
@@ -42,13 +42,13 @@ Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "ro
 -- The names and shapes of all that is saved, "h.0.attn.c_attn.weight" -> "96, 288", whole where ranks share it out.
 local function layout_of(self)
   local layout = {}
-  for name, tensor in pairs(self:state_dict()) do layout[name] = table.concat(cut.shape(tensor), ", ") end
+  for name, tensor in pairs(self:state_dict()) do layout[name] = table.concat(sharded.shape(tensor), ", ") end
   return layout
 end
 
 -- What a class makes by its configuration is what transformers makes by config.json.
 local function note_layout(self) rawset(self, "_layout", layout_of(self)) end
-core.adapt(Model, function(class) class.instance.ps_made = note_layout end)
+nn_module.adapt(Model, function(class) class.instance.ps_made = note_layout end)
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local UNPADS = { dtype = "string", device = "string", recompute = "boolean", unpad = "boolean" }
@@ -175,7 +175,7 @@ end
 local function resize(owner, key, n, fill)
   local old = owner[key]
   local shape = old:shape()
-  if not core.same_shape(shape, cut.shape(old)) then
+  if not nn_module.same_shape(shape, sharded.shape(old)) then
     error(("resize_token_embeddings: ranks share out '%s', of which this one has a part; resize the model before it is "
       .. "cut, in model_func"):format(key))
   end
@@ -189,7 +189,7 @@ local function resize(owner, key, n, fill)
   end)
   local trains = old:needs_grad()
   if is_buffer then return owner:buffer(key, new) end
-  core.replaced(old, key)
+  nn_module.replaced(old, key)
   owner:param(key, new)
   if not trains then new:requires_grad(false) end
 end

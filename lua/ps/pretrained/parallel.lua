@@ -13,7 +13,7 @@ local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local checkpoint_folder = require "ps.checkpoints.folder"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local encode = require "ps.core.encode"
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
@@ -90,7 +90,7 @@ end
 
 -- This rank's file, which the ranks that train the same parameters write together.
 local function write_part(model, temp)
-  local cuts = cut.of(model) ~= nil
+  local cuts = sharded.of(model) ~= nil
   if not cuts and mesh.rank "tp" > 0 then return end                   -- the same as on rank 0 along tp
   local engine = handle.of(model)
   local peers = (cuts or engine and engine.ranks) and mesh.group "dp" or nil

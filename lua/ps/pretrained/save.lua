@@ -6,7 +6,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
-local cut = require "ps.nn.saved"
+local sharded = require "ps.nn.sharded"
 local agree = require "ps.dist.agree"
 local encode = require "ps.core.encode"
 local make_folder = require("ps.checkpoints.folder").make
@@ -37,8 +37,8 @@ local function of_shards(entries, cuts)
   for _, entry in ipairs(entries) do
     local at = cuts and cuts[entry.name]
     if at then
-      entry.whole, entry.pieces, entry.shape = at.shape, at.pieces, cut.own_shape(at)
-      if entry.tensor ~= nil then entry.tensor = cut.own(entry.tensor, at) end
+      entry.whole, entry.pieces, entry.shape = at.shape, at.pieces, sharded.own_shape(at)
+      if entry.tensor ~= nil then entry.tensor = sharded.own(entry.tensor, at) end
     end
     if entry.shape then list[#list + 1] = entry end
   end
@@ -54,8 +54,8 @@ function save.entries(model)
   local here, entries, rows, engine = model:state_dict(), {}, {}, handle.of(model)
   local stages = engine and engine.stages
   local function saves(name) return not stages or stages:saves(name) end
-  local sharded = engine and engine.ranks and engine.zero_stage > 0
-  if not sharded then
+  local shares = engine and engine.ranks and engine.zero_stage > 0
+  if not shares then
     for name, tensor in pairs(here) do
       if saves(name) then
         entries[#entries + 1] = { name = name, shape = tensor:shape(), dtype = tensor:dtype(), tensor = tensor,
@@ -75,7 +75,7 @@ function save.entries(model)
       end
     end
   end
-  return in_order(of_shards(entries, cut.of(model)))
+  return in_order(of_shards(entries, sharded.of(model)))
 end
 
 --- The entries of all stages and parts, whole, with owners among all ranks. One that several ranks have in pieces has
@@ -84,7 +84,7 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
-  local mine, cuts, engine = save.entries(model), cut.of(model), handle.of(model)
+  local mine, cuts, engine = save.entries(model), sharded.of(model), handle.of(model)
   if not (cuts or engine and engine.stages) then return mine end
   local peers, world = mesh.group "dp", mesh.group "world"
   local said, here, entries, by_name = {}, {}, {}, {}
@@ -333,7 +333,7 @@ end
 ---@return ps.Group?
 function save.group_of(model)
   local engine = handle.of(model)
-  return (cut.of(model) or engine and (engine.ranks or engine.stages)) and mesh.group "world" or nil
+  return (sharded.of(model) or engine and (engine.ranks or engine.stages)) and mesh.group "world" or nil
 end
 
 --- Writes a model's weights and config.json to a folder, as Hugging Face and from_pretrained read them. Of an engine

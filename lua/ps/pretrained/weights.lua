@@ -2,8 +2,8 @@
 -- Loads files of weights into a model of ps.pretrained. Names in files may have the body's prefix or lack it, and may
 -- be older ones. The files must have every tensor of the body. They may lack the head or have another one.
 local dist = require "ps.dist"
-local core = require "ps.nn.module"
-local cut = require "ps.nn.saved"
+local nn_module = require "ps.nn.module"
+local sharded = require "ps.nn.sharded"
 local error = require("ps.core.caller").error
 
 local weights = {}
@@ -61,7 +61,7 @@ end
 local function drop_mismatched(model, state, tensors)
   for _, name in ipairs(state:names()) do
     local tensor = tensors[name]
-    if tensor and not is_body(model, name) and not core.same_shape(state:shape(name), cut.shape(tensor)) then
+    if tensor and not is_body(model, name) and not nn_module.same_shape(state:shape(name), sharded.shape(tensor)) then
       state:rename(name)
     end
   end

@@ -2,7 +2,7 @@
 -- Sums of the calls between ranks (src/comm/count.c), which comms_logger of a configuration asks for, as DeepSpeed's
 -- table: ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
 local native = require "ps.core.ffi"
-local names = require "ps.core.call_names"
+local call_names = require "ps.core.call_names"
 local readable = require "ps.core.readable"
 local dist = require "ps.dist"
 local ffi, C = native.ffi, native.C
@@ -35,7 +35,7 @@ function comm.begin(settings, prints)
   local set, number = 0, numbers()
   for _, call in pairs(number) do set = settings.prof_all and bit.bor(set, bit.lshift(1, call)) or set end
   for _, name in ipairs(settings.prof_ops or {}) do
-    for _, call in ipairs(names[name]) do set = bit.bor(set, bit.lshift(1, number[call])) end
+    for _, call in ipairs(call_names[name]) do set = bit.bor(set, bit.lshift(1, number[call])) end
   end
   C.ps_calls_count(set, settings.verbose and prints and 1 or 0)
 end

@@ -6,7 +6,7 @@ local dist = require "ps.dist"
 local encode = require "ps.core.encode"
 local events = require "ps.core.events"
 local kinds = require "ps.core.kinds"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local ffi, C = native.ffi, native.C
 
 local VERSION = 1
@@ -155,7 +155,7 @@ end
 
 local function chunks_json()
   local parts = {}
-  for i, chunk in ipairs(look.chunks()) do
+  for i, chunk in ipairs(chunks.chunks()) do
     parts[i] = ('{"id":%d,"kind":%s,"index":%d,"nbytes":%d,"tensors":%s}'):format(chunk.id, text(chunk.kind),
       chunk.index, chunk.nbytes, json_list(chunk.tensors))
   end
@@ -171,7 +171,7 @@ return function(group)
   local first = n > 0 and list[order[1]].begin_ns or nil
   local offset, wrong, zero = 0LL, dist.rank() == 0 and 0LL or nil, dist.world_size() == 1 and first or 0LL
   if group then offset, wrong, zero = clock.align(group, first) end
-  local w = setmetatable({ tiers = look.tiers() or {}, modules = require("ps.nn.calls")(), lines = {}, free = {},
+  local w = setmetatable({ tiers = chunks.tiers() or {}, modules = require("ps.nn.calls")(), lines = {}, free = {},
     rank = dist.rank(), offset = offset, zero = zero }, Writer)
   local tiers, steps = {}, {}
   for i, tier in ipairs(w.tiers) do tiers[i] = { name = tier.name, budget = tier.budget } end

@@ -7,7 +7,7 @@ local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
 local description = require "ps.tokenizer.description"
 local object = require "ps.tokenizer.object"
-local patterns = require "ps.tokenizer.pattern"
+local pattern = require "ps.tokenizer.pattern"
 local ffi = require "ffi"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -256,15 +256,15 @@ end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
 -- What the package tiktoken has in its code, and Qwen and Llama 3 in theirs: how a text is cut, and special tokens.
-local OF_GPT2 = { pattern = patterns.GPT2, special = { ["<|endoftext|>"] = 50256 } }
+local OF_GPT2 = { pattern = pattern.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
   gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,
-  cl100k_base = { pattern = patterns.CL100K, special = { ["<|endoftext|>"] = 100257, ["<|fim_prefix|>"] = 100258,
+  cl100k_base = { pattern = pattern.CL100K, special = { ["<|endoftext|>"] = 100257, ["<|fim_prefix|>"] = 100258,
     ["<|fim_middle|>"] = 100259, ["<|fim_suffix|>"] = 100260, ["<|endofprompt|>"] = 100276 } },
-  o200k_base = { pattern = patterns.O200K, special = { ["<|endoftext|>"] = 199999, ["<|endofprompt|>"] = 200018 } },
-  qwen = { pattern = patterns.QWEN, special = { ["<|endoftext|>"] = 151643, ["<|im_start|>"] = 151644,
+  o200k_base = { pattern = pattern.O200K, special = { ["<|endoftext|>"] = 199999, ["<|endofprompt|>"] = 200018 } },
+  qwen = { pattern = pattern.QWEN, special = { ["<|endoftext|>"] = 151643, ["<|im_start|>"] = 151644,
     ["<|im_end|>"] = 151645 } },
-  llama3 = { pattern = patterns.LLAMA3, special = { ["<|begin_of_text|>"] = 128000, ["<|end_of_text|>"] = 128001,
+  llama3 = { pattern = pattern.LLAMA3, special = { ["<|begin_of_text|>"] = 128000, ["<|end_of_text|>"] = 128001,
     ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
 }
 

@@ -15,7 +15,7 @@ local dist = require "ps.dist"
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local types = require "ps.core.types"
@@ -121,7 +121,7 @@ function train.evaluate(model, batches, options)
   caller.typed(model, "table", "ps.train.evaluate: the model")
   caller.callable(batches, "ps.train.evaluate, behind the model,")
   local engine = handle.of(model)
-  local restore, ranks = core.modes(handle.module(model)), engine and engine.ranks or {}
+  local restore, ranks = nn_module.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
   local off = loss_weight.watch()
   local sum, weights, stopped, number = 0, 0, false, 0

@@ -6,7 +6,7 @@ local native = require "ps.core.ffi"
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local time = require "posix.time"
 
 local train_log = {}
@@ -110,7 +110,7 @@ end
 -- `"tiers":{"host":{"budget":...,"chunks":...,...}}` of the open engine's chunks, or "".
 local function tiers_text()
   local list = {}
-  for i, tier in ipairs(look.tiers() or {}) do
+  for i, tier in ipairs(chunks.tiers() or {}) do
     local parts = {}
     for k, key in ipairs { "budget", "chunks", "other", "peak", "bytes_up", "bytes_down" } do
       parts[k] = ('"%s":%.0f'):format(key, tier[key])
@@ -127,7 +127,7 @@ local LETTERS = { device = "d", host = "h", disk = "k" }
 -- as their fastest tier; n: none. "" without chunks.
 local function map_text()
   local kinds, runs = {}, {}
-  for _, chunk in ipairs(look.chunks()) do
+  for _, chunk in ipairs(chunks.chunks()) do
     local letter = "n"
     for _, tier in ipairs { "device", "host", "disk" } do
       if chunk.tiers[tier] then

@@ -4,10 +4,10 @@
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local scope = require "ps.core.scope"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 local kinds = require "ps.core.kinds"
 local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.layout.embed"
@@ -18,7 +18,7 @@ local build = {}
 
 local id_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 local param_array = array "ps_param"
-local address = core.address
+local address = nn_module.address
 local PAGE = 4096
 local BYTES = require("ps.core.dtype").nbytes
 
@@ -149,7 +149,7 @@ local function place_param(entry, ids, offset, where)
   end
   local param = new_param(old, dtype, where, ids, offset, name)
   scope.no_grad(function() param:copy_(old) end)
-  core.Parameter(param)
+  nn_module.Parameter(param)
   shard.move(old, param)
   if not trains then param:requires_grad(false) end
   for _, at in ipairs(entry.places) do registry.put(at[1], at[2], param) end
@@ -223,7 +223,7 @@ local function share_out(plan, where)
   local shards = where.shards
   if not shards then return end
   local made = share.out(plan.chunks, shards.size, function(row)
-    return row.numel * layout.state_bytes(plan.groups[row.group], where.state_bytes)
+    return row.numel * pack.state_bytes(plan.groups[row.group], where.state_bytes)
   end)
   for i, row in ipairs(plan.chunks) do row.owner = made.owner[i] end
   number_stripes(plan.chunks, shards, where.grads, made.stripe, made.stripes)
@@ -303,12 +303,12 @@ function build.place(module, options)
   end
   local plan
   if options.chunk_size then
-    plan = layout.pack(sizes, math.max(layout.SMALLEST, options.chunk_size))
+    plan = pack.pack(sizes, math.max(pack.SMALLEST, options.chunk_size))
   else
-    plan = layout.search(sizes, { capacity = options.capacity, state_bytes = options.state_bytes,
+    plan = pack.search(sizes, { capacity = options.capacity, state_bytes = options.state_bytes,
       ranks = options.shards and options.shards:state() and options.shards.size or 1 }).chosen.layout
     local agreed = options.agree and options.agree(plan.chunk_size) or plan.chunk_size
-    if agreed ~= plan.chunk_size then plan = layout.pack(sizes, agreed) end
+    if agreed ~= plan.chunk_size then plan = pack.pack(sizes, agreed) end
   end
   share_out(plan, options)
   local sharded = options.shards and options.shards:state()

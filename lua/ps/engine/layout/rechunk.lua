@@ -5,7 +5,7 @@
 -- on the layout. Ranks agree on the size; any of them may be the one that has too little room.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 local kinds = require "ps.core.kinds"
 local split = require "ps.engine.layout.split"
 local share = require "ps.engine.layout.share"
@@ -92,7 +92,7 @@ local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
     local group = { dtype = row.param:dtype(), trains = true }
-    local bytes = row.averages and row.numel * layout.state_bytes(group, options.state_bytes) or 0
+    local bytes = row.averages and row.numel * pack.state_bytes(group, options.state_bytes) or 0
     if bytes > most then most, name = bytes, row.name end
   end
   return most, name
@@ -126,7 +126,7 @@ function finer.limit(engine)
     if limited and info.device == engine.host then room = tonumber(info.budget - info.other) end
   end
   room = room - chunk_bytes(most)
-  if room < chunk_bytes(math.max(largest, layout.UNIT)) or free < 5 * chunk_bytes(most) then return 0 end
+  if room < chunk_bytes(math.max(largest, pack.UNIT)) or free < 5 * chunk_bytes(most) then return 0 end
   return math.min(1, (room - kinds.most_extra(math.huge)) / 4 / most)
 end
 

@@ -2,11 +2,11 @@
 -- A layout (layout/pack.lua) in smaller chunks. A chunk's tensors are cut into several chunks, in their order, and stay
 -- with their owner. Chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks find
 -- the same.
-local layout = require "ps.engine.layout.pack"
+local pack = require "ps.engine.layout.pack"
 
 local split = {}
 
-local UNIT = layout.UNIT
+local UNIT = pack.UNIT
 local AT_MOST = 0.75                    -- share of the largest chunk, so that few tries lead to any size
 
 --- The next size to try: `share` (AT_MOST at most) of the largest chunk that can be cut; nil: none can be cut.
@@ -47,7 +47,7 @@ function split.cut(made, numel, size)
       for k, at in ipairs(chunk.tensors) do
         entries[k] = { numel = numel[at.index], dtype = group.dtype, trains = group.trains, vstage = group.vstage }
       end
-      for k, piece in ipairs(layout.pack(entries, size).chunks) do
+      for k, piece in ipairs(pack.pack(entries, size).chunks) do
         for _, at in ipairs(piece.tensors) do at.index = chunk.tensors[at.index].index end
         piece.group, piece.owner = chunk.group, chunk.owner
         piece.index = k == 1 and chunk.index or group.chunks      -- a group's numbers have no gaps

@@ -13,7 +13,7 @@ local scope = require "ps.core.scope"
 local collector = require "ps.core.collector"
 local views = require "ps.memory.views"
 local native = require "ps.core.ffi"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local random_state = require "ps.dist.random_state"
 local C = native.C
@@ -133,13 +133,13 @@ function count.stand_in(modules, device, precision)
   for _, at in ipairs(places) do
     local m, key, value, kind = unpack(at, 1, 4)
     local is_param = kind == "param"
-    local stand = standing[core.address(value)]
+    local stand = standing[nn_module.address(value)]
     if not stand then
       local dtype = value:dtype()
       stand = create.zeros(value:shape(), { dtype = is_param and dtype == "fp32" and precision or dtype,
         device = device })
       if is_param and value:needs_grad() then stand:requires_grad(true) end
-      standing[core.address(value)] = stand:keep()
+      standing[nn_module.address(value)] = stand:keep()
     end
     registry.put(m, key, stand)
   end
@@ -183,8 +183,8 @@ local function parameters_of(part, cost)
   local seen = {}
   for _, module in ipairs(part.modules) do
     for _, p in module:named_parameters() do
-      if not seen[core.address(p)] then
-        seen[core.address(p)] = true
+      if not seen[nn_module.address(p)] then
+        seen[nn_module.address(p)] = true
         cost.numel, cost.nbytes = cost.numel + p:numel(), cost.nbytes + p:nbytes()
         cost.trains = cost.trains or p:needs_grad()
       end

@@ -21,8 +21,7 @@ local mesh = require "ps.dist.mesh"
 local own_loss = require "ps.engine.step.own_loss"
 local parts = require "ps.nn.parts"
 local replicas = require "ps.engine.ranks.replicas"
-local talk = require "ps.dist.agree"
-local tables = require "ps.parallel.pipeline.table"
+local pipe_table = require "ps.parallel.pipeline.table"
 local trained = require "ps.engine.step.trained"
 local ffi, C = native.ffi, native.C
 
@@ -86,7 +85,7 @@ local carried, expected = pointer_array(ROOM), shape_array(ROOM)
 
 -- The table of a schedule, before transfers are added to it.
 local function new_table(cut, size, micros, forward_only)
-  return tables.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
+  return pipe_table.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
     micro_batches = micros, forward_only = forward_only }
 end
 
@@ -97,7 +96,7 @@ end
 function pipe.request(cfg, group)
   local how = cfg.pipeline.partition
   local micros = cfg.counts_micro_batches and cfg.gradient_accumulation_steps or MICROS_A_STAGE * group:size()
-  return { rank = group:rank(), partition = how, table = tables.table { schedule = cfg.pipeline.schedule,
+  return { rank = group:rank(), partition = how, table = pipe_table.table { schedule = cfg.pipeline.schedule,
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
@@ -248,7 +247,7 @@ function Pipe:fingerprint()
     said[#said + 1] = batch.signature(self.micros[i].args)
     for k = 1, self.micros[i].given.n do batch.add_hashes(said, self.micros[i].given[k]) end
   end
-  return talk.text_hash(table.concat(said, " "))
+  return agree.text_hash(table.concat(said, " "))
 end
 
 --- Compares what the ranks begin, since they would wait for each other in vain. All ranks call it.

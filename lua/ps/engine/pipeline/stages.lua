@@ -4,7 +4,7 @@
 -- the whole model without data (ps.deferred), and gives its own virtual stages their values.
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local count = require "ps.engine.pipeline.count"
 local deferred = require "ps.nn.deferred"
 local hooks = require "ps.core.hooks"
@@ -12,7 +12,7 @@ local parts = require "ps.nn.parts"
 local agree = require "ps.dist.agree"
 local measure = require "ps.engine.pipeline.measure"
 local mesh = require "ps.dist.mesh"
-local pipe = require "ps.parallel.pipeline.table"
+local pipe_table = require "ps.parallel.pipeline.table"
 
 local stages = {}
 
@@ -102,7 +102,7 @@ local function by_cost(costs, table_)
     given[i] = { forward = cost.forward, input = cost.input, weight = cost.weight, nbytes = cost.carry_nbytes,
       held = cost.activations }
   end
-  local counts, times = pipe.cut(table_, given)
+  local counts, times = pipe_table.cut(table_, given)
   times.bound_part = times.bound_part and costs[times.bound_part].name
   return counts, times
 end
@@ -157,7 +157,7 @@ function stages.cut(costs, table_, how, list)
     for i, cost in ipairs(costs) do weights[i] = WEIGHTS[how](cost) end
     first = balance(weights, n)
   elseif type(how) == "string" then
-    counts = pipe.layout(how, kinds_of(costs), n)
+    counts = pipe_table.layout(how, kinds_of(costs), n)
   end
   if not first then
     local sum = 0
@@ -177,14 +177,14 @@ end
 local function users(self, module)
   local of, name_of = {}, {}
   for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
-    for name, t in iterate(module) do name_of[core.address(t)] = name end
+    for name, t in iterate(module) do name_of[nn_module.address(t)] = name end
   end
   for v = 1, #self.ranks do
     for i = self.first[v], self.first[v + 1] - 1 do
       for _, used in ipairs(self.parts[i].modules) do
         for _, iterate in ipairs { used.named_parameters, used.named_buffers } do
           for _, t in iterate(used) do
-            local name = name_of[core.address(t)]
+            local name = name_of[nn_module.address(t)]
             of[name] = of[name] or {}
             if of[name][#of[name]] ~= v - 1 then table.insert(of[name], v - 1) end
           end

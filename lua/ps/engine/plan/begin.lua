@@ -7,7 +7,7 @@ local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"
 local plan_step = require "ps.engine.plan.step"
 local step = require "ps.engine.step"
-local finer = require "ps.engine.layout.rechunk"
+local rechunk = require "ps.engine.layout.rechunk"
 local ffi, C = native.ffi, native.C
 
 local begin = {}
@@ -40,7 +40,7 @@ local function rather_smaller(engine, forecast)
   local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
   local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, sub = "OP_CHUNKS", msg = msg, tier = short.tier,
     wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, native.Error)
-  if finer.share(engine, problem) then error(problem, 0) end
+  if rechunk.share(engine, problem) then error(problem, 0) end
 end
 
 -- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
@@ -61,8 +61,8 @@ local function plan_and_begin(engine, args, key)
   native.check(rc)
 end
 
--- Tries to begin a step. Returns nil: it has begun; a share for finer.split: smaller chunks may help; 0: they may help,
--- but a rank has no room for laying them out.
+-- Tries to begin a step. Returns nil: it has begun; a share for rechunk.split: smaller chunks may help; 0: they may
+-- help, but a rank has no room for laying them out.
 local function try_step(engine, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, engine, args, key)
@@ -70,8 +70,8 @@ local function try_step(engine, args, key)
     if not (type(problem) == "table" and problem.name == "ENOMEM" and native.give_room()) then error(problem, 0) end
     plan_and_begin(engine, args, key)
   end
-  local function share(problem) return finer.share(engine, problem) end
-  if engine.ranks then return engine.ranks:begin_step(try, share, function() return finer.limit(engine) end) end
+  local function share(problem) return rechunk.share(engine, problem) end
+  if engine.ranks then return engine.ranks:begin_step(try, share, function() return rechunk.limit(engine) end) end
   local ok, problem = pcall(try)
   if ok then return nil end
   return share(problem) or error(problem, 0)
@@ -88,7 +88,7 @@ function begin.step(engine, args)
     if not ok then step.give_up(engine) elseif part then step.take_back(engine) end
     if not ok then error(part, 0) end
     if part == 0 then engine.plan.no_finer = true
-    elseif part then finer.split(engine, part) end
+    elseif part then rechunk.split(engine, part) end
   until not part
   local now = engine.built.layout.chunk_size
   if now ~= was then

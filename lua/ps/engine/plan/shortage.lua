@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Memory that ran out while a model was made and laid out. The error names the tensor that found no room. This file
 -- adds the bytes of the whole model, the bytes of the budgets, and the keys to change where the budgets are too small.
-local look = require "ps.memory.chunks"
+local chunks = require "ps.memory.chunks"
 local readable = require "ps.core.readable"
 
 local shortage = {}
@@ -25,7 +25,7 @@ end
 -- "memory.host 20.0 MiB and memory.disk.limit 1.0 GiB", and the bytes of all together.
 local function budgets()
   local texts, sum = {}, 0
-  for i, tier in ipairs(look.tiers()) do
+  for i, tier in ipairs(chunks.tiers()) do
     texts[i] = KEY[tier.name] .. " " .. (tier.budget > 0 and readable.bytes(tier.budget) or "is what there is")
     sum = sum + (tier.budget > 0 and tier.budget or math.huge)
   end
@@ -34,7 +34,7 @@ end
 
 -- Remedies, as keys of the configuration.
 local function advice(options, shared)
-  local tiers, keys, has = look.tiers(), {}, {}
+  local tiers, keys, has = chunks.tiers(), {}, {}
   for i, tier in ipairs(tiers) do
     keys[i], has[tier.name] = KEY[tier.name], true
   end
@@ -54,7 +54,7 @@ end
 ---@return any
 function shortage.explain(problem, counted, options, stage, size)
   local lack = type(problem) == "table" and (problem.name == "ENOMEM" or problem.name == "ENOSPC")
-  if not (lack and counted and look.tiers()) then return problem end
+  if not (lack and counted and chunks.tiers()) then return problem end
   local each, frozen = shortage.bytes_each(options, stage, size)
   local state = counted.trained * each + (counted.numel - counted.trained) * frozen
   local text, sum = budgets()

@@ -7,7 +7,7 @@ local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local agree = require "ps.dist.agree"
 local batch = require "ps.data.batch"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local data = require "ps.data"
 local dist = require "ps.dist"
 local mesh = require "ps.dist.mesh"
@@ -389,10 +389,10 @@ end
 function Ranks:keep_own(state)
   local rows, mine = {}, self.dp:rank()
   for _, list in ipairs { self.engine.built.list, self.engine.built.frozen } do
-    for _, row in ipairs(list) do rows[core.address(row.param)] = row end
+    for _, row in ipairs(list) do rows[nn_module.address(row.param)] = row end
   end
   for name, tensor in pairs(state) do
-    local row = rows[core.address(tensor)]
+    local row = rows[nn_module.address(tensor)]
     if row and row.place ~= nil then state[name] = row.place      -- under its tied names, too
     elseif row or mine > 0 then state[name] = nil end
   end

@@ -8,8 +8,8 @@
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"
 local readable = require "ps.core.readable"
-local look = require "ps.memory.chunks"
-local comm = require "ps.profile.comms_summary"
+local chunks = require "ps.memory.chunks"
+local comms_summary = require "ps.profile.comms_summary"
 local flops_profiler = require "ps.engine.report.flops_profiler"
 local monitor = require "ps.monitor"
 local C = native.C
@@ -35,7 +35,7 @@ Report.__index = Report
 -- Bytes that went up and down between all tiers since the engine was opened.
 local function moved()
   local up, down = 0, 0
-  for _, tier in ipairs(look.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
+  for _, tier in ipairs(chunks.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
   return up, down
 end
 
@@ -59,7 +59,7 @@ function report.new(engine)
   local profiler = first and flops_profiler.new(engine) or nil
   local logged = cfg.comms_logger.enabled
   if not monitors and not profiler and not logged and (not every or engine.quiet and not ranks) then return nil end
-  if logged then comm.begin(cfg.comms_logger, first and not engine.quiet) end
+  if logged then comms_summary.begin(cfg.comms_logger, first and not engine.quiet) end
   if cfg.wall_clock_breakdown then C.ps_flops_count(1) end
   return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
     breakdown = cfg.wall_clock_breakdown, memory = cfg.memory_breakdown, monitor = monitors, profiler = profiler,
@@ -170,8 +170,8 @@ end
 --- Closes the monitors' files, and counts operations and calls between ranks no more.
 function Report:close()
   if self.calls then
-    if self.writes then comm.log_summary() end
-    comm.stop()
+    if self.writes then comms_summary.log_summary() end
+    comms_summary.stop()
   end
   if self.monitor then self.monitor:close() end
   if self.breakdown then C.ps_flops_count(0) end

@@ -3,7 +3,7 @@
 -- settings and groups become the engine's, and the script goes on with it as with the engine's own. Any other optimizer
 -- over the same parameters would update beside the engine, so its step() is refused.
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local optim_groups = require "ps.optim.groups"
 
 local adopt = {}
@@ -13,7 +13,7 @@ local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .
 --- Refuses what cannot be adopted: a value that is no optimizer of ps.optim, or an optimizer that has made steps.
 ---@param optimizer any
 function adopt.check(optimizer)
-  if type(optimizer) ~= "table" or not core.optimizers[optimizer] then
+  if type(optimizer) ~= "table" or not nn_module.optimizers[optimizer] then
     refuse "is one of ps.optim that is in use nowhere else; leave it out, and write `optimizer` into the configuration"
   end
   if optimizer.per_rank then refuse "has per_rank, but gradients of all ranks are added up here" end
@@ -48,10 +48,13 @@ function adopt.groups(optimizer, module)
   for number, group in ipairs(optimizer.groups) do
     list[number] = { match = function(name) return by_name[name] == number end }
     for _, key in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do list[number][key] = group[key] end
-    for _, param in ipairs(group.params) do number_of[core.address(param)], left[core.address(param)] = number, true end
+    for _, param in ipairs(group.params) do
+      local address = nn_module.address(param)
+      number_of[address], left[address] = number, true
+    end
   end
   for name, param in module:named_parameters() do
-    local at = core.address(param)
+    local at = nn_module.address(param)
     by_name[name] = number_of[at]
     if param:needs_grad() and not number_of[at] then
       refuse("does not have %s of the model: give it all parameters that train, or call requires_grad(false) of this "
@@ -68,10 +71,10 @@ end
 ---@param module ps.nn.Module
 function adopt.take(engine, module)
   for name, param in module:named_parameters() do
-    local at = core.address(param)
+    local at = nn_module.address(param)
     engine.updates[at] = { engine = engine, name = name }
-    core.updated[at] = engine.updates[at]
-    for optimizer in pairs(core.optimizers) do
+    nn_module.updated[at] = engine.updates[at]
+    for optimizer in pairs(nn_module.optimizers) do
       if optimizer.trained[at] and not optimizer.taken then optimizer.taken = { name = name, engine = engine } end
     end
   end
@@ -81,7 +84,7 @@ end
 ---@param given table
 ---@param own ps.EngineOptimizer
 function adopt.become(given, own)
-  core.optimizers[given] = nil
+  nn_module.optimizers[given] = nil
   for key in pairs(given) do given[key] = nil end
   setmetatable(given, { __index = own, __newindex = own, __tostring = function() return tostring(own) end })
 end

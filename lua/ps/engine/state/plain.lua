@@ -6,7 +6,7 @@ local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local optim = require "ps.optim"
 local optim_groups = require "ps.optim.groups"
@@ -102,14 +102,14 @@ local function convert(module, precision)
   local made, replaced = {}, {}
   registry.walk(module, function(_, value, kind, owner, key)
     if kind ~= "param" or value:dtype() ~= "fp32" or precision == "fp32" then return end
-    local from = core.address(value)
+    local from = nn_module.address(value)
     if not replaced[from] then
       local trains = value:needs_grad()
-      local copy = core.Parameter(scope.no_grad(function() return value:detach():to(precision) end))
+      local copy = nn_module.Parameter(scope.no_grad(function() return value:detach():to(precision) end))
       copy:requires_grad(trains)
       value:requires_grad(false)
       replaced[from] = copy
-      made[core.address(copy)] = value
+      made[nn_module.address(copy)] = value
     end
     registry.put(owner, key, replaced[from])
   end)
@@ -120,12 +120,12 @@ end
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   local orders = {}
-  for i, entry in ipairs(inner.entries) do entries[core.address(entry.param)], orders[entry] = entry, i - 1 end
+  for i, entry in ipairs(inner.entries) do entries[nn_module.address(entry.param)], orders[entry] = entry, i - 1 end
   for name, param in module:named_parameters() do
-    local entry = entries[core.address(param)]
+    local entry = entries[nn_module.address(param)]
     if entry then
       local half = param:dtype() == "bf16" or param:dtype() == "fp16"
-      local master = made[core.address(param)]
+      local master = made[nn_module.address(param)]
       if master == nil and half then master = scope.no_grad(function() return param:detach():to("fp32") end):keep() end
       if master == nil then master = param end
       entry.master = master
@@ -161,7 +161,9 @@ function plain.initialize(engine, request)
   local ok, module = pcall(request.module and function() return request.module end or request.model_func)
   create.set_default_device(was)
   if not ok then error(module, 0) end
-  if not core.is_module(module) then error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0) end
+  if not nn_module.is_module(module) then
+    error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0)
+  end
   local cfg = engine.cfg
   adopt.take(engine, module)
   local made = convert(module, engine.precision)
@@ -174,9 +176,9 @@ function plain.initialize(engine, request)
   inner.of_engine = true
   local rows = named_rows(module, inner, made)
   local trains, untrained = {}, {}
-  for _, row in ipairs(rows) do trains[core.address(row.param)] = true end
+  for _, row in ipairs(rows) do trains[nn_module.address(row.param)] = true end
   for name, param in module:named_parameters() do
-    if not trains[core.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
+    if not trains[nn_module.address(param)] then untrained[#untrained + 1] = { name = name, param = param } end
   end
   local built = { list = rows, frozen = {}, untrained = untrained }
   local group_of, numbers = {}, {}

@@ -2,7 +2,7 @@
 -- The parameters of an engine as a reader wants them: their fp32 values, whatever lies in their places just now, and
 -- their gradients without the loss scale. Each rank gives what it owns.
 local native = require "ps.core.ffi"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
 local step = require "ps.engine.step"
 local bit = require "bit"
@@ -36,8 +36,8 @@ end
 ---@param param ps.Tensor
 ---@return string?
 function values.name_of(engine, param)
-  local at = core.address(param)
-  for _, row in ipairs(engine.built.list) do if core.address(row.param) == at then return row.name end end
+  local at = nn_module.address(param)
+  for _, row in ipairs(engine.built.list) do if nn_module.address(row.param) == at then return row.name end end
 end
 
 --- The parameters whose values this rank has, in the order of the model.
@@ -45,10 +45,10 @@ end
 ---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
 function values.parameters(engine)
   local state, rows, list = engine:state_dict(), {}, {}
-  for _, row in ipairs(engine.built.list) do rows[core.address(row.param)] = row end
+  for _, row in ipairs(engine.built.list) do rows[nn_module.address(row.param)] = row end
   local factor = engine.micro > 0 and engine.optimizer:grad_scale() or 1
   for name, param in engine.module:named_parameters() do
-    local value, row = state[name], rows[core.address(param)]
+    local value, row = state[name], rows[nn_module.address(param)]
     if value ~= nil then
       list[#list + 1] = { name = name, value = value, grad = row and values.gradient(engine, param) or nil,
         factor = factor }

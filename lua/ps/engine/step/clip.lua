@@ -5,11 +5,11 @@
 -- the update that follows. Where backward updates parameters (overlap_optimizer), the gradients are gone by then, and
 -- each of these calls is an error.
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local hooks = require "ps.core.hooks"
 local step = require "ps.engine.step"
 local types = require "ps.core.types"
-local talk = require "ps.dist.agree"
+local agree = require "ps.dist.agree"
 local error = caller.error
 
 local CALL = "nn.clip_grad_norm"
@@ -19,10 +19,10 @@ local CALL = "nn.clip_grad_norm"
 -- that does not train.
 local function places_of(engine)
   local at, built = {}, engine.built
-  for place, row in ipairs(built.list) do at[core.address(row.param)] = { row = row, place = place } end
-  for _, row in ipairs(built.elsewhere or {}) do at[core.address(row.param)] = { row = row } end
+  for place, row in ipairs(built.list) do at[nn_module.address(row.param)] = { row = row, place = place } end
+  for _, row in ipairs(built.elsewhere or {}) do at[nn_module.address(row.param)] = { row = row } end
   for _, list in ipairs { built.frozen or {}, built.untrained or {} } do
-    for _, row in ipairs(list) do at[core.address(row.param)] = at[core.address(row.param)] or {} end
+    for _, row in ipairs(list) do at[nn_module.address(row.param)] = at[nn_module.address(row.param)] or {} end
   end
   return at
 end
@@ -36,7 +36,7 @@ end
 local function divide(params, engine)
   local places, found, rest = places_of(engine), {}, {}
   for _, param in ipairs(params) do
-    local at = places[core.address(param)]
+    local at = places[nn_module.address(param)]
     if at then found[#found + 1] = at else rest[#rest + 1] = param end
   end
   return found, rest, places
@@ -75,9 +75,9 @@ local function compare(engine, list, max_norm)
   if not engine.ranks then return end
   local orders = {}
   for i, at in ipairs(list) do orders[i] = at.row.order end
-  local mine = ("%d parameters (list %.0f) with max_norm %.17g"):format(#list, talk.text_hash(table.concat(orders,
+  local mine = ("%d parameters (list %.0f) with max_norm %.17g"):format(#list, agree.text_hash(table.concat(orders,
     " ")), max_norm)
-  for rank, text in ipairs(talk.texts(engine.ranks.world, mine)) do
+  for rank, text in ipairs(agree.texts(engine.ranks.world, mine)) do
     if text ~= mine then
       error(("%s: this rank clips %s, rank %d clips %s: all ranks clip the same parameters by the same max_norm")
         :format(CALL, mine, rank - 1, text))
@@ -165,7 +165,7 @@ end)
 
 hooks.on("gradient", function(param)
   for engine in engines() do
-    if step.gradients_gone(engine) and places_of(engine)[core.address(param)] then
+    if step.gradients_gone(engine) and places_of(engine)[nn_module.address(param)] then
       error("p:grad(): " .. step.GONE)
     end
   end

@@ -3,11 +3,11 @@
 -- afterwards would take part in the forward and never be updated, and so would one that was frozen then and is not now:
 -- it has no place for a gradient, nor an optimizer state. Which parameters are frozen meanwhile, ranks compare.
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 
 local trained = {}
 
-local seen = setmetatable({}, { __mode = "k" })            -- by engine: core.changes when its module was last checked
+local seen = setmetatable({}, { __mode = "k" })       -- by engine: nn_module.changes when its module was last checked
 
 -- Refuses parameters that were frozen when the engine was made and require a gradient now.
 local function check_frozen(engine)
@@ -25,18 +25,18 @@ end
 ---@param engine ps.Engine
 function trained.check(engine)
   check_frozen(engine)
-  if seen[engine] == core.changes then return end
+  if seen[engine] == nn_module.changes then return end
   local known, built = {}, engine.built
-  for _, row in ipairs(built.list) do known[core.address(row.param)] = true end
-  for _, row in ipairs(built.elsewhere or {}) do known[core.address(row.param)] = true end
+  for _, row in ipairs(built.list) do known[nn_module.address(row.param)] = true end
+  for _, row in ipairs(built.elsewhere or {}) do known[nn_module.address(row.param)] = true end
   for name, param in engine.module:named_parameters() do
-    if param:needs_grad() and not known[core.address(param)] then
+    if param:needs_grad() and not known[nn_module.address(param)] then
       error(("%s is not among the parameters that ps.initialize took: it was assigned, or made anew by module:to(...), "
         .. "behind that, and would not be trained; change the module before ps.initialize, or write values into its "
         .. "parameters"):format(name), 0)
     end
   end
-  seen[engine] = core.changes
+  seen[engine] = nn_module.changes
 end
 
 --- Which parameters of a model train, in order, as text: "1" one that does, "0" a frozen one. Parameters that lie on

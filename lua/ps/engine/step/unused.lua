@@ -3,7 +3,7 @@
 -- it, and nothing else would tell. After the first update one line names such parameters; with strict_gradients it is
 -- an error. Frozen parameters do not count. Ranks put together what they know, and rank 0 writes the line.
 local agree = require "ps.dist.agree"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"
 local mesh = require "ps.dist.mesh"
 local devices = require "ps.core.devices"
@@ -133,9 +133,9 @@ end
 ---@return string?
 function unused.of_plain(module, optimizer)
   local trained, lacking, entries = {}, {}, {}
-  for _, entry in ipairs(optimizer.entries) do entries[core.address(entry.param)] = entry end
+  for _, entry in ipairs(optimizer.entries) do entries[nn_module.address(entry.param)] = entry end
   for name, p in module:named_parameters() do
-    local entry = p:needs_grad() and entries[core.address(p)]
+    local entry = p:needs_grad() and entries[nn_module.address(p)]
     if entry then
       trained[#trained + 1] = name
       if entry.t == 0 then lacking[name] = true end

@@ -32,7 +32,7 @@
 -- of the uncut model.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
 local registry = require "ps.nn.registry"
 local hooks = require "ps.core.hooks"
@@ -57,7 +57,7 @@ local tensor_parallel = {}
 local function each_match(module, names, i, path, fn)
   local name = names[i]
   local function go(child, key)
-    if not core.is_module(child) then return end
+    if not nn_module.is_module(child) then return end
     local at = path == "" and tostring(key) or path .. "." .. tostring(key)
     if i == #names then fn(child, module, key, at) else each_match(child, names, i + 1, at, fn) end
   end
@@ -133,11 +133,11 @@ function Cut:take(claim, to, key, given)
   if whole == nil then return end
   local part = whole
   if given then
-    part = self.parts[core.address(whole)]
+    part = self.parts[nn_module.address(whole)]
     if not part then
       given.index, given.count, given.full_shape = self.region.rank, self.region.size, whole:shape()
       part = deferred.cut(self.model, whole, shard.new(given, claim.path .. "." .. key))
-      self.parts[core.address(whole)] = part
+      self.parts[nn_module.address(whole)] = part
     end
   end
   to[key] = part
@@ -227,7 +227,7 @@ end
 -- By module: the number of this rank's first head in the attention that the module is, or is a part of. F.attention
 -- with dropout reads it.
 local first_heads = setmetatable({}, { __mode = "k" })
-hooks.on("first_head", function() return first_heads[core.called[tonumber(C.ps_module_now())]] end)
+hooks.on("first_head", function() return first_heads[nn_module.called[tonumber(C.ps_module_now())]] end)
 
 -- Divides the fields of a module that count things which the ranks share.
 local function divide(cut, claim)

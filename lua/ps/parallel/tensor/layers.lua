@@ -14,7 +14,7 @@ local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
 local loss_weight = require "ps.core.loss_weight"
-local core = require "ps.nn.module"
+local nn_module = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
 local linear = require "ps.nn.linear"
 local shard = require "ps.tensor.shard"
@@ -179,7 +179,7 @@ end
 ---@class ps.nn.ColumnParallelLinear: ps.nn.Module
 ---@field weight ps.Tensor [outputs / t, inputs], or [inputs, outputs / t]
 ---@field bias? ps.Tensor [outputs / t]
-local Column = core.class("ColumnParallelLinear")
+local Column = nn_module.class("ColumnParallelLinear")
 Column.unscoped = true
 
 --- x weight^T + bias with the outputs shared by the ranks. Its parameters are this rank's parts of those of nn.Linear,
@@ -256,7 +256,7 @@ function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.o
 ---@class ps.nn.RowParallelLinear: ps.nn.Module
 ---@field weight ps.Tensor [outputs, inputs / t], or [inputs / t, outputs]
 ---@field bias? ps.Tensor [outputs]
-local Row = core.class("RowParallelLinear")
+local Row = nn_module.class("RowParallelLinear")
 Row.unscoped = true
 
 --- x weight^T + bias with the inputs shared by the ranks: the sum of the ranks' products, plus bias and residual. Its
@@ -313,7 +313,7 @@ local function rows_of(n, region) return { dim = 0, padded = -n % region.size } 
 
 ---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
 ---@field weight ps.Tensor [ceil(rows / t), width]
-local Vocabulary = core.class("VocabParallelEmbedding")
+local Vocabulary = nn_module.class("VocabParallelEmbedding")
 Vocabulary.unscoped = true
 
 local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
@@ -353,7 +353,7 @@ function Vocabulary:extra_repr() return describe(self, "%d, %d", self.rows, self
 ---@class ps.nn.ParallelLMHead: ps.nn.Module
 ---@field weight ps.Tensor [ceil(words / t), width]
 ---@field bias? ps.Tensor [ceil(words / t)]
-local Head = core.class("ParallelLMHead")
+local Head = nn_module.class("ParallelLMHead")
 Head.unscoped = true
 
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
@@ -518,7 +518,7 @@ end
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 
 ---@class ps.nn.ParallelCrossEntropy: ps.nn.Module
-local CrossEntropy = core.class("ParallelCrossEntropy")
+local CrossEntropy = nn_module.class("ParallelCrossEntropy")
 CrossEntropy.unscoped = true
 
 local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", ignore_index = "whole",

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Cut parameters (ps.tensor.shard) and what is saved of them. Files have whole tensors, in pieces or not, without
--- padding. A moment or master of a parameter is cut as the parameter is.
+-- Sharded parameters (ps.tensor.shard), and how they are saved. Files have whole tensors, in pieces or not, without
+-- padding. An average or a master of a parameter is sharded as the parameter is.
 --
 -- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. It has whole
 -- tensors, of which a rank takes its pieces. A rank's own state_dict has the shards themselves, with their padding.
@@ -9,17 +9,17 @@ local handle = require "ps.nn.handle"
 local rectangles = require "ps.core.rectangles"
 local shard = require "ps.tensor.shard"
 
-local cut = {}
+local sharded = {}
 
----@class ps.nn.Cut a cut parameter
+---@class ps.nn.Sharded a sharded parameter
 ---@field shape integer[] of the whole tensor
 ---@field index integer the rank along tp that has these pieces
 ---@field pieces ps.nn.Shard.Piece[] what this rank has: rectangles of the whole tensor
 
---- The cut parameters of a model, by name (of a tied one, the first); nil: there are none.
+--- The sharded parameters of a model, by name (of a tied one, the first); nil: there are none.
 ---@param model ps.nn.Module|ps.Engine
----@return table<string, ps.nn.Cut>?
-function cut.of(model)
+---@return table<string, ps.nn.Sharded>?
+function sharded.of(model)
   local found
   for name, parameter in handle.module(model):named_parameters() do
     local desc = shard.of(parameter)
@@ -32,9 +32,9 @@ function cut.of(model)
 end
 
 --- The shape of a shard without its padding; nil: it is all padding.
----@param at ps.nn.Cut
+---@param at ps.nn.Sharded
 ---@return integer[]?
-function cut.own_shape(at)
+function sharded.own_shape(at)
   local shape = rectangles.zeros(at.shape)
   for _, piece in ipairs(at.pieces) do
     for d, size in ipairs(piece.shape) do shape[d] = math.max(shape[d], piece.at[d] + size) end
@@ -44,17 +44,17 @@ end
 
 --- A shard without its padding, as a view; nil: it is all padding.
 ---@param tensor ps.Tensor of the shard's shape
----@param at ps.nn.Cut
+---@param at ps.nn.Sharded
 ---@return ps.Tensor?
-function cut.own(tensor, at)
-  local shape = cut.own_shape(at)
+function sharded.own(tensor, at)
+  local shape = sharded.own_shape(at)
   return shape and rectangles.view(tensor, rectangles.zeros(shape), shape) or nil
 end
 
 --- The shape of a whole parameter.
 ---@param parameter ps.Tensor
 ---@return integer[]
-function cut.shape(parameter)
+function sharded.shape(parameter)
   local desc = shard.of(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
@@ -63,7 +63,7 @@ end
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil
-function cut.fit(shape, parameter)
+function sharded.fit(shape, parameter)
   local desc = shard.of(parameter)
   if rectangles.same(shape, desc and desc.full_shape or parameter:shape()) then return "whole" end
   return desc and rectangles.same(shape, shard.shape(desc)) and "own" or nil
@@ -74,7 +74,7 @@ end
 ---@param given? ps.nn.Shard which shard the tensor is, as far as that is known
 ---@param parameter ps.Tensor
 ---@param name string
-function cut.check_rank(given, parameter, name)
+function sharded.check_rank(given, parameter, name)
   local desc = shard.of(parameter)
   if not (given and desc) or given.index == desc.index and given.count == desc.count and given.dim == desc.dim then
     return
@@ -94,12 +94,12 @@ end
 --- Reads a parameter's part of a source's tensor, which fits the parameter. Padding stays as it is.
 ---@param source table an open file, or tensors by name
 ---@param name string of the tensor in the source
----@param tensor ps.Tensor to write into: the parameter, its master or a moment
+---@param tensor ps.Tensor to write into: the parameter, its master or an average
 ---@param parameter ps.Tensor
-function cut.read(source, name, tensor, parameter)
+function sharded.read(source, name, tensor, parameter)
   local is_file, desc = source.read_into ~= nil, shard.of(parameter)
   local from = not is_file and source[name] or nil
-  if not desc or cut.fit(is_file and source:shape(name) or from:shape(), parameter) == "own" then
+  if not desc or sharded.fit(is_file and source:shape(name) or from:shape(), parameter) == "own" then
     if is_file then return source:read_into(name, tensor) end
     return scope.no_grad(function() tensor:copy_(from:to(tensor:device())) end)
   end
@@ -109,4 +109,4 @@ function cut.read(source, name, tensor, parameter)
   end
 end
 
-return cut
+return sharded
