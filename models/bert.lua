@@ -252,7 +252,7 @@ end
 
 -- Parts: embeddings | encoder.layer.0 .. | `last`, which gets the encoder's x [B, T, C], or [S, C], and the batch.
 -- Between them goes { x = }. modules: those that `last` uses.
-local function cut(body, last, modules, fn)
+local function list_parts(body, last, modules, fn)
   local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
     return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids, batch.mask, batch.rows) }
   end } }
@@ -272,7 +272,7 @@ function BertModel:batch_of(given) return self:read(heads.batch(self, given)) en
 
 ---@return ps.nn.Part[]
 function BertModel:parts()
-  return cut(self, "pooler", { self.pooler }, function(x, batch)
+  return list_parts(self, "pooler", { self.pooler }, function(x, batch)
     return { last_hidden_state = padded(x, batch),
       pooler_output = self.pooler and self.pooler(firsts(x, batch)) or nil }
   end)
@@ -416,7 +416,9 @@ local function derive(name, Body, pooling, build)
   end
   ---@return ps.nn.Part[]
   function class:parts()
-    return cut(self[self.prefix], "head", self:head_modules(), function(x, batch) return self:finish(x, batch) end)
+    return list_parts(self[self.prefix], "head", self:head_modules(), function(x, batch)
+      return self:finish(x, batch)
+    end)
   end
   --- A batch by names, or token ids [B, T] alone: what the head makes of it, with a loss where there are labels.
   ---@param given table|ps.Tensor

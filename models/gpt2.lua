@@ -169,7 +169,7 @@ end
 -- Parts: embed | h.0 .. h.L-1 | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
 -- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm. Of a batch with caches, a
 -- step of generate's (step_batch), `last` gets the last position alone, [B, 1, C].
-local function cut(self, last, modules, fn)
+local function list_parts(self, last, modules, fn)
   local body = self.transformer or self
   local list = { { name = "embed", modules = { body.wte, body.wpe }, forward = function(_, batch)
     return { x = embed(body, batch.input_ids, batch, batch.at or 0) }
@@ -192,7 +192,7 @@ function GPT2Model:batch_of(given) return read(self, heads.batch(self, given), s
 
 ---@return ps.nn.Part[]
 function GPT2Model:parts()
-  return cut(self, "ln_f", {}, function(x) return { last_hidden_state = x } end)
+  return list_parts(self, "ln_f", {}, function(x) return { last_hidden_state = x } end)
 end
 
 --- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C].
@@ -293,7 +293,7 @@ end
 ---@return ps.nn.Part[]
 function GPT2:parts()
   local head = self:head()
-  return cut(self, "head", { self.lm_head or self.transformer.wte }, function(x, batch)
+  return list_parts(self, "head", { self.lm_head or self.transformer.wte }, function(x, batch)
     if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
     return { logits = head(x) }                                         -- [B, T, V]
   end)
@@ -345,7 +345,7 @@ end
 
 ---@return ps.nn.Part[]
 function ForSequence:parts()
-  return cut(self, "head", { self.score }, function(x, batch)
+  return list_parts(self, "head", { self.score }, function(x, batch)
     local last = heads.last_tokens("gpt2", batch.input_ids, self.config.pad_token_id)
     local out = { logits = self.score(heads.rows(x, last)) }             -- [B, K]
     if batch.labels ~= nil then out.loss = heads.classify("gpt2", out.logits, batch.labels, self.config) end
@@ -366,7 +366,7 @@ end
 
 ---@return ps.nn.Part[]
 function ForTokens:parts()
-  return cut(self, "head", { self.classifier }, function(x, batch)
+  return list_parts(self, "head", { self.classifier }, function(x, batch)
     local out = { logits = heads.dropped(self.dropout, self.classifier, x) }
     if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
     return out

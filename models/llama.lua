@@ -188,7 +188,7 @@ end
 -- Parts: embed | layers.0 .. | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
 -- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm. Of a batch with caches, a
 -- step of generate's (step_batch), `last` gets the last position alone, [B, 1, C].
-local function cut(self, last, modules, fn)
+local function list_parts(self, last, modules, fn)
   local body = self.model or self
   local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
     return { x = body.embed_tokens(batch.input_ids) }
@@ -211,7 +211,7 @@ function Body:batch_of(given) return read(self, heads.batch(self, given)) end
 
 ---@return ps.nn.Part[]
 function Body:parts()
-  return cut(self, "norm", {}, function(x) return { last_hidden_state = x } end)
+  return list_parts(self, "norm", {}, function(x) return { last_hidden_state = x } end)
 end
 
 --- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C].
@@ -295,7 +295,7 @@ end
 ---@return ps.nn.Part[]
 function CausalLM:parts()
   local head = self:head()
-  return cut(self, "head", { self.lm_head or self.model.embed_tokens }, function(x, batch)
+  return list_parts(self, "head", { self.lm_head or self.model.embed_tokens }, function(x, batch)
     if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
     return { logits = head(x) }                                         -- [B, T, V]
   end)
@@ -360,7 +360,7 @@ end
 ---@return ps.nn.Part[]
 function ForSequence:parts()
   local who = self.family.model_type
-  return cut(self, "head", { self.score }, function(x, batch)
+  return list_parts(self, "head", { self.score }, function(x, batch)
     local last = heads.last_tokens(who, batch.input_ids, self.config.pad_token_id)
     local out = { logits = self.score(heads.rows(x, last)) }             -- [B, K]
     if batch.labels ~= nil then out.loss = heads.classify(who, out.logits, batch.labels, self.config) end
@@ -370,7 +370,7 @@ end
 
 ---@return ps.nn.Part[]
 function ForTokens:parts()
-  return cut(self, "head", { self.score }, function(x, batch)
+  return list_parts(self, "head", { self.score }, function(x, batch)
     local out = { logits = heads.dropped(self.dropout, self.score, x) }   -- [B, T, K]
     if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
     return out

@@ -24,7 +24,7 @@ lib.MODEL = [[
   end
   local function own(row, whole, index, count)
     local desc = desc_of(row, index, count)
-    return desc and shard.cut(desc, whole) or whole, desc
+    return desc and shard.of_whole(desc, whole) or whole, desc
   end
   local Net = nn.class "CutNet"
   function Net:init(index, count, dtype)

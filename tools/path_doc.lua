@@ -54,7 +54,7 @@ local TENSOR = {
   { "", "check_sizes", "lua/ps/pretrained/init.lua", "state", "compares the files with config.json" },
   { "parameter", "Parameter", "lua/ps/nn/module.lua", "hooks.tell", "the class makes its parameters" },
   { "", "run_model", "lua/ps/engine/setup.lua", "hooks.on", "if an engine calls: it listens" },
-  { "", "build.stage", "lua/ps/engine/layout/build.lua", "ps_engine_adopt", "each goes into a chunk of its own" },
+  { "", "build.to_chunk", "lua/ps/engine/layout/build.lua", "ps_engine_adopt", "each goes into a chunk of its own" },
   { "names", "weights.load", "lua/ps/pretrained/weights.lua", "take", "finds each tensor's name in the model" },
   { "", "take", "lua/ps/pretrained/weights.lua", "load_state_dict", "refuses a body that is incomplete" },
   { "", "Module:load_state_dict", "lua/ps/nn/module.lua", "sharded.read", "compares all shapes, then reads" },

@@ -149,7 +149,7 @@ local LAYERS = [[
     for name, p in layer:named_parameters() do
       local got, desc, want = p:grad():clone(), shard.of(p), whole[name]:grad()
       if shard.is_partial(p) then got = group:all_reduce(got) end
-      near(got, desc and shard.cut(desc, want) or want, what .. ": gradient of " .. name)
+      near(got, desc and shard.of_whole(desc, want) or want, what .. ": gradient of " .. name)
       p:set_grad(nil)
     end
   end
@@ -158,7 +158,7 @@ local LAYERS = [[
     bmt.init_parameters(layer)
     if layer.bias ~= nil then
       local desc, values = shard.of(layer.bias), ps.randn({ 6 })
-      ps.no_grad(function() layer.bias:copy_(desc and shard.cut(desc, values) or values) end)
+      ps.no_grad(function() layer.bias:copy_(desc and shard.of_whole(desc, values) or values) end)
     end
     bmt.save(layer, folder .. file)
     local whole = {}

@@ -32,7 +32,7 @@ describe("chunk_split.cut", function()
       for _ = 1, 30 do
         local size = split.next_size(made, r.pick { 0.2, 0.6, 1 })
         if not size then break end
-        local new, last, seen, numbers = split.cut(made, numel, size), {}, 0, {}
+        local new, last, seen, numbers = split.chunks(made, numel, size), {}, 0, {}
         assert.truthy(size < made.chunk_size or size < math.max(unpack(numel)) + 2048)
         for _, chunk in ipairs(new.chunks) do
           assert.truthy(#chunk.tensors == 1 or chunk.numel <= size)

@@ -81,7 +81,7 @@ describe("a name of the engine's own", function()
       taken[name] = true
       Methods[name] = function(_, x) return name .. " of the module", x end
     end
-    assert.truthy(taken.note and taken.take and taken.run and taken.settle)
+    assert.truthy(taken.note and taken.take and taken.run and taken.end_step)
     open("chunk", Methods())
     for name in pairs(taken) do assert.same({ name .. " of the module", 3 }, { model[name](model, 3) }) end
     assert.same({ -1, -1 }, trained())

@@ -14,7 +14,7 @@ local group = ps.init_distributed { quiet = true }
 local function fill(layer, state, name)
   for key, p in layer:named_parameters() do
     local desc, whole = shard.of(p), state[name .. "." .. key]
-    ps.no_grad(function() p:copy_(desc and shard.cut(desc, whole) or whole) end)
+    ps.no_grad(function() p:copy_(desc and shard.of_whole(desc, whole) or whole) end)
   end
   return layer
 end

@@ -16,13 +16,14 @@ local BEGIN = [[
     for name, p in layer:named_parameters() do
       local got, want, desc = p:grad(), whole[name]:grad(), shard.of(p)
       if shard.is_partial(p) then got = group:all_reduce(got:clone()) end
-      near(got, desc and shard.cut(desc, want) or want, what .. "'s " .. name)
+      near(got, desc and shard.of_whole(desc, want) or want, what .. "'s " .. name)
     end
   end
   local function same_values(layer, whole, what)
     for name, p in layer:named_parameters() do
       local desc = shard.of(p)
-      near(p:detach(), (desc and shard.cut(desc, whole[name]:detach()) or whole[name]:detach()), what .. "." .. name, 0)
+      local values = whole[name]:detach()
+      near(p:detach(), desc and shard.of_whole(desc, values) or values, what .. "." .. name, 0)
     end
   end
 ]]
@@ -267,7 +268,7 @@ local LOSS = [[
     near(loss, plain, dtype .. " loss", as_fp32 and 5e-5 or 1e-6)
     near(a:grad() * N, b:grad() * N, dtype .. " x's gradient", tol * 10)
     local desc = shard.of(head.weight)
-    near(head.weight:grad() * 100, shard.cut(desc, whole.weight:grad()) * 100, dtype .. " weight's gradient", tol)
+    near(head.weight:grad() * 100, shard.of_whole(desc, whole.weight:grad()) * 100, dtype .. " weight's gradient", tol)
   end
 ]]
 

@@ -338,7 +338,7 @@ describe("ps.complete", function()
       rawset(_G, "completion_target", model)
       local names = has("completion_target:", "backward(", "train(", "eval(", "parameters(", "generate(", "close(",
         "state_dict(", "save_pretrained(")
-      for _, name in ipairs { "mode(", "module(", "request_model_func(", "run(", "set_mode(", "settle(" } do
+      for _, name in ipairs { "mode(", "module(", "request_model_func(", "run(", "set_mode(", "end_step(" } do
         assert.is_nil(names[name], name)
       end
       assert.same({ "backward(" }, (complete.candidates("completion_target:back")))

@@ -14,7 +14,7 @@ local function joined(whole, given)
   for index = 0, given.count - 1 do
     given.index, given.full_shape = index, whole:shape()
     local desc = shard.new(given)
-    local part = shard.cut(desc, whole)
+    local part = shard.of_whole(desc, whole)
     parts[index + 1], any = part, desc
     for _, piece in ipairs(shard.pieces(desc)) do
       local from, to, counts = part, t, times
@@ -42,18 +42,18 @@ describe("a shard", function()
       { offset = { 0, 10 }, shape = { 5, 2 }, at = { 0, 4 } } },
       pieces { dim = 1, blocks = 3, index = 1, count = 2, full_shape = { 5, 12 } })
     local desc = shard.new { dim = 0, blocks = 3, index = 1, count = 2, full_shape = { 6 } }
-    assert.same({ 1, 3, 5 }, shard.cut(desc, ps.arange(6)):tolist())
+    assert.same({ 1, 3, 5 }, shard.of_whole(desc, ps.arange(6)):tolist())
   end)
 
   it("of a padded vocabulary has padding behind its rows, and may be padding alone", function()
     local given = { dim = 0, count = 4, full_shape = { 5, 2 }, padded = 3, index = 2 }
     assert.same({ { offset = { 4, 0 }, shape = { 1, 2 }, at = { 0, 0 } } }, pieces(given))
     local whole = ps.ones { 5, 2 }
-    assert.same({ { 1, 1 }, { 0, 0 } }, shard.cut(shard.new(given), whole):tolist())
+    assert.same({ { 1, 1 }, { 0, 0 } }, shard.of_whole(shard.new(given), whole):tolist())
     given.index = 3
     assert.same({}, pieces(given))
     assert.same({ 2, 2 }, shard.shape(shard.new(given)))
-    assert.same({ { 0, 0 }, { 0, 0 } }, shard.cut(shard.new(given), whole):tolist())
+    assert.same({ { 0, 0 }, { 0, 0 } }, shard.of_whole(shard.new(given), whole):tolist())
   end)
 
   it("of each rank, put together, is the whole tensor, each element once", function()

@@ -12,11 +12,11 @@ struct ps_mem;
 struct ps_engine;
 
 /* A virtual stage in the table of a step. */
-typedef struct step_stage {
+typedef struct step_vstage {
     int32_t last;                 /* place of its last BACKWARD or WEIGHT */
     int32_t next, put_off, in_flight;   /* while the table is checked: the next INPUT to look at, INPUTs without a
                                          * WEIGHT yet, and forwards without a backward yet */
-} step_stage;
+} step_vstage;
 
 struct ps_step {
     ps_step_state is;             /* the state that scripts can read */
@@ -28,7 +28,7 @@ struct ps_step {
     int32_t n_actions, capacity;
     int32_t cursor;               /* place of the action that is due */
     int32_t at;                   /* place of the action under way, or of the last one; -1: none yet */
-    step_stage *stages;           /* [n_vstages] */
+    step_vstage *stages;           /* [n_vstages] */
     int32_t n_vstages, stages_capacity;
     int32_t *first_walk;          /* [n_actions] of micro-batch i: the place of its first BACKWARD or INPUT, or -1 */
     int32_t first_walk_capacity;

@@ -3,7 +3,7 @@
  *
  * A job is cut into pieces of PIECE bytes. Jobs that may begin are queued in one line for reads and one for writes.
  * Pieces are taken from the two lines in turn, so that neither direction waits for a long line of the other. A piece
- * belongs to one thread from take_piece to settle. The ring's thread keeps up to DEPTH pieces in the kernel; a plain
+ * belongs to one thread from take_piece to end_piece. The ring's thread keeps up to DEPTH pieces in the kernel; a plain
  * thread has one. The idle thread of a ring waits for the ring, which polls an eventfd. Idle plain threads wait for
  * `work`.
  *
@@ -221,7 +221,7 @@ static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
 
 /* Accounts for an attempt that came back with `res`: bytes, or a negative errno. True: the rest of the piece is to be
  * tried again. Only whole blocks count, since a direct transfer cannot go on in the middle of a block. */
-static bool settle(ps_disk *d, piece *p, int64_t res)
+static bool end_piece(ps_disk *d, piece *p, int64_t res)
 {
     ps_disk_job *job = p->job;
     double slow = (double)atomic_load(&slow_ns) * 1e-9;
@@ -283,7 +283,7 @@ static void *plain_thread(void *arg)
             else if (p.job->way == WRITE) res = pwrite(d->fd, p.mem, (size_t)p.len, p.offset);
             else res = pread(d->fd, p.mem, (size_t)p.len, p.offset);
             if (res < 0 && !p.forced) res = -errno;
-        } while (settle(d, &p, res));
+        } while (end_piece(d, &p, res));
     }
 }
 
@@ -313,7 +313,7 @@ static int reap(ps_disk *d, bool resend, bool *polled)
             eventfd_t count;
             eventfd_read(d->wake, &count);
             *polled = true;
-        } else if (settle(d, p, p->forced ? p->forced : res)) {
+        } else if (end_piece(d, p, p->forced ? p->forced : res)) {
             if (resend) send_piece(d, p);
             else p->job = NULL;
         }

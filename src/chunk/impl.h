@@ -164,7 +164,7 @@ void record_tiers(ps_chunks *cs);
  * bytes. PS_ENOMEM, PS_SUB_HOMELESS: too few chunks can live there. */
 int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, int64_t *nbytes);
 /* Makes these chunks residents: brings them to tier 0 and drops their copies below. */
-int residents_settle(ps_chunks *cs, const uint8_t *resident);
+int residents_make(ps_chunks *cs, const uint8_t *resident);
 
 /* -- chunk/schedule.c */
 void note_use(ps_chunks *cs, chunk *c, int t, bool write);

@@ -100,7 +100,7 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     return 0;
 }
 
-int residents_settle(ps_chunks *cs, const uint8_t *resident)
+int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
     for (int pass = 0; pass < 2; pass++)                  /* first those on tier 0 already: they take no room there */

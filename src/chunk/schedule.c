@@ -436,7 +436,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
     int rc = request_open(cs, trace, &r);
     if (rc == 0) rc = check_residents(cs, trace, &r);
     if (rc == 0) rc = leave_room(cs, trace);
-    if (rc == 0) rc = residents_settle(cs, r.resident);
+    if (rc == 0) rc = residents_make(cs, r.resident);
     if (rc == 0) rc = fill_request(cs, trace, &r);
     if (rc == 0) rc = ps_plan_make(&r.in, &cs->plan, &bad);
     if (rc == 0) rc = check_others(cs, trace);

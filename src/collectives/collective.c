@@ -70,7 +70,7 @@ void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int r
         return;
     }
     int64_t part = sums ? (nbytes / width + size - 1) / size * width : (nbytes + size - 1) / size;
-    group_cut(g, NULL, nbytes, part, g->parts);
+    group_split(g, NULL, nbytes, part, g->parts);
     group_count_parts(g, g->parts, op != OP_BROADCAST || g->comm->rank == root, op != OP_REDUCE_SCATTER);
 }
 
@@ -163,7 +163,7 @@ int group_all_reduce_by(ps_group *g, place at, int reduce, int dtype, char *byte
     if (g->comm->pretends) group_count(g, OP_ALL_REDUCE, at, dtype, nbytes, 0);
     if (g->comm->pretends && reduce == PS_REDUCE_SUM) sum_of_equals(dtype, bytes, nbytes, size);
     if (nbytes == 0 || size == 1 || g->comm->pretends) return group_moved(g, OP_ALL_REDUCE, at, 0);
-    group_cut(g, bytes, nbytes, part, g->parts);
+    group_split(g, bytes, nbytes, part, g->parts);
     rc = group_reduce(g, at, reduce, dtype, g->parts, piece, NULL);
     if (rc == 0) rc = group_gather(g, at, g->parts);
     return group_moved(g, OP_ALL_REDUCE, at, rc);
@@ -176,7 +176,7 @@ int group_reduce_scatter(ps_group *g, place at, int dtype, char *in, int64_t nby
     if (rc == 0) rc = group_prepare_sum(g, at, PS_REDUCE_SUM, dtype, part, &piece);
     PS_TRY(group_agree_bytes(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0, rc));
     if (part == 0) return 0;
-    group_cut(g, in, nbytes, part, g->parts);
+    group_split(g, in, nbytes, part, g->parts);
     if (g->comm->pretends) {
         group_count(g, OP_REDUCE_SCATTER, at, dtype, nbytes, 0);
         memmove(out, g->parts[g->comm->rank].address, (size_t)part);
@@ -200,7 +200,7 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
         g->bytes_sent += nbytes * (g->comm->size - 1);
         return group_moved(g, OP_ALL_GATHER, at, 0);
     }
-    group_cut(g, out, nbytes * g->comm->size, nbytes, g->parts);
+    group_split(g, out, nbytes * g->comm->size, nbytes, g->parts);
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
     if (g->comm->pretends) return group_moved(g, OP_ALL_GATHER, at, 0);
@@ -218,7 +218,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     if (g->comm->pretends) group_count(g, OP_BROADCAST, at, dtype, nbytes, root);
     if (nbytes == 0 || size == 1 || g->comm->pretends) return group_moved(g, OP_BROADCAST, at, 0);
     bool spread = spreads(g, nbytes);
-    group_cut(g, bytes, nbytes, spread ? part : nbytes, g->parts);
+    group_split(g, bytes, nbytes, spread ? part : nbytes, g->parts);
     group_clear_parts(g);
     for (int r = 0; rank == root && r < size; r++) g->send[r] = g->parts[spread ? r : 0];
     if (rank != root) g->recv[root] = g->parts[spread ? rank : 0];

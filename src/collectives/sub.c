@@ -73,7 +73,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
     PS_TRY(group_agree_bytes(parent, OP_SPLIT, ON_HOST, PS_U8, nbytes, 0, rc));
-    group_cut(parent, all, nbytes * parent->comm->size, nbytes, parent->parts);
+    group_split(parent, all, nbytes * parent->comm->size, nbytes, parent->parts);
     memcpy(parent->parts[parent->comm->rank].address, mine, (size_t)nbytes);
     rc = group_gather(parent, ON_HOST, parent->parts);
     group_done(parent);

@@ -47,9 +47,9 @@ static bool has_wire(const ps_group *g) { return g->at[ON_DEVICE].comm && g->at[
 
 static void stage_free(transport *t)
 {
-    if (t->stage && t->comm->table->memory_free) t->comm->table->memory_free(t->comm, t->stage);
-    else ps_free(t->stage);
-    t->stage = NULL;
+    if (t->staging && t->comm->table->memory_free) t->comm->table->memory_free(t->comm, t->staging);
+    else ps_free(t->staging);
+    t->staging = NULL;
     t->stage_nbytes = 0;
 }
 
@@ -565,13 +565,13 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
     if (want <= t->stage_nbytes) return 0;
-    if (t->stage) PS_TRY(group_settle(g, at));             /* sums under way use it */
+    if (t->staging) PS_TRY(group_settle(g, at));             /* sums under way use it */
     stage_free(t);
     if (t->comm->table->memory) {
         void *memory = NULL;
         PS_TRY(t->comm->table->memory(t->comm, want, &memory));
-        t->stage = memory;
-    } else if (!(t->stage = ps_alloc((size_t)want))) {
+        t->staging = memory;
+    } else if (!(t->staging = ps_alloc((size_t)want))) {
         return ps_fail_nomem((size_t)want);
     }
     t->stage_nbytes = want;
@@ -580,7 +580,7 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts)
+void group_split(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts)
 {
     for (int r = 0; r < g->comm->size; r++) {
         int64_t begin = least(r * part, nbytes);
@@ -617,7 +617,7 @@ static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;
     if (r == rank) return piece_of(d, rank, k).address;
-    return g->at[d->at].stage + ((k & 1) * others + r - (r > rank)) * d->piece;
+    return g->at[d->at].staging + ((k & 1) * others + r - (r > rank)) * d->piece;
 }
 
 static int reduce_begin(ps_group *g, const reduction *d, int64_t k)

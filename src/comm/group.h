@@ -48,7 +48,7 @@ typedef struct group_plan {
 /* How the bytes of a place are sent to other ranks. */
 typedef struct transport {
     ps_comm *comm;                         /* NULL: not connected; a device may use the communicator of the host */
-    char *stage;                           /* memory of the place for other ranks' addends; allocated on first use */
+    char *staging;                         /* memory of the place for other ranks' addends; allocated on first use */
     int64_t stage_nbytes;
 } transport;
 
@@ -146,7 +146,7 @@ int group_after_now(ps_group *g, place at);
  * the others' parts), or that a gather of parts sends (its own part to all others), or both. */
 void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, bool gathers);
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
-void group_cut(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
+void group_split(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
 
 /* -- count.c. Any thread. */
 int64_t group_call_begin(void);            /* the time, or 0: neither the record nor the statistics need the call */

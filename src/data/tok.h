@@ -53,7 +53,7 @@ typedef struct tok_span {
     const int32_t *begin, *end;
     int32_t first;
 } tok_span;
-tok_span tok_cut(tok_span span, size_t from, size_t to);
+tok_span tok_slice(tok_span span, size_t from, size_t to);
 static inline int32_t tok_begin(const tok_span *t, size_t i) { return t->begin ? t->begin[i] : t->first + (int32_t)i; }
 static inline int32_t tok_end(const tok_span *t, size_t i) { return t->end ? t->end[i] : t->first + (int32_t)i + 1; }
 

@@ -122,9 +122,9 @@ int tok_bert_words(const ps_tok *t, tok_state *st, tok_span text)
         uint32_t c = tok_code_point(text.s + i, (int)len);
         bool space = is_space(c), alone = !space && is_punctuation(c);
         if (!space && !alone) continue;
-        if (i > from) PS_TRY(tok_wordpiece_word(t, st, tok_cut(text, from, i)));
-        if (alone) PS_TRY(tok_wordpiece_word(t, st, tok_cut(text, i, i + len)));
+        if (i > from) PS_TRY(tok_wordpiece_word(t, st, tok_slice(text, from, i)));
+        if (alone) PS_TRY(tok_wordpiece_word(t, st, tok_slice(text, i, i + len)));
         from = i + len;
     }
-    return text.n > from ? tok_wordpiece_word(t, st, tok_cut(text, from, text.n)) : 0;
+    return text.n > from ? tok_wordpiece_word(t, st, tok_slice(text, from, text.n)) : 0;
 }

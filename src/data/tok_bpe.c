@@ -335,7 +335,7 @@ static int add_symbol(symbols *list, symbol one)
 static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, size_t to, symbols *out)
 {
     symbol few[SHORT];
-    tok_span part = tok_cut(word, from, to);
+    tok_span part = tok_slice(word, from, to);
     bool is_short = part.n <= SHORT;
     if (!is_short) PS_TRY(room_for(b, &t->merges, part.n));
     symbol *sym = is_short ? few : b->sym;

@@ -145,7 +145,7 @@ void tok_text_free(tok_text *t)
     tok_ints_free(&t->end);
 }
 
-tok_span tok_cut(tok_span t, size_t from, size_t to)
+tok_span tok_slice(tok_span t, size_t from, size_t to)
 {
     return (tok_span){ t.s + from, to - from, t.begin ? t.begin + from : NULL, t.end ? t.end + from : NULL,
                        t.first + (int32_t)from };

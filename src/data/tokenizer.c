@@ -343,11 +343,11 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
             from = end < text.n ? end + (size_t)ps_utf8(seen + end, text.n - end) : text.n;
             continue;
         }
-        if (begin > done) PS_TRY(words_of(t, st, tok_cut(text, done, begin), k + 1));
-        PS_TRY(words_of(t, st, tok_cut(text, begin, end), k + 1));
+        if (begin > done) PS_TRY(words_of(t, st, tok_slice(text, done, begin), k + 1));
+        PS_TRY(words_of(t, st, tok_slice(text, begin, end), k + 1));
         from = done = end;
     }
-    return text.n > done ? words_of(t, st, tok_cut(text, done, text.n), k + 1) : 0;
+    return text.n > done ? words_of(t, st, tok_slice(text, done, text.n), k + 1) : 0;
 }
 
 /* Blanks as U+2581, and one in front, where there is none: transformers' Metaspace. */
@@ -391,12 +391,12 @@ static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normali
     size_t from = 0, at = 0, begin, end;
     const tok_added *a;
     while ((a = tok_added_find(t, text.s, text.n, normalized, plain, from, &at, &begin, &end))) {
-        if (begin > from) PS_TRY(part(t, st, tok_cut(text, from, begin), plain));
+        if (begin > from) PS_TRY(part(t, st, tok_slice(text, from, begin), plain));
         PS_TRY(tok_id(st, a->id, tok_begin(&text, begin), tok_end(&text, end - 1)));
         st->continued = false, st->begun = true;
         from = end;
     }
-    return text.n > from ? part(t, st, tok_cut(text, from, text.n), plain) : 0;
+    return text.n > from ? part(t, st, tok_slice(text, from, text.n), plain) : 0;
 }
 
 static int last_part(const ps_tok *t, tok_state *st, tok_span text, bool plain) { return word_part(t, st, text); }

@@ -127,8 +127,9 @@ static bool squares_now(const ps_engine *e) { return e->step->measures && ps_ste
 
 int engine_make_final(ps_engine *e, param_rec *r)
 {
-    if (r->final || r->updated || (r->waits && !e->settling)) return 0;
-    if (e->ctx->dry.replay && !e->settling && !ps_step_is_last(e->step)) ps_replay_spoil(e->ctx); /* sums are sent on */
+    if (r->final || r->updated || (r->waits && !e->summing_ties)) return 0;
+    if (e->ctx->dry.replay && !e->summing_ties && !ps_step_is_last(e->step))
+        ps_replay_spoil(e->ctx);                                 /* sums are sent on */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
@@ -183,7 +184,7 @@ int engine_gradients_whole(ps_engine *e)
     if (!last && !reduces_every_time(e)) return 0;
     if (e->zero) PS_TRY(e->zero->table->all_final(e->zero));
     if (!last) none_final(e, e->step->is.now.vstage);
-    if (!ps_step_adds_later(e->step) && !ties_any(e)) PS_TRY(partial_settle(e));
+    if (!ps_step_adds_later(e->step) && !ties_any(e)) PS_TRY(partial_sum(e));
     PS_TRY(update_pending(e, 0));
     if (e->zero && e->step->how.overlap) values_back(e);
     return 0;
@@ -356,10 +357,11 @@ int engine_base_get(ps_ctx *ctx, engine_base *out)
 
 void engine_zero_set(ps_engine *e, ps_zero *z) { e->zero = z; }
 
-int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers)
+int engine_stages_set(ps_engine *e, ps_pipe_ranks *stages, int32_t n_numbers)
 {
-    if (e->stages || e->n_params > 0) return ps_fail(PS_ESTATE, "an engine is told of stages once, before parameters");
-    e->stages = stages;
+    if (e->pipe_ranks || e->n_params > 0)
+        return ps_fail(PS_ESTATE, "an engine is told of stages once, before parameters");
+    e->pipe_ranks = stages;
     e->n_numbers = n_numbers;
     return 0;
 }
@@ -537,7 +539,7 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
             (before && (p->vstage < before->vstage || (p->vstage == before->vstage && p->number <= before->number))))
             return ps_fail(PS_EINVAL, "parameter %d is number %d of virtual stage %d, behind a later one", i,
                            p->number, p->vstage);
-        if (e->stages && p->number >= e->n_numbers)
+        if (e->pipe_ranks && p->number >= e->n_numbers)
             return ps_fail(PS_EINVAL, "parameter %d is number %d of %d in the model", i, p->number, e->n_numbers);
         if (p->tie < PS_TIE_NONE || p->tie > PS_TIE_COPY || (p->tie != PS_TIE_NONE && !p->grad))
             return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie, p->grad ? "" : ", and no place for its "
@@ -595,8 +597,8 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     e->first = ps_alloc0(sizeof *e->first * (size_t)(n_units + 2));
     e->groups = ps_alloc0(sizeof *e->groups * (size_t)(n_groups + 1));
     e->squares = ps_alloc0(sizeof *e->squares * (size_t)(n + 1));
-    if (!e->stages) e->n_numbers = 0;
-    for (int i = 0; i < n && !e->stages; i++)
+    if (!e->pipe_ranks) e->n_numbers = 0;
+    for (int i = 0; i < n && !e->pipe_ranks; i++)
         if (params[i].number >= e->n_numbers) e->n_numbers = params[i].number + 1;
     e->by_number = ps_alloc0(sizeof *e->by_number * (size_t)(e->n_numbers + 1));
     if (!e->params || !e->units || !e->pending || !e->order || !e->first || !e->groups || !e->squares ||
@@ -725,7 +727,7 @@ static void engine_free(ps_engine *e)
     ctx->engine.hooks = NULL;
     ps_ctx_set_mem(ctx, NULL);
     if (e->zero) e->zero->table->close(e->zero);
-    if (e->stages) e->stages->table->close(e->stages);
+    if (e->pipe_ranks) e->pipe_ranks->table->close(e->pipe_ranks);
     if (e->tp) e->tp->table->close(e->tp);
     ps_chunks_close(e->chunks);
     trace_free(e);

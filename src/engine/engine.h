@@ -63,10 +63,10 @@ struct ps_engine {
     const ps_step *step;          /* only step.c writes it */
     ps_chunks *chunks;
     ps_zero *zero;                /* NULL: one process */
-    ps_stages *stages;            /* the other stages of a pipeline, or NULL */
+    ps_pipe_ranks *pipe_ranks;    /* the other stages of a pipeline, or NULL */
     ps_tp *tp;                    /* the tensor-parallel group, or NULL */
     partial_rec partial;
-    bool settling;                /* ties_settle is making gradients with param_rec.waits final */
+    bool summing_ties;            /* ties_sum is making gradients with param_rec.waits final */
     double *squares;              /* [n_params] scratch for sums of squares: read from `sums`, summed over ranks */
     double *by_number;            /* [n_numbers] sums of squares by ps_param.number */
     int32_t n_numbers;
@@ -106,14 +106,14 @@ void engine_reset(ps_engine *e);                  /* after a dry run: drops grad
 int ties_find(ps_engine *e);                      /* after all parameters are added; PS_EINVAL: a use does not fit */
 /* Tensors with several uses now hold the gradients of their use in this virtual stage; -1: of their first use. */
 void ties_turn(ps_engine *e, int32_t vstage);
-int ties_settle(ps_engine *e);                    /* sums uses and copies, once per step; their sums are then final */
+int ties_sum(ps_engine *e);                       /* sums uses and copies, once per step; their sums are then final */
 bool ties_any(const ps_engine *e);
 
 /* -- partial.c */
 int partial_make(ps_engine *e);                   /* after all parameters are added */
 void partial_free(ps_engine *e);
 /* Sums the gradients over the ranks, once per step. Units that waited for the sums may then be updated. */
-int partial_settle(ps_engine *e);
+int partial_sum(ps_engine *e);
 bool partial_waits(const param_rec *r);           /* its gradient is still an addend */
 
 /* -- trace.c */

@@ -53,10 +53,10 @@ static int of_all_stages(ps_engine *e)
     memset(e->by_number, 0, sizeof *e->by_number * (size_t)e->n_numbers);
     for (int32_t i = 0; i < e->n_params; i++) {
         const param_rec *r = &e->params[i];
-        bool counts = r->tie == PS_TIE_NONE || (r->tie == PS_TIE_COPY && e->stages->table->counts(e->stages));
+        bool counts = r->tie == PS_TIE_NONE || (r->tie == PS_TIE_COPY && e->pipe_ranks->table->counts(e->pipe_ranks));
         if (counts) e->by_number[r->number] = r->square;
     }
-    return e->stages && !e->step->dry ? e->stages->table->sum(e->stages, e->by_number, e->n_numbers) : 0;
+    return e->pipe_ranks && !e->step->dry ? e->pipe_ranks->table->sum(e->pipe_ranks, e->by_number, e->n_numbers) : 0;
 }
 
 int ps_engine_sq_norm(ps_ctx *ctx, double *out)

@@ -110,7 +110,7 @@ static int exchange(ps_engine *e)
     return e->step->dry ? 0 : check_marks(e);
 }
 
-int partial_settle(ps_engine *e)
+int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
     if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already done if an earlier call failed later on */

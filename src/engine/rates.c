@@ -14,7 +14,7 @@ static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
 /* A trial's memory on one side, device or host: `numel` bf16 parameters, whose gradients lie in their place, fp32
- * masters and moments, and one copy buffer per direction. */
+ * masters and averages, and one copy buffer per direction. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */

@@ -114,7 +114,7 @@ static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
     *ahead = false;
     for (int32_t i = 0; i < c->n_actions; i++) {
         const ps_action *a = &c->actions[i];
-        step_stage *v = &s->stages[a->vstage];
+        step_vstage *v = &s->stages[a->vstage];
         if (a->kind == PS_ACT_INPUT) v->put_off++, *ahead = true;
         if (a->kind == PS_ACT_FORWARD && ++v->in_flight > 1) *ahead = true;
         if (a->kind == PS_ACT_BACKWARD) v->in_flight--;
@@ -369,8 +369,8 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     if (!how) how = &none;
     PS_TRY(check_how(s, at, how));
     if (s->engine && (kind == PS_ACT_NORM || kind == PS_ACT_UPDATE)) {
-        PS_TRY(ties_settle(s->engine));
-        PS_TRY(partial_settle(s->engine));
+        PS_TRY(ties_sum(s->engine));
+        PS_TRY(partial_sum(s->engine));
     }
     const ps_update_group *groups = how->groups;
     if (s->engine && groups) engine_set_groups(s->engine, groups);

@@ -49,7 +49,7 @@ int ties_find(ps_engine *e)
         if (r->tie == PS_TIE_NONE) continue;
         r->waits = true;
         if (r->tie == PS_TIE_COPY) {
-            if (e->stages && e->stages->table->has_copies(e->stages)) continue;
+            if (e->pipe_ranks && e->pipe_ranks->table->has_copies(e->pipe_ranks)) continue;
             return ps_fail(PS_EINVAL, "parameter %d is a copy, and no group of ranks has copies", i);
         }
         r->first_use = first_use_of(e, r);
@@ -84,10 +84,10 @@ static int add_copies(ps_engine *e, const param_rec *r)
         PS_TRY(engine_fill_zero(e, r->place));
         PS_TRY(ps_tensor_set_grad(r->param, r->place));
     }
-    return e->stages->table->sum_copies(e->stages, r->param->grad_);
+    return e->pipe_ranks->table->sum_copies(e->pipe_ranks, r->param->grad_);
 }
 
-int ties_settle(ps_engine *e)
+int ties_sum(ps_engine *e)
 {
     int rc = 0;
     if (!ties_any(e)) return 0;
@@ -95,9 +95,9 @@ int ties_settle(ps_engine *e)
         if (e->params[i].sum) PS_TRY(add_use(e, &e->params[i]));
     for (int32_t i = 0; i < e->n_params; i++)
         if (e->params[i].tie == PS_TIE_COPY && !e->params[i].final) PS_TRY(add_copies(e, &e->params[i]));
-    e->settling = true;
+    e->summing_ties = true;
     for (int32_t i = 0; rc == 0 && i < e->n_params; i++)
         if (e->params[i].waits && !e->params[i].first_use) rc = engine_make_final(e, &e->params[i]);
-    e->settling = false;
+    e->summing_ties = false;
     return rc < 0 || !e->zero ? rc : e->zero->table->all_final(e->zero);
 }

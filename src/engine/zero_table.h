@@ -52,15 +52,15 @@ struct ps_zero {
 };
 
 /* The other stages of a pipeline. */
-typedef struct ps_stages ps_stages;
-typedef struct ps_stages_table {
-    void (*close)(ps_stages *s);
-    int (*sum)(ps_stages *s, double *values, int32_t n);    /* over the stages; a value is 0 in all but one of them */
-    bool (*has_copies)(const ps_stages *s);
-    int (*sum_copies)(ps_stages *s, ps_tensor *t);          /* sums t over the ranks with copies, in rank order */
-    bool (*counts)(const ps_stages *s);                     /* the norm counts this rank's copies */
-} ps_stages_table;
-struct ps_stages { const ps_stages_table *table; };
+typedef struct ps_pipe_ranks ps_pipe_ranks;
+typedef struct ps_pipe_ranks_table {
+    void (*close)(ps_pipe_ranks *s);
+    int (*sum)(ps_pipe_ranks *s, double *values, int32_t n); /* over the stages; a value is 0 in all but one of them */
+    bool (*has_copies)(const ps_pipe_ranks *s);
+    int (*sum_copies)(ps_pipe_ranks *s, ps_tensor *t);          /* sums t over the ranks with copies, in rank order */
+    bool (*counts)(const ps_pipe_ranks *s);                     /* the norm counts this rank's copies */
+} ps_pipe_ranks_table;
+struct ps_pipe_ranks { const ps_pipe_ranks_table *table; };
 
 /* The tensor-parallel group: ranks that each have a part of the same layers. During a dry run the calls are recorded
  * and change nothing. */
@@ -90,7 +90,7 @@ const ps_rank_calls *engine_calls(const ps_engine *e, int32_t trace);
 /* From now on the engine calls z. The engine closes it. */
 void engine_zero_set(ps_engine *e, ps_zero *z);
 /* PS_ESTATE: the engine already has stages or parameters. */
-int engine_stages_set(ps_engine *e, ps_stages *stages, int32_t n_numbers);
+int engine_stages_set(ps_engine *e, ps_pipe_ranks *stages, int32_t n_numbers);
 int engine_tp_set(ps_engine *e, ps_tp *tp);                 /* the same */
 int engine_check_device(const ps_engine *e, int device);    /* PS_EINVAL: it is not one of the engine's two */
 int engine_check_whole(const ps_tensor *t);                 /* PS_EINVAL: it does not cover its whole storage */

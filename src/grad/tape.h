@@ -118,7 +118,7 @@ int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din);
  * only from parameters. seq: the number that the walk has reached. */
 int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq);
 /* Call it after `listed`, `later` or `passed` changed: releases saved tensors that nothing needs any more. */
-void weights_settle(ps_node *node);
+void weights_release(ps_node *node);
 void weights_unclaim(ps_node *cheap);                /* one node fewer will need its output */
 void weights_drop(ps_walk *w);                       /* empties all lists */
 #endif

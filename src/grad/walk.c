@@ -208,7 +208,7 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
         rc = weights_put_off(w, node, split, din);
     } else {                                         /* before delivery, which looks whether a gradient is shared */
         for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
-        weights_settle(node);
+        weights_release(node);
     }
     for (int i = 0; i < node->n_in; i++) {
         if (!din[i]) continue;

@@ -72,10 +72,10 @@ void weights_drop(ps_walk *w)
 void weights_unclaim(ps_node *cheap)
 {
     cheap->later--;
-    weights_settle(cheap);
+    weights_release(cheap);
 }
 
-void weights_settle(ps_node *node)
+void weights_release(ps_node *node)
 {
     bool needed = node->listed || node->later > 0;
     if (needed && !node->claims) {
@@ -83,7 +83,7 @@ void weights_settle(ps_node *node)
         for (int i = 0; i < node->n_in; i++) {
             if (!node->saved_in[i].cheap) continue;
             node->saved_in[i].cheap->later++;
-            weights_settle(node->saved_in[i].cheap);
+            weights_release(node->saved_in[i].cheap);
         }
     }
     if (!needed && node->passed) tape_release_saved(node);
@@ -130,9 +130,9 @@ int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din)
         else if (rc == 0) rc = keep_for_later(&node->dout[i]);
     }
     if (din && split) release_first_phase(node, din);
-    if (!node->has_rule) weights_settle(node);            /* its rule has run: only what other nodes claim stays */
+    if (!node->has_rule) weights_release(node);            /* its rule has run: only what other nodes claim stays */
     node->listed = true;
-    weights_settle(node);
+    weights_release(node);
     return rc;
 }
 
@@ -176,7 +176,7 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     tape_uncount(node);
     node->listed = false;
     for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
-    weights_settle(node);
+    weights_release(node);
     for (int i = 0; i < node->n_in; i++) {
         if (!din[i]) continue;
         if (rc == 0 && tape_is_later(&node->edges[i])) rc = tape_deliver(ctx, w, node, i, din[i]);

@@ -7,11 +7,11 @@
 #include "engine/zero_table.h"
 
 typedef struct stages {
-    ps_stages base;
+    ps_pipe_ranks base;
     ps_group *all, *copies;       /* copies: or NULL */
 } stages;
 
-static void close(ps_stages *base)
+static void close(ps_pipe_ranks *base)
 {
     stages *s = (stages *)base;
     ps_group_close(s->all);
@@ -19,13 +19,13 @@ static void close(ps_stages *base)
     ps_free(s);
 }
 
-static int sum(ps_stages *base, double *values, int32_t n)
+static int sum(ps_pipe_ranks *base, double *values, int32_t n)
 {
     int64_t nbytes = n * (int64_t)sizeof *values;
     return group_all_reduce(((stages *)base)->all, ON_HOST, PS_F64, (char *)values, nbytes, 0);
 }
 
-static bool has_copies(const ps_stages *base) { return ((const stages *)base)->copies != NULL; }
+static bool has_copies(const ps_pipe_ranks *base) { return ((const stages *)base)->copies != NULL; }
 
 /* One stage may look its table up on the host while another multiplies by it on a device: the sum is taken on the
  * host. */
@@ -43,7 +43,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
     return rc;
 }
 
-static int sum_copies(ps_stages *base, ps_tensor *t)
+static int sum_copies(ps_pipe_ranks *base, ps_tensor *t)
 {
     if (t->ctx->step->dry) {                      /* the pin is noted, and there are no bytes to send */
         void *address;
@@ -58,9 +58,10 @@ static int sum_copies(ps_stages *base, ps_tensor *t)
     return t->device_ == host ? ps_group_all_reduce(copies, t, PS_REDUCE_SUM) : sum_on_host(copies, t, host);
 }
 
-static bool counts(const ps_stages *base) { return ps_group_rank(((const stages *)base)->copies) == 0; }
+static bool counts(const ps_pipe_ranks *base) { return ps_group_rank(((const stages *)base)->copies) == 0; }
 
-static const ps_stages_table table = { .close = close, .sum = sum, .has_copies = has_copies, .sum_copies = sum_copies,
+static const ps_pipe_ranks_table table = { .close = close, .sum = sum, .has_copies = has_copies,
+                                           .sum_copies = sum_copies,
                                        .counts = counts };
 
 int ps_engine_stages(ps_ctx *ctx, ps_group *all, ps_group *copies, int32_t n_numbers)

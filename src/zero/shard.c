@@ -228,7 +228,7 @@ static int job_end(ps_shard *sh, stripe *st, bool come)
 }
 
 /* Ends the stripe's job under way, if any, and ignores its result. */
-static void stripe_settle(ps_shard *sh, stripe *st)
+static void stripe_end_job(ps_shard *sh, stripe *st)
 {
     if (st->gathering || st->reducing) job_end(sh, st, false);
     st->gathering = st->reducing = false;
@@ -409,7 +409,7 @@ void ps_shard_forget(ps_shard *sh)
     sh->n_touched = 0;
     for (int32_t i = 0; i < sh->n_stripes; i++) {
         stripe *st = &sh->stripes[i];
-        stripe_settle(sh, st);
+        stripe_end_job(sh, st);
         for (int r = 0; r < sh->size; r++) if (part_at(sh, st, r)) part_at(sh, st, r)->grads = false;
         if (st->pins == 0) close_stripe(sh, st);
         else st->stale = true;
@@ -575,7 +575,7 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 static void part_end(ps_shard *sh, part *p)
 {
     stripe *st = &sh->stripes[p->c.stripe];
-    stripe_settle(sh, st);                 /* other ranks' bytes may be arriving in the part */
+    stripe_end_job(sh, st);                 /* other ranks' bytes may be arriving in the part */
     if (p->pins == 0) buffer_drop(p);
     p->used = false;
     st->parts[p->c.owner] = -1;
@@ -699,7 +699,7 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
-    if (p->n_lent == 1) stripe_settle(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes go with the last one */
+    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes go with the last one */
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);

@@ -94,7 +94,7 @@ function modules.init_parameters(model)
         local whole = create.empty(desc and desc.full_shape or param:shape(),
           { dtype = param:dtype(), device = param:device() })
         about.init_method(whole)                             -- of another stage: without data, and random numbers go on
-        if param:device() ~= "meta" then param:copy_(desc and shard.cut(desc, whole) or whole) end
+        if param:device() ~= "meta" then param:copy_(desc and shard.of_whole(desc, whole) or whole) end
       end)
     end
   end

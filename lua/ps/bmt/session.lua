@@ -258,7 +258,7 @@ function Session:stage(tensor)
   if ranks and ranks.tp and not shard.of(tensor) and tensor:numel() > 0 then ranks.tp:broadcast(tensor, 0) end
   if ranks and ranks.dp:size() > 1 and tensor:numel() > 0 then ranks.dp:broadcast(tensor, 0) end
   if self.pipe and tensor:numel() > 0 then self.pipe.group:broadcast(tensor, 0) end
-  build.stage(tensor, ranks and ranks.shards)
+  build.to_chunk(tensor, ranks and ranks.shards)
 end
 
 --- Takes all parameters of a module that are not there yet. Those that were made before the engine was opened may lie
@@ -343,7 +343,7 @@ end
 --- Gives the engine the model now, where the optimizers have all parameters of it that train: values that are loaded
 --- then go to the fp32 masters, too.
 ---@param module ps.nn.Module
-function session.settle(module)
+function session.hand_over(module)
   local self, there = current, {}
   if not (self and self.engine and self.manager) or self.module or not nn_module.is_module(module) then return end
   for _, group in ipairs(self.groups()) do

@@ -96,7 +96,7 @@ local LOAD = { strict = "boolean" }
 function store.load(model, file_name, options)
   options = caller.options(options, "bmt.load", LOAD)
   caller.typed(file_name, "string", "bmt.load: the file")
-  session.settle(model)
+  session.hand_over(model)
   local target, group = session.target(model), mesh.group "world"
   local file = agree.run(group, function() return serialize.load(file_name, { lazy = true }) end)
   local function load() return target:load_state_dict(file, { strict = options.strict }) end

@@ -31,7 +31,7 @@ end
 ---@param state ps.config.State
 ---@param cfg ps.Config
 ---@param dp integer data-parallel processes
-function batch.settle(state, cfg, dp)
+function batch.resolve(state, cfg, dp)
   local total, micro, steps = cfg[TOTAL], cfg[MICRO], cfg[STEPS]
   cfg.counts_micro_batches = steps ~= nil or total ~= nil and micro ~= nil
   if not total and not micro then

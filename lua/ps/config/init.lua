@@ -135,7 +135,7 @@ local function refuse_others(state, keys, kind, owner)
 end
 
 -- Sets the kind of Adam from `type` and `adam_w_mode`.
-local function settle_optimizer(state, cfg)
+local function resolve_optimizer(state, cfg)
   local optimizer = cfg.optimizer
   local params = optimizer.params
   cfg.rate_given = state.given["optimizer.params.lr"] ~= nil
@@ -165,7 +165,7 @@ for name in ("WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest warmup_
   SCHEDULERS[name:lower()] = name
 end
 
-local function settle_scheduler(state, cfg)
+local function resolve_scheduler(state, cfg)
   local scheduler = cfg.scheduler
   if not scheduler then return end
   local params, lr = scheduler.params, cfg.rate_given and cfg.optimizer.params.lr or nil
@@ -197,7 +197,7 @@ local function settle_scheduler(state, cfg)
   end
 end
 
-local function settle_fp16(state, fp16)
+local function resolve_fp16(state, fp16)
   local by_spelling = state.given["fp16.init_scale"] or fp16.loss_scale == "dynamic"
   if fp16.enabled == nil then
     fp16.enabled = by_spelling or false
@@ -219,8 +219,8 @@ local function settle_fp16(state, fp16)
   end
 end
 
-local function settle_precision(state, cfg)
-  settle_fp16(state, cfg.fp16)
+local function resolve_precision(state, cfg)
+  resolve_fp16(state, cfg.fp16)
   if cfg.fp16.enabled and cfg.bf16.enabled then
     state:fail("fp16.enabled and %s are both true; parameters have one type", state:shown("bf16.enabled"))
   end
@@ -241,7 +241,7 @@ local function settle_precision(state, cfg)
   cfg.grad_accum_dtype = accum == "fp32" and "fp32" or "param"
 end
 
-local function settle_prefetch(state, cfg)
+local function resolve_prefetch(state, cfg)
   local moves = cfg.client.opts.with_async_move
   if moves == nil then return end
   local path = state:shown("client.opts.with_async_move")
@@ -279,7 +279,7 @@ local function finish_notes(state, cfg)
 end
 
 -- The rest of OSLO's section; its sizes have been moved to their own sections.
-local function settle_parts(state, cfg)
+local function resolve_parallelism(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do
     local section, key = path:match "(.*)%.(.*)"
@@ -326,14 +326,14 @@ function config.read(from, options)
   if options.client then add_client(raw, options.client) end
   local cfg, state = check.run(raw, name, options.auto, options.asked, options.later)
   if cfg.gradient_clipping < 0 then cfg.gradient_clipping = 0 end
-  settle_optimizer(state, cfg)
-  settle_scheduler(state, cfg)
-  settle_parts(state, cfg)
-  batch_sizes.settle(state, cfg, batch_sizes.data_parallel(state, cfg, options.world_size))
+  resolve_optimizer(state, cfg)
+  resolve_scheduler(state, cfg)
+  resolve_parallelism(state, cfg)
+  batch_sizes.resolve(state, cfg, batch_sizes.data_parallel(state, cfg, options.world_size))
   if checked[from] and cfg.gradient_accumulation_steps == from.gradient_accumulation_steps then
     cfg.counts_micro_batches = from.counts_micro_batches
   end
-  settle_precision(state, cfg)
+  resolve_precision(state, cfg)
   if cfg.device == "auto" then
     local auto = options.device
     if type(auto) == "function" then auto = auto() end
@@ -341,8 +341,8 @@ function config.read(from, options)
   end
   local available = options.available or {}
   if type(available) == "function" then available = available(cfg.device) end
-  memory.settle(state, cfg, available)
-  settle_prefetch(state, cfg)
+  memory.resolve(state, cfg, available)
+  resolve_prefetch(state, cfg)
   look_at_vocabulary(state, cfg.vocabulary_size)
   checked[cfg] = state.given
   return cfg, finish_notes(state, cfg)

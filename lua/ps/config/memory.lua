@@ -52,7 +52,7 @@ end
 -- An explicit "none" keeps the optimizer's state and its updates on the device. Settings that would move some of them
 -- to
 -- the host contradict it. The budgets alone decide about parameters.
-local function settle_offload(state, cfg)
+local function resolve_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then
     optimizer.stays = true
@@ -130,7 +130,7 @@ end
 ---@param state ps.config.State
 ---@param cfg ps.Config
 ---@param available ps.config.Available
-function memory.settle(state, cfg, available)
+function memory.resolve(state, cfg, available)
   local given, tracer = cfg.memory, cfg.client.mem_tracer
   old_spellings(state, cfg.zero_optimization)
   if given.kind == "plain" then
@@ -141,7 +141,7 @@ function memory.settle(state, cfg, available)
   if cfg.device == "cpu" then
     ignore_given(state, OF_DEVICE, "the cpu computes in host memory; there is no other device")
   end
-  settle_offload(state, cfg)
+  resolve_offload(state, cfg)
   local path = disk_path(state, cfg)
   if state.given["memory.disk"] and not path then
     state:fail("memory.disk%s is given without memory.disk.path: set the folder of the disk tier",

@@ -11,7 +11,7 @@ local EVENTS = {
   begins = "nothing: a step of an engine is about to begin",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
-  load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, settle(self, "
+  load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, loaded(self, "
     .. "parameter)} or {elsewhere}",
   owner = "parameter: its values are about to be loaded. Answer: the rank that owns it, if another rank does",
   loaded = "module: its load_state_dict has written the values of a state",

@@ -155,15 +155,15 @@ end
 --- an error, once the group is closed.
 function Group:close()
   if not self.c then return end
-  local settled, why = pcall(check, C.ps_groups_settle())
+  local ended, why = pcall(check, C.ps_groups_settle())
   for part in pairs(self.parts) do
     local ok, problem = pcall(part.close, part)
-    if settled and not ok then settled, why = false, problem end
+    if ended and not ok then ended, why = false, problem end
   end
   C.ps_group_close(ffi.gc(self.c, nil))
   self.c = nil
   mesh.close(self)
-  if not settled then error(why, 0) end
+  if not ended then error(why, 0) end
 end
 
 local out = ffi.new("ps_group *[1]")

@@ -199,7 +199,7 @@ function Engine:load_state_dict(state, options)
 end
 
 --- Gives up a step that has begun, so that the engine is between steps, without gradients.
-function Engine:settle()
+function Engine:end_step()
   if step.acts(self) then
     caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
   end

@@ -128,7 +128,7 @@ function Loop:left()
 end
 
 -- Makes a loop over the rows of a batch. Where they do not divide evenly, the first micro-batches have one row more.
-local function cut(self, given)
+local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
   local count = count_of(engine, rows, self.trains)
@@ -161,9 +161,9 @@ function micro.batches(engine, ...)
   local self = setmetatable({ engine = engine, at = 0, rows = false, ended = false, sample = false,
     gather = options.gather or false, draws = loader ~= nil,
     training = engine.module.training, trains = scope.grad_enabled() }, Loop)
-  if given then return cut(self, given) end
+  if given then return split_rows(self, given) end
   if not engine.cfg.counts_micro_batches and not engine.cfg.train_micro_batch_size_per_gpu then
-    return cut(self, drawn(loader, 1, 1))
+    return split_rows(self, drawn(loader, 1, 1))
   end
   self.count = engine.accumulate
   self.take = function(number) return drawn(loader, number, self.count) end

@@ -83,7 +83,7 @@ function own_state.load(engine, state, options)
     options = merged(options, function(name) return names[name] or own and stages:elsewhere(name) end)
   end
   if type(options) == "table" and options.check_only then return engine.module:load_state_dict(state, options) end
-  engine:settle()
+  engine:end_step()
   local function load() return engine.module:load_state_dict(state, options) end
   local result = together and agree.run(group, load) or not together and load()
   if together then share(engine, holder(state)) end

@@ -372,9 +372,9 @@ local function refuse_whole(request)
 end
 
 -- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter has made it.
-local function run_model(engine, model_func, stage)
+local function run_model(engine, model_func, to_chunk)
   local was = create.set_default_device(engine.device_name)
-  local off = hooks.on("parameter", stage)
+  local off = hooks.on("parameter", to_chunk)
   local ok, module = pcall(model_func)
   off()
   create.set_default_device(was)
@@ -392,7 +392,7 @@ end
 ---@return {module: ps.nn.Module, stages: ps.engine.Stages|false, stays: function|nil|false} fields of the engine
 function setup.make_module(engine, request)
   local shards = engine.ranks and engine.ranks.shards
-  local function stage(tensor) build.stage(tensor, shards) end
+  local function to_chunk(tensor) build.to_chunk(tensor, shards) end
   local cut = engine.tensor_parallel
   local given, model_func, pipeline = request.module, request.model_func, request.pipeline
   if given and cut and not request.is_cut then refuse_whole(request) end
@@ -403,20 +403,20 @@ function setup.make_module(engine, request)
   if given then
     local cut_into = request.stages or false
     for name, p in given:named_parameters() do
-      if not (cut_into and cut_into:elsewhere(name)) then stage(p) end
+      if not (cut_into and cut_into:elsewhere(name)) then to_chunk(p) end
     end
     return { module = given, stages = cut_into, stays = request.stays }
   end
   model_func = model_of(model_func)
   if pipeline then
     local module, cut_into = stages.make(model_func, pipeline, { device = engine.device_name,
-      precision = engine.precision, stage = stage, cut = cutter(engine) })
+      precision = engine.precision, stage = to_chunk, cut = cutter(engine) })
     return { module = module, stages = cut_into }
   end
   if cut then
-    return { module = tensor_parallel.make(model_func, cut, { device = engine.device_name, stage = stage }) }
+    return { module = tensor_parallel.make(model_func, cut, { device = engine.device_name, stage = to_chunk }) }
   end
-  return { module = run_model(engine, model_func, stage) }
+  return { module = run_model(engine, model_func, to_chunk) }
 end
 
 --- The error of a model that could not be made. Where memory ran out, it has the bytes of the whole model.

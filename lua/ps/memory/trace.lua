@@ -67,7 +67,7 @@ local COLUMNS = { { title = "moments" }, { title = "action", left = true }, { ti
   { title = "bytes" }, { title = "chunks", left = true } }
 
 -- The text of a row's chunks in at most `room` columns.
-local function cut(row, room)
+local function shorten(row, room)
   if #row.text <= room then return row.text end
   local tail = (" .. (%d)"):format(row.uses)
   return row.text:sub(1, room - #tail):match("^(.*) ") .. tail
@@ -118,7 +118,7 @@ local function show(self)
     for c = 1, #COLUMNS - 1 do widths[c] = math.max(widths[c] or #COLUMNS[c].title, #texts[i][c]) end
   end
   for _, width in ipairs(widths) do room = room - width - 2 end
-  for i, row in ipairs(shown) do texts[i][#COLUMNS] = cut(row, room) end
+  for i, row in ipairs(shown) do texts[i][#COLUMNS] = shorten(row, room) end
   if edge < #rows then
     table.insert(texts, edge + 1, ('... %d more: ps.trace{all=true}; or fewer: {action="forward"}, or a chunk\'s id')
       :format(#rows - 2 * edge))

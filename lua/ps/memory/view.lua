@@ -53,8 +53,8 @@ local function common_prefix(chunks)
   return (count or 0) > 1 and prefix or ""
 end
 
--- A name in at most `width` columns: without its last parts, or cut.
-local function cut(name, width)
+-- A name in at most `width` columns: without its last components, or shortened.
+local function shorten(name, width)
   while #name > width do
     local shorter = name:match("^(.+)%.[^.]*$")
     if not shorter then return #name > width and name:sub(1, math.max(1, width - 1)) .. "~" or name end
@@ -68,16 +68,16 @@ end
 local function names_text(tensors, prefix, width)
   local function name(i) return tensors[i]:sub(#prefix + 1) end
   if #tensors == 0 then return "-" end
-  if #tensors == 1 then return cut(name(1), width) end
+  if #tensors == 1 then return shorten(name(1), width) end
   local tail = (" (%d)"):format(#tensors)
   local first, last, room = name(1), name(#tensors), width - #tail - 4
   if #first + #last > room then
     local shared = common_part(first, last)
     last = last:sub(#shared + 1)
     local half = math.floor(room / 2)
-    if #last <= half then first = cut(first, room - #last)
-    elseif #first <= half then last = cut(last, room - #first)
-    else first, last = cut(first, half), cut(last, half) end
+    if #last <= half then first = shorten(first, room - #last)
+    elseif #first <= half then last = shorten(last, room - #first)
+    else first, last = shorten(first, half), shorten(last, half) end
   end
   return first .. " .. " .. last .. tail
 end

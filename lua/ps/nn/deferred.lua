@@ -319,7 +319,7 @@ local function fill(record, t, device, files)
     elseif desc and #list == 1 and list[1].part then value = read_shard(list[1], whole, desc, device, files)
     else
       value = compute(record, list, env, whole, device, files)
-      if desc then value = shard.cut(desc, value) end
+      if desc then value = shard.of_whole(desc, value) end
     end
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
     native.check(C.ps_tensor_set_data(t, value:keep()))
@@ -395,7 +395,7 @@ local function tensors_of(model)
 end
 
 -- Gives a tensor of the model its values, or an error that names it.
-local function settle(record, entry, device, files)
+local function give_values(record, entry, device, files)
   local ok, why = pcall(fill, record, entry.tensor, device, files)
   if not ok then
     if getmetatable(why) ~= native.Error then
@@ -463,7 +463,7 @@ function deferred.materialize(model, options)
         left = true
         leave(t)
       elseif t.device_ == META then
-        settle(made.record, entry, device, files)
+        give_values(made.record, entry, device, files)
       end
     end
   end)

@@ -497,7 +497,7 @@ function Module:load_state_dict(state, options)
       local held = hooks.ask("load", entry.tensor, state, entry.from)
       local tensor = held and held.to or entry.tensor
       if held and held.elsewhere then tensor = nil else sharded.read(state, entry.from, tensor, entry.tensor) end
-      if held and tensor ~= nil then held:settle(entry.tensor) end
+      if held and tensor ~= nil then held:loaded(entry.tensor) end
     end
   end
   hooks.tell("loaded", self)

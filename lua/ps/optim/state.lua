@@ -105,7 +105,7 @@ local function load_named(opt, source, values)
     if slot.master ~= nil and has(source, slot.name .. ".master") then
       check_tensor(source, slot.name .. ".master", slot)
       sharded.read(source, slot.name .. ".master", slot.master, slot.param)
-      opt.engine.masters.held[slot.param]:settle(slot.param)
+      opt.engine.masters.held[slot.param]:loaded(slot.param)
     end
     opt:set_updates(i, t)
   end

@@ -20,7 +20,7 @@ local planning = {}
 ---@field ranks? integer processes; default as many as the hardware has GPUs
 ---@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the least budgets and what
 ---  helps, the largest batch, the largest model; default all
----@field limit? number seconds in which further dry runs begin; what they have not settled by then is a bound. 0: no
+---@field limit? number seconds in which further dry runs begin; what they have not answered by then is a bound. 0: no
 ---  limit; default 60
 ---@field quiet? boolean notes of the engine go nowhere
 

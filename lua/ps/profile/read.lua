@@ -243,7 +243,7 @@ function read.file(path)
 end
 
 -- Cuts times and the lists beside them off before `begin`; what held then holds from `begin` on.
-local function cut(times, begin, ...)
+local function drop_before(times, begin, ...)
   local first = 0
   while times[first + 1] and times[first + 1] <= begin do first = first + 1 end
   if first == 0 then return end
@@ -269,8 +269,8 @@ function read.drop_warmup(self)
   end
   local begin = self.steps[last + 1].begin
   self.begin = begin
-  for _, tier in ipairs(self.tiers) do cut(tier.times, begin, tier.held, tier.other) end
-  for _, chunk in ipairs(self.chunks) do cut(chunk.times, begin, chunk.on) end
+  for _, tier in ipairs(self.tiers) do drop_before(tier.times, begin, tier.held, tier.other) end
+  for _, chunk in ipairs(self.chunks) do drop_before(chunk.times, begin, chunk.on) end
   self.chunks = somewhere(self.chunks)
   local steps, bands = {}, {}
   for i = last + 1, #self.steps do steps[#steps + 1] = self.steps[i] end

@@ -95,7 +95,7 @@ end
 ---@param desc ps.nn.Shard
 ---@param whole ps.Tensor of desc.full_shape
 ---@return ps.Tensor
-function shard.cut(desc, whole)
+function shard.of_whole(desc, whole)
   local where = { dtype = whole:dtype(), device = whole:device() }
   local t, d = (desc.padded and create.zeros or create.empty)(shard.shape(desc), where), desc.dim
   scope.no_grad(function()

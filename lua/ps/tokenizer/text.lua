@@ -312,7 +312,7 @@ local function tokens_of(self, one, flags)
   return kept
 end
 
-local function cut(self, kept, n)
+local function shorten(self, kept, n)
   if self.truncation_side == "left" then kept.first = kept.first + kept.n - n end
   kept.n = n
 end
@@ -328,17 +328,17 @@ local function truncate(self, way, parts, extra, limit)
     local one = a
     if way == "only_second" then one = b or error("truncation = \"only_second\": there is no text_pair") end
     if one.n < over then error(("truncation = \"%s\": %d tokens are too many"):format(way, over)) end
-    return cut(self, one, one.n - over)
+    return shorten(self, one, one.n - over)
   end
   local short = math.min(a.n, b.n)
   if 2 * short >= room then                                -- both are cut
     local n = a.n > b.n and math.ceil(room / 2) or math.floor(room / 2)
     if a.n == b.n then n = math.floor(room / 2) end
-    cut(self, a, math.min(a.n, n))
-    return cut(self, b, room - a.n)
+    shorten(self, a, math.min(a.n, n))
+    return shorten(self, b, room - a.n)
   end
   local one = a.n > b.n and a or b
-  cut(self, one, room - short)
+  shorten(self, one, room - short)
 end
 
 local function list_of(texts, what)

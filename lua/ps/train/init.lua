@@ -400,7 +400,7 @@ local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" 
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
 
-local function settled(options)
+local function checked(options)
   options = caller.options(options, "ps.train.run", RUN)
   caller.options(options.eval, "ps.train.run: eval", EVAL)
   caller.options(options.checkpoint, "ps.train.run: checkpoint", CHECKPOINT)
@@ -459,7 +459,7 @@ end
 ---@return {step: integer, loss?: number, val_loss?: number, seconds: number, tokens_per_s: number, history: table[],
 ---  interrupted: boolean, saved?: string}
 function train.run(options)
-  options = settled(options)
+  options = checked(options)
   mesh.check_joined "ps.train.run"
   local group = mesh.group "world"
   if group and not handle.of(options.model) then

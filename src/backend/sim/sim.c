@@ -4,7 +4,7 @@
  * for a device apart from the host runs, is tested and is timed without one.
  *
  * The copy engine has two lanes, to the device and from it, each a plain thread that starts with the lane's first copy.
- * A copy's time is settled when it is asked for: it begins when it is asked for, the lane is free and the copy it comes
+ * A copy's time is fixed when it is asked for: it begins when it is asked for, the lane is free and the copy it comes
  * after has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time
  * and calls it ended when both the bytes and the time are through; it lags behind the model where the processor is too
  * slow for it, and catches up where it can. Everything else is called from one thread.

@@ -65,7 +65,7 @@ end
 --- bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
-function build.stage(tensor, shards)
+function build.to_chunk(tensor, shards)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
   if nbytes == 0 or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
   local whole = math.ceil(nbytes / PAGE) * PAGE

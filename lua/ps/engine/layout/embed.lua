@@ -123,7 +123,7 @@ end
 ---@param dry_run fun(): integer? nil when the step cannot be run without values
 ---@param split fun(): ps.engine.Split? the best split of updates, with the tables where they are
 ---@return table<ps.engine.Table, boolean> on_host
-function embed.settle(engine, dry_run, split)
+function embed.choose(engine, dry_run, split)
   local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false
   local ok, chosen = pcall(function()
     local works

@@ -178,7 +178,7 @@ function finer.split(engine, part)
   for i = 1, optimizer:count() do updates[i] = optimizer:updates(i) end
   engine.masters:close()
   local ok, problem = pcall(function()
-    move(built, split.cut(built.layout, numel, size), place_options(engine))
+    move(built, split.chunks(built.layout, numel, size), place_options(engine))
     build.register(built, optimizer.group_of, #optimizer.groups, engine)
     for i, t in ipairs(updates) do optimizer:set_updates(i, t) end
     engine:laid_out(masters.new(built))

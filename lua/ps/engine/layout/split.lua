@@ -22,13 +22,13 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
---- Cuts chunks of more than `size` elements. A chunk that stays is the same table. New chunks have the owner of the
---- chunk that they were cut from.
+--- Splits chunks of more than `size` elements. A chunk that stays is the same table. New chunks have the owner of the
+--- chunk that they come from.
 ---@param made ps.layout.Layout
 ---@param numel integer[] elements of the tensors, by their `index` in chunks
 ---@param size integer elements, a multiple of UNIT
 ---@return ps.layout.Layout
-function split.cut(made, numel, size)
+function split.chunks(made, numel, size)
   local new = { chunk_size = size, groups = {}, chunks = {}, numel = 0, used = made.used }
   for i, group in ipairs(made.groups) do
     new.groups[i] = { dtype = group.dtype, trains = group.trains, vstage = group.vstage, stays = group.stays,

@@ -89,11 +89,11 @@ local function advance(self, dry, before)
 end
 
 -- Gives C the settings of the row's last backwards.
-local function settle(self, dry) self.pipe:settle(overlap.backward(self.engine, 0, true, dry)) end
+local function set_last(self, dry) self.pipe:set_last(overlap.backward(self.engine, 0, true, dry)) end
 
 -- Performs the row of a step up to its next yield.
 local function advance_step(self)
-  if self.pipe.marked == self.pipe.count then settle(self, false) end
+  if self.pipe.marked == self.pipe.count then set_last(self, false) end
   return advance(self, false)
 end
 
@@ -104,7 +104,7 @@ function Driver:dry_run()
     if collector.in_dry_run(forwards) then pipe:collected() end
   end
   pipe:begin(state.of(self.engine).c, true)
-  settle(self, true)
+  set_last(self, true)
   repeat
     local micro = advance(self, true, before)
     if micro then pipe:drop_output(micro) end

@@ -107,7 +107,7 @@ end
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
 function pipe.join(module, stages, built)
-  replicas.cut(mesh.group "world", module, stages)
+  replicas.compare_cut(mesh.group "world", module, stages)
   local group, copies, among = mesh.group "pp", stages:copies(), nil
   if copies then
     local ranks = { group:rank() }
@@ -298,7 +298,7 @@ end
 --- Gives C the settings of the last backward, or weight gradients, of each virtual stage, before it comes to the first
 --- of them.
 ---@param how ffi.cdata* ps_action_how
-function Pipe:settle(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
+function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
 --- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
 ---@return boolean again it failed since micro-batches did not do alike: another dry run performs each

@@ -15,7 +15,7 @@ local forecasts = {}
 ---@param args any[]
 ---@return string
 function forecasts.signature(engine, args)
-  local parts = { engine.module.training and "train" or "eval", step.cut(engine) }
+  local parts = { engine.module.training and "train" or "eval", step.batch_text(engine) }
   parts[#parts + 1] = batch.signature(args)
   return table.concat(parts, " ")
 end

@@ -63,7 +63,7 @@ return function(engine, args, look)
   local function split() return hybrid.place(engine, dry_run) end
   local plan = engine.plan
   if engine.lookups and not plan.tables_on_host then
-    plan.tables_on_host = embed.settle(engine, dry_run, split)
+    plan.tables_on_host = embed.choose(engine, dry_run, split)
   end
   local id
   if engine.device ~= engine.host and not plan.adam_split then

@@ -125,7 +125,7 @@ end
 ---@param group ps.Group of all ranks
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
-function replicas.cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
+function replicas.compare_cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every so many steps --------------------------------------------------------------------------------------------
 --- What settings() has, in words.

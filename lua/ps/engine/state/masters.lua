@@ -24,7 +24,7 @@ local masters = {}
 local Masters = {}
 Masters.__index = Masters
 
-local function settle(held, param)
+local function copy_to_place(held, param)
   if not held.rounds then return end
   local place = held.place
   if place == nil then place = param end
@@ -62,7 +62,8 @@ function masters.new(built)
     if row.master == nil then
       elsewhere(row)
     elseif rounds or row.place ~= nil then
-      local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds, settle = settle,
+      local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds,
+        loaded = copy_to_place,
         seen = C.ps_tensor_version(row.param) }
       self.held[row.param] = held
       self.rows[#self.rows + 1] = { param = row.param, held = held }

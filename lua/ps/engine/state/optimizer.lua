@@ -219,7 +219,7 @@ end
 ---@param model? any as ps.optim's optimizers take it; this one knows its model
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   self.engine:check_open()
-  self.engine:settle()
+  self.engine:end_step()
   state.load(self, saved)
   self:loaded()
   unused.begin(self.engine)

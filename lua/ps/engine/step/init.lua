@@ -18,7 +18,8 @@ return {
   new = actions.new, begin = actions.begin, dry_run = dry.run,
   fields = state.fields, engines = state.engines,
   -- Questions about a step.
-  count = state.count, cut = state.cut, is_open = state.is_open, evaluates = state.evaluates, acts = state.acts,
+  count = state.count, batch_text = state.batch_text, is_open = state.is_open, evaluates = state.evaluates,
+  acts = state.acts,
   trace = state.trace, factors = state.factors, weight_factor = state.weight_factor,
   gradients_gone = overlap.gradients_gone, GONE = overlap.GONE,
   -- Calls of a script.

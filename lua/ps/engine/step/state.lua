@@ -102,10 +102,10 @@ function state.count(engine)
   return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
 end
 
---- A text for the cut of the next step into micro-batches. Steps with the same text share a plan.
+--- A text for how the next step divides its batch into micro-batches. Steps with the same text share a plan.
 ---@param engine ps.Engine
 ---@return string
-function state.cut(engine)
+function state.batch_text(engine)
   local loop = states[engine].loop
   return ("%d %s"):format(state.count(engine), loop and loop.rows or "")
 end

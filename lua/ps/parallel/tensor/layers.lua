@@ -141,7 +141,7 @@ local function take(self, whole, key, cut, call)
   end
   cut.index, cut.count, cut.full_shape = self.region.rank, self.region.size, t:shape()
   local desc = shard.new(cut, call .. ": " .. key)
-  self:param(key, shard.cut(desc, t))
+  self:param(key, shard.of_whole(desc, t))
   shard.set(self[key], desc)
 end
 
