@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor of pipelines, with threads as ranks and a wire in memory: every schedule gives the gradients of the
+ * The executor of pipelines, with threads as ranks and a channel in memory: every schedule gives the gradients of the
  * uncut model bit for bit, and by the virtual clock the simulator's course; a message that is late or another one. Each
  * rank has an engine and a step; the executor performs backwards, weight gradients and reductions by itself. */
 #include <pthread.h>
@@ -9,7 +9,7 @@
 
 enum { RANKS = 8, N = 32, MICROS = 16, VSTAGES = 16, MESSAGES = 256, ROW = 4096 };
 
-/* -- a wire in memory ---------------------------------------------------------------------------------------------- */
+/* -- a channel in memory ------------------------------------------------------------------------------------------- */
 typedef struct message {
     pipe_tag tag;
     pipe_note note;
@@ -31,15 +31,15 @@ typedef struct office {
 } office;
 static office o;
 
-typedef struct wire { pipe_wire base; int rank; } wire;
+typedef struct channel { pipe_channel base; int rank; } channel;
 typedef struct request { bool sends; int peer, lane, turn; pipe_tag tag; ps_tensor *t; } request;
 
 static int failed_now(void) { return ps_fail(PS_EIO, "another rank failed: %s", o.why); }
 
-static int box_send(pipe_wire *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
+static int box_send(pipe_channel *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
                     void **out)
 {
-    int rank = ((wire *)w)->rank, rc = 0;
+    int rank = ((channel *)w)->rank, rc = 0;
     pthread_mutex_lock(&o.lock);
     message **box = &o.sent[rank][peer][lane];
     int turn = o.n_sent[rank][peer][lane]++;
@@ -56,21 +56,21 @@ static int box_send(pipe_wire *w, int peer, int lane, const pipe_tag *tag, const
     return rc;
 }
 
-static int box_recv(pipe_wire *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out)
+static int box_recv(pipe_channel *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out)
 {
     request *r = calloc(1, sizeof *r);
     pthread_mutex_lock(&o.lock);
     *r = (request){ .peer = peer, .lane = lane, .tag = *tag, .t = t,
-                    .turn = o.n_posted[peer][((wire *)w)->rank][lane]++ };
+                    .turn = o.n_posted[peer][((channel *)w)->rank][lane]++ };
     pthread_mutex_unlock(&o.lock);
     *out = r;
     return 0;
 }
 
-static int box_wait(pipe_wire *w, void *waits, pipe_note *note)
+static int box_wait(pipe_channel *w, void *waits, pipe_note *note)
 {
     request r = *(request *)waits;
-    int rank = ((wire *)w)->rank, rc = 0;
+    int rank = ((channel *)w)->rank, rc = 0;
     message m = { .numel = -1 };
     free(waits);
     if (r.sends) return 0;
@@ -89,14 +89,14 @@ static int box_wait(pipe_wire *w, void *waits, pipe_note *note)
     return r.t ? ps_tensor_write_f64(r.t, 0, m.numel, m.values) : 0;
 }
 
-static bool box_test(pipe_wire *w, void *waits) { return ((request *)waits)->sends; }
-static void box_at(pipe_wire *w, const pipe_tag *tag)
+static bool box_test(pipe_channel *w, void *waits) { return ((request *)waits)->sends; }
+static void box_at(pipe_channel *w, const pipe_tag *tag)
 {
-    int rank = ((wire *)w)->rank;
+    int rank = ((channel *)w)->rank;
     if (tag && CHECK(o.n_came[rank] < ROW)) o.came[rank][o.n_came[rank]++] = *tag;
 }
 
-static void box_abort(pipe_wire *w, const char *why)
+static void box_abort(pipe_channel *w, const char *why)
 {
     pthread_mutex_lock(&o.lock);
     if (!o.failed) snprintf(o.why, sizeof o.why, "%s", why);
@@ -104,8 +104,8 @@ static void box_abort(pipe_wire *w, const char *why)
     pthread_cond_broadcast(&o.moved);
     pthread_mutex_unlock(&o.lock);
 }
-static void box_close(pipe_wire *w) { free(w); }
-static const pipe_wire_table box = { .send = box_send, .recv = box_recv, .wait = box_wait, .test = box_test,
+static void box_close(pipe_channel *w) { free(w); }
+static const pipe_channel_table box = { .send = box_send, .recv = box_recv, .wait = box_wait, .test = box_test,
                                      .at = box_at, .abort = box_abort, .close = box_close };
 
 static void open_office(int ranks)
@@ -362,13 +362,13 @@ static void *run_rank(void *arg)
     ps_pipe *x = NULL;
     ps_step *step = NULL;
     ps_tensor *w[VSTAGES] = { NULL };
-    wire *mine = calloc(1, sizeof *mine);
+    channel *mine = calloc(1, sizeof *mine);
     pthread_mutex_lock(&contexts);
     int rc = ps_ctx_new(&ctx);
     if (rc == 0 && !r->t->spec.forward_only) rc = step_open(ctx, &step);
     pthread_mutex_unlock(&contexts);
     if (!OK(rc)) return NULL;
-    *mine = (wire){ { &box }, r->number };
+    *mine = (channel){ { &box }, r->number };
     const ps_pipe_spec *as = &r->t->spec;
     ps_pipe_table *own = r->text ? read_table(r->text) : make(as->schedule, as->stages, as->virtual_stages,
                                                               as->micro_batches, as->forward_only);
@@ -583,8 +583,8 @@ static void test_misuse(void)
     ps_pipe_rank_times times;
     const ps_pipe_span *spans_;
     if (!OK(ps_ctx_new(&ctx)) || !OK(ps_pipe_table_new(&spec, &t))) return;
-    wire *mine = calloc(1, sizeof *mine);
-    *mine = (wire){ { &box }, 0 };
+    channel *mine = calloc(1, sizeof *mine);
+    *mine = (channel){ { &box }, 0 };
     FAILS(pipe_open(ctx, t, 0, &mine->base, &x), PS_ESTATE, "no transfers");
     OK(ps_pipe_table_lower(t));
     FAILS(pipe_open(ctx, t, 1, &mine->base, &x), PS_EINVAL, "rank 1");
@@ -640,9 +640,9 @@ static void test_context_ends(void)
     ps_pipe_event e;
     ps_pipe_table *t = make(PS_PIPE_1F1B, 2, 1, 3, 0);
     ps_pipe_tensor carry = { .dtype = PS_F32, .ndim = 1, .grad = 1, .shape = { N } };
-    wire *mine = calloc(1, sizeof *mine);
+    channel *mine = calloc(1, sizeof *mine);
     open_office(2);
-    *mine = (wire){ { &box }, 0 };
+    *mine = (channel){ { &box }, 0 };
     if (!OK(ps_ctx_new(&ctx)) || !OK(pipe_open(ctx, t, 0, &mine->base, &x))) return;
     for (int i = 0; i < 3; i++) OK(ps_pipe_expect(x, 0, i, 1, &carry));
     ps_step *step = NULL;
@@ -706,9 +706,9 @@ static void test_without_memory(int schedule, int V)
         ps_pipe *x = NULL;
         ps_step *step = NULL;
         ps_tensor *w[MOST], *batch[M];
-        wire *mine = calloc(1, sizeof *mine);
+        channel *mine = calloc(1, sizeof *mine);
         open_office(1);
-        *mine = (wire){ { &box }, 0 };
+        *mine = (channel){ { &box }, 0 };
         if (!OK(ps_ctx_new(&ctx)) || !OK(step_open(ctx, &step))) return;
         for (int v = 0; v < V; v++) w[v] = weight(ctx, v);
         for (int i = 0; i < M; i++) batch[i] = drawn(ctx, 1000 + i);

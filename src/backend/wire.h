@@ -44,7 +44,7 @@ typedef struct ps_wire_table {
     int (*copy)(ps_wire *w, void *to, const void *from, int64_t nbytes);
     /* Whether the last exchange of a lane, or (PS_WIRE_LOCAL) the last sum or copy has ended: 1, 0, or an error. */
     int (*ended)(ps_wire *w, int lane);
-    /* Moments in the device's work, for order where no thread waits. One that was never set is over. */
+    /* Points in the device's work, for order where no thread waits. One that was never set is over. */
     int (*event_new)(struct ps_backend *be, ps_wire_event **out);
     void (*event_free)(ps_wire_event *e);
     /* By the thread that runs kernels: sets the event behind all that the device was given to do; has all that the

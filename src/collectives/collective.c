@@ -116,8 +116,8 @@ int group_agree_bytes(ps_group *g, int op, place at, int dtype, int64_t nbytes, 
 int group_moved(ps_group *g, int op, place at, int rc)
 {
     char call[GROUP_CALL_NBYTES];
-    int moment = rc == 0 ? group_hand_over(g, at, op, g->seq - 1) : rc;
-    rc = moment < 0 ? moment : group_catch_up(g, at, moment);
+    int point = rc == 0 ? group_hand_over(g, at, op, g->seq - 1) : rc;
+    rc = point < 0 ? point : group_catch_up(g, at, point);
     if (rc == 0 && group_call_is_timed(op)) rc = group_settle(g, at);
     group_done(g);
     group_call_end(g, &g->recorded);

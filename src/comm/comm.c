@@ -397,10 +397,10 @@ int group_hand_over(ps_group *g, place at, int op, uint64_t call)
     return comm->table->hand_over ? comm->table->hand_over(comm, op_names[op], call) : 0;
 }
 
-int group_catch_up(ps_group *g, place at, int moment)
+int group_catch_up(ps_group *g, place at, int point)
 {
     ps_comm *comm = g->at[at].comm;
-    return comm->table->catch_up ? comm->table->catch_up(comm, moment) : 0;
+    return comm->table->catch_up ? comm->table->catch_up(comm, point) : 0;
 }
 
 int group_mark(ps_group *g, place at)

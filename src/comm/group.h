@@ -125,7 +125,7 @@ int group_settle(ps_group *g, place at);   /* waits until all exchanges and sums
 /* hand_over and catch_up of ps_comm_table, for a call of OP_*. In host memory a call's bytes have arrived when its
  * exchange ends, so nothing is left to do. */
 int group_hand_over(ps_group *g, place at, int op, uint64_t call);
-int group_catch_up(ps_group *g, place at, int moment);
+int group_catch_up(ps_group *g, place at, int point);
 /* Sums n elements of the ranks' addends, g->addends [size], in rank order; `to` may be one of them. */
 int group_add_up(ps_group *g, place at, int reduce, int dtype, int64_t n, char *to);
 /* Allocates the memory for addends. part_nbytes: size of the largest part. reduce: PS_REDUCE_*. *piece_nbytes: bytes of

@@ -17,7 +17,7 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark, moment;       /* moment: after its bytes; -1: it failed */
+    int op, dtype, stripe, failed, rc, mark, point;        /* point: after its bytes; -1: it failed */
     uint64_t check;
     bool done;
     ps_comm_part *parts;                   /* [size], after the struct */
@@ -59,7 +59,7 @@ static int carry_out(ps_group *g, ps_job *job)
     if (rc == 0 && job->op != OP_CHUNK_GATHER) rc = group_reduce(g, job->at, PS_REDUCE_SUM, job->dtype,
                                                                    job->parts, piece, NULL);
     if (rc == 0 && job->op != OP_CHUNK_REDUCE) rc = group_gather(g, job->at, job->parts);
-    if (rc == 0) rc = job->moment = group_hand_over(g, job->at, job->op, mine.seq);
+    if (rc == 0) rc = job->point = group_hand_over(g, job->at, job->op, mine.seq);
     if (rc > 0) rc = 0;
     if (rc == 0 && group_call_is_timed(job->op)) rc = group_settle(g, job->at);
     group_done(g);
@@ -149,7 +149,7 @@ int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64
     PS_TRY(jobs_open(g));
     ps_job *job = job_take(g);
     if (!job) return ps_fail_nomem(sizeof *job);
-    job->op = op, job->at = at, job->mark = mark, job->moment = -1;
+    job->op = op, job->at = at, job->mark = mark, job->point = -1;
     job->dtype = dtype, job->stripe = stripe, job->check = check;
     job->failed = failed;
     memcpy(job->parts, parts, sizeof *parts * (size_t)g->comm->size);
@@ -173,7 +173,7 @@ int group_job_wait(ps_group *g, ps_job *job)
     while (!job->done) pthread_cond_wait(&q->fewer, &q->lock);
     pthread_mutex_unlock(&q->lock);
     ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_COLLECTIVE, .begin_ns = began, .id = -1 });
-    int rc = g->comm->pretends ? 0 : group_catch_up(g, job->at, job->moment);
+    int rc = g->comm->pretends ? 0 : group_catch_up(g, job->at, job->point);
     if (job->rc < 0) {
         rc = ps_fail(job->rc, "%s", job->text);
         ps_error_set_detail(&job->detail);

@@ -24,7 +24,7 @@ typedef struct slot {
     ps_tensor *root;                /* held: the walk of the last virtual stage begins from it; NULL: from the loss */
     bool bounded;                   /* `in` is a boundary */
     bool sent;                      /* `out` was sent to another rank: the slot no longer holds it, so it keeps its
-                                     * bytes only while the wire or the tape holds them */
+                                     * bytes only while the channel or the tape holds them */
 } slot;
 
 /* The tensors that a virtual stage passes to the next one in a micro-batch. */
@@ -42,8 +42,8 @@ struct ps_pipe {
     ps_guest guest;
     ps_ctx *ctx;
     const ps_pipe_table *t;
-    pipe_wire *wire;
-    int rank, host;                 /* host: the device for messages whose own device the wire cannot send from */
+    pipe_channel *channel;
+    int rank, host;                 /* host: the device for messages whose own device the channel cannot send from */
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
@@ -90,19 +90,19 @@ static expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t micro)
 
 /* -- dry rows ------------------------------------------------------------------------------------------------------ */
 /* Parts of a micro-batch's way through a virtual stage (tensor/replay.h). */
-enum { PART_POST_F, PART_RECV_F, PART_FORWARD, PART_SEND_F, PART_POST_B, PART_RECV_B, PART_BACKWARD, PART_SEND_B,
-       PART_WEIGHT, PARTS };
+enum { SPAN_POST_F, SPAN_RECV_F, SPAN_FORWARD, SPAN_SEND_F, SPAN_POST_B, SPAN_RECV_B, SPAN_BACKWARD, SPAN_SEND_B,
+       SPAN_WEIGHT, SPANS };
 
 static int part_of(int kind)
 {
     switch (kind) {
-    case PS_ACT_RECV_F: return PART_RECV_F;
-    case PS_ACT_FORWARD: return PART_FORWARD;
-    case PS_ACT_SEND_F: return PART_SEND_F;
-    case PS_ACT_RECV_B: return PART_RECV_B;
-    case PS_ACT_SEND_B: return PART_SEND_B;
-    case PS_ACT_WEIGHT: return PART_WEIGHT;
-    default: return PART_BACKWARD;
+    case PS_ACT_RECV_F: return SPAN_RECV_F;
+    case PS_ACT_FORWARD: return SPAN_FORWARD;
+    case PS_ACT_SEND_F: return SPAN_SEND_F;
+    case PS_ACT_RECV_B: return SPAN_RECV_B;
+    case PS_ACT_SEND_B: return SPAN_SEND_B;
+    case PS_ACT_WEIGHT: return SPAN_WEIGHT;
+    default: return SPAN_BACKWARD;
     }
 }
 
@@ -115,14 +115,14 @@ static bool is_again(const ps_pipe *x, const ps_action *a)
            a->kind != PS_ACT_REDUCE;
 }
 
-static int32_t number_of(const ps_pipe *x, const ps_action *a, int part)
+static int32_t number_of(const ps_pipe *x, const ps_action *a, int span)
 {
-    return x->t->local_of[a->vstage] * PARTS + part;
+    return x->t->local_of[a->vstage] * SPANS + span;
 }
 
-static void enter(ps_pipe *x, const ps_action *a, int part)
+static void enter(ps_pipe *x, const ps_action *a, int span)
 {
-    if (noting(x)) ps_replay_enter(x->ctx, number_of(x, a, part), a->micro);
+    if (noting(x)) ps_replay_enter(x->ctx, number_of(x, a, span), a->micro);
 }
 
 static int leave(ps_pipe *x)
@@ -132,9 +132,9 @@ static int leave(ps_pipe *x)
     return rc;
 }
 
-static int again(ps_pipe *x, const ps_action *a, int part)
+static int again(ps_pipe *x, const ps_action *a, int span)
 {
-    int rc = ps_replay_part(x->ctx, number_of(x, a, part), a->micro);
+    int rc = ps_replay_span(x->ctx, number_of(x, a, span), a->micro);
     if (rc < 0) x->differed = ps_replay_differs(x->ctx);
     return rc;
 }
@@ -216,8 +216,8 @@ static int find_host(const ps_ctx *ctx)
 static void end_messages(ps_pipe *x, const char *why)
 {
     ps_pipe_abort(x, why);
-    if (x->wire) x->wire->table->close(x->wire);
-    x->wire = NULL;
+    if (x->channel) x->channel->table->close(x->channel);
+    x->channel = NULL;
 }
 
 static void context_ends(ps_guest *g) { end_messages((ps_pipe *)g, "the context was closed in the middle of a step"); }
@@ -246,7 +246,7 @@ void ps_pipe_close(ps_pipe *x)
     ps_free(x);
 }
 
-int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps_pipe **out)
+int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *channel, ps_pipe **out)
 {
     if (!t->lowered) return ps_fail(PS_ESTATE, "the table has no transfers yet (ps_pipe_table_lower)");
     if (rank < 0 || rank >= t->spec.stages)
@@ -276,7 +276,7 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_wire *wire, ps
         ps_pipe_close(x);
         return ps_fail_nomem(nbytes);
     }
-    x->wire = wire;
+    x->channel = channel;
     x->guest.close = context_ends;
     ps_guest_come(ctx, &x->guest);
     *out = x;
@@ -346,13 +346,13 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* The tensors of a transfer, as numbers in `parts`: on the way up all that one virtual stage gives to the next, on the
- * way down those that get gradients back. */
-static int32_t parts_of(const ps_pipe *x, const ps_action *a, int32_t parts[PS_PIPE_CARRY], const expected **of)
+/* The tensors of a transfer, as numbers in `carried`: on the way up all that one virtual stage gives to the next, on
+ * the way down those that get gradients back. */
+static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
     *of = expected_of(x, giver, a->micro);
-    for (int32_t i = 0; i < (*of)->n; i++) if (goes_up(a) || (*of)->carry[i].grad) parts[n++] = i;
+    for (int32_t i = 0; i < (*of)->n; i++) if (goes_up(a) || (*of)->carry[i].grad) carried[n++] = i;
     return n;
 }
 
@@ -376,16 +376,16 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
 /* The device on which a message with a tensor of `device` comes and goes. */
 static int meeting_place(const ps_pipe *x, int device)
 {
-    const pipe_wire_table *w = x->wire->table;
-    return w->carries && w->carries(x->wire, device) ? device : x->host;
+    const pipe_channel_table *w = x->channel->table;
+    return w->carries && w->carries(x->channel, device) ? device : x->host;
 }
 
 /* Whether messages between devices have failed; all: waits until they have arrived. */
 static int settle(ps_pipe *x, bool all)
 {
-    if (x->dry || !x->wire->table->settle) return 0;
+    if (x->dry || !x->channel->table->settle) return 0;
     int64_t began = ps_record_begin();
-    int rc = x->wire->table->settle(x->wire, all);
+    int rc = x->channel->table->settle(x->channel, all);
     if (all) ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_MESSAGE, .begin_ns = began,
                                               .id = -1 });
     return rc;
@@ -406,7 +406,7 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }
-    if (rc == 0 && !x->dry) rc = x->wire->table->recv(x->wire, peer, lane, tag, in.t, &in.request);
+    if (rc == 0 && !x->dry) rc = x->channel->table->recv(x->channel, peer, lane, tag, in.t, &in.request);
     if (rc < 0) return let_one_go(in.t), rc;
     x->posted[x->n_posted++] = in;
     return 0;
@@ -414,13 +414,13 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
 
 static int post_action(ps_pipe *x, const ps_action *a)
 {
-    int32_t parts[PS_PIPE_CARRY];
+    int32_t carried[PS_PIPE_CARRY];
     const expected *of;
-    int32_t n = parts_of(x, a, parts, &of);
+    int32_t n = carried_of(x, a, carried, &of);
     int peer = x->t->rank_of[other_end(a)], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN;
     for (int32_t i = 0; i < (n ? n : 1); i++) {
-        pipe_tag tag = tag_of(a, n ? parts[i] : -1);
-        PS_TRY(post(x, peer, lane, &tag, n ? &of->carry[parts[i]] : NULL));
+        pipe_tag tag = tag_of(a, n ? carried[i] : -1);
+        PS_TRY(post(x, peer, lane, &tag, n ? &of->carry[carried[i]] : NULL));
     }
     return 0;
 }
@@ -431,12 +431,12 @@ static int post_before(ps_pipe *x, int32_t end)
     for (; x->ahead < end; x->ahead++) {
         const ps_action *a = &row_of(x)->actions[x->ahead];
         if (!is_receive(a)) continue;
-        int part = a->kind == PS_ACT_RECV_F ? PART_POST_F : PART_POST_B;
+        int span = a->kind == PS_ACT_RECV_F ? SPAN_POST_F : SPAN_POST_B;
         if (is_again(x, a)) {
-            PS_TRY(again(x, a, part));
+            PS_TRY(again(x, a, span));
             continue;
         }
-        enter(x, a, part);
+        enter(x, a, span);
         PS_TRY(post_action(x, a));
         PS_TRY(leave(x));
     }
@@ -455,7 +455,7 @@ static int32_t next_work(const ps_pipe *x)
 static int wait_for(ps_pipe *x, void *request, pipe_note *note)
 {
     int64_t began = ps_record_begin();
-    int rc = x->wire->table->wait(x->wire, request, note);
+    int rc = x->channel->table->wait(x->channel, request, note);
     ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_MESSAGE, .begin_ns = began, .id = -1 });
     return rc;
 }
@@ -480,47 +480,48 @@ static int take_one(ps_pipe *x, int device, bundle *to)
 
 static int receive(ps_pipe *x, const ps_action *a)
 {
-    int32_t parts[PS_PIPE_CARRY];
+    int32_t carried[PS_PIPE_CARRY];
     const expected *of;
-    int32_t n = parts_of(x, a, parts, &of);
+    int32_t n = carried_of(x, a, carried, &of);
     slot *s = slot_of(x, a->vstage, a->micro);
     PS_TRY(post_before(x, x->cursor + 1));
     if (is_again(x, a)) return again(x, a, part_of(a->kind));
     enter(x, a, part_of(a->kind));
     for (int32_t i = 0; i < (n ? n : 1); i++)
-        PS_TRY(take_one(x, n ? of->carry[parts[i]].device : x->host, a->kind == PS_ACT_RECV_F ? &s->in : &s->out_grad));
+        PS_TRY(take_one(x, n ? of->carry[carried[i]].device : x->host,
+                        a->kind == PS_ACT_RECV_F ? &s->in : &s->out_grad));
     return leave(x);
 }
 
 /* Begins a send. Earlier sends that have gone are waited for here, the others at the end of the step at the latest. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
-    const pipe_wire_table *w = x->wire->table;
+    const pipe_channel_table *w = x->channel->table;
     int32_t n = 0;
     int rc = 0;
     for (int32_t i = 0; i < x->n_sends; i++) {
-        if (rc < 0 || !w->test(x->wire, x->sends[i])) x->sends[n++] = x->sends[i];
+        if (rc < 0 || !w->test(x->channel, x->sends[i])) x->sends[n++] = x->sends[i];
         else rc = wait_for(x, x->sends[i], NULL);
     }
     x->n_sends = n;
     PS_TRY(rc);
     PS_TRY(ps_grow(x->sends, x->sends_capacity, n + 1));
-    PS_TRY(w->send(x->wire, peer, lane, tag, note, t, &x->sends[n]));
+    PS_TRY(w->send(x->channel, peer, lane, tag, note, t, &x->sends[n]));
     x->n_sends++;
     return 0;
 }
 
 static int send(ps_pipe *x, const ps_action *a)
 {
-    int32_t parts[PS_PIPE_CARRY], to = other_end(a);
+    int32_t carried[PS_PIPE_CARRY], to = other_end(a);
     const expected *of;
-    int32_t n = parts_of(x, a, parts, &of);
+    int32_t n = carried_of(x, a, carried, &of);
     int peer = x->t->rank_of[to], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN, rc = 0;
     slot *s = slot_of(x, a->vstage, a->micro);
     bundle *from = goes_up(a) ? &s->out : &s->in_grad;
     pipe_note note = { .when = arrival(x, goes_up(a) ? PIPE_UP : PIPE_DOWN, a->vstage, to) };
     for (int32_t i = 0; rc == 0 && !x->dry && i < (n ? n : 1); i++) {
-        pipe_tag tag = tag_of(a, n ? parts[i] : -1);
+        pipe_tag tag = tag_of(a, n ? carried[i] : -1);
         ps_tensor *t = n ? from->t[i] : NULL, *moved = NULL;
         int place = t ? meeting_place(x, t->device_) : x->host;
         if (t && t->device_ != place) rc = to_device(x->ctx, t, place, &moved);
@@ -530,7 +531,7 @@ static int send(ps_pipe *x, const ps_action *a)
     PS_TRY(rc);
     if (is_again(x, a)) return again(x, a, part_of(a->kind));
     enter(x, a, part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* the wire holds what it sends until it has gone */
+    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds what it sends until it has gone */
     else let_go(from);
     return leave(x);
 }
@@ -552,7 +553,7 @@ static int post_losses(ps_pipe *x)
         const ps_action *a = &row->actions[at];
         if (a->kind != PS_ACT_FORWARD || a->vstage != x->t->spec.vstages - 1) continue;
         pipe_tag tag = loss_tag(x, a->micro);
-        PS_TRY(x->wire->table->recv(x->wire, loser(x), PIPE_LANE_LOSS, &tag, NULL, &x->loss_requests[a->micro]));
+        PS_TRY(x->channel->table->recv(x->channel, loser(x), PIPE_LANE_LOSS, &tag, NULL, &x->loss_requests[a->micro]));
     }
     return 0;
 }
@@ -611,7 +612,7 @@ int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
     memset(x->losses, 0, (size_t)x->t->spec.micro_batches * sizeof *x->losses);
     for (int32_t i = 0; i < x->t->spec.micro_batches; i++) x->loss_weights[i] = -1;
     memset(x->weights, 0, (size_t)x->t->spec.micro_batches * sizeof *x->weights);
-    int rc = noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * PARTS, x->first_again,
+    int rc = noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * SPANS, x->first_again,
                                          x->end_again) : 0;
     if (rc == 0) rc = post_losses(x);
     x->broken = rc < 0;
@@ -682,7 +683,7 @@ static int bound(ps_pipe *x, const ps_action *a)
 static void tell(ps_pipe *x, const ps_action *a)
 {
     pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
-    if (!x->dry) x->wire->table->at(x->wire, &tag);
+    if (!x->dry) x->channel->table->at(x->channel, &tag);
 }
 
 /* Hands an event of this kind out, with the virtual stage and micro-batch of the action that is due. */
@@ -721,7 +722,7 @@ static int finish(ps_pipe *x, ps_pipe_event *out)
     while (x->n_sends > 0) PS_TRY(wait_for(x, x->sends[--x->n_sends], NULL));
     PS_TRY(settle(x, true));                                 /* an update must not use what did not come */
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
-    if (!x->dry) x->wire->table->at(x->wire, NULL);
+    if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
     x->step = NULL;
     *out = (ps_pipe_event){ .kind = PS_ACT_NONE };
@@ -996,16 +997,16 @@ void ps_pipe_abort(ps_pipe *x, const char *why)
 {
     if (!x->open) return;
     if (x->stopped) ps_backward_end(x->ctx);
-    const pipe_wire_table *w = x->wire->table;
-    if (why && !x->dry) w->abort(x->wire, why);
-    for (; x->n_sends > 0; x->n_sends--) w->wait(x->wire, x->sends[x->n_sends - 1], NULL);
+    const pipe_channel_table *w = x->channel->table;
+    if (why && !x->dry) w->abort(x->channel, why);
+    for (; x->n_sends > 0; x->n_sends--) w->wait(x->channel, x->sends[x->n_sends - 1], NULL);
     for (; x->first_posted < x->n_posted; x->first_posted++) {
-        if (!x->dry) w->wait(x->wire, x->posted[x->first_posted].request, NULL);
+        if (!x->dry) w->wait(x->channel, x->posted[x->first_posted].request, NULL);
         let_one_go(x->posted[x->first_posted].t);
     }
     x->first_posted = x->n_posted = 0;
     for (int32_t i = 0; i < x->t->spec.micro_batches; i++) {
-        if (x->loss_requests[i]) w->wait(x->wire, x->loss_requests[i], NULL);
+        if (x->loss_requests[i]) w->wait(x->channel, x->loss_requests[i], NULL);
         x->loss_requests[i] = NULL;
     }
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Internal header of the executor (exec.c): the wire that carries its messages. Messages of one lane from one rank to
- * another arrive in order. A send never blocks, and holds its tensor until the wait for the send. A receive checks the
- * tag, type and shape of the message before it receives the bytes. */
+ * Internal header of the executor (exec.c): the channel that carries its messages. Messages of one lane from one rank
+ * to another arrive in order. A send never blocks, and holds its tensor until the wait for the send. A receive checks
+ * the tag, type and shape of the message before it receives the bytes. */
 #ifndef PS_PIPE_EXEC_H
 #define PS_PIPE_EXEC_H
 #include "pipe/pipe.h"
@@ -23,24 +23,25 @@ typedef struct pipe_note {
     double weight;                          /* of the loss; -1: unknown */
 } pipe_note;
 
-typedef struct pipe_wire pipe_wire;
-typedef struct pipe_wire_table {
-    int (*send)(pipe_wire *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t, void **out);
-    int (*recv)(pipe_wire *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out);
-    int (*wait)(pipe_wire *w, void *request, pipe_note *note);      /* frees the request, also on failure */
-    bool (*test)(pipe_wire *w, void *request);                      /* whether a wait would return at once */
+typedef struct pipe_channel pipe_channel;
+typedef struct pipe_channel_table {
+    int (*send)(pipe_channel *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
+                void **out);
+    int (*recv)(pipe_channel *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out);
+    int (*wait)(pipe_channel *w, void *request, pipe_note *note);      /* frees the request, also on failure */
+    bool (*test)(pipe_channel *w, void *request);                      /* whether a wait would return at once */
     /* carries (NULL: no device): whether tensors on this device are sent and received directly; else through host
      * memory. Bytes received on such a device may still be in transit after the wait, ordered before work that is
      * queued on the device later. settle: waits for these bytes (`all`), or only reports whether they have failed. */
-    bool (*carries)(pipe_wire *w, int device);
-    int (*settle)(pipe_wire *w, bool all);
-    void (*at)(pipe_wire *w, const pipe_tag *tag);                  /* sets this rank's present action; NULL: none */
-    void (*abort)(pipe_wire *w, const char *why);
-    void (*close)(pipe_wire *w);
-} pipe_wire_table;
-struct pipe_wire { const pipe_wire_table *table; };
+    bool (*carries)(pipe_channel *w, int device);
+    int (*settle)(pipe_channel *w, bool all);
+    void (*at)(pipe_channel *w, const pipe_tag *tag);                  /* sets this rank's present action; NULL: none */
+    void (*abort)(pipe_channel *w, const char *why);
+    void (*close)(pipe_channel *w);
+} pipe_channel_table;
+struct pipe_channel { const pipe_channel_table *table; };
 
 /* Makes the executor of a rank's row. The table must be lowered; the executor adds a reference to it, so its maker may
- * free it. The executor owns the wire from now on, unless this fails. */
-int pipe_open(ps_ctx *ctx, const ps_pipe_table *table, int rank, pipe_wire *wire, ps_pipe **out);
+ * free it. The executor owns the channel from now on, unless this fails. */
+int pipe_open(ps_ctx *ctx, const ps_pipe_table *table, int rank, pipe_channel *channel, ps_pipe **out);
 #endif

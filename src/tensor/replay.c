@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parts of micro-batches, noted and done again (replay.h). NOTED micro-batches must have done alike: then the actions
+ * Spans of micro-batches, noted and done again (replay.h). NOTED micro-batches must have done alike: then the actions
  * of those between the first and the last do not depend on their number. */
 #include "tensor/replay.h"
 #include <stdlib.h>
@@ -12,17 +12,17 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t part, at;             /* of GONE: the storage, number `at` of those that `part` of the micro-batch made */
+    int32_t span, at;             /* of GONE: the storage, number `at` of those that `span` of the micro-batch made */
     int64_t access;               /* of PIN */
     int64_t nbytes;               /* of MADE and TAKE */
     ps_storage *storage;          /* of PIN and UNPIN: one that outlives the step, as those in chunks do */
 } effect;
 _Static_assert(sizeof(effect) == 40, "no holes: effects are compared byte by byte");
 
-typedef struct place { int32_t part, at; } place;
+typedef struct place { int32_t span, at; } place;
 typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage NULL: it went */
 
-/* What a part did. */
+/* What a span did. */
 typedef struct noted {
     effect *effects;
     int32_t n, capacity, n_made;
@@ -33,12 +33,12 @@ typedef struct noted {
 } noted;
 
 typedef struct notes {            /* of a micro-batch */
-    noted *parts;                 /* [n_parts] */
+    noted *spans;                 /* [n_spans] */
     made *made;                   /* [n_made] */
     int32_t n_made, capacity;
 } notes;
 
-/* Storages of a part that was done again, without headers. */
+/* Storages of a span that was done again, without headers. */
 typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
@@ -48,35 +48,35 @@ enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* those behind the first micr
 
 struct ps_replay {
     ps_ctx *ctx;
-    int32_t n_parts, n_micros, first, end;
+    int32_t n_spans, n_micros, first, end;
     notes notes[NOTED];           /* of micro-batches first - NOTED to first - 1 */
-    int32_t part, micro;          /* under way; part -1: none */
+    int32_t span, micro;          /* under way; span -1: none */
     int32_t n_calls;              /* of ctx->dry.calls, when it began */
     bool differs;
-    twins *twins;                 /* [n_micros x n_parts] */
+    twins *twins;                 /* [n_micros x n_spans] */
     waiting *waiting;             /* [n_waiting] */
     int32_t n_waiting, waiting_capacity;
     int64_t number, began;        /* of the next storage, and of the first one of this run */
-    taken *scratch;               /* [n_scratch] while a part is done again */
+    taken *scratch;               /* [n_scratch] while a span is done again */
     int32_t n_scratch, scratch_capacity;
 };
 
-static twins *twins_of(const ps_replay *r, int32_t micro, int32_t part)
+static twins *twins_of(const ps_replay *r, int32_t micro, int32_t span)
 {
-    return &r->twins[(int64_t)micro * r->n_parts + part];
+    return &r->twins[(int64_t)micro * r->n_spans + span];
 }
 
 /* -- life ---------------------------------------------------------------------------------------------------------- */
-static void notes_drop(notes *of, int32_t n_parts)
+static void notes_drop(notes *of, int32_t n_spans)
 {
-    for (int32_t i = 0; of->parts && i < n_parts; i++) {
-        ps_free(of->parts[i].effects);
-        ps_free(of->parts[i].ended);
-        ps_free(of->parts[i].calls.list);
+    for (int32_t i = 0; of->spans && i < n_spans; i++) {
+        ps_free(of->spans[i].effects);
+        ps_free(of->spans[i].ended);
+        ps_free(of->spans[i].calls.list);
     }
-    ps_free(of->parts);
+    ps_free(of->spans);
     ps_free(of->made);
-    *of = (notes){ .parts = NULL };
+    *of = (notes){ .spans = NULL };
 }
 
 /* Frees what waits, the youngest first: the order must not be the collector's, since it decides where the next bytes
@@ -107,13 +107,13 @@ void ps_replay_end(ps_ctx *ctx)
     ctx->dry.replay = NULL;
     while (r->n_scratch > 0) give(r);
     free_waiting(r);
-    for (int64_t i = 0; r->twins && i < (int64_t)r->n_micros * r->n_parts; i++) {
+    for (int64_t i = 0; r->twins && i < (int64_t)r->n_micros * r->n_spans; i++) {
         for (int32_t k = 0; r->twins[i].list && k < r->twins[i].n; k++) ps_storage_free(&r->twins[i].list[k]);
         ps_free(r->twins[i].list);
     }
     ps_free(r->twins);
     r->twins = NULL;
-    for (int i = 0; i < NOTED; i++) notes_drop(&r->notes[i], r->n_parts);
+    for (int i = 0; i < NOTED; i++) notes_drop(&r->notes[i], r->n_spans);
 }
 
 void ps_replay_free(ps_replay *r)
@@ -124,24 +124,24 @@ void ps_replay_free(ps_replay *r)
     ps_free(r);
 }
 
-int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t parts, int32_t first, int32_t end)
+int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, int32_t end)
 {
     ps_replay_end(ctx);
     if (!ctx->dry.replay_kept && !(ctx->dry.replay_kept = ps_alloc0(sizeof *ctx->dry.replay_kept)))
         return ps_fail_nomem(sizeof *ctx->dry.replay_kept);
     ps_replay *r = ctx->dry.replay = ctx->dry.replay_kept;
     r->ctx = ctx;
-    r->n_parts = parts, r->n_micros = micros, r->first = first, r->end = end;
-    r->part = -1;
+    r->n_spans = spans, r->n_micros = micros, r->first = first, r->end = end;
+    r->span = -1;
     r->differs = false;
     r->began = r->number;
     if (first == end) return 0;
-    bool has = (r->twins = ps_alloc0((size_t)micros * (size_t)parts * sizeof *r->twins)) != NULL;
+    bool has = (r->twins = ps_alloc0((size_t)micros * (size_t)spans * sizeof *r->twins)) != NULL;
     for (int i = 0; has && i < NOTED; i++)
-        has = (r->notes[i].parts = ps_alloc0((size_t)parts * sizeof *r->notes[i].parts)) != NULL;
+        has = (r->notes[i].spans = ps_alloc0((size_t)spans * sizeof *r->notes[i].spans)) != NULL;
     if (has) return 0;
     ps_replay_end(ctx);
-    return ps_fail_nomem((size_t)micros * (size_t)parts * sizeof *r->twins);
+    return ps_fail_nomem((size_t)micros * (size_t)spans * sizeof *r->twins);
 }
 
 /* -- noting -------------------------------------------------------------------------------------------------------- */
@@ -154,8 +154,8 @@ static notes *notes_of(ps_replay *r, int32_t micro)
 
 static noted *noting(ps_replay *r)
 {
-    notes *of = r->part >= 0 ? notes_of(r, r->micro) : NULL;
-    return of ? &of->parts[r->part] : NULL;
+    notes *of = r->span >= 0 ? notes_of(r, r->micro) : NULL;
+    return of ? &of->spans[r->span] : NULL;
 }
 
 static void note(ps_replay *r, effect e)
@@ -187,7 +187,7 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
         return;
     }
     s->replay.noted = of->n_made * NOTED + (int32_t)(of - r->notes);
-    of->made[of->n_made++] = (made){ .storage = s, .at = { r->part, p->n_made++ } };
+    of->made[of->n_made++] = (made){ .storage = s, .at = { r->span, p->n_made++ } };
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
 
@@ -201,7 +201,7 @@ static void note_gone(ps_replay *r, const ps_storage *s, bool late)
     noted *p = noting(r);
     if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* within another micro-batch, or between them */
     else if (late) note_ended(r, p, m);
-    else note(r, (effect){ .kind = GONE, .part = m->at.part, .at = m->at.at });
+    else note(r, (effect){ .kind = GONE, .span = m->at.span, .at = m->at.at });
 }
 
 static void wait_for_collector(ps_replay *r, const ps_storage *s, int64_t number)
@@ -215,7 +215,7 @@ bool ps_replay_gone(ps_storage *s, bool released)
     ps_replay *r = s->replay.of;
     s->replay.of = NULL;
     if (!r->ctx->dry.replay || s->replay.number < r->began) return false;   /* made in an earlier dry run */
-    bool late = released && (s->replay.scripted || r->part < 0) && ps_storage_is_of(s, r->ctx->dry.mem) &&
+    bool late = released && (s->replay.scripted || r->span < 0) && ps_storage_is_of(s, r->ctx->dry.mem) &&
                 ps_try_grow(r->waiting, r->waiting_capacity, r->n_waiting + 1);
     if (s->replay.noted >= 0) note_gone(r, s, late);
     if (late) wait_for_collector(r, s, s->replay.number);
@@ -252,18 +252,18 @@ void ps_replay_collected(ps_ctx *ctx)
     if (ctx->dry.replay) free_waiting(ctx->dry.replay);
 }
 
-/* -- parts --------------------------------------------------------------------------------------------------------- */
-void ps_replay_enter(ps_ctx *ctx, int32_t part, int32_t micro)
+/* -- spans --------------------------------------------------------------------------------------------------------- */
+void ps_replay_enter(ps_ctx *ctx, int32_t span, int32_t micro)
 {
     ps_replay *r = ctx->dry.replay;
-    r->part = part, r->micro = micro;
+    r->span = span, r->micro = micro;
     r->n_calls = ctx->dry.calls.n;
 }
 
 static int by_place(const void *a, const void *b)
 {
     const place *x = a, *y = b;
-    if (x->part != y->part) return x->part < y->part ? -1 : 1;
+    if (x->span != y->span) return x->span < y->span ? -1 : 1;
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
@@ -299,14 +299,14 @@ int ps_replay_leave(ps_ctx *ctx)
 {
     ps_replay *r = ctx->dry.replay;
     noted *p = noting(r);
-    int32_t part = r->part;
+    int32_t span = r->span;
     if (p) {
         find_ended(r, notes_of(r, r->micro), p);
         PS_TRY(append_calls(&p->calls, &ctx->dry.calls.list[r->n_calls], ctx->dry.calls.n - r->n_calls));
         p->whole = true;
-        if (r->micro > r->first - NOTED && !same(p, &r->notes[0].parts[part])) r->differs = true;
+        if (r->micro > r->first - NOTED && !same(p, &r->notes[0].spans[span])) r->differs = true;
     }
-    r->part = -1;
+    r->span = -1;
     if (!r->differs || r->first == r->end) return 0;
     return ps_fail(PS_ESTATE, "micro-batch %d took or held other memory in a dry run than the one before it, so no "
                    "further one can be like it", r->micro);
@@ -352,7 +352,7 @@ static int do_one(ps_replay *r, int32_t micro, twins *t, const effect *e)
     switch (e->kind) {
     case MADE: return make(r, t, e);
     case GONE:
-        of = twins_of(r, micro, e->part);
+        of = twins_of(r, micro, e->span);
         ps_storage_free(&of->list[e->at]);
         of->live--;
         drop_empty(of);
@@ -367,11 +367,11 @@ static int do_one(ps_replay *r, int32_t micro, twins *t, const effect *e)
     }
 }
 
-int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro)
+int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro)
 {
     ps_replay *r = ctx->dry.replay;
-    const noted *p = &r->notes[NOTED - 1].parts[part];
-    twins *t = twins_of(r, micro, part);
+    const noted *p = &r->notes[NOTED - 1].spans[span];
+    twins *t = twins_of(r, micro, span);
     if (!p->whole) {
         r->differs = true;
         return ps_fail(PS_ESTATE, "micro-batch %d is to do again what none before it has done", micro);
@@ -382,7 +382,7 @@ int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro)
     t->whole = true;
     PS_TRY(ps_grow(r->waiting, r->waiting_capacity, r->n_waiting + p->n_ended));
     for (int32_t i = 0; i < p->n_ended; i++) {
-        twins *of = twins_of(r, micro, p->ended[i].part);
+        twins *of = twins_of(r, micro, p->ended[i].span);
         ps_storage *s = &of->list[p->ended[i].at];
         wait_for_collector(r, s, s->replay.number);
         s->block = NULL;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A dry run of a pipeline performs only a few micro-batches. The operations of the last of them on memory, chunks and
  * other ranks are recorded and replayed for the micro-batches that follow: the same storages are allocated and freed in
- * the same order, the same chunks are pinned at the same moments, the same collectives are recorded. A part is a piece
- * of a micro-batch's work in a row (pipe/exec.c numbers them); the parts of a micro-batch always run in the same order.
+ * the same order, the same chunks are pinned at the same moments, the same collectives are recorded. A span is a piece
+ * of a micro-batch's work in a row (pipe/exec.c numbers them); the spans of a micro-batch always run in the same order.
  *
  * Lua's collector decides when the bytes of tensors that a script had a header of are freed. So that a dry run does not
  * depend on it, such bytes are kept until the collector was called (ps_replay_collected), and are then freed, the
@@ -14,16 +14,16 @@
 
 typedef struct ps_replay ps_replay;
 
-/* A dry row of `micros` micro-batches and `parts` parts begins. Micro-batches [first, end) will replay first - 1; if
+/* A dry row of `micros` micro-batches and `spans` spans begins. Micro-batches [first, end) will replay first - 1; if
  * first is end, none will. It lasts until ps_replay_end. PS_ENOMEM. */
-int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t parts, int32_t first, int32_t end);
+int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, int32_t end);
 void ps_replay_end(ps_ctx *ctx);         /* frees the kept bytes. It may be called again, and without a begin */
-void ps_replay_enter(ps_ctx *ctx, int32_t part, int32_t micro);     /* that part of the micro-batch begins */
-/* The part ends. PS_ESTATE: micro-batches differ, so the row cannot continue with replays (ps_replay_differs). */
+void ps_replay_enter(ps_ctx *ctx, int32_t span, int32_t micro);     /* that span of the micro-batch begins */
+/* The span ends. PS_ESTATE: micro-batches differ, so the row cannot continue with replays (ps_replay_differs). */
 int ps_replay_leave(ps_ctx *ctx);
 bool ps_replay_differs(const ps_ctx *ctx);
-/* Replays the part for another micro-batch. PS_ESTATE: it was not recorded. Else the errors of memory and of pins. */
-int ps_replay_part(ps_ctx *ctx, int32_t part, int32_t micro);
+/* Replays the span for another micro-batch. PS_ESTATE: it was not recorded. Else the errors of memory and of pins. */
+int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro);
 void ps_replay_collected(ps_ctx *ctx);   /* Lua's collector has run */
 
 /* -- for tensor.c and dispatch.c, while ctx->dry.replay is set ----------------------------------------------------- */

@@ -56,11 +56,11 @@ typedef struct ps_comm_table {
      * for the end of everything that was begun, as finish does.
      *
      * hand_over: the caller stops watching the bytes of a call `op`, which are under way; from now on a thread of the
-     * communicator watches them, as settle would. Returns a moment (>= 0), a point after everything that was begun, or
+     * communicator watches them, as settle would. Returns a point (>= 0): after everything that was begun, or
      * an error.
      *
      * catch_up (called by the thread that runs kernels): orders all work that is queued on the device from now on after
-     * the moment, or after a later one. -1: after the present moment, also after a failure.
+     * the point, or after a later one. -1: after the present point, also after a failure.
      *
      * A failure of bytes that nobody waits for is raised by the next call here, by the next read of the device's memory
      * or by ps_groups_settle, whichever comes first. told: the script gets another error instead. If a call fails on a
@@ -73,7 +73,7 @@ typedef struct ps_comm_table {
     int (*follow)(ps_comm *comm, int lane);
     int (*settle)(ps_comm *comm);
     int (*hand_over)(ps_comm *comm, const char *op, uint64_t call);
-    int (*catch_up)(ps_comm *comm, int moment);
+    int (*catch_up)(ps_comm *comm, int point);
     void (*told)(ps_comm *comm);
     void (*leave)(ps_comm *comm);
     int (*sum)(ps_comm *comm, int dtype, int n, char *const *at, int64_t numel, char *to);   /* as in ps_wire_table */

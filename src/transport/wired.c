@@ -25,10 +25,10 @@
 #include "rendezvous/watch.h"
 
 enum { TURNS_AT_ONCE = 200 };              /* turns without a nap: a small exchange takes tens of microseconds */
-enum { CALLS = 64 };                       /* under way, each with a moment of its own; more of them share the last */
+enum { CALLS = 64 };                       /* under way, each with a point of its own; more of them share the last */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call whose bytes are under way, or the first of `n` that share a moment. */
+/* A call whose bytes are under way, or the first of `n` that share a point. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
@@ -46,7 +46,7 @@ typedef struct wired {
     pthread_cond_t more;
     pthread_t thread;
     bool looks, closing;                   /* looks: there is a thread */
-    underway calls[CALLS + 1];             /* a ring, followed by one whose moment is used at once */
+    underway calls[CALLS + 1];             /* a ring, followed by one whose point is used at once */
     int first, n;
     bool hung_up;
     struct wired *next;                    /* in `all` */
@@ -243,7 +243,7 @@ static void *look(void *arg)
     return NULL;
 }
 
-/* Makes the moments, and the thread. */
+/* Makes the points, and the thread. */
 static int prepare(wired *w)
 {
     for (int i = 0; i <= CALLS; i++) PS_TRY(w->table->event_new(w->be, &w->calls[i].end));
@@ -325,7 +325,7 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Notes a call; its moment. Where CALLS are under way, the last one's moment stands for this call, too. A world of one
+/* Notes a call; its point. Where CALLS are under way, the last one's point stands for this call, too. A world of one
  * has nobody to look at. The lock is held. */
 static int note(wired *w, const char *op, uint64_t call)
 {
@@ -350,12 +350,12 @@ static int hand_over(ps_comm *comm, const char *op, uint64_t call)
     return result(w, ON_WIRE(w, note(w, op, call)));
 }
 
-static int catch_up(ps_comm *comm, int moment)
+static int catch_up(ps_comm *comm, int point)
 {
     wired *w = self(comm);
-    ps_wire_event *end = w->calls[moment < 0 ? CALLS : moment].end;
+    ps_wire_event *end = w->calls[point < 0 ? CALLS : point].end;
     pthread_mutex_lock(&w->lock);
-    int rc = moment < 0 ? w->table->event_end(w->wire, end) : 0;
+    int rc = point < 0 ? w->table->event_end(w->wire, end) : 0;
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 

@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor's wire between processes, by the messages of src/p2p/p2p.c. */
+ * The executor's channel between processes, by the messages of src/p2p/p2p.c. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "p2p/p2p.h"
 #include "pipe/exec.h"
 
-typedef struct p2p_wire {
-    pipe_wire wire;
+typedef struct p2p_channel {
+    pipe_channel channel;
     ps_p2p *p2p;
-} p2p_wire;
+} p2p_channel;
 
 static const int lanes[PIPE_LANES] = { PS_P2P_UP, PS_P2P_DOWN, PS_P2P_LOSS };
 
-static ps_p2p *p2p_of(pipe_wire *w) { return ((p2p_wire *)w)->p2p; }
+static ps_p2p *p2p_of(pipe_channel *w) { return ((p2p_channel *)w)->p2p; }
 
 static ps_p2p_tag tag_of(const pipe_tag *t)
 {
     return (ps_p2p_tag){ .kind = t->kind, .part = t->part, .vstage = t->vstage, .micro = t->micro };
 }
 
-static int wire_send(pipe_wire *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
+static int channel_send(pipe_channel *w, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t,
                      void **out)
 {
     ps_p2p_tag said = tag_of(tag);
@@ -30,7 +30,7 @@ static int wire_send(pipe_wire *w, int peer, int lane, const pipe_tag *tag, cons
     return 0;
 }
 
-static int wire_recv(pipe_wire *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out)
+static int channel_recv(pipe_channel *w, int peer, int lane, const pipe_tag *tag, ps_tensor *t, void **out)
 {
     ps_p2p_tag wanted = tag_of(tag);
     ps_p2p_request *request;
@@ -39,7 +39,7 @@ static int wire_recv(pipe_wire *w, int peer, int lane, const pipe_tag *tag, ps_t
     return 0;
 }
 
-static int wire_wait(pipe_wire *w, void *request, pipe_note *note)
+static int channel_wait(pipe_channel *w, void *request, pipe_note *note)
 {
     ps_p2p_note came;
     PS_TRY(ps_p2p_wait(request, &came));
@@ -47,41 +47,45 @@ static int wire_wait(pipe_wire *w, void *request, pipe_note *note)
     return 0;
 }
 
-static bool wire_test(pipe_wire *w, void *request) { return ps_p2p_test(request) != 0; }
+static bool channel_test(pipe_channel *w, void *request) { return ps_p2p_test(request) != 0; }
 
-static bool wire_carries(pipe_wire *w, int device) { return ps_p2p_carries(p2p_of(w), device); }
+static bool channel_carries(pipe_channel *w, int device) { return ps_p2p_carries(p2p_of(w), device); }
 
-static int wire_settle(pipe_wire *w, bool all) { return all ? ps_p2p_settle(p2p_of(w)) : ps_p2p_check(p2p_of(w)); }
+static int channel_settle(pipe_channel *w, bool all)
+{
+    return all ? ps_p2p_settle(p2p_of(w)) : ps_p2p_check(p2p_of(w));
+}
 
-static void wire_at(pipe_wire *w, const pipe_tag *tag)
+static void channel_at(pipe_channel *w, const pipe_tag *tag)
 {
     ps_p2p_tag now = tag ? tag_of(tag) : (ps_p2p_tag){ .kind = 0 };
     ps_p2p_at(p2p_of(w), tag ? &now : NULL);
 }
 
-static void wire_abort(pipe_wire *w, const char *why) { ps_p2p_abort(p2p_of(w), why); }
+static void channel_abort(pipe_channel *w, const char *why) { ps_p2p_abort(p2p_of(w), why); }
 
-static void wire_close(pipe_wire *w)
+static void channel_close(pipe_channel *w)
 {
     ps_p2p_close(p2p_of(w));
     ps_free(w);
 }
 
-static const pipe_wire_table table = { .send = wire_send, .recv = wire_recv, .wait = wire_wait, .test = wire_test,
-                                       .carries = wire_carries, .settle = wire_settle,
-                                       .at = wire_at, .abort = wire_abort, .close = wire_close };
+static const pipe_channel_table table = { .send = channel_send, .recv = channel_recv, .wait = channel_wait,
+                                          .test = channel_test, .carries = channel_carries,
+                                          .settle = channel_settle, .at = channel_at, .abort = channel_abort,
+                                          .close = channel_close };
 
 int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *t, ps_group *group, ps_pipe **out)
 {
     int size = ps_group_size(group), stages = ps_pipe_table_spec(t)->stages;
     if (size != stages)
         return ps_fail(PS_EINVAL, "a table of %d ranks, and the group has %d", stages, size);
-    p2p_wire *w = ps_alloc0(sizeof *w);
+    p2p_channel *w = ps_alloc0(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
-    w->wire.table = &table;
+    w->channel.table = &table;
     int rc = ps_p2p_open(group, &w->p2p);
     if (rc < 0) return ps_free(w), rc;
-    rc = pipe_open(ctx, t, ps_group_rank(group), &w->wire, out);
-    if (rc < 0) wire_close(&w->wire);
+    rc = pipe_open(ctx, t, ps_group_rank(group), &w->channel, out);
+    if (rc < 0) channel_close(&w->channel);
     return rc;
 }
