@@ -88,7 +88,16 @@ local function steps(row, lib)
     e:make()
     local loss = e.model(e.x, e.y)
     loss:backward(nil, true)
-  end, each_layout(lib, "it was given true"))
+  end, each_layout(lib, "backward takes a table of options"))
+  row("loss.backward(retain_graph=True), as options", function(e)
+    e:make()
+    if e.layout == "pipeline" then
+      return e:in_loop(function(loss) loss:backward { retain_graph = true } end)
+    end
+    local loss = e.model(e.x, e.y)
+    loss:backward { retain_graph = true }
+    e.optimizer:step()
+  end, each_layout(lib, BACKWARD, "with retain_graph = true: its backward updates parameters"))
   row("loss.backward(); loss.backward()", function(e)
     e:make()
     if e.layout == "pipeline" then return e:in_loop(function(loss) loss:backward() end, true) end
@@ -329,13 +338,31 @@ local function clipping(row)
     e:make()
     return e.model:parameters()[1].data
   end, "t:detach()")
-  row("x.register_hook(fn)", function() ps.zeros({ 1 }):register_hook(print) end, "ps.inspect.record_tensor")
+  row("x.register_hook(fn)", function() ps.zeros({ 1 }):register_hook(print) end, "requires no gradient")
   row("model.register_forward_hook(fn)", function(e)
     e:make()
-    e.model:register_forward_hook(print)
-  end, "ps.inspect.record_tensor")
-  row("module.register_full_backward_hook(fn)", function(e) e.model_func():register_full_backward_hook(print) end,
-    "ps.inspect.record_tensor")
+    local calls = 0
+    local handle = e.model:register_forward_hook(function() calls = calls + 1 end)
+    e:look()
+    handle:remove()
+    e:look()
+    assert(calls == 1, calls)
+  end, { pipeline = "a pipeline never calls the whole model" })
+  row("module.register_full_backward_hook(fn)", function(e)
+    local seen = {}
+    e:make(nil, { model_func = function()
+      local model = e.model_func()
+      model.transformer.h[0].mlp:register_full_backward_hook(function(_, into, out)
+        local sum = out[1]:sum():item()                     -- a dry run ends here
+        seen[#seen + 1] = { into.n, out.n, sum }
+      end)
+      return model
+    end })
+    e:after(0)
+    for _, n in ipairs(seen) do assert(n[1] == 2 and n[2] == 1) end
+    local micros = e.layout == "pipeline" and ps.engine().micros or 1
+    assert(#seen == (e.layout == "pipeline" and ps.rank() == 1 and 0 or micros), #seen)
+  end)
 end
 
 -- -- accumulation ---------------------------------------------------------------------------------------------------

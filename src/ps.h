@@ -48,6 +48,7 @@ typedef struct ps_tensor {
   ps_node *node;               /* the op that computed it, when a gradient may be asked for */
   struct ps_tensor *grad_;     /* of a leaf */
   void *managed;               /* of a leaf: an engine's record of this parameter, or NULL */
+  ps_node *hook;               /* of a leaf with hooks: where its gradients are summed before they run; else NULL */
 } ps_tensor;
 /* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. LATER: a gradient
  * that weight gradients, which were put off, will read. */
@@ -339,14 +340,49 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 /* A backward walk from n roots at once. Each root has a gradient of its shape, or NULL where the root is a single
  * value; gradients NULL: no root has one. The nodes that lead to the roots are used up: a second walk through them is
  * PS_ESTATE. begin_n walks, too, unless segment is NULL, and returns the result of next. 0: the walk is over. 1: it
- * stopped at a recompute segment (ps_segment_new): the caller runs that again, calls ps_backward_splice, then next. An
- * error ends the walk. PS_EINVAL: a root depends on nothing that requires a gradient, or its gradient has another
- * shape. PS_ESTATE: a walk is under way, or none is. PS_ESTALE: a tensor that a gradient rule reads was changed in
- * place, or its bytes are gone. Gradient rules run ops: errors of ps_apply. ps_backward_end gives up the walk under
- * way, if any. */
+ * stopped at what has the number *segment: a recompute segment (ps_segment_new), which the caller runs again before it
+ * calls ps_backward_splice; a function of the script (ps_call_new), whose backward ends with ps_call_done; or hooks
+ * (ps_tensor_hook), which end with ps_hooks_done. The caller then calls next. An error ends the walk. PS_EINVAL: a root
+ * depends on nothing that requires a gradient, or its gradient has another shape. PS_ESTATE: a walk is under way, or
+ * none is. PS_ESTALE: a tensor that a gradient rule reads was changed in place, or its bytes are gone. Gradient rules
+ * run ops: errors of ps_apply. ps_backward_end gives up the walk under way, if any. */
 enum { PS_MAX_ROOTS = 64 };
 int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment);
 int ps_backward_next(ps_ctx *ctx, int64_t *segment);
+/* As ps_backward_begin_n. keep: 1: the nodes are not used up, and another walk can pass them. n_to > 0: the walk passes
+ * only nodes that lead to the tensors `to`, and no leaf gets a gradient. ps_backward_taken gives the gradients of `to`
+ * once the walk is over, one reference each; NULL: none came. PS_EINVAL: a tensor of `to` that requires no gradient, or
+ * comes twice; taken: another n. PS_ESTATE: a walk is under way. PS_ENOMEM. */
+int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int keep, int n_to,
+                    ps_tensor *const *to, int64_t *segment);
+int ps_backward_taken(ps_ctx *ctx, int n, ps_tensor **gradients);
+/* At a node at which the walk stopped, unless it is a segment: the gradient of output `out`, lent; NULL: none came.
+ * PS_ESTATE: the walk is not stopped. PS_ERANGE: no such output. */
+int ps_stop_gradient(ps_ctx *ctx, int out, ps_tensor **gradient);
+/* A function with a backward of the caller's. `out` were computed with gradients off and become functions of `in`; NULL
+ * among `in`: no tensor; among `out`: no gradient comes to it. The tensors `saved` (NULL: none) are kept for the
+ * backward, with the check of other saved tensors against changes in place. Call ps_segment_begin before the function
+ * runs, and ps_segment_cancel if it fails or has no node. *id: the caller's number for it. Result 1: as of
+ * ps_segment_new. PS_EINVAL: no input or output, or an output that has a history, is no float tensor, or comes twice.
+ * PS_ESTALE: bytes of a saved tensor are gone. PS_ENOMEM. */
+int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, int n_out, ps_tensor *const *out,
+                int n_saved, ps_tensor *const *saved, int64_t *id);
+/* While the walk is stopped at such a function (else PS_ESTATE): saved tensor i, lent. PS_ESTALE: it was changed in
+ * place. PS_ERANGE: no such tensor. */
+int ps_call_saved(ps_ctx *ctx, int i, ps_tensor **out);
+/* The gradients of all its inputs; NULL: none. Those of inputs that require none are ignored. devices: those of the
+ * inputs. PS_EINVAL: another number than ps_call_new had, or one of another shape, type or device; fp32 will do for a
+ * half type. PS_ESTALE: bytes of one are gone. Else errors of ps_apply. */
+int ps_call_done(ps_ctx *ctx, int n, ps_tensor *const *gradients, const int32_t *devices);
+/* The walk stops, with the number *id, when the gradient of t is complete: before it passes the op that computed t, or
+ * before it adds to the gradient of t, a leaf. out: the number of t for the two calls after this one. A number holds as
+ * long as the op's node, or the leaf; ps_segment_reap tells its end. PS_EINVAL: t requires no gradient. PS_ESTATE: a
+ * walk has passed its op. PS_ENOMEM. */
+int ps_tensor_hook(ps_tensor *t, int64_t *id, int *out);
+/* The gradient of output `out` is another one from here on. PS_ESTATE: the walk is not stopped at hooks. PS_EINVAL: of
+ * another shape, type or device. PS_ESTALE: its bytes are gone. PS_ERANGE: no such output. */
+int ps_hook_replace(ps_ctx *ctx, int out, ps_tensor *gradient);
+int ps_hooks_done(ps_ctx *ctx);          /* the hooks have run. PS_ESTATE: the walk is not stopped at hooks */
 /* The cut of a model: `out` are n new headers of what a stage of a pipeline received, on which the tape records. A walk
  * that reaches them adds their gradients up as for tensors that ops of this process made, and leaves them there. take
  * gives them, one reference each, when the walk is over: a second take gives none. NULL: no gradient came (an
@@ -359,10 +395,11 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment);
 int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out);
 int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients);
 /* Within an action WEIGHT (else PS_ESTATE): the weight gradients that the walk of its micro-batch and virtual stage put
- * off, since its action was INPUT. Every parameter gets the additions of an undivided backward, in its order. What a
- * walk has put off goes when the step ends. PS_ESTATE: nothing was put off, or a walk is under way. PS_ESTALE: a tensor
- * was changed in place meanwhile. Else errors of ps_apply. */
-int ps_backward_weights(ps_ctx *ctx);
+ * off, since its action was INPUT. 1: stopped at hooks, as ps_backward_next, with which the caller goes on. Every
+ * parameter gets the additions of an undivided backward, in its order. What a walk has put off goes when the step ends.
+ * PS_ESTATE: nothing was put off, or a walk is under way. PS_ESTALE: a tensor was changed in place meanwhile. Else
+ * errors of ps_apply. */
+int ps_backward_weights(ps_ctx *ctx, int64_t *stopped);
 /* Hands the gradients of the stopped segment's outputs to the re-run's outputs. PS_EINVAL: n or a shape is not the
  * first run's. PS_ESTATE: the walk is not stopped at a segment. */
 int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out);
@@ -1121,12 +1158,12 @@ int ps_group_recv(ps_group *group, ps_tensor *t, int peer);
  *     ps_step_begin, unless there is no step; ps_pipe_begin
  *     ps_pipe_next -> an event; its work; ps_pipe_done      until the event is the end (PS_ACT_NONE)
  * The work of a FORWARD begins with ps_step_next and ends with ps_step_done, in a step. That of a YIELD is the body of
- * the script's loop, in which ps_pipe_mark is called. That of a SEGMENT is to run a recompute segment again, at which
- * the walk of a BACKWARD or INPUT stopped, and ps_backward_splice. Other actions of the step are events before they are
- * performed in two cases: Lua's garbage should go (ps_step_collects), or a listener wants to know (`tells` of
- * ps_pipe_begin). An error ends the step: ps_pipe_abort tells the others, whose calls fail with the text. Transfers go
- * on beside the work: a message leaves when its action is done, and what the next action needs is on its way
- * meanwhile. */
+ * the script's loop, in which ps_pipe_mark is called. That of a SEGMENT is what the walk of a BACKWARD, INPUT or WEIGHT
+ * stopped for: to run a recompute segment again, a function's backward, or hooks (ps_backward_begin_n). Other actions
+ * of the step are events before they are performed in two cases: Lua's garbage should go (ps_step_collects), or a
+ * listener wants to know (`tells` of ps_pipe_begin). An error ends the step: ps_pipe_abort tells the others, whose
+ * calls fail with the text. Transfers go on beside the work: a message leaves when its action is done, and what the
+ * next action needs is on its way meanwhile. */
 typedef struct ps_pipe ps_pipe;
 enum { PS_PIPE_CARRY = 16 };   /* the most tensors that a virtual stage gives to the next one */
 typedef struct ps_pipe_tensor {
@@ -1145,7 +1182,7 @@ typedef struct ps_pipe_event {
   ps_tensor *const *in;        /* [n] of a FORWARD: what the virtual stage before gave; lent until ps_pipe_done */
   const ps_action *before;     /* [n_before] the row's actions between the event before and this one, which the executor
                                 * performed; lent as long as the table */
-  int64_t segment;             /* of a SEGMENT: its number, which ps_segment_new gave */
+  int64_t segment;             /* of a SEGMENT: the number of what the walk stopped for */
   double seconds;              /* that backwards, weight gradients and reductions took since the event before */
   double loss;                 /* of a YIELD */
   double weight;               /* of a YIELD: that of ps_pipe_weigh; -1: the last virtual stage gave none */

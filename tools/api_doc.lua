@@ -295,12 +295,17 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put_functions("sched.", ps.sched)
   put_functions("schedule:", getmetatable(ps.sched.constant { optimizer = opt, max_lr = 1 }).__index, true)
   for _, name in ipairs { "data", "tokenizer", "train", "checkpoints", "safetensors", "profiler", "progress",
-    "inspect" } do
+    "inspect", "autograd" } do
     section("ps." .. name)
     put_functions(name .. ".", ps[name])
     local object = OBJECTS[name]
     if object then put_functions(object.call, getmetatable(object.make()).__index, true) end
     if name == "inspect" then put_functions("inspector:", ps.inspect.Inspector, true) end
+    if name == "autograd" then
+      put_functions("ctx:", require("ps.autograd.function").Context, true)
+      local handle = ps.zeros({ 1 }, { requires_grad = true }):register_hook(print)
+      put_functions("handle:", getmetatable(handle).__index, true)
+    end
     if name == "data" then put_loader() end
     if name == "safetensors" then put_files() end
     if name == "tokenizer" then put_functions("tok:", require("ps.tokenizer.text").Tokenizer, true) end

@@ -166,7 +166,7 @@ require("ps.core.hooks").on("memory_short", function() return require("ps.memory
 exact.all(ps, "ps.")
 exact.all(ps.F, "F.")
 
-local lazy = { nn = "ps.nn", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
+local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
   tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",

@@ -61,7 +61,7 @@ static void perform(int n, const ps_action *table, int64_t *held, float *gradien
             OK(ps_backward_begin_n(ctx, 1, &loss[a->micro], NULL, &segment));
             ps_tensor_release(loss[a->micro]);
         }
-        if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx));
+        if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx, NULL));
         OK(ps_step_done(step));
         held[i] = used();
     }

@@ -341,7 +341,7 @@ static void act(const ps_action *a)
     OK(ps_step_next(step, a->kind, &how));
     if (a->kind == PS_ACT_FORWARD) forward(a->vstage, a->micro);
     if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) backward(a->vstage, a->micro);
-    if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx));
+    if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx, NULL));
     OK(ps_step_done(step));
 }
 

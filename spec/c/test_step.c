@@ -82,7 +82,7 @@ static void perform(const ps_action *a, ps_tensor *(*loss)[MICROS], double *norm
     int64_t segment;
     OK(ps_step_next(step, a->kind, &how));
     if (a->kind == PS_ACT_FORWARD) *root = loss_of(a->vstage, a->micro);
-    if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx));
+    if (a->kind == PS_ACT_WEIGHT) OK(ps_backward_weights(ctx, NULL));
     if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) {
         OK(ps_backward_begin_n(ctx, 1, root, NULL, &segment));
         ps_tensor_release(*root);
@@ -207,7 +207,7 @@ static void test_tables(void)
     ps_rng *rng = ps_rng_get(ctx);
     rng->op = 5, rng->sample = 6;
     OK(ps_step_begin(step, &c));
-    FAILS(ps_backward_weights(ctx), PS_ESTATE, "not due");
+    FAILS(ps_backward_weights(ctx, NULL), PS_ESTATE, "not due");
     OK(ps_step_next(step, PS_ACT_FORWARD, &(ps_action_how){ .numbered = 1, .first_op = 40, .sample = 1000 }));
     CHECK(rng->op == 40 && rng->sample == 1000);
     ps_step_abandon(step);
@@ -231,9 +231,9 @@ static void test_tables(void)
     OK(ps_step_done(step));
     CHECK(ps_step_look(step)->weight == 3 && ps_step_look(step)->micro == 0);
     OK(ps_step_next(step, PS_ACT_WEIGHT, NULL));
-    OK(ps_backward_weights(ctx));
+    OK(ps_backward_weights(ctx, NULL));
     CHECK(ps_tensor_get_grad(w[1]) != NULL);
-    FAILS(ps_backward_weights(ctx), PS_ESTATE, "were put off");
+    FAILS(ps_backward_weights(ctx, NULL), PS_ESTATE, "were put off");
     OK(ps_step_done(step));
     OK(ps_step_end(step, NULL));
     c.actions = (const ps_action[]){ F(0, 0), B(0, 0), F(0, 1), B(0, 1), { PS_ACT_UPDATE, 0, 0 } }, c.n_actions = 5;

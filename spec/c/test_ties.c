@@ -124,7 +124,7 @@ static void act(process *p, const ps_action *a, double *norm)
     if (!WELL(ps_step_next(p->step, a->kind, &how))) return;
     if (a->kind == PS_ACT_FORWARD) forward(p, a->vstage, a->micro);
     if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) backward(p, a->vstage, a->micro);
-    if (a->kind == PS_ACT_WEIGHT) WELL(ps_backward_weights(p->ctx));
+    if (a->kind == PS_ACT_WEIGHT) WELL(ps_backward_weights(p->ctx, NULL));
     if (a->kind == PS_ACT_NORM) WELL(ps_engine_sq_norm(p->ctx, norm));
     if (a->kind == PS_ACT_UPDATE) WELL(ps_engine_update(p->ctx));
     WELL(ps_step_done(p->step));

@@ -80,7 +80,7 @@ static void act(process *p, const ps_action *a, ps_tensor *(*loss)[RANKS * MICRO
     int64_t segment;
     if (!WELL(ps_step_next(p->step, a->kind, &how))) return;
     if (a->kind == PS_ACT_FORWARD) *root = loss_of(p, a->vstage, a->micro);
-    if (a->kind == PS_ACT_WEIGHT) WELL(ps_backward_weights(p->ctx));
+    if (a->kind == PS_ACT_WEIGHT) WELL(ps_backward_weights(p->ctx, NULL));
     if (a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT) {
         WELL(ps_backward_begin_n(p->ctx, 1, root, NULL, &segment));
         ps_tensor_release(*root);

@@ -50,6 +50,10 @@ local CALLS = {
   { "F.lm_loss", "reductn", "reduction", function(o)
     F.lm_loss(x, ps.ones { 4, 3 }, ps.tensor({ 1, 1 }, "int64"), o)
   end },
+  { "backward", "retain_grap", "retain_graph", function(o) x:requires_grad(true):backward(x, o) end, source = "call" },
+  { "ps.autograd.grad", "retain_grap", "retain_graph", function(o) ps.autograd.grad(x, x, o) end, source = "call" },
+  { "ps.autograd.gradcheck", "epss", "eps", function(o) ps.autograd.gradcheck(F.gelu, x, o) end, source = "call" },
+  { "ps.autograd.Function", "fowards", "forward", function(o) ps.autograd.Function(o) end },
   { "F.attention", "casual", "causal", function(o) F.attention(heads, heads, heads, o) end },
   { "F.dropout", "fist", "first", function(o) F.dropout(heads, 0.5, true, o) end },
   { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },

@@ -31,6 +31,7 @@ end
 ---   strided  the op sees transposed views of the leaves
 ---   leaf     the leaves themselves have other strides, over two backwards
 ---   fp32     leaves sum their gradients in fp32, over two backwards
+---   kept     two backwards through one graph, which the first one keeps
 local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
   local used, leaves = {}, {}
   for i = 1, n do used[i] = ins[i] and ins[i]:to(device) or nil end
@@ -64,6 +65,9 @@ local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
       local again = run(name, set, used, n, dtype)[1]
       local loss = ((y * weights):double():sum() + (again * weights):double():sum()):to(device) + extra
       loss:backward()
+    elseif how == "kept" then
+      y:backward(weights, { retain_graph = true })
+      y:backward(weights)
     else
       y:backward(weights)
     end
@@ -129,7 +133,8 @@ local function check_gradients(row, set)
     local exact = gradients(name, set, wide, n, wrt, p, "ref", "fp64", "plain")
     if dtype == "fp32" then
       check_differences(name, set, wide, n, wrt, p, exact)
-      for how, f in pairs { twice = { 2, 0 }, inner = { 2, 1 }, strided = row.layouts ~= false and { 1, 0 } or nil } do
+      for how, f in pairs { twice = { 2, 0 }, kept = { 2, 0 }, inner = { 2, 1 },
+        strided = row.layouts ~= false and { 1, 0 } or nil } do
         local got = gradients(name, set, wide, n, wrt, p, "ref", "fp64", how)
         for _, i in ipairs(wrt) do
           compare(describe_set(name, "fp64 on ref", set, wide, n, how .. ", gradient " .. i), got[i],
@@ -138,7 +143,7 @@ local function check_gradients(row, set)
       end
     end
     local rooms = H.rooms(set.spread_of_gradients, dtype, p, wide)
-    local plans = { plain = { 1, 0 }, twice = { 2, 0 }, inner = { 2, 1 } }
+    local plans = { plain = { 1, 0 }, twice = { 2, 0 }, kept = { 2, 0 }, inner = { 2, 1 } }
     if row.layouts ~= false then plans.strided, plans.leaf = { 1, 0 }, { 2, 0 } end
     if dtype == "bf16" then plans = { plain = { 1, 0 }, fp32 = { 2, 0 }, inner = { 2, 1 } } end
     for how, f in pairs(plans) do

@@ -6,7 +6,11 @@
 #include "grad/tape.h"
 
 /* -- calls of gradient rules --------------------------------------------------------------------------------------- */
-bool ps_grad_wants_ever(const ps_grad *g, int i) { return g->node->edges[i].node || g->node->edges[i].leaf; }
+bool ps_grad_wants_ever(const ps_grad *g, int i)
+{
+    const edge *e = &g->node->edges[i];
+    return (e->node || e->leaf) && targets_want(g->ctx->tape.walk, e);
+}
 
 bool ps_grad_wants(const ps_grad *g, int i)
 {
@@ -121,14 +125,17 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
     *out = NULL;
     *accumulate = 0;
     if (g->puts_off && tape_is_later(e)) return dest_for_later(g, i, out);
-    if (e->node) PS_TRY(spare_later(g, &e->node->dout[e->out]));
-    ps_tensor *there = e->leaf ? e->leaf->grad_ : e->node ? e->node->dout[e->out] : NULL, *place = NULL;
-    if (there && (e->leaf ? ps_tensor_is_contiguous(there) : ps_tensor_exclusive(there))) {
+    int k;
+    ps_node *sum = tape_sum_node(e, &k);
+    if (sum) PS_TRY(spare_later(g, &sum->dout[k]));
+    if (!sum && g->ctx->tape.walk->seeks) return 0;
+    ps_tensor *there = sum ? sum->dout[k] : e->leaf ? e->leaf->grad_ : NULL, *place = NULL;
+    if (there && (sum ? ps_tensor_exclusive(there) : ps_tensor_is_contiguous(there))) {
         *out = there;
         *accumulate = 1;
     }
-    if (there || !e->leaf) return 0;
-    if (e->leaf->managed) PS_TRY(g->ctx->engine.hooks->grad_place(g->ctx, e->leaf, &place));
+    if (there || e->node || !e->leaf) return 0;
+    if (e->leaf->managed && !sum) PS_TRY(g->ctx->engine.hooks->grad_place(g->ctx, e->leaf, &place));
     if (place && !comes_twice(g, i)) {
         *out = place;
         return 0;
@@ -137,6 +144,16 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
     ps_meta m = ps_tensor_meta(e->leaf);
     m.dtype = place ? place->dtype_ : tape_leaf_dtype(e->leaf);
     return m.dtype == e->leaf->dtype_ ? 0 : ps_grad_new(g, e->leaf->device_, &m, out);
+}
+
+int ps_grad_own(ps_grad *g, ps_tensor **t)
+{
+    static const ps_attrs_contiguous none;
+    ps_tensor *all[PS_MAX_OUT] = { NULL };
+    if (!g->ctx->tape.walk->keeps) return 0;
+    PS_TRY(ps_run_list(g, PS_OP_contiguous, &none, all, 1, t));
+    *t = all[0];
+    return 0;
 }
 
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t)

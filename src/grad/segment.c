@@ -21,7 +21,7 @@ void tape_release_reads(ps_storage **list, int n)
 }
 
 /* Allocates room for the number of one more segment when the segment is made, so that segment_reap cannot fail. */
-static int reap_reserve(ps_ctx *ctx)
+int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
     ctx->tape.reaped.live++;
@@ -72,8 +72,7 @@ void ps_tape_free(ps_ctx *ctx)
     ps_free(ctx->tape.reads.list);
 }
 
-/* The reads noted since ps_segment_begin become the node's. */
-static int take_reads(ps_ctx *ctx, ps_node *node)
+int tape_take_reads(ps_ctx *ctx, ps_node *node)
 {
     ps_reads *r = &ctx->tape.reads;
     r->on = false;
@@ -105,7 +104,7 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
         ctx->tape.reaped.live--;
         return PS_ENOMEM;
     }
-    int rc = take_reads(ctx, node);
+    int rc = tape_take_reads(ctx, node);
     if (rc < 0) {
         ctx->tape.reaped.live--;
         node->op = PS_OP_COUNT;                          /* its number was never given out */

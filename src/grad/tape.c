@@ -6,7 +6,8 @@
  * a walk has still to pass.
  *
  * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when
- * asked (rule.c). Two kinds of node have no op: recompute segments and boundaries (segment.c). */
+ * asked (rule.c). Some kinds of node have no op: recompute segments and boundaries (segment.c), functions of the script
+ * (call.c), leaves with hooks (hook.c). */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -17,12 +18,14 @@
 const char *tape_name(const ps_node *node)
 {
     if (node->op >= 0) return ps_op(node->op)->name;
+    if (node->op == CALL) return node->attrs.bytes;
     return node->op == SEGMENT ? "a recompute segment" : node->op == BOUNDARY ? "the boundary of a stage" : "a sum";
 }
 
 int tape_passed_already(const ps_node *node)
 {
-    return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again", tape_name(node));
+    return ps_fail(PS_ESTATE, "backward ran through %s a second time; compute the loss again, or give the first "
+                   "backward retain_graph = true", tape_name(node));
 }
 
 bool ps_tape_wants(const ps_tensor *t)
@@ -148,6 +151,12 @@ static void push_uncounted(const ps_walk *w, ps_node *node, ps_node **stack)
     *stack = node;
 }
 
+static void push_to(const ps_walk *w, const edge *e, ps_node **stack)
+{
+    int out;
+    push_uncounted(w, tape_sum_node(e, &out), stack);
+}
+
 void tape_count_from(ps_walk *w, ps_node *node)
 {
     ps_node *stack = NULL;
@@ -155,7 +164,7 @@ void tape_count_from(ps_walk *w, ps_node *node)
     while ((node = stack)) {
         stack = node->next_free;
         count_node(w, node, 1);
-        for (int i = 0; i < node->n_in; i++) push_uncounted(w, node->edges[i].node, &stack);
+        for (int i = 0; i < node->n_in; i++) push_to(w, &node->edges[i], &stack);
     }
 }
 
@@ -163,8 +172,8 @@ void tape_count_listed(ps_walk *w, ps_node *node)
 {
     node->walk = w->id;
     count_node(w, node, 1);
-    for (int i = 0; i < node->n_in; i++)
-        if (tape_is_later(&node->edges[i])) tape_count_from(w, node->edges[i].node);
+    for (int i = 0, out; i < node->n_in; i++)
+        if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
 /* Call it after the node has passed, or when it never will, and before it releases saved tensors. */
@@ -236,9 +245,14 @@ static void release_edges(ps_node *node)
  * freed: the function may hold, through its model, an output that holds the node, a cycle that no collector sees. */
 void tape_give_up(ps_node *node)
 {
+    hooks_end(node);
+    if (node->op == LEAF) {
+        leaf_let_go(node);
+        return;
+    }
     node->passed = true;
     if (node->listed) return;                                /* weights_of reads its edges */
-    if (node->op == SEGMENT && node->segment >= 0) {
+    if (tape_is_callers(node) && node->segment >= 0) {
         segment_reap(node->ctx, node->segment);
         node->segment = -1;
     }
@@ -265,7 +279,8 @@ void ps_node_release(ps_node *node)
         if (node->holder) ps_tensor_release(node->holder);
         release_edges(node);
         ps_ctx *ctx = node->ctx;
-        if (node->op == SEGMENT && node->segment >= 0 && !ctx->closed) segment_reap(ctx, node->segment);
+        if (tape_is_callers(node) && node->segment >= 0 && !ctx->closed) segment_reap(ctx, node->segment);
+        if (node->hooks && !ctx->closed) segment_reap(ctx, node->hooks);
         ps_free(node);
         ps_ctx_release(ctx);
     }
@@ -399,7 +414,7 @@ ps_tensor *ps_tensor_get_grad(ps_tensor *t) { return t->grad_; }
 
 int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
 {
-    if (!t->node || (t->node->op < 0 && t->node->op != SEGMENT))
+    if (!t->node || (t->node->op < 0 && !tape_is_callers(t->node)))
         return ps_fail(PS_EINVAL, "no op computed this tensor with gradients on: there is no gradient to keep");
     if (holder->node || holder->dtype_ != t->dtype_ || !ps_same_shape(t, holder) || holder->device_ != t->device_)
         return ps_fail(PS_EINVAL, "the holder of a gradient must be a tensor without history, of the same shape, type "

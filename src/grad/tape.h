@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the files of the tape: tape.c (nodes), segment.c (nodes without an op), rule.c (the calls of gradient
- * rules), walk.c (backward), weights.c (weight gradients that are put off). */
+ * Shared by the files of the tape: tape.c (nodes), segment.c (nodes without an op), call.c (functions of the script),
+ * hook.c (hooks of tensors), rule.c (the calls of gradient rules), walk.c (backward), target.c (gradients of chosen
+ * tensors), weights.c (weight gradients that are put off). */
 #ifndef PS_TAPE_H
 #define PS_TAPE_H
 #include "tensor/tensor.h"
 
 /* ps_node.op of nodes without an op: a recompute segment; the tensors that a stage of a pipeline received; a gradient
- * of a parameter that was put off. */
-enum { SEGMENT = -1, BOUNDARY = -2, RELAY = -3 };
+ * of a parameter that was put off; a function of the script; a leaf with hooks, where its gradients are summed. */
+enum { SEGMENT = -1, BOUNDARY = -2, RELAY = -3, CALL = -4, LEAF = -5 };
 
 typedef struct edge {
     ps_node *node;                 /* the node that computed this input, or NULL */
@@ -25,6 +26,10 @@ struct ps_node {
     int64_t refs, seq, segment;
     ps_ctx *ctx;
     int op, n_in, n_out;
+    int n_args;                    /* of a CALL: inputs that take a gradient; the rest of n_in are saved tensors */
+    int64_t hooks;                 /* number of the hooks of its outputs; 0: none */
+    int64_t seen, target;          /* id of the last walk that marked it (target.c), that wants an output's gradient */
+    bool leads;                    /* seen: it leads to a wanted gradient */
     int32_t module;                /* the module in which the op ran; its gradient rule runs for this module, too */
     bool passed, queued;
     bool side;                     /* computed only from parameters, as a weight's cast is */
@@ -55,22 +60,45 @@ typedef struct weight_list {
     bool used;
     ps_node **nodes;
     int32_t n, capacity;
+    int32_t at;                    /* place of the node that is due */
 } weight_list;
+
+/* A tensor whose gradient a walk wants, instead of those of all leaves. */
+typedef struct target {
+    ps_tensor *t;
+    ps_tensor *sum;                /* held: its gradient so far; NULL: none */
+} target;
 
 struct ps_walk {
     ps_node **heap;                /* by seq, largest first */
     int n, capacity;
-    ps_node *stopped;              /* the segment that the caller is running again */
+    ps_node *stopped;              /* the node at which the caller has work to do: a segment, a function, hooks */
+    bool at_hooks, hooks_ran;      /* the work are the hooks of `stopped`; they have run */
+    bool keeps;                    /* nodes can be passed again by another walk */
     int64_t id;                    /* unique for each walk */
     bool active;
     bool managed;                  /* it can reach a leaf of an engine */
     int32_t put_off;               /* index of the list to which weight gradients are put off; -1: none are put off */
     weight_list *lists;
     int32_t n_lists, lists_capacity;
+    int32_t processed;             /* index of the list that ps_backward_weights processes; -1: none */
+    target *targets;               /* [n_targets]; none: the gradients of all leaves are wanted */
+    int32_t n_targets, targets_capacity;
+    bool seeks;                    /* the walk under way has targets */
 };
 
 /* The edge leads to a leaf, or to a node computed only from parameters: a gradient along it can be put off. */
 static inline bool tape_is_later(const edge *e) { return e->leaf || (e->node && e->node->side); }
+
+/* The node where gradients along an edge are summed, and its output; NULL: they go to the leaf itself. */
+static inline ps_node *tape_sum_node(const edge *e, int *out)
+{
+    *out = e->node ? e->out : 0;
+    return e->node ? e->node : e->leaf ? e->leaf->hook : NULL;
+}
+
+/* The node is one at which a walk stops for the caller, who has something by its number. */
+static inline bool tape_is_callers(const ps_node *node) { return node->op == SEGMENT || node->op == CALL; }
 
 /* The type of a leaf's gradient. */
 static inline int tape_leaf_dtype(const ps_tensor *leaf)
@@ -95,14 +123,38 @@ int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf);
 
 /* -- segment.c */
 void tape_release_reads(ps_storage **list, int n);
-void segment_reap(ps_ctx *ctx, int64_t segment);     /* the caller may forget the segment's function */
+int tape_take_reads(ps_ctx *ctx, ps_node *node);     /* the reads noted since ps_segment_begin become the node's */
+int reap_reserve(ps_ctx *ctx);                       /* room for a number, so that segment_reap cannot fail */
+void segment_reap(ps_ctx *ctx, int64_t segment);     /* the caller may forget what it has by this number */
+
+/* -- hook.c */
+void hooks_end(ps_node *node);                       /* the hooks of a node that passed run no more */
+int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);       /* passes the sum of a LEAF to its leaf */
+void leaf_let_go(ps_node *node);                     /* a LEAF has passed, or never will in this walk */
+
+/* -- target.c */
+/* Marks the nodes that `node` leads to, and those of them that lead to a target. */
+int targets_mark(ps_walk *w, ps_node *node);
+bool targets_want(const ps_walk *w, const edge *e);  /* a gradient along the edge is wanted */
+int targets_take(ps_walk *w, ps_node *node);         /* notes the gradients of a node's outputs that are targets */
+target *targets_leaf(ps_walk *w, const ps_tensor *leaf);     /* NULL: the leaf is no target */
+void targets_close(ps_walk *w);                      /* the walk is over: its targets' gradients can be taken */
+void targets_drop(ps_walk *w);                       /* releases targets and gradients */
 
 /* -- rule.c */
 int tape_check_version(const ps_node *node, const saved *s);     /* PS_ESTALE: the tensor was changed since */
 
 /* -- walk.c */
-ps_node *tape_dequeue(ps_walk *w);
-int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node);
+/* Visits the node that is due. 1: the walk stopped there, and *stopped is the number that the caller knows. */
+int tape_visit(ps_ctx *ctx, ps_walk *w, int64_t *stopped);
+int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped);
+bool tape_is_due(const ps_walk *w, int64_t seq);     /* a node with a number above seq is due */
+/* Passes the gradients of a node's inputs on (held; NULL: none), or puts them off. later: some are; split: the rule's
+ * second phase computes them. The node has passed. */
+int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool later, bool split);
+bool tape_puts_off(const ps_walk *w, const ps_node *node);   /* gradients of some of the node's inputs are put off */
+int tape_give_holder(ps_ctx *ctx, ps_node *node);
+int tape_add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad);     /* takes over grad, a held reference */
 void tape_watch(ps_ctx *ctx, const ps_node *node);
 /* Passes a gradient, a held reference, to the node or leaf of input i. */
 int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad);
@@ -110,6 +162,9 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
 /* -- weights.c */
 /* The walk that begins has an action INPUT: opens its list. */
 int weights_open(ps_ctx *ctx, ps_walk *w);
+/* Goes on with the list that is processed: as ps_backward_weights. */
+int weights_go_on(ps_ctx *ctx, ps_walk *w, int64_t *stopped);
+void weights_close(ps_walk *w);                      /* empties the list that is processed, if any */
 /* The node has passed, except for the gradients of inputs with tape_is_later, which are put off. din NULL: the rule has
  * not run yet. split: the rule's second phase computes them. Else they are in din (held) already and are taken from
  * there. Releases tensors that they do not need. */

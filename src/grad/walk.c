@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The backward walk: visits nodes of the tape by falling number, runs their gradient rules and sums the results at the
- * nodes that made the inputs. At a recompute segment it returns the segment's number to its caller, which runs the
- * function again and continues with ps_backward_splice and ps_backward_next. */
+ * nodes that made the inputs. At a node for which its caller has work to do it returns that node's number: at a
+ * recompute segment (ps_backward_splice), at a function of the script (ps_call_done) and at hooks (ps_hooks_done). The
+ * caller continues with ps_backward_next. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -22,7 +23,7 @@ static int enqueue(ps_walk *w, ps_node *node)
     return 0;
 }
 
-ps_node *tape_dequeue(ps_walk *w)
+static ps_node *dequeue(ps_walk *w)
 {
     ps_node *top = w->heap[0], *last = w->heap[--w->n];
     int i = 0;
@@ -51,10 +52,36 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
 }
 
 /* The functions below own `grad`, a held reference, even if they fail. Its scope may have ended. */
-static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
+/* In a walk that has targets. */
+static int add_to_target(ps_ctx *ctx, target *to, ps_tensor *grad)
+{
+    ps_attrs_add none = { 0 };
+    ps_tensor *sum = NULL;
+    int dtype = to ? to->t->dtype_ : grad->dtype_;
+    int rc = grad->dtype_ != dtype ? cast_to(ctx, grad, dtype, &sum) : 0;
+    if (sum) {
+        ps_storage_hold(sum->storage);
+        ps_tensor_unhold(grad);
+        grad = sum;
+        sum = NULL;
+    }
+    if (rc == 0 && to && to->sum) {
+        rc = run_one(ctx, PS_OP_add, &none, 2, to->sum, grad, &sum);
+        if (rc == 0) ps_storage_hold(sum->storage);
+        ps_tensor_unhold(rc == 0 ? to->sum : NULL);
+    } else if (rc == 0 && to) {
+        sum = ps_tensor_hold(grad);
+    }
+    if (rc == 0 && to) to->sum = sum;
+    ps_tensor_unhold(grad);
+    return rc;
+}
+
+int tape_add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 {
     int rc = 0;
     ps_tensor *made = NULL, *place = NULL;
+    if (ctx->tape.walk->seeks) return add_to_target(ctx, targets_leaf(ctx->tape.walk, leaf), grad);
     if (ctx->step->dry && !leaf->managed) {              /* a script's own leaf gets nothing of a dry run */
         ps_tensor_unhold(grad);
         return 0;
@@ -83,7 +110,9 @@ static int add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
 static int add_to_node(ps_ctx *ctx, ps_walk *w, ps_node *node, int out, ps_tensor *grad)
 {
     ps_tensor **slot = &node->dout[out];
+    bool waits = node->queued;
     int rc = enqueue(w, node);
+    if (rc == 0 && node->op == LEAF && !waits) ps_tensor_retain(node->edges[0].leaf);
     if (rc == 0 && node->passed) rc = tape_passed_already(node);
     if (rc < 0) {
         ps_tensor_unhold(grad);
@@ -125,16 +154,19 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
         ps_tensor_unhold(grad);
         return rc;
     }
-    if (e->leaf) return add_to_leaf(ctx, e->leaf, grad);
-    if (grad->dtype_ != want->dtype) {
+    int out;
+    ps_node *sum = tape_sum_node(e, &out);
+    if (!sum) return tape_add_to_leaf(ctx, e->leaf, grad);
+    int dtype = e->leaf ? sum->in_meta[0].dtype : want->dtype;
+    if (grad->dtype_ != dtype) {
         ps_tensor *cast;
-        int rc = cast_to(ctx, grad, want->dtype, &cast);
+        int rc = cast_to(ctx, grad, dtype, &cast);
         ps_tensor_unhold(grad);
         if (rc < 0) return rc;
         ps_storage_hold(cast->storage);
         grad = cast;
     }
-    return add_to_node(ctx, w, e->node, e->out, grad);
+    return add_to_node(ctx, w, sum, out, grad);
 }
 
 /* Which gradients of a node the walk puts off. */
@@ -151,9 +183,12 @@ static parts put_off(const ps_walk *w, const ps_node *node)
     return later == 0 ? NONE_LATER : now > 0 ? SOME_LATER : ALL_LATER;
 }
 
+bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
+
 /* Reports the leaves of a node that passed. In an INPUT the engine only learns which virtual stages use a leaf. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
+    if (ctx->tape.walk->seeks) return 0;
     for (int i = 0; i < node->n_in; i++) if (node->edges[i].leaf) PS_TRY(tape_leaf_final(ctx, node->edges[i].leaf));
     return 0;
 }
@@ -166,7 +201,7 @@ void tape_watch(ps_ctx *ctx, const ps_node *node)
 }
 
 /* The holder of an output gets a copy, since rules may add to the gradient itself. */
-static int give_holder(ps_ctx *ctx, ps_node *node)
+int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
     ps_attrs_contiguous none = { 0 };
@@ -177,15 +212,40 @@ static int give_holder(ps_ctx *ctx, ps_node *node)
     return rc;
 }
 
-/* Runs one node's rule and passes its results to the nodes that made the inputs. */
-int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
+int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool later, bool split)
 {
-    if (node->passed) return tape_passed_already(node);
-    if (node->holder) PS_TRY(give_holder(ctx, node));
+    int rc = 0;
+    node->passed = !w->keeps;
+    tape_uncount(node);
+    if (node->passed) hooks_end(node);
+    if (later) {
+        rc = weights_put_off(w, node, split, din);
+    } else {                                         /* before delivery, which looks whether a gradient is shared */
+        for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
+        if (w->keeps) tape_let_go(&node->again);
+        else weights_release(node);
+    }
+    for (int i = 0; i < node->n_in; i++) {
+        const edge *e = &node->edges[i];
+        if (!din[i]) continue;
+        if (rc == 0 && (e->node || e->leaf) && targets_want(w, e)) rc = tape_deliver(ctx, w, node, i, din[i]);
+        else ps_tensor_unhold(din[i]);
+    }
+    tape_watch(ctx, NULL);
+    if (rc == 0) rc = leaves_final(ctx, node);
+    if (rc < 0) ps_error_prefix("in backward: ");
+    return rc;
+}
+
+/* Runs one node's rule and passes its results to the nodes that made the inputs. */
+static int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
+{
+    if (node->holder) PS_TRY(tape_give_holder(ctx, node));
     parts later = put_off(w, node);
     if (later == ALL_LATER) {
         node->passed = true;
         tape_uncount(node);
+        hooks_end(node);
         int rc = weights_put_off(w, node, false, NULL);
         return rc < 0 ? rc : leaves_final(ctx, node);
     }
@@ -200,24 +260,68 @@ int tape_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     int rc = ps_op(node->op)->grad(&g);
     atomic_store_explicit(&ps_record_at.backward, 0, memory_order_relaxed);
     ps_record_module(module);
-    node->passed = true;
     for (int i = 0; i < node->n_in; i++) if (din[i]) ps_storage_hold(din[i]->storage);
     while (g.n_temps > 0) ps_tensor_release(g.temps[--g.n_temps]);
+    if (rc == 0) return tape_hand_on(ctx, w, node, din, later == SOME_LATER, split);
+    node->passed = true;
     tape_uncount(node);
-    if (rc == 0 && later == SOME_LATER) {
-        rc = weights_put_off(w, node, split, din);
-    } else {                                         /* before delivery, which looks whether a gradient is shared */
-        for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
-        weights_release(node);
-    }
-    for (int i = 0; i < node->n_in; i++) {
-        if (!din[i]) continue;
-        if (rc == 0 && ps_grad_wants_ever(&g, i)) rc = tape_deliver(ctx, w, node, i, din[i]);
-        else ps_tensor_unhold(din[i]);
-    }
+    tape_release_all(node);
+    for (int i = 0; i < node->n_in; i++) ps_tensor_unhold(din[i]);
     tape_watch(ctx, NULL);
-    if (rc == 0) rc = leaves_final(ctx, node);
-    if (rc < 0) ps_error_prefix("in backward: ");
+    ps_error_prefix("in backward: ");
+    return rc;
+}
+
+/* -- visits -------------------------------------------------------------------------------------------------------- */
+int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped)
+{
+    w->stopped = node;
+    *stopped = number;
+    return 1;
+}
+
+bool tape_is_due(const ps_walk *w, int64_t seq) { return w->hooks_ran || (w->n > 0 && w->heap[0]->seq > seq); }
+
+/* The walk ends at a node that leads to no target. The node can be passed by another walk. */
+static int leave_out(ps_node *node)
+{
+    tape_uncount(node);
+    for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
+    return 0;
+}
+
+static int visit(ps_ctx *ctx, ps_walk *w, ps_node *node, bool hooks_ran, int64_t *stopped)
+{
+    if (node->passed) return tape_passed_already(node);
+    if (node->hooks && !hooks_ran) {
+        w->at_hooks = true;
+        return tape_stop(w, node, node->hooks, stopped);
+    }
+    if (node->op == LEAF) return leaf_pass(ctx, w, node);
+    if (w->seeks) {
+        PS_TRY(targets_take(w, node));
+        if (!node->leads) return leave_out(node);
+    }
+    if (node->op == SEGMENT)
+        for (int i = 0; i < node->n_in; i++) PS_TRY(tape_check_version(node, &node->saved_in[i]));
+    if (tape_is_callers(node)) return tape_stop(w, node, node->segment, stopped);
+    if (node->op != BOUNDARY) return tape_pass(ctx, w, node);
+    node->passed = true;                              /* its gradients wait to be taken */
+    hooks_end(node);
+    return 0;
+}
+
+int tape_visit(ps_ctx *ctx, ps_walk *w, int64_t *stopped)
+{
+    bool hooks_ran = w->hooks_ran;
+    ps_node *node = hooks_ran ? w->stopped : dequeue(w);
+    if (hooks_ran) {
+        w->stopped = NULL;
+        w->at_hooks = w->hooks_ran = false;
+    }
+    int rc = visit(ctx, w, node, hooks_ran, stopped);
+    if (rc < 0) tape_give_up(node);
+    if (rc <= 0) ps_node_release(node);
     return rc;
 }
 
@@ -252,7 +356,10 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
 static int give_to(ps_ctx *ctx, ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 {
     if (w->put_off >= 0 && (!to->node || to->node->side)) return weights_relay(w, to, grad, seq);
-    return to->node ? add_to_node(ctx, w, to->node, to->node_out, grad) : add_to_leaf(ctx, to, grad);
+    int out;
+    edge e = to->node ? (edge){ .node = to->node, .out = to->node_out } : (edge){ .leaf = to };
+    ps_node *sum = tape_sum_node(&e, &out);
+    return sum ? add_to_node(ctx, w, sum, out, grad) : tape_add_to_leaf(ctx, to, grad);
 }
 
 /* Passes the seeds, held references, to the nodes of the roots. After a failure the rest is released. */
@@ -275,17 +382,20 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
         rc = seed_gradient(ctx, roots[made], gradients ? gradients[made] : NULL, &seeds[made]);
         if (rc == 0) ps_storage_hold(seeds[made++]->storage);
     }
-    w->put_off = -1;
+    w->put_off = w->processed = -1;
     if (rc == 0 && ctx->step->is.now.kind == PS_ACT_INPUT) rc = weights_open(ctx, w);
     if (rc == 0) {
         w->active = true;
         w->id = ctx->tape.next_seq++;
         w->managed = false;
+        for (int i = 0; i < w->n_targets && w->seeks; i++)
+            if (w->targets[i].t->node) w->targets[i].t->node->target = w->id;
         for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient goes */
             w->managed = w->managed || roots[i]->managed;
-            tape_count_from(w, roots[i]->node);
+            tape_count_from(w, roots[i]->node ? roots[i]->node : roots[i]->hook);
+            if (rc == 0 && w->seeks) rc = targets_mark(w, roots[i]->node);
         }
-        if (w->managed && ctx->engine.hooks) rc = ctx->engine.hooks->walk_begin(ctx);
+        if (rc == 0 && w->managed && ctx->engine.hooks && !w->seeks) rc = ctx->engine.hooks->walk_begin(ctx);
         if (ctx->offload.away) ps_away_backward(ctx->offload.away, true);
     }
     if (rc == 0) return plant(ctx, w, n, roots, seeds);
@@ -319,29 +429,15 @@ int ps_backward_next(ps_ctx *ctx, int64_t *segment)
 {
     ps_walk *w = ctx->tape.walk;
     if (!w || !w->active) return ps_fail(PS_ESTATE, "no backward walk is under way");
-    if (w->stopped) return ps_fail(PS_ESTATE, "the recompute segment that the walk stopped at was not run again");
+    if (w->stopped && !w->hooks_ran)
+        return ps_fail(PS_ESTATE, w->at_hooks || w->stopped->op != SEGMENT ?
+                       "the walk stopped at a function of the script, which has not run" :
+                       "the recompute segment that the walk stopped at was not run again");
+    if (w->processed >= 0) return weights_go_on(ctx, w, segment);
     int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
-    while (rc == 0 && w->n > 0) {
-        ps_node *node = tape_dequeue(w);
-        if (node->op == SEGMENT && node->passed) {
-            rc = tape_passed_already(node);
-        } else if (node->op == BOUNDARY) {
-            node->passed = true;                          /* its gradients wait to be taken */
-        } else if (node->op == SEGMENT) {
-            for (int i = 0; rc == 0 && i < node->n_in; i++) rc = tape_check_version(node, &node->saved_in[i]);
-            if (rc == 0) {
-                w->stopped = node;
-                *segment = node->segment;
-                rc = 1;
-                continue;
-            }
-        } else {
-            rc = tape_pass(ctx, w, node);
-        }
-        if (rc < 0) tape_give_up(node);
-        ps_node_release(node);
-    }
+    while (rc == 0 && tape_is_due(w, INT64_MIN)) rc = tape_visit(ctx, w, segment);
     ps_set_grad_enabled(ctx, enabled);
+    if (rc == 0) targets_close(w);
     if (rc <= 0) ps_backward_end(ctx);
     return rc;
 }
@@ -350,10 +446,12 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
 {
     ps_walk *w = ctx->tape.walk;
     ps_node *node = w ? w->stopped : NULL;
-    if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
+    if (!node || node->op != SEGMENT || w->at_hooks)
+        return ps_fail(PS_ESTATE, "the walk is not stopped at a recompute segment");
     if (n != node->n_out)
         return ps_fail(PS_EINVAL, "the segment gave %d tensors first, %d when run again", node->n_out, n);
-    int enabled = ps_set_grad_enabled(ctx, 0), rc = node->holder ? give_holder(ctx, node) : 0;
+    int enabled = ps_set_grad_enabled(ctx, 0), rc = node->holder ? tape_give_holder(ctx, node) : 0;
+    for (int i = 0; rc == 0 && w->seeks && i < n; i++) rc = targets_mark(w, out[i]->node);
     for (int i = 0; rc == 0 && i < n; i++) {
         ps_tensor *grad = node->dout[i];
         if (!grad || !ps_tape_wants(out[i])) continue;
@@ -361,16 +459,22 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
             rc = ps_fail(PS_EINVAL, "output %d of a recompute segment changed its shape when it was run again", i);
             break;
         }
+        edge e = out[i]->node ? (edge){ .node = out[i]->node } : (edge){ .leaf = out[i] };
+        if (!targets_want(w, &e)) continue;
         node->dout[i] = NULL;
-        tape_count_from(w, out[i]->node);
+        tape_count_from(w, out[i]->node ? out[i]->node : out[i]->hook);
         rc = give_to(ctx, w, out[i], grad, node->seq);
     }
     ps_set_grad_enabled(ctx, enabled);
-    node->passed = true;
+    node->passed = !w->keeps;
     tape_uncount(node);
-    tape_release_all(node);
-    tape_release_reads(node->reads, node->n_reads);
-    node->n_reads = 0;
+    for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
+    if (node->passed) {
+        hooks_end(node);
+        tape_release_all(node);
+        tape_release_reads(node->reads, node->n_reads);
+        node->n_reads = 0;
+    }
     w->stopped = NULL;
     if (rc < 0) tape_give_up(node);
     ps_node_release(node);
@@ -390,9 +494,12 @@ void ps_backward_end(ps_ctx *ctx)
 {
     ps_walk *w = ctx->tape.walk;
     if (!w || !w->active) return;
-    while (w->n > 0) drop(tape_dequeue(w));
+    while (w->n > 0) drop(dequeue(w));
     if (w->stopped) drop(w->stopped);
     w->stopped = NULL;
+    w->at_hooks = w->hooks_ran = w->keeps = false;
+    if (w->seeks) targets_drop(w);
+    weights_close(w);
     w->active = false;
     if (ctx->offload.away) ps_away_backward(ctx->offload.away, false);
 }
@@ -409,6 +516,8 @@ void ps_walk_end(ps_ctx *ctx)
     ps_walk_reset(ctx);
     for (int32_t i = 0; w && i < w->n_lists; i++) ps_free(w->lists[i].nodes);
     if (w) {
+        targets_drop(w);
+        ps_free(w->targets);
         ps_free(w->lists);
         ps_free(w->heap);
     }

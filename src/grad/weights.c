@@ -189,32 +189,45 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 }
 
 /* Passes nodes computed only from parameters with numbers above `seq`: an undivided backward passes them before
- * `seq`. */
-static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq)
+ * `seq`. 1: it stopped at hooks. */
+static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {
     int rc = 0;
-    while (rc == 0 && w->n > 0 && w->heap[0]->seq > seq) {
-        ps_node *node = tape_dequeue(w);
-        rc = tape_pass(ctx, w, node);
-        ps_node_release(node);
-    }
+    while (rc == 0 && tape_is_due(w, seq)) rc = tape_visit(ctx, w, stopped);
     return rc;
 }
 
-static int go_through(ps_ctx *ctx, ps_walk *w, weight_list *list)
+static int go_through(ps_ctx *ctx, ps_walk *w, weight_list *list, int64_t *stopped)
 {
-    int rc = 0;
-    for (int32_t i = 0; rc == 0 && i < list->n; i++) {
-        ps_node *node = list->nodes[i];
-        rc = pass_down_to(ctx, w, node->seq);
+    for (; list->at < list->n; list->at++) {
+        ps_node *node = list->nodes[list->at];
+        int rc = pass_down_to(ctx, w, node->seq, stopped);
+        if (rc != 0) return rc;
         tape_watch(ctx, node);
-        if (rc == 0) rc = weights_of(ctx, w, node);
+        rc = weights_of(ctx, w, node);
         tape_watch(ctx, NULL);
+        PS_TRY(rc);
     }
-    return rc < 0 ? rc : pass_down_to(ctx, w, -1);
+    return pass_down_to(ctx, w, INT64_MIN, stopped);
 }
 
-int ps_backward_weights(ps_ctx *ctx)
+void weights_close(ps_walk *w)
+{
+    if (w->processed < 0) return;
+    clear(&w->lists[w->processed]);
+    w->processed = -1;
+}
+
+int weights_go_on(ps_ctx *ctx, ps_walk *w, int64_t *stopped)
+{
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = go_through(ctx, w, &w->lists[w->processed], stopped);
+    ps_set_grad_enabled(ctx, enabled);
+    if (rc <= 0) ps_backward_end(ctx);
+    return rc;
+}
+
+int ps_backward_weights(ps_ctx *ctx, int64_t *stopped)
 {
     const ps_action *a = &ctx->step->is.now;
     ps_walk *w = ctx->tape.walk;
@@ -225,17 +238,17 @@ int ps_backward_weights(ps_ctx *ctx)
     if (!list)
         return ps_fail(PS_ESTATE, "no weight gradients of micro-batch %d, virtual stage %d were put off", a->micro,
                        a->vstage);
-    int enabled = ps_set_grad_enabled(ctx, 0), rc = 0;
+    int rc = 0;
     w->active = true;
     w->id = ctx->tape.next_seq++;
     w->managed = false;
     w->put_off = -1;
+    w->processed = (int32_t)(list - w->lists);
+    list->at = 0;
     for (int32_t i = 0; i < list->n; i++) tape_count_listed(w, list->nodes[i]);
     if (w->managed && ctx->engine.hooks) rc = ctx->engine.hooks->walk_begin(ctx);
     if (ctx->offload.away) ps_away_backward(ctx->offload.away, true);
-    if (rc == 0) rc = go_through(ctx, w, list);
-    ps_set_grad_enabled(ctx, enabled);
+    if (rc == 0) return weights_go_on(ctx, w, stopped);
     ps_backward_end(ctx);
-    clear(list);
     return rc;
 }

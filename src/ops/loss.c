@@ -125,7 +125,10 @@ static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor 
     for (int i = 0; i < 3; i++) {
         if (!ps_grad_wants(g, inputs[i])) continue;
         ps_tensor *t = again[1 + i], *all[PS_MAX_OUT] = { NULL };
-        if (!t) PS_TRY(ps_grad_out(g, 1 + i, &t));
+        if (!t) {
+            PS_TRY(ps_grad_out(g, 1 + i, &t));
+            PS_TRY(ps_grad_own(g, &t));
+        }
         PS_TRY(ps_run(g, PS_OP_scale_by_, &attrs, all, 2, t, g->dout[0]));
         ps_grad_give(g, inputs[i], t);
     }

@@ -828,8 +828,8 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. 1: its walk stopped at a segment, and goes on here. An error leaves the step's action
- * under way, as one of ps_step_done. */
+/* Performs an action of the step. 1: its walk stopped for the caller, and goes on here. An error leaves the step's
+ * action under way, as one of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -840,7 +840,8 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
         if (notes) enter(x, a, part_of(a->kind));
     }
     if (goes_back(a->kind)) rc = x->stopped ? ps_backward_next(x->ctx, segment) : walk(x, a, segment);
-    else if (a->kind == PS_ACT_WEIGHT && gets_gradients(x, a)) rc = ps_backward_weights(x->ctx);
+    else if (a->kind == PS_ACT_WEIGHT && gets_gradients(x, a))
+        rc = x->stopped ? ps_backward_next(x->ctx, segment) : ps_backward_weights(x->ctx, segment);
     x->stopped = rc > 0;
     if (rc != 0) return rc;
     PS_TRY(ps_step_done(x->step));
@@ -862,7 +863,7 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Comes to an action of the step. 1: it is an event: one that is told, or the segment at which its walk stopped. */
+/* Comes to an action of the step. 1: it is an event: one that is told, or the node at which its walk stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;

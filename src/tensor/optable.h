@@ -54,6 +54,8 @@ int ps_grad_keep(ps_grad *g, ps_tensor *t);
 ps_tensor *ps_grad_kept(const ps_grad *g);
 int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL if it was absent */
 int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
+/* *t: a saved tensor that the rule is about to change: a copy, if the walk keeps the graph for another one. */
+int ps_grad_own(ps_grad *g, ps_tensor **t);
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
 /* Runs an op on n_in inputs passed as arguments. `out` has PS_MAX_OUT places; the op writes to tensors that are there

@@ -357,6 +357,7 @@ void ps_tensor_release(ps_tensor *t)
     while (t && --t->refs == 0) {
         ps_tensor *grad = t->grad_;                       /* a gradient has none of its own: the loop ends soon */
         if (t->node) ps_node_release(t->node);
+        if (t->hook) ps_hook_release(t->hook);
         ps_storage_release(t->storage);
         ps_ctx *ctx = t->ctx;
         ps_free(t);

@@ -188,6 +188,7 @@ bool ps_tape_wants(const ps_tensor *t);
 /* Makes the op's node and attaches the outputs to it. */
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out);
 void ps_node_release(ps_node *node);
+void ps_hook_release(ps_node *node);   /* the leaf whose hooks the node has is freed */
 void ps_reads_add(ps_ctx *ctx, ps_storage *s);
 bool ps_reads_set(ps_ctx *ctx, bool on);   /* whether reads are recorded from now on; returns the setting before */
 void ps_tape_free(ps_ctx *ctx);            /* the lists of the tape; the context ends */

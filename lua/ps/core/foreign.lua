@@ -11,7 +11,6 @@ local foreign = {}
 
 local PRECISION = "write bf16 = { enabled = true } or fp16 = { enabled = true } into the configuration of ps.initialize"
 local LOOP = "the loop is model:backward(loss); optimizer:step()"
-local HOOKS = "hooks do not exist: ps.inspect.record_tensor(x, name) records a tensor and its gradient"
 local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = optimizer, step = n }) on all ranks"
 local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
 local SIZES = "the configuration has the batch sizes; ps.engine() has steps, micro and micros"
@@ -32,7 +31,7 @@ local NAMES = {
     is_grad_enabled = "write ps.grad_enabled()",
     autocast = PRECISION, amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
     distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
-    utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)", autograd = "write loss:backward(), p:grad()",
+    utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)",
     from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
     set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",
     checkpointing = "write ps.recompute(fn, ...), or model:recompute_blocks()",
@@ -80,8 +79,8 @@ local NAMES = {
     get_scale = "write scaler.scale",
   },
   module = {
-    register_forward_hook = HOOKS, register_forward_pre_hook = HOOKS, register_full_backward_hook = HOOKS,
-    register_backward_hook = HOOKS, register_buffer = "write module:buffer(name, tensor)",
+    register_backward_hook = "write module:register_full_backward_hook(fn)",
+    register_buffer = "write module:buffer(name, tensor)",
     register_parameter = "write module:param(name, tensor)", add_module = "write module[name] = other",
     gradient_checkpointing_enable = "write model:recompute_blocks(), or activation_checkpointing in the configuration",
     gradient_checkpointing_disable = "write model:recompute_blocks(false)",

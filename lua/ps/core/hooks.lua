@@ -18,7 +18,8 @@ local EVENTS = {
   op_failed = "n_in, inputs: an op failed. Answer: a text about one of the inputs",
   anomaly = "nothing: an op made a NaN or an infinity, in anomaly mode. Answer: the text of the error",
   scaled = "nothing: the next op multiplies a loss by a loss scale",
-  backward = "tensor, gradient: a script calls tensor:backward(gradient). Answer: true if the listener performed it",
+  backward = "tensor, gradient, options: a script calls tensor:backward(gradient, options). Answer: true if the "
+    .. "listener performed it",
   first_head = "nothing: attention with dropout is about to run, and the script did not say which head comes first. "
     .. "Answer: the number of this rank's first head in the module that runs",
   backwards = "note: a backward of a script begins; note(text) prints a text",

@@ -26,9 +26,14 @@ local function gather(list, x, depth)
   end
 end
 
--- Recompute: number -> { fn, args, rng state }. Tensors among args are bare references that this file releases: each
--- holds the segment before it, so the collector would free only one segment of a chain per cycle.
-local segments = {}
+-- Entries by the number that C has for them and stops a walk for: a recompute segment (below), a function of the script
+-- (autograd/function.lua), hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) does the work of the
+-- stop. args: the arguments of a segment. Tensors among them are bare references that this file releases: each holds
+-- the segment before it, so the collector would free only one segment of a chain per cycle.
+---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
+---  reads_engine?: boolean}>
+local waiting = {}
+M.waiting = waiting
 
 local function hold_args(segment)
   for i = 1, segment.args.n do
@@ -54,11 +59,10 @@ local function lend_args(segment)
 end
 
 local function forget(id)
-  local segment = segments[id]
-  if not segment then return end
-  segments[id] = nil
-  for i = 1, segment.args.n do
-    if is_tensor(segment.args[i]) then C.ps_tensor_release(segment.args[i]) end
+  local args = waiting[id] and waiting[id].args
+  waiting[id] = nil
+  for i = 1, args and args.n or 0 do
+    if is_tensor(args[i]) then C.ps_tensor_release(args[i]) end
   end
 end
 
@@ -70,16 +74,17 @@ local function forget_reaped()
   end
 end
 
---- Forgets the functions that read parameters of an engine that was closed. Such a function may hold the model, which
---- may hold one of its own outputs, and so the segment itself: a cycle through C that no collector sees.
+--- Forgets the functions that read parameters of an engine that was closed, and the hooks of its parameters. Such a
+--- function may hold the model, which may hold one of its own outputs, and so the segment itself: a cycle through C
+--- that no collector sees.
 function M.engine_closed()
-  for id, segment in pairs(segments) do
-    if segment.reads_engine then forget(id) end
+  for id, entry in pairs(waiting) do
+    if entry.reads_engine then forget(id) end
   end
 end
 
-M.segments_end = newproxy(true)                -- forgets the remaining segments when the program ends
-getmetatable(M.segments_end).__gc = function() for id in pairs(segments) do forget(id) end end
+M.segments_end = newproxy(true)                -- forgets the remaining entries when the program ends
+getmetatable(M.segments_end).__gc = function() for id in pairs(waiting) do forget(id) end end
 
 --- Runs Lua's collector. It frees tensors that are no longer referenced, and the arguments that recompute keeps for
 --- functions whose backward is done.
@@ -280,7 +285,8 @@ function M.recompute(fn, ...)
   caller.callable(fn, "ps.recompute")
   if not M.grad_enabled() then return fn(...) end
   local rng = C.ps_rng_get(ctx)
-  local segment = { fn = fn, args = pack(...), seed = rng.seed, op = rng.op, sample = rng.sample, step = rng.step,
+  local segment = { resume = M.run_again, fn = fn,
+    args = pack(...), seed = rng.seed, op = rng.op, sample = rng.sample, step = rng.step,
     module = C.ps_module_now(), states = states() }
   C.ps_segment_begin(ctx)
   enter(segment, false)
@@ -310,17 +316,14 @@ function M.recompute(fn, ...)
   end
   segment.reads_engine = rc == 1
   hold_args(segment)
-  segments[tonumber(id_out[0])] = segment
+  waiting[tonumber(id_out[0])] = segment
   return unpack(results, 1, results.n)
 end
 
 --- Runs the function of a segment again, at which a walk stopped, and splices the recorded ops into the walk.
+---@param s table the segment
 ---@param id integer
-function M.run_again(id)
-  local s = segments[id]
-  if not s then
-    error("a recompute segment read parameters of a model that has been closed: call backward before model:close()", 0)
-  end
+function M.run_again(s, id)
   local rng = C.ps_rng_get(ctx)
   local seed, op, sample, step = rng.seed, rng.op, rng.sample, rng.step
   local scope = M.begin()
@@ -349,54 +352,114 @@ function M.run_again(id)
   C.ps_scope_end(ctx, scope, 0, nil)
   if not results[1] then error(results[2], 0) end
   check(rc)
-  forget(id)
+  M.passed(id)
 end
 
 local root_in, gradient_in = pointer_array(1), pointer_array(1)
+local keeps = false                            -- the walk under way leaves the graph for another one
+
+--- A walk has passed what has a number: unless it keeps the graph, that is forgotten.
+---@param id integer
+function M.passed(id) if not keeps then forget(id) end end
+
+--- Does the work for which a walk stopped.
+---@param id integer
+---@param factor? number on the walk's gradients: those of the loss itself times the factor. nil: of no engine
+function M.resume(id, factor)
+  local entry = waiting[id]
+  if entry then return entry.resume(entry, id, factor) end
+  if C.ps_hooks_done(ctx) == 0 then return end               -- hooks of a parameter whose engine was closed
+  error("a recompute segment, or a function of ps.autograd, read parameters of a model that was closed since: call "
+    .. "backward before model:close()", 0)
+end
 
 -- Continues a walk to its end. rc: the result of the C call that advanced it last.
-local function walk(rc)
+local function walk(rc, factor)
   while rc ~= 0 do
     if rc < 0 then
       if rc == C.PS_ENOMEM then collectgarbage() end
       native.raise(rc)
     end
-    M.run_again(tonumber(id_out[0]))
+    M.resume(tonumber(id_out[0]), factor)
     rc = C.ps_backward_next(ctx, id_out)
   end
 end
 
 -- Completes a walk. rc: the result of the C call that began it.
-local function walk_on(rc)
-  if rc ~= 0 then                                           -- 0: complete, as usual for a model without segments
-    local ok, err = xpcall(walk, trace, rc)
+local function walk_on(rc, factor)
+  if rc ~= 0 then                                           -- 0: complete, as usual: there was nothing to stop for
+    local ok, err = xpcall(walk, trace, rc, factor)
     C.ps_backward_end(ctx)
+    keeps = false
     if not ok then
       forget_reaped()
       error(err, 0)
     end
   end
-  if next(segments) then forget_reaped() end
+  if next(waiting) then forget_reaped() end
 end
 
 --- M.backward without the hooks.
 ---@param t ps.Tensor
 ---@param gradient? ps.Tensor
-function M.walk_back(t, gradient)
+---@param factor? number as of M.resume
+function M.walk_back(t, gradient, factor)
   root_in[0], gradient_in[0] = t, gradient
-  walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out))
+  walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out), factor)
+end
+
+--- A walk that may keep the graph, for chosen tensors (ps_backward_for).
+---@param roots ps.Tensor[]
+---@param gradients table<integer, ps.Tensor> by root
+---@param keep boolean the graph stays for another walk
+---@param to ps.Tensor[] empty: leaves get gradients as by backward
+---@return table<integer, ps.Tensor> gradients by number in `to`
+function M.walk_for(roots, gradients, keep, to)
+  local n, c_roots, c_gradients, c_to = #roots, pointer_array(#roots), pointer_array(#roots), pointer_array(#to + 1)
+  for i = 1, n do c_roots[i - 1], c_gradients[i - 1] = roots[i], gradients[i] end
+  for i, t in ipairs(to) do c_to[i - 1] = t end
+  keeps = keep
+  local rc = C.ps_backward_for(ctx, n, c_roots, c_gradients, keep and 1 or 0, #to, c_to, id_out)
+  if rc == 0 then keeps = false end
+  walk_on(rc)
+  local found = {}
+  check(C.ps_backward_taken(ctx, #to, c_to))
+  for i = 1, #to do found[i] = c_to[i - 1] ~= nil and own(c_to[i - 1]) or nil end
+  return found
+end
+
+local BACKWARD = { retain_graph = "boolean", create_graph = "boolean" }
+
+--- The options of a backward, checked.
+---@param options any
+---@param call string
+---@param more? table<string, string> kinds of further options
+---@return table
+function M.backward_options(options, call, more)
+  local kinds = more or BACKWARD
+  options = caller.options(options, call, kinds)
+  if options.create_graph then
+    error(call .. ": create_graph = true asks for a backward that records itself, for gradients of gradients. Ops "
+      .. "have gradient rules here, and the rules have none: write the gradient as ops of a forward, and call backward "
+      .. "on that")
+  end
+  return options
 end
 
 --- Computes the gradients of the leaves that t was made from, and adds them to their present gradients. The loss of a
 --- micro-batch of ps.initialize's model is weighed as by model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
----@param gradient? ps.Tensor of t's shape
-function M.backward(t, gradient)
+---@param gradient? ps.Tensor|{retain_graph?: boolean} of t's shape; or the options
+---@param options? {retain_graph?: boolean} retain_graph: keeps the graph for another backward, not freed by this one
+function M.backward(t, gradient, options)
+  if type(gradient) == "table" and options == nil then gradient, options = nil, gradient end
   caller.tensor(t, "backward", "the loss")
   caller.tensor(gradient, "backward", "the gradient")
-  if hooks.ask("backward", t, gradient) then return end
+  options = M.backward_options(options, "backward")
+  if hooks.ask("backward", t, gradient, options) then return end
   hooks.tell("backwards", function(text) io.stderr:write("psluajit: ", text, "\n") end)
-  M.walk_back(t, gradient)
+  if options.retain_graph then M.walk_for({ t }, { gradient }, true, {})
+  else M.walk_back(t, gradient) end
 end
 
 --- Whether a tensor is one of several others, or was made from one of them by recorded ops.

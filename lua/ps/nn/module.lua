@@ -22,6 +22,7 @@ local sharded = require "ps.nn.sharded"
 local exact = require "ps.core.exact"
 local summary = require "ps.nn.summary"
 local hooks = require "ps.core.hooks"
+local module_hooks = require "ps.nn.hooks"
 local rectangles = require "ps.core.rectangles"
 local foreign = require "ps.core.foreign"
 local load_plan = require "ps.nn.load_plan"
@@ -101,10 +102,15 @@ local function number(self)
   return last_number
 end
 
-local function forward(self, ...)
+local function body(self, ...)
   if self.recomputes and scope.grad_enabled() then return scope.recompute(self.forward, self, ...) end
   if self.unscoped then return self:forward(...) end
   return scope.scope(self.forward, self, ...)
+end
+
+local function forward(self, ...)
+  if rawget(self, "_hooks") then return module_hooks.run(self, body, ...) end
+  return body(self, ...)
 end
 
 local function leave(depth, ...)
@@ -195,6 +201,10 @@ local function class(name, base)
   local adapt = adapters[base]
   if adapt then exports.adapt(self, adapt) end
   return self
+end
+
+for _, name in ipairs { "register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook" } do
+  Module[name] = module_hooks[name]
 end
 
 function Module:init() end

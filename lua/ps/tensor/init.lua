@@ -178,6 +178,7 @@ function T:set_grad(g)
 end
 T.backward = scope.backward
 T.detach = scope.detach
+T.register_hook = require("ps.tensor.hooks").register
 --- Keeps the bytes when the scope that made them ends; they go when Lua collects the tensor.
 ---@return ps.Tensor self
 function T:keep()
@@ -483,8 +484,8 @@ end
 local INSTEAD = {
   cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
   data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",
-  register_hook = "hooks do not exist: ps.inspect.record_tensor(t, name) notes a gradient",
-  retain_grad = "hooks do not exist: ps.inspect.record_tensor(t, name) notes a gradient", is_leaf = "t:needs_grad()",
+  retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which notes a gradient",
+  is_leaf = "t:needs_grad()",
   detach_ = "write t = t:detach()", repeat_interleave = "write t:tile(...), t:index_select(dim, indices)",
   type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
 }

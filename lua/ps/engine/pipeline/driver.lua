@@ -3,6 +3,8 @@
 -- forwards of generate, at the pace of the script. A pipeline does one of these at a time, and its ranks compare what
 -- they begin. engine/step/table.lua has the interface, engine/pipeline/row.lua the row that is under way.
 local batch = require "ps.data.batch"
+local caller = require "ps.core.caller"
+local module_hooks = require "ps.nn.hooks"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
@@ -56,9 +58,9 @@ local function next_event(engine, s, pipe)
   return kind, v, micro
 end
 
--- Runs the recompute segment again at which the walk of C's action stopped.
-local function run_again(engine, pipe)
-  local ok, problem = pcall(scope.run_again, pipe:segment())
+-- Does the work for which the walk of C's action stopped.
+local function resume(engine, pipe, factor)
+  local ok, problem = pcall(scope.resume, pipe:segment(), factor)
   if not ok then actions.fail(engine, problem) end
 end
 
@@ -77,8 +79,9 @@ local function advance(self, dry, before)
         perform(engine, FORWARD, pipe:how_forward(v, micro), v, micro)
       end
     elseif kind == C.PS_ACT_SEGMENT then
-      if report then report:timed(actions.PART[C.PS_ACT_BACKWARD], run_again, engine, pipe)
-      else run_again(engine, pipe) end
+      local factor = dry and weigh.dry_factor(engine, pipe.count) or pipe.micros[micro].factor
+      if report then report:timed(actions.PART[C.PS_ACT_BACKWARD], resume, engine, pipe, factor)
+      else resume(engine, pipe, factor) end
     elseif pipe:collects() then
       collector.before_walk()
       if dry then pipe:collected() end
@@ -141,10 +144,18 @@ local function said(what, loop)
   return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
 end
 
+-- Rejects hooks of the whole model, which no stage calls.
+local function check_hooks(engine)
+  if not module_hooks.has(engine.module) then return end
+  caller.error(("%s has hooks, and a pipeline never calls the whole model: register them on modules of its parts")
+    :format(engine.module.class_name))
+end
+
 -- Enters the pipeline with the micro-batches of a step's loop, and begins the step.
 local function enter(self, loop)
   local engine, pipe = self.engine, self.pipe
   check_free(self, SECOND)
+  check_hooks(engine)
   pipe:load(all_of(engine, loop))
   pipe:compare_begin(said("a step", loop))
   forward.begin_step(engine, pipe.micros[0].args)
@@ -183,6 +194,7 @@ function Driver:look(loop)
   local pipe = self.pipe
   if loop.at == 0 then
     check_free(self, SECOND)
+    check_hooks(self.engine)
     pipe:load(all_of(self.engine, loop))
     pipe:compare_begin(said("an evaluation", loop), true)
     pipe:begin(nil)
@@ -231,7 +243,9 @@ end
 function Driver:overlaps() return true end
 
 -- Notes the loss from which the walk will begin. The row goes on with the next turn.
-function Driver:backward(loss, weight, factor) self.pipe:mark(weigh.root(self.engine, loss, weight, factor), weight) end
+function Driver:backward(loss, weight, factor)
+  self.pipe:mark(weigh.root(self.engine, loss, weight, factor), weight, factor)
+end
 
 -- -- giving up --------------------------------------------------------------------------------------------------------
 function Driver:abandon(why) self.pipe:abandon(why) end

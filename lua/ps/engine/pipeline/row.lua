@@ -355,7 +355,7 @@ end
 ---@return boolean
 function Pipe:collects() return self.event.collect ~= 0 end
 
---- The recompute segment of the event under way.
+--- The number of what the walk of the event under way stopped for.
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
@@ -533,8 +533,10 @@ end
 --- Notes that the script has called backward of the next micro-batch. C has the loss from here on.
 ---@param root ps.Tensor which the walk begins from, on the rank of the last virtual stage
 ---@param weight number
-function Pipe:mark(root, weight)
+---@param factor number on the walk's gradients: those of the micro-batch's own loss times the factor
+function Pipe:mark(root, weight, factor)
   local micro = self.micros[self.marked]
+  micro.factor = factor
   native.check(C.ps_pipe_mark(self.row.c, self.marked, micro.out and root or nil, weight))
   micro.out = nil
   self.marked, self.total = self.marked + 1, self.total + weight

@@ -35,7 +35,8 @@ function forecasts.dry_run(engine, args, like)
   if not ok then error(id, 0) end
   if id then return id end
   if type(problem) == "table" and problem.name == "EDRY" then
-    engine:note("the model reads values in its forward, so its step cannot be planned before it has run once")
+    engine:note("the model reads values in its forward or backward, so its step cannot be planned before it has run "
+      .. "once")
     return nil
   end
   error(problem, 0)

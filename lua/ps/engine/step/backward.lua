@@ -100,9 +100,13 @@ end
 
 -- tensor:backward() of a script is model:backward for the loss of an output by names, and for a loss made of such an
 -- output.
-hooks.on("backward", function(loss, gradient)
+hooks.on("backward", function(loss, gradient, options)
   for engine, s in state.engines() do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then
+      if options.retain_graph then
+        caller.error("backward of a model of ps.initialize with retain_graph = true: its backward updates parameters "
+          .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
+      end
       if gradient ~= nil then
         caller.error "backward of a tensor of a micro-batch with a gradient of its own: make it a loss, (t * g):sum()"
       end

@@ -63,7 +63,7 @@ driver.work = {
 
 Driver.work = {
   [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
-  [BACKWARD] = function(_, root, gradient) return scope.walk_back(root, gradient) end,
+  [BACKWARD] = function(_, root, factor, gradient) return scope.walk_back(root, gradient, factor) end,
   [REDUCE] = function() end,                                    -- C does it all
   [C.PS_ACT_NORM] = driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = driver.work[C.PS_ACT_UPDATE],
 }
@@ -93,7 +93,7 @@ function Driver:overlaps() return not self.engine.adds_up and state.of(self.engi
 function Driver:backward(loss, weight, factor, last)
   local engine = self.engine
   local how = overlap.backward(engine, weight, last)
-  actions.timed(engine, BACKWARD, how, weigh.root(engine, loss, weight, factor))
+  actions.timed(engine, BACKWARD, how, weigh.root(engine, loss, weight, factor), factor)
   if state.of(engine).is.due.kind == REDUCE then actions.timed(engine, REDUCE) end
 end
 
@@ -135,8 +135,9 @@ local dry = {
     end
   end,
   [BACKWARD] = function(engine, run, micro)
-    local how = overlap.backward(engine, 1, micro + 1 == state.of(engine).is.n_micro, true)
-    actions.perform(engine, BACKWARD, how, run.root, run.gradient)
+    local n = state.of(engine).is.n_micro
+    local how = overlap.backward(engine, 1, micro + 1 == n, true)
+    actions.perform(engine, BACKWARD, how, run.root, weigh.dry_factor(engine, n), run.gradient)
     run.root, run.gradient = nil, nil
   end,
   [REDUCE] = function(engine) actions.perform(engine, REDUCE) end,

@@ -71,6 +71,14 @@ function weigh.root(engine, loss, weight, factor)
   return root
 end
 
+--- The factor of the walks of a dry run, which has no weights: 1 if a real walk has it.
+---@param engine ps.Engine
+---@param micros integer
+---@return number
+function weigh.dry_factor(engine, micros)
+  return (engine.optimizer.scaler or weigh.several(engine, micros)) and 2 or 1
+end
+
 --- The power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.
 ---@param expected number
 ---@return number|false

@@ -1,0 +1,56 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.autograd.grad and ps.autograd.backward: gradients of chosen tensors, and backward from several tensors at once.
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+local is_tensor, error = scope.is_tensor, caller.error
+
+local grads = {}
+
+-- A tensor, or a list of them, as a list.
+local function list_of(value, call, what)
+  if is_tensor(value) then return { value } end
+  caller.typed(value, "table", ("%s: the %s"):format(call, what))
+  if #value == 0 then error(("%s: the list of %s is empty"):format(call, what)) end
+  for i = 1, #value do caller.tensor(value[i], call, ("%s %d"):format(what, i)) end
+  return value
+end
+
+-- The gradients of the outputs, by number.
+local function seeds_of(value, outputs, call)
+  if value == nil then return {} end
+  local list = is_tensor(value) and { value } or caller.typed(value, "table", call .. ": grad_outputs")
+  for i, g in pairs(list) do
+    if type(i) ~= "number" or i < 1 or i > #outputs then
+      error(("%s: grad_outputs has a gradient %s; there are %d outputs"):format(call, tostring(i), #outputs))
+    end
+    caller.tensor(g, call, ("grad_outputs %d"):format(i))
+  end
+  return list
+end
+
+local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "boolean", allow_unused = "boolean" }
+
+--- The gradients of the outputs with respect to the inputs, as several results. No parameter's own gradient changes.
+--- The graph is freed, as by backward, unless retain_graph = true.
+---@param outputs ps.Tensor|ps.Tensor[] of one element each, unless grad_outputs has their gradients
+---@param inputs ps.Tensor|ps.Tensor[] leaves, or what was computed on the way to the outputs
+---@param options? {grad_outputs?: ps.Tensor|table<integer, ps.Tensor>, retain_graph?: boolean, allow_unused?: boolean}
+---  allow_unused: the gradient of an input that no output depends on is nil, not an error
+---@return ps.Tensor ... a gradient for each input
+function grads.grad(outputs, inputs, options)
+  local call = "ps.autograd.grad"
+  native.check_running(call)
+  options = scope.backward_options(options, call, KINDS)
+  outputs, inputs = list_of(outputs, call, "outputs"), list_of(inputs, call, "inputs")
+  local found = scope.walk_for(outputs, seeds_of(options.grad_outputs, outputs, call), options.retain_graph or false,
+    inputs)
+  for i = 1, #inputs do
+    if found[i] == nil and not options.allow_unused then
+      error(("%s: no output depends on input %d; with allow_unused = true its gradient is nil"):format(call, i))
+    end
+  end
+  return unpack(found, 1, #inputs)
+end
+
+return grads

@@ -1,0 +1,191 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Hooks of modules: functions of the script that a call of the module runs before and after its forward, and backward
+-- when the gradients of its inputs are complete. The last kind puts a function of ps.autograd around the inputs and one
+-- around the outputs (as PyTorch's BackwardHook does).
+local caller = require "ps.core.caller"
+local scope = require "ps.core.scope"
+local tensor_hooks = require "ps.tensor.hooks"
+local Function = require("ps.autograd.function").Function
+local is_tensor = scope.is_tensor
+
+local hooks = {}
+
+local function pack(...) return { n = select("#", ...), ... } end
+
+---@class ps.nn.Hooks of a module: lists of functions
+---@field before function[]
+---@field after function[]
+---@field back function[]
+
+local function add(module, kind, fn, call)
+  caller.callable(fn, "module:" .. call)
+  local lists = rawget(module, "_hooks")
+  if not lists then
+    lists = { before = {}, after = {}, back = {} }
+    rawset(module, "_hooks", lists)
+  end
+  return tensor_hooks.add(lists[kind], fn)
+end
+
+--- Has fn(module, args) called before each forward of the module. args: the list of the call's arguments, with their
+--- number in n. fn returns nil, or arguments that take their place: a list, or a single tensor.
+---@param self ps.nn.Module
+---@param fn fun(module: ps.nn.Module, args: any[]): any
+---@return ps.HookHandle handle handle:remove() takes the hook off
+function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
+
+--- Has fn(module, args, output) called after each forward of the module. output: the value that forward returned, or a
+--- list if it returned several. fn returns nil, or a value that takes the output's place.
+---@param self ps.nn.Module
+---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
+---@return ps.HookHandle handle handle:remove() takes the hook off
+function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "register_forward_hook") end
+
+--- Has fn(module, grad_input, grad_output) called in backward when the gradients of the module's inputs are complete.
+--- Both are lists with n: a gradient for each tensor among the arguments and among the outputs (nil: none came), in
+--- order; a table among the outputs counts by its fields in alphabetical order. fn returns nil, or a list that takes
+--- the place of grad_input. Gradients are those of tensor hooks (t:register_hook).
+---@param self ps.nn.Module
+---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
+---  table?
+---@return ps.HookHandle handle handle:remove() takes the hook off
+function hooks.register_full_backward_hook(self, fn) return add(self, "back", fn, "register_full_backward_hook") end
+
+--- Whether a module has hooks now.
+---@param module ps.nn.Module
+---@return boolean
+function hooks.has(module)
+  local lists = rawget(module, "_hooks")
+  return lists and (lists.before[1] or lists.after[1] or lists.back[1]) ~= nil or false
+end
+
+-- -- backward ---------------------------------------------------------------------------------------------------------
+-- call: { module, list, n_in, grad_output } of one call of a module.
+local function run_back(call, grad_input)
+  local whose = "a backward hook of " .. call.module.class_name
+  for _, fn in ipairs { unpack(call.list) } do
+    local given = { n = grad_input.n, unpack(grad_input, 1, grad_input.n) }
+    local result = fn(call.module, given, call.grad_output)
+    if is_tensor(result) then result = { result } end
+    if result ~= nil and type(result) ~= "table" then
+      error(("%s returned a %s; it returns nil, or a list of gradients like grad_input"):format(whose, type(result)), 0)
+    end
+    for i, g in pairs(result or {}) do
+      if i ~= "n" then
+        local old = grad_input[i]
+        if old == nil then
+          error(("%s returned a gradient %s; grad_input has none there"):format(whose, tostring(i)), 0)
+        end
+        tensor_hooks.check_like(g, old, whose)
+      end
+    end
+    if result ~= nil then
+      for i = 1, grad_input.n do grad_input[i] = result[i] end
+    end
+  end
+  return grad_input
+end
+
+local function views(...) return ... end
+
+local Inputs = Function "the inputs of a module with a backward hook"
+function Inputs.forward(ctx, call, ...)
+  ctx:set_materialize_grads(false)
+  ctx.call = call
+  return views(...)
+end
+function Inputs.backward(ctx, ...)
+  local grads = run_back(ctx.call, pack(...))
+  return nil, unpack(grads, 1, grads.n)
+end
+
+local Outputs = Function "the outputs of a module with a backward hook"
+function Outputs.forward(ctx, call, ...)
+  ctx:set_materialize_grads(false)
+  ctx.call = call
+  return views(...)
+end
+function Outputs.backward(ctx, ...)
+  local call = ctx.call
+  call.grad_output = pack(...)
+  if not call.wants then run_back(call, { n = call.n_in }) end      -- no gradient goes to the inputs
+  return nil, ...
+end
+
+-- The places of tensors among values, and in tables among them: { list, key } each.
+local function places_of(values)
+  local places = {}
+  for i = 1, values.n do
+    local value = values[i]
+    if is_tensor(value) then
+      places[#places + 1] = { values, i }
+    elseif type(value) == "table" and not getmetatable(value) then
+      local copy, names = {}, {}
+      for k, v in pairs(value) do
+        copy[k] = v
+        if is_tensor(v) then names[#names + 1] = k end
+      end
+      table.sort(names, function(a, b) return tostring(a) < tostring(b) end)
+      values[i] = copy
+      for _, k in ipairs(names) do places[#places + 1] = { copy, k } end
+    end
+  end
+  return places
+end
+
+-- Puts a function around the tensors at some places.
+local function wrap(fn, call, places)
+  if #places == 0 then return end
+  local list = {}
+  for i, place in ipairs(places) do list[i] = place[1][place[2]] end
+  list = { fn(call, unpack(list)) }
+  for i, place in ipairs(places) do place[1][place[2]] = list[i] end
+end
+
+local function begin_back(module, list, args)
+  local places = {}
+  for i = 1, args.n do if is_tensor(args[i]) then places[#places + 1] = { args, i } end end
+  local call = { module = module, list = list, n_in = #places, grad_output = { n = 0 }, wants = false }
+  for _, place in ipairs(places) do
+    local t = place[1][place[2]]
+    call.wants = call.wants or t:needs_grad() and t:is_float()
+  end
+  if call.wants then wrap(Inputs, call, places) end
+  return call
+end
+
+-- -- calls ------------------------------------------------------------------------------------------------------------
+--- A call of a module that has hooks.
+---@param module ps.nn.Module
+---@param body fun(module: ps.nn.Module, ...): any
+---@param ... any
+---@return any ...
+function hooks.run(module, body, ...)
+  local lists, args = rawget(module, "_hooks"), pack(...)
+  for _, fn in ipairs { unpack(lists.before) } do
+    local result = fn(module, args)
+    if type(result) == "table" and not getmetatable(result) then
+      args = { n = result.n or #result, unpack(result, 1, result.n or #result) }
+    elseif result ~= nil then
+      args = { n = 1, result }
+    end
+  end
+  local call = lists.back[1] and scope.grad_enabled() and begin_back(module, lists.back, args)
+  local out = pack(body(module, unpack(args, 1, args.n)))
+  for _, fn in ipairs { unpack(lists.after) } do
+    local output = out
+    if out.n <= 1 then output = out[1] end
+    local result = fn(module, args, output)
+    if result ~= nil and out.n > 1 then
+      caller.typed(result, "table", ("a forward hook of %s, which returns %d values: its result"):format(
+        module.class_name, out.n))
+      out = { n = result.n or #result, unpack(result, 1, result.n or #result) }
+    elseif result ~= nil then
+      out = { n = 1, result }
+    end
+  end
+  if call then wrap(Outputs, call, places_of(out)) end
+  return unpack(out, 1, out.n)
+end
+
+return hooks

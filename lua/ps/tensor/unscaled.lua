@@ -1,0 +1,37 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Gradients as a script sees them in hooks and in backwards of its own: those of the micro-batch's own loss. In the
+-- walk of an engine all gradients have a factor, the micro-batch's weight times the loss scale (engine/step/weigh.lua).
+-- The walk divides by the factor before the script's function runs, and multiplies by it afterwards. Both are exact if
+-- the factor is a power of two, and round otherwise. In an engine a gradient of fp16 is given in fp32: without the loss
+-- scale, small gradients would be zero in fp16.
+local scope = require "ps.core.scope"
+
+local unscaled = {}
+
+--- The gradient of the micro-batch's own loss.
+---@param grad ps.Tensor
+---@param factor? number nil: the walk is of no engine
+---@return ps.Tensor
+function unscaled.of(grad, factor)
+  if not factor then return grad end
+  if grad:dtype() == "fp16" then grad = grad:to "fp32" end
+  if factor == 1 or factor == 0 then return grad end        -- with weight 0 all gradients are 0
+  return grad * (1 / factor)
+end
+
+--- The gradient for the walk.
+---@param grad ps.Tensor
+---@param factor? number
+---@return ps.Tensor
+function unscaled.back(grad, factor)
+  if not factor or factor == 1 then return grad end
+  return grad * factor
+end
+
+--- Runs a function of the script in backward, without gradients being recorded.
+---@param fn function
+---@param ... any
+---@return any ... its results
+function unscaled.run(fn, ...) return scope.no_grad(fn, ...) end
+
+return unscaled
