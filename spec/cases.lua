@@ -44,6 +44,11 @@ local PAIRS = {
 -- Enough elements for the loops to go parallel.
 local LARGE = { 131, 257 }
 
+--- Makes the first two inputs whole numbers, of which many are equal, as far as they are floats.
+local function whole(ins)
+  for i = 1, 2 do if ins[i]:is_float() then ins[i] = ins[i]:round() end end
+end
+
 local cases = {}
 
 local function case(row) cases[#cases + 1] = row end
@@ -292,6 +297,11 @@ do
     end
   end
   forward[#forward + 1] = { F({ 3, 6 }, -5, 5), I({ 3 }, 0, 1), attrs = args(0, 1) }        -- no target counts
+  -- hits: whole logits, several of which are the largest; rows of several blocks, and longer than what kernels keep
+  for reduction, s in ipairs { { 40, 7 }, { 40, 130 }, { 9, 5000 }, { 3, 70000 }, { 33, 256 } } do
+    forward[#forward + 1] = { F(s, -2, 2), I({ s[1] }, 0, math.min(s[2], 9)), grads = false, prepare = whole,
+                              attrs = args(reduction == 2 and 1 or -100, reduction % 3, 1) }
+  end
   case(forward)
   case(backward)
   local function lm(x, V, target, ...) return { F(x), F { V, x[#x] }, I(target, 0, V), NONE, attrs = args(...) } end
@@ -304,6 +314,9 @@ do
          lm({ 2, 3, 4 }, 6, { 2, 3 }, 1, 1), lm({ 33, 65 }, 130, { 33 }, -100, 1), lm({ 130, 8 }, 33, { 130 }, 3, 1),
          biased({ 5, 4 }, 7, { 5 }, -100, 1), biased({ 2, 3, 4 }, 6, { 2, 3 }, 1, 2),
          { F { 5, 4 }, F { 7, 4 }, I({ 5 }, 0, 1), NONE, attrs = args(0, 1) },                    -- no target counts
+         { F { 60, 3 }, F { 9, 3 }, I({ 60 }, 0, 9), NONE, attrs = args(1, 1, 0, 0, 1), prepare = whole },
+         { F { 60, 3 }, F { 300, 3 }, I({ 60 }, 0, 30), F { 300 }, attrs = args(-100, 2, 0, 0, 1), prepare = whole,
+           grads = false },
          tol = { bf16 = 0.01, fp16 = 0.001 }, gtol = { fp32 = 5e-5, bf16 = 0.1 } }
 end
 
@@ -714,10 +727,19 @@ do
   for _, N in ipairs { 1, 5, 130 } do
     stats[#stats + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, attrs = args(5, 30) }
     stats[#stats + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), mass(33), attrs = args(5, 30) }
-    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), NONE, attrs = args(5, 30, 1, 2),
+    losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), NONE, attrs = args(5, 30, 1, 0, 2),
                             prepare = others(N, 3) }
     losses[#losses + 1] = { F({ N, 33 }, -5, 5), I({ N }, 0, 40), NONE, share(N), mass(33), attrs = args(5, 30, 1),
                             prepare = others(N, 4) }
+  end
+  for _, N in ipairs { 5, 130 } do
+    stats[#stats + 1] = { F({ N, 33 }, -2, 2), I({ N }, 5, 12), NONE, attrs = args(5, 30), prepare = whole }
+    losses[#losses + 1] = { F({ N, 33 }, -2, 2), I({ N }, 0, 60), NONE, share(N), NONE, attrs = args(5, 30, 1, 1),
+      prepare = function(ins)
+        whole(ins)
+        others(N, 3)(ins)
+        ins[4]:narrow(1, 0, N / 5):fill_(0)
+      end }
   end
   stats[#stats + 1] = { F({ 3, 5 }, -5, 5), I({ 3 }, 0, 40), NONE, attrs = args(40, 0) }           -- padding alone
   stats[#stats + 1] = { F(LARGE, -5, 5), I({ 131 }, 0, 257), mass(257), attrs = args(0, 257), large = true }
@@ -728,6 +750,8 @@ do
          { F { 6, 4 }, F { 7, 4 }, I({ 6 }, 0, 7), share(6), F { 7 }, mass(7), attrs = words(7, 4) },
          { F { 130, 8 }, F { 33, 8 }, I({ 130 }, 0, 33), share(130), F { 33 }, NONE, attrs = words(33), grads = false },
          { F { 0, 4 }, F { 7, 4 }, I({ 0 }, 0, 7), share(0), NONE, NONE, attrs = words(7), grads = false },
+         { F { 0, 4 }, F { 7, 4 }, I({ 0 }, 0, 7), share(0), NONE, NONE, attrs = words(7, 1, 1), grads = false },
+         { F { 60, 3 }, F { 9, 3 }, I({ 60 }, 0, 9), share(60), NONE, NONE, attrs = words(9, 1, 1), prepare = whole },
          alive = group, tol = { fp32 = 2e-5, bf16 = 0.01, fp16 = 0.001 }, gtol = { fp32 = 5e-5, bf16 = 0.1 } }
 end
 

@@ -328,17 +328,25 @@ static void test_loss_row(int dtype, int64_t V, int shape)
         if (shape == 1) put(&x, i, -150.0f + 300.0f * (float)i / (float)V);    /* the maximum grows all along */
         if (shape == 2 && i < V - 1) put(&x, i, -INFINITY);                    /* whole blocks with no mass */
         if (shape == 3) put(&x, i, (float)get(&x, i) - 1000.0f);
+        if (shape > 3) put(&x, i, (float)(i * 7919 % 5));                      /* several are the largest */
     }
-    int64_t target = shape == 2 ? V - 1 : V / 3;
+    int64_t target = shape == 2 ? V - 1 : V / 3, best = 0, last = 0;
+    for (int64_t i = 1; i < V; i++) {
+        if (get(&x, i) > get(&x, best)) best = last = i;
+        else if (get(&x, i) == get(&x, best)) last = i;
+    }
+    if (shape > 3) target = shape == 4 ? best : last;
     double top = -INFINITY, sum = 0, worst = 0;
     float loss0 = 0, scale = 0.5f;
     for (int64_t i = 0; i < V; i++) top = fmax(top, get(&x, i));
     for (int64_t i = 0; i < V; i++) sum += exp(get(&x, i) - top);
     for (int k = 0; k < isas; k++) {
         memcpy(g.data, x.data, bytes_of(&x));
-        float quiet = loss_rows[k](g.data, dtype, V, target, scale, 0);
+        bool hit = best != target, hit_again = best != target;
+        float quiet = loss_rows[k](g.data, dtype, V, target, scale, 0, &hit);
         CHECK(memcmp(g.data, x.data, bytes_of(&x)) == 0);
-        float loss = loss_rows[k](g.data, dtype, V, target, scale, 1);
+        float loss = loss_rows[k](g.data, dtype, V, target, scale, 1, &hit_again);
+        CHECK(hit == (best == target) && hit_again == hit);
         if (k == 0) loss0 = loss, memcpy(first.data, g.data, bytes_of(&g));
         CHECK(loss == loss0 && loss == quiet && same_bits(&g, first.data));
     }
@@ -361,18 +369,22 @@ static void test_losses(void)
             test_softmax(dtype, size[s][0], size[s][1]);
             for (int reduction = size[s][1] > 10000; reduction < (size[s][1] > 10000 ? 2 : 3); reduction++)
                 test_cross_entropy(dtype, size[s][0], size[s][1], reduction);
-            for (int shape = 0; shape < 4; shape++) test_loss_row(dtype, size[s][1], shape);
+            for (int shape = 0; shape < 6; shape++) test_loss_row(dtype, size[s][1], shape);
             test_loss_row(dtype, 50257, 0);
             test_loss_row(dtype, 50257, 1);
         }
     for (int dtype = PS_F32; dtype <= PS_F16; dtype++)
         for (int k = 0; k < isas; k++) {             /* an ignored row, and a NaN of either sign */
             used = 0;
+            bool hit = true;
             ps_view x = random_view(dtype, 5000, 0, 1.0f, 0.0f);
-            CHECK(loss_rows[k](x.data, dtype, x.numel, -1, 1.0f, 1) == 0 && get(&x, 0) == 0 && get(&x, 4999) == 0);
+            CHECK(loss_rows[k](x.data, dtype, x.numel, -1, 1.0f, 1, &hit) == 0 && !hit);
+            CHECK(get(&x, 0) == 0 && get(&x, 4999) == 0);
             x = random_view(dtype, 5000, 0, 1.0f, 0.0f);
             put(&x, 4321, k % 2 ? NAN : -NAN);
-            CHECK(isnan(loss_rows[k](x.data, dtype, x.numel, 7, 1.0f, 1)) && isnan(get(&x, 0)) && isnan(get(&x, 4999)));
+            put(&x, 7, 100.0f);
+            CHECK(isnan(loss_rows[k](x.data, dtype, x.numel, 7, 1.0f, 1, &hit)) && !hit);
+            CHECK(isnan(get(&x, 0)) && isnan(get(&x, 4999)));
         }
     used = 0;
     ps_view x = random_view(PS_F32, 3, 10, 1.0f, 0.0f), target = indices(PS_I64, 3, 10), loss = make(PS_F32, 1, 0);

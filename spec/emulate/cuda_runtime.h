@@ -115,6 +115,12 @@ static inline int __any_sync(unsigned, int v)
 }
 
 static inline int atomicAdd(int *p, int v) { int old = *p; *p = old + v; return old; }
+static inline unsigned long long atomicAdd(unsigned long long *p, unsigned long long v)
+{
+    unsigned long long old = *p;
+    *p = old + v;
+    return old;
+}
 static inline int atomicCAS(int *p, int compare, int v) { int old = *p; if (old == compare) *p = v; return old; }
 
 static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }

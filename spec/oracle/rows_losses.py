@@ -96,8 +96,25 @@ def smoothed(d):
     return Case(text % options, run, inputs, **tolerance(dtype))
 
 
+def hits(d):
+    """How many targets are PyTorch's argmax, of whole logits, several of which are the largest."""
+    n, classes, ignore, t = of_classes(d)
+    dtype, head, c = d.dtype("fp32", "bf16", "fp16", "fp64"), d.chance(0.4), d.int(1, 5)
+    inputs = [d.input([n, c if head else classes], dtype, False, low=-2, high=2, expand=False), d.laid_out(t, expand=False)]
+    inputs.append(d.input([classes, c], dtype, False, low=-2, high=2, expand=False) if head else None)
+
+    def run(x, m):
+        logits, t = x[0].double().round(), x[1].long()
+        logits = logits @ x[2].double().round().T if head else logits
+        counts = t != ignore
+        return torch.stack([(counts & (logits.argmax(-1) == t)).sum(), counts.sum()])
+    text = "ps.ops.lm_loss(x[1]:round(), x[3]:round(), x[2], nil, %d, 1, 0, 0, 1)" if head else \
+        "ps.ops.cross_entropy(x[1]:round(), x[2], %d, 1, 1)"
+    return Case("(select(2, %s))" % (text % ignore), run, inputs)
+
+
 ROWS = [
     Row("mse_loss", of_differences("mse_loss", F.mse_loss)), Row("l1_loss", of_differences("l1_loss", F.l1_loss)),
     Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits), Row("kl_div", kl), Row("nll_loss", nll),
-    Row("smoothed labels", smoothed, mixes=True),
+    Row("smoothed labels", smoothed, mixes=True), Row("hits", hits),
 ]

@@ -443,7 +443,8 @@ def logit_stats(d):
         own, at = x[0].to(x[0].dtype if x[0].dtype == torch.float64 else torch.float32)[:, :words], x[1].long() - first
         here = (at >= 0) & (at < words)
         top = own.max(-1).values
-        rows = [top, torch.exp(own - top[:, None]).sum(-1),
+        hit = here & (own.argmax(-1) == at)
+        rows = [top, torch.exp(own - top[:, None]).sum(-1) * torch.where(hit, -1, 1),
                 torch.where(here, own.gather(1, at.clamp(0, words - 1)[:, None])[:, 0], 0)]
         return torch.stack(rows + ([] if x[2] is None else [(own * x[2][:words]).sum(-1)]))
     return Case("ps.ops.logit_stats(x[1], x[2], x[3], %d, %d)" % (first, words), run, [x, t, mass])
@@ -466,7 +467,7 @@ def parallel_lm_loss(d):
         if x[5] is not None:
             rows = rows - x[3][2] * (logits * x[5]).sum(-1)
         return rows.sum()
-    return Case(GROUP + "ps.ops.parallel_lm_loss(x[1], x[2], x[3], x[4], x[5], x[6], n, 1, 0, 0, %d, 0, %d)"
+    return Case(GROUP + "(ps.ops.parallel_lm_loss(x[1], x[2], x[3], x[4], x[5], x[6], n, 1, 0, 0, %d, 0, %d))"
                 % (d.int(0, 1), words), run, inputs)
 
 

@@ -42,6 +42,12 @@ static int check_reduction(const ps_infer *f, int reduction)
     return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction %d is not 0, 1 or 2", reduction);
 }
 
+/* How many rows are hits, and how many count. */
+static ps_meta hits_of(int want)
+{
+    return want ? (ps_meta){ .dtype = PS_I64, .ndim = 1, .shape = { 2 } } : (ps_meta){ .ndim = -1 };
+}
+
 int infer_cross_entropy(ps_infer *f)
 {
     const ps_attrs_cross_entropy *at = f->attrs;
@@ -51,6 +57,7 @@ int infer_cross_entropy(ps_infer *f)
     f->out[1].dtype = f->in[0]->dtype_ == PS_F64 ? PS_F64 : PS_F32;
     f->out[0] = f->out[1];
     if (at->reduction != 0) f->out[0].ndim = 0;
+    f->out[2] = hits_of(at->want_hits);
     return 0;
 }
 
@@ -97,6 +104,7 @@ int infer_lm_loss(ps_infer *f)
     f->out[1] = ps_meta_like(x);
     f->out[2] = ps_meta_like(w);
     f->out[3] = (ps_meta){ .dtype = w->dtype_, .ndim = 1, .shape = { w->shape_[0] } };
+    f->out[4] = hits_of(at->want_hits);
     if (!(at->want_grad & 1)) f->out[1].ndim = -1;
     if (!(at->want_grad & 2)) f->out[2].ndim = -1;
     if (!(at->want_grad & 4)) f->out[3].ndim = -1;
@@ -105,7 +113,8 @@ int infer_lm_loss(ps_infer *f)
 
 /* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
 /* Gradients that were left to backward: the op again, in the same panels, hence with the same bits. inputs: x, w and
- * bias, in the order of their gradients; want: in attrs, those that forward made. */
+ * bias, in the order of their gradients; want: in attrs, those that forward made. attrs asks for no hits, which forward
+ * has counted. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
     ps_tensor *in[8] = { NULL };
@@ -139,6 +148,7 @@ int grad_lm_loss(ps_grad *g)
 {
     static const int inputs[3] = { 0, 1, 3 };
     ps_attrs_lm_loss attrs = *(const ps_attrs_lm_loss *)g->attrs;
+    attrs.want_hits = 0;
     ps_tensor *again[PS_MAX_OUT] = { NULL };
     PS_TRY(panels_again(g, PS_OP_lm_loss, inputs, &attrs, &attrs.want_grad, again));
     return give_panels(g, inputs, 1 / attrs.dloss, again);
@@ -148,6 +158,7 @@ int grad_parallel_lm_loss(ps_grad *g)
 {
     static const int inputs[3] = { 0, 1, 4 };
     ps_attrs_parallel_lm_loss attrs = *(const ps_attrs_parallel_lm_loss *)g->attrs;
+    attrs.want_hits = 0;
     ps_tensor *again[PS_MAX_OUT] = { NULL };
     PS_TRY(panels_again(g, PS_OP_parallel_lm_loss, inputs, &attrs, &attrs.want_grad, again));
     return give_panels(g, inputs, 1 / attrs.dloss, again);
@@ -187,6 +198,7 @@ int infer_logit_loss(ps_infer *f)
     f->out[0] = (ps_meta){ .dtype = wide(x), .ndim = 1, .shape = { N } };
     f->out[1] = ps_meta_like(x);
     if (!at->want_grad) f->out[1].ndim = -1;
+    f->out[2] = (ps_meta){ .dtype = PS_I32, .ndim = at->want_hits ? 2 : -1, .shape = { 2, N } };
     return 0;
 }
 
@@ -217,5 +229,6 @@ int infer_parallel_lm_loss(ps_infer *f)
     f->out[2] = ps_meta_like(w);
     f->out[3] = (ps_meta){ .dtype = x->dtype_, .ndim = 1, .shape = { w->shape_[0] } };
     for (int i = 0; i < 3; i++) if (!(at->want_grad >> i & 1)) f->out[1 + i].ndim = -1;
+    f->out[4] = hits_of(at->want_hits);
     return 0;
 }

@@ -24,6 +24,7 @@ typedef struct head {
     int64_t N, V, C, rows, kinds;               /* rows: of a panel; kinds: numbers of a row */
     int64_t first, words;                       /* this rank's words; the columns after them are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
+    void *hits;                                 /* int32 [2, rows], or NULL: they are not wanted */
 } head;
 
 /* -- views --------------------------------------------------------------------------------------------------------- */
@@ -87,21 +88,31 @@ static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, 
     return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
 }
 
+/* Adds the hits of n rows to the op's. */
+static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
+{
+    ps_attrs_sum sum = { .dims = 2, .accumulate = add };
+    return h->hits ? run(h, dry, PS_OP_sum, &sum, 1, hits, 1, &h->call->out[4]) : 0;
+}
+
 /* The losses of n rows from all ranks' numbers, and what they add to the gradients. */
 static int lose(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in, *share = &in[3];
     bool grads = h->attrs->want_grad != 0;
     ps_attrs_linear product = { .out_in = 0 };
-    ps_attrs_logit_loss attrs = { .first = h->first, .words = h->words, .want_grad = grads, .dloss = h->attrs->dloss };
+    ps_attrs_logit_loss attrs = { .first = h->first, .words = h->words, .want_grad = grads, .dloss = h->attrs->dloss,
+                                .want_hits = h->hits != NULL };
     ps_view logits = logits_of(h, n), losses = vector(h->losses, h->wide, h->N);
-    ps_view out[2] = { vector(place_in(&losses, first), h->wide, n), grads ? logits : absent };
+    ps_view hits = h->hits ? matrix(h->hits, PS_I32, 2, n) : absent;
+    ps_view out[3] = { vector(place_in(&losses, first), h->wide, n), grads ? logits : absent, hits };
     ps_view all = { .data = h->all, .dtype = h->wide, .ndim = 3, .numel = h->attrs->size * h->kinds * n,
                     .shape = { h->attrs->size, h->kinds, n }, .stride = { h->kinds * n, n, 1 } };
     ps_view own = matrix(place_in(share, first), share->dtype, 3, n), x = rows_of(&h->x, first, n);
     own.stride[0] = h->N;
     ps_view from[5] = { logits, targets_of(h, first, n), all, own, in[5] };
-    PS_TRY(run(h, dry, PS_OP_logit_loss, &attrs, 5, from, 2, out));
+    PS_TRY(run(h, dry, PS_OP_logit_loss, &attrs, 5, from, 3, out));
+    PS_TRY(add_hits(h, &hits, first > 0, dry));
     if (ps_has(&h->dx)) {
         ps_view dx = rows_of(&h->dx, first, n), multiplied[4] = { logits, in[1], absent, absent };
         PS_TRY(run(h, dry, PS_OP_linear, &product, 4, multiplied, 1, &dx));
@@ -109,13 +120,13 @@ static int lose(const head *h, int64_t first, int64_t n, bool dry)
     return add_weights(h, &logits, &x, first > 0, dry);
 }
 
-/* The sum of the losses; of no rows dw and db are 0. */
+/* The sum of the losses. With no rows dw, db and the hits are 0. */
 static int finish(const head *h, bool dry)
 {
     ps_attrs_sum sum = { .dims = 1 };
     ps_attrs_fill_ zero = { .value = 0 };
     ps_view losses = vector(h->losses, h->wide, h->N), *out = h->call->out;
-    for (int i = 2; h->N == 0 && i < 4; i++)
+    for (int i = 2; h->N == 0 && i < 5; i++)
         if (ps_has(&out[i])) PS_TRY(run(h, dry, PS_OP_fill_, &zero, 1, &out[i], 1, &out[i]));
     return run(h, dry, PS_OP_sum, &sum, 1, &losses, 1, &out[0]);
 }
@@ -134,7 +145,9 @@ static int take_room(head *h)
     h->mine = room(h, h->kinds * h->rows, h->wide);
     h->all = room(h, h->attrs->size * h->kinds * h->rows, h->wide);
     h->losses = room(h, h->N, h->wide);
-    bool there = h->logits && h->mine && h->all && h->losses;
+    bool hits = h->attrs->want_hits && ps_has(&h->call->out[4]);
+    if (hits) h->hits = room(h, 2 * h->rows, PS_I32);
+    bool there = h->logits && h->mine && h->all && h->losses && (h->hits || !hits);
     if (parted) there = there && h->x.data && (h->dx.data || !ps_has(dx));
     if (!there) return PS_ENOMEM;               /* scratch() left the message */
     if (h->N > 0) {

@@ -47,10 +47,11 @@ void ps_cpu_gemm_close(void);          /* frees cached primitives */
 /* loss.c, one per instruction set, reached through a pointer that cpu.c sets: one row of logits becomes its gradient.
  * logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten in place by (softmax - onehot(target)) * scale, of type
  * `dtype`; target < 0: the row is ignored, becomes 0. Returns the loss of the row (0 when ignored). want_grad 0 leaves
- * the logits alone. */
-typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad);
+ * the logits alone. *hit: whether the first largest logit is the target's. */
+typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
+                                    bool *hit);
 extern ps_cpu_loss_row_fn ps_cpu_loss_row;
-float ps_cpu_loss_row_sse2(void *, int, int64_t, int64_t, float, int);
-float ps_cpu_loss_row_avx2(void *, int, int64_t, int64_t, float, int);
-float ps_cpu_loss_row_avx512(void *, int, int64_t, int64_t, float, int);
+float ps_cpu_loss_row_sse2(void *, int, int64_t, int64_t, float, int, bool *);
+float ps_cpu_loss_row_avx2(void *, int, int64_t, int64_t, float, int, bool *);
+float ps_cpu_loss_row_avx512(void *, int, int64_t, int64_t, float, int, bool *);
 #endif

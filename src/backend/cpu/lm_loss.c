@@ -28,6 +28,7 @@ typedef struct problem {
     int type;                   /* of logits */
     void *logits;               /* [panel rows, V] */
     float *loss;                /* [N] */
+    int64_t hits;               /* rows whose first largest logit is the target's */
     float *db_sum;              /* [V], when db is wanted */
 } problem;
 
@@ -93,13 +94,16 @@ static int run_panel(problem *p, int64_t first, int64_t rows, float scale)
     forward.b = (ps_mat){ p->w->data, p->w->dtype, p->C, p->V, 1, p->C };
     if (p->bias) forward.bias = p->bias->data, forward.bias_dtype = p->bias->dtype;
     PS_TRY(ps_cpu_gemm_run(&p->space, &forward));
-    int64_t made = p->call->dry ? 0 : rows;
-#pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
+    int64_t made = p->call->dry ? 0 : rows, hits = 0;
+#pragma omp parallel for schedule(static) reduction(+ : hits) if (rows * p->V > PS_PAR_MIN)
     for (int64_t i = 0; i < made; i++) {
         int64_t t = target_at(p, first + i);
         void *row = (char *)p->logits + i * p->V * size;
-        p->loss[first + i] = ps_cpu_loss_row(row, p->type, p->V, t == p->ignore ? -1 : t, scale, want);
+        bool hit;
+        p->loss[first + i] = ps_cpu_loss_row(row, p->type, p->V, t == p->ignore ? -1 : t, scale, want, &hit);
+        hits += hit;
     }
+    p->hits += hits;
     if (p->db && made > 0) add_db(p, made);
     if (p->dx) {
         ps_gemm g = { .batch = 1, .a = logits };
@@ -141,5 +145,9 @@ int ps_cpu_lm_loss(ps_call *call)
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
     bool mean = attrs->reduction == 1 && count > 0;          /* the mean of none is 0 */
     *(float *)call->out[0].data = (float)(mean ? sum / (double)count : sum);
+    if (attrs->want_hits && ps_has(&call->out[4])) {
+        int64_t *hits = call->out[4].data;
+        hits[0] = p.hits, hits[1] = count;
+    }
     return 0;
 }

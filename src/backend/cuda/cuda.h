@@ -136,8 +136,12 @@ struct ps_cu_ce {
     const long long *count;                    /* divide the gradient by it; or NULL */
     const void *dloss; int dloss_dtype; bool dloss_per_row;        /* multiply the gradient with it; or NULL */
     void *loss, *lse;                          /* [.. first + i], fp32 (fp64 for fp64 logits); or NULL */
+    unsigned long long *hits;                  /* += rows whose first largest logit is the target's; or NULL */
 };
 int ps_cuda_ce_rows(const ps_cu_ce *c);
+/* Prepares the output `hits` [2] of an op: *hits, where rows are added up, becomes 0, and the count follows it. *hits
+ * is NULL if hits are not wanted. */
+int ps_cuda_begin_hits(const ps_view *out, int want, const long long *count, unsigned long long **hits);
 /* total of loss [n] (fp32, or fp64) in a fixed order, divided by *count unless NULL, to out [1] of out's type. */
 int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *count, const ps_view *out);
 

@@ -304,6 +304,7 @@ struct lm_problem {
     void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: where it is summed */
     void *bias;                                              /* [wide], or NULL */
     long long *count;
+    unsigned long long *hits;                                /* or NULL */
 };
 
 static void *at(const void *p, int64_t i, int dtype) { return (char *)(uintptr_t)p + i * ps_dtype_bytes(dtype); }
@@ -361,6 +362,7 @@ static int lm_panel(ps_call *call, const lm_problem *p, int64_t first, int64_t r
     c.wide = p->size.wide, c.ld = p->size.ld;
     c.target = target->data, c.target_dtype = target->dtype, c.first = first, c.ignore = a->ignore_index;
     c.loss = p->loss;
+    c.hits = p->hits;
     if (p->want_dx || p->want_dw || p->want_db) c.grad = p->grad, c.grad_dtype = p->dtype, c.scale = a->dloss;
     if (a->reduction == 1) c.count = p->count;
     PS_TRY(ps_cuda_ce_rows(&c));
@@ -402,6 +404,7 @@ static int lm_loss(ps_call *call)
     PS_TRY(fill_up(call, &p, w, p.C, &p.w));
     if (ps_has(bias)) PS_TRY(fill_up(call, &p, bias, 1, &p.bias));
     PS_TRY(ps_cuda_count_targets(call->op, target, p.V, a->ignore_index, p.count));
+    PS_TRY(ps_cuda_begin_hits(&call->out[4], a->want_hits, p.count, &p.hits));
     if (p.want_dw && p.N == 0)
         PS_TRY(ps_cuda_clear(dw->data, (size_t)(dw->numel * ps_dtype_bytes(dw->dtype))));
     if (p.want_db && p.N == 0)

@@ -4,15 +4,28 @@
  * each row once. Losses are added up in fp64 in row order, in one block. */
 #include "backend/cuda/device.h"
 
-/* softmax of the row is exp(x - top) / sum, its log-sum-exp top + log(sum). */
-template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out)
+/* softmax of the row is exp(x - top) / sum, its log-sum-exp top + log(sum). before: this thread's largest element of
+ * the first t; or NULL. */
+template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, A *sum_out, int64_t t, A *before)
 {
     A top = -INFINITY, sum = 0;
-    each(x, n, [&](int64_t, A v) { top = v > top ? v : top; });
+    if (before) *before = -INFINITY;
+    each(x, n, [&](int64_t j, A v) {
+        top = v > top ? v : top;
+        if (before && j < t) *before = v > *before ? v : *before;
+    });
     top = block_max(top);
     each(x, n, [&](int64_t, A v) { sum += exp(v - top); });
     *top_out = top;
     *sum_out = block_sum(sum);
+}
+
+/* Whether the first largest element of a row is x_t. All threads of the block call it with the same x_t, top and sum;
+ * before: sum_exp's. */
+template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
+{
+    if (x_t != top || sum != sum || top == -(A)INFINITY) return false;
+    return block_max(before) < top;
 }
 
 /* -- softmax ------------------------------------------------------------------------------------------------------- */
@@ -22,7 +35,7 @@ KERNEL_UP_TO(1024, 1) softmax_kernel(T *y, const T *x, int64_t rows, int64_t n, 
     typedef typename type_info<T>::acc A;
     for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
         A top, sum;
-        sum_exp(x + r * n, n, &top, &sum);
+        sum_exp(x + r * n, n, &top, &sum, 0, (A *)NULL);
         A log_sum = log(sum), inverse = 1 / sum;
         map_row(y + r * n, x + r * n, n, [&](int64_t, A v) {
             return logarithm ? v - top - log_sum : exp(v - top) * inverse;
@@ -105,8 +118,9 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
 
 /* Loss and log-sum-exp of the row with target [at]; x_t is 0 where it is ignored. One thread calls it. */
-template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum)
+template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum, bool hit)
 {
+    if (hit) atomicAdd(c.hits, 1ull);
     A log_sum = log(sum);
     if (c.loss) ((A *)c.loss)[at] = ignored ? (A)0 : -(x_t - top - log_sum);
     if (c.lse) ((A *)c.lse)[at] = top + log_sum;
@@ -127,10 +141,12 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
         int64_t at = c.first + r, t = load_i(c.target, c.target_dtype, at), V = c.V;
         const T *x = (const T *)c.logits + r * c.ld;
         G *g = c.grad ? (G *)c.grad + r * c.ld : NULL;
-        A top, sum;
+        A top, sum, before;
         bool ignored = is_ignored(c, t);
-        sum_exp(x, V, &top, &sum);
-        if (threadIdx.x == 0) deliver(c, at, ignored, ignored ? (A)0 : up(x[t]), top, sum);
+        A x_t = ignored ? (A)0 : up(x[t]);
+        sum_exp(x, V, &top, &sum, t, &before);
+        bool hit = c.hits && !ignored && is_hit(x_t, top, sum, before);
+        if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum, hit);
         if (!g) continue;
         A scale = grad_scale<A>(c, at), inverse = 1 / sum;
         __syncthreads();                             /* g may be x: everyone has read x[t] */
@@ -159,7 +175,8 @@ template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 
 /* The same for rows of whole packs: a block keeps the first `packs_kept` packs of its row in shared memory, and reads
  * the rest again from the L2 cache. A thread reads the same packs both times, so no thread waits for another's. The
- * largest value and the sum are updated after every few packs. While a row's gradient is computed, the next row is
+ * largest value and the sum are updated after every few packs. `before` is the largest value of the thread's elements
+ * before the target. While a row's gradient is computed, the next row is
  * fetched to the L2 cache. */
 enum { KEPT_THREADS = 1024, AT_ONCE = 4, CACHE_LINE = 128 };
 template <class T> DEV void fetch_row(const T *x, int64_t V)
@@ -182,7 +199,8 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
         int64_t at = c.first + r, t = load_i(c.target, c.target_dtype, at);
         const T *x = (const T *)c.logits + r * c.ld;
         bool ignored = is_ignored(c, t);
-        A x_t = ignored ? (A)0 : up(x[t]), top = -INFINITY, sum = 0;
+        A x_t = ignored ? (A)0 : up(x[t]), top = -INFINITY, sum = 0, before = -INFINITY;
+        int t_pack = ignored ? 0 : (int)(t / W), t_lane = ignored ? 0 : (int)(t % W);
         for (int i = threadIdx.x; i < packs; i += KEPT_THREADS * AT_ONCE) {
             uint4 v[AT_ONCE];
             A most = top;
@@ -193,6 +211,11 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
                 if (i + q * KEPT_THREADS < packs_kept) kept[i + q * KEPT_THREADS] = v[q];
 #pragma unroll
                 for (int e = 0; e < W; e++) most = lane<T>(v[q], e) > most ? lane<T>(v[q], e) : most;
+                if (i + q * KEPT_THREADS < t_pack) before = most;
+                if (i + q * KEPT_THREADS != t_pack) continue;
+#pragma unroll
+                for (int e = 0; e < W; e++)
+                    if (e < t_lane) before = lane<T>(v[q], e) > before ? lane<T>(v[q], e) : before;
             }
             A base = most == -(A)INFINITY ? (A)0 : most;            /* a NaN still gets into the sum */
             sum *= quick_exp(top - base);
@@ -207,7 +230,8 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
         A own = top;
         top = block_max(own);
         sum = block_sum(own == -(A)INFINITY && top > own ? sum : sum * quick_exp(own - top));
-        if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum);
+        bool hit = c.hits && !ignored && is_hit(x_t, top, sum, before);
+        if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum, hit);
         if (!c.grad) continue;
         A scale = grad_scale<A>(c, at), factor = scale / sum;
         G *g = (G *)c.grad + r * c.ld;
@@ -286,6 +310,15 @@ int ps_cuda_loss_total(const void *loss, int dtype, int64_t n, const long long *
     return ps_cuda_launched();
 }
 
+int ps_cuda_begin_hits(const ps_view *out, int want, const long long *count, unsigned long long **hits)
+{
+    *hits = NULL;
+    if (!want || !ps_has(out)) return 0;
+    *hits = (unsigned long long *)out->data;
+    PS_TRY(ps_cuda_clear(out->data, sizeof **hits));
+    return ps_cuda_move(*hits + 1, count, sizeof *count);
+}
+
 enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
 
 static int cross_entropy(ps_call *call)
@@ -308,6 +341,7 @@ static int cross_entropy(ps_call *call)
     c.target = target->data, c.target_dtype = target->dtype, c.ignore = a->ignore_index;
     c.loss = each_loss;
     c.lse = ps_has(lse) ? lse->data : NULL;
+    PS_TRY(ps_cuda_begin_hits(&call->out[2], a->want_hits, count, &c.hits));
     PS_TRY(ps_cuda_ce_rows(&c));
     if (a->reduction == REDUCTION_NONE) return 0;
     return ps_cuda_loss_total(each_loss, acc, rows, a->reduction == REDUCTION_MEAN ? count : NULL, loss);
@@ -340,6 +374,7 @@ struct some_words {
     const void *share;                               /* [3, rows] */
     double dloss;                                    /* multiplies grad */
     void *loss, *grad;                               /* [rows]; [rows, V] or NULL */
+    int32_t *hits;                                   /* [2, rows] or NULL */
 };
 
 template <class T> KERNEL_UP_TO(1024, 1) logit_stats_kernel(const __grid_constant__ some_words c)
@@ -349,16 +384,19 @@ template <class T> KERNEL_UP_TO(1024, 1) logit_stats_kernel(const __grid_constan
         const T *x = (const T *)c.logits + r * c.V;
         const A *mass = (const A *)c.mass;
         int64_t t = load_i(c.target, c.target_dtype, r) - c.first;
-        A top, sum, dot = 0, *stats = (A *)c.stats + r;
-        sum_exp(x, c.words, &top, &sum);
+        A top, sum, before, dot = 0, *stats = (A *)c.stats + r;
+        bool here = t >= 0 && t < c.words;
+        A x_t = here ? up(x[t]) : (A)0;
+        sum_exp(x, c.words, &top, &sum, t, &before);
+        bool hit = here && is_hit(x_t, top, sum, before);
         if (mass) {
             each(x, c.words, [&](int64_t j, A v) { dot += mass[j] * v; });
             dot = block_sum(dot);
         }
         if (threadIdx.x > 0) continue;
         stats[0] = top;
-        stats[c.rows] = sum;
-        stats[2 * c.rows] = t >= 0 && t < c.words ? up(x[t]) : (A)0;
+        stats[c.rows] = hit ? -sum : sum;
+        stats[2 * c.rows] = x_t;
         if (mass) stats[3 * c.rows] = dot;
     }
 }
@@ -369,19 +407,22 @@ template <class T> KERNEL_UP_TO(1024, 1) logit_loss_kernel(const __grid_constant
     for (int64_t r = blockIdx.x; r < c.rows; r += gridDim.x) {
         const A *share = (const A *)c.share + r, *stats = (const A *)c.stats + r, *mass = (const A *)c.mass;
         A all = share[0], one = share[c.next], some = share[2 * c.next], top = -INFINITY, sum = 0, target = 0, dot = 0;
-        bool counts = all != 0 || one != 0 || some != 0;
+        bool counts = all != 0 || one != 0 || some != 0, first = true, hit = false;
         for (int i = 0; i < c.ranks; i++) {
             A v = stats[i * c.kinds * c.rows];
             top = v > top ? v : top;
         }
         for (int i = 0; i < c.ranks; i++) {
             const A *said = stats + i * c.kinds * c.rows;
-            sum += said[c.rows] * exp(said[0] - top);
+            bool has = said[c.rows] < 0;                 /* the target, as its first largest logit */
+            sum += (has ? -said[c.rows] : said[c.rows]) * exp(said[0] - top);
+            if (said[0] == top && first) hit = has, first = false;
             target += said[2 * c.rows];
             if (c.kinds == 4) dot += said[3 * c.rows];
         }
         if (threadIdx.x == 0)
             ((A *)c.loss)[r] = counts ? all * (top + log(sum)) - one * target - some * dot : (A)0;
+        if (threadIdx.x == 0 && c.hits) c.hits[r] = counts && hit && sum == sum, c.hits[c.rows + r] = counts;
         if (!c.grad) continue;
         int64_t t = load_i(c.target, c.target_dtype, r) - c.first;
         A factor = all * (A)c.dloss / sum;
@@ -433,6 +474,7 @@ static int logit_loss(ps_call *call)
     c.first = a->first, c.words = a->words, c.ranks = (int)call->in[2].shape[0], c.stats = call->in[2].data;
     c.share = share->data, c.next = share->stride[0], c.loss = call->out[0].data;
     c.dloss = a->dloss, c.grad = ps_has(dx) ? dx->data : NULL;
+    c.hits = a->want_hits && ps_has(&call->out[2]) ? (int32_t *)call->out[2].data : NULL;
     return c.rows == 0 ? 0 : BY_FLOAT(call->in[0].dtype, run_logit_loss, c);
 }
 

@@ -19,6 +19,22 @@ static struct sum_exp sum_exp(const double *x, int64_t n)
 static double soft(struct sum_exp s, double x) { return exp(x - s.top) / s.sum; }
 static double log_soft(struct sum_exp s, double x) { return x - s.top - log(s.sum); }
 
+/* Whether the first largest of x [n], of these terms, is x[t]. t < 0: it is not here. */
+static bool is_hit(const double *x, struct sum_exp s, int64_t t)
+{
+    if (t < 0 || isnan(s.sum) || isinf(s.top) || x[t] != s.top) return false;
+    for (int64_t j = 0; j < t; j++) if (x[j] == s.top) return false;
+    return true;
+}
+
+/* Writes how many rows are hits, and how many count, if that is wanted. */
+static void put_hits(const ps_view *out, int want, int64_t hits, int64_t counted)
+{
+    if (!want || !ps_has(out)) return;
+    ref_store_int(out, 0, hits);
+    ref_store_int(out, 1, counted);
+}
+
 static void read_row(const ps_view *x, int64_t r, int64_t n, double *row)
 {
     for (int64_t j = 0; j < n; j++) row[j] = ref_load(x, r * n + j);
@@ -91,7 +107,7 @@ int ref_cross_entropy(ps_call *call)
 {
     const ps_attrs_cross_entropy *a = call->attrs;
     const ps_view *logits = &call->in[0], *target = &call->in[1], *loss = &call->out[0], *lse_out = &call->out[1];
-    int64_t V = ref_last(logits), rows = target->numel, counted;
+    int64_t V = ref_last(logits), rows = target->numel, counted, hits = 0;
     double *row;
     long double total = 0;
     PS_TRY(check_targets(target, V, a->ignore_index, &counted));
@@ -102,11 +118,13 @@ int ref_cross_entropy(ps_call *call)
         struct sum_exp s = sum_exp(row, V);
         double loss_r = t == a->ignore_index ? 0 : -log_soft(s, row[t]);
         total += loss_r;
+        if (t != a->ignore_index) hits += is_hit(row, s, t);
         if (ps_has(lse_out)) ref_store(lse_out, r, s.top + log(s.sum));
         if (a->reduction == REDUCTION_NONE) ref_store(loss, r, loss_r);
     }
     if (a->reduction == REDUCTION_MEAN) ref_store(loss, 0, mean((double)total, counted));
     if (a->reduction == REDUCTION_SUM) ref_store(loss, 0, (double)total);
+    put_hits(&call->out[2], a->want_hits, hits, counted);
     return 0;
 }
 
@@ -138,7 +156,7 @@ int ref_lm_loss(ps_call *call)
 {
     const ps_attrs_lm_loss *a = call->attrs;
     const ps_view *target = &call->in[2];
-    int64_t C = ref_last(&call->in[0]), V = call->in[1].shape[0], counted;
+    int64_t C = ref_last(&call->in[0]), V = call->in[1].shape[0], counted, hits = 0;
     bool want_dx = (a->want_grad & 1) && ps_has(&call->out[1]), want_dw = (a->want_grad & 2) && ps_has(&call->out[2]);
     bool want_db = (a->want_grad & 4) && ps_has(&call->out[3]);
     const ps_view *bias = &call->in[3];
@@ -161,6 +179,7 @@ int ref_lm_loss(ps_call *call)
         }
         struct sum_exp s = sum_exp(row, V);
         total -= log_soft(s, row[t]);
+        hits += is_hit(row, s, t);
         if (!want_dx && !want_dw && !want_db) continue;
         for (int64_t v = 0; v < V; v++) {
             double g = (soft(s, row[v]) - (v == t)) * scale;
@@ -173,6 +192,7 @@ int ref_lm_loss(ps_call *call)
     if (want_dx) ref_put(&call->out[1], dx, false);
     if (want_dw) ref_put(&call->out[2], dw, false);
     if (want_db) ref_put(&call->out[3], db, false);
+    put_hits(&call->out[4], a->want_hits, hits, counted);
     return 0;
 }
 
@@ -198,7 +218,7 @@ int ref_logit_stats(ps_call *call)
         double dot = 0;
         for (int64_t v = 0; ps_has(mass) && v < a->words; v++) dot += ref_load(mass, v) * row[v];
         ref_store(stats, r, s.top);
-        ref_store(stats, N + r, s.sum);
+        ref_store(stats, N + r, is_hit(row, s, t) ? -s.sum : s.sum);
         ref_store(stats, 2 * N + r, t >= 0 ? row[t] : 0);
         if (ps_has(mass)) ref_store(stats, 3 * N + r, dot);
     }
@@ -206,22 +226,30 @@ int ref_logit_stats(ps_call *call)
 }
 
 /* Of all ranks' stats [t, kinds, N] of row r: largest logit and sum of exponentials of all words; *target, *dot: the
- * sums of the ranks' third and fourth numbers. */
-static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot)
+ * sums of the ranks' third and fourth numbers; *hit: whether the first largest logit is the target's. */
+static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot, bool *hit)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];
     struct sum_exp s = { -INFINITY, 0 };
+    bool first = true;                                       /* no rank so far has the largest logit */
     *target = *dot = 0;
+    *hit = false;
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         double top = ref_load(stats, i * kinds * N + r);
         s.top = top > s.top ? top : s.top;
     }
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         int64_t at = i * kinds * N + r;
-        s.sum += ref_load(stats, at + N) * exp(ref_load(stats, at) - s.top);
+        double sum = ref_load(stats, at + N), top = ref_load(stats, at);
+        s.sum += fabs(sum) * exp(top - s.top);
+        if (top == s.top) {
+            if (first) *hit = sum < 0;
+            first = false;
+        }
         *target += ref_load(stats, at + 2 * N);
         if (kinds == 4) *dot += ref_load(stats, at + 3 * N);
     }
+    if (isnan(s.sum)) *hit = false;
     return s;
 }
 
@@ -229,14 +257,18 @@ int ref_logit_loss(ps_call *call)
 {
     const ps_attrs_logit_loss *a = call->attrs;
     const ps_view *x = &call->in[0], *share = &call->in[3], *mass = &call->in[4];
-    const ps_view *loss = &call->out[0], *dx = &call->out[1];
+    const ps_view *loss = &call->out[0], *dx = &call->out[1], *hits = &call->out[2];
     int64_t N = x->shape[0], V = x->shape[1], next = share->stride[0];
     double *row, target, dot;
     PS_TRY(ref_scratch(call, V, &row));
     for (int64_t r = 0; r < N; r++) {
         double all = ref_load(share, r), one = ref_load(share, next + r), some = ref_load(share, 2 * next + r);
-        bool counts = all != 0 || one != 0 || some != 0;
-        struct sum_exp s = of_all(&call->in[2], r, &target, &dot);
+        bool counts = all != 0 || one != 0 || some != 0, hit;
+        struct sum_exp s = of_all(&call->in[2], r, &target, &dot, &hit);
+        if (a->want_hits && ps_has(hits)) {
+            ref_store_int(hits, r, counts && hit);
+            ref_store_int(hits, N + r, counts);
+        }
         ref_store(loss, r, counts ? all * (s.top + log(s.sum)) - one * target - some * dot : 0);
         if (!ps_has(dx)) continue;
         int64_t t = column_of(&call->in[1], r, a->first, a->words);

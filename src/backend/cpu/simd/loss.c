@@ -97,16 +97,23 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
 
 struct row {
     float max;                        /* of the row, NaN apart */
+    float before;                     /* the largest in front of the element that scan_row was told, NaN apart */
     double sum;                       /* of e^(x - max) */
     float block_max[KEEP / BLOCK];    /* each block's kept exponentials are relative to it */
 };
-SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int dtype)
+/* at: the element up to which the largest is noted, too; -1: none. */
+SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;
     w->sum = 0;
+    w->before = -INFINITY;
     for (int64_t first = 0; first < V; first += BLOCK) {
         int64_t n = V - first < BLOCK ? V - first : BLOCK;
         float top = block_max(x, first, n, dtype);
+        if (at >= first && at < first + n) {
+            float part = at > first ? block_max(x, first, at - first, dtype) : -INFINITY;
+            w->before = part > m ? part : m;
+        }
         if (top > m) {
             w->sum *= exp((double)m - top);
             m = top;
@@ -116,6 +123,11 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int dty
         w->sum += block_exp(x, first, n, base, keep, dtype);
     }
     w->max = m;
+}
+/* Whether the first largest element of the row that scan_row has read up to it is `logit`. */
+SIMD bool is_hit(const struct row *w, float logit)
+{
+    return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
 }
 /* The factor that makes block `b`'s kept exponentials relative to the row's maximum. */
 static double block_factor(const struct row *w, int64_t b)
@@ -159,11 +171,15 @@ SIMD void row_exp(void *y, const void *x, int64_t V, float base, float factor, i
     if (i < V) exp_pair(y, x, i, V, m, f, dtype);
 }
 /* y = softmax(x) * scale; y may be x. keep: memory for V floats, which may be y for fp32, or NULL. Returns the row's
- * logarithm of the sum of exponentials, and in *at the fp32 result of element `want` (-1: none). */
-SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, int dtype)
+ * logarithm of the sum of exponentials; of element `want` (-1: none) in *at the fp32 result, and in *hit whether it is
+ * the first largest. */
+SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float scale, int64_t want, float *at, bool *hit,
+                        int dtype)
 {
     struct row w;
-    scan_row(&w, x, V, keep, dtype);
+    float logit = want >= 0 ? ps_get_one(x, want, dtype) : 0;
+    scan_row(&w, x, V, keep, want, dtype);
+    if (want >= 0) *hit = is_hit(&w, logit);
     double lse = (double)w.max + log(w.sum), factor = scale / w.sum;
     if (!keep) {
         if (want >= 0) *at = (float)(exp((double)ps_get_one(x, want, dtype) - w.max) * factor);
@@ -179,34 +195,38 @@ SIMD double softmax_row(void *y, const void *x, int64_t V, float *keep, float sc
 }
 
 /* -- a row of logits to its gradient, in place (cpu.h) ----------------------------------------------------------- */
-SIMD float loss_row(void *logits, int64_t V, int64_t target, float scale, int want_grad, float *keep, int dtype)
+SIMD float loss_row(void *logits, int64_t V, int64_t target, float scale, int want_grad, float *keep, bool *hit,
+                    int dtype)
 {
     float logit = ps_get_one(logits, target, dtype), p = 0;
     if (!want_grad) {
         struct row w;
-        scan_row(&w, logits, V, NULL, dtype);
+        scan_row(&w, logits, V, NULL, target, dtype);
+        *hit = is_hit(&w, logit);
         return (float)((double)w.max - logit + log(w.sum));
     }
-    double lse = softmax_row(logits, logits, V, keep, scale, target, &p, dtype);
+    double lse = softmax_row(logits, logits, V, keep, scale, target, &p, hit, dtype);
     ps_put_one(logits, target, dtype, p - scale);
     return (float)(lse - logit);
 }
 static __attribute__((noinline)) float loss_row_half(void *logits, int dtype, int64_t V, int64_t target, float scale,
-                                                     int want_grad)
+                                                     int want_grad, bool *hit)
 {
     float keep[KEEP] __attribute__((aligned(64)));
     float *k = V <= KEEP ? keep : NULL;
-    return dtype == PS_BF16 ? loss_row(logits, V, target, scale, want_grad, k, PS_BF16)
-                            : loss_row(logits, V, target, scale, want_grad, k, PS_F16);
+    return dtype == PS_BF16 ? loss_row(logits, V, target, scale, want_grad, k, hit, PS_BF16)
+                            : loss_row(logits, V, target, scale, want_grad, k, hit, PS_F16);
 }
-float PS_ISA_FN(ps_cpu_loss_row)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad)
+float PS_ISA_FN(ps_cpu_loss_row)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
+                                 bool *hit)
 {
+    *hit = false;
     if (target < 0) {
         if (want_grad) memset(logits, 0, (size_t)(V * ps_dtype_bytes(dtype)));
         return 0.0f;
     }
-    if (dtype != PS_F32) return loss_row_half(logits, dtype, V, target, scale, want_grad);
-    return loss_row(logits, V, target, scale, want_grad, V <= KEEP ? logits : NULL, PS_F32);
+    if (dtype != PS_F32) return loss_row_half(logits, dtype, V, target, scale, want_grad, hit);
+    return loss_row(logits, V, target, scale, want_grad, V <= KEEP ? logits : NULL, hit, PS_F32);
 }
 
 /* -- softmax ----------------------------------------------------------------------------------------------------- */
@@ -214,12 +234,12 @@ static __attribute__((noinline)) void softmax_half(void *y, const void *x, int64
 {
     float keep[KEEP] __attribute__((aligned(64)));
     float *k = V <= KEEP ? keep : NULL;
-    if (dtype == PS_BF16) softmax_row(y, x, V, k, 1.0f, -1, NULL, PS_BF16);
-    else softmax_row(y, x, V, k, 1.0f, -1, NULL, PS_F16);
+    if (dtype == PS_BF16) softmax_row(y, x, V, k, 1.0f, -1, NULL, NULL, PS_BF16);
+    else softmax_row(y, x, V, k, 1.0f, -1, NULL, NULL, PS_F16);
 }
 static void softmax_any(void *y, const void *x, int64_t V, int dtype)
 {
-    if (dtype == PS_F32) softmax_row(y, x, V, V <= KEEP ? y : NULL, 1.0f, -1, NULL, PS_F32);
+    if (dtype == PS_F32) softmax_row(y, x, V, V <= KEEP ? y : NULL, 1.0f, -1, NULL, NULL, PS_F32);
     else softmax_half(y, x, V, dtype);
 }
 SIMD void log_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf l, int dtype)
@@ -234,7 +254,7 @@ SIMD void log_pair(void *y, const void *x, int64_t i, int64_t end, vf m, vf l, i
 SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
 {
     struct row w;
-    scan_row(&w, x, V, NULL, dtype);
+    scan_row(&w, x, V, NULL, -1, dtype);
     vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* two steps: x - max is exact where it matters */
     int64_t i = 0;
     for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
@@ -339,18 +359,20 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-SIMD void lse_row(const void *x, int64_t V, double *lse, int dtype)
+/* target: -1: the row is ignored, and no hit. */
+SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
-    scan_row(&w, x, V, NULL, dtype);
+    scan_row(&w, x, V, NULL, target, dtype);
     *lse = (double)w.max + log(w.sum);
+    *hit = target >= 0 && is_hit(&w, ps_get_one(x, target, dtype));
 }
 static int cross_entropy(ps_call *call)
 {
     const struct ps_attrs_cross_entropy *a = call->attrs;
     const ps_view *x = &call->in[0], *target = &call->in[1];
     ps_view *loss = &call->out[0], *lse = &call->out[1];
-    int64_t V = ps_last_dim(x), rows = target->numel;
+    int64_t V = ps_last_dim(x), rows = target->numel, hits = 0;
     if (V == 0 || !usable(x) || !ps_is_index(target) || !view_flat(target) || loss->dtype != PS_F32 ||
         !view_flat(loss) || (ps_has(lse) && (lse->dtype != PS_F32 || !view_flat(lse))))
         return PS_EUNSUP;
@@ -359,12 +381,14 @@ static int cross_entropy(ps_call *call)
     double *each = call->scratch(call, (size_t)(rows + 1) * sizeof *each);   /* losses by row */
     if (!each) return PS_ENOMEM;
     if (call->dry) return 0;
-#pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN)
+#pragma omp parallel for schedule(static) reduction(+ : hits) if (x->numel >= PS_PAR_MIN)
     for (int64_t r = 0; r < rows; r++) {
         const void *row = ps_at(x->data, r * V, x->dtype);
         int64_t t = ps_index_at(target, r);
         double l;
-        PS_BY_VEC(x->dtype, lse_row, row, V, &l);
+        bool hit;
+        PS_BY_VEC(x->dtype, lse_row, row, V, t == a->ignore_index ? -1 : t, &l, &hit);
+        hits += hit;
         if (ps_has(lse)) ((float *)lse->data)[r] = (float)l;
         each[r] = t == a->ignore_index ? 0.0 : l - ps_get_one(row, t, x->dtype);
     }
@@ -375,6 +399,10 @@ static int cross_entropy(ps_call *call)
         sum += each[r];
     }
     if (a->reduction != 0) out[0] = (float)(a->reduction == 1 && count > 0 ? sum / (double)count : sum);   /* none: 0 */
+    if (a->want_hits && ps_has(&call->out[2])) {
+        int64_t *told = call->out[2].data;
+        told[0] = hits, told[1] = count;
+    }
     return 0;
 }
 SIMD void ce_backward_row(void *dx, const void *x, int64_t V, int64_t target, float lse, float scale, int dtype)
@@ -414,12 +442,13 @@ static double dot_mass(const void *x, const float *mass, int64_t words, int dtyp
     for (int64_t v = 0; v < words; v++) sum += (double)mass[v] * (double)ps_get_one(x, v, dtype);
     return sum;
 }
-SIMD void top_and_sum(const void *x, int64_t words, float *top, float *sum, int dtype)
+/* t: the target's column, or -1. */
+SIMD void top_and_sum(const void *x, int64_t words, int64_t t, float *top, float *sum, int dtype)
 {
     struct row w;
-    scan_row(&w, x, words, NULL, dtype);
+    scan_row(&w, x, words, NULL, t, dtype);
     *top = w.max;
-    *sum = (float)w.sum;
+    *sum = (float)(t >= 0 && is_hit(&w, ps_get_one(x, t, dtype)) ? -w.sum : w.sum);
 }
 static bool same_rows(const ps_view *x, const ps_view *target, const ps_view *mass)
 {
@@ -437,29 +466,36 @@ static int logit_stats(ps_call *call)
     for (int64_t r = 0; r < N; r++) {
         const void *row = ps_at(x->data, r * V, x->dtype);
         int64_t t = ps_index_at(target, r) - a->first;
-        PS_BY_VEC(x->dtype, top_and_sum, row, a->words, &stats[r], &stats[N + r]);
-        stats[2 * N + r] = t >= 0 && t < a->words ? ps_get_one(row, t, x->dtype) : 0.0f;
+        if (t < 0 || t >= a->words) t = -1;
+        PS_BY_VEC(x->dtype, top_and_sum, row, a->words, t, &stats[r], &stats[N + r]);
+        stats[2 * N + r] = t >= 0 ? ps_get_one(row, t, x->dtype) : 0.0f;
         if (ps_has(mass)) stats[3 * N + r] = (float)dot_mass(row, mass->data, a->words, x->dtype);
     }
     return 0;
 }
 
-/* Row r of all ranks' stats [t, kinds, N]. */
-struct all_words { double top, sum, target, dot; };
+/* Row r of all ranks' stats [t, kinds, N]; hit: the first largest logit is the target's. */
+struct all_words { double top, sum, target, dot; bool hit; };
 static struct all_words of_all(const ps_view *stats, int64_t r)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];
-    struct all_words s = { -INFINITY, 0, 0, 0 };
+    struct all_words s = { -INFINITY, 0, 0, 0, false };
+    bool first = true;                                       /* no rank so far has the largest logit */
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         const float *mine = (const float *)stats->data + i * kinds * N + r;
         s.top = mine[0] > s.top ? mine[0] : s.top;
     }
     for (int64_t i = 0; i < stats->shape[0]; i++) {
         const float *mine = (const float *)stats->data + i * kinds * N + r;
-        s.sum += mine[N] * exp(mine[0] - s.top);
+        s.sum += fabsf(mine[N]) * exp(mine[0] - s.top);
+        if (mine[0] == s.top) {
+            if (first) s.hit = mine[N] < 0;
+            first = false;
+        }
         s.target += mine[2 * N];
         if (kinds == 4) s.dot += mine[3 * N];
     }
+    if (s.sum != s.sum) s.hit = false;
     return s;
 }
 /* y = x's gradient; y may be x. t: the target's column, or -1. */
@@ -484,6 +520,7 @@ static int logit_loss(ps_call *call)
     const ps_view *x = &call->in[0], *target = &call->in[1], *stats = &call->in[2], *share = &call->in[3];
     const ps_view *mass = &call->in[4], *loss = &call->out[0], *dx = &call->out[1];
     int64_t N = x->shape[0], V = x->shape[1], next = share->stride[0];
+    int32_t *hits = a->want_hits && ps_has(&call->out[2]) ? call->out[2].data : NULL;
     if (!same_rows(x, target, mass) || stats->dtype != PS_F32 || !view_flat(stats) || share->dtype != PS_F32 ||
         loss->dtype != PS_F32 || !view_flat(loss) || (ps_has(dx) && (!usable(dx) || dx->dtype != x->dtype)))
         return PS_EUNSUP;
@@ -496,6 +533,7 @@ static int logit_loss(ps_call *call)
         bool counts = of[0] != 0 || of[1] != 0 || of[2] != 0;
         double l = of[0] * (s.top + log(s.sum)) - of[1] * s.target - of[2] * s.dot;
         ((float *)loss->data)[r] = counts ? (float)l : 0.0f;
+        if (hits) hits[r] = counts && s.hit, hits[N + r] = counts;
         if (!ps_has(dx)) continue;
         for (int i = 0; i < 3; i++) of[i] *= (float)a->dloss;
         char *to = ps_at(dx->data, r * V, x->dtype);
