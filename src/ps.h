@@ -1186,6 +1186,7 @@ typedef struct ps_pipe_event {
   double seconds;              /* that backwards, weight gradients and reductions took since the event before */
   double loss;                 /* of a YIELD */
   double weight;               /* of a YIELD: that of ps_pipe_weigh; -1: the last virtual stage gave none */
+  double hits, targets;        /* of a YIELD: those of ps_pipe_score; 0 of 0: the last virtual stage gave none */
 } ps_pipe_event;
 /* Opens the executor of this rank, whose number in the group is that of its row. All ranks of the group call it, with
  * tables of one kind. Table, group and context may be closed before it. PS_ESTATE: the table is not lowered. PS_EINVAL:
@@ -1228,6 +1229,8 @@ int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight);
 /* The weight of the loss that the FORWARD under way made, before its ps_pipe_done. The ranks of the other stages get it
  * with the loss. PS_ESTATE, PS_ERANGE: as of ps_pipe_mark. */
 int ps_pipe_weigh(ps_pipe *x, int micro, double weight);
+/* As ps_pipe_weigh: how many targets that FORWARD's largest logits hit, and of how many. */
+int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets);
 /* The event that is due. It may wait for messages: PS_EINVAL: another one came than the table says. PS_ETIME, PS_EIO:
  * as of groups; the message names rank and action. PS_ESTATE: no step is under way, the event before is not done, or
  * the step's table is not that of the row. Else errors of a walk (ps_backward_begin_n), of weight gradients

@@ -285,6 +285,21 @@ static int count_own(const rank *r, int one, int other)
     return n;
 }
 
+/* Numbers of a loss: odd micro-batches have a weight, those whose number 3 divides have hits. All ranks get them, and
+ * -1 and 0 of 0 of the others, also if the step before had some. */
+static int tell_numbers(ps_pipe *x, int32_t micro)
+{
+    if (micro % 2) PS_TRY(ps_pipe_weigh(x, micro, 10 + micro));
+    return micro % 3 ? 0 : ps_pipe_score(x, micro, 1 + micro, 1e15 + micro);
+}
+
+static void check_numbers(const ps_pipe_event *e)
+{
+    bool scored = e->micro % 3 == 0;
+    CHECK(e->weight == (e->micro % 2 ? 10 + e->micro : -1));
+    CHECK(e->hits == (scored ? 1 + e->micro : 0) && e->targets == (scored ? 1e15 + e->micro : 0));
+}
+
 static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_step *step, const ps_pipe_table *t, ps_tensor **w)
 {
     int last = r->t->spec.vstages - 1, events = 0;
@@ -315,6 +330,7 @@ static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_step *step, const ps_pip
             out = (r->again ? segment : forward)(ctx, w[e.vstage], in, e.vstage == last);
             if (r->again) ps_tensor_retain(ins[e.vstage][e.micro] = in);
             if (!e.vstage) ps_tensor_release(in);
+            if (e.vstage == last && !r->dry) PS_TRY(tell_numbers(x, e.micro));
         } else if (e.kind == PS_ACT_SEGMENT) {
             CHECK(due->kind == PS_ACT_BACKWARD || due->kind == PS_ACT_INPUT);
             ps_tensor *y = forward(ctx, w[e.vstage], ins[e.vstage][e.micro], e.vstage == last);
@@ -326,6 +342,7 @@ static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_step *step, const ps_pip
             r->n_told++;
         } else {
             r->losses[e.micro] = e.loss;
+            if (!r->dry) check_numbers(&e);
             if (step) PS_TRY(ps_pipe_mark(x, e.micro, NULL, 1));
             meet(e.micro);
         }
@@ -595,6 +612,8 @@ static void test_misuse(void)
     FAILS(ps_pipe_settings(x, &(ps_action_how){ .scale = 1 }), PS_ESTATE, "no step");
     FAILS(ps_pipe_done(x, 0, NULL), PS_ESTATE, "no action");
     FAILS(ps_pipe_mark(x, 0, NULL, 1), PS_ESTATE, "no step");
+    FAILS(ps_pipe_weigh(x, 0, 1), PS_ESTATE, "no step");
+    FAILS(ps_pipe_score(x, 0, 1, 1), PS_ESTATE, "no step");
     FAILS(ps_pipe_expect(x, 2, 0, 1, &carry), PS_ERANGE, "virtual stage 2");
     FAILS(ps_pipe_expect(x, 0, 0, PS_PIPE_CARRY + 1, &carry), PS_EINVAL, "at most 16");
     FAILS(ps_pipe_measured(x, &times, &spans_), PS_ESTATE, "no virtual clock");
@@ -611,6 +630,8 @@ static void test_misuse(void)
         FAILS(ps_pipe_begin(x, step, 0, 0), PS_ESTATE, "under way");
         FAILS(ps_pipe_mark(x, 1, NULL, 1), PS_ERANGE, "no micro-batch 1 in a table of 1");
         FAILS(ps_pipe_mark(x, -1, NULL, 1), PS_ERANGE, "no micro-batch -1");
+        FAILS(ps_pipe_weigh(x, 1, 1), PS_ERANGE, "no micro-batch 1 in a table of 1");
+        FAILS(ps_pipe_score(x, -1, 1, 1), PS_ERANGE, "no micro-batch -1");
         FAILS(ps_pipe_expect(x, 0, 0, 1, &carry), PS_ESTATE, "under way");
         FAILS(ps_pipe_repeat(x, 0, 0), PS_ESTATE, "under way");
         OK(ps_pipe_next(x, &e));

@@ -36,11 +36,11 @@ typedef struct wire {
     int32_t kind, part, vstage, micro;
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
-    double when, value[2];
+    ps_p2p_note note;
     int32_t place, reserved;               /* HOST, DEVICE or BEGUN */
     char id[PS_WIRE_ID_NBYTES];            /* DEVICE: of the line */
 } wire;
-_Static_assert(sizeof(wire) == 136 + PS_WIRE_ID_NBYTES, "a message on the wire has no holes");
+_Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "a message on the wire has no holes");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
@@ -50,7 +50,7 @@ struct ps_p2p_request {
     bool used;                             /* begun and not waited for */
     int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
     bool out;
-    wire head;                             /* of a receive: the expected one; `when` and `value` are those that came */
+    wire head;                             /* of a receive: the expected one; `note` is the one that came */
     ps_tensor *t;                          /* held and pinned, or NULL */
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as of a group_call */
@@ -230,8 +230,7 @@ static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
-    q->head.when = got->when;
-    memcpy(q->head.value, got->value, sizeof got->value);
+    q->head.note = got->note;
     q->state = FAILED;
     if (!is_same(&q->head, got)) {
         char wanted[TEXT], came[TEXT];
@@ -519,10 +518,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     if (q->head.place == DEVICE) rc = send_begin(q);
     if (rc < 0) return refused(q, rc);
     q->head.seq = to->lanes[lane].sent;
-    if (note) {
-        q->head.when = note->when;
-        memcpy(q->head.value, note->value, sizeof note->value);
-    }
+    if (note) q->head.note = *note;
     ps_watch_sent(p->comm->watch, p->comm->place);
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
@@ -677,7 +673,7 @@ int ps_p2p_wait(ps_p2p_request *q, ps_p2p_note *note)
     }
     leave(p);
     group_call_end(p->group, &(group_call){ q->out ? OP_SEND : OP_RECV, q->began_ns, q->nbytes });
-    if (note) *note = (ps_p2p_note){ q->head.when, { q->head.value[0], q->head.value[1] } };
+    if (note) *note = q->head.note;
     request_end(q);
     return rc;
 }
@@ -755,8 +751,7 @@ int ps_p2p_next(ps_p2p *p, int peer, int lane, ps_p2p_header *out)
     pthread_mutex_lock(&p->lock);
     const wire *h = &l->in->head;
     *out = (ps_p2p_header){ .tag = { (char)h->kind, (int16_t)h->part, h->vstage, h->micro },
-                            .note = { h->when, { h->value[0], h->value[1] } }, .dtype = h->dtype,
-                            .n_dims = h->n_dims };
+                            .note = h->note, .dtype = h->dtype, .n_dims = h->n_dims };
     memcpy(out->shape, h->shape, sizeof out->shape);
     pthread_mutex_unlock(&p->lock);
     return 0;

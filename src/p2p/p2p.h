@@ -41,7 +41,7 @@ typedef struct ps_p2p_tag {
 /* Numbers that are sent with a message, in addition to the tensor. */
 typedef struct ps_p2p_note {
     double when;                           /* the sender's virtual clock */
-    double value[2];                       /* for example a loss and its weight */
+    double value[4];                       /* for example a loss, its weight, hits and targets */
 } ps_p2p_note;
 
 /* A message whose header has arrived and which is not received yet. */

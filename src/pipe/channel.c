@@ -23,7 +23,8 @@ static int channel_send(pipe_channel *w, int peer, int lane, const pipe_tag *tag
                      void **out)
 {
     ps_p2p_tag said = tag_of(tag);
-    ps_p2p_note with = { .when = note->when, .value = { note->loss, note->weight } };
+    ps_p2p_note with = { .when = note->when,
+                          .value = { note->loss, note->weight, note->hits, note->targets } };
     ps_p2p_request *request;
     PS_TRY(ps_p2p_send(p2p_of(w), peer, lanes[lane], &said, &with, t, &request));
     *out = request;
@@ -43,7 +44,8 @@ static int channel_wait(pipe_channel *w, void *request, pipe_note *note)
 {
     ps_p2p_note came;
     PS_TRY(ps_p2p_wait(request, &came));
-    if (note) *note = (pipe_note){ .when = came.when, .loss = came.value[0], .weight = came.value[1] };
+    if (note) *note = (pipe_note){ .when = came.when, .loss = came.value[0], .weight = came.value[1],
+                                   .hits = came.value[2], .targets = came.value[3] };
     return 0;
 }
 

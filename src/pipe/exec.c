@@ -47,8 +47,8 @@ struct ps_pipe {
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
-    double *losses;                 /* [micro_batches] losses that came, or were made here */
-    double *loss_weights;           /* [micro_batches] their weights (ps_pipe_weigh), which come with them */
+    pipe_note *losses;              /* [micro_batches] losses that came, or were made here; ps_pipe_weigh's and
+                                     * ps_pipe_score's numbers come with them */
     double *weights;                /* [micro_batches] of ps_pipe_mark */
     void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
     void **sends;                   /* [n_sends] under way */
@@ -233,7 +233,6 @@ void ps_pipe_close(ps_pipe *x)
     ps_free(x->slots);
     ps_free(x->expected);
     ps_free(x->losses);
-    ps_free(x->loss_weights);
     ps_free(x->weights);
     ps_free(x->loss_requests);
     ps_free(x->sends);
@@ -264,13 +263,12 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
     x->slots = ps_alloc0((size_t)x->n_local * m * sizeof *x->slots);
     x->expected = ps_alloc0(v * m * sizeof *x->expected);
     x->losses = ps_alloc0(m * sizeof *x->losses);
-    x->loss_weights = ps_alloc0(m * sizeof *x->loss_weights);
     x->weights = ps_alloc0(m * sizeof *x->weights);
     x->loss_requests = ps_alloc0(m * sizeof *x->loss_requests);
     x->costs = ps_alloc0(v * sizeof *x->costs);
     x->spans = ps_alloc0((size_t)row_of(x)->n * sizeof *x->spans);
     for (int d = 0; d < PIPE_DIRECTIONS; d++) x->free[d] = ps_alloc0(v * sizeof *x->free[d]);
-    if (!x->slots || !x->expected || !x->losses || !x->loss_weights || !x->weights || !x->loss_requests || !x->costs ||
+    if (!x->slots || !x->expected || !x->losses || !x->weights || !x->loss_requests || !x->costs ||
         !x->spans || !x->free[PIPE_UP] || !x->free[PIPE_DOWN]) {
         size_t nbytes = (size_t)x->n_local * m * sizeof *x->slots;
         ps_pipe_close(x);
@@ -560,13 +558,13 @@ static int post_losses(ps_pipe *x)
 
 static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
 {
-    if (x->dry || !out->n || !ps_tensor_has_data(out->t[0])) return x->losses[micro] = 0, 0;
+    if (x->dry || !out->n || !ps_tensor_has_data(out->t[0])) return x->losses[micro].loss = 0, 0;
     if (out->t[0]->numel_ != 1)
         return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld numbers, not one", micro,
                        (long long)out->t[0]->numel_);
     ps_tensor *moved = NULL;
     int rc = out->t[0]->device_ != x->host ? to_device(x->ctx, out->t[0], x->host, &moved) : 0;
-    if (rc == 0) rc = ps_tensor_read_f64(moved ? moved : out->t[0], 0, 1, &x->losses[micro]);
+    if (rc == 0) rc = ps_tensor_read_f64(moved ? moved : out->t[0], 0, 1, &x->losses[micro].loss);
     ps_tensor_release(moved);
     return rc < 0 ? rc : settle(x, false);
 }
@@ -574,22 +572,17 @@ static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
 static int send_loss(ps_pipe *x, int32_t micro)
 {
     pipe_tag tag = loss_tag(x, micro);
-    pipe_note note = { .loss = x->losses[micro], .weight = x->loss_weights[micro] };
     for (int peer = 0; peer < x->t->spec.stages && !x->dry; peer++)
-        if (peer != x->rank) PS_TRY(begin_send(x, peer, PIPE_LANE_LOSS, &tag, &note, NULL));
+        if (peer != x->rank) PS_TRY(begin_send(x, peer, PIPE_LANE_LOSS, &tag, &x->losses[micro], NULL));
     return 0;
 }
 
 static int take_loss(ps_pipe *x, int32_t micro)
 {
     void *request = x->loss_requests[micro];
-    pipe_note note;
     if (!request) return 0;
     x->loss_requests[micro] = NULL;
-    PS_TRY(wait_for(x, request, &note));
-    x->losses[micro] = note.loss;
-    x->loss_weights[micro] = note.weight;
-    return 0;
+    return wait_for(x, request, &x->losses[micro]);
 }
 
 /* -- events -------------------------------------------------------------------------------------------------------- */
@@ -609,8 +602,7 @@ int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
     x->cursor = x->ahead = 0;
     x->clock = 0;
     for (int d = 0; d < PIPE_DIRECTIONS; d++) memset(x->free[d], 0, (size_t)x->t->spec.vstages * sizeof *x->free[d]);
-    memset(x->losses, 0, (size_t)x->t->spec.micro_batches * sizeof *x->losses);
-    for (int32_t i = 0; i < x->t->spec.micro_batches; i++) x->loss_weights[i] = -1;
+    for (int32_t i = 0; i < x->t->spec.micro_batches; i++) x->losses[i] = (pipe_note){ .weight = -1 };
     memset(x->weights, 0, (size_t)x->t->spec.micro_batches * sizeof *x->weights);
     int rc = noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * SPANS, x->first_again,
                                          x->end_again) : 0;
@@ -631,12 +623,17 @@ int ps_pipe_settings(ps_pipe *x, const ps_action_how *how)
     return 0;
 }
 
+static int check_micro(const ps_pipe *x, int micro)
+{
+    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
+    if (micro >= 0 && micro < x->t->spec.micro_batches) return 0;
+    return ps_fail(PS_ERANGE, "there is no micro-batch %d in a table of %d", micro, x->t->spec.micro_batches);
+}
+
 int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight)
 {
     int32_t last = x->t->spec.vstages - 1;
-    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
-    if (micro < 0 || micro >= x->t->spec.micro_batches)
-        return ps_fail(PS_ERANGE, "there is no micro-batch %d in a table of %d", micro, x->t->spec.micro_batches);
+    PS_TRY(check_micro(x, micro));
     if (root && x->t->rank_of[last] != x->rank)
         return ps_fail(PS_EINVAL, "a backward begins from a loss on rank %d, which has the last virtual stage; this is "
                        "rank %d", x->t->rank_of[last], x->rank);
@@ -652,10 +649,15 @@ int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight)
 
 int ps_pipe_weigh(ps_pipe *x, int micro, double weight)
 {
-    if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
-    if (micro < 0 || micro >= x->t->spec.micro_batches)
-        return ps_fail(PS_ERANGE, "there is no micro-batch %d in a table of %d", micro, x->t->spec.micro_batches);
-    x->loss_weights[micro] = weight;
+    PS_TRY(check_micro(x, micro));
+    x->losses[micro].weight = weight;
+    return 0;
+}
+
+int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
+{
+    PS_TRY(check_micro(x, micro));
+    x->losses[micro].hits = hits, x->losses[micro].targets = targets;
     return 0;
 }
 
@@ -700,8 +702,8 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
     ps_pipe_event e = hand_out(x, a->kind);
     if (a->kind == PS_ACT_YIELD) {
         PS_TRY(take_loss(x, a->micro));
-        e.loss = x->losses[a->micro];
-        e.weight = x->loss_weights[a->micro];
+        const pipe_note *note = &x->losses[a->micro];
+        e.loss = note->loss, e.weight = note->weight, e.hits = note->hits, e.targets = note->targets;
     }
     tell(x, a);
     e.again = is_again(x, a);

@@ -21,6 +21,7 @@ typedef struct pipe_note {
     double when;                            /* the message's arrival by the virtual clock */
     double loss;
     double weight;                          /* of the loss; -1: unknown */
+    double hits, targets;                   /* of the loss; 0 of 0: unknown */
 } pipe_note;
 
 typedef struct pipe_channel pipe_channel;
