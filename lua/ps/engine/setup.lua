@@ -462,6 +462,26 @@ local function runner(engine, run)
   return run
 end
 
+-- Why backward cannot update the parameters of this rank; nil: it can.
+local function why_not_overlap(engine, staged)
+  local optimizer = engine.optimizer
+  if staged and engine.ranks.dp:size() > 1 then return "ranks share the parameters of a stage" end
+  if staged and engine.stages:has_ties() then return "stages share a table" end
+  if optimizer.max_norm then return "gradient_clipping needs the norm of all gradients first" end
+  if optimizer.checks_overflow then return "all gradients are first checked for overflow" end
+  if engine.adds_up and not staged then return "gradients of several micro-batches are added up" end
+end
+
+-- Whether a step's last backward may update parameters, by the configuration.
+local function overlaps(engine, staged)
+  local wanted, why = engine.cfg.overlap_optimizer, why_not_overlap(engine, staged)
+  if wanted == true and why then
+    engine:note(("overlap_optimizer: %s, so updates run in optimizer:step()"):format(why))
+  end
+  if staged and (engine.ranks.dp:size() > 1 or engine.stages:has_ties()) then return false end
+  return wanted == true or wanted == "auto" and engine.device == engine.host and not staged
+end
+
 --- Completes an engine that has its module and its optimizer.
 ---@param engine ps.Engine
 ---@return table fields of the engine
@@ -472,10 +492,8 @@ function setup.finish(engine)
   end
   local in_loops = (fields.driver or engine.driver).in_loops
   fields.slots = not engine.adds_up and engine.precision ~= "fp32"
-  fields.overlap = cfg.overlap_optimizer == true
-    or cfg.overlap_optimizer == "auto" and engine.device == engine.host and not in_loops
-  if in_loops and (engine.ranks.dp:size() > 1 or engine.stages:has_ties()) then fields.overlap = false end
   finish_optimizer(engine)
+  fields.overlap = overlaps(engine, in_loops)
   if cfg.scheduler then
     fields.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, engine.optimizer)
   end
