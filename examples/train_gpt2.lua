@@ -215,26 +215,32 @@ local function assemble(args, learn)
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
 
-local function curves(history)
+-- The curves of a value of the log: of training, and of the held-out text.
+local function curves(history, name, held_out_name)
   local learned, held_out = { label = "training", points = {} }, { label = "held out", points = {} }
   for _, at in ipairs(history) do
-    learned.points[#learned.points + 1] = { at.step, at.loss }
-    if at.val_loss then held_out.points[#held_out.points + 1] = { at.step, at.val_loss } end
+    if at[name] then learned.points[#learned.points + 1] = { at.step, at[name] } end
+    if at[held_out_name] then held_out.points[#held_out.points + 1] = { at.step, at[held_out_name] } end
   end
   return { learned, held_out }
 end
 
 local function report(args, result, text)
-  local lines = curves(result.history)
+  local lines, hits = curves(result.history, "loss", "val_loss"), curves(result.history, "accuracy", "val_accuracy")
   io.stdout:write("\n", plot.text(lines), "\n")
   local title = args.model .. " on " .. (args.data or "fortunes")
   local drawn, why = plot.png(args.out .. "/loss.png", lines, { title = title })
   print(drawn and "loss curve: " .. args.out .. "/loss.png" or "no loss.png: " .. why)
+  if drawn and #hits[1].points > 0
+    and plot.png(args.out .. "/accuracy.png", hits, { title = title, y = "next-token accuracy" }) then
+    print("accuracy:   " .. args.out .. "/accuracy.png")
+  end
   print("log:        " .. args.out .. "/log.csv")
   print("checkpoint: " .. (result.saved or "none"))
   if text then print(("sample:\n%s\n%s\n%s"):format(("-"):rep(72), text, ("-"):rep(72))) end
   print(("done: %d steps, training loss %.4f, held-out loss %s, %s tokens/s, %s of training"):format(result.step,
-    result.loss, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured",
+    result.loss, result.val_loss and ("%.4f (next-token accuracy %.4f)"):format(result.val_loss, result.val_accuracy)
+    or "not measured",
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 

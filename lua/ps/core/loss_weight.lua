@@ -3,12 +3,13 @@
 -- these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the weight of
 -- their targets, so that every ignore_index and every class weight is counted. A loss that a script makes from noted
 -- ones, by factors or as a sum, has their weight: the tape knows which ops made it. A loss made of losses with
--- different
--- weights has no weight.
+-- different weights has no weight.
+--
+-- A note also has the hits of a loss: the number of targets whose logit is the first largest of its row, which the ops
+-- count while they look for the largest. They are counted only while somebody watches for hits.
 --
 -- A note stores the number of the op that made the loss, since a script's inner losses may be collected before
--- backward.
--- It holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
+-- backward. It holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
@@ -30,20 +31,25 @@ local MOST = 256                    -- most notes that are kept; some losses nev
 ---@field labels? ps.Tensor the targets on the host, as the script passed them; `count` is not known yet
 ---@field ignore? integer the target that does not count
 ---@field weight? ps.Tensor [V] weight of each class
+---@field hits? ps.Tensor[] int64 [2] each: number of hits, and of targets that count
 
 ---@type ps.LossNote[]
 local notes = {}
 local watching, muted = 0, 0        -- number of users of weights; nesting depth of code whose losses are not noted
+local scoring = 0                   -- number of users of hits
+---@type ps.Tensor[]|false
+local inner = false                 -- hits of the losses made within loss_weight.as
 local pairs_of_batch = {}           -- {on the device, on the host}: the integer tensors of the current batch
 
 --- Notes losses from now on, for an engine, ps.train.run or ps.train.evaluate, which may read weights.
+---@param hits? boolean the user also reads hits
 ---@return fun() off ends it; a second call does nothing
-function loss_weight.watch()
-  local on = true
-  watching = watching + 1
+function loss_weight.watch(hits)
+  local on, more = true, hits and 1 or 0
+  watching, scoring = watching + 1, scoring + more
   return function()
     if not on then return end
-    on, watching = false, watching - 1
+    on, watching, scoring = false, watching - 1, scoring - more
     if watching == 0 then loss_weight.forget() end
   end
 end
@@ -84,6 +90,15 @@ local function given_as(target)
   end
 end
 
+--- Notes that a tensor has the targets of another one that count, in any order and with any number of -100, since a
+--- model packs its labels. They are then counted on the host, too, if the script has the other one there.
+---@param packed ps.Tensor
+---@param target ps.Tensor
+function loss_weight.stands_for(packed, target)
+  local given = watching > 0 and given_as(target) or nil
+  if given ~= nil then pairs_of_batch[#pairs_of_batch + 1] = { packed, given } end
+end
+
 -- -- notes ------------------------------------------------------------------------------------------------------------
 -- The weight of targets, a tensor of one element.
 local function sum_of(target, ignore, weight)
@@ -120,6 +135,18 @@ local function notes_it(loss)
     and not (scope.segment and scope.segment.again)
 end
 
+--- The attribute want_hits of the ops of losses: 1 while somebody reads hits.
+---@return 0|1
+function loss_weight.wants_hits() return scoring > 0 and 1 or 0 end
+
+-- The hits of a note, kept beyond the scope of the forward.
+local function kept(hits)
+  if hits == nil then return nil end
+  hits:keep()
+  if inner then inner[#inner + 1] = hits end
+  return { hits }
+end
+
 --- Notes a loss. A mean has the weight of its targets; a sum has the weight 1. With reduction "none" there is no single
 --- loss, and nothing is noted.
 ---@param loss ps.Tensor
@@ -127,12 +154,15 @@ end
 ---@param target ps.Tensor integers
 ---@param ignore? integer the target that does not count, default -100
 ---@param weight? ps.Tensor [V] weight of each class
+---@param hits? ps.Tensor int64 [2] number of hits, and of targets that count
 ---@return ps.Tensor loss
-function loss_weight.note(loss, reduction, target, ignore, weight)
-  if reduction == "none" or not notes_it(loss) then return loss end
-  if reduction == "sum" then return add(loss, { count = 1, places = 1 }) end
+function loss_weight.note(loss, reduction, target, ignore, weight, hits)
+  if reduction == "none" then return loss end
+  hits = kept(hits)
+  if not notes_it(loss) then return loss end
+  if reduction == "sum" then return add(loss, { count = 1, places = 1, hits = hits }) end
   ignore = ignore or -100
-  local note, labels = { places = tonumber(target.numel_) }, given_as(target)
+  local note, labels = { places = tonumber(target.numel_), hits = hits }, given_as(target)
   if labels ~= nil then note.labels, note.ignore, note.weight = labels, ignore, weight and weight:detach()
   else
     scope.no_grad(function()
@@ -161,9 +191,14 @@ end
 ---@param weight number
 ---@return ps.Tensor loss
 function loss_weight.as(fn, weight)
+  local outer = inner
+  inner = {}
   local ok, loss = loss_weight.without(fn)
+  local hits = inner
+  inner = outer
   if not ok then error(loss, 0) end
-  return notes_it(loss) and add(loss, { count = weight, places = weight }) or loss
+  for i = 1, outer and #hits or 0 do outer[#outer + 1] = hits[i] end
+  return notes_it(loss) and add(loss, { count = weight, places = weight, hits = hits }) or loss
 end
 
 -- -- reading weights --------------------------------------------------------------------------------------------------
@@ -216,6 +251,22 @@ function loss_weight.of(loss)
     found = found or { count = count, places = count > places and count or places }
   end
   return found
+end
+
+--- The hits of a loss, by the ops that made it: the number of targets whose logit is the first largest of its row. The
+--- host waits for the device that counted them.
+---@param loss ps.Tensor
+---@return number? hits nil: no op of the loss counted them
+---@return number? targets number of targets that count
+function loss_weight.score(loss)
+  local hits, targets
+  for _, note in ipairs(notes_in(loss)) do
+    for _, t in ipairs(note.hits or {}) do
+      local both = devices.known(t.tolist, t)
+      if both then hits, targets = (hits or 0) + both[1], (targets or 0) + both[2] end
+    end
+  end
+  return hits, targets
 end
 
 --- Forgets the notes from which a loss was made, since its backward begins.

@@ -146,7 +146,8 @@ function Group:linear_scattered(x, w, how)
   return y:reshape(shape)
 end
 
-local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number" }
+local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number",
+  hits = "boolean" }
 
 --- The cross entropy of logits x w^T + bias, of which each rank has those of its V words. The logits exist in panels of
 --- rows, in which the ranks tell each other three numbers a row, or four with `mass`; gradients are made with them, as
@@ -158,17 +159,19 @@ local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "b
 ---@param w ps.Tensor [V, C], this rank's words
 ---@param targets ps.Tensor integers [N], the same on all ranks, as `share` is
 ---@param share ps.Tensor fp32 (fp64 where x is) [3, N]; 0 of rows that do not count
----@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number} words: those of
----  all ranks, which have ceil(words / size) each; what lies behind the last one is padding. bias [V]. mass: [V], of
----  share's type. dloss: gradients are made for a loss whose own gradient is this power of two, and divided by it:
----  against underflow of fp16; default 1
+---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
+---  words: those of all ranks, which have ceil(words / size) each; what lies behind the last one is padding. bias [V].
+---  mass: [V], of share's type. dloss: gradients are made for a loss whose own gradient is this power of two, and
+---  divided by it: against underflow of fp16; default 1. hits: count them
 ---@return ps.Tensor of 0 dimensions
+---@return ps.Tensor? hits int64 [2], with `hits`: rows whose first largest logit of all words is the target's, and rows
+---  that count
 function Group:lm_loss(x, w, targets, share, options)
   local number, size, rank = attributes(self, "lm_loss", x)
   local given = caller.options(options, "group:lm_loss", LM_LOSS)
   return ops.parallel_lm_loss(x, tensor(w, "w", "lm_loss"), tensor(targets, "targets", "lm_loss"),
     tensor(share, "share", "lm_loss"), given.bias, given.mass, number, size, rank, 0, given.parted and 1 or 0, 0,
-    whole(given.words, "words", "lm_loss"), given.dloss)
+    whole(given.words, "words", "lm_loss"), given.dloss, given.hits and 1 or 0)
 end
 
 --- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients

@@ -144,8 +144,9 @@ function F.cross_entropy(logits, target, options)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(logits, target, options, "F.cross_entropy")
   end
-  local loss = ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"))
-  return loss_weight.note(loss, options.reduction, target, options.ignore_index)
+  local loss, hits = ops.cross_entropy(logits, target, options.ignore_index, reduction_of(options, "F.cross_entropy"),
+    loss_weight.wants_hits())
+  return loss_weight.note(loss, options.reduction, target, options.ignore_index, nil, hits)
 end
 
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
@@ -165,8 +166,9 @@ function F.lm_loss(x, w, target, options)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
   end
-  local loss = ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"))
-  return loss_weight.note(loss, options.reduction, target, options.ignore_index)
+  local loss, hits = ops.lm_loss(x, w, target, options.bias, options.ignore_index, reduction_of(options, "F.lm_loss"),
+    nil, nil, loss_weight.wants_hits())
+  return loss_weight.note(loss, options.reduction, target, options.ignore_index, nil, hits)
 end
 
 local EMBEDDING = { padding_idx = "whole" }

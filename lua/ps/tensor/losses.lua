@@ -179,7 +179,22 @@ local function class_terms(logp, target, weight, ignore, smooth)
   return terms, share:detach()
 end
 
-local function class_loss(logp, target, chosen, smooth, call)
+-- How many targets that count are those of the first largest score [..., V], and how many count: int64 [2]; nil: nobody
+-- asks. weight: classes' weights, by which a target of weight 0 does not count unless labels are smoothed.
+local function hits_of(scores, target, weight, ignore, smooth)
+  if loss_weight.wants_hits() == 0 then return nil end
+  return scope.no_grad(function()
+    local counts, at = countable(target, ignore)
+    counts, at = counts:reshape(-1), at:reshape(-1)
+    if weight ~= nil and smooth == 0 then counts = counts:logical_and(ops.gather(weight, at, 0):ne(0)) end
+    local first = ops.argmax(scores, scores:dim() - 1, 1)
+    local known = ops.isfinite(ops.gather(scores, first, scores:dim() - 1)):reshape(-1)
+    return tensor.stack { first:reshape(-1):eq(at):logical_and(known):logical_and(counts):sum(), counts:sum() }
+  end)
+end
+
+-- scores [..., V]: those that the log-probabilities were made of.
+local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
   local weight = chosen.weight
@@ -193,7 +208,8 @@ local function class_loss(logp, target, chosen, smooth, call)
     local sum = share:sum()
     loss = loss / tensor.where(sum:eq(0), 1, sum)                        -- the mean of none is 0
   end
-  return loss_weight.note(loss, reduction, target, chosen.ignore_index, weight)
+  return loss_weight.note(loss, reduction, target, chosen.ignore_index, weight,
+    hits_of(scores, target, weight, chosen.ignore_index or -100, smooth))
 end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
@@ -207,7 +223,7 @@ local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)
-  return class_loss(logp, target, options, 0, "F.nll_loss")
+  return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 
 --- Cross entropy with classes' weights or smoothed labels, by all log-probabilities: F.cross_entropy's and F.lm_loss's.
@@ -223,7 +239,7 @@ function losses.smoothed(logits, target, chosen, call)
   end
   local dtype = logits:dtype()
   if dtype ~= "fp64" then logits = logits:to("fp32") end
-  return class_loss(ops.log_softmax(logits), target, chosen, smooth, call)
+  return class_loss(ops.log_softmax(logits), logits, target, chosen, smooth, call)
 end
 
 return losses

@@ -57,15 +57,15 @@ local function loops(model, own)
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given, targets in losses_of(...)`: of a held-out batch, as the model takes batches. targets: those that
--- the last stage of a pipeline told all ranks.
+-- `for loss, given, targets, score in losses_of(...)`: of a held-out batch, as the model takes batches. targets, score:
+-- those that the last stage of a pipeline told all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
     return function()
       loss_weight.begin(given, given)
       local out = loop()
-      if out then return checked_loss(out), loop.given, loop.targets end
+      if out then return checked_loss(out), loop.given, loop.targets, loop.score end
     end
   end
   loss_weight.begin(given, given)
@@ -109,6 +109,16 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
+-- How many targets of a loss the model hit: of a pipeline as its last stage told, else by the ops of the loss.
+local function score_of(loss, told)
+  if told ~= nil then return told and told.hits or 0, told and told.targets or 0 end
+  local hits, targets = loss_weight.score(loss)
+  return hits or 0, targets or 0
+end
+
+-- The share of targets that were hit; nil where none was counted.
+local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
+
 --- Mean loss over an iterator of batches, weighed by what the targets of their losses count (by rows, where no loss op
 --- and no labels say it), without gradients and with the model in evaluation mode. With an engine of several ranks all
 --- call it, with as many batches each, and get the mean over all of theirs.
@@ -116,6 +126,8 @@ end
 ---@param batches fun(): ... gives x, y or one table with names; nil at the end
 ---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
 ---@return number? loss nil when `stop` said so on any rank, and where no target counts
+---@return number? accuracy the share of targets whose logit is the largest of its row, the first of equal ones; nil if
+---  the loss is made by none of F.cross_entropy, F.lm_loss and F.nll_loss
 function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
@@ -123,8 +135,8 @@ function train.evaluate(model, batches, options)
   local engine = handle.of(model)
   local restore, ranks = nn_module.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
-  local off = loss_weight.watch()
-  local sum, weights, stopped, number = 0, 0, false, 0
+  local off = loss_weight.watch(true)
+  local sum, weights, hits, targets, stopped, number = 0, 0, 0, 0, false, 0
   local ok, problem = pcall(scope.no_grad, function()
     while true do
       local given = number > 0 and options.stop and options.stop() and {} or batch.spread(batches())
@@ -132,18 +144,19 @@ function train.evaluate(model, batches, options)
       stopped = stop
       if stop or not has then break end
       number = number + 1
-      for loss, part, told in losses_of(model, given, options.loss) do
-        local weight = held_out_weight(model, loss, part, told)
+      for loss, part, told, score in losses_of(model, given, options.loss) do
+        local weight, hit, of = held_out_weight(model, loss, part, told), score_of(loss, score)
         if weight > 0 then sum, weights = sum + loss:item() * weight, weights + weight end
+        hits, targets = hits + hit, targets + of
       end
     end
-    sum, weights = sums(ranks.dp, sum, weights)
+    sum, weights, hits, targets = sums(ranks.dp, sum, weights, hits, targets)
   end)
   restore()
   off()
   if not ok then error(problem, 0) end
   if stopped or weights == 0 then return nil end
-  return sum / weights
+  return sum / weights, accuracy(hits, targets)
 end
 
 local function cell(value, format) return value and format:format(value) or "" end
@@ -212,18 +225,20 @@ end
 
 function Run:evaluate(step)
   local options = self.options
-  local val = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
+  local val, hit = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
   self:stopping(true)                                    -- what ended it ends the run
   if val then
-    self.val_loss = val
-    self.display:note(("step %d: held-out loss %.4f"):format(step, val))
+    self.val_loss, self.val_accuracy = val, hit
+    self.display:note(("step %d: held-out loss %.4f%s"):format(step, val,
+      hit and (", accuracy %.4f"):format(hit) or ""))
   end
-  return val
+  return val, hit
 end
 
 ---@param line ps.TrainLine
 function Run:record(line)
-  self.history[#self.history + 1] = { step = line.step, loss = line.loss, val_loss = line.val_loss }
+  self.history[#self.history + 1] = { step = line.step, loss = line.loss, val_loss = line.val_loss,
+    accuracy = line.accuracy, val_accuracy = line.val_accuracy }
   local problem = self.log and self.log:write(line)
   if problem then self.display:warn(problem) end
 end
@@ -307,27 +322,34 @@ local function tokens_of_step(self, accumulate)
 end
 
 -- Forward and backward of one optimizer step. Gives the mean of the losses of all ranks by their weights (nil where no
--- target counts), and the sum of the weights. A loss that is not finite ends it before the last backward, on all ranks.
+-- target counts), the sum of the weights, and the accuracy (nil if no op counts hits). A loss that is not finite ends
+-- it before the last backward, on all ranks.
 function Run:gradients(step)
   local options = self.options
-  local sum, weights, mean = 0, 0, nil
+  local engine = handle.of(options.model)
+  local sum, weights, hits, targets, mean = 0, 0, 0, 0, nil
   self.places, self.counted = nil, 0
   local accumulate, turns = self:turns()
   for i, loss, given in turns do
     self.counted = self.counted + tokens_of(given)
+    local hit, of
+    if engine then hit, of = engine_step.score_of(engine, loss) else hit, of = loss_weight.score(loss) end
+    hits, targets = hits + (hit or 0), targets + (of or 0)
     local weight = self:weight(given, loss)
     local value = devices.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
     if weight > 0 then sum, weights = sum + value * weight, weights + weight end
-    if i == accumulate then sum, weights = sums(mesh.group "dp", sum, weights) end
+    if i == accumulate then
+      sum, weights, hits, targets = sums(mesh.group "dp", sum, weights, hits, targets)
+    end
     if weights > 0 then mean = sum / weights end
     local bad = mean and (mean ~= mean or math.abs(mean) == math.huge)
     if bad and (i == accumulate or not self.world) then self:fail(step, mean) end
     if options.scaler then loss = options.scaler:scale_loss(loss) end
-    if handle.of(options.model) then options.model:backward(loss)
+    if engine then options.model:backward(loss)
     else (weight ~= 1 and loss * weight or loss):backward() end
     if i < accumulate then self:tell(step, i, accumulate) end
   end
-  return mean, weights
+  return mean, weights, accuracy(hits, targets)
 end
 
 -- The update: of an engine by its configuration, else by this run's; a step in which no target counts changes nothing.
@@ -343,7 +365,7 @@ function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
   local lr = options.optimizer.groups[1].lr
-  local loss, weights = self:gradients(step)
+  local loss, weights, hit = self:gradients(step)
   local info = self:update(weights)
   options.optimizer:zero_grad()
   if options.sched and not info.skipped then options.sched:step() end
@@ -352,7 +374,7 @@ function Run:step(step)
     local text = unused.of_plain(options.model, options.optimizer)
     if text and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
   end
-  self.grad_norm, self.loss = info.grad_norm, loss or self.loss
+  self.grad_norm, self.loss, self.accuracy = info.grad_norm, loss or self.loss, hit or self.accuracy
   local seconds = C.ps_now() - began
   self.seconds = self.seconds + seconds
   local tokens = tokens_of_step(self, accumulate)
@@ -361,12 +383,15 @@ function Run:step(step)
   local rate = tokens / self.step_s
   local last = step == options.steps
   local due = options.eval and (last or step % options.eval.every == 0) and not self:stopping(true)
-  local val = due and self:evaluate(step) or nil
+  local val, val_hit
+  if due then val, val_hit = self:evaluate(step) end
   local scaler = options.scaler or options.optimizer.scaler
-  local line = { step = step, loss = loss, lr = lr, grad_norm = self.grad_norm, val_loss = val, tokens = self.tokens,
-    tokens_per_s = rate, loss_scale = scaler and scaler.scale, skipped = info.skipped and true or false }
+  local line = { step = step, loss = loss, accuracy = hit, lr = lr, grad_norm = self.grad_norm, val_loss = val,
+    val_accuracy = val_hit, tokens = self.tokens, tokens_per_s = rate, loss_scale = scaler and scaler.scale,
+    skipped = info.skipped and true or false }
   self:record(line)
-  self.display:update(step, { loss = self.loss, val_loss = self.val_loss, tokens_per_s = rate })
+  self.display:update(step, { loss = self.loss, accuracy = self.accuracy, val_loss = self.val_loss,
+    tokens_per_s = rate })
   if val then self:tell_callbacks("evaluate", line) end
   self:tell_callbacks("step", line)
   local to = options.checkpoint
@@ -442,13 +467,15 @@ local function open_log(self, start)
     local to = self.options.checkpoint
     self.log, self.history = train_log.open(self.options.log, to and to.folder, start)
     for i, at in ipairs(self.history) do
-      lines[i] = ("%d %s %s"):format(at.step, cell(at.loss, "%.17g"), cell(at.val_loss, "%.17g"))
+      lines[i] = ("%d %s %s %s %s"):format(at.step, cell(at.loss, "%.17g"), cell(at.val_loss, "%.17g"),
+        cell(at.accuracy, "%.17g"), cell(at.val_accuracy, "%.17g"))
     end
     return table.concat(lines, "\n")
   end)
   if self.log then return end
-  for step, loss, val in text:gmatch("(%d+) (%S*) (%S*)") do
-    self.history[#self.history + 1] = { step = tonumber(step), loss = tonumber(loss), val_loss = tonumber(val) }
+  for step, loss, val, hit, val_hit in text:gmatch("(%d+) (%S*) (%S*) (%S*) (%S*)") do
+    self.history[#self.history + 1] = { step = tonumber(step), loss = tonumber(loss), val_loss = tonumber(val),
+      accuracy = tonumber(hit), val_accuracy = tonumber(val_hit) }
   end
 end
 
@@ -456,8 +483,9 @@ end
 --- all, a signal that reaches one ends the run on all after the same step, and rank 0 writes the log. interrupted: a
 --- signal or a callback ended the run before its last step.
 ---@param options ps.TrainOptions
----@return {step: integer, loss?: number, val_loss?: number, seconds: number, tokens_per_s: number, history: table[],
----  interrupted: boolean, saved?: string}
+---@return {step: integer, loss?: number, accuracy?: number, val_loss?: number, val_accuracy?: number, seconds: number,
+---  tokens_per_s: number, history: table[], interrupted: boolean, saved?: string} accuracy: the share of the
+---  last step's targets that the largest logits hit, val_accuracy that of the held-out data, if loss ops count them
 function train.run(options)
   options = checked(options)
   mesh.check_joined "ps.train.run"
@@ -472,7 +500,7 @@ function train.run(options)
     quiet = options.quiet or group and group:rank() > 0 }
   if options.log or options.checkpoint then open_log(self, start) end
   native.check(C.ps_interrupts_install())
-  local off = loss_weight.watch()
+  local off = loss_weight.watch(true)
   local ok, step = pcall(loop, self)
   off()
   local stopped = self:stopping()
@@ -486,7 +514,8 @@ function train.run(options)
   local lost = agree.first(group, close)
   if lost ~= "" then error(("training reached step %d, but %s. Last checkpoint: %s"):format(step, lost,
     self.saved or "none"), 0) end
-  return { step = step, loss = self.loss, val_loss = self.val_loss, seconds = self.seconds,
+  return { step = step, loss = self.loss, accuracy = self.accuracy, val_loss = self.val_loss,
+    val_accuracy = self.val_accuracy, seconds = self.seconds,
     tokens_per_s = self.tokens / math.max(self.seconds, 1e-9), history = self.history, saved = self.saved,
     interrupted = stopped and step < options.steps }
 end

@@ -11,7 +11,7 @@ local time = require "posix.time"
 
 local train_log = {}
 
-local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss\n"
+local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss,accuracy,val_accuracy\n"
 
 ---@class ps.TrainLog
 ---@field private csv ps.Appended?
@@ -23,20 +23,25 @@ Log.__index = Log
 ---@class ps.TrainLine what a step leaves in a log
 ---@field step integer
 ---@field loss? number mean over the targets of all ranks
+---@field accuracy? number share of the targets of all ranks that the largest logits hit; absent where no op of the loss
+---  counts them
 ---@field lr number the step's own
 ---@field grad_norm? number
 ---@field loss_scale? number
 ---@field tokens integer since the beginning of this process, of all ranks
 ---@field tokens_per_s number
 ---@field val_loss? number the held-out loss, where the step had an evaluation
+---@field val_accuracy? number that of the evaluation
 ---@field skipped boolean gradients overflowed
 
--- Lines of a file up to `step`: those whose step `step_of` gives.
-local function lines_until(path, step, step_of)
+-- Lines of a file up to `step`: those whose step `step_of` gives. renew: what makes a line of an older version one of
+-- ours.
+local function lines_until(path, step, step_of, renew)
   local kept = {}
   local old = step > 0 and io.open(path, "rb")
   if not old then return kept end
   for line in old:read("*a"):gmatch "[^\n]*\n" do
+    if renew then line = renew(line) end
     local at = tonumber(step_of(line))
     if at and at <= step then kept[#kept + 1] = line end
   end
@@ -45,10 +50,10 @@ local function lines_until(path, step, step_of)
 end
 
 -- Opens one of the logs, with the lines of steps up to `step` that it has; and those lines.
-local function open(path, what, step, header, step_of)
+local function open(path, what, step, header, step_of, renew)
   local kind, kept, first = lfs.attributes(path, "mode"), {}, nil
   if kind == nil or kind == "file" then
-    kept = lines_until(path, step, step_of)
+    kept = lines_until(path, step, step_of, renew)
     local text = header .. table.concat(kept)
     native.check(native.C.ps_file_write_atomic(path, text, #text))
   else                                                     -- a device or pipe has no lines to keep
@@ -57,7 +62,10 @@ local function open(path, what, step, header, step_of)
   return appended.open(path, what, first), kept
 end
 
-local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*)\n$"
+local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*),([^,]*),([^,]*)\n$"
+local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- of a version that did not log accuracies
+
+local function widened(line) return line:match(OLD_LINE) and (line:gsub("\n$", ",,\n")) or line end
 
 -- Where the JSONL file is: beside the CSV file, which it is named after, else in the folder of checkpoints; nil: the
 -- run has no folder.
@@ -74,17 +82,19 @@ end
 ---@param out? string the run's folder, which is made
 ---@param step integer
 ---@return ps.TrainLog? log nil: the run has neither
----@return {step: integer, loss: number?, val_loss: number?}[] history the values of the CSV file's lines
+---@return {step: integer, loss: number?, val_loss: number?, accuracy: number?, val_accuracy: number?}[] history the
+---  values of the CSV file's lines
 function train_log.open(csv, out, step)
   local self, history = setmetatable({}, Log), {}
   local jsonl = jsonl_path(csv, out)
   if not csv and not jsonl then return nil, history end
   if csv then
     local kept
-    self.csv, kept = open(csv, "log", step, HEADER, function(line) return (line:match(CSV_LINE)) end)
+    self.csv, kept = open(csv, "log", step, HEADER, function(line) return (line:match(CSV_LINE)) end, widened)
     for i, line in ipairs(kept) do
-      local at, loss, val = line:match(CSV_LINE)
-      history[i] = { step = tonumber(at), loss = tonumber(loss), val_loss = tonumber(val) }
+      local at, loss, val, hit, val_hit = line:match(CSV_LINE)
+      history[i] = { step = tonumber(at), loss = tonumber(loss), val_loss = tonumber(val), accuracy = tonumber(hit),
+        val_accuracy = tonumber(val_hit) }
     end
   end
   local ok, problem = pcall(function()
@@ -152,10 +162,13 @@ local function map_text()
   return parts[1] and (',"map":{%s}'):format(table.concat(parts, ",")) or ""
 end
 
+local JSON_KEYS = { "loss", "accuracy", "lr", "grad_norm", "loss_scale", "val_loss", "val_accuracy", "tokens",
+  "tokens_per_s" }
+
 local function json_line(self, line)
   local now = time.clock_gettime(time.CLOCK_REALTIME)
   local parts = { ('{"step":%d,"time":%.3f'):format(line.step, now.tv_sec + now.tv_nsec / 1e9) }
-  for _, key in ipairs { "loss", "lr", "grad_norm", "loss_scale", "val_loss", "tokens", "tokens_per_s" } do
+  for _, key in ipairs(JSON_KEYS) do
     if line[key] then parts[#parts + 1] = (',"%s":%s'):format(key, number(line[key])) end
   end
   local map = ""
@@ -169,8 +182,9 @@ end
 function Log:write(line)
   local problem, other
   if self.csv then
-    problem = self.csv:write(("%d,%s,%.6g,%s,%.0f,%s\n"):format(line.step, cell(line.loss, "%.6f"), line.lr,
-      cell(line.grad_norm, "%.5g"), line.tokens_per_s, cell(line.val_loss, "%.6f")))
+    problem = self.csv:write(("%d,%s,%.6g,%s,%.0f,%s,%s,%s\n"):format(line.step, cell(line.loss, "%.6f"), line.lr,
+      cell(line.grad_norm, "%.5g"), line.tokens_per_s, cell(line.val_loss, "%.6f"), cell(line.accuracy, "%.6f"),
+      cell(line.val_accuracy, "%.6f")))
   end
   if self.jsonl then other = self.jsonl:write(json_line(self, line)) end
   return problem or other

@@ -51,6 +51,7 @@ end
 local function describe(self, step, values)
   local parts = {}
   if values.loss then parts[#parts + 1] = ("loss %.4f"):format(values.loss) end
+  if values.accuracy then parts[#parts + 1] = ("acc %.4f"):format(values.accuracy) end
   if values.val_loss then parts[#parts + 1] = ("val %.4f"):format(values.val_loss) end
   if values.tokens_per_s then parts[#parts + 1] = progress.count(values.tokens_per_s) .. " tok/s" end
   local done = step - self.first
@@ -76,7 +77,7 @@ end
 
 --- `step` steps are done. Draws when something can be seen of it: ten times a second, or a line every `every` seconds.
 ---@param step integer
----@param values {loss?: number, val_loss?: number, tokens_per_s?: number}
+---@param values {loss?: number, accuracy?: number, val_loss?: number, tokens_per_s?: number}
 function Progress:update(step, values)
   if self.quiet then return end
   local now = C.ps_now()

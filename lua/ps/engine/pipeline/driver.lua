@@ -181,7 +181,7 @@ function Driver:turn(loop)
   local micro = pipe.micros[number]
   local out = pipe:output(number, loop.gather)
   loop.given = micro.given
-  state.of(self.engine).targets = micro.targets
+  state.of(self.engine).targets, state.of(self.engine).score = micro.targets, micro.score
   return out
 end
 
@@ -203,7 +203,8 @@ function Driver:look(loop)
     local number = pipe:look()
     if number == nil then return nil end
     local out = pipe:output(number, loop.gather)
-    loop.given, loop.targets, loop.at = pipe.micros[number].given, pipe.micros[number].targets, loop.at + 1
+    local micro = pipe.micros[number]
+    loop.given, loop.targets, loop.score, loop.at = micro.given, micro.targets, micro.score, loop.at + 1
     return out
   end)
 end

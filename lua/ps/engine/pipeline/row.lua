@@ -326,10 +326,11 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
--- Notes the loss of a micro-batch, and its weight by the ops of the last virtual stage. All ranks have the same batch,
--- and thus the same `places`.
+-- Notes the loss of a micro-batch, and its weight and hits by the ops of the last virtual stage. All ranks have the
+-- same batch, and thus the same `places`.
 local function take_loss(micro, event)
   micro.loss = event.loss
+  micro.score = event.targets > 0 and { hits = event.hits, targets = event.targets } or false
   if event.weight < 0 then return end
   local places = micro.targets and micro.targets.places or event.weight
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
@@ -444,10 +445,15 @@ local function finish(self, micro, carry)
   local own = self.engine.own_loss
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
   local loss = batch.loss(out)
-  if loss == nil then error("the model gave no tensor", 0) end
+  if loss == nil then
+    error("the last stage returned no loss: a loop over the micro-batches of a pipeline sends the loss to all ranks, "
+      .. "so every batch needs targets (labels, or y of (x, y)), within ps.no_grad, too; model:generate takes ids", 0)
+  end
   micro.out = out
   local noted = not (micro.targets and micro.targets.explicit) and loss_weight.of(loss)
   if noted then native.check(C.ps_pipe_weigh(self.row.c, micro.number, noted.count)) end
+  local hits, targets = loss_weight.score(loss)
+  if hits then native.check(C.ps_pipe_score(self.row.c, micro.number, hits, targets)) end
   local list = { loss }
   for _, t in ipairs(batch.tensors(out)) do if not rawequal(t, loss) then list[#list + 1] = t end end
   give(self, list)

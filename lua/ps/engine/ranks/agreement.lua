@@ -313,13 +313,13 @@ function Ranks:least(value)
   return self.tp and agree.least(self.tp, value) or value
 end
 
---- The sum of a number over these ranks, each of which has other rows of the batch.
----@param value number
----@return number
-function Ranks:sum(value)
-  local t = create.tensor({ value }, { dtype = "fp64" })
+--- The sums of numbers over these ranks, each of which has other rows of the batch.
+---@param ... number
+---@return number ... as many
+function Ranks:sum(...)
+  local t = create.tensor({ ... }, { dtype = "fp64" })
   self.dp:all_reduce(t)
-  return t:item()
+  return unpack(t:tolist())
 end
 
 -- Gives a parameter the values that the group's first rank has.

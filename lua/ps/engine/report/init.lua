@@ -1,10 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The line about every `steps_per_print` steps: loss, learning rate, loss scale, seconds a step, bytes that moved
+-- The line about every `steps_per_print` steps: loss, accuracy (the share of targets that the largest logits hit, if
+-- the loss is made by F.cross_entropy, F.lm_loss or F.nll_loss), learning rate, loss scale, seconds a step, bytes moved
 -- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and PatrickStar's two
 -- speeds: operations a second of this process, and samples a second of all. With memory_breakdown lines about memory
 -- follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
 -- (ps.monitor) get each step's numbers, its flops_profiler has one step's, and its comms_logger counts what ranks say
 -- to each other. An engine without any of these settings has no report.
+local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"
 local readable = require "ps.core.readable"
@@ -61,9 +63,11 @@ function report.new(engine)
   if not monitors and not profiler and not logged and (not every or engine.quiet and not ranks) then return nil end
   if logged then comms_summary.begin(cfg.comms_logger, first and not engine.quiet) end
   if cfg.wall_clock_breakdown then C.ps_flops_count(1) end
-  return setmetatable({ engine = engine, every = every or math.huge, writes = not engine.quiet and first,
+  local scored = every ~= nil or monitors ~= nil
+  return setmetatable({ engine = engine, unwatch = scored and loss_weight.watch(true) or nil,
+    every = every or math.huge, writes = not engine.quiet and first,
     breakdown = cfg.wall_clock_breakdown, memory = cfg.memory_breakdown, monitor = monitors, profiler = profiler,
-    calls = logged, loss = 0, weight = 0 }, Report)
+    calls = logged, loss = 0, weight = 0, hits = 0, targets = 0 }, Report)
 end
 
 local function add(self, part, began, ...)
@@ -97,12 +101,22 @@ function Report:take_loss(loss, weight)
   self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
 end
 
+--- Whether the step under way gets a line or events that have its accuracy.
+---@return boolean
+function Report:scores() return self.monitor ~= nil or has_line(self, self.engine.steps + 1) end
+
+--- Takes how many targets of a micro-batch the model hit.
+---@param hits number
+---@param targets number
+function Report:take_score(hits, targets) self.hits, self.targets = self.hits + hits, self.targets + targets end
+
 local function line(self)
   local engine, n = self.engine, self.steps
   local opt = engine.optimizer
   local parts = { ("step %d:"):format(engine.steps) }
   local function say(format, ...) parts[#parts + 1] = format:format(...) end
   if self.weight > 0 then say("loss %.4f,", self.loss / self.weight) end
+  if self.targets > 0 then say("accuracy %.4f,", self.hits / self.targets) end
   say("lr %.4g,", opt.groups[1].lr)
   if opt.grad_norm then say("gradient norm %.4g,", opt.grad_norm) end
   if opt.scaler then say("loss scale %g,", opt.scaler.scale) end
@@ -135,6 +149,7 @@ local function write_events(self)
   local engine, list = self.engine, {}
   local opt = engine.optimizer
   if self.weight > 0 then list[1] = { "Train/Samples/train_loss", self.loss / self.weight } end
+  if self.targets > 0 then list[#list + 1] = { "Train/Samples/train_accuracy", self.hits / self.targets } end
   list[#list + 1] = { "Train/Samples/lr", opt.groups[1].lr }
   if opt.scaler then list[#list + 1] = { "Train/Samples/loss_scale", opt.scaler.scale } end
   for _, part in ipairs(self.breakdown and PARTS or {}) do
@@ -153,7 +168,9 @@ function Report:step_done(info)
   local due = has_line(self, self.engine.steps)
   if not due and not self.monitor then return end
   local ranks = self.engine.ranks
-  if ranks then self.loss, self.weight = ranks:sum(self.loss), ranks:sum(self.weight) end
+  if ranks then
+    self.loss, self.weight, self.hits, self.targets = ranks:sum(self.loss, self.weight, self.hits, self.targets)
+  end
   if self.monitor then write_events(self) end
   if due then
     self.last = line(self)
@@ -164,11 +181,12 @@ function Report:step_done(info)
     end
     restart(self)
   end
-  self.loss, self.weight = 0, 0
+  self.loss, self.weight, self.hits, self.targets = 0, 0, 0, 0
 end
 
 --- Closes the monitors' files, and counts operations and calls between ranks no more.
 function Report:close()
+  if self.unwatch then self.unwatch() end
   if self.calls then
     if self.writes then comms_summary.log_summary() end
     comms_summary.stop()

@@ -33,6 +33,17 @@ function step.weight_of(engine, loss, options)
   return weigh.loss(engine, state.count(engine), found, options)
 end
 
+--- How many targets of a loss its logits hit, by the ops that made it. In a pipeline the last stage has told all ranks.
+---@param engine ps.Engine
+---@param loss ps.Tensor
+---@return number? hits nil: no op of the loss counted them
+---@return number? targets
+function step.score_of(engine, loss)
+  if not engine.driver.in_loops then return loss_weight.score(loss) end
+  local score = state.of(engine).score
+  if score then return score.hits, score.targets end
+end
+
 -- Adds a micro-batch's weight to the step's, and returns the factor on its loss. All ranks call it together.
 local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
@@ -86,6 +97,10 @@ function step.backward(engine, loss, options)
   local s = state.of(engine)
   check_place(engine, s, loss)
   local weight, places = step.weight_of(engine, loss, options)
+  if engine.report and engine.report:scores() then
+    local hits, scored = step.score_of(engine, loss)
+    if hits then engine.report:take_score(hits, scored) end
+  end
   loss_weight.used(loss)
   if s.is.micro == 0 then engine.optimizer:check_no_gradients() end
   if s.is.open == 0 then                                       -- a step without a forward of its own

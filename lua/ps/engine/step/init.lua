@@ -24,6 +24,7 @@ return {
   gradients_gone = overlap.gradients_gone, GONE = overlap.GONE,
   -- Calls of a script.
   forward = forward.call, next = loops.next, backward = backward.backward, weight_of = backward.weight_of,
+  score_of = backward.score_of,
   norm = update.norm, unscale = update.unscale, clip = update.clip, CLIP_EPS = update.CLIP_EPS,
   update = update.update, zero_grad = update.zero_grad,
   -- Calls that a step rejects.

@@ -19,6 +19,7 @@ local loops = {}
 ---@field draws boolean micro-batches come from a loader
 ---@field given any[] the micro-batch of the last turn
 ---@field targets ps.Targets|false|nil of a pipeline without gradients: the targets of the last turn's loss
+---@field score {hits: number, targets: number}|false|nil with `targets`: how many the last turn's loss hit
 ---@field at integer the number, from 1, of the last turn's micro-batch; 0: no turn yet
 ---@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
 ---@field draw fun(self: ps.engine.Loop): any[] ends the scope of the last turn, begins that of the next one, and gives

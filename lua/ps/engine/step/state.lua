@@ -39,6 +39,7 @@ local state = {}
 ---@field unit number|false a power of two that losses are divided by (engine/step/weigh.lua)
 ---@field targets ps.Targets|false of the batch that the model was called with last
 ---@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of its batch
+---@field score {hits: number, targets: number}|false of a pipeline: how many targets the last turn's loss hit
 ---@field unwatch fun() ends the notes of losses (core/loss_weight.lua)
 ---@field half_restored boolean a parameter's value could not be restored: zero_grad tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} an update
@@ -65,7 +66,7 @@ function state.new(engine, c, is)
   local s = { c = c, is = is, backward_how = ffi.new("ps_action_how"),
     update_how = ffi.new("ps_action_how"), config = ffi.new("ps_step_config"), targets = false,
     targets_of = setmetatable({}, { __mode = "k" }), from = setmetatable({}, { __mode = "k" }), loop = false,
-    turn = false, half_restored = false, torn = false, last_key = false }
+    turn = false, score = false, half_restored = false, torn = false, last_key = false }
   state.forget(s)
   s.unwatch = loss_weight.watch()
   states[engine] = s

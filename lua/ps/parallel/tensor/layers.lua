@@ -510,9 +510,10 @@ function Head:loss(x, targets, options)
     return coefficients(share, counts, smooth, all, words, reduction), own
   end)
   local parted = region:has_part(x)
-  local loss = region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self),
-    mass = mass, words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N) })
-  return loss_weight.note(loss, reduction, given, options.ignore_index, options.weight)
+  local loss, hits = region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self),
+    mass = mass, words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N),
+    hits = loss_weight.wants_hits() == 1 })
+  return loss_weight.note(loss, reduction, given, options.ignore_index, options.weight, hits)
 end
 
 function Head:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
@@ -558,6 +559,23 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
+-- How many targets that count are those of the first largest logit of all words, and how many count: int64 [2]; nil:
+-- nobody asks. The ranks tell each other two numbers a row more.
+local function hits_of(group, logits, low, own, here, counts, dtype)
+  if loss_weight.wants_hits() == 0 then return nil end
+  return scope.no_grad(function()
+    logits = logits:to(dtype)
+    logits = low and logits + low or logits
+    local first = logits:argmax(-1, true)
+    local top, is_own = logits:gather(-1, first):reshape(1, -1), first:reshape(-1):eq(own):to(dtype) * here
+    local all = group:gather_from(tensors.cat({ top, is_own:reshape(1, -1) }, 0):reshape(1, 2, -1):contiguous(), 0)
+    local tops, flags = all:select(1, 0):contiguous(), all:select(1, 1):contiguous()    -- [t, N]
+    local rank = tops:argmax(0, true)
+    local hit = flags:gather(0, rank) * tops:gather(0, rank):isfinite():to(dtype) * counts
+    return tensors.cat({ hit:ne(0):sum():reshape(1), counts:ne(0):sum():reshape(1) }, 0)
+  end)
+end
+
 local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
   local sum = share:sum()
@@ -588,7 +606,8 @@ function CrossEntropy:forward(logits, targets)
   local mine = scope.recompute(stats_of, logits:reshape(N, per), low, own:clamp(0, per - 1), here, dtype)
   local losses = losses_of(region.group, mine, counts)
   if self.reduction == "none" then return losses:reshape(targets:shape()) end
-  return loss_weight.note(reduced(losses, counts, self.reduction), self.reduction, targets, self.ignore_index)
+  return loss_weight.note(reduced(losses, counts, self.reduction), self.reduction, targets, self.ignore_index, nil,
+    hits_of(region.group, logits:reshape(N, per), low, own, here, counts, dtype))
 end
 
 return { Region = Region, ColumnParallelLinear = Column, RowParallelLinear = Row, VocabParallelEmbedding = Vocabulary,
