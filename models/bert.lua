@@ -355,7 +355,7 @@ local function masked_lm(class, path, head, transform)
     [path .. ".decoder"] = { "head", optional = true } }
   function class:finish(x, batch)
     local labels = batch.labels
-    if batch.rows ~= nil and labels ~= nil then labels = unpad.ids(labels, batch.rows, shape_of(batch.mask)) end
+    if batch.rows ~= nil and labels ~= nil then labels = unpad.labels(labels, batch.rows, shape_of(batch.mask)) end
     x = transform(self, labels ~= nil and x or padded(x, batch))
     local cut_head = parallel_head(head(self))
     if cut_head then

@@ -6,6 +6,7 @@
 -- too, so that products have few sizes; nothing reads them, either.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
+local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local functional = require "ps.tensor.functional"
 local scope = require "ps.core.scope"
@@ -58,6 +59,18 @@ function unpad.plan(mask, labels)
     local S = rows:size(0)
     return rows, (counts:cumsum(0) - (S + 1)) * counts + S
   end)
+end
+
+--- The labels of the rows that count. Micro-batches are weighed by the labels that the script passed, on the host,
+--- which thus does not wait for a device.
+---@param t ps.Tensor int [B, T]
+---@param rows ps.Tensor
+---@param shape integer[] {B, T}
+---@return ps.Tensor int [S]
+function unpad.labels(t, rows, shape)
+  local packed = unpad.ids(t, rows, shape)
+  loss_weight.stands_for(packed, t)
+  return packed
 end
 
 --- The rows that count of numbers [B, T]; [1, T] where all sequences have the same.
