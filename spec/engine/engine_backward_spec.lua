@@ -93,3 +93,29 @@ describe("backward and step of an engine", function()
     optimizer:step()
   end)
 end)
+
+describe("overlap_optimizer = true", function()
+  -- The notes of an engine with more settings.
+  local function notes(config)
+    local made = require("ps.nn.handle").of(open(M, config))
+    local list = {}
+    for text in pairs(made.said) do if text:find "^overlap_optimizer" then list[#list + 1] = text end end
+    model:close()
+    model = nil
+    return table.concat(list, "\n")
+  end
+
+  it("says why backward updates nothing", function()
+    for words, config in pairs {
+      ["gradient_clipping needs the norm of all gradients first"] = { gradient_clipping = 1 },
+      ["all gradients are first checked for overflow"] = { fp16 = { enabled = true } },
+      ["gradients of several micro-batches are added up"] = { gradient_accumulation_steps = 2 },
+    } do
+      config.overlap_optimizer = true
+      assert.equal(("overlap_optimizer: %s, so updates run in optimizer:step()"):format(words), notes(config))
+      config.overlap_optimizer = "auto"
+      assert.equal("", notes(config))
+    end
+    assert.equal("", notes { overlap_optimizer = true })
+  end)
+end)
