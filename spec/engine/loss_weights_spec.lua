@@ -217,6 +217,105 @@ describe("the weights of losses of a model in stages", function()
   end)
 end)
 
+describe("the weights of losses of words that ranks share out", function()
+  if lib.no_gloo() then return pending(lib.no_gloo()) end
+
+  it("are those of one rank, with classes' weights and smoothed labels, too", function()
+    lib.check(folder, 2, BEGIN .. [[
+      local T = nn.class "T"
+      T.tensor_parallel = { a = "head" }
+      function T:init()
+        self.a = nn.Linear(4, 3, { bias = false })
+        ps.no_grad(function() self.a.weight:copy_(W) end)
+      end
+      for number, case in ipairs {
+        { { ignore_index = -1 }, labels(-1), 1.188262, 0.500553 },
+        { { weight = CLASSES }, ALL, 1.100179, 0.383305 },
+        { { weight = CLASSES, label_smoothing = 0.1 }, ALL, 1.123549, 0.366204 },
+      } do
+        local name = "case " .. number
+        function T:loss_of(x, y)
+          assert(self.a.class_name == "ParallelLMHead")
+          return self.a:loss(x, y, case[1])
+        end
+        function T:forward(x, y) return self:loss_of(x, y) end
+        function T.batch_of(_, x, y) return { input_ids = x, y = y } end
+        function T:parts()
+          return { { name = "a", modules = { self.a }, forward = function(_, given)
+            return { loss = self:loss_of(given.input_ids, given.y) }
+          end } }
+        end
+        for _, micros in ipairs { 1, 3 } do
+          local model, optimizer = ps.initialize { quiet = true, model_func = function() return T() end, config = {
+            optimizer = { type = "SGD", params = { lr = 1 } }, gradient_accumulation_steps = micros,
+            gradient_clipping = 1e9, plan_print = false, tensor_parallel = { size = 2, sequence_parallel = false } } }
+          local sum, weights = 0, 0
+          for i = 0, micros - 1 do
+            local n = 12 / micros
+            local y = case[2]:narrow(0, i * n, n):contiguous()
+            local loss = model(X:narrow(0, i * n, n):contiguous(), y)
+            local weight = 0
+            for _, t in ipairs(y:tolist()) do
+              if t ~= -1 then weight = weight + (case[1].weight and case[1].weight:tolist()[t + 1] or 1) end
+            end
+            sum, weights = sum + loss:item() * weight, weights + weight
+            model:backward(loss)
+            if i < micros - 1 then optimizer:step() end
+          end
+          near(case[3], sum / weights, name .. ", the loss")
+          near(case[4], optimizer:step().grad_norm, ("%s, %d micro-batches"):format(name, micros))
+          local at = 0
+          near(case[3], ps.train.evaluate(model, function()
+            at = at + 1
+            if at == 1 then return X:narrow(0, 0, 7):contiguous(), case[2]:narrow(0, 0, 7):contiguous() end
+            if at == 2 then return X:narrow(0, 7, 5):contiguous(), case[2]:narrow(0, 7, 5):contiguous() end
+          end), name .. ", held out after a step", 10)
+          model:close()
+        end
+      end
+    ]])
+  end)
+end)
+
+describe("the weights of labels that a model packs", function()
+  it("are counted on the host, where the script has the labels", function()
+    local ps = require "ps"
+    local devices = require "ps.core.devices"
+    local bert = require "models.bert"
+    local mask = ps.tensor { { 1, 1, 1, 1, 0, 0 }, { 1, 1, 0, 0, 0, 0 }, { 1, 1, 1, 1, 1, 1 }, { 1, 0, 0, 0, 0, 0 } }
+    local labels = ps.full({ 4, 6 }, -100, { dtype = "int64" })
+    labels[{ 0, 1 }], labels[{ 0, 2 }], labels[{ 2, 4 }], labels[{ 1, 5 }] = 3, 4, 5, 6      -- the last one is padding
+    local function run(unpad)
+      ps.manual_seed(1)
+      local model, optimizer = ps.initialize { quiet = true, model_func = function()
+        return bert.new("tiny", { task = "masked_lm", unpad = unpad, dropout = 0 })
+      end, config = { device = "sim", plan_print = false, gradient_accumulation_steps = 2, gradient_clipping = 1e9,
+        optimizer = { type = "SGD", params = { lr = 0 } } } }
+      local known, places, norm = devices.known, {}, nil
+      devices.known = function(fn, t, ...)
+        if type(t) == "cdata" and fn == t.item then places[#places + 1] = t:device() end
+        return known(fn, t, ...)
+      end
+      local ok, problem = pcall(function()
+        for i = 0, 1 do
+          local ids = ps.full({ 2, 6 }, 7, { dtype = "int64" })
+          local loss = model { input_ids = ids, attention_mask = mask:narrow(0, 2 * i, 2):contiguous():to "int64",
+            labels = labels:narrow(0, 2 * i, 2):contiguous() }.loss
+          model:backward(loss)
+          norm = optimizer:step().grad_norm
+        end
+      end)
+      devices.known = known
+      model:close()
+      assert(ok, problem)
+      return norm, places
+    end
+    local norm, places = run(true)
+    assert.same({ "cpu", "cpu" }, places)
+    assert.truthy(math.abs(run(false) - norm) < 1e-5 * norm)
+  end)
+end)
+
 describe("ps.train.evaluate", function()
   it("gives the mean over all targets, however the rows are cut into batches", function()
     lib.check(folder, 1, BEGIN .. [[
