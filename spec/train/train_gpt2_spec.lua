@@ -167,7 +167,7 @@ describe("train_gpt2.lua", function()
       ["--config key.json"] = "config: unknown key optimzer; did you mean 'optimizer'?",
       ["--config value.json"] = "config: optimizer.params.lr is -1; expected a number of at least 0 that fp32 holds",
       ["--config cut.json"] = "cut.json:1:2: expected a key in quotes, found the end of the file",
-      ["--config none.json"] = "config: cannot read none.json: No such file or directory (and it is no base64 of a "
+      ["--config none.json"] = "config: cannot read none.json: No such file or directory (nor is it base64 of a "
         .. "JSON object)",
       ["--device gpu"] = 'config: device is "gpu"; expected "auto", "cpu", "sim" or "cuda"',
       ["--model nope"] = "gpt2: no preset 'nope' (there are char, gpt2, gpt2-large, gpt2-medium, gpt2-xl, small, tiny)",
