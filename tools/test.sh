@@ -9,7 +9,7 @@
 # PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs
 # the C tests of build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With CI=true a test
 # that is skipped has failed.
-#   tools/test.sh [BUILD] [SPEC ...]
+#   tools/test.sh [BUILD] [SPEC | test_NAME ...]    test_NAME: a C test
 #   tools/test.sh --one TEST        one C test: a line that says how it ended, and what it said where it failed
 root=${0%/*}/..
 log=$(mktemp) || exit 1
@@ -47,7 +47,7 @@ sanitizer_options "$build"
 # The C tests that spec/c/alone.txt names are run one by one, the others two at a time.
 named_alone() { grep -qx "$(basename "$1")" "$root/spec/c/alone.txt"; }
 run_tests() {
-  for t in "$3"/test_*; do
+  for t in $3; do
     [ -x "$t" ] && [ -f "$t" ] || continue
     if named_alone "$t"; then [ "$1" = alone ] || continue; else [ "$1" = others ] || continue; fi
     echo "$t"
@@ -56,10 +56,20 @@ run_tests() {
   passed=$((passed + ran)); failed=$((failed + all - ran))
 }
 run_c_tests() {
-  run_tests alone 1 "$1"
-  run_tests others "${PS_TEST_JOBS:-2}" "$1"
+  run_tests alone 1 "$*"
+  run_tests others "${PS_TEST_JOBS:-2}" "$*"
 }
-if [ $# -eq 0 ]; then run_c_tests "$build"; fi
+named=
+for name in "$@"; do
+  shift
+  case $name in
+    test_*) named="$named $build/$name"
+            [ -x "$build/$name" ] || { echo "FAIL $name: it is not built"; failed=$((failed + 1)); } ;;
+    *) set -- "$@" "$name" ;;
+  esac
+done
+if [ -n "$named" ]; then run_c_tests $named
+elif [ $# -eq 0 ]; then run_c_tests "$build"/test_*; fi
 
 run_specs() {
   timeout "${PS_TEST_LIMIT_S:-1800}" "$build/psluajit" spec/run.lua --jobs "${PS_TEST_JOBS:-2}" "$@" 2>&1 | tee "$log"
@@ -111,14 +121,15 @@ EOF
   done
 }
 
-run_specs "$@"
+if [ $# -gt 0 ] || [ -z "$named" ]; then run_specs "$@"; fi
+[ $# -gt 0 ] || [ -z "$named" ] || set -- none                 # only C tests were named
 if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
 if [ $# -eq 0 ] && [ -n "$PS_ORACLE" ]; then run_oracle; fi
 if [ $# -eq 0 ] && [ -n "$PS_SANITIZERS" ]; then
   for sanitized in build-asan build-tsan; do
     echo "-- $sanitized"
     sanitizer_options "$sanitized"
-    run_c_tests "$root/$sanitized"
+    run_c_tests "$root/$sanitized"/test_*
   done
   unset OMP_NUM_THREADS PS_CPU_ISA
 fi

@@ -60,6 +60,9 @@ describe("the runner of specs", function()
       checked[folder_of[name]] = true
     end
     for name, has in pairs(checked) do assert.truthy(has, name) end
+    for name in check.read(paths.root .. "/spec/c/check.txt"):gsub("#[^\n]*", ""):gmatch "[%w_]+" do
+      assert(io.open(("%s/spec/c/%s.c"):format(paths.root, name)), name):close()
+    end
   end)
 
   it("refuses a list that names no spec", function()
