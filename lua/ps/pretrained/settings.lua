@@ -5,7 +5,7 @@
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
 local json = require "cjson"
-local native = require "ps.core.ffi"
+local refuse = require "ps.core.refusal"
 local functional = require "ps.tensor.functional"
 local F = functional
 local error = caller.error
@@ -88,10 +88,7 @@ end
 ---@param value any
 ---@param why string
 function settings.refuse(who, field, value, why)
-  local refused = ("%s = %s: %s"):format(field, shown(value), why)
-  local _, text = pcall(error, ("%s: refused: %s"):format(who, refused))         -- with the script's line
-  error(setmetatable({ code = native.C.PS_EUNSUP, name = "EUNSUP", msg = text, where = "", refused = refused },
-    native.Error), 0)
+  refuse(who, ("%s = %s: %s"):format(field, shown(value), why))
 end
 
 local function wrong(self, key, value, text, ...)

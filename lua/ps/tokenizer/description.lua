@@ -293,6 +293,8 @@ function description.add_token(t, content, id, options)
   local flags = (options.special and C.PS_TOK_SPECIAL or 0) + (options.lstrip and C.PS_TOK_LSTRIP or 0)
     + (options.rstrip and C.PS_TOK_RSTRIP or 0) + (options.normalized and C.PS_TOK_NORMALIZED or 0)
   check(C.ps_tok_add(t.handle, content, #content, id, flags))
+  t.special_ids = t.special_ids or {}
+  if options.special then t.special_ids[id] = true end
 end
 
 --- The engine's tokenizer, still without words.

@@ -13,6 +13,7 @@ local nearest = require "ps.core.nearest"
 local json = require "cjson"
 local read = require "ps.tokenizer.read"
 local save = require "ps.tokenizer.save"
+local conversations = require "ps.tokenizer.conversations"
 local error = caller.error
 local C, check = native.C, native.check
 local int_array = array "int32_t"
@@ -84,7 +85,8 @@ function text.open(path, options)
     model_max_length = made.model_max_length }
   for name, one in pairs(made.special) do tokens[name] = one[1] end
   return setmetatable({ name = made.path, source = path, opened = { tokens = tokens, plain = copied(plain) },
-    handle = made.handle, special = made.special, type_ids = made.type_ids, splits_special = made.splits_special,
+    handle = made.handle, special = made.special, special_ids = made.special_ids or {},
+    type_ids = made.type_ids, splits_special = made.splits_special,
     cleans_up = made.cleans_up,
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
     nbytes = ffi.new("int64_t[1]"), around = { made.single or { { text = 1, kind = 0 } },
@@ -107,6 +109,8 @@ function Tokenizer:save_pretrained(path)
   end
   save.run(rawget(self, "source"), path, tokens, plain)
 end
+
+for name, method in pairs(conversations) do Tokenizer[name] = method end
 
 -- Ids of a text, lent: {ids, offsets, n}.
 local function run(self, one, flags)

@@ -1,0 +1,58 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/template.lua DIR_OR_JINJA MESSAGES.json: renders a conversation by the chat template of a folder, or
+-- by a .jinja file, and prints the text without a newline of its own.
+--   --add-generation-prompt   ends with the header of the model's next turn
+--   --tools TOOLS.json        functions that the model may call
+--   --date YYYY-MM-DD         the date of templates that print it (default: today)
+--   --mask assistant          prints a JSON list of [text, trained] pieces: which parts the model has to produce
+-- bos_token, eos_token, unk_token and pad_token of a bare .jinja are <s>, </s>, <unk> and <pad>. Exit status 2, and
+-- `refused: WHY` on stderr: a construct is not supported. 3, and the message: the template raises an error.
+local argparse = require "argparse"
+local cjson = require "cjson"
+local chat = require "ps.chat"
+local ps = require "ps"
+
+local parser = argparse("bench/template.lua", "Renders a conversation by a chat template.")
+parser:argument("template", "a folder with a tokenizer and its chat template, or a .jinja file")
+parser:argument("messages", "a JSON file: a list of messages")
+parser:flag("--add-generation-prompt", "end with the header of the model's next turn")
+parser:option("--tools", "a JSON file: a list of functions as JSON schemas")
+parser:option("--date", "YYYY-MM-DD, for templates that print the date")
+parser:option("--mask", "print pieces and whether they are trained"):choices { "assistant" }
+local args = parser:parse()
+
+local function read(path)
+  local file = io.open(path, "rb") or error(path .. ": cannot be read", 0)
+  local text = file:read "*a"
+  file:close()
+  return text
+end
+
+local BARE = { bos_token = "<s>", eos_token = "</s>", unk_token = "<unk>", pad_token = "<pad>" }
+
+local ok, problem = pcall(function()
+  local template, tokens
+  if args.template:match "%.jinja$" then
+    template, tokens = chat.template(read(args.template), args.template), BARE
+  else
+    local tok = ps.tokenizer.from_pretrained(args.template)
+    template, tokens = tok:chat_template { tools = args.tools ~= nil }, tok:special_tokens()
+  end
+  local options = { add_generation_prompt = args.add_generation_prompt or false, date = args.date, tokens = tokens,
+    tools = args.tools and read(args.tools) }
+  if not args.mask then return io.write(template:render(read(args.messages), options)) end
+  local rendered = template:trained(read(args.messages), options, args.mask)
+  local pieces, at = {}, 1
+  for _, span in ipairs(rendered.spans) do
+    if span[1] > at then pieces[#pieces + 1] = { rendered.text:sub(at, span[1] - 1), false } end
+    pieces[#pieces + 1] = { rendered.text:sub(span[1], span[2]), true }
+    at = span[2] + 1
+  end
+  if at <= #rendered.text then pieces[#pieces + 1] = { rendered.text:sub(at), false } end
+  io.write(#pieces == 0 and "[]" or cjson.encode(pieces))
+end)
+if not ok then
+  local refused = type(problem) == "table" and problem.refused
+  io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")
+  os.exit(refused and 2 or 3)
+end

@@ -1,0 +1,149 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Attributes and items of the values of a chat template, as Jinja's sandbox finds them: `a.b` is an attribute, else an
+-- item; `a["b"]` an item, else an attribute. Methods that change a value are not there.
+local text = require "ps.chat.text"
+local values = require "ps.chat.values"
+local methods = require "ps.chat.methods"
+local raise = values.raise
+
+local attributes = {}
+
+---@class ps.chat.Loop the variable `loop`
+---@field items any[]
+---@field i integer the turn, from 1
+local Loop = { kind = "loop" }
+Loop.__index = Loop
+
+--- The variable `loop` of a loop over items.
+---@param items any[]
+---@return ps.chat.Loop
+function attributes.loop(items) return setmetatable({ items = items, i = 0 }, Loop) end
+
+local LOOP = {
+  index = function(loop) return loop.i end,
+  index0 = function(loop) return loop.i - 1 end,
+  revindex = function(loop) return #loop.items - loop.i + 1 end,
+  revindex0 = function(loop) return #loop.items - loop.i end,
+  first = function(loop) return loop.i == 1 end,
+  last = function(loop) return loop.i == #loop.items end,
+  length = function(loop) return #loop.items end,
+  depth = function() return 1 end,
+  depth0 = function() return 0 end,
+  previtem = function(loop) return loop.items[loop.i - 1] or values.undefined "there is no previous item" end,
+  nextitem = function(loop) return loop.items[loop.i + 1] or values.undefined "there is no next item" end,
+  cycle = function(loop)
+    return values.callable("loop.cycle", function(args)
+      if #args == 0 then raise "no items for cycling given" end
+      return args[(loop.i - 1) % #args + 1]
+    end)
+  end,
+  changed = function(loop)
+    return values.callable("loop.changed", function(args)
+      local now, before = values.tuple(args), loop.before
+      loop.before = now
+      return not before or not values.equal(now, before)
+    end)
+  end,
+}
+
+-- An attribute that a value has; nil: it has none of that name.
+local function own(v, name)
+  local class = getmetatable(v)
+  if class == Loop then return LOOP[name] and LOOP[name](v) end
+  if class == values.Namespace then return v.map[name] end
+  local set = text.is(v) and methods.str or class == values.Dict and methods.dict
+    or (class == values.List or class == values.Tuple) and methods.list
+  local method = set and set[name]
+  if not method then return nil end
+  if text.is_markup(v) then values.refuse("the method %s of a string of the filter safe", name) end
+  return values.callable("method '" .. name .. "'", function(args, named) return method(v, args, named) end)
+end
+
+-- An item that a value has; nil: it has none.
+local function held(v, key)
+  local class = getmetatable(v)
+  if class == values.Dict then return values.get(v, key) end
+  local x, is_float = values.number(key)
+  if not x or is_float then return nil end
+  if class == values.List or class == values.Tuple then
+    return v[x < 0 and #v + x + 1 or x + 1]
+  elseif text.is(v) then
+    local n = text.length(v)
+    if x < 0 then x = n + x end
+    if x < 0 or x >= n then return nil end
+    return text.slice(v, x, x + 1, 1)
+  end
+end
+
+local NAMES = { str = "str object", dict = "dict object", list = "list object", tuple = "tuple object",
+  int = "int object", float = "float object", bool = "bool object", NoneType = "None" }
+
+local function missing(v, name)
+  local what = NAMES[values.kind(v)] or values.kind(v) .. " object"
+  return values.undefined(("'%s' has no attribute '%s'"):format(what, name))
+end
+
+--- `v.name`
+---@param v any
+---@param name string
+---@return any
+function attributes.attribute(v, name)
+  values.defined(v)
+  local found = own(v, name)
+  if found == nil and getmetatable(v) == values.Dict then found = values.get(v, name) end
+  if found == nil then return missing(v, name) end
+  return found
+end
+
+--- `v[key]`
+---@param v any
+---@param key any
+---@return any
+function attributes.item(v, key)
+  values.defined(v)
+  if getmetatable(key) == values.Undefined then return missing(v, "Undefined") end
+  local found = held(v, key)
+  if found == nil and text.is(key) then found = own(v, text.flat(key)) end
+  if found == nil then return missing(v, text.flat(values.str(key))) end
+  return found
+end
+
+-- A bound of a slice: NONE or a whole number.
+local function bound(v)
+  if v == values.NONE then return nil end
+  local x, is_float = values.number(v)
+  if not x or is_float then
+    raise "slice indices must be integers or None or have an __index__ method"
+  end
+  return x
+end
+
+--- `v[first:last:step]`, as Python has it.
+---@param v any
+---@param first any
+---@param last any
+---@param step any
+---@return any
+function attributes.slice(v, first, last, step)
+  values.defined(v)
+  local class = getmetatable(v)
+  local listed = class == values.List or class == values.Tuple
+  if not listed and not text.is(v) then return missing(v, "slice") end
+  local n = values.length(v)
+  first, last, step = bound(first), bound(last), bound(step) or 1
+  if step == 0 then raise "slice step cannot be zero" end
+  local low, high = step > 0 and 0 or -1, step > 0 and n or n - 1
+  local function clipped(x, default)
+    if not x then return default end
+    if x < 0 then x = x + n end
+    return math.max(low, math.min(high, x))
+  end
+  first = clipped(first, step > 0 and 0 or n - 1)
+  last = clipped(last, step > 0 and n or -1)
+  if text.is(v) then return text.slice(v, first, last, step) end
+  local items = {}
+  for i = first, last + (step > 0 and -1 or 1), step do items[#items + 1] = v[i + 1] end
+  return setmetatable(items, class)
+end
+
+return attributes

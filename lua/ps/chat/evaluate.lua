@@ -1,0 +1,505 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Turns the nodes of a chat template into Lua functions: an expression into one of a scope that gives a value, a
+-- statement into one of a scope and an output. Scopes are Jinja's: a loop's turn, a macro and a block that is caught
+-- have one, `if` has none.
+local text = require "ps.chat.text"
+local values = require "ps.chat.values"
+local operators = require "ps.chat.operators"
+local attributes = require "ps.chat.attributes"
+local filters = require "ps.chat.filters"
+local tests = require "ps.chat.tests"
+local lexer = require "ps.chat.lexer"
+local raise, truth = values.raise, values.truth
+
+local evaluate = {}
+
+local STEPS = 20e6                                         -- of one rendering: statements, loop turns, calls
+local DEPTH = 100                                          -- of macros within one another
+
+---@class ps.chat.State of one rendering
+---@field steps integer
+---@field depth integer
+---@field track boolean whether pieces are marked with messages
+---@field owners table<integer, table> by message: marks of what the template writes while it is at the message
+
+---@class ps.chat.Scope
+---@field vars table<string, any>
+---@field parent? ps.chat.Scope
+---@field state ps.chat.State
+---@field owner? integer the message that a turn of a loop, or a call of a macro, is for
+
+local function child(scope)
+  return { vars = {}, parent = scope, state = scope.state, owner = scope.owner, turn = scope.turn }
+end
+
+local function step(state)
+  state.steps = state.steps + 1
+  if state.steps > STEPS then raise("the template takes over %d steps", STEPS) end
+end
+
+local function lookup(scope, name)
+  repeat
+    local v = scope.vars[name]
+    if v ~= nil then return v end
+    scope = scope.parent
+  until not scope
+  return values.undefined(("'%s' is undefined"):format(name))
+end
+
+-- Assigns in a scope. In a turn of a loop or a macro, a message that gets a name is the one that the turn is for.
+local function assign(scope, name, value)
+  scope.vars[name] = value
+  if scope.turn and getmetatable(value) == values.Dict and value.message then scope.owner = value.message end
+end
+
+-- A mark with the message that the template is at.
+local function owned(state, mark, owner)
+  local known = state.owners[owner]
+  if not known then
+    known = { [false] = { owner = owner } }
+    state.owners[owner] = known
+  end
+  if mark and mark.owner then return mark end
+  if not known[mark] then
+    known[mark] = { owner = owner, message = mark.message, reasoning = mark.reasoning, generated = mark.generated }
+  end
+  return known[mark]
+end
+
+local function emit(scope, out, piece)
+  if piece == "" then return end
+  local state, owner = scope.state, scope.owner
+  if state.track and owner then
+    piece = type(piece) == "string" and text.marked(piece, owned(state, false, owner))
+      or text.remark(piece, function(mark) return owned(state, mark, owner) end)
+  end
+  out[#out + 1] = piece
+end
+
+local expression, body                                     -- below
+
+-- Functions of a list of nodes.
+local function all(nodes)
+  local fns = {}
+  for i, node in ipairs(nodes) do fns[i] = expression(node) end
+  return fns
+end
+
+local function arguments(args)
+  local positional, named = all(args.positional), {}
+  for i, pair in ipairs(args.named) do named[i] = { pair[1], expression(pair[2]) } end
+  return function(scope)
+    local list, map = {}, {}
+    for i, fn in ipairs(positional) do list[i] = fn(scope) end
+    for _, pair in ipairs(named) do
+      if map[pair[1]] ~= nil then raise("the argument '%s' occurs twice", pair[1]) end
+      map[pair[1]] = pair[2](scope)
+    end
+    return list, map
+  end
+end
+
+local EXPRESSIONS = {}
+
+function EXPRESSIONS.constant(node)
+  local value = node.value
+  return function() return value end
+end
+
+function EXPRESSIONS.name(node)
+  local name = node.name
+  return function(scope) return lookup(scope, name) end
+end
+
+function EXPRESSIONS.conditional(node)
+  local yes, test, no = expression(node.yes), expression(node.test), node.no and expression(node.no)
+  local message = ("the inline if-expression on line %d evaluated to false and no else section was defined"):format(
+    node.line)
+  return function(scope)
+    if truth(test(scope)) then return yes(scope) end
+    if no then return no(scope) end
+    return values.undefined(message)
+  end
+end
+
+function EXPRESSIONS.binary(node)
+  local a, b, op = expression(node.left), expression(node.right), node.op
+  if op == "or" then
+    return function(scope)
+      local v = a(scope)
+      if truth(v) then return v end
+      return b(scope)
+    end
+  elseif op == "and" then
+    return function(scope)
+      local v = a(scope)
+      if not truth(v) then return v end
+      return b(scope)
+    end
+  elseif op == "~" then
+    return function(scope) return text.concat { values.str(a(scope)), values.str(b(scope)) } end
+  end
+  local fn = operators[op]
+  return function(scope) return fn(a(scope), b(scope)) end
+end
+
+EXPRESSIONS["not"] = function(node)
+  local value = expression(node.value)
+  return function(scope) return not truth(value(scope)) end
+end
+
+function EXPRESSIONS.negative(node)
+  local value = expression(node.value)
+  return function(scope) return operators.negative(value(scope)) end
+end
+
+function EXPRESSIONS.positive(node)
+  local value = expression(node.value)
+  return function(scope) return operators.positive(value(scope)) end
+end
+
+function EXPRESSIONS.compare(node)
+  local first, others, ops = expression(node.first), all(node.others), {}
+  for i, op in ipairs(node.ops) do ops[i] = operators[op] end
+  return function(scope)
+    local left = first(scope)
+    for i, other in ipairs(others) do
+      local right = other(scope)
+      if not ops[i](left, right) then return false end
+      left = right
+    end
+    return true
+  end
+end
+
+function EXPRESSIONS.list(node)
+  local items = all(node.items)
+  return function(scope)
+    local list = {}
+    for i, item in ipairs(items) do list[i] = item(scope) end
+    return values.list(list)
+  end
+end
+
+function EXPRESSIONS.tuple(node)
+  local items = all(node.items)
+  return function(scope)
+    local list = {}
+    for i, item in ipairs(items) do list[i] = item(scope) end
+    return values.tuple(list)
+  end
+end
+
+function EXPRESSIONS.dict(node)
+  local keys, items = all(node.keys), all(node.items)
+  return function(scope)
+    local dict = values.dict()
+    for i, key in ipairs(keys) do values.set(dict, key(scope), items[i](scope)) end
+    return dict
+  end
+end
+
+function EXPRESSIONS.attribute(node)
+  local value, name = expression(node.value), node.name
+  return function(scope) return attributes.attribute(value(scope), name) end
+end
+
+function EXPRESSIONS.item(node)
+  local value = expression(node.value)
+  if node.key.kind == "slice" then
+    local parts = {}
+    for i, part in ipairs(node.key.parts) do parts[i] = part and expression(part) end
+    return function(scope)
+      local v, bounds = value(scope), {}
+      for i = 1, 3 do bounds[i] = parts[i] and parts[i](scope) or values.NONE end
+      return attributes.slice(v, bounds[1], bounds[2], bounds[3])
+    end
+  end
+  local key = expression(node.key)
+  return function(scope) return attributes.item(value(scope), key(scope)) end
+end
+
+function EXPRESSIONS.call(node)
+  local value, args = expression(node.value), arguments(node.args)
+  return function(scope)
+    local callee = values.defined(value(scope))
+    if getmetatable(callee) ~= values.Callable then raise("'%s' object is not callable", values.kind(callee)) end
+    step(scope.state)
+    local list, named = args(scope)
+    return callee.call(list, named, scope)
+  end
+end
+
+-- The function of a filter or a test. An unknown one that no condition guards is an error of the template.
+local function named(set, what, node)
+  local fn = set[node.name]
+  if fn then return fn end
+  if not node.soft then lexer.fail(node.line, "no %s named '%s'", what, node.name) end
+  return function() raise("no %s named '%s' (line %d)", what, node.name, node.line) end
+end
+
+function EXPRESSIONS.filter(node)
+  local value, args, fn = expression(node.value), arguments(node.args), named(filters, "filter", node)
+  return function(scope)
+    local list, map = args(scope)
+    return fn(value(scope), list, map, scope)
+  end
+end
+
+function EXPRESSIONS.test(node)
+  local value, args, fn = expression(node.value), arguments(node.args), named(tests, "test", node)
+  return function(scope) return fn(value(scope), (args(scope))) end
+end
+
+-- The value that a filter of a block filters.
+function EXPRESSIONS.given(node)
+  return function() return node.value end
+end
+
+function expression(node) return EXPRESSIONS[node.kind](node) end
+
+local STATEMENTS = {}
+
+function STATEMENTS.data(node)
+  local value = node.value
+  return function(scope, out) emit(scope, out, value) end
+end
+
+function STATEMENTS.print(node)
+  local value = expression(node.value)
+  return function(scope, out) emit(scope, out, values.str(value(scope))) end
+end
+
+-- A function that assigns a value to a target.
+local function setter(target)
+  if target.kind == "name" then
+    return function(scope, value) assign(scope, target.name, value) end
+  elseif target.kind == "field" then
+    return function(scope, value)
+      local object = lookup(scope, target.name)
+      if getmetatable(object) ~= values.Namespace then
+        raise("cannot assign attribute on non-namespace object '%s'", target.name)
+      end
+      object.map[target.field] = value
+    end
+  end
+  local setters = {}
+  for i, name in ipairs(target.names) do setters[i] = setter(name) end
+  return function(scope, value)
+    local items = values.items(values.defined(value))
+    if #items ~= #setters then
+      raise("%s values to unpack (expected %d, got %d)", #items > #setters and "too many" or "not enough", #setters,
+        #items)
+    end
+    for i, set in ipairs(setters) do set(scope, items[i]) end
+  end
+end
+
+function STATEMENTS.set(node)
+  local value, set = expression(node.value), setter(node.target)
+  return function(scope) set(scope, value(scope)) end
+end
+
+-- Output that does not go to the template's: the pieces of a body in a scope of its own.
+local function caught(run, scope)
+  local out = {}
+  run(scope, out)
+  return text.concat(out)
+end
+
+-- The filters of a block over what it wrote.
+local function block_filter(node)
+  local innermost = node
+  while innermost.value do innermost = innermost.value end
+  local given = { kind = "given" }
+  innermost.value = given
+  local fn = expression(node)
+  return function(scope, value)
+    given.value = value
+    return fn(scope)
+  end
+end
+
+function STATEMENTS.set_block(node)
+  local run, set, filter = body(node.body), setter(node.target), node.filter and block_filter(node.filter)
+  return function(scope)
+    local value = caught(run, child(scope))
+    set(scope, filter and filter(scope, value) or value)
+  end
+end
+
+function STATEMENTS.filter_block(node)
+  local run, filter = body(node.body), block_filter(node.filter)
+  return function(scope, out)
+    emit(scope, out, values.str(filter(scope, caught(run, child(scope)))))
+  end
+end
+
+STATEMENTS["if"] = function(node)
+  local conditions, bodies, otherwise = all(node.tests), {}, node.otherwise and body(node.otherwise)
+  for i, nodes in ipairs(node.bodies) do bodies[i] = body(nodes) end
+  return function(scope, out)
+    for i, condition in ipairs(conditions) do
+      if truth(condition(scope)) then return bodies[i](scope, out) end
+    end
+    if otherwise then return otherwise(scope, out) end
+  end
+end
+
+STATEMENTS["for"] = function(node)
+  local items, set, test = expression(node.items), setter(node.target), node.test and expression(node.test)
+  local run, otherwise = body(node.body), node.otherwise and body(node.otherwise)
+  return function(scope, out)
+    local list = values.items(items(scope))
+    if test then
+      local kept = {}
+      for _, item in ipairs(list) do
+        local inner = child(scope)
+        set(inner, item)
+        step(scope.state)
+        if truth(test(inner)) then kept[#kept + 1] = item end
+      end
+      list = kept
+    end
+    if #list == 0 and otherwise then return otherwise(child(scope), out) end
+    local loop = attributes.loop(list)
+    for i, item in ipairs(list) do
+      local inner = child(scope)
+      inner.turn = true
+      loop.i = i
+      inner.vars.loop = loop
+      set(inner, item)
+      step(scope.state)
+      if run(inner, out) == "break" then break end
+    end
+  end
+end
+
+STATEMENTS["break"] = function() return function() return "break" end end
+STATEMENTS.continue = function() return function() return "continue" end end
+
+-- Whether nodes use a name.
+local function uses(node, name)
+  if node.kind == "name" and node.name == name then return true end
+  for _, part in pairs(node) do
+    if type(part) == "table" and not getmetatable(part) and uses(part, name) then return true end
+  end
+  return false
+end
+
+-- A macro's function: a value that a template calls.
+local function macro(node, name)
+  local names, defaults, run = node.names, {}, body(node.body)
+  for i, default in pairs(node.defaults) do defaults[i] = expression(default) end
+  local takes = { varargs = uses(node.body, "varargs"), kwargs = uses(node.body, "kwargs"),
+    caller = uses(node.body, "caller") }
+  return function(scope)
+    return values.callable("macro '" .. name .. "'", function(args, given, from)
+      local state, inner = scope.state, child(scope)
+      inner.turn, inner.owner = true, from.owner
+      if state.depth >= DEPTH then raise("macros call one another over %d levels deep", DEPTH) end
+      local used = {}
+      for i, parameter in ipairs(names) do
+        local value = args[i]
+        if given[parameter] ~= nil then
+          if value ~= nil then raise("macro '%s' takes '%s' twice", name, parameter) end
+          value, used[parameter] = given[parameter], true
+        end
+        if value == nil and defaults[i] then value = defaults[i](inner) end
+        if value == nil then
+          value = values.undefined(("parameter '%s' was not provided"):format(parameter))
+        end
+        assign(inner, parameter, value)
+      end
+      if given.caller ~= nil and not used.caller then
+        if not takes.caller then raise("macro '%s' does not call its caller, and a call block gives it one", name) end
+        inner.vars.caller, used.caller = given.caller, true
+      elseif takes.caller then
+        inner.vars.caller = values.undefined "No caller defined"
+      end
+      local rest = values.dict()
+      for key, value in pairs(given) do
+        if not used[key] then
+          if not takes.kwargs then raise("macro '%s' takes no keyword argument '%s'", name, key) end
+          values.set(rest, key, value)
+        end
+      end
+      if #args > #names and not takes.varargs then
+        raise("macro '%s' takes not more than %d argument(s)", name, #names)
+      end
+      if takes.kwargs then inner.vars.kwargs = rest end
+      if takes.varargs then inner.vars.varargs = values.tuple { unpack(args, #names + 1) } end
+      state.depth = state.depth + 1
+      local value = caught(run, inner)
+      state.depth = state.depth - 1
+      return value
+    end)
+  end
+end
+
+function STATEMENTS.macro(node)
+  local make = macro(node, node.name)
+  return function(scope) scope.vars[node.name] = make(scope) end
+end
+
+function STATEMENTS.call_block(node)
+  local make, value, args = macro(node, "caller"), expression(node.call.value), arguments(node.call.args)
+  return function(scope, out)
+    local callee = values.defined(value(scope))
+    if getmetatable(callee) ~= values.Callable then raise("'%s' object is not callable", values.kind(callee)) end
+    local list, given = args(scope)
+    given.caller = make(scope)
+    emit(scope, out, values.str(callee.call(list, given, scope)))
+  end
+end
+
+function STATEMENTS.with(node)
+  local sets, fns, run = {}, all(node.values), body(node.body)
+  for i, target in ipairs(node.targets) do sets[i] = setter(target) end
+  return function(scope, out)
+    local inner = child(scope)
+    for i, fn in ipairs(fns) do sets[i](inner, fn(scope)) end
+    return run(inner, out)
+  end
+end
+
+-- The bytes that a template declares to be the assistant's.
+function STATEMENTS.generation(node)
+  local run = body(node.body)
+  return function(scope, out)
+    local value = caught(run, child(scope))
+    if scope.state.track then
+      value = text.remark(value, function(mark)
+        mark = mark or {}
+        return { owner = mark.owner, message = mark.message, reasoning = mark.reasoning, generated = true }
+      end)
+    end
+    emit(scope, out, value)
+  end
+end
+
+function body(nodes)
+  local fns = {}
+  for i, node in ipairs(nodes) do fns[i] = STATEMENTS[node.kind](node) end
+  return function(scope, out)
+    for i = 1, #fns do
+      step(scope.state)
+      local signal = fns[i](scope, out)
+      if signal then return signal end
+    end
+  end
+end
+
+--- A function that renders a parsed template with variables.
+---@param nodes table[]
+---@return fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
+function evaluate.compile(nodes)
+  local run = body(nodes)
+  return function(variables, track)
+    local state = { steps = 0, depth = 0, track = track, owners = {} }
+    local context = { vars = variables, state = state }
+    return caught(run, child(context))
+  end
+end
+
+return evaluate

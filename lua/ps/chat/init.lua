@@ -1,0 +1,388 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Chat templates: a model folder's own Jinja template turns a conversation into text, as transformers'
+-- apply_chat_template does. `pieces` also says which bytes the model has to produce.
+local text = require "ps.chat.text"
+local values = require "ps.chat.values"
+local json = require "ps.chat.json"
+local parser = require "ps.chat.parser"
+local evaluate = require "ps.chat.evaluate"
+local format = require "ps.chat.format"
+local mask = require "ps.chat.mask"
+local utf8 = require "ps.core.utf8"
+local caller = require "ps.core.caller"
+local refuse = require "ps.core.refusal"
+local cjson = require "cjson"
+local error = caller.error
+
+local chat = {}
+
+---@class ps.chat.Template
+---@field source string
+---@field run fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
+local Template = {}
+Template.__index = Template
+
+---@class ps.chat.RenderOptions
+---@field add_generation_prompt? boolean whether the text ends with the header of the model's next turn
+---@field continue_final_message? boolean whether the text ends within the last message, for the model to go on with
+---@field tools? table|string functions that the model may call, as JSON schemas: a list of tables, or JSON
+---@field documents? table|string for templates of retrieval: a list of tables, or JSON
+---@field date? string "YYYY-MM-DD", for templates that print the date; default: today
+---@field tokens? table<string, string> bos_token, eos_token and so on
+---@field variables? table<string, any> further variables of the template, such as enable_thinking
+
+-- The names under which a message may have its reasoning, the standard one first.
+local REASONING = { "reasoning_content", "thinking", "reasoning" }
+local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
+
+local DEPTH = 200
+
+-- A Lua value as one of a template. Keys of a table, which have no order in Lua, come in alphabetical order; an empty
+-- table is a list.
+local function converted(v, where, depth)
+  if depth > DEPTH then error(("%s: tables are nested over %d levels deep"):format(where, DEPTH)) end
+  local kind = type(v)
+  if v == cjson.null then return values.NONE end
+  if kind == "boolean" then return v end
+  if kind == "string" then
+    if not utf8.valid(v) then error(where .. ": a string is not valid UTF-8") end
+    return v
+  end
+  if kind == "number" then
+    if v ~= v or math.abs(v) == math.huge or v ~= math.floor(v) then return values.float(v) end
+    return v
+  end
+  if kind ~= "table" then error(("%s: a %s; a table, text, number or boolean expected"):format(where, kind)) end
+  if getmetatable(v) == values.List or getmetatable(v) == values.Dict then return v end
+  if #v > 0 or next(v) == nil then
+    local list = {}
+    for i, item in ipairs(v) do list[i] = converted(item, ("%s[%d]"):format(where, i), depth + 1) end
+    for key in pairs(v) do
+      if type(key) ~= "number" then error(("%s: a list with the key '%s'"):format(where, tostring(key))) end
+    end
+    return values.list(list)
+  end
+  local keys, dict = {}, values.dict()
+  for key in pairs(v) do
+    if type(key) ~= "string" then error(("%s: the key %s is not text"):format(where, tostring(key))) end
+    keys[#keys + 1] = key
+  end
+  table.sort(keys)
+  for _, key in ipairs(keys) do values.set(dict, key, converted(v[key], where .. "." .. key, depth + 1)) end
+  return dict
+end
+
+-- A value of a template from Lua's tables or from JSON.
+local function value_of(v, where)
+  if type(v) ~= "string" then return converted(v, where, 1) end
+  local ok, value = pcall(json.decode, v)
+  if ok then return value end
+  return error(("%s: not JSON: %s"):format(where, type(value) == "table" and value.json or tostring(value)))
+end
+
+-- The strings of a value with a mark, but for a message's role, which the template compares and prints as its own.
+local function marked(v, mark)
+  if type(v) == "string" then return text.marked(v, mark) end
+  local class = getmetatable(v)
+  if class == values.List then
+    local list = {}
+    for i, item in ipairs(v) do list[i] = marked(item, mark) end
+    return values.list(list)
+  elseif class == values.Dict then
+    local dict = values.dict()
+    for _, key in ipairs(v.keys) do values.set(dict, marked(key, mark), marked(values.get(v, key), mark)) end
+    return dict
+  end
+  return v
+end
+
+-- The messages as a template sees them: without fields that are null, with the reasoning under its standard name.
+local function messages_of(messages, track)
+  if getmetatable(messages) ~= values.List then error "messages: a list of messages expected" end
+  if #messages == 0 then error "messages: the conversation has no message" end
+  local all = {}
+  for i, message in ipairs(messages) do
+    if getmetatable(message) ~= values.Dict then
+      error(("messages[%d]: an object with role and content expected, got %s"):format(i, values.kind(message)))
+    end
+    local reasoning
+    for _, name in ipairs(REASONING) do
+      local v = values.get(message, name)
+      if reasoning == nil and v ~= nil and v ~= values.NONE then reasoning = v end
+    end
+    local dict = values.dict()
+    local function set(key, v)
+      local name = text.flat(key)
+      if track and name ~= "role" then
+        local mark = { message = i, reasoning = REASONS[name] }
+        key, v = marked(key, mark), marked(v, mark)
+      end
+      values.set(dict, key, v)
+    end
+    if reasoning ~= nil then set("thinking", reasoning) end
+    for _, key in ipairs(message.keys) do
+      local v = values.get(message, key)
+      if v ~= values.NONE then set(key, v) end
+    end
+    if reasoning ~= nil then set("reasoning_content", reasoning) end
+    dict.message = i
+    all[i] = dict
+  end
+  return values.list(all)
+end
+
+-- Noon of a day, in seconds since 1970; nil: now.
+local function moment(date)
+  if date == nil then return os.time() end
+  caller.typed(date, "string", "date")
+  local year, month, day = date:match "^(%d%d%d%d)-(%d%d)-(%d%d)$"
+  local when = year and os.time { year = year, month = month, day = day, hour = 12 }
+  if not when or os.date("%Y-%m-%d", when) ~= date then error(("date = '%s': YYYY-MM-DD expected"):format(date)) end
+  return when
+end
+
+local LARGEST_RANGE = 100000
+
+local function range(args)
+  for i, v in ipairs(args) do
+    if type(v) ~= "number" then
+      values.raise("range: '%s' object cannot be interpreted as an integer", values.kind(values.defined(args[i])))
+    end
+  end
+  if #args < 1 or #args > 3 then values.raise("range expected 1 to 3 arguments, got %d", #args) end
+  local first, last, step = args[1], args[2], args[3] or 1
+  if not last then first, last = 0, args[1] end
+  if step == 0 then values.raise "range() arg 3 must not be zero" end
+  local n = math.max(0, math.ceil((last - first) / step))
+  if n > LARGEST_RANGE then values.raise("range too big: %d, the limit is %d", n, LARGEST_RANGE) end
+  local items = {}
+  for i = 1, n do items[i] = first + (i - 1) * step end
+  return values.list(items)
+end
+
+-- The pairs of a call's arguments, as Python's dict(...) takes them.
+local function pairs_of(args, named)
+  local dict = values.dict()
+  if args[1] ~= nil then
+    if getmetatable(args[1]) == values.Dict then
+      for _, key in ipairs(args[1].keys) do values.set(dict, key, values.get(args[1], key)) end
+    else
+      for _, pair in ipairs(values.items(values.defined(args[1]))) do
+        local items = values.items(pair)
+        if #items ~= 2 then values.raise("dictionary update sequence element has length %d; 2 is required", #items) end
+        values.set(dict, items[1], items[2])
+      end
+    end
+  end
+  local names = {}
+  for name in pairs(named) do names[#names + 1] = name end
+  table.sort(names)
+  for _, name in ipairs(names) do values.set(dict, name, named[name]) end
+  return dict
+end
+
+-- Functions that every template can call.
+local function globals(when)
+  return {
+    range = values.callable("range", range),
+    dict = values.callable("dict", pairs_of),
+    namespace = values.callable("namespace", function(args, named)
+      local space = values.namespace()
+      local dict = pairs_of(args, named)
+      for _, key in ipairs(dict.keys) do
+        local name = text.flat(key)
+        if name:sub(1, 1) == "_" then values.raise("a namespace cannot have the attribute '%s'", name) end
+        space.map[name] = values.get(dict, key)
+      end
+      return space
+    end),
+    raise_exception = values.callable("raise_exception", function(args)
+      return values.raise("%s", text.flat(values.str(args[1] == nil and "" or args[1])))
+    end),
+    strftime_now = values.callable("strftime_now", function(args)
+      return format.date(text.flat(args[1] or values.raise "strftime_now needs a format"), when)
+    end),
+  }
+end
+
+-- The variables of a rendering.
+local function variables_of(messages, options, track)
+  local vars = globals(moment(options.date))
+  for name, token in pairs(options.tokens or {}) do vars[name] = token end
+  vars.messages = messages_of(messages, track)
+  vars.tools = options.tools ~= nil and value_of(options.tools, "tools") or values.NONE
+  vars.documents = options.documents ~= nil and value_of(options.documents, "documents") or values.NONE
+  vars.add_generation_prompt = options.add_generation_prompt == true
+  for name, v in pairs(options.variables or {}) do vars[name] = converted(v, "variables." .. name, 1) end
+  return vars
+end
+
+-- Renders, and turns what a template raises into one of our errors.
+local function render(template, vars, track)
+  local ok, result = pcall(template.run, vars, track)
+  if ok then return result end
+  if type(result) == "table" and result.chat_template then
+    return error(("%s: %s"):format(template.name, result.chat_template))
+  end
+  if type(result) == "table" and result.unsupported then
+    return refuse(template.name, result.unsupported .. " is not supported in a chat template")
+  end
+  return error(("%s: %s"):format(template.name, tostring(result)))
+end
+
+local TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
+-- The last message's content with the tag at its end, where continue_final_message cuts.
+local function tagged(messages)
+  local last = messages[#messages]
+  local content = values.get(last, "content")
+  if text.is(content) then
+    values.set(last, "content", content .. TAG)
+    return content
+  end
+  for i = content and getmetatable(content) == values.List and #content or 0, 1, -1 do
+    local part = content[i]
+    local words = getmetatable(part) == values.Dict and values.get(part, "text")
+    if words then
+      values.set(part, "text", words .. TAG)
+      return words
+    end
+  end
+  return error "continue_final_message: the last message has no text to go on with"
+end
+
+--- The text of a conversation, as transformers' apply_chat_template renders it.
+---@param messages table|string a list of messages {role =, content =, ...}, or JSON, which keeps the order of keys
+---@param options? ps.chat.RenderOptions
+---@return string
+function Template:render(messages, options)
+  options = options or {}
+  messages = value_of(messages, "messages")
+  if not options.continue_final_message then
+    return text.flat(render(self, variables_of(messages, options, false), false))
+  end
+  if options.add_generation_prompt then
+    error "continue_final_message and add_generation_prompt: one of them only, since both say how the text ends"
+  end
+  messages = messages_of(messages, false)
+  local words = tagged(messages)
+  local all = text.flat(render(self, variables_of(messages, options, false), false))
+  local tag = text.flat(text.strip(TAG, nil, true, true))
+  local at
+  for first in all:gmatch("()" .. tag) do at = first end
+  if not at or not all:find(text.flat(text.strip(words, nil, true, true)), 1, true) then
+    error "continue_final_message: the template does not print the last message as it is"
+  end
+  if all:sub(at, at + #TAG - 1) == TAG then return all:sub(1, at - 1) end
+  return text.flat(text.strip(all:sub(1, at - 1), nil, false, true))
+end
+
+-- The header of the assistant's turn: the text that a template writes for add_generation_prompt after the user's last
+-- message, or that it always writes at the end; "": none.
+local function generation_prompt(self, messages, options)
+  local upto
+  for i = #messages, 1, -1 do
+    local role = values.get(messages[i], "role")
+    if role and text.flat(role) == "user" then upto = i; break end
+  end
+  if not upto then return "" end
+  local shown = values.list { unpack(messages, 1, upto) }
+  local function text_of(prompt)
+    local vars = variables_of(shown, options, false)
+    vars.add_generation_prompt = prompt
+    return text.flat(render(self, vars, false))
+  end
+  local ok, with = pcall(text_of, true)
+  local plain, without = pcall(text_of, false)
+  if not (ok and plain) then return "" end
+  local prompt = mask.prompt(with, without)
+  if prompt ~= "" then return prompt end
+  return mask.tail(render(self, variables_of(shown, options, true), true))
+end
+
+local TRAIN_ON = { assistant = true, last = true, all = true }
+
+-- The numbers of the messages to train on.
+local function wanted_of(messages, train_on)
+  local wanted = {}
+  for i, message in ipairs(messages) do
+    local role = values.get(message, "role")
+    role = role and text.flat(values.str(role)) or ""
+    local yes
+    if type(train_on) == "function" then yes = train_on(i, role) else yes = role == "assistant" end
+    if yes then wanted[#wanted + 1] = i end
+  end
+  if train_on == "last" then return { wanted[#wanted] } end
+  return wanted
+end
+
+---@class ps.chat.Rendered
+---@field text string
+---@field spans {[1]: integer, [2]: integer}[] first and last byte of each part that the model has to produce
+---@field message {[1]: integer, [2]: integer}[] first and last byte of each part that comes from a message
+---@field dropped integer[] messages whose reasoning the template leaves out
+
+--- The text of a conversation and the bytes of it that the model has to produce: what follows the header of a turn of
+--- the assistant (reasoning, channels, calls, content) up to the token that ends the turn.
+---@param messages table|string as for render
+---@param options? ps.chat.RenderOptions
+---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean which messages; default "assistant"
+---@return ps.chat.Rendered
+function Template:trained(messages, options, train_on)
+  options, train_on = options or {}, train_on or "assistant"
+  if type(train_on) ~= "function" then caller.one_of(train_on, TRAIN_ON, "train_on") end
+  messages = value_of(messages, "messages")
+  local rendered = render(self, variables_of(messages, options, true), true)
+  local s = text.flat(rendered)
+  local spans = mask.generated(rendered)
+  if train_on == "all" then spans = { { 1, #s } }
+  elseif not spans or train_on ~= "assistant" then
+    local prompt = generation_prompt(self, messages, options)
+    local turn, stranger
+    spans, turn, stranger = mask.spans(rendered, wanted_of(messages, train_on), prompt,
+      options.tokens and options.tokens.eos_token)
+    if not spans then
+      refuse(self.name, ("the template writes messages[%d] within the turn of messages[%d], so that what the model has "
+        .. "to produce is unknown: give the template {%% generation %%} blocks"):format(stranger, turn))
+    end
+  end
+  local parts, reasoned, dropped = {}, {}, {}
+  text.each(rendered, function(first, last, mark)
+    if mark and mark.message then
+      parts[#parts + 1] = { first, last }
+      if mark.reasoning then reasoned[mark.message] = true end
+    end
+  end)
+  for i, message in ipairs(messages) do
+    for _, name in ipairs(REASONING) do
+      local v = values.get(message, name)
+      if v and v ~= values.NONE and text.flat(values.str(v)):find "%S" and not reasoned[i]
+          and dropped[#dropped] ~= i then dropped[#dropped + 1] = i end
+    end
+  end
+  return { text = s, spans = spans, message = parts, dropped = dropped }
+end
+
+local compiled = setmetatable({}, { __mode = "v" })
+
+--- A template of a Jinja text. A construct that is not supported is an error that names construct and line.
+---@param source string
+---@param name? string of its file, for errors
+---@return ps.chat.Template
+function chat.template(source, name)
+  caller.typed(source, "string", "the chat template")
+  name = name or "chat template"
+  local key = name .. "\0" .. source
+  if compiled[key] then return compiled[key] end
+  if not utf8.valid(source) then error(name .. ": it is not valid UTF-8") end
+  local ok, run = pcall(function() return evaluate.compile(parser.parse(source)) end)
+  if not ok then
+    if type(run) == "table" then refuse(name, run.template or run.chat_template or run.unsupported) end
+    error(("%s: %s"):format(name, tostring(run)))
+  end
+  local template = setmetatable({ source = source, name = name, run = run }, Template)
+  compiled[key] = template
+  return template
+end
+
+return chat

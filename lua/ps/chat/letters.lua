@@ -1,0 +1,133 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Small and capital letters and classes of characters, of all scripts, by utf8proc.
+local ffi = require "ffi"
+local text = require "ps.chat.text"
+local json = require "ps.chat.json"
+
+ffi.cdef [[
+int32_t utf8proc_tolower(int32_t c);
+int32_t utf8proc_toupper(int32_t c);
+int32_t utf8proc_totitle(int32_t c);
+int utf8proc_category(int32_t c);
+]]
+local C = ffi.C
+
+local letters = {}
+
+local CHARACTER = "[^\128-\191][\128-\191]*"
+
+-- Characters whose capital letters are several.
+local LONG = { ["ß"] = "SS", ["ŉ"] = "ʼN", ["ǰ"] = "J̌", ["ΐ"] = "Ϊ́", ["ΰ"] = "Ϋ́", ["և"] = "ԵՒ",
+  ["ﬀ"] = "FF", ["ﬁ"] = "FI",  ["ﬂ"] = "FL", ["ﬃ"] = "FFI", ["ﬄ"] = "FFL", ["ﬅ"] = "ST", ["ﬆ"] = "ST" }
+
+local function point(c)
+  local b1, b2, b3, b4 = c:byte(1, 4)
+  if not b2 then return b1 end
+  if not b3 then return (b1 - 192) * 64 + b2 - 128 end
+  if not b4 then return (b1 - 224) * 4096 + (b2 - 128) * 64 + b3 - 128 end
+  return (b1 - 240) * 262144 + (b2 - 128) * 4096 + (b3 - 128) * 64 + b4 - 128
+end
+
+local function upper_of(c) return LONG[c] or json.utf8(C.utf8proc_toupper(point(c))) end
+local function title_of(c)
+  local long = LONG[c]
+  if long then return (long:gsub("^(.)(.*)$", function(a, b) return a .. b:lower() end)) end
+  return json.utf8(C.utf8proc_totitle(point(c)))
+end
+local function lower_of(c) return c == "İ" and "i̇" or json.utf8(C.utf8proc_tolower(point(c))) end
+
+-- utf8proc's categories.
+local UPPER, LOWER, TITLE, OTHER = 1, 2, 3, 5
+local DECIMAL, NUMERAL, NUMBER = 9, 10, 11
+local function category(c) return C.utf8proc_category(point(c)) end
+
+---@param c string one character
+---@return boolean
+function letters.is_letter(c)
+  local k = category(c)
+  return k >= UPPER and k <= OTHER
+end
+---@param c string one character
+---@return boolean
+function letters.is_decimal(c) return category(c) == DECIMAL end
+---@param c string one character
+---@return boolean
+function letters.is_number(c)
+  local k = category(c)
+  return k == DECIMAL or k == NUMERAL or k == NUMBER
+end
+---@param c string one character
+---@return boolean
+function letters.is_upper(c) return category(c) == UPPER end
+---@param c string one character
+---@return boolean
+function letters.is_lower(c) return category(c) == LOWER end
+---@param c string one character
+---@return boolean
+function letters.is_cased(c)
+  local k = category(c)
+  return k == UPPER or k == LOWER or k == TITLE
+end
+
+--- Python's str.upper.
+---@param v string|ps.chat.Text
+---@return string|ps.chat.Text
+function letters.upper(v)
+  return text.map(v, function(s)
+    if not s:find "[\128-\255]" then return s:upper() end
+    return (s:gsub(CHARACTER, upper_of))
+  end)
+end
+
+--- Python's str.lower. A sigma at the end of a word gets its own form.
+---@param v string|ps.chat.Text
+---@return string|ps.chat.Text
+function letters.lower(v)
+  return text.map(v, function(s)
+    if not s:find "[\128-\255]" then return s:lower() end
+    s = s:gsub("()(" .. CHARACTER .. ")", function(at, c)
+      if c ~= "Σ" then return lower_of(c) end
+      local before = s:sub(1, at - 1):match "([^\128-\191][\128-\191]*)$"
+      local after = s:match("^" .. CHARACTER, at + #c)
+      return before and letters.is_letter(before) and not (after and letters.is_letter(after)) and "ς" or "σ"
+    end)
+    return s
+  end)
+end
+
+--- Python's str.capitalize.
+---@param v string|ps.chat.Text
+---@return string|ps.chat.Text
+function letters.capitalize(v)
+  local first = text.flat(v):match("^" .. CHARACTER) or ""
+  return text.concat { text.map(text.sub(v, 1, #first), function(s) return (s:gsub(CHARACTER, title_of)) end),
+    letters.lower(text.sub(v, #first + 1, #text.flat(v))) }
+end
+
+--- Each word's first letter as a capital: Python's str.title, where any character that is no letter ends a word.
+---@param v string|ps.chat.Text
+---@return string|ps.chat.Text
+function letters.title(v)
+  local within = false
+  return text.map(v, function(s)
+    return (s:gsub(CHARACTER, function(c)
+      local letter = letters.is_cased(c)
+      local new = not letter and c or within and lower_of(c) or title_of(c)
+      within = letter
+      return new
+    end))
+  end)
+end
+
+--- Whether a string is not empty and each of its characters passes.
+---@param v string|ps.chat.Text
+---@param passes fun(c: string): boolean
+---@return boolean
+function letters.all(v, passes)
+  local s = text.flat(v)
+  if s == "" then return false end
+  for c in s:gmatch(CHARACTER) do if not passes(c) then return false end end
+  return true
+end
+
+return letters

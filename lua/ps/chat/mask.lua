@@ -1,0 +1,141 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Which bytes of a rendered conversation the model has to produce. If the template says so itself, by generation
+-- blocks, those. Else by where each byte comes from: a turn of the assistant is what the template writes while it is
+-- at that message. Its header, which the template also writes as the generation prompt, is given to the model. The
+-- rest, up to the token that ends the turn, is the model's.
+local text = require "ps.chat.text"
+
+local mask = {}
+
+---@class ps.chat.Turn
+---@field first integer its first byte
+---@field last integer its last byte; 0: the template wrote nothing for the message
+---@field from integer the first byte that comes from the message; nil: none
+---@field upto integer the last byte that comes from the message; 0: none
+---@field parts {[1]: integer, [2]: integer}[] its bytes, without those of other messages' turns
+---@field stranger? integer a message whose bytes the template writes within this turn
+
+local function turn_of(rendered, i)
+  local turn, owned = { last = 0, upto = 0, parts = {} }, false
+  text.each(rendered, function(_, _, mark) owned = owned or mark and mark.owner == i end)
+  local over = false                                       -- a turn ends where that of another message begins
+  text.each(rendered, function(first, last, mark)
+    if not mark or over then return end
+    local at = mark.owner or not owned and mark.message
+    if at ~= i then
+      over = turn.first ~= nil and at and true or false
+      return
+    end
+    turn.first, turn.last = turn.first or first, last
+    turn.parts[#turn.parts + 1] = { first, last }
+    if mark.message == i then turn.from, turn.upto = turn.from or first, last
+    elseif mark.message then turn.stranger = turn.stranger or mark.message end
+  end)
+  return turn
+end
+
+-- The longest start of a generation prompt, of at most n bytes, that does not end within a word.
+local function whole_words(prompt, n)
+  while n > 0 and not prompt:find("^[%s>%]:]", n) do n = n - 1 end
+  return n
+end
+
+-- The first byte of a turn after its header: after the last place, before the message's own bytes, where the template
+-- writes the prompt or the longest part of its start. Bytes of the prompt may precede the turn. A turn without a
+-- header, as after results of tools, begins with the message's own bytes.
+local function after_header(s, turn, prompt)
+  local stop = (turn.from or turn.last + 1) - 1            -- the last byte that may be of a header
+  local n = #prompt
+  while n > 0 do
+    local head = prompt:sub(1, n)
+    for at = stop - n + 1, math.max(1, turn.first - n), -1 do
+      if s:sub(at, at + n - 1) == head then return math.max(turn.first, at + n) end
+    end
+    n = whole_words(prompt, n - 1)
+  end
+  return prompt ~= "" and turn.from or turn.first
+end
+
+-- The last byte of the token that ends a turn: the end of what the template wrote for it, without space. Where it wrote
+-- nothing after the message's own bytes: an end token that directly follows, or what it writes at the end of the text.
+local function turn_end(s, turn, end_token, tail)
+  local last = turn.last
+  while last > turn.upto and s:find("^%s", last) do last = last - 1 end
+  if last > turn.upto then return last end
+  local first = turn.last + 1
+  if end_token and end_token ~= "" and s:sub(first, first + #end_token - 1) == end_token then
+    return first + #end_token - 1
+  end
+  if tail ~= first then return last end
+  last = #s
+  while last >= first and s:find("^%s", last) do last = last - 1 end
+  return math.max(last, turn.last)
+end
+
+-- Appends bytes to spans, or makes the last span longer.
+local function add(spans, first, last)
+  if last < first then return end
+  if #spans > 0 and spans[#spans][2] == first - 1 then spans[#spans][2] = last
+  else spans[#spans + 1] = { first, last } end
+end
+
+--- The bytes to train: a list of {first, last}, in order.
+---@param rendered string|ps.chat.Text a rendering with marks
+---@param wanted integer[] the messages whose bytes count
+---@param prompt string what the template writes for add_generation_prompt
+---@param end_token? string
+---@return {[1]: integer, [2]: integer}[]? spans nil: a turn holds bytes of another message
+---@return integer? turn that message
+---@return integer? stranger the other message
+function mask.spans(rendered, wanted, prompt, end_token)
+  local s, spans, tail = text.flat(rendered), {}, nil      -- tail: the first byte after all turns
+  text.each(rendered, function(first, _, mark)
+    if mark and (mark.owner or mark.message) then tail = nil else tail = tail or first end
+  end)
+  for _, i in ipairs(wanted) do
+    local turn = turn_of(rendered, i)
+    if turn.stranger then return nil, i, turn.stranger end
+    if turn.last > 0 then
+      local first, last = after_header(s, turn, prompt), turn_end(s, turn, end_token, tail)
+      for k, part in ipairs(turn.parts) do
+        add(spans, math.max(part[1], first), k == #turn.parts and last or math.min(part[2], last))
+      end
+    end
+  end
+  return spans
+end
+
+--- The bytes of generation blocks; nil: the rendering has none.
+---@param rendered string|ps.chat.Text
+---@return {[1]: integer, [2]: integer}[]?
+function mask.generated(rendered)
+  local spans = {}
+  text.each(rendered, function(first, last, mark)
+    if mark and mark.generated then add(spans, first, last) end
+  end)
+  return spans[1] and spans
+end
+
+--- The end of a text that belongs to no message.
+---@param rendered string|ps.chat.Text
+---@return string
+function mask.tail(rendered)
+  local tail
+  text.each(rendered, function(first, _, mark)
+    if mark and (mark.owner or mark.message) then tail = nil else tail = tail or first end
+  end)
+  return tail and text.flat(rendered):sub(tail) or ""
+end
+
+--- The text that a template adds at the end for add_generation_prompt.
+---@param with string
+---@param without string
+---@return string
+function mask.prompt(with, without)
+  local n = 0
+  while n < #without and with:byte(n + 1) == without:byte(n + 1) do n = n + 1 end
+  if n < #without then n = whole_words(with, n) end        -- another end, such as an end token, is in its place
+  return with:sub(n + 1)
+end
+
+return mask

@@ -1,0 +1,324 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Strings of a chat template that know where each byte comes from. A plain Lua string comes from the template. A Text
+-- is a string in segments, each with a mark: a message, or a mark that a caller made. Every function here takes both
+-- kinds, and gives a plain string if no byte has a mark. Positions are bytes unless a name says code points.
+local text = {}
+
+-- Bytes of a string at most, so that a template cannot take all memory.
+text.LARGEST = 256 * 1024 * 1024
+
+---@class ps.chat.Text
+---@field s string the bytes
+---@field to integer[] last byte of each segment
+---@field mark table[]|false[] where each segment comes from; false: from the template
+---@field safe? boolean the filter `safe` made it: a string that is added to it is escaped for HTML, as Jinja does
+local Text = {}
+Text.__index = Text
+
+-- The characters for which Python's str.isspace is true, in UTF-8.
+local SPACES = {}
+for c in (" \t\n\v\f\r\28\29\30\31\194\133\194\160\225\154\128\226\128\168\226\128\169\226\128\175"
+    .. "\226\129\159\227\128\128"):gmatch "[%z\1-\127\194-\244][\128-\191]*" do SPACES[c] = true end
+for last = 128, 138 do SPACES["\226\128" .. string.char(last)] = true end
+
+--- Whether a value is a string of either kind.
+---@param value any
+---@return boolean
+function text.is(value) return type(value) == "string" or getmetatable(value) == Text end
+
+--- The bytes, without marks.
+---@param value string|ps.chat.Text
+---@return string
+function text.flat(value) return type(value) == "string" and value or value.s end
+
+--- A string whose bytes all have a mark.
+---@param s string
+---@param mark table
+---@return string|ps.chat.Text
+function text.marked(s, mark)
+  if s == "" then return s end
+  return setmetatable({ s = s, to = { #s }, mark = { mark } }, Text)
+end
+
+--- The string as Jinja's Markup.
+---@param value string|ps.chat.Text
+---@return ps.chat.Text
+function text.markup(value)
+  if type(value) ~= "string" then
+    return setmetatable({ s = value.s, to = value.to, mark = value.mark, safe = true }, Text)
+  end
+  return setmetatable({ s = value, to = { #value > 0 and #value or nil }, mark = { value ~= "" and false or nil },
+    safe = true }, Text)
+end
+
+--- Whether a value is Jinja's Markup.
+---@param value any
+---@return boolean
+function text.is_markup(value) return getmetatable(value) == Text and value.safe == true end
+
+local ENTITIES = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&#34;", ["'"] = "&#39;" }
+
+--- The string with the five characters of HTML as entities; Markup stays.
+---@param value string|ps.chat.Text
+---@return string|ps.chat.Text
+function text.escaped(value)
+  if text.is_markup(value) then return value end
+  return text.map(value, function(s) return (s:gsub("[&<>\"']", ENTITIES)) end)
+end
+
+--- Calls fn(first, last, mark) for each segment.
+---@param value string|ps.chat.Text
+---@param fn fun(first: integer, last: integer, mark: table|false)
+function text.each(value, fn)
+  if type(value) == "string" then
+    if value ~= "" then fn(1, #value, false) end
+    return
+  end
+  local first = 1
+  for i, last in ipairs(value.to) do
+    fn(first, last, value.mark[i])
+    first = last + 1
+  end
+end
+
+--- The strings of a list, one after the other.
+---@param pieces (string|ps.chat.Text)[]
+---@return string|ps.chat.Text
+function text.concat(pieces)
+  local flat, any, nbytes = {}, false, 0
+  for i, piece in ipairs(pieces) do
+    flat[i] = text.flat(piece)
+    any = any or type(piece) ~= "string"
+    nbytes = nbytes + #flat[i]
+  end
+  if nbytes > text.LARGEST then
+    error({ chat_template = ("a string of %d bytes: the limit is %d"):format(nbytes, text.LARGEST) }, 0)
+  end
+  local s = table.concat(flat)
+  if not any then return s end
+  local to, marks, at = {}, {}, 0
+  for _, piece in ipairs(pieces) do
+    text.each(piece, function(first, last, mark)
+      at = at + last - first + 1
+      if marks[#marks] == mark and #marks > 0 then to[#to] = at else to[#to + 1], marks[#marks + 1] = at, mark end
+    end)
+  end
+  return setmetatable({ s = s, to = to, mark = marks }, Text)
+end
+
+--- The same bytes with other marks.
+---@param value string|ps.chat.Text
+---@param change fun(mark: table|false): table|false
+---@return string|ps.chat.Text
+function text.remark(value, change)
+  local to, marks, any = {}, {}, false
+  text.each(value, function(_, last, mark)
+    to[#to + 1], marks[#marks + 1] = last, change(mark)
+    any = any or marks[#marks]
+  end)
+  if not any then return text.flat(value) end
+  return setmetatable({ s = text.flat(value), to = to, mark = marks }, Text)
+end
+
+--- Bytes `first` to `last`.
+---@param value string|ps.chat.Text
+---@param first integer
+---@param last integer
+---@return string|ps.chat.Text
+function text.sub(value, first, last)
+  if type(value) == "string" then return value:sub(first, last) end
+  first, last = math.max(first, 1), math.min(last, #value.s)
+  if first == 1 and last == #value.s then return value end
+  local s = value.s:sub(first, last)
+  if s == "" then return "" end
+  local to, marks, any = {}, {}, false
+  text.each(value, function(from, till, mark)
+    if from <= last and till >= first then
+      to[#to + 1], marks[#marks + 1] = math.min(till, last) - first + 1, mark
+      any = any or mark
+    end
+  end)
+  if not any then return s end
+  return setmetatable({ s = s, to = to, mark = marks }, Text)
+end
+
+--- A string made of each segment by a function of its bytes that keeps no state between segments.
+---@param value string|ps.chat.Text
+---@param fn fun(s: string): string
+---@return string|ps.chat.Text
+function text.map(value, fn)
+  if type(value) == "string" then return fn(value) end
+  local pieces = {}
+  text.each(value, function(first, last, mark)
+    local s = fn(value.s:sub(first, last))
+    pieces[#pieces + 1] = mark and text.marked(s, mark) or s
+  end)
+  return text.concat(pieces)
+end
+
+--- The first byte of each code point, and one past the end.
+---@param s string valid UTF-8
+---@return integer[]
+function text.points(s)
+  local at = {}
+  for i in s:gmatch "()[^\128-\191]" do at[#at + 1] = i end
+  at[#at + 1] = #s + 1
+  return at
+end
+
+--- The number of code points.
+---@param value string|ps.chat.Text
+---@return integer
+function text.length(value)
+  local s = text.flat(value)
+  if not s:find "[\128-\255]" then return #s end
+  local _, n = s:gsub("[^\128-\191]", "")
+  return n
+end
+
+--- Code points `first` to `last`, counted from 0, `last` excluded, by a step that is not 0.
+---@param value string|ps.chat.Text
+---@param first integer
+---@param last integer
+---@param step integer
+---@return string|ps.chat.Text
+function text.slice(value, first, last, step)
+  local at = text.points(text.flat(value))
+  if step == 1 then
+    if last <= first then return "" end
+    return text.sub(value, at[first + 1], at[last + 1] - 1)
+  end
+  local pieces = {}
+  for i = first, last + (step > 0 and -1 or 1), step do
+    pieces[#pieces + 1] = text.sub(value, at[i + 1], at[i + 2] - 1)
+  end
+  return text.concat(pieces)
+end
+
+-- The set of code points that strip removes.
+local function set_of(chars)
+  if not chars then return SPACES end
+  local set = {}
+  for c in chars:gmatch "[^\128-\191][\128-\191]*" do set[c] = true end
+  return set
+end
+
+--- The string without code points of a set at its ends, as Python's str.strip has it.
+---@param value string|ps.chat.Text
+---@param chars? string the set; nil: what Python holds for space
+---@param left boolean
+---@param right boolean
+---@return string|ps.chat.Text
+function text.strip(value, chars, left, right)
+  local s, set = text.flat(value), set_of(chars)
+  local first, last = 1, #s
+  while left and first <= last do
+    local c = s:match("^[^\128-\191][\128-\191]*", first)
+    if not c or not set[c] then break end
+    first = first + #c
+  end
+  while right and last >= first do
+    local from = last
+    while from > first and s:find("^[\128-\191]", from) do from = from - 1 end
+    if not set[s:sub(from, last)] then break end
+    last = from - 1
+  end
+  return text.sub(value, first, last)
+end
+
+--- Whether a code point is a space for Python.
+---@param c string its UTF-8
+---@return boolean
+function text.is_space(c) return SPACES[c] == true end
+
+--- The parts between separators, as Python's str.split and rsplit have them.
+---@param value string|ps.chat.Text
+---@param separator? string nil: runs of spaces, without empty parts
+---@param limit integer cuts at most; -1: all
+---@param from_right? boolean
+---@return (string|ps.chat.Text)[]
+function text.split(value, separator, limit, from_right)
+  local s, cuts = text.flat(value), {}                     -- each cut: {first byte, last byte}
+  if separator then
+    local at = 1
+    while true do
+      local first, last = s:find(separator, at, true)
+      if not first then break end
+      cuts[#cuts + 1], at = { first, last }, last + 1
+    end
+    if from_right and limit >= 0 then                      -- separators that overlap are found from the right
+      cuts = {}
+      local till = #s
+      while #cuts < limit do
+        local first
+        for i = till - #separator + 1, 1, -1 do
+          if s:sub(i, i + #separator - 1) == separator then first = i; break end
+        end
+        if not first then break end
+        table.insert(cuts, 1, { first, first + #separator - 1 })
+        till = first - 1
+      end
+    end
+  else
+    value = text.strip(value, nil, true, true)
+    s = text.flat(value)
+    if s == "" then return {} end
+    local start
+    for at, c in s:gmatch "()([^\128-\191][\128-\191]*)" do
+      if SPACES[c] then start = start or at
+      elseif start then cuts[#cuts + 1], start = { start, at - 1 }, nil end
+    end
+  end
+  local n = limit < 0 and #cuts or math.min(limit, #cuts)
+  local parts, from = {}, 1
+  for i = from_right and #cuts - n + 1 or 1, from_right and #cuts or n do
+    parts[#parts + 1] = text.sub(value, from, cuts[i][1] - 1)
+    from = cuts[i][2] + 1
+  end
+  parts[#parts + 1] = text.sub(value, from, #s)
+  return parts
+end
+
+--- Every `old` becomes `new`, as Python's str.replace has it.
+---@param value string|ps.chat.Text
+---@param old string
+---@param new string|ps.chat.Text
+---@param limit integer at most; -1: all
+---@return string|ps.chat.Text
+function text.replace(value, old, new, limit)
+  local s, pieces, done = text.flat(value), {}, 0
+  if old == "" then                                        -- before each code point and at the end
+    local at = text.points(s)
+    for i = 1, #at do
+      if limit < 0 or done < limit then pieces[#pieces + 1], done = new, done + 1 end
+      if i < #at then pieces[#pieces + 1] = text.sub(value, at[i], at[i + 1] - 1) end
+    end
+    return text.concat(pieces)
+  end
+  local at = 1
+  while limit < 0 or done < limit do
+    local first, last = s:find(old, at, true)
+    if not first then break end
+    pieces[#pieces + 1] = text.sub(value, at, first - 1)
+    pieces[#pieces + 1] = new
+    at, done = last + 1, done + 1
+  end
+  if done == 0 then return value end
+  pieces[#pieces + 1] = text.sub(value, at, #s)
+  return text.concat(pieces)
+end
+
+--- A list's strings with a separator between them.
+---@param pieces (string|ps.chat.Text)[]
+---@param separator string|ps.chat.Text
+---@return string|ps.chat.Text
+function text.join(pieces, separator)
+  local all = {}
+  for i, piece in ipairs(pieces) do
+    if i > 1 then all[#all + 1] = separator end
+    all[#all + 1] = piece
+  end
+  return text.concat(all)
+end
+
+return text

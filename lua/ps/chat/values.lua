@@ -1,0 +1,368 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The values of a chat template, as Python has them. Booleans are Lua's, whole numbers are Lua numbers, strings are
+-- those of text.lua. The others have a class here. Whole numbers over 2^53 keep their digits and can only be printed
+-- and compared.
+local text = require "ps.chat.text"
+
+local values = {}
+
+local NONE = setmetatable({}, { __tostring = function() return "None" end })
+values.NONE = NONE
+
+---@class ps.chat.List items from 1
+local List = { kind = "list" }
+---@class ps.chat.Tuple items from 1
+local Tuple = { kind = "tuple" }
+---@class ps.chat.Iterator items from 1 that a loop goes through and no subscript reaches
+---@field kind string its class in Python
+---@field sized boolean whether it has a length
+local Iterator = {}
+---@class ps.chat.Dict keys in order of insertion
+---@field keys any[]
+---@field map table<string|number|boolean, any>
+local Dict = { kind = "dict" }
+---@class ps.chat.Float
+---@field x number
+local Float = { kind = "float" }
+---@class ps.chat.Big a whole number over 2^53
+---@field digits string
+local Big = { kind = "int" }
+---@class ps.chat.Undefined
+---@field message string the error of its use
+local Undefined = { kind = "undefined" }
+---@class ps.chat.Namespace
+---@field map table<string, any>
+local Namespace = { kind = "namespace" }
+---@class ps.chat.Callable
+---@field call fun(args: any[], named: table<string, any>, state: table): any
+local Callable = { kind = "callable" }
+for _, class in ipairs { List, Tuple, Iterator, Dict, Float, Big, Undefined, Namespace, Callable } do
+  class.__index = class
+end
+values.List, values.Tuple, values.Iterator, values.Dict, values.Float = List, Tuple, Iterator, Dict, Float
+values.Big, values.Undefined, values.Namespace, values.Callable = Big, Undefined, Namespace, Callable
+
+---@param items any[]
+---@return ps.chat.List
+function values.list(items) return setmetatable(items, List) end
+---@param items any[]
+---@return ps.chat.Tuple
+function values.tuple(items) return setmetatable(items, Tuple) end
+--- The result of a filter such as `map`.
+---@param items any[]
+---@return ps.chat.Iterator
+function values.generator(items)
+  items.kind = "generator"
+  return setmetatable(items, Iterator)
+end
+--- The keys, values or items of a dict.
+---@param items any[]
+---@param kind string
+---@return ps.chat.Iterator
+function values.view(items, kind)
+  items.kind, items.sized = kind, true
+  return setmetatable(items, Iterator)
+end
+---@param x number
+---@return ps.chat.Float
+function values.float(x) return setmetatable({ x = x }, Float) end
+---@param digits string
+---@return ps.chat.Big
+function values.big(digits) return setmetatable({ digits = digits }, Big) end
+---@return ps.chat.Dict
+function values.dict() return setmetatable({ keys = {}, map = {} }, Dict) end
+---@return ps.chat.Namespace
+function values.namespace() return setmetatable({ map = {} }, Namespace) end
+---@param message string the error of its use
+---@return ps.chat.Undefined
+function values.undefined(message) return setmetatable({ message = message }, Undefined) end
+---@param name string
+---@param call fun(args: any[], named: table<string, any>, state: table): any
+---@return ps.chat.Callable
+function values.callable(name, call) return setmetatable({ name = name, call = call }, Callable) end
+
+--- An error of Python's or of a template, which a template cannot catch.
+---@param message string
+---@param ... any of its format
+function values.raise(message, ...)
+  if select("#", ...) > 0 then message = message:format(...) end
+  error({ chat_template = message }, 0)
+end
+local raise = values.raise
+
+--- An error about a part of Jinja or Python that is not supported here.
+---@param message string
+---@param ... any of its format
+function values.refuse(message, ...)
+  if select("#", ...) > 0 then message = message:format(...) end
+  error({ unsupported = message }, 0)
+end
+
+--- Refuses an undefined value, and returns any other.
+---@generic V
+---@param v V
+---@return V
+function values.defined(v)
+  if getmetatable(v) == Undefined then raise("%s", v.message) end
+  return v
+end
+
+--- The name of a value's class in Python.
+---@param v any
+---@return string
+function values.kind(v)
+  local t = type(v)
+  if t == "number" then return "int" end
+  if t == "boolean" then return "bool" end
+  if text.is(v) then return "str" end
+  if v == NONE then return "NoneType" end
+  return v.kind
+end
+local kind = values.kind
+
+--- Whether a value is a number that arithmetic takes; booleans count as 0 and 1.
+---@param v any
+---@return number? x
+---@return boolean is_float
+function values.number(v)
+  if type(v) == "number" then return v, false end
+  if type(v) == "boolean" then return v and 1 or 0, false end
+  if getmetatable(v) == Float then return v.x, true end
+  return nil, false
+end
+
+--- Where a dict keeps a key: strings by their bytes, numbers by value.
+---@param key any
+---@return string|number
+local function place(key)
+  if text.is(key) then return "s" .. text.flat(key) end
+  local x = values.number(key)
+  if x then return x end
+  if key == NONE then return "none" end
+  if getmetatable(key) == Tuple then
+    local parts = {}
+    for i, item in ipairs(key) do parts[i] = tostring(place(item)) end
+    return "t" .. table.concat(parts, "\0")
+  end
+  if kind(key) == "int" then return "b" .. key.digits end
+  return raise("unhashable type: '%s'", kind(key))
+end
+
+---@param dict ps.chat.Dict
+---@param key any
+---@return any? value nil: the dict has no such key
+function values.get(dict, key) return dict.map[place(key)] end
+
+---@param dict ps.chat.Dict
+---@param key any
+---@param value any
+function values.set(dict, key, value)
+  local at = place(key)
+  if dict.map[at] == nil then dict.keys[#dict.keys + 1] = key end
+  dict.map[at] = value
+end
+
+--- Python's truth of a value.
+---@param v any
+---@return boolean
+function values.truth(v)
+  if type(v) == "boolean" then return v end
+  if type(v) == "number" then return v ~= 0 end
+  if type(v) == "string" then return v ~= "" end
+  if v == NONE then return false end
+  local class = getmetatable(v)
+  if class == List or class == Tuple or class == Iterator and v.sized then return #v > 0 end
+  if class == Dict then return #v.keys > 0 end
+  if class == Float then return v.x ~= 0 end
+  return class ~= Undefined
+end
+
+--- Python's ==.
+---@param a any
+---@param b any
+---@return boolean
+function values.equal(a, b)
+  if rawequal(a, b) then return true end
+  if text.is(a) then return text.is(b) and text.flat(a) == text.flat(b) end
+  local x, y = values.number(a), values.number(b)
+  if x or y then return x == y end
+  local class = getmetatable(a)
+  if class ~= getmetatable(b) then return false end
+  if class == List or class == Tuple then
+    if #a ~= #b then return false end
+    for i = 1, #a do if not values.equal(a[i], b[i]) then return false end end
+    return true
+  end
+  if class == Dict then
+    if #a.keys ~= #b.keys then return false end
+    for _, key in ipairs(a.keys) do
+      local other = values.get(b, key)
+      if other == nil or not values.equal(values.get(a, key), other) then return false end
+    end
+    return true
+  end
+  if class == Undefined then return true end
+  return class == Big and a.digits == b.digits
+end
+
+-- Compares whole numbers over 2^53: by sign, length and digits.
+local function big_less(a, b)
+  local function parts(v)
+    local digits = type(v) == "number" and ("%d"):format(v) or v.digits
+    local negative = digits:sub(1, 1) == "-"
+    return negative, negative and digits:sub(2) or digits
+  end
+  local na, da = parts(a)
+  local nb, db = parts(b)
+  if na ~= nb then return na end
+  if #da ~= #db then return (#da < #db) ~= na end
+  return da ~= db and (da < db) ~= na
+end
+
+--- Python's <, for numbers, strings and lists. `operator` is that of the error.
+---@param a any
+---@param b any
+---@param operator? string
+---@return boolean
+function values.less(a, b, operator)
+  local x, y = values.number(a), values.number(b)
+  if x and y then return x < y end
+  if text.is(a) and text.is(b) then return text.flat(a) < text.flat(b) end
+  local class = getmetatable(a)
+  if kind(a) == "int" and kind(b) == "int" then return big_less(a, b) end
+  if class == getmetatable(b) and (class == List or class == Tuple) then
+    for i = 1, math.min(#a, #b) do
+      if not values.equal(a[i], b[i]) then return values.less(a[i], b[i], operator) end
+    end
+    return #a < #b
+  end
+  values.defined(a)
+  values.defined(b)
+  return raise("'%s' not supported between instances of '%s' and '%s'", operator or "<", kind(a), kind(b))
+end
+
+-- Python's repr of a float: the shortest digits that give it back.
+local function float_text(x)
+  if x ~= x then return "nan" end
+  if x == math.huge then return "inf" elseif x == -math.huge then return "-inf" end
+  local s
+  for digits = 1, 17 do
+    s = ("%." .. digits .. "g"):format(x)
+    if tonumber(s) == x then
+      s = ("%." .. (digits - 1) .. "e"):format(x)
+      break
+    end
+  end
+  local sign, mantissa, exponent = s:match "^(%-?)([%d.]+)e([+-]%d+)$"
+  local whole, e = mantissa:gsub("%.", ""), tonumber(exponent)
+  if e < -4 or e >= 16 then
+    local rest = whole:sub(2)
+    return ("%s%s%se%s%02d"):format(sign, whole:sub(1, 1), rest ~= "" and "." .. rest or "", e < 0 and "-" or "+",
+      math.abs(e))
+  end
+  if e < 0 then return sign .. "0." .. ("0"):rep(-e - 1) .. whole end
+  if #whole <= e + 1 then return sign .. whole .. ("0"):rep(e + 1 - #whole) .. ".0" end
+  return sign .. whole:sub(1, e + 1) .. "." .. whole:sub(e + 2)
+end
+values.float_text = float_text
+
+local SHORT = { ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\\"] = "\\\\" }
+-- Python's repr of a string. Bytes of other scripts stay, but for the C1 controls.
+local function quoted(v)
+  local s = text.flat(v)
+  local quote = s:find("'", 1, true) and not s:find('"', 1, true) and '"' or "'"
+  return text.concat { quote, text.map(v, function(part)
+    part = part:gsub("[%z\1-\31\127\\]", function(c) return SHORT[c] or ("\\x%02x"):format(c:byte()) end)
+    part = part:gsub("\194([\128-\160])", function(c) return ("\\x%02x"):format(c:byte()) end)
+    part = part:gsub("\194\173", "\\xad")
+    if quote == "'" then part = part:gsub("'", "\\'") end
+    return part
+  end), quote }
+end
+
+local DEPTH = 200                                          -- of lists in lists
+
+local function repr(v, pieces, depth)
+  if depth > DEPTH then raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
+  local class = getmetatable(v)
+  if text.is(v) then pieces[#pieces + 1] = quoted(v)
+  elseif class == List or class == Tuple then
+    pieces[#pieces + 1] = class == List and "[" or "("
+    for i, item in ipairs(v) do
+      if i > 1 then pieces[#pieces + 1] = ", " end
+      repr(item, pieces, depth + 1)
+    end
+    pieces[#pieces + 1] = class == List and "]" or #v == 1 and ",)" or ")"
+  elseif class == Dict then
+    pieces[#pieces + 1] = "{"
+    for i, key in ipairs(v.keys) do
+      if i > 1 then pieces[#pieces + 1] = ", " end
+      repr(key, pieces, depth + 1)
+      pieces[#pieces + 1] = ": "
+      repr(values.get(v, key), pieces, depth + 1)
+    end
+    pieces[#pieces + 1] = "}"
+  elseif class == Undefined then pieces[#pieces + 1] = "Undefined"
+  elseif class == Iterator and not v.sized then values.refuse "printing a generator: `| list` is missing"
+  elseif class == Iterator then
+    pieces[#pieces + 1] = v.kind .. "("
+    repr(values.list { unpack(v) }, pieces, depth + 1)
+    pieces[#pieces + 1] = ")"
+  else pieces[#pieces + 1] = values.str(v) end
+end
+
+--- Python's repr.
+---@param v any
+---@return string|ps.chat.Text
+function values.repr(v)
+  local pieces = {}
+  repr(v, pieces, 1)
+  return text.concat(pieces)
+end
+
+--- Python's str: what a template prints of a value.
+---@param v any
+---@return string|ps.chat.Text
+function values.str(v)
+  if text.is(v) then return v end
+  if type(v) == "number" then return ("%d"):format(v) end
+  if type(v) == "boolean" then return v and "True" or "False" end
+  if v == NONE then return "None" end
+  local class = getmetatable(v)
+  if class == Float then return float_text(v.x) end
+  if class == Big then return v.digits end
+  if class == Undefined then return "" end
+  if class == Namespace then return "<Namespace>" end
+  if class == Callable then return "<" .. v.name .. ">" end
+  return values.repr(v)
+end
+
+--- The items that a loop iterates over.
+---@param v any
+---@return any[] items from 1
+function values.items(v)
+  local class = getmetatable(v)
+  if class == List or class == Tuple or class == Iterator then return v end
+  if class == Dict then return v.keys end
+  if class == Undefined then return {} end
+  if text.is(v) then
+    local at, all = text.points(text.flat(v)), {}
+    for i = 1, #at - 1 do all[i] = text.sub(v, at[i], at[i + 1] - 1) end
+    return all
+  end
+  return raise("'%s' object is not iterable", kind(v))
+end
+
+--- Python's len.
+---@param v any
+---@return integer
+function values.length(v)
+  local class = getmetatable(v)
+  if text.is(v) then return text.length(v) end
+  if class == List or class == Tuple or class == Iterator and v.sized then return #v end
+  if class == Dict then return #v.keys end
+  if class == Undefined then return 0 end
+  return raise("object of type '%s' has no len()", kind(v))
+end
+
+return values

@@ -1,0 +1,15 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The error about something in a user's file that is not supported here.
+local native = require "ps.core.ffi"
+local error = native.caller.error
+
+--- Raises a ps.Error "WHO: refused: WHY" with the script's line, whose field `refused` is WHY.
+---@param who string the file, or the family that says so
+---@param why string
+local function refuse(who, why)
+  local _, text = pcall(error, ("%s: refused: %s"):format(who, why))
+  _G.error(setmetatable({ code = native.C.PS_EUNSUP, name = "EUNSUP", msg = text, where = "", refused = why },
+    native.Error), 0)
+end
+
+return refuse

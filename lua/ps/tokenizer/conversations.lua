@@ -1,0 +1,164 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The methods of a tokenizer for conversations: the folder's chat template, the text and ids of a conversation, and
+-- which ids the model has to produce.
+local chat = require "ps.chat"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local folder = require "ps.pretrained.folder"
+local lfs = require "lfs"
+local error = caller.error
+local C, check = native.C, native.check
+
+local conversations = {}
+
+local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
+
+local function read(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("no chat template: " .. why) end
+  local text = file:read("*a")
+  file:close()
+  return text
+end
+
+-- The template among several that have names: "tool_use" if there are tools, else "default".
+local function chosen(list, path, with_tools)
+  local found = {}
+  for _, one in ipairs(list) do
+    if type(one) ~= "table" or type(one.name) ~= "string" or type(one.template) ~= "string" then
+      error(path .. ": chat_template: a list of objects with name and template expected")
+    end
+    found[one.name] = one.template
+  end
+  return with_tools and found.tool_use or found.default
+    or error(path .. ": chat_template: there is no template named 'default'")
+end
+
+-- The text of the folder's template, and its path.
+local function source_of(self, with_tools)
+  local source = rawget(self, "source")
+  local home = lfs.attributes(source, "mode") == "directory" and source or source:match "^(.*)/[^/]*$" or "."
+  local path = home .. "/chat_template.jinja"
+  if lfs.attributes(path, "mode") == "file" then return read(path), path end
+  path = home .. "/tokenizer_config.json"
+  local template = lfs.attributes(path, "mode") == "file" and folder.read_json(path).chat_template
+  if type(template) == "table" then return chosen(template, path, with_tools), path end
+  if type(template) == "string" then return template, path end
+  return error(("%s has no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; pass "
+    .. "one as the option chat_template"):format(home))
+end
+
+--- The chat template of the tokenizer's folder: chat_template.jinja, or chat_template of tokenizer_config.json.
+---@param options? {tools?: boolean} tools: of several templates, the one for tools
+---@return ps.chat.Template
+function conversations:chat_template(options)
+  options = caller.options(options, "tokenizer:chat_template", { tools = "boolean" })
+  return chat.template(source_of(self, options.tools == true))
+end
+
+--- The special tokens that have names: { bos_token = "<s>", ... }.
+---@return table<string, string>
+function conversations:special_tokens()
+  local tokens = {}
+  for _, name in ipairs(NAMES) do tokens[name .. "_token"] = self[name .. "_token"] end
+  return tokens
+end
+
+-- Whether bytes `first` to `last` all come from messages, whose parts are in order.
+local function within(parts, first, last)
+  for _, part in ipairs(parts) do
+    if part[1] > first then return false end
+    if part[2] >= first then
+      if part[2] >= last then return true end
+      first = part[2] + 1
+    end
+  end
+  return false
+end
+
+-- Ids of a part of a text and the first and last byte of each, appended to lists.
+local function append(self, text, first, last, flags, ids, bytes)
+  local part = text:sub(first, last)
+  if part == "" then return end
+  local out = rawget(self, "out")
+  check(C.ps_tok_encode(self.handle, part, #part, C.PS_TOK_OFFSETS + flags, out))
+  for i = 0, tonumber(out.n) - 1 do
+    ids[#ids + 1] = out.ids[i]
+    bytes[#bytes + 1] = { first + out.offsets[2 * i], first + out.offsets[2 * i + 1] - 1 }
+  end
+end
+
+-- Ids of a rendered conversation. A special token that a message spells is text: the text is cut at those that the
+-- template writes, and the rest has none.
+local function ids_of(self, rendered)
+  local text, special = rendered.text, rawget(self, "special_ids")
+  local ids, bytes, forged = {}, {}, false
+  append(self, text, 1, #text, 0, ids, bytes)
+  for i, id in ipairs(ids) do
+    forged = forged or special[id] and within(rendered.message, bytes[i][1], bytes[i][2])
+  end
+  if not forged then return ids, bytes end
+  local whole, places = ids, bytes
+  ids, bytes = {}, {}
+  local at = 1
+  for i, id in ipairs(whole) do
+    local first, last = places[i][1], places[i][2]
+    if special[id] and not within(rendered.message, first, last) then
+      append(self, text, at, first - 1, C.PS_TOK_PLAIN, ids, bytes)
+      ids[#ids + 1], bytes[#bytes + 1], at = id, { first, last }, last + 1
+    end
+  end
+  append(self, text, at, #text, C.PS_TOK_PLAIN, ids, bytes)
+  return ids, bytes
+end
+
+-- 1 for each id that the model has to produce, else 0. A token that reaches over the end of a part counts if it ends
+-- within the part.
+local function mask_of(bytes, spans)
+  local mask, at = {}, 1
+  for i, place in ipairs(bytes) do
+    while spans[at] and spans[at][2] < place[2] do at = at + 1 end
+    mask[i] = spans[at] and place[2] >= spans[at][1] and 1 or 0
+  end
+  return mask
+end
+
+local APPLY = { tokenize = "boolean", add_generation_prompt = "boolean", continue_final_message = "boolean",
+  tools = "table|string", documents = "table|string", date = "string", variables = "table", chat_template = "string",
+  train_on = "string|function" }
+
+--- A conversation by the folder's chat template, as transformers renders it. Special tokens come from the template
+--- alone: none is added, and one that a message spells stays text.
+---@param messages table|string a list of messages {role =, content =, ...}, or JSON, which keeps the order of keys
+---@param options? {tokenize?: boolean, add_generation_prompt?: boolean, continue_final_message?: boolean,
+---  tools?: table|string, documents?: table|string, date?: string, variables?: table<string, any>,
+---  chat_template?: string, train_on?: string|fun(i: integer, role: string): boolean} tokenize: false for the text
+---  alone, default true; add_generation_prompt: ends with the header of the model's next turn; continue_final_message:
+---  ends within the last message; tools: JSON schemas of functions; date: "YYYY-MM-DD" for templates that print it;
+---  variables: further ones of the template, such as enable_thinking; chat_template: a Jinja text instead of the
+---  folder's; train_on: "assistant", "last", "all" or a function of a message's number and role: also returns a mask
+---@return integer[]|string ids, or the text
+---@return integer[]? mask 1 for each id that the model has to produce; with train_on
+function conversations:apply_chat_template(messages, options)
+  options = caller.options(options, "tokenizer:apply_chat_template", APPLY)
+  if type(messages) ~= "string" then caller.typed(messages, "table", "apply_chat_template: the messages") end
+  local template = options.chat_template and chat.template(options.chat_template)
+    or self:chat_template { tools = options.tools ~= nil }
+  local given = { add_generation_prompt = options.add_generation_prompt, tools = options.tools, date = options.date,
+    continue_final_message = options.continue_final_message, documents = options.documents,
+    variables = options.variables, tokens = self:special_tokens() }
+  if options.tokenize == false then
+    if options.train_on then error "apply_chat_template: train_on gives a mask of ids, and tokenize is false" end
+    return template:render(messages, given)
+  end
+  if options.continue_final_message then
+    if options.train_on then error "apply_chat_template: train_on does not go with continue_final_message" end
+    return (ids_of(self, { text = template:render(messages, given), message = {} }))
+  end
+  local rendered = template:trained(messages, given, options.train_on or "all")
+  local ids, bytes = ids_of(self, rendered)
+  if not options.train_on then return ids end
+  return ids, mask_of(bytes, rendered.spans)
+end
+
+return conversations
