@@ -1,20 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A conversation with a model, line by line:
 --   psluajit tools/chat.lua DIR
--- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. No chat template is
--- used: the model continues the text of the conversation, in which each line follows --user and each reply --model.
--- A reply ends before text for the user, or with the model's end token. An empty input ends the conversation.
+-- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. The conversation has
+-- the form of the folder's chat template, and a reply ends with the model's end token. A folder without a template, or
+-- --plain: the model continues a text in which each line follows --user and each reply --model, and a reply also ends
+-- before text for the user. An empty input ends the conversation.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
 local whole, number = command_line.whole, command_line.number
 
-local parser = argparse("tools/chat.lua", "Talks with a model, without a chat template.")
+local parser = argparse("tools/chat.lua", "Talks with a model, by its chat template.")
 parser:argument("folder", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
-parser:option("--user", "what stands before a line", "User: ")
-parser:option("--model", "what stands before a reply", "Assistant:")
-parser:option("--system", "text before the conversation", "")
+parser:flag("--plain", "use no chat template, but --user and --model")
+parser:option("--user", "text before a line, without a template", "User: ")
+parser:option("--model", "text before a reply, without a template", "Assistant:")
+parser:option("--system", "the system message; without a template, text before the conversation", "")
+parser:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
 whole(parser:option("--max-new", "tokens of a reply at most", "200"), 1)
 number(parser:option("--temperature", "0: the likeliest tokens", "0.7"), 0)
 whole(parser:option("--top-k", "only so many of the likeliest tokens"), 1)
@@ -47,26 +50,63 @@ local function writer(stop)
   end
 end
 
+-- Reads a line of the user's; nil: the conversation ends.
+local function ask(prompt)
+  io.write(prompt)
+  io.flush()
+  local line = io.read "*l"
+  if line and line ~= "" then return line end
+  io.write("\n")
+end
+
+-- Replies to ids and prints the reply, up to the text `stop` if there is one; returns it.
+local function reply(model, tok, ids, seed, stop)
+  local add, rest
+  if stop then add, rest = writer(stop)
+  else
+    local pieces = {}
+    function add(piece)
+      io.write(piece)
+      io.flush()
+      pieces[#pieces + 1] = piece
+      return true
+    end
+    function rest() return table.concat(pieces) end
+  end
+  model:generate({ ids }, args.max_new, { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p,
+    num_beams = 1, seed = seed, tokenizer = tok, on_text = add, skip_special_tokens = not args.special_tokens })
+  local text = rest()
+  io.write("\n")
+  return text
+end
+
+local function talk(model, tok)
+  local messages, seed = {}, args.seed
+  if args.system ~= "" then messages[1] = { role = "system", content = args.system } end
+  for line in ask, "> " do
+    messages[#messages + 1] = { role = "user", content = line }
+    local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = args.date })
+    messages[#messages + 1] = { role = "assistant", content = reply(model, tok, ids, seed) }
+    seed = seed + 1
+  end
+end
+
+local function talk_plainly(model, tok)
+  local text, seed = args.system, args.seed
+  for line in ask, args.user do
+    text = text .. args.user .. line .. "\n" .. args.model
+    io.write(args.model)
+    text, seed = text .. reply(model, tok, tok:encode(text), seed, "\n" .. args.user) .. "\n", seed + 1
+  end
+end
+
 local function main()
   local path = folder.find(args.folder)
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
-  local text, seed, stop = args.system, args.seed, "\n" .. args.user
-  while true do
-    io.write(args.user)
-    io.flush()
-    local line = io.read "*l"
-    if not line or line == "" then return io.write("\n") end
-    text = text .. args.user .. line .. "\n" .. args.model
-    io.write(args.model)
-    local add, rest = writer(stop)
-    model:generate({ tok:encode(text) }, args.max_new, { temperature = args.temperature, top_k = args.top_k,
-      top_p = args.top_p, num_beams = 1, seed = seed, tokenizer = tok, on_text = add,
-      skip_special_tokens = not args.special_tokens })
-    text, seed = text .. rest() .. "\n", seed + 1
-    io.write("\n")
-  end
+  if args.plain or not tok:has_chat_template() then return talk_plainly(model, tok) end
+  talk(model, tok)
 end
 
 command_line.try("chat", main)

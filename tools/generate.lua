@@ -2,7 +2,8 @@
 -- Text from a model, by its own tokenizer:
 --   psluajit tools/generate.lua DIR --start "Once upon a time" --num-samples 3
 -- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH
--- takes the text of a file. Samples are drawn, at the temperature of the model's generation_config.json or 1, unless
+-- takes the text of a file. With --chat the text is a user's message, and the model replies by the folder's chat
+-- template. Samples are drawn, at the temperature of the model's generation_config.json or 1, unless
 -- --temperature 0 asks for the likeliest tokens, or --num-beams N for the best of N beams. One sample is printed as it
 -- comes. A model that one process has no room for is cut into stages, each of them on a process of its own:
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/generate.lua DIR --pipeline 2 --start "Once upon a time"
@@ -15,6 +16,8 @@ local whole, number = command_line.whole, command_line.number
 local parser = argparse("tools/generate.lua", "Continues a text with a model.")
 parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
 parser:option("--start", "the text to continue, or FILE:PATH", "")
+parser:flag("--chat", "reply to the text as to a user's message, by the folder's chat template")
+parser:option("--system", "with --chat: the system message")
 whole(parser:option("--num-samples", "how many continuations", "1"), 1)
 whole(parser:option("--max-new", "tokens to add at most", "100"), 1)
 number(parser:option("--temperature", "0: the likeliest tokens"), 0)
@@ -48,6 +51,13 @@ local function ids_of(tok, text)
   return { tok.bos_token_id or tok.eos_token_id or error("--start: a text, since the tokenizer has no bos_token", 0) }
 end
 
+-- The ids of a conversation in which the text is the user's message, up to the header of the model's turn.
+local function conversation_of(tok, text)
+  local messages = { { role = "user", content = text } }
+  if args.system then table.insert(messages, 1, { role = "system", content = args.system }) end
+  return tok:apply_chat_template(messages, { add_generation_prompt = true })
+end
+
 -- The model, or this process's stages of it, of which nothing trains.
 local function open(path)
   if not args.pipeline then
@@ -73,8 +83,11 @@ local function main()
   local tok = ps.tokenizer.from_pretrained(path)
   local model = open(path)
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  if args.system and not args.chat then error("--system: only with --chat, which has messages", 0) end
   local text = start()
-  local prompt, prompts, streams = ids_of(tok, text), {}, args.num_samples == 1 and not args.num_beams
+  local prompt = args.chat and conversation_of(tok, text) or ids_of(tok, text)
+  local prompts, streams = {}, args.num_samples == 1 and not args.num_beams
+  if args.chat then text = "" end                          -- the reply alone is printed
   local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
     repetition_penalty = args.repetition_penalty, num_beams = args.num_beams or 1, seed = args.seed, tokenizer = tok,
     skip_special_tokens = not args.special_tokens, stop_strings = #args.stop > 0 and args.stop or nil }
@@ -92,6 +105,7 @@ local function main()
   end
   for i, row in ipairs(model:generate(prompts, args.max_new, options)) do
     if i > 1 then say "---------------\n" end
+    if args.chat then row = { unpack(row, #prompt + 1) } end
     say(tok:decode(row, { skip_special_tokens = not args.special_tokens }) .. "\n")
   end
 end

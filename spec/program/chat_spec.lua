@@ -6,19 +6,25 @@ local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local tokens = require "spec.tokenizer_lib"
 
+local TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+  .. "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+-- Runs a tool with a folder and options; gives its output and exit status.
+local function run(tool, folder, options)
+  local p = assert(io.popen(("'%s' '%s'/tools/%s.lua %s --max-new 5 --temperature 0 --dtype fp32 %s 2>&1; echo \"|$?\"")
+    :format(paths.exe, paths.root, tool, folder, options)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return out, tonumber(code)
+end
+
 describe("tools/chat.lua", function()
   it("goes on with the conversation, until an empty line or the input's end", function()
     local folder = tokens.gpt2 { { "a", "b" } }
     ps.manual_seed(1)
     gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
     check.write(folder .. "/in.txt", "ab\nba\n\nnever\n")
-    local function chat(more)
-      local p = assert(io.popen(("'%s' '%s'/tools/chat.lua %s --max-new 5 --temperature 0 --dtype fp32 %s "
-        .. "<%s/in.txt 2>&1; echo \"|$?\""):format(paths.exe, paths.root, folder, more or "", folder)))
-      local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-      p:close()
-      return out, tonumber(code)
-    end
+    local function chat(more) return run("chat", folder, ("%s <%s/in.txt"):format(more or "", folder)) end
     local out, code = chat()
     assert.equal(0, code, out)
     local model, tok = ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder)
@@ -33,6 +39,28 @@ describe("tools/chat.lua", function()
     assert.equal(want .. "User: \n", out)
     out, code = chat "--max-new 0"
     assert.truthy(code ~= 0 and out:find("max%-new"), out)
+    tokens.remove(folder)
+  end)
+
+  it("writes each turn as the folder's chat template does", function()
+    local folder = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template = TEMPLATE } })
+    ps.manual_seed(1)
+    gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
+    check.write(folder .. "/in.txt", "ab\nba\n\n")
+    local model, tok = ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder)
+    local function reply(text)
+      local prompt = tok:encode(text)
+      return tok:decode { unpack(model:generate({ prompt }, 5, { temperature = 0 })[1], #prompt + 1) }
+    end
+    local first = reply "[system]s[user]ab[assistant]"
+    local second = reply("[system]s[user]ab[assistant]" .. first .. "[user]ba[assistant]")
+    local out, code = run("chat", folder, ("--system s <%s/in.txt"):format(folder))
+    assert.equal(("> %s\n> %s\n> \n"):format(first, second), out)
+    assert.equal(0, code)
+    assert.equal(first .. "\n", (run("generate", folder, "--chat --system s --start ab")))
+    assert.equal("User: Assistant:", (run("chat", folder, ("--plain <%s/in.txt"):format(folder)):sub(1, 16)))
+    out, code = run("generate", folder, "--system s --start ab")
+    assert.truthy(code ~= 0 and out:find("--system: only with --chat", 1, true), out)
     tokens.remove(folder)
   end)
 end)

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The methods of a tokenizer for conversations: the folder's chat template, the text and ids of a conversation, and
 -- which ids the model has to produce.
-local chat = require "ps.chat"
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
+local chat = require "ps.chat"
 local folder = require "ps.pretrained.folder"
 local lfs = require "lfs"
 local error = caller.error
@@ -23,29 +23,40 @@ end
 
 -- The template among several that have names: "tool_use" if there are tools, else "default".
 local function chosen(list, path, with_tools)
-  local found = {}
+  local named = {}
   for _, one in ipairs(list) do
     if type(one) ~= "table" or type(one.name) ~= "string" or type(one.template) ~= "string" then
       error(path .. ": chat_template: a list of objects with name and template expected")
     end
-    found[one.name] = one.template
+    named[one.name] = one.template
   end
-  return with_tools and found.tool_use or found.default
+  return with_tools and named.tool_use or named.default
     or error(path .. ": chat_template: there is no template named 'default'")
 end
 
--- The text of the folder's template, and its path.
-local function source_of(self, with_tools)
+-- The file of the folder's template, and the template: a text or a list of several; nil: there is none.
+local function found(self)
   local source = rawget(self, "source")
   local home = lfs.attributes(source, "mode") == "directory" and source or source:match "^(.*)/[^/]*$" or "."
   local path = home .. "/chat_template.jinja"
-  if lfs.attributes(path, "mode") == "file" then return read(path), path end
+  if lfs.attributes(path, "mode") == "file" then return path, read(path) end
   path = home .. "/tokenizer_config.json"
   local template = lfs.attributes(path, "mode") == "file" and folder.read_json(path).chat_template
+  if type(template) == "table" or type(template) == "string" then return path, template end
+  return home
+end
+
+--- Whether the tokenizer's folder has a chat template.
+---@return boolean
+function conversations:has_chat_template() return select(2, found(self)) ~= nil end
+
+-- The text of the folder's template, and its file.
+local function source_of(self, with_tools)
+  local path, template = found(self)
   if type(template) == "table" then return chosen(template, path, with_tools), path end
-  if type(template) == "string" then return template, path end
+  if template then return template, path end
   return error(("%s has no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; pass "
-    .. "one as the option chat_template"):format(home))
+    .. "one as the option chat_template"):format(path))
 end
 
 --- The chat template of the tokenizer's folder: chat_template.jinja, or chat_template of tokenizer_config.json.
