@@ -32,22 +32,26 @@ describe("a chat template", function()
       ["true and 'x'"] = "x", ["[] or 'y'"] = "y", ["not []"] = "True",
       ["[1, 'a', none, 1.5]"] = "[1, 'a', None, 1.5]",
       ["{'a': \"it's\"}"] = "{'a': \"it's\"}", ["(1,)"] = "(1,)", ["'a' 'b'"] = "ab", ["'a' ~ 1 ~ none"] = "a1None",
-      ["'é' * 3"] = "ééé", ["1 < 2 < 3"] = "True", ["1 < 3 < 2"] = "False", ["'b' in 'abc'"] = "True",
+      ["'\195\169' * 3"] = "\195\169\195\169\195\169", ["1 < 2 < 3"] = "True", ["1 < 3 < 2"] = "False",
+      ["'b' in 'abc'"] = "True",
       ["2 not in [1, 3]"] = "True", ["'x' if false else 'y'"] = "y", ["'x' if false"] = "", ["undefined_name"] = "",
-      ["'abc'[1]"] = "b", ["'héllo'[-4:]"] = "éllo", ["'abcdef'[::2]"] = "ace", ["'abc'[::-1]"] = "cba",
+      ["'abc'[1]"] = "b", ["'h\195\169llo'[-4:]"] = "\195\169llo", ["'abcdef'[::2]"] = "ace", ["'abc'[::-1]"] = "cba",
       ["[1, 2, 3][1:]"] = "[2, 3]", ["[1, 2][5]"] = "", ["-2|abs"] = "2",
       ["'a,b,,c'.split(',')"] = "['a', 'b', '', 'c']",
       ["' a  b '.split()"] = "['a', 'b']", ["'a-b-c'.rsplit('-', 1)"] = "['a-b', 'c']",
       ["'%s is %5.2f' % ('x', 1.5)"] =
       "x is  1.50", ["'{} {0}'.format(1)"] = false, ["'{1} {0}'.format('a', 'b')"] = "b a",
       ["'{:>4}'.format(7)"] = "   7",
-      ["'straße'.upper()"] = "STRASSE", ["'ÄÖ'|lower"] = "äö", ["'xxaxx'.strip('x')"] = "a",
+      ["'stra\195\159e'.upper()"] = "STRASSE", ["'\195\132\195\150'|lower"] = "\195\164\195\182",
+      ["'xxaxx'.strip('x')"] = "a",
       ["'a b'.title()"] = "A B",
       ["{'b': 1, 'a': 2}|dictsort"] = "[('a', 2), ('b', 1)]", ["[3, 1, 2]|sort|join('-')"] = "1-2-3",
       ["[{'n': 1}, {'n': 2}]|map(attribute='n')|list"] = "[1, 2]", ["[1, none, 2]|select|list"] = "[1, 2]",
       ["'a\\nb'|indent(2)"] = "a\n  b", ["{'a': [1, 1.0, true, none, {}, []]}|tojson"] =
-      '{"a": [1, 1.0, true, null, {}, []]}', ["{'a': 1}|tojson(indent=2)"] = '{\n  "a": 1\n}', ["'é\"\\n'|tojson"] =
-      '"é\\"\\n"', ["'é'|tojson(ensure_ascii=true)"] = '"\\u00e9"', ["x is defined"] = "False", ["3 is odd"] = "True",
+      '{"a": [1, 1.0, true, null, {}, []]}', ["{'a': 1}|tojson(indent=2)"] = '{\n  "a": 1\n}',
+      ["'\195\169\"\\n'|tojson"] =
+      '"\195\169\\"\\n"', ["'\195\169'|tojson(ensure_ascii=true)"] = '"\\u00e9"', ["x is defined"] = "False",
+      ["3 is odd"] = "True",
       ["'s' is string"] = "True", ["{} is mapping"] = "True", ["1 is not number"] = "False", ["[1, 2]|length"] = "2",
       ["range(3)|list"] = "[0, 1, 2]", ["'<b>'|safe + '<i>'"] = "<b>&lt;i&gt;", ["none|default('d')"] = "None",
       ["none|default('d', true)"] = "d", ["'  x'|trim"] = "x", ["{'a': 1}.items()|list"] = "[('a', 1)]",
@@ -83,7 +87,7 @@ describe("a chat template", function()
   end)
 
   it("sees messages without null fields, and reasoning under its standard name", function()
-    assert.equal("[('role', 'user'), ('content', 'é')]",
+    assert.equal("[('role', 'user'), ('content', '\195\169')]",
       render("{{ messages[0].items()|list }}", {}, '[{"role": "user", "content": "\\u00e9", "name": null}]'))
     assert.equal("why", render("{{ messages[0].reasoning_content }}", {},
       { { role = "assistant", content = "x", reasoning = "why" } }))
@@ -156,8 +160,8 @@ end)
 
 describe("JSON of templates", function()
   it("comes back as it was", function()
-    for _, text in ipairs { '{"b": 1, "a": [1.0, 2, -0.5, 1e+22, {}, [], null, true, "\\u0001é\\"\\\\"]}',
-      '[123456789012345678901234567890, 0, -7]', '"😀"' } do
+    for _, text in ipairs { '{"b": 1, "a": [1.0, 2, -0.5, 1e+22, {}, [], null, true, "\\u0001\195\169\\"\\\\"]}',
+      '[123456789012345678901234567890, 0, -7]', '"\240\159\152\128"' } do
       assert.equal(text, json.encode(json.decode(text)))
     end
     assert.equal('"\\ud83d\\ude00"', json.encode(json.decode '"\\ud83d\\ude00"', { ensure_ascii = true }))
@@ -280,7 +284,7 @@ describe("random texts as templates", function()
       "endmacro", "is",
     "defined", "not", "\n", " ", "~", "+", "%", "tojson", "loop.index", "namespace", "generation",
       "endgeneration", "{", "}",
-    "*", "content", "m", "true", "'", "\\", "\255", "é" }
+    "*", "content", "m", "true", "'", "\\", "\255", "\195\169" }
 
   it("give a text or an error of ours", function()
     local seed = tonumber(os.getenv "PS_SEED") or 1

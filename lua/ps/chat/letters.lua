@@ -16,9 +16,18 @@ local letters = {}
 
 local CHARACTER = "[^\128-\191][\128-\191]*"
 
--- Characters whose capital letters are several.
-local LONG = { ["ß"] = "SS", ["ŉ"] = "ʼN", ["ǰ"] = "J̌", ["ΐ"] = "Ϊ́", ["ΰ"] = "Ϋ́", ["և"] = "ԵՒ",
-  ["ﬀ"] = "FF", ["ﬁ"] = "FI",  ["ﬂ"] = "FL", ["ﬃ"] = "FFI", ["ﬄ"] = "FFL", ["ﬅ"] = "ST", ["ﬆ"] = "ST" }
+-- Characters whose capital letters are several: their code point, and those of the capitals.
+local LONG = {}
+for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x4a, 0x30c }, { 0x390, 0x3aa, 0x301 },
+  { 0x3b0, 0x3ab, 0x301 }, { 0x587, 0x535, 0x552 }, { 0xfb00, 0x46, 0x46 }, { 0xfb01, 0x46, 0x49 },
+  { 0xfb02, 0x46, 0x4c }, { 0xfb03, 0x46, 0x46, 0x49 }, { 0xfb04, 0x46, 0x46, 0x4c }, { 0xfb05, 0x53, 0x54 },
+  { 0xfb06, 0x53, 0x54 } } do
+  local capitals = {}
+  for i = 2, #row do capitals[i - 1] = json.utf8(row[i]) end
+  LONG[json.utf8(row[1])] = table.concat(capitals)
+end
+local LONG_I = json.utf8(0x130)                            -- its small letter is two characters: i and a dot
+local SIGMA, SMALL_SIGMA, LAST_SIGMA = json.utf8(0x3a3), json.utf8(0x3c3), json.utf8(0x3c2)
 
 local function point(c)
   local b1, b2, b3, b4 = c:byte(1, 4)
@@ -34,7 +43,7 @@ local function title_of(c)
   if long then return (long:gsub("^(.)(.*)$", function(a, b) return a .. b:lower() end)) end
   return json.utf8(C.utf8proc_totitle(point(c)))
 end
-local function lower_of(c) return c == "İ" and "i̇" or json.utf8(C.utf8proc_tolower(point(c))) end
+local function lower_of(c) return c == LONG_I and "i" .. json.utf8(0x307) or json.utf8(C.utf8proc_tolower(point(c))) end
 
 -- utf8proc's categories.
 local UPPER, LOWER, TITLE, OTHER = 1, 2, 3, 5
@@ -86,10 +95,11 @@ function letters.lower(v)
   return text.map(v, function(s)
     if not s:find "[\128-\255]" then return s:lower() end
     s = s:gsub("()(" .. CHARACTER .. ")", function(at, c)
-      if c ~= "Σ" then return lower_of(c) end
+      if c ~= SIGMA then return lower_of(c) end
       local before = s:sub(1, at - 1):match "([^\128-\191][\128-\191]*)$"
       local after = s:match("^" .. CHARACTER, at + #c)
-      return before and letters.is_letter(before) and not (after and letters.is_letter(after)) and "ς" or "σ"
+      local ends = before and letters.is_letter(before) and not (after and letters.is_letter(after))
+      return ends and LAST_SIGMA or SMALL_SIGMA
     end)
     return s
   end)
