@@ -58,7 +58,7 @@ local RULES = {
   { of = "lua/ps/tensor/hooks%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.unscaled$" },
   { of = "lua/ps/tensor/composed%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor%.create$", "ps%.tensor$" },
   { of = "lua/ps/tensor/losses%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.core%.scope$", "ps%.core%.loss_weight$" },
-  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.tensor$", "ps%.tensor%.losses$",
+  { of = "lua/ps/tensor/functional%.lua", "ps%.core%.ffi$", "ps%.core%.scope$", "ps%.tensor$", "ps%.tensor%.losses$",
     "ps%.tensor%.activations$", "ps%.core%.hooks$", "ps%.core%.loss_weight$" },
   { of = "models/", "ps", "models%." },
 }

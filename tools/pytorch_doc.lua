@@ -74,16 +74,16 @@ round | round | ps.round |
 sin | sin | ps.sin |
 cos | cos | ps.cos |
 erf | erf | ps.erf |
-tanh | tanh | ps.tanh |
-sigmoid | sigmoid | ps.sigmoid |
+tanh | tanh | ps.tanh, F.tanh, nn.Tanh |
+sigmoid | sigmoid | ps.sigmoid, F.sigmoid, nn.Sigmoid |
 relu | relu | ps.relu, F.relu, nn.ReLU |
-silu | nn.functional.silu | ps.silu, F.silu |
+silu | nn.functional.silu | ps.silu, F.silu, nn.SiLU |
 gelu | nn.functional.gelu | F.gelu, nn.GELU | the form is "none" or "tanh"
 log1p | log1p | ps.log1p, t:log1p |
 expm1 | expm1 | ps.expm1, t:expm1 |
-leaky_relu | nn.functional.leaky_relu | F.leaky_relu |
-elu | nn.functional.elu | F.elu |
-softplus | nn.functional.softplus | F.softplus |
+leaky_relu | nn.functional.leaky_relu | F.leaky_relu, nn.LeakyReLU |
+elu | nn.functional.elu | F.elu, nn.ELU |
+softplus | nn.functional.softplus | F.softplus, nn.Softplus |
 silu_backward | - | - | silu's gradient
 gelu_backward | - | - | gelu's gradient
 act_mul | - | - | an activation times a gate in one pass
@@ -105,11 +105,11 @@ linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [in, out];
 linear_grad | - | - | linear's gradient
 mlp | - | F.mlp | two products with GELU between them
 linear_gelu_backward | - | - | mlp's gradient
-softmax | softmax | ps.softmax, F.softmax |
-log_softmax | log_softmax | ps.log_softmax, F.log_softmax |
+softmax | softmax | ps.softmax, F.softmax, nn.Softmax |
+log_softmax | log_softmax | ps.log_softmax, F.log_softmax, nn.LogSoftmax |
 softmax_backward | - | - | softmax's gradient
 log_softmax_backward | - | - | log_softmax's gradient
-cross_entropy | nn.functional.cross_entropy | F.cross_entropy | classes are the last dimension; the mean of none is 0
+cross_entropy | nn.functional.cross_entropy | F.cross_entropy, nn.CrossEntropyLoss | classes come last; no mean is NaN
 cross_entropy_backward | - | - | its gradient
 lm_loss | - | F.lm_loss | linear and cross_entropy; all logits never exist
 embedding | nn.functional.embedding | F.embedding, nn.Embedding, t:index_select | an index outside is an error
@@ -122,7 +122,7 @@ scatter | scatter | ps.scatter, t:scatter | as scatter_; values that are overwri
 scatter_backward | - | - | its gradient
 scatter_reduce | scatter_reduce | ps.scatter_reduce, t:scatter_reduce | the product has no gradient
 concat | cat | ps.cat, ps.stack |
-layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the last dimension
+layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | F.layer_norm has the dimensions of w, else the last
 layer_norm_backward | - | - | its gradient
 rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension; eps is 1e-6
 rms_norm_backward | - | - | its gradient
@@ -165,25 +165,25 @@ nonzero | ps.nonzero, t:nonzero |
 split | t:split, ps.split |
 chunk | t:chunk |
 stack | ps.stack |
-nn.functional.mse_loss | F.mse_loss |
-nn.functional.l1_loss | F.l1_loss |
-nn.functional.binary_cross_entropy | F.binary_cross_entropy |
-nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits |
-nn.functional.kl_div | F.kl_div |
-nn.functional.nll_loss | F.nll_loss |
-nn.functional.smooth_l1_loss | F.smooth_l1_loss |
-nn.functional.huber_loss | F.huber_loss |
-nn.functional.selu | F.selu |
-nn.functional.hardtanh | F.hardtanh |
-nn.functional.relu6 | F.relu6 |
-nn.functional.mish | F.mish |
-nn.functional.logsigmoid | F.logsigmoid |
-nn.functional.hardsigmoid | F.hardsigmoid |
-nn.functional.hardswish | F.hardswish |
-nn.functional.softsign | F.softsign |
-nn.functional.glu | F.glu |
+nn.functional.mse_loss | F.mse_loss, nn.MSELoss |
+nn.functional.l1_loss | F.l1_loss, nn.L1Loss |
+nn.functional.binary_cross_entropy | F.binary_cross_entropy, nn.BCELoss |
+nn.functional.binary_cross_entropy_with_logits | F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss |
+nn.functional.kl_div | F.kl_div, nn.KLDivLoss |
+nn.functional.nll_loss | F.nll_loss, nn.NLLLoss |
+nn.functional.smooth_l1_loss | F.smooth_l1_loss, nn.SmoothL1Loss |
+nn.functional.huber_loss | F.huber_loss, nn.HuberLoss |
+nn.functional.selu | F.selu, nn.SELU |
+nn.functional.hardtanh | F.hardtanh, nn.Hardtanh |
+nn.functional.relu6 | F.relu6, nn.ReLU6 |
+nn.functional.mish | F.mish, nn.Mish |
+nn.functional.logsigmoid | F.logsigmoid, nn.LogSigmoid |
+nn.functional.hardsigmoid | F.hardsigmoid, nn.Hardsigmoid |
+nn.functional.hardswish | F.hardswish, nn.Hardswish |
+nn.functional.softsign | F.softsign, nn.Softsign |
+nn.functional.glu | F.glu, nn.GLU |
 nn.functional.normalize | F.normalize | gradient 0 where the norm is 0
-nn.functional.cosine_similarity | F.cosine_similarity |
+nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
 prod | ps.prod, t:prod | dims may be a list
 cumprod | ps.cumprod, t:cumprod |
 isnan | ps.isnan, t:isnan |
@@ -206,6 +206,23 @@ randint_like | ps.randint_like | as uniform_
 randperm | ps.randperm | as uniform_
 bernoulli | ps.bernoulli, t:bernoulli, t:bernoulli_ | as uniform_
 multinomial | ps.multinomial, t:multinomial | as uniform_
+nn.MultiheadAttention | nn.MultiheadAttention | options by name; cache = {} decodes; causal: below
+nn.TransformerEncoderLayer | nn.TransformerEncoderLayer | settings and masks by name in a table
+nn.TransformerDecoderLayer | nn.TransformerDecoderLayer | as the encoder's; cache = {} for decoding
+nn.TransformerEncoder | nn.TransformerEncoder | (layer, n, { norm = }); also a list of layers
+nn.TransformerDecoder | nn.TransformerDecoder | as nn.TransformerEncoder
+nn.Sequential | nn.Sequential | counts from 0
+nn.ModuleList | nn.ModuleList | counts from 0; list:size()
+nn.ModuleDict | nn.ModuleDict | { a = m } in the order of names; { { "a", m } } in its own
+nn.ParameterList | nn.ParameterList | counts from 0; list:size()
+nn.ParameterDict | nn.ParameterDict | as nn.ModuleDict
+nn.Identity | nn.Identity |
+nn.Flatten | nn.Flatten |
+optim.lr_scheduler.LambdaLR | ps.sched.LambdaLR | { optimizer =, lr_lambda = }
+optim.lr_scheduler.StepLR | ps.sched.StepLR | { optimizer =, step_size =, gamma = }
+optim.lr_scheduler.MultiStepLR | ps.sched.MultiStepLR | { optimizer =, milestones =, gamma = }
+optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | { optimizer =, gamma = }
+optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | { optimizer =, T_max =, eta_min = }
 no_grad | ps.no_grad | takes a function
 utils.checkpoint.checkpoint | ps.recompute | the function gives tensors alone
 save | ps.save | .pt and .safetensors
@@ -233,13 +250,14 @@ local REST = [==[
   numbers.
 ]==]
 
-local HOMES = { ps = ps, F = ps.functional, nn = ps.nn, optim = ps.optim, t = require("ps.tensor").methods }
+local HOMES = { ps = ps, ["ps.sched"] = ps.sched, F = ps.functional, nn = ps.nn, optim = ps.optim,
+  t = require("ps.tensor").methods }
 local wrong = {}
 
 local function check_names(names, of)
   if names == "-" then return end
   for name in (names .. ","):gmatch "%s*([^,]*)," do
-    local home, key = name:match "^(%w+)[.:]([%w_]+)$"
+    local home, key = name:match "^([%w.]+)[.:]([%w_]+)$"
     if not home or not HOMES[home] or rawget(HOMES[home], key) == nil and HOMES[home][key] == nil then
       wrong[#wrong + 1] = ("%s: there is no %s"):format(of, name)
     end

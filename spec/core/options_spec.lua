@@ -110,12 +110,34 @@ local CALLS = {
   end },
   { "nn.LMHead", "bias", false, function(o) nn.LMHead(2, 3, o) end },
   { "nn.Embedding", "sparse", false, function(o) nn.Embedding(2, 3, o) end },
-  { "nn.LayerNorm", "elementwise_affine", false, function(o) nn.LayerNorm(3, o) end },
+  { "nn.LayerNorm", "elementwise_afine", "elementwise_affine", function(o) nn.LayerNorm(3, o) end },
   { "nn.RMSNorm", "epsilon", false, function(o) nn.RMSNorm(3, o) end },
   { "nn.MultiheadSelfAttention", "is_causal", "causal", function(o) nn.MultiheadSelfAttention(4, 2, o) end },
   { "nn.MultiheadSelfAttention's forward", "maks", "mask", function(o)
     nn.MultiheadSelfAttention(4, 2)(ps.randn { 1, 2, 4 }, o)
   end },
+  { "nn.MSELoss", "reductoin", "reduction", function(o) nn.MSELoss(o) end, source = '"nn." .. class_name' },
+  { "nn.MultiheadAttention", "batchfirst", "batch_first", function(o) nn.MultiheadAttention(4, 2, o) end },
+  { "nn.MultiheadAttention's forward", "attn_maks", "attn_mask", function(o)
+    nn.MultiheadAttention(3, 1)(ps.zeros { 1, 1, 3 }, nil, nil, o)
+  end },
+  { "nn.TransformerEncoderLayer", "droput", "dropout", function(o) nn.TransformerEncoderLayer(4, 2, o) end,
+    source = "call" },
+  { "nn.TransformerDecoderLayer", "droput", "dropout", function(o) nn.TransformerDecoderLayer(4, 2, o) end,
+    source = "call" },
+  { "nn.TransformerEncoderLayer's forward", "src_maks", "src_mask", function(o)
+    nn.TransformerEncoderLayer(4, 2)(ps.zeros { 1, 1, 4 }, o)
+  end },
+  { "nn.TransformerDecoderLayer's forward", "tgt_maks", "tgt_mask", function(o)
+    nn.TransformerDecoderLayer(4, 2)(ps.zeros { 1, 1, 4 }, ps.zeros { 1, 1, 4 }, o)
+  end },
+  { "nn.TransformerEncoder", "nrm", "norm", function(o) nn.TransformerEncoder({ nn.Identity() }, 1, o) end },
+  { "nn.TransformerDecoder", "nrm", "norm", function(o) nn.TransformerDecoder({ nn.Identity() }, 1, o) end },
+  { "nn.TransformerEncoder's forward", "maks", "mask", function(o) nn.TransformerEncoder { nn.Identity() }(x, o) end },
+  { "nn.TransformerDecoder's forward", "tgt_maks", "tgt_mask", function(o)
+    nn.TransformerDecoder { nn.Identity() }(x, x, o)
+  end },
+  { "F.attention_weights", "casual", "causal", function(o) F.attention_weights(heads, heads, heads, o) end },
   { "nn.MLP", "droput", "dropout", function(o) nn.MLP(4, 8, o) end },
   { "nn.ColumnParallelLinear", "gather_inputs", "gather_input", function(o) nn.ColumnParallelLinear(4, 8, o) end },
   { "nn.RowParallelLinear", "splitinput", "split_input", function(o) nn.RowParallelLinear(4, 8, o) end },
@@ -323,6 +345,7 @@ local INNER = {
   ["lua/ps/tensor/functional.lua"] = "reduction_of",
   ["lua/ps/memory/view.lua"] = "check_filter",
   ["lua/ps/checkpoints/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
+  ["lua/ps/nn/encoder.lua"] = "EncoderLayer:init DecoderLayer:init",
   ["lua/ps/optim/init.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/optim/sched.lua"] = "*",
   ["lua/ps/train/init.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
   ["lua/ps/tokenizer/description.lua"] = "description.add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",

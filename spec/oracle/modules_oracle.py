@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
 import philox
+import rows_layers
 from oracle import Case, Row, lua, main
 from rows_elementwise import exact_gelu
 from rows_products import attend, indices_of
@@ -18,7 +19,7 @@ from rows_products import attend, indices_of
 COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout", "Sequential",
            "ModuleList", "MLP", "MultiheadSelfAttention", "Module", "LMHead",
            "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelLMHead",
-           "ParallelCrossEntropy"}
+           "ParallelCrossEntropy"} | rows_layers.COVERED
 
 
 def put(module, *params):
@@ -223,6 +224,7 @@ def initialisation(d):
 ROWS = [Row("Linear", linear, weight=2), Row("LMHead", lm_head), Row("Conv1D", conv1d), Row("Embedding", embedding),
         Row("LayerNorm", layer_norm), Row("RMSNorm", rms_norm), Row("activations", activation, weight=2), Row("Dropout", dropout), Row("containers", stack),
         Row("MLP", mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
+OWN = rows_layers.ROWS
 for each in ROWS:
     each.mixes = each.name not in ("activations", "Dropout", "nn.init")
 
@@ -239,4 +241,4 @@ def classes():
 
 
 if __name__ == "__main__":
-    main("modules", ROWS + [classes()], 600)
+    main("modules", ROWS + OWN + [classes()], 900)

@@ -285,8 +285,44 @@ def deepspeed_range(d):
                  lambda i: low * (1 + growth * (math.floor(i / size) if stairs else i / size)))
 
 
+def of_names(d):
+    """PyTorch's schedules under their own names, over two groups of other rates; one goes on from a state."""
+    gamma, size, low, count = d.choice(0.1, 0.5, 0.97), d.int(1, 7), d.choice(0.0, 1e-4), d.int(1, 25)
+    marks = sorted(d.int(1, 12) for _ in range(d.int(1, 3)))
+    name, text, make = d.choice(
+        ("StepLR", "step_size = %d, gamma = %s" % (size, lua(gamma)), lambda o: torch.optim.lr_scheduler.StepLR(o, size, gamma)),
+        ("MultiStepLR", "milestones = %s, gamma = %s" % (lua(marks), lua(gamma)),
+         lambda o: torch.optim.lr_scheduler.MultiStepLR(o, marks, gamma)),
+        ("ExponentialLR", "gamma = %s" % lua(gamma), lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma)),
+        ("CosineAnnealingLR", "T_max = %d, eta_min = %s" % (size + 3, lua(low)),
+         lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, size + 3, low)),
+        ("LambdaLR", "lr_lambda = function(n) return 1 / (n + 1) end",
+         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1))),
+        ("LambdaLR", "lr_lambda = { function(n) return n / 8 end, function(n) return 2 end }",
+         lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda n: n / 8, lambda n: 2])))
+    rates_of, reload_at = (d.choice(0.1, 1e-3), d.choice(0.02, 3.0)), d.int(1, count)
+    code = ("local function p() return ps.ones({ 1 }):requires_grad(true) end "
+            "local opt = ps.optim.SGD({ { params = { p() }, lr = %s }, { params = { p() }, lr = %s } }, { lr = 1 }) "
+            "local function new() return ps.sched.%s { optimizer = opt, %s } end local s, a, b = new(), {}, {} "
+            "for i = 1, %d do a[i], b[i] = unpack(s:get_last_lr()) s:step() "
+            "if i == %d then local state = s:state_dict() s = new() s:load_state_dict(state) end end "
+            "return ps.tensor({ a, b }, { dtype = 'fp64' })") % (lua(rates_of[0]), lua(rates_of[1]), name, text, count, reload_at)
+
+    def run(x, m):
+        opt = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": r} for r in rates_of], lr=1.0)
+        schedule, out = make(opt), []
+        for _ in range(count):
+            out.append([g["lr"] for g in opt.param_groups])
+            opt.step()
+            schedule.step()
+        return torch.tensor(out, dtype=torch.float64).T.contiguous()
+    case = Case(code, run, slack=2.0 ** -44)                   # PyTorch multiplies the last rate, step by step
+    case.absolute = 2.0 ** -44 * max(rates_of)
+    return case
+
+
 ROWS = [Row("optimizer", optimizer, weight=6), Row("clip_grad_norm", clip), Row("GradScaler", grad_scaler, weight=2),
-        Row("loss scaler", loss_scaler, weight=2), Row("schedules", plain, weight=2),
+        Row("loss scaler", loss_scaler, weight=2), Row("schedules", plain, weight=2), Row("PyTorch's schedules", of_names, weight=2),
         Row("WarmupLR, WarmupDecayLR", deepspeed_warmup, weight=2), Row("WarmupCosineLR", deepspeed_cosine),
         Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range)]
 

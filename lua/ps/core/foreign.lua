@@ -15,14 +15,13 @@ local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = opt
 local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
 local SIZES = "the configuration has the batch sizes; ps.engine() has steps, micro and micros"
 local ENGINE = "ps.initialize distributes a model over ranks"
-local SCHEDULES = "there are ps.sched.WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, "
-  .. "warmup_linear and warmup_cosine; optimizer:set_lr(lr) sets any other rate"
+local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR, WarmupLR, "
+  .. "WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, warmup_linear and warmup_cosine; "
+  .. "optimizer:set_lr(lr) sets any other rate"
 local OPTIMIZERS = "there are ps.optim.Adam, AdamW and SGD"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
-
-local function losses(name) return "write ps.F." .. name .. "(x, target)" end
 
 -- By the owner of the name, then by name: what to write instead.
 local NAMES = {
@@ -45,21 +44,16 @@ local NAMES = {
   nn = {
     clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
     utils = "write nn.clip_grad_norm_(model:parameters(), max_norm)", functional = "write ps.F",
-    CrossEntropyLoss = losses "cross_entropy", NLLLoss = losses "nll_loss", MSELoss = losses "mse_loss",
-    L1Loss = losses "l1_loss", BCELoss = losses "binary_cross_entropy", KLDivLoss = losses "kl_div",
-    BCEWithLogitsLoss = losses "binary_cross_entropy_with_logits", Softmax = "write ps.F.softmax(x, dim)",
-    parallel = ENGINE, DataParallel = ENGINE, Identity = LAYERS, Conv1d = LAYERS, Conv2d = LAYERS, LSTM = LAYERS,
-    GRU = LAYERS, BatchNorm1d = LAYERS, BatchNorm2d = LAYERS, ModuleDict = "write fields of a module, or nn.ModuleList",
-    ParameterList = "write module:param(name, tensor) for each", TransformerEncoderLayer = LAYERS,
-    MultiheadAttention = "write nn.MultiheadSelfAttention(width, heads), or ps.F.attention(q, k, v)",
+    parallel = ENGINE, DataParallel = ENGINE, Conv1d = LAYERS, Conv2d = LAYERS, LSTM = LAYERS,
+    GRU = LAYERS, BatchNorm1d = LAYERS, BatchNorm2d = LAYERS,
+    Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",
   },
   optim = {
     lr_scheduler = SCHEDULES, RMSprop = OPTIMIZERS, Adagrad = OPTIMIZERS, Adadelta = OPTIMIZERS, LBFGS = OPTIMIZERS,
     Adamax = OPTIMIZERS, NAdam = OPTIMIZERS, RAdam = OPTIMIZERS, FusedAdam = OPTIMIZERS, DeepSpeedCPUAdam = OPTIMIZERS,
   },
   sched = {
-    StepLR = SCHEDULES, MultiStepLR = SCHEDULES, LambdaLR = SCHEDULES, ExponentialLR = SCHEDULES,
-    CosineAnnealingLR = SCHEDULES, OneCycleLR = SCHEDULES, LinearLR = SCHEDULES, ConstantLR = SCHEDULES,
+    OneCycleLR = SCHEDULES, LinearLR = SCHEDULES, ConstantLR = SCHEDULES,
     ReduceLROnPlateau = SCHEDULES, SequentialLR = SCHEDULES, get_scheduler = SCHEDULES,
     get_linear_schedule_with_warmup = "write ps.sched.warmup_linear { optimizer =, max_lr =, warmup =, total = }",
     get_cosine_schedule_with_warmup = "write ps.sched.warmup_cosine { optimizer =, max_lr =, warmup =, total = }",

@@ -21,6 +21,55 @@ end
 plain("ReLU", F.relu)
 plain("SiLU", F.silu)
 plain("Tanh", F.tanh)
+plain("Sigmoid", F.sigmoid)
+plain("SELU", F.selu)
+plain("ReLU6", F.relu6)
+plain("Mish", F.mish)
+plain("LogSigmoid", F.logsigmoid)
+plain("Hardsigmoid", F.hardsigmoid)
+plain("Hardswish", F.hardswish)
+plain("Softsign", F.softsign)
+
+-- A module of fn(x, ...), with numbers that it keeps. names: those of the numbers, with their defaults; dim: they are
+-- dimensions, whole numbers.
+local function with_numbers(class_name, fn, names, defaults, dim)
+  local class = nn_module.class(class_name)
+  class.unscoped = true
+  --- Keeps the numbers of the function of ps.F that it calls.
+  ---@param a? number
+  ---@param b? number
+  function class:init(a, b)
+    local given = { a, b }
+    for i, name in ipairs(names) do
+      local value, what = given[i] == nil and defaults[i] or given[i], ("nn.%s: %s"):format(class_name, name)
+      self[name] = dim and caller.whole(value, what) or caller.typed(value, "number", what)
+    end
+    if given[#names + 1] ~= nil then caller.more("nn." .. class_name, table.concat(names, ", "), given[#names + 1]) end
+  end
+  --- Applies the function.
+  ---@param x ps.Tensor
+  ---@return ps.Tensor
+  function class:forward(x)
+    if names[2] then return fn(x, self[names[1]], self[names[2]]) end
+    return fn(x, self[names[1]])
+  end
+  function class:extra_repr()
+    local parts = {}
+    for i, name in ipairs(names) do parts[i] = ("%s=%g"):format(name, self[name]) end
+    return table.concat(parts, ", ")
+  end
+  activation[class_name] = class
+end
+
+with_numbers("LeakyReLU", F.leaky_relu, { "negative_slope" }, { 0.01 })
+with_numbers("ELU", F.elu, { "alpha" }, { 1 })
+with_numbers("Softplus", F.softplus, { "beta", "threshold" }, { 1, 20 })
+with_numbers("Hardtanh", F.hardtanh, { "min_val", "max_val" }, { -1, 1 })
+with_numbers("Softmax", function(x, dim) return F.softmax(x, dim) end, { "dim" }, { -1 }, true)
+with_numbers("LogSoftmax", function(x, dim) return F.log_softmax(x, dim) end, { "dim" }, { -1 }, true)
+with_numbers("GLU", function(x, dim) return F.glu(x, dim) end, { "dim" }, { -1 }, true)
+with_numbers("Flatten", function(x, first, last) return x:flatten(first, last) end, { "start_dim", "end_dim" },
+  { 1, -1 }, true)
 
 ---@class ps.nn.GELU: ps.nn.Module
 local GELU = nn_module.class("GELU")

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Normalisation over the last dimension: LayerNorm and RMSNorm.
+-- Normalisation over the last dimensions: LayerNorm and RMSNorm.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
@@ -12,26 +12,34 @@ local F = functional
 local LayerNorm = nn_module.class("LayerNorm")
 LayerNorm.unscoped = true
 
-local LAYER_NORM = { eps = "number", bias = "boolean", dtype = "string", device = "string" }
+local LAYER_NORM = { eps = "number", bias = "boolean", elementwise_affine = "boolean", dtype = "string",
+  device = "string" }
 
---- (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; weight starts as 1, bias as 0.
----@param width integer
----@param options? {eps?: number, bias?: boolean, dtype?: string, device?: string} eps default 1e-5, bias default true
+--- (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, or over several last dimensions together;
+--- weight starts as 1, bias as 0.
+---@param width integer|integer[] the size of the last dimension, or the sizes of the last dimensions
+---@param options? {eps?: number, bias?: boolean, elementwise_affine?: boolean, dtype?: string, device?: string} eps
+---  default 1e-5, bias default true; elementwise_affine = false: neither weight nor bias
 function LayerNorm:init(width, options)
   options = caller.options(options, "nn.LayerNorm", LAYER_NORM)
-  caller.whole(width, "nn.LayerNorm: the width")
-  self.width, self.eps = width, options.eps or 1e-5
+  local shape = type(width) == "table" and caller.list(width, "nn.LayerNorm: the sizes") or { width }
+  if #shape == 0 then caller.error("nn.LayerNorm: the list of sizes is empty") end
+  local all = {}
+  for i, n in ipairs(shape) do all[i] = caller.whole(n, "nn.LayerNorm: the width") end
+  self.width, self.eps, self.sizes = #all == 1 and all[1] or all, options.eps or 1e-5, table.concat(all, ", ")
+  self.dims = #all
+  if options.elementwise_affine == false then return end
   local where = { dtype = options.dtype, device = options.device }
-  self:param("weight", create.ones({ width }, where))
-  if options.bias ~= false then self:param("bias", create.zeros({ width }, where)) end
+  self:param("weight", create.ones(all, where))
+  if options.bias ~= false then self:param("bias", create.zeros(all, where)) end
 end
 
---- Normalises over the last dimension.
+--- Normalises over the last dimension, or dimensions.
 ---@param x ps.Tensor [..., width]
 ---@return ps.Tensor [..., width]
-function LayerNorm:forward(x) return F.layer_norm(x, self.weight, self.bias, self.eps) end
+function LayerNorm:forward(x) return F.layer_norm(x, self.weight, self.bias, self.eps, self.dims) end
 
-function LayerNorm:extra_repr() return ("%d, eps=%g"):format(self.width, self.eps) end
+function LayerNorm:extra_repr() return ("%s, eps=%g"):format(self.sizes, self.eps) end
 
 ---@class ps.nn.RMSNorm: ps.nn.Module
 ---@field weight ps.Tensor [width]

@@ -21,9 +21,9 @@ Schedule.__index = Schedule
 
 function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
 
--- What a schedule does to groups: all get its rate; it is a factor on the rate of each; without either it sets the
--- optimizer's rate.
-local ALIKE, SHARE = "alike", "share"
+-- What a schedule does to groups: all get its rate; it is a factor on the rate of each; it is a function of the rate
+-- and the number of each; without any of these it sets the optimizer's rate.
+local ALIKE, SHARE, OWN = "alike", "share", "own"
 
 -- Whether an optimizer's groups have rates of their own; other tables with set_lr are taken as they are.
 local function has_rates(optimizer)
@@ -33,10 +33,14 @@ end
 
 -- Hands rate and momentum of the next step to the optimizer.
 local function apply(self)
-  local optimizer, value = self.optimizer, self.rate(self.count)
+  local optimizer = self.optimizer
+  local value = self.how ~= OWN and self.rate(self.count)
   if not self.how or not has_rates(optimizer) then optimizer:set_lr(self:lr())
   else
+    local number = 0
     optim_groups.each_rate(optimizer, function(group)
+      number = number + 1
+      if self.how == OWN then return self.rate(self.count, group.initial_lr, number) end
       return self.how == ALIKE and value or group.initial_lr * value
     end)
   end
@@ -55,7 +59,7 @@ local function tell_groups(name, optimizer, how)
   told[optimizer] = true
   local what = "keeps the ratios of the rates of %d groups: %s"
   if how == ALIKE then what = "sets the same rate for all %d groups, whose own rates (%s) it replaces"
-  elseif how == SHARE then what = "multiplies the rate of each of %d groups: %s" end
+  elseif how == SHARE or how == OWN then what = "multiplies the rate of each of %d groups: %s" end
   io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
 end
 
@@ -82,10 +86,15 @@ local function build(name, options, rate, how, beta1, beta2)
   return self
 end
 
---- The rate of optimizer step number `count` (from 0; default: the next one); of WarmupCosineLR the first group's.
+--- The rate of optimizer step number `count` (from 0; default: the next one); of WarmupCosineLR and of PyTorch's
+--- schedules the first group's.
 ---@param count? integer
 ---@return number
 function Schedule:lr(count)
+  if self.how == OWN then
+    local group = (self.optimizer.groups or {})[1]
+    return self.rate(count or self.count, group and group.initial_lr or self.optimizer.lr, 1)
+  end
   local value = self.rate(count or self.count)
   return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
 end
@@ -344,6 +353,94 @@ function sched.LRRangeTest(options)
     local intervals = count / size
     return low * (1 + growth * (options.lr_range_test_staircase and math.floor(intervals) or intervals))
   end, ALIKE)
+end
+
+-- PyTorch's schedules, with its names. Each sets the rate of every group from that group's own, initial one.
+-- last_epoch = n: the schedule begins after n + 1 steps (default -1: at its start).
+local function per_group(name, options, rate)
+  if not has_rates(options.optimizer) then
+    error(("sched.%s takes an optimizer whose groups have rates of their own"):format(name))
+  end
+  return build(name, { optimizer = options.optimizer, last_batch_iteration = options.last_epoch }, rate, OWN)
+end
+
+local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
+
+--- Each group's own rate times what a function of the step (from 0) gives: PyTorch's LambdaLR.
+---@param options {optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list has one
+---  function for each group
+---@return ps.Schedule
+function sched.LambdaLR(options)
+  options = checked("LambdaLR", options, LAMBDA, "optimizer", "lr_lambda")
+  local fns = options.lr_lambda
+  if type(fns) == "table" and getmetatable(fns) == nil then
+    if #fns ~= #(options.optimizer.groups or {}) then
+      error(("sched.LambdaLR: %d functions for %d groups"):format(#fns, #(options.optimizer.groups or {})))
+    end
+    for i, fn in ipairs(fns) do caller.callable(fn, ("sched.LambdaLR: lr_lambda[%d]"):format(i)) end
+  else fns = nil end
+  return per_group("LambdaLR", options, function(count, base, group)
+    local share = (fns and fns[group] or options.lr_lambda)(count)
+    return base * caller.typed(share, "number", "sched.LambdaLR: the result of lr_lambda")
+  end)
+end
+
+local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
+
+--- Each group's own rate, times gamma after every step_size steps: PyTorch's StepLR.
+---@param options {optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer} gamma default 0.1
+---@return ps.Schedule
+function sched.StepLR(options)
+  options = checked("StepLR", options, STEP, "optimizer", "step_size")
+  caller.whole(options.step_size, "sched.StepLR: step_size", 1)
+  local gamma = options.gamma or 0.1
+  return per_group("StepLR", options, function(count, base)
+    return base * gamma ^ math.floor(count / options.step_size)
+  end)
+end
+
+local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
+
+--- Each group's own rate, times gamma at each of some steps: PyTorch's MultiStepLR.
+---@param options {optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer} gamma default
+---  0.1; a milestone that is named twice counts twice
+---@return ps.Schedule
+function sched.MultiStepLR(options)
+  options = checked("MultiStepLR", options, MULTI, "optimizer", "milestones")
+  local gamma = options.gamma or 0.1
+  for _, at in ipairs(caller.list(options.milestones, "sched.MultiStepLR: the milestones")) do
+    caller.whole(at, "sched.MultiStepLR: a milestone", 0)
+  end
+  return per_group("MultiStepLR", options, function(count, base)
+    local passed = 0
+    for _, at in ipairs(options.milestones) do if at <= count then passed = passed + 1 end end
+    return base * gamma ^ passed
+  end)
+end
+
+local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "number" }
+
+--- Each group's own rate, times gamma after every step: PyTorch's ExponentialLR.
+---@param options {optimizer: ps.Optimizer, gamma: number, last_epoch?: integer}
+---@return ps.Schedule
+function sched.ExponentialLR(options)
+  options = checked("ExponentialLR", options, EXPONENTIAL, "optimizer", "gamma")
+  return per_group("ExponentialLR", options, function(count, base) return base * options.gamma ^ count end)
+end
+
+local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", last_epoch = "number" }
+
+--- From each group's own rate along half a cosine to eta_min at step T_max, and back (Loshchilov and Hutter 2017):
+--- PyTorch's CosineAnnealingLR.
+---@param options {optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer} eta_min default 0
+---@return ps.Schedule
+function sched.CosineAnnealingLR(options)
+  options = checked("CosineAnnealingLR", options, ANNEALING, "optimizer", "T_max")
+  caller.whole(options.T_max, "sched.CosineAnnealingLR: T_max", 1)
+  local low = options.eta_min or 0
+  return per_group("CosineAnnealingLR", options, function(count, base)
+    return low + (base - low) * (1 + math.cos(math.pi * count / options.T_max)) / 2
+  end)
 end
 
 local NAMED = {}

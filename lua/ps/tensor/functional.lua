@@ -6,6 +6,7 @@ local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
 local activations = require "ps.tensor.activations"
 local hooks = require "ps.core.hooks"
+local scope = require "ps.core.scope"
 local loss_weight = require "ps.core.loss_weight"
 local ops, C, caller = native.ops, native.C, native.caller
 local error = caller.error
@@ -42,13 +43,43 @@ function F.mlp(x, w1, b1, w2, b2, options)
   return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
 end
 
---- (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016).
+-- The last `dims` dimensions as one, with the rows before them.
+local function over_last(x, dims, call)
+  local shape = x:shape()
+  if dims > #shape then
+    error(("%s: over %d dimensions of a tensor with %d"):format(call, dims, #shape))
+  end
+  local rows, width = {}, 1
+  for i, n in ipairs(shape) do
+    if i <= #shape - dims then rows[i] = n else width = width * n end
+  end
+  rows[#rows + 1] = width
+  return x:reshape(rows)
+end
+
+--- (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016), or over the last
+--- `dims` of them together.
 ---@param x ps.Tensor [..., C]
----@param w? ps.Tensor [C]
----@param b? ps.Tensor [C]
+---@param w? ps.Tensor [C], with dims that many dimensions
+---@param b? ps.Tensor of w's shape
 ---@param eps? number default 1e-5
+---@param dims? integer default: w's or b's dimensions, else 1
 ---@return ps.Tensor [..., C]
-function F.layer_norm(x, w, b, eps) return ops.layer_norm(x, w, b, eps) end
+function F.layer_norm(x, w, b, eps, dims)
+  dims = dims or w ~= nil and w:dim() or b ~= nil and b:dim() or 1
+  if dims == 1 then return ops.layer_norm(x, w, b, eps) end
+  caller.whole(dims, "F.layer_norm: dims", 1)
+  for name, t in pairs { w = w, b = b } do
+    local have, want = t:shape(), {}
+    for i = x:dim() - dims + 1, x:dim() do want[#want + 1] = x:size(i - 1) end
+    if table.concat(have, ", ") ~= table.concat(want, ", ") then
+      error(("F.layer_norm: %s is [%s]; over %d dimensions of [%s] it must be [%s]"):format(name,
+        table.concat(have, ", "), dims, table.concat(x:shape(), ", "), table.concat(want, ", ")))
+    end
+  end
+  local flat = over_last(x, dims, "F.layer_norm")
+  return ops.layer_norm(flat, w and w:reshape(-1), b and b:reshape(-1), eps):reshape(x:shape())
+end
 --- x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019).
 ---@param x ps.Tensor [..., C]
 ---@param w? ps.Tensor [C]
@@ -208,7 +239,8 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
 ---  first_head?: integer} mask bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
----  type: floats are added to scores, and those of -1e30 and less hide; a mask has no gradient. causal: query i sees
+---  type: floats are added to scores, and those of -1e30 and less hide; a mask of floats
+---  that needs a gradient gets one, by F.attention_weights. causal: query i sees
 ---  keys up to i + S - T, with window only the last `window` of them; scale default 1 / sqrt(D); dropout of the
 ---  weights, default 0; first_head: the number of q's first head where ranks share out the heads, so that masks are
 ---  those of one rank; default: that of the module that runs, where tensor_parallel divides its heads, else 0
@@ -217,9 +249,78 @@ function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
   if caller.tensor(q, "F.attention", "q") == nil then error("F.attention: q is missing") end
   local p = options.dropout or 0
+  local mask = options.mask
+  if mask ~= nil and mask:is_float() and mask:needs_grad() and scope.grad_enabled() then
+    return (F.attention_weights(q, k, v, options))
+  end
   return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
                        rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0,
                        first_head(options, p))
+end
+
+-- Which keys each query sees, bool [B or 1, H or 1, T, S], and what is added to scores; nil: all, nothing.
+local function seen_and_bias(mask, causal, window, T, S, device)
+  local seen, bias
+  if mask ~= nil then
+    local is_bool = mask.dtype_ == C.PS_BOOL
+    local m = mask:dim() == 2 and is_bool and mask:reshape(mask:size(0), 1, 1, mask:size(1)) or mask
+    if is_bool then seen = m
+    else
+      seen = m:gt(-1e30)
+      bias = m:masked_fill(seen:logical_not(), 0)
+    end
+  end
+  if causal then
+    local where = { dtype = "int64", device = device }
+    local last = tensor.arange(0, T, 1, where):reshape(T, 1) + (S - T)
+    local key = tensor.arange(0, S, 1, where):reshape(1, S)
+    local within = key:le(last)
+    if window and window > 0 then within = within:logical_and(key:gt(last - window)) end
+    seen = seen and seen:logical_and(within) or within
+  end
+  return seen, bias
+end
+
+--- As F.attention, from ops that keep all weights: a float mask may need a gradient, and the weights are given as well.
+---@param q ps.Tensor [B, H, T, D]
+---@param k ps.Tensor [B, G, S, D]
+---@param v ps.Tensor [B, G, S, D]
+---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
+---  first_head?: integer} F.attention's
+---@return ps.Tensor [B, H, T, D]
+---@return ps.Tensor weights [B, H, T, S] in the type of q, after dropout
+function F.attention_weights(q, k, v, options)
+  options = caller.options(options, "F.attention_weights", ATTENTION)
+  for name, x in pairs { q = q, k = k, v = v } do
+    if x:dim() ~= 4 then
+      error(("F.attention_weights: %s is [%s]; it takes [B, H, T, D]"):format(name, table.concat(x:shape(), ", ")))
+    end
+  end
+  local H, G, p = q:size(1), k:size(1), options.dropout or 0
+  if p > 0 and first_head(options, p) ~= 0 then
+    error("F.attention_weights: dropout of a part of the heads is not supported; use F.attention with a mask that "
+      .. "needs no gradient")
+  end
+  if H ~= G then
+    if G == 0 or H % G ~= 0 then error(("F.attention_weights: %d heads of keys do not divide %d"):format(G, H)) end
+    local B, S, D, E = k:size(0), k:size(2), k:size(3), v:size(3)
+    k = k:unsqueeze(2):expand(B, G, H / G, S, D):reshape(B, H, S, D)
+    v = v:unsqueeze(2):expand(B, G, H / G, S, E):reshape(B, H, S, E)
+  end
+  local dtype = q:dtype()
+  local function wide(x) return x:dtype() == "fp64" and x or x:to("fp32") end
+  local scores = wide(q):matmul(wide(k):transpose(-1, -2)) * (options.scale or 1 / math.sqrt(q:size(-1)))
+  local seen, bias = seen_and_bias(options.mask, options.causal, options.window, q:size(2), k:size(2), q:device())
+  if bias ~= nil then scores = scores + bias end
+  local weights
+  if seen == nil then weights = ops.softmax(scores)
+  else
+    -- Hidden keys get the weight 0, and a query that sees none gets it for all.
+    weights = ops.softmax(scores:masked_fill(seen:logical_not(), -1e30)):masked_fill(seen:logical_not(), 0)
+  end
+  if p > 0 then weights = F.dropout(weights, p) end
+  weights = weights:to(dtype)
+  return weights:matmul(v), weights
 end
 
 --- Self-attention over queries, keys and values side by side.

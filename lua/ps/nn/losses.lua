@@ -1,0 +1,83 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Losses as modules, with PyTorch's names: each calls the function of ps.F with the options that it was made with.
+local functional = require "ps.tensor.functional"
+local caller = require "ps.core.caller"
+local nn_module = require "ps.nn.module"
+local F = functional
+
+local losses = {}
+
+local REDUCTION = { none = true, mean = true, sum = true }
+local KL_REDUCTION = { none = true, mean = true, sum = true, batchmean = true }
+
+-- A module of F[name]. keys: its options; those in `buffers` are saved with the module.
+local function loss(class_name, name, keys, buffers)
+  local class = nn_module.class(class_name)
+  class.unscoped = true
+  --- Keeps the options of the function of ps.F that it calls, which are checked here.
+  ---@param options? table
+  function class:init(options)
+    options = caller.options(options, "nn." .. class_name, keys)
+    if options.reduction ~= nil then
+      caller.one_of(options.reduction, keys.log_target and KL_REDUCTION or REDUCTION,
+        "nn." .. class_name .. ": reduction")
+    end
+    for key in pairs(keys) do
+      if buffers and buffers[key] and options[key] ~= nil then self:buffer(key, options[key])
+      else self[key] = options[key] end
+    end
+  end
+  --- The loss of a prediction against its target.
+  ---@param x ps.Tensor
+  ---@param target ps.Tensor
+  ---@return ps.Tensor of 0 dimensions, unless the reduction is "none"
+  function class:forward(x, target)
+    local options = {}
+    for key in pairs(keys) do options[key] = self[key] end
+    return F[name](x, target, options)
+  end
+  function class:extra_repr()
+    local parts = {}
+    for key, kind in pairs(keys) do
+      if self[key] ~= nil and kind ~= "tensor" then parts[#parts + 1] = ("%s=%s"):format(key, tostring(self[key])) end
+    end
+    table.sort(parts)
+    return table.concat(parts, ", ")
+  end
+  losses[class_name] = class
+end
+
+local WEIGHT = { weight = true }
+
+loss("CrossEntropyLoss", "cross_entropy", { weight = "tensor", ignore_index = "whole", reduction = "string",
+  label_smoothing = "number" }, WEIGHT)
+loss("NLLLoss", "nll_loss", { weight = "tensor", ignore_index = "whole", reduction = "string" }, WEIGHT)
+loss("MSELoss", "mse_loss", { reduction = "string" })
+loss("L1Loss", "l1_loss", { reduction = "string" })
+loss("SmoothL1Loss", "smooth_l1_loss", { reduction = "string", beta = "number" })
+loss("HuberLoss", "huber_loss", { reduction = "string", delta = "number" })
+loss("BCELoss", "binary_cross_entropy", { reduction = "string" })
+loss("BCEWithLogitsLoss", "binary_cross_entropy_with_logits", { reduction = "string", pos_weight = "tensor" },
+  { pos_weight = true })
+loss("KLDivLoss", "kl_div", { reduction = "string", log_target = "boolean" })
+
+---@class ps.nn.CosineSimilarity: ps.nn.Module
+local CosineSimilarity = nn_module.class("CosineSimilarity")
+CosineSimilarity.unscoped = true
+
+--- The cosine of the angle between vectors along a dimension.
+---@param dim? integer default 1
+---@param eps? number default 1e-8
+function CosineSimilarity:init(dim, eps)
+  self.dim, self.eps = caller.whole(dim or 1, "nn.CosineSimilarity: dim"),
+    caller.typed(eps or 1e-8, "number", "nn.CosineSimilarity: eps")
+end
+--- The cosines of the angles between vectors of a and b.
+---@param a ps.Tensor
+---@param b ps.Tensor of a shape that broadcasts with a's
+---@return ps.Tensor without that dimension
+function CosineSimilarity:forward(a, b) return F.cosine_similarity(a, b, self.dim, self.eps) end
+function CosineSimilarity:extra_repr() return ("dim=%d, eps=%g"):format(self.dim, self.eps) end
+losses.CosineSimilarity = CosineSimilarity
+
+return losses
