@@ -415,6 +415,19 @@ describe("a pipeline", function()
     ]])
   end)
 
+  it("says on all ranks that a batch lacks targets", function()
+    lib.check(folder, 2, BEGIN .. [[
+      for i, batch in ipairs { x, { input_ids = x } } do
+        local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
+        fails(function()
+          local function run() for out in model:micro_batches(batch) do assert(out.loss) end end
+          if i == 1 then run() else ps.no_grad(run) end
+        end, "every batch needs targets", "model:generate")
+        pcall(model.close, model)
+      end
+    ]])
+  end)
+
   it("trains Llama's family", function()
     local one, first, second = both [[
       local llama = require "models.llama"

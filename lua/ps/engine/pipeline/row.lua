@@ -445,9 +445,10 @@ local function finish(self, micro, carry)
   local own = self.engine.own_loss
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
   local loss = batch.loss(out)
-  if loss == nil then
-    error("the last stage returned no loss: a loop over the micro-batches of a pipeline sends the loss to all ranks, "
-      .. "so every batch needs targets (labels, or y of (x, y)), within ps.no_grad, too; model:generate takes ids", 0)
+  if loss == nil or loss:numel() ~= 1 then
+    error("the last stage returned no loss of one number, which a loop over the micro-batches of a pipeline sends to "
+      .. "all ranks: every batch needs targets (labels, or y of (x, y)), within ps.no_grad, too; model:generate takes "
+      .. "ids alone", 0)
   end
   micro.out = out
   local noted = not (micro.targets and micro.targets.explicit) and loss_weight.of(loss)
