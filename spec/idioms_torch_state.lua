@@ -358,7 +358,7 @@ local function data(row)
     end
     assert(n == 6)
   end)
-  row("len(dataloader)", function(e) assert(loader(e).batches == 6) end)
+  row("len(dataloader)", function(e) assert(loader(e).batches == 6 and loader(e):size() == 6) end)
   row("next(iter(dataloader))", function(e) assert((loader(e):next()):tolist()[2][1] == 8) end)
   row("DataLoader(shuffle=True): each row once, another order each epoch", function(e)
     local all = loader(e, { shuffle = true, batch = 1 })

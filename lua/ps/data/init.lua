@@ -276,7 +276,8 @@ end
 ---@field world_size integer
 ---@field global_batch integer rows of all ranks together: batch * world_size
 ---@field seq integer
----@field batches integer full batches an epoch, the same on every rank
+---@field batches integer full batches per epoch, the same on every rank; `#loader` is 0, since LuaJIT does not ask an
+---  object for its length
 local Loader = require("ps.core.foreign").stand({}, "loader")
 Loader.__index = Loader
 function Loader:__tostring()
@@ -448,6 +449,10 @@ function Loader:epoch()
     return x, y
   end
 end
+
+--- The number of batches per epoch, `loader.batches`.
+---@return integer
+function Loader:size() return self.batches end
 
 --- The place of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
 ---@return {epoch: integer, batch: integer}
