@@ -228,17 +228,17 @@ end
 ---@param only? string a part of a guide or name
 function lib.run(layout, folder, only)
   io.stdout:setvbuf "line"                                 -- the lines of what is said on standard error stay apart
-  local losses = reference(5)
+  local losses, rank = reference(5), ps.rank()             -- BMTrain's rows close the group
   for _, idiom in ipairs(lib.IDIOMS) do
     local whole = idiom.guide .. ": " .. idiom.name
     if not only or whole:find(only, 1, true) then
       local wrong = outcome(idiom, layout, losses, folder)
-      if ps.rank() == 0 or wrong ~= "" then print(("%s | %s | %s"):format(layout, whole, wrong)) end
+      if rank == 0 or wrong ~= "" then print(("%s | %s | %s"):format(layout, whole, wrong)) end
     end
   end
 end
 
-for _, part in ipairs { "torch", "torch_state", "deepspeed", "hugging_face", "oslo" } do
+for _, part in ipairs { "torch", "torch_state", "deepspeed", "hugging_face", "oslo", "bmtrain" } do
   require("spec.idioms_" .. part)(rows_of, lib)
 end
 
