@@ -162,8 +162,12 @@ local function steps(row, lib)
     local plain = e.model_func()(e.whole_x):argmax(-1):eq(e.whole_y):float():mean():item()
     e.near(e:loss_of(got), plain, "the accuracy")
   end, lib.LOOP)
-  row("if torch.isnan(loss): break", function() ps.isnan(ps.zeros { 1 }) end, "t:isfinite()")
-  row("if loss.isnan(): break", function() ps.zeros({ 1 }):isnan() end, "t:isfinite()")
+  row("if torch.isnan(loss).item(): break", function()
+    assert(ps.isnan(ps.zeros { 1 }):item() == false and ps.isnan(ps.tensor { 0 / 0 }):item() == true)
+  end)
+  row("if loss.isnan().any().item(): break", function()
+    assert(ps.zeros({ 2 }):isnan():any():item() == false and ps.tensor({ 1, 0 / 0 }):isnan():any():item() == true)
+  end)
 end
 
 -- -- modes and freezing ---------------------------------------------------------------------------------------------
