@@ -96,6 +96,17 @@ describe("a hook of a tensor", function()
     assert.same({ 6, 6 }, x:grad():tolist())
   end)
 
+  it("stays with a parameter that model:to makes anew", function()
+    local layer, n = ps.nn.Linear(2, 2), 0
+    local handle = layer.weight:register_hook(function() n = n + 1 end)
+    layer:to "bf16"
+    layer(ps.ones({ 1, 2 }, { dtype = "bf16" })):sum():backward()
+    assert.equal(1, n)
+    handle:remove()
+    layer(ps.ones({ 1, 2 }, { dtype = "bf16" })):sum():backward()
+    assert.equal(1, n)
+  end)
+
   it("goes with its tensor", function()
     local waiting = require("ps.core.scope").waiting
     local function count()

@@ -30,8 +30,9 @@ end
 -- (autograd/function.lua), hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) does the work of the
 -- stop. args: the arguments of a segment. Tensors among them are bare references that this file releases: each holds
 -- the segment before it, so the collector would free only one segment of a chain per cycle.
+-- leaf: the tensor whose hooks these are (not a reference; C tells its end).
 ---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
----  reads_engine?: boolean}>
+---  reads_engine?: boolean, leaf?: ffi.cdata*}>
 local waiting = {}
 M.waiting = waiting
 
@@ -74,12 +75,13 @@ local function forget_reaped()
   end
 end
 
---- Forgets the functions that read parameters of an engine that was closed, and the hooks of its parameters. Such a
+--- Forgets the functions that read parameters of an engine that is about to be closed, and hooks of its parameters. A
 --- function may hold the model, which may hold one of its own outputs, and so the segment itself: a cycle through C
 --- that no collector sees.
-function M.engine_closed()
+function M.engine_closes()
+  forget_reaped()
   for id, entry in pairs(waiting) do
-    if entry.reads_engine then forget(id) end
+    if entry.reads_engine or entry.leaf and entry.leaf.managed ~= nil then forget(id) end
   end
 end
 

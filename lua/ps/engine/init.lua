@@ -219,8 +219,8 @@ function Engine:close()
   self.driver:close()
   if self.report then self.report:close() end
   if had_chunks then
+    scope.engine_closes()
     C.ps_engine_close(native.ctx)
-    scope.engine_closed()
   end
   scope.collect_all()
 end

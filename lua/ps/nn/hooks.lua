@@ -59,6 +59,11 @@ function hooks.has(module)
   return lists and (lists.before[1] or lists.after[1] or lists.back[1]) ~= nil or false
 end
 
+--- Gives a module the hooks of another one, whose place it takes.
+---@param from ps.nn.Module
+---@param to ps.nn.Module
+function hooks.move(from, to) rawset(to, "_hooks", rawget(from, "_hooks")) end
+
 -- -- backward ---------------------------------------------------------------------------------------------------------
 -- call: { module, list, n_in, grad_output } of one call of a module.
 local function run_back(call, grad_input)

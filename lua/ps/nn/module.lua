@@ -28,6 +28,7 @@ local foreign = require "ps.core.foreign"
 local load_plan = require "ps.nn.load_plan"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
+local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
@@ -437,6 +438,7 @@ function Module:to(target, ...)
         made_anew(tensor, name)
         Parameter(copy)
         shard.move(tensor, copy)
+        tensor_hooks.move(tensor, copy)
         if not tensor:needs_grad() then copy:requires_grad(false) end
       end
       copy:keep()

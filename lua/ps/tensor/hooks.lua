@@ -119,11 +119,23 @@ function hooks.register(t, fn)
   local id, place = tonumber(id_out[0]), place_out[0]
   local entry = scope.waiting[id]
   if not entry then
-    entry = { resume = resume, lists = {}, reads_engine = t.managed ~= nil }
+    entry = { resume = resume, lists = {}, leaf = t.node == nil and ffi.cast("ps_tensor *", t) or nil }
     scope.waiting[id] = entry
   end
   entry.lists[place] = entry.lists[place] or {}
   return hooks.add(entry.lists[place], fn)
+end
+
+--- Gives a leaf the hooks of another one, whose place it takes.
+---@param from ps.Tensor
+---@param to ps.Tensor
+function hooks.move(from, to)
+  if from.hook == nil then return end
+  check(C.ps_tensor_hook(from, id_out, place_out))
+  local entry = scope.waiting[tonumber(id_out[0])]
+  if not entry then return end
+  check(C.ps_tensor_hook(to, id_out, place_out))
+  scope.waiting[tonumber(id_out[0])] = { resume = resume, lists = entry.lists, leaf = ffi.cast("ps_tensor *", to) }
 end
 
 return hooks

@@ -7,6 +7,7 @@ local scope = require "ps.core.scope"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
+local tensor_hooks = require "ps.tensor.hooks"
 local pack = require "ps.engine.layout.pack"
 local kinds = require "ps.core.kinds"
 local share = require "ps.engine.layout.share"
@@ -151,6 +152,7 @@ local function place_param(entry, ids, offset, where)
   scope.no_grad(function() param:copy_(old) end)
   nn_module.Parameter(param)
   shard.move(old, param)
+  tensor_hooks.move(old, param)
   if not trains then param:requires_grad(false) end
   for _, at in ipairs(entry.places) do registry.put(at[1], at[2], param) end
   if trains and ids.mine then

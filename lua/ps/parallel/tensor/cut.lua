@@ -36,6 +36,8 @@ local nn_module = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
 local registry = require "ps.nn.registry"
 local hooks = require "ps.core.hooks"
+local module_hooks = require "ps.nn.hooks"
+local tensor_hooks = require "ps.tensor.hooks"
 local shard = require "ps.tensor.shard"
 local scope = require "ps.core.scope"
 local layers = require "ps.parallel.tensor.layers"
@@ -123,6 +125,7 @@ Cut.__index = Cut
 -- Puts a module in the place of a claim's module.
 local function put(claim, module)
   rawset(module, "training", claim.module.training)
+  module_hooks.move(claim.module, module)
   if rawget(claim.owner, claim.key) ~= nil then rawset(claim.owner, claim.key, module)
   else claim.owner[claim.key] = module end
 end
@@ -137,6 +140,7 @@ function Cut:take(claim, to, key, given)
     if not part then
       given.index, given.count, given.full_shape = self.region.rank, self.region.size, whole:shape()
       part = deferred.cut(self.model, whole, shard.new(given, claim.path .. "." .. key))
+      tensor_hooks.move(whole, part)
       self.parts[nn_module.address(whole)] = part
     end
   end
