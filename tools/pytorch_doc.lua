@@ -225,6 +225,14 @@ optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | { optimizer =, gamma
 optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | { optimizer =, T_max =, eta_min = }
 no_grad | ps.no_grad | takes a function
 utils.checkpoint.checkpoint | ps.recompute | the function gives tensors alone
+Tensor.backward | t:backward | options in a table, { retain_graph = true }; no create_graph
+Tensor.register_hook | t:register_hook | a change in place is refused
+autograd.Function | autograd.Function | autograd.Function "Name" makes one; where backward gives nil, the walk ends
+autograd.grad | autograd.grad | several results, not a tuple; options in a table; no create_graph
+autograd.gradcheck | autograd.gradcheck | all outputs at once, times drawn weights
+nn.Module.register_forward_pre_hook | module:register_forward_pre_hook |
+nn.Module.register_forward_hook | module:register_forward_hook |
+nn.Module.register_full_backward_hook | module:register_full_backward_hook |
 save | ps.save | .pt and .safetensors
 load | ps.load | never runs code of a file
 manual_seed | ps.manual_seed | other numbers than PyTorch's
@@ -251,7 +259,7 @@ local REST = [==[
 ]==]
 
 local HOMES = { ps = ps, ["ps.sched"] = ps.sched, F = ps.functional, nn = ps.nn, optim = ps.optim,
-  t = require("ps.tensor").methods }
+  autograd = ps.autograd, module = ps.nn.Module, t = require("ps.tensor").methods }
 local wrong = {}
 
 local function check_names(names, of)
@@ -281,9 +289,10 @@ for line in OPS:gmatch "[^\n]+" do
   entries[f[1]] = f
 end
 local lines = { "# From PyTorch", "",
-  "PyTorch's names (of `torch`) beside ours: `t` is a tensor, `F` is `ps.F`, `nn` and `optim` are `ps.nn` and",
-  "`ps.optim`. Every name here has PyTorch's meaning, apart from what the last column says. `make test-oracle`",
-  "compares them with PyTorch. `psluajit tools/pytorch_doc.lua` writes this page from `src/ops.def`.", "", "## Ops", "",
+  "PyTorch's names (of `torch`) beside ours: `t` is a tensor, `F` is `ps.F`, and `nn`, `optim` and `autograd` are",
+  "`ps.nn`, `ps.optim` and `ps.autograd`. Every name here has PyTorch's meaning, apart from what the last column says.",
+  "`make test-oracle` compares them with PyTorch. `psluajit tools/pytorch_doc.lua` writes this page from",
+  "`src/ops.def`.", "", "## Ops", "",
   "| op | PyTorch | here | differences |", "|---|---|---|---|" }
 for op = 0, ps.C.PS_OP_COUNT - 1 do
   local name = ps.op_info[op].name

@@ -178,6 +178,53 @@ describe("a training step without memory", function()
   end)
 end)
 
+describe("functions and hooks without memory", function()
+  local Gate = ps.autograd.Function "Gate"
+  function Gate.forward(context, x, w)
+    local s = x:sigmoid()
+    context:save_for_backward(x, s)
+    return x * s * w, x * 2
+  end
+  function Gate.backward(context, dy, dz)
+    local x, s = context:saved_tensors()
+    return dy * (s + x * s * (1 - s)) + dz * 2, dy * x * s
+  end
+
+  local function setup()
+    ps.manual_seed(1)
+    local state = { x = ps.randn({ 4, 8 }, { requires_grad = true }), w = ps.randn({ 4, 8 }, { requires_grad = true }) }
+    state.handle = state.w:register_hook(function(g) return g * 2 end)
+    return state
+  end
+
+  local function work(state)
+    local x, w = state.x, state.w
+    local y, z = Gate(x * 1, w)
+    y:register_hook(function(g) return g * 3 end)
+    local loss = ps.recompute(function(a, b) return Gate(a, b) * w end, y, z):sum()
+    local gx, gy = ps.autograd.grad(loss, { x, y }, { retain_graph = true })
+    loss:backward { retain_graph = true }
+    loss:backward()
+    return { gx:tolist(), gy:tolist(), x:grad():tolist(), w:grad():tolist() }
+  end
+
+  for _, mode in ipairs(MODES) do
+    it("survive " .. mode[1], function()
+      local first = setup()
+      local want = work(first)
+      first = nil                                            -- luacheck: ignore 311
+      walk(mode[2], { setup = setup, work = function(state) state.found = work(state) end,
+        check = function(state)
+          if state.found then assert.same(want, state.found) end
+          state.x:set_grad(nil)
+          state.w:set_grad(nil)
+          assert.same(want, work(state))
+          state.handle:remove()
+        end })
+    end)
+  end
+end)
+
 describe("files without memory", function()
   local folder
 
