@@ -488,6 +488,22 @@ int ps_saver_busy(ps_saver *s);                             /* 1 while it writes
 int ps_saver_wait(ps_saver *s, double *seconds);
 void ps_saver_free(ps_saver *s);                            /* waits, too */
 
+/* -- text files by line -------------------------------------------------------------------------------------------- */
+/* The rows of a text file: its lines that are not empty. A byte order mark at the start, and a carriage return at the
+ * end of a line, are no part of a row. For one thread at a time. */
+typedef struct ps_lines ps_lines;
+/* Opens a file. index: a file of ps_lines_save, or "" for none; if it does not belong to the file as it is, the file is
+ * read once. PS_EIO: the file cannot be read, or changes meanwhile. */
+int ps_lines_open(const char *path, const char *index, ps_lines **out);
+int ps_lines_scanned(const ps_lines *l);                    /* 1: the file was read, the index was of no use */
+int64_t ps_lines_count(const ps_lines *l);                  /* rows */
+/* Writes an index: where every 64th row begins, with the file's size and time. Atomic. PS_EIO: it cannot be written. */
+int ps_lines_save(const ps_lines *l, const char *index);
+/* Row i, from 0, lent until the next call: its bytes, and the number of its line from 1. PS_ERANGE: there is no such
+ * row. PS_EIO: the file was written to or cut since it was opened. */
+int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, int64_t *number);
+void ps_lines_close(ps_lines *l);
+
 /* -- token shards and the loader ----------------------------------------------------------------------------------- */
 typedef struct ps_tokens ps_tokens;
 /* Maps a shard: llm.c's .bin (header), or raw tokens of `width` bytes (2 or 4; 1: a text file read as bytes).

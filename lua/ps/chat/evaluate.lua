@@ -428,7 +428,7 @@ local function macro(node, name)
         raise("macro '%s' takes not more than %d argument(s)", name, #names)
       end
       if takes.kwargs then inner.vars.kwargs = rest end
-      if takes.varargs then inner.vars.varargs = values.tuple { unpack(args, #names + 1) } end
+      if takes.varargs then inner.vars.varargs = values.tuple(values.copied(args, #names + 1)) end
       state.depth = state.depth + 1
       local value = caught(run, inner)
       state.depth = state.depth - 1

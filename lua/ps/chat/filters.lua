@@ -100,7 +100,7 @@ end
 function filters.items(v)
   if getmetatable(v) == values.Undefined then return values.generator {} end
   if getmetatable(v) ~= values.Dict then raise "Can only get item pairs from a mapping." end
-  return values.generator { unpack(attributes.attribute(v, "items").call({}, {})) }
+  return values.generator(values.copied(attributes.attribute(v, "items").call({}, {})))
 end
 
 function filters.list(v)
@@ -227,7 +227,7 @@ function filters.map(v, args, named, scope)
   else
     local name = args[1] ~= nil and text.flat(args[1]) or raise "map requires a filter argument"
     local filter = filters[name] or raise("No filter named '%s'.", name)
-    local rest = { unpack(args, 2) }
+    local rest = values.copied(args, 2)
     fn = function(item) return filter(item, rest, named, scope) end
   end
   for i, item in ipairs(values.items(v)) do all[i] = fn(item) end
@@ -244,7 +244,7 @@ local function chooser(with_attribute, wanted)
     local test = values.truth
     if args[first] ~= nil then
       local name = text.flat(args[first])
-      local fn, rest = tests[name] or raise("No test named '%s'.", name), { unpack(args, first + 1) }
+      local fn, rest = tests[name] or raise("No test named '%s'.", name), values.copied(args, first + 1)
       test = function(item) return fn(item, rest) end
     end
     local all = {}

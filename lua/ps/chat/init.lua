@@ -286,7 +286,7 @@ local function generation_prompt(self, messages, options)
     if role and text.flat(role) == "user" then upto = i; break end
   end
   if not upto then return "" end
-  local shown = values.list { unpack(messages, 1, upto) }
+  local shown = values.list(values.copied(messages, 1, upto))
   local function text_of(prompt)
     local vars = variables_of(shown, options, false)
     vars.add_generation_prompt = prompt

@@ -193,7 +193,7 @@ local function write(v, options, pieces, depth)
     if #v.keys == 0 then return add "{}" end
     local keys = v.keys
     if options.sort_keys then
-      keys = { unpack(keys) }
+      keys = values.copied(keys)
       table.sort(keys, values.less)
     end
     add "{"

@@ -221,7 +221,7 @@ function list.count(v, args)
   for _, item in ipairs(v) do if values.equal(item, args[1]) then n = n + 1 end end
   return n
 end
-function list.copy(v) return setmetatable({ unpack(v) }, getmetatable(v)) end
+function list.copy(v) return setmetatable(values.copied(v), getmetatable(v)) end
 
 function dict.get(v, args, named)
   if args[1] == nil then raise "get expected at least 1 argument, got 0" end
@@ -234,7 +234,7 @@ function dict.items(v)
   for i, key in ipairs(v.keys) do pairs_[i] = values.tuple { key, values.get(v, key) } end
   return values.view(pairs_, "dict_items")
 end
-function dict.keys(v) return values.view({ unpack(v.keys) }, "dict_keys") end
+function dict.keys(v) return values.view(values.copied(v.keys), "dict_keys") end
 function dict.values(v)
   local all = {}
   for i, key in ipairs(v.keys) do all[i] = values.get(v, key) end

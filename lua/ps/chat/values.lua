@@ -120,6 +120,17 @@ function values.kind(v)
 end
 local kind = values.kind
 
+--- Items `first` to `last` of a list, which may be long, in a new Lua table.
+---@param items any[]
+---@param first? integer default 1
+---@param last? integer default the number of items
+---@return any[]
+function values.copied(items, first, last)
+  local copy = {}
+  for i = first or 1, last or #items do copy[#copy + 1] = items[i] end
+  return copy
+end
+
 --- Whether a value is a number that arithmetic takes; booleans count as 0 and 1.
 ---@param v any
 ---@return number? x
@@ -306,7 +317,7 @@ local function repr(v, pieces, depth)
   elseif class == Iterator and not v.sized then values.refuse "printing a generator: `| list` is missing"
   elseif class == Iterator then
     pieces[#pieces + 1] = v.kind .. "("
-    repr(values.list { unpack(v) }, pieces, depth + 1)
+    repr(values.list(values.copied(v)), pieces, depth + 1)
     pieces[#pieces + 1] = ")"
   else pieces[#pieces + 1] = values.str(v) end
 end

@@ -7,6 +7,7 @@
 --
 -- A list's metatable holds its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be
 -- changed: it returns 0 for every list (ps.nn.container).
+local ffi = require "ffi"
 local raw_ipairs, raw_pairs, raw_unpack = ipairs, pairs, unpack
 local raw_insert, raw_remove, raw_getn = table.insert, table.remove, table.getn
 local getmetatable, type, select = getmetatable, type, select
@@ -24,6 +25,18 @@ local function list_of(value)
   return meta.ps_list, value
 end
 
+-- Iterators of cdata that ipairs and pairs go through: { type, function }.
+local cdata = {}
+
+--- Has ipairs and pairs go through values of a C type.
+---@param ctype ffi.ctype*
+---@param each fun(value: ffi.cdata*): function, any, integer as ipairs returns it
+function lists.of_cdata(ctype, each) cdata[#cdata + 1] = { ctype, each } end
+
+local function each_of(value)
+  for _, row in raw_ipairs(cdata) do if ffi.istype(row[1], value) then return row[2] end end
+end
+
 --- Whether a value is a list of modules.
 ---@param value any
 ---@return boolean
@@ -32,12 +45,16 @@ function lists.is_list(value) return list_of(value) ~= nil end
 function lists.ipairs(t)
   local list, it = list_of(t)
   if list then return list.each(it) end
+  local each = type(t) == "cdata" and each_of(t)
+  if each then return each(t) end
   return raw_ipairs(t)
 end
 
 function lists.pairs(t)
   local list, it = list_of(t)
   if list then return list.each(it) end
+  local each = type(t) == "cdata" and each_of(t)
+  if each then return each(t) end
   return raw_pairs(t)
 end
 

@@ -14,6 +14,8 @@ local ffi = require "ffi"
 local array = require "ps.core.array"
 local mesh = require "ps.dist.mesh"
 local text_rows = require "ps.data.text_rows"
+local tables = require "ps.data.table"
+local formats = require "ps.data.formats"
 local exact = require "ps.core.exact"
 local C, check = native.C, native.check
 local int_array, handle_array = array "int32_t", array "ps_tokens *"
@@ -565,6 +567,8 @@ function data.windows(options)
     return give(self, x, y, rows, seq)
   end
 end
+
+data.table, data.format, data.conversation = tables.open, formats.recognise, formats.conversation
 
 exact.all(Tokens, "tokens:", true)
 exact.all(Loader, "loader:", true)

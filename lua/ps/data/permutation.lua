@@ -1,0 +1,38 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Permutations that are computed, not stored: a Feistel network over the smallest even number of bits that holds n, and
+-- values of n or more are put through it again until one is below n (cycle walking; Black and Rogaway, "Ciphers with
+-- arbitrary finite domains", 2002).
+local native = require "ps.core.ffi"
+local array = require "ps.core.array"
+local bit = require "bit"
+local C = native.C
+local word_array = array "uint64_t"
+
+local permutation = {}
+
+local ROUNDS = 6
+
+--- A function that gives the place of i, from 1 to n, in an order that depends on n and the seed alone.
+---@param n integer
+---@param seed integer
+---@return fun(i: integer): integer
+function permutation.new(n, seed)
+  local half = 1
+  while 4 ^ half < n do half = half + 1 end
+  local mask, shift, word = 2 ^ half - 1, 2 ^ half, word_array(3)
+  local function mixed(round, right)
+    word[0], word[1], word[2] = seed, round, right
+    return tonumber(bit.band(C.ps_xxh3(word, 24), mask))
+  end
+  return function(i)
+    local x = i - 1
+    repeat
+      local left, right = math.floor(x / shift), x % shift
+      for round = 1, ROUNDS do left, right = right, bit.bxor(left, mixed(round, right)) end
+      x = left * shift + right
+    until x < n
+    return x + 1
+  end
+end
+
+return permutation

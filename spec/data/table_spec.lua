@@ -1,0 +1,207 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.data.table: files of JSON lines, JSON lists and text, rows of a script, views, shuffles, forms and conversations,
+-- what files can have wrong, and tools/data.lua.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local tokens = require "spec.tokenizer_lib"
+local paths = require "ps.paths"
+local permutation = require "ps.data.permutation"
+local lfs = require "lfs"
+local fails = check.fails
+
+local folder
+before_each(function() folder = tokens.folder {} end)
+after_each(function()
+  collectgarbage()
+  tokens.remove(folder)
+end)
+
+local function file(name, text)
+  check.write(folder .. "/" .. name, text)
+  return folder .. "/" .. name
+end
+
+local function numbers(rows)
+  local list = {}
+  for i, row in ipairs(rows) do list[i] = row.n end
+  return list
+end
+
+local function counting(n)
+  local list = {}
+  for i = 1, n do list[i] = { n = i } end
+  return ps.data.table(list)
+end
+
+describe("a table of examples", function()
+  it("has the rows of JSON lines, with #, an index and ipairs", function()
+    local rows = ps.data.table(file("a.jsonl", '\239\187\191{"n": 1}\r\n\n{"n": 2}\n{"n": 3}'))
+    assert.equal(3, #rows)
+    assert.equal(2, rows[2].n)
+    assert.same({ 1, 2, 3 }, numbers(rows))
+    assert.equal('{"n": 3}', rows:json(3))
+    assert.equal(folder .. "/a.jsonl:4", rows:place(3))
+    fails(function() return rows[4] end, "there is no row 4; the table has 3, from 1")
+    fails(function() return rows[0] end, "there is no row 0")
+    fails(function() rows[1] = {} end, "cannot be written to")
+    fails(function() return rows:nosuch() end, "no method 'nosuch'")
+  end)
+
+  it("has the rows of lists, text, folders, patterns, Lua lists and functions", function()
+    local a, b = file("a.jsonl", '{"n": 1}\n'), file("b.json", '[{"n": 2}, {"n": 3}]')
+    assert.same({ 1, 2, 3 }, numbers(ps.data.table(folder)))
+    assert.same({ 2, 3, 1 }, numbers(ps.data.table { b, a }))
+    assert.same({ 1 }, numbers(ps.data.table(folder .. "/*.jsonl")))
+    assert.same({ 1, 2 }, numbers(ps.data.table { { n = 1 }, { n = 2 } }))
+    assert.same({ 1, 2 }, numbers(ps.data.table(function(i) return i < 3 and { n = i } or nil end)))
+    local text = file("c.txt", "one\n\ntwo\n")
+    assert.equal("two", ps.data.table(text)[2].text)
+    assert.equal("one\n\ntwo\n", ps.data.table(text, { text = "file" })[1].text)
+  end)
+
+  it("has views: map, filter, take, skip, split, concat, select", function()
+    local rows = counting(10)
+    local even = rows:filter(function(row) return row.n % 2 == 0 end)
+    assert.same({ 2, 4, 6, 8, 10 }, numbers(even))
+    assert.same({ 4, 8 }, numbers(even:map(function(row) return { n = 2 * row.n } end):take(2)))
+    assert.same({ 8, 10 }, numbers(even:skip(3)))
+    local first, rest = rows:split(0.7)
+    assert.same({ 7, 3 }, { #first, #rest })
+    assert.same({ 8, 9, 10, 2 }, numbers(rest:concat(even:take(1))))
+    assert.same({ 5, 5, 1 }, numbers(rows:select { 5, 5, 1 }))
+    assert.same({}, numbers(rows:skip(20)))
+    fails(function() return rows:select { 11 } end, "row 11; the table has 10")
+    fails(function() return rows:map(function() end)[1] end, "gave a nil for row 1")
+  end)
+
+  it("shuffles: every row once, by the seed alone", function()
+    for _, n in ipairs { 1, 2, 3, 4, 5, 16, 17, 1000 } do
+      local seen, place = {}, permutation.new(n, 7)
+      for i = 1, n do
+        local at = place(i)
+        assert.is_nil(seen[at])
+        assert.is_true(at >= 1 and at <= n)
+        seen[at] = true
+      end
+    end
+    local rows = counting(100)
+    assert.same(numbers(rows:shuffle(3)), numbers(rows:shuffle(3)))
+    assert.are_not.same(numbers(rows:shuffle(3)), numbers(rows:shuffle(4)))
+    -- the mean of |place - i| of a random permutation is (n^2 - 1) / (3 n); here 333 with a deviation of about 7
+    local moved, place = 0, permutation.new(1000, 1)
+    for i = 1, 1000 do moved = moved + math.abs(place(i) - i) end
+    assert.is_true(math.abs(moved / 1000 - 333) < 35, tostring(moved / 1000))
+  end)
+
+  it("keeps an index of a large file, and does not trust one of another file", function()
+    local line = '{"n": 1, "text": "' .. ("x"):rep(1000) .. '"}\n'
+    local path = file("big.jsonl", line:rep(17000))
+    assert.equal(17000, #ps.data.table(path))
+    assert.equal("file", lfs.attributes(path .. ".rows", "mode"))
+    assert.equal(17000, #ps.data.table(path))
+    check.write(path, line:rep(16999) .. '{"n": 2}\n')
+    local rows = ps.data.table(path)
+    assert.equal(2, rows[17000].n)
+    check.write(path, line:rep(17000))
+    fails(function() return rows[1] end, "big.jsonl")
+  end)
+
+  it("names the line of a bad row, or skips it and prints how many", function()
+    local path = file("a.jsonl", '{"n": 1}\n{"n": \n{"n": 3}\n[]\n5\n')
+    local rows = ps.data.table(path)
+    fails(function() return rows[2] end, "a.jsonl:2: not JSON")
+    fails(function() return rows[5] end, "a.jsonl:5: a row is a JSON object, and this is 5")
+    local script = "local t = require('ps').data.table('%s', { on_error = 'skip' }) print(#t)"
+    local out = check.run("", script:format(path))
+    assert.truthy(out:find("skipped 2 of 5 rows; the first:", 1, true), out)
+    assert.truthy(out:find("\n3\n", 1, true), out)
+  end)
+
+  it("refuses what it does not read", function()
+    fails(function() ps.data.table(file("a.jsonl.gz", "x")) end, ".gz", "gunzip")
+    fails(function() ps.data.table(file("a.csv", "x")) end, "write it as JSON lines")
+    fails(function() ps.data.table(folder .. "/none.jsonl") end, "there is no such file or folder")
+    fails(function() ps.data.table(folder .. "/*.json") end, "no file fits this pattern")
+    fails(function() ps.data.table(tokens.folder {}) end, "the folder has no .jsonl")
+    fails(function() ps.data.table(file("b.json", '{"a": 1}')) end, "a list of objects expected")
+    fails(function() ps.data.table(folder, { txt = 1 }) end, "txt")
+  end)
+end)
+
+local USER, REPLY = { role = "user", content = "Q" }, { role = "assistant", content = "A" }
+
+describe("the form of rows", function()
+  local function conversation(row)
+    local rows = ps.data.table { row }
+    local list = {}
+    for i, message in ipairs(ps.data.conversation(rows, 1)) do
+      list[i] = message.map.srole .. ": " .. message.map.scontent
+    end
+    return ps.data.format(rows), list
+  end
+
+  it("is recognised, and is a conversation", function()
+    for form, row in pairs {
+      messages = { messages = { USER, REPLY } },
+      sharegpt = { conversations = { { from = "human", value = "Q" }, { from = "gpt", value = "A" } } },
+      ["prompt and completion"] = { prompt = "Q", completion = "A" },
+      alpaca = { instruction = "Q", input = "", output = "A" },
+    } do
+      local found, list = conversation(row)
+      assert.equal(form, found)
+      assert.same({ "user: Q", "assistant: A" }, list)
+    end
+    assert.same({ "user: Q\n\nI", "assistant: A" },
+      select(2, conversation { instruction = "Q", input = "I", output = "A" }))
+    assert.same({ "user: Q", "assistant: A" }, select(2, conversation { prompt = { USER }, completion = { REPLY } }))
+    for form, row in pairs { text = { text = "x" }, preference = { prompt = "p", chosen = "c", rejected = "r" },
+      ids = { input_ids = { 1 } }, ["unpaired preference"] = { prompt = "p", completion = "c", label = true } } do
+      assert.equal(form, ps.data.format(ps.data.table { row }))
+    end
+  end)
+
+  it("keeps the order of keys of a file", function()
+    local rows = ps.data.table(file("a.jsonl",
+      '{"messages": [{"role": "assistant", "tool_calls": [{"z": 1, "a": 2.0}], "content": ""}]}\n'))
+    local call = ps.data.conversation(rows, 1)[1].map.stool_calls[1]
+    assert.same({ "z", "a" }, call.keys)
+  end)
+
+  it("is one for all rows, and known", function()
+    local rows = ps.data.table { { text = "x" }, { messages = { USER } } }
+    fails(function() ps.data.format(rows) end,
+      "rows[2]: a row in the form 'messages'; the first row is in the form 'text'")
+    fails(function() ps.data.format(ps.data.table { { a = 1, b = 2 } }) end, "the fields a, b are of no known form")
+    fails(function() ps.data.conversation(rows, 1) end, "rows[1]: a row in the form 'text' is no conversation")
+    fails(function() conversation { conversations = { { from = "alien", value = "x" } } } end, "from = 'alien'")
+    fails(function() conversation { messages = {} } end, "the conversation has no message")
+  end)
+end)
+
+describe("tools/data.lua", function()
+  local function run(words)
+    local p = assert(io.popen(("NO_COLOR=1 '%s' '%s'/tools/data.lua %s 2>&1; echo \"|$?\""):format(paths.exe,
+      paths.root, words)))
+    local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+    p:close()
+    return out, tonumber(code)
+  end
+
+  it("shows an example as the model sees it, and counts rows", function()
+    local model = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template =
+      "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+      .. "{{ '[assistant]' if add_generation_prompt }}" } })
+    local path = file("c.jsonl", '{"prompt": "Q", "completion": "ab"}\n{"prompt": "R", "completion": "abab"}\n')
+    local out, code = run(("show %s %s --row 2 --ids"):format(model, path))
+    assert.equal(0, code, out)
+    assert.truthy(out:find("[user]R;[assistant][[abab;]]", 1, true), out)
+    assert.truthy(out:find("c.jsonl:2): 22 tokens, 3 of them trained", 1, true), out)
+    out, code = run(("stats %s %s --max-length 21"):format(model, path))
+    assert.equal(0, code, out)
+    assert.truthy(out:find("43 tokens, 5 of them trained", 1, true), out)
+    assert.truthy(out:find("1 rows are longer than 21 tokens", 1, true), out)
+    out, code = run(("show %s %s"):format(model, file("d.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n')))
+    assert.truthy(code ~= 0 and out:find("no token is trained", 1, true), out)
+    tokens.remove(model)
+  end)
+end)

@@ -1,0 +1,223 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The lines of a text file of any size, by number. Opening reads the file once and notes where every 64th row begins; a
+ * file of these marks makes the next opening immediate. A row is a line that is not empty. Bytes are read by read
+ * calls, so that the file takes no memory and a file that is cut or changed is an error. */
+#include "base/alloc.h"
+#include "io/file.h"
+#include "ps.h"
+#include <stdbool.h>
+#include <string.h>
+
+enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
+static const char MAGIC[8] = "PSLINES1";
+
+typedef struct mark {
+    int64_t at;             /* the row's first byte in the file */
+    int64_t number;         /* of its line, from 1; empty lines count */
+} mark;
+
+typedef struct head {       /* of a file of marks; little-endian, as every machine this runs on */
+    char magic[8];
+    int64_t nbytes, written, count, nmarks;
+    uint64_t sum;           /* XXH3 of the marks */
+} head;
+
+struct ps_lines {
+    ps_map map;
+    int64_t count, nmarks, room;
+    mark *marks;            /* [room]; of rows 0, EACH, 2 EACH, ... */
+    char *row;              /* [row_room]: bytes around the last row that was read */
+    int64_t row_room;
+    bool scanned;           /* the marks are from the file itself */
+};
+
+static int note(ps_lines *l, int64_t at, int64_t number)
+{
+    if (l->count++ % EACH) return 0;
+    if (l->nmarks == l->room) {
+        int64_t room = l->room ? 2 * l->room : 64;
+        mark *marks = ps_realloc(l->marks, (size_t)room * sizeof *marks);
+        if (!marks) return ps_fail_nomem((size_t)room * sizeof *marks);
+        l->marks = marks;
+        l->room = room;
+    }
+    l->marks[l->nmarks++] = (mark){ at, number };
+    return 0;
+}
+
+/* Whether a line's bytes, without its newline, are an empty line: a carriage return may be there. */
+static bool is_empty(const char *line, int64_t nbytes)
+{
+    return nbytes == 0 || (nbytes == 1 && line[0] == '\r');
+}
+
+/* The first byte of the file's text, after a byte order mark. */
+static int64_t text_begin(const ps_lines *l)
+{
+    char bom[3];
+    if (l->map.nbytes < 3 || ps_map_read(&l->map, 0, bom, 3) < 0) return 0;
+    return memcmp(bom, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
+}
+
+static int scan(ps_lines *l)
+{
+    char *block = ps_alloc(BLOCK);
+    if (!block) return ps_fail_nomem(BLOCK);
+    int64_t begin = text_begin(l), number = 1;      /* of the current line: its first byte; its number */
+    bool first_is_return = false;                   /* the current line began with one in an earlier block */
+    int rc = 0;
+    for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
+        int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;
+        rc = ps_map_read(&l->map, at, block, n);
+        const char *p = block, *end = block + n;
+        while (rc >= 0 && p < end) {
+            const char *newline = memchr(p, '\n', (size_t)(end - p));
+            if (!newline) break;
+            int64_t length = at + (newline - block) - begin;
+            bool empty = length == 0 || (length == 1 && (begin >= at ? block[begin - at] == '\r' : first_is_return));
+            if (!empty) rc = note(l, begin, number);
+            number++;
+            p = newline + 1;
+            begin = at + (p - block);
+        }
+        if (begin >= at && begin < at + n) first_is_return = block[begin - at] == '\r';
+    }
+    int64_t rest = l->map.nbytes - begin;           /* a last line without a newline */
+    if (rc >= 0 && rest > 0 && !(rest == 1 && first_is_return)) rc = note(l, begin, number);
+    ps_free(block);
+    l->scanned = true;
+    return rc;
+}
+
+/* Reads marks of this very file: 1. Anything else leaves the marks empty, and the file is scanned: 0. */
+static int read_marks(ps_lines *l, const char *index)
+{
+    ps_map map;
+    int rc = ps_map_open(&map, index);
+    if (rc < 0) return rc == PS_ENOMEM ? rc : 0;
+    head h = { 0 };
+    bool good = map.nbytes >= (int64_t)sizeof h && ps_map_read(&map, 0, &h, sizeof h) >= 0
+        && memcmp(h.magic, MAGIC, sizeof MAGIC) == 0 && h.nbytes == l->map.nbytes && h.written == l->map.written
+        && h.count >= 0 && h.nmarks == (h.count + EACH - 1) / EACH
+        && map.nbytes == (int64_t)sizeof h + h.nmarks * (int64_t)sizeof(mark);
+    if (good && h.nmarks) {
+        l->marks = ps_alloc((size_t)h.nmarks * sizeof(mark));
+        if (!l->marks) rc = ps_fail_nomem((size_t)h.nmarks * sizeof(mark));
+        good = rc >= 0 && ps_map_read(&map, sizeof h, l->marks, h.nmarks * (int64_t)sizeof(mark)) >= 0
+            && ps_xxh3(l->marks, h.nmarks * (int64_t)sizeof(mark)) == h.sum;
+    }
+    if (good) {
+        l->count = h.count;
+        l->nmarks = l->room = h.nmarks;
+    } else {
+        ps_free(l->marks);
+        l->marks = NULL;
+    }
+    ps_map_close(&map);
+    return rc < 0 ? rc : good;
+}
+
+int ps_lines_open(const char *path, const char *index, ps_lines **out)
+{
+    PS_NEED(path);
+    PS_NEED(index);
+    PS_NEED(out);
+    ps_lines *l = ps_alloc0(sizeof *l);
+    if (!l) return ps_fail_nomem(sizeof *l);
+    int rc = ps_map_open(&l->map, path);
+    if (rc >= 0) rc = index[0] ? read_marks(l, index) : 0;
+    if (rc == 0) rc = scan(l);
+    if (rc >= 0) rc = ps_map_unchanged(&l->map);
+    if (rc < 0) ps_lines_close(l);
+    else *out = l;
+    return rc < 0 ? rc : 0;
+}
+
+int ps_lines_scanned(const ps_lines *l) { return l->scanned; }
+int64_t ps_lines_count(const ps_lines *l) { return l->count; }
+
+int ps_lines_save(const ps_lines *l, const char *index)
+{
+    PS_NEED(l);
+    PS_NEED(index);
+    int64_t nbytes = l->nmarks * (int64_t)sizeof(mark);
+    head h = { .nbytes = l->map.nbytes, .written = l->map.written, .count = l->count, .nmarks = l->nmarks,
+               .sum = ps_xxh3(l->marks, nbytes) };
+    memcpy(h.magic, MAGIC, sizeof MAGIC);
+    ps_tempfile file = PS_TEMPFILE_NONE;
+    int rc = ps_tempfile_open(&file, index);
+    if (rc >= 0) rc = ps_tempfile_reserve(&file, (int64_t)sizeof h + nbytes);
+    if (rc >= 0) rc = ps_tempfile_write(&file, 0, &h, sizeof h);
+    if (rc >= 0 && nbytes) rc = ps_tempfile_write(&file, sizeof h, l->marks, nbytes);
+    if (rc >= 0) rc = ps_tempfile_commit(&file);
+    ps_tempfile_close(&file);
+    return rc;
+}
+
+/* Makes room for n bytes of a row. */
+static int make_room(ps_lines *l, int64_t n)
+{
+    if (n <= l->row_room) return 0;
+    int64_t room = l->row_room ? l->row_room : STEP;
+    while (room < n) room *= 2;
+    char *row = ps_realloc(l->row, (size_t)room);
+    if (!row) return ps_fail_nomem((size_t)room);
+    l->row = row;
+    l->row_room = room;
+    return 0;
+}
+
+int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, int64_t *number)
+{
+    PS_NEED(l);
+    PS_NEED(text && nbytes && number);
+    if (i < 0 || i >= l->count)
+        return ps_fail(PS_ERANGE, "%s: there is no row %lld; the file has %lld", l->map.path, (long long)i,
+                       (long long)l->count);
+    PS_TRY(ps_map_unchanged(&l->map));
+    mark from = l->marks[i / EACH];
+    int64_t wanted = i % EACH, at = from.at, line = from.number;
+    int64_t held = 0, begin = 0;                    /* bytes in l->row, from `at` on; where the current line begins */
+    for (int64_t looked = 0;;) {
+        char *newline = held > looked ? memchr(l->row + looked, '\n', (size_t)(held - looked)) : NULL;
+        bool at_end = at + held == l->map.nbytes;
+        if (!newline && !at_end) {
+            if (begin) {                            /* the line moves to the front */
+                memmove(l->row, l->row + begin, (size_t)(held - begin));
+                at += begin;
+                held -= begin;
+                begin = 0;
+            }
+            looked = held;
+            int64_t n = held < STEP ? STEP : held;  /* long lines are read in steps that double */
+            if (n > l->map.nbytes - at - held) n = l->map.nbytes - at - held;
+            PS_TRY(make_room(l, held + n));
+            PS_TRY(ps_map_read(&l->map, at + held, l->row + held, n));
+            held += n;
+            continue;
+        }
+        int64_t end = newline ? newline - l->row : held;
+        if (!is_empty(l->row + begin, end - begin)) {
+            if (wanted-- == 0) {
+                if (end > begin && l->row[end - 1] == '\r') end--;
+                *text = l->row + begin;
+                *nbytes = end - begin;
+                *number = line;
+                return 0;
+            }
+        }
+        if (!newline)
+            return ps_fail(PS_EFORMAT, "%s: the file has fewer rows than its index says", l->map.path);
+        line++;
+        begin = looked = end + 1;
+    }
+}
+
+void ps_lines_close(ps_lines *l)
+{
+    if (!l) return;
+    ps_map_close(&l->map);
+    ps_free(l->marks);
+    ps_free(l->row);
+    ps_free(l);
+}

@@ -1,0 +1,103 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What a model sees of a file of conversations:
+--   psluajit tools/data.lua show MODEL FILE --row 3      one example, trained tokens in colour or in [[ ]]
+--   psluajit tools/data.lua stats MODEL FILE             lengths, tokens trained, and rows that no training can use
+-- MODEL is a folder of Hugging Face's with a tokenizer and a chat template, or a name in its cache. FILE is read as
+-- ps.data.table reads it: JSON lines with messages, conversations, prompt and completion, or instruction and output.
+local ps = require "ps"
+local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
+local folder = require "ps.pretrained.folder"
+local posix = require "posix.unistd"
+local whole = command_line.whole
+
+local parser = argparse("tools/data.lua", "Shows a file of conversations as a model sees it.")
+parser:require_command(true)
+local function command(name, text)
+  local one = parser:command(name, text)
+  one:argument("model", "a folder of Hugging Face's with a tokenizer and a chat template, or a name in its cache")
+  one:argument("file", "JSON lines of conversations, or a folder or pattern of such files")
+  one:option("--train-on", "the turns to train: assistant, last or all", "assistant"):choices {
+    "assistant", "last", "all" }
+  one:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
+  return one
+end
+local show = command("show", "Prints one example with its trained tokens marked.")
+whole(show:option("--row", "the row, from 1", "1"), 1)
+show:flag("--ids", "print the ids, too")
+local stats = command("stats", "Prints lengths and counts over all rows.")
+whole(stats:option("--max-length", "count the rows that are longer"), 1)
+local args = parser:parse()
+
+local function open()
+  local tok = ps.tokenizer.from_pretrained(folder.find(args.model))
+  local rows = ps.data.table(args.file)
+  local form = ps.data.format(rows)
+  print(("%s: %d rows in the form '%s'"):format(args.file, #rows, form))
+  return tok, rows, form
+end
+
+local function example(tok, rows, form, i)
+  return tok:apply_chat_template(ps.data.conversation(rows, i, form), { train_on = args.train_on, date = args.date })
+end
+
+local function shown()
+  local tok, rows, form = open()
+  local ids, mask = example(tok, rows, form, args.row)
+  local colour = posix.isatty(1) == 1 and not os.getenv "NO_COLOR"
+  local on, off = colour and "\27[32m" or "[[", colour and "\27[0m" or "]]"
+  local out, at = {}, 1
+  while at <= #ids do                                      -- runs of tokens that are trained, and that are not
+    local last = at
+    while last < #ids and mask[last + 1] == mask[at] do last = last + 1 end
+    local run = {}
+    for i = at, last do run[#run + 1] = ids[i] end
+    local text = tok:decode(run, { bytes = true })
+    out[#out + 1] = mask[at] == 1 and on .. text .. off or text
+    at = last + 1
+  end
+  print(table.concat(out))
+  if args.ids then print(table.concat(ids, " ")) end
+  local n = 0
+  for _, m in ipairs(mask) do n = n + m end
+  print(("row %d (%s): %d tokens, %d of them trained"):format(args.row, rows:place(args.row), #ids, n))
+  if n == 0 then error("no token is trained: the template writes nothing that the model has to produce", 0) end
+end
+
+local BARS = 40
+
+local function counted()
+  local tok, rows, form = open()
+  local lengths, trained, none, longer, total = {}, 0, {}, 0, 0
+  for i = 1, #rows do
+    local ids, mask = example(tok, rows, form, i)
+    local n = 0
+    for _, m in ipairs(mask) do n = n + m end
+    if n == 0 then none[#none + 1] = i end
+    lengths[i], trained, total = #ids, trained + n, total + #ids
+    if args.max_length and #ids > args.max_length then longer = longer + 1 end
+  end
+  local sorted = {}
+  for i, length in ipairs(lengths) do sorted[i] = length end
+  table.sort(sorted)
+  local function at(share) return sorted[math.max(1, math.ceil(share * #sorted))] end
+  print(("%d tokens, %d of them trained (%.1f %%)"):format(total, trained, 100 * trained / total))
+  print(("lengths: least %d, median %d, 95 %% up to %d, largest %d"):format(sorted[1], at(0.5), at(0.95),
+    sorted[#sorted]))
+  local width, bins, most = math.max(1, math.ceil((sorted[#sorted] + 1) / 16)), {}, 0
+  for _, length in ipairs(lengths) do
+    local bin = math.floor(length / width)
+    bins[bin] = (bins[bin] or 0) + 1
+    most = math.max(most, bins[bin])
+  end
+  for bin = math.floor(sorted[1] / width), math.floor(sorted[#sorted] / width) do
+    local n = bins[bin] or 0
+    print(("%7d to %-7d %7d %s"):format(bin * width, (bin + 1) * width - 1, n, ("#"):rep(math.ceil(n * BARS / most))))
+  end
+  if args.max_length then print(("%d rows are longer than %d tokens"):format(longer, args.max_length)) end
+  if #none > 0 then
+    error(("%d rows have no trained token; the first is row %d (%s)"):format(#none, none[1], rows:place(none[1])), 0)
+  end
+end
+
+command_line.try("data", args.show and shown or counted)
