@@ -167,7 +167,8 @@ exact.all(ps, "ps.")
 exact.all(ps.F, "F.")
 
 local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
-  tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.io.safetensors",
+  chat = "ps.chat", tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train",
+  safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name

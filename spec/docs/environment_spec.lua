@@ -47,7 +47,7 @@ describe("docs/environment.md", function()
     local stdlib = require "posix.stdlib"
     stdlib.setenv("PS_DISK_THREADS", "two")
     check.fails(function() environment.whole("PS_DISK_THREADS", 1) end,
-      "PS_DISK_THREADS is 'two'; it takes a whole number from 1")
+      "PS_DISK_THREADS is 'two'; it must be a whole number of at least 1")
     stdlib.setenv("PS_DISK_THREADS", "2")
     assert.equal(2, environment.whole("PS_DISK_THREADS", 1))
     stdlib.setenv("PS_DISK_THREADS", nil)
