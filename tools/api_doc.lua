@@ -251,7 +251,7 @@ out. Dimensions and indices of tensors count from 0, a shape is a table such as 
 long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   put ""
   section "ps"
-  local methods = require("ps.tensor").methods
+  local methods = require("ps.tensor").methods()
   local function shared_with(key)
     return methods[key] and key ~= "device" and key ~= "backward" and key ~= "where"
   end

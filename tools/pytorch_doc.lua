@@ -259,7 +259,7 @@ local REST = [==[
 ]==]
 
 local HOMES = { ps = ps, ["ps.sched"] = ps.sched, F = ps.functional, nn = ps.nn, optim = ps.optim,
-  autograd = ps.autograd, module = ps.nn.Module, t = require("ps.tensor").methods }
+  autograd = ps.autograd, module = ps.nn.Module, t = require("ps.tensor").methods() }
 local wrong = {}
 
 local function check_names(names, of)

@@ -2,8 +2,6 @@
 -- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
-require "ps.tensor.scatter"
-require "ps.tensor.small"
 local like = require "ps.tensor.like"
 local composed = require "ps.tensor.composed"
 local scope = require "ps.core.scope"
@@ -13,9 +11,10 @@ local process = require "ps.core.process"
 local random = require "ps.core.random"
 
 ---@class ps
+---@field functional ps.functional also as F; loaded when first used
+---@field F ps.functional
 local ps = {
   scope_begin = scope.begin, scope_end = scope.finish,
-  functional = require "ps.tensor.functional",
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   keep_cheap_outputs = scope.keep_cheap_outputs,
   offload_activations = scope.offload_activations,
@@ -24,7 +23,6 @@ local ps = {
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
   newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
 }
-ps.F = ps.functional
 for _, name in ipairs { "C", "ffi", "ctx", "check", "retry", "raise", "Error", "check_running", "give_room", "ops",
                         "op_info", "own", "dtype_code", "device_index", "device_name" } do
   ps[name] = native[name]
@@ -164,7 +162,10 @@ if require("ps.paths").interprets then scope.caught = require("ps.prompt.locals"
 require("ps.core.hooks").on("memory_short", function() return require("ps.memory.holders").refused() end)
 
 exact.all(ps, "ps.")
-exact.all(ps.F, "F.")
+tensor.later(function()
+  require "ps.tensor.scatter"
+  require "ps.tensor.small"
+end)
 
 local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
   chat = "ps.chat", tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train",
@@ -173,11 +174,20 @@ local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name
 
+local lazy_names = { F = true, functional = true }
+for name in pairs(lazy) do lazy_names[name] = true end
+
 local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
-  __names = function() return lazy end,
+  __names = function() return lazy_names end,
   __index = function(self, key)
+    if key == "F" or key == "functional" then
+      local functional = exact.all(require "ps.tensor.functional", "F.")
+      rawset(self, "F", functional)
+      rawset(self, "functional", functional)
+      return functional
+    end
     local module = lazy[key]
     if not module then return key == "checkpoint" and old_checkpoint or require("ps.core.foreign").find("ps", key) end
     local value = exact.all(require(module), key .. ".")

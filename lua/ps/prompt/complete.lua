@@ -12,7 +12,7 @@ for w in ([[and break do else elseif end false for function goto if in local nil
 ---@return table|nil
 function complete.methods_of(value)
   local ok, tensor = pcall(require, "ps.tensor")           -- the prompt works without the engine, too
-  if ok and require("ps.tensor.pretty").is_tensor(value) then return tensor.methods end
+  if ok and require("ps.tensor.pretty").is_tensor(value) then return tensor.methods() end
   return nil
 end
 

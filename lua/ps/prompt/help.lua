@@ -36,12 +36,12 @@ local function all_functions()
       end
     end
   end
-  add("t:", require("ps.tensor").methods, true)
+  add("t:", require("ps.tensor").methods(), true)
   for _, key in ipairs(TABLES) do add(PREFIX[key] or key .. ".", ps[key]) end
   add("nn.init.", ps.nn.init)
   add("model:", require("ps.engine").Engine.methods, true)
   for name, fn in pairs(annotations.pretrained()) do add("model:", { [name] = fn }, true) end
-  local methods, others = require("ps.tensor").methods, {}
+  local methods, others = require("ps.tensor").methods(), {}
   for name, value in pairs(ps) do
     if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
   end
@@ -181,7 +181,7 @@ function help.text(x)
   elseif scope.is_tensor(x) then
     wrap(lines, ("a tensor, %s [%s] on %s, with the methods"):format(x:dtype(), table.concat(x:shape(), ", "),
       x:device()), "")
-    wrap(lines, table.concat(sorted_functions(require("ps.tensor").methods), ", "), "  ")
+    wrap(lines, table.concat(sorted_functions(require("ps.tensor").methods()), ", "), "  ")
   elseif type(x) == "table" and rawget(x, "instance") and x.class_name then put_class(lines, x)
   elseif require("ps.nn.module").is_module(x) then
     put_class(lines, (select(2, getmetatable(x).__names(x))))

@@ -142,7 +142,7 @@ function F.geglu(gate, up, approximate)
   return ops.act_mul(gate, up, ACTS[approximate or "none"] or caller.one_of(approximate, ACTS, "F.geglu: approximate"))
 end
 
-F.relu, F.silu, F.tanh, F.sigmoid = tensor.methods.relu, ops.silu, ops.tanh, ops.sigmoid
+F.relu, F.silu, F.tanh, F.sigmoid = tensor.T.relu, ops.silu, ops.tanh, ops.sigmoid
 --- exp(x) over its sum along one dimension.
 ---@param x ps.Tensor
 ---@param dim? integer default -1

@@ -16,7 +16,32 @@ local hooks = require "ps.core.hooks"
 
 ---@class ps.Tensor
 local T = {}
-local M = { methods = T }
+local M = { T = T }                -- T: for files that add methods
+
+-- Loads files with further methods. `require "ps"` does not, since reading them takes time.
+local load_more = function() end
+
+--- Has methods loaded when a script first asks for a name that is not among those here.
+---@param load fun() requires the files that add them to T
+function M.later(load)
+  load_more = function()
+    load_more = function() end
+    setmetatable(T, nil)
+    load()
+  end
+  setmetatable(T, { __index = function(_, key)
+    if type(key) ~= "string" then return nil end
+    load_more()
+    return T[key]
+  end })
+end
+
+--- All methods of tensors.
+---@return table<string, function>
+function M.methods()
+  load_more()
+  return T
+end
 for name, fn in pairs(create) do M[name] = fn end
 for name, fn in pairs(arithmetic.methods) do T[name] = fn end
 M.along_last, M.where = arithmetic.along_last, arithmetic.where

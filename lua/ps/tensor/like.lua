@@ -9,7 +9,7 @@ local ops, caller = native.ops, native.caller
 local error = caller.error
 local is_tensor = scope.is_tensor
 
-local T = tensor.methods
+local T = tensor.T
 local M = {}
 
 local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }

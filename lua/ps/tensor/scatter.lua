@@ -11,7 +11,7 @@ local error = caller.error
 local is_tensor = scope.is_tensor
 local dim_index = create.dim_index
 
-local T = tensor.methods
+local T = tensor.T
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 

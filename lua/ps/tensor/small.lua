@@ -9,7 +9,7 @@ local error = caller.error
 local is_tensor = scope.is_tensor
 local dim_index = create.dim_index
 
-local T = tensor.methods
+local T = tensor.T
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 
