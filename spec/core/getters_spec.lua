@@ -7,8 +7,9 @@ local nn = ps.nn
 
 -- Functions without a needed argument whose names say that they do something.
 local VERBS = {}
-for name in ([[ backward release keep zero_ normal_ uniform_ requires_grad_ train eval zero_grad recompute_blocks step
-  skip close micro_batches generate to load_weights barrier forward save_pretrained save_parallelized apply
+for name in ([[ backward release keep zero_ normal_ uniform_ bernoulli_ requires_grad_ train eval zero_grad
+  recompute_blocks step skip close micro_batches generate to load_weights barrier forward save_pretrained
+  save_parallelized apply
 ]]):gmatch "%S+" do VERBS[name] = true end
 
 -- Names of the functions that a call without arguments is meant for.
