@@ -31,8 +31,6 @@ local begin = require "ps.engine.plan.begin"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
-local pipe_row = require "ps.engine.pipeline.row"
-local pipe_generate = require "ps.engine.pipeline.generate"
 local trained = require "ps.engine.step.trained"
 local unused = require "ps.engine.step.unused"
 local step = require "ps.engine.step"
@@ -181,7 +179,9 @@ end
 function Engine:generate(...)
   self = handle.own(self, "generate")
   self:check_open()
-  if self.driver.in_loops or self.tensor_parallel then return pipe_generate.generate(self, ...) end
+  if self.driver.in_loops or self.tensor_parallel then
+    return require("ps.engine.pipeline.generate").generate(self, ...)
+  end
   return self.module:generate(...)
 end
 
@@ -318,7 +318,7 @@ function Engine:take(request)
       self.built = build.place(self.module, place_options(self))
       self.masters = masters.new(self.built)
       self.optimizer = optimizer.new(self, self.built, self.cfg)
-      if self.stages then pipe_row.join(self.module, self.stages, self.built) end
+      if self.stages then require("ps.engine.pipeline.row").join(self.module, self.stages, self.built) end
       build.register(self.built, self.optimizer.group_of, #self.optimizer.groups, self)
       assemble(self, setup.finish(self))
       self.report = report.new(self)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
--- module built in staging chunks, and where updates run.
+-- module built in staging chunks, and where updates run. Files about several ranks are loaded when there are several:
+-- each full collection of Lua's garbage walks all that is loaded.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"
@@ -15,20 +16,14 @@ local hooks = require "ps.core.hooks"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
 local nn_module = require "ps.nn.module"
-local deferred = require "ps.nn.deferred"
 local adopt = require "ps.engine.state.adopt"
 local build = require "ps.engine.layout.build"
 local embed = require "ps.engine.layout.embed"
 local hybrid = require "ps.engine.plan.hybrid"
 local rates = require "ps.engine.plan.rates"
-local agreement = require "ps.engine.ranks.agreement"
-local stages = require "ps.engine.pipeline.stages"
-local tensor_parallel = require "ps.parallel.tensor.cut"
 local mesh = require "ps.dist.mesh"
 local place_options = require "ps.engine.layout.options"
 local own_loss = require "ps.engine.step.own_loss"
-local pipe_row = require "ps.engine.pipeline.row"
-local row_driver = require "ps.engine.pipeline.driver"
 local shortage = require "ps.engine.plan.shortage"
 local optim_groups = require "ps.optim.groups"
 local random_state = require "ps.dist.random_state"
@@ -230,7 +225,7 @@ function setup.configure(engine, request, config)
   fields.adds_up = fields.accumulate > 1 or cfg.pipeline.stages > 1
   fields.lookups = lookups_of(engine, fields)
   if cfg.seed then random.seed(cfg.seed) end
-  return fields, stages_group and pipe_row.request(cfg, stages_group) or nil
+  return fields, stages_group and require("ps.engine.pipeline.row").request(cfg, stages_group) or nil
 end
 
 -- Parameters of a module, and how many of them train.
@@ -261,7 +256,7 @@ end
 -- The function that cuts the layers of a model without values; nil: ranks share no layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
-  return how and function(module) tensor_parallel.cut(module, how) end or nil
+  return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
 -- Parameters that this rank has of a model which ranks cut. All ranks call this; how stages were cut is kept.
@@ -269,11 +264,11 @@ local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
   if pipeline then
-    module, made = stages.divide(model_func, pipeline, { device = engine.device_name,
+    module, made = require("ps.engine.pipeline.stages").divide(model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, cut = cut })
     pipeline.found = { costs = made.costs, first = made.first, times = made.times }
   else
-    module = deferred.make(model_func)
+    module = require("ps.nn.deferred").make(model_func)
     cut(module)
   end
   restore()
@@ -355,7 +350,7 @@ function setup.open_engine(engine, step, pipeline)
   scope.collect_all()                                -- garbage should not count against the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = engine
-  local ranks = group and agreement.new(engine) or nil
+  local ranks = group and require("ps.engine.ranks.agreement").new(engine) or nil
   if ranks and weighs then adam_rates = rates.of(engine, function(value) return ranks:least(value) end) end
   return { adam_rates = adam_rates, ranks = ranks }
 end
@@ -409,11 +404,13 @@ function setup.make_module(engine, request)
   end
   model_func = model_of(model_func)
   if pipeline then
+    local stages = require "ps.engine.pipeline.stages"
     local module, cut_into = stages.make(model_func, pipeline, { device = engine.device_name,
       precision = engine.precision, stage = to_chunk, cut = cutter(engine) })
     return { module = module, stages = cut_into }
   end
   if cut then
+    local tensor_parallel = require "ps.parallel.tensor.cut"
     return { module = tensor_parallel.make(model_func, cut, { device = engine.device_name, stage = to_chunk }) }
   end
   return { module = run_model(engine, model_func, to_chunk) }
@@ -488,7 +485,8 @@ end
 function setup.finish(engine)
   local cfg, fields = engine.cfg, {}
   if engine.stages and engine.stages.parts then
-    fields.driver = row_driver.new(engine, pipe_row.new(engine, engine.stages, mesh.group "pp"))
+    local row = require("ps.engine.pipeline.row").new(engine, engine.stages, mesh.group "pp")
+    fields.driver = require("ps.engine.pipeline.driver").new(engine, row)
   end
   local in_loops = (fields.driver or engine.driver).in_loops
   fields.slots = not engine.adds_up and engine.precision ~= "fp32"

@@ -2,7 +2,6 @@
 -- Models of others, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and makes the
 -- class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
 local create = require "ps.tensor.create"
-local deferred = require "ps.nn.deferred"
 local dist = require "ps.dist"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -335,6 +334,7 @@ function pretrained.load(name, options, family)
     end
     if native.recorder or hooks.heard "parameter" then return make(rest.device) end
     -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
+    local deferred = require "ps.nn.deferred"
     return deferred.materialize(deferred.make(make), { device = rest.device })
   end)
   files:close()
