@@ -92,7 +92,7 @@ function sections.state()
   check_exact("gpt2, everything fits", lib.fingerprint(steps, worker) == plain_print(run, 1))
   worker:close()
   local here = chunks.nbytes / chunks.numel
-  say("  gpt2, the engine's %d chunks: %.4f bytes a parameter, %.4f of them waste", chunks.count, here,
+  say("  gpt2, the engine's %d chunks: %.4f bytes per parameter, %.4f of them waste", chunks.count, here,
     (chunks.nbytes - chunks.used) / chunks.numel)
   local entries, numel = {}, 0
   for name, p in gpt2.new("gpt2-xl", { device = "meta", dtype = "bf16" }):named_parameters() do
@@ -101,7 +101,7 @@ function sections.state()
   end
   local chosen = pack.search(entries, { capacity = 6 * 2 ^ 30, state_bytes = 14 }).chosen
   local xl = chosen.layout.numel * 14 / numel
-  say("  gpt2-xl, laid out for a budget of 6 GiB: %d rows of chunks of %.1f Mi elements: %.4f bytes a parameter",
+  say("  gpt2-xl, laid out for a budget of 6 GiB: %d rows of chunks of %.1f Mi elements: %.4f bytes per parameter",
     #chosen.layout.chunks, chosen.size / MIB, xl)
   result.state_bytes_per_param = math.max(here, xl)
   result.gpt2_state_bytes_per_param, result.gpt2_xl_state_bytes_per_param = here, xl

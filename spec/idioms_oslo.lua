@@ -47,7 +47,7 @@ return function(rows_of)
       optimizer:zero_grad()
       step(e, losses[n], n)
     end
-  end, { tensor = "this model exists already, whole on each rank" })
+  end, { tensor = "this model already exists, whole on each rank" })
   row("for out in model(**batch): out.loss.backward()", function(e)
     local losses = own_losses(e)
     e.model, e.optimizer = ps.initialize { model_func = e.model_func, config = config_of(e), quiet = true }

@@ -142,7 +142,7 @@ describe("packing", function()
     refused("numel is -1", pack.pack, { { numel = -1, dtype = "bf16", trains = true } }, 1024)
     refused("trains is nil", pack.pack, { { numel = 1, dtype = "bf16" } }, 1024)
     refused("no option 'capacty'", pack.search, { good }, { capacty = 5 })
-    refused("capacity = 0: expected bytes above 0", pack.search, { good }, { capacity = 0 })
+    refused("capacity = 0: expected a number of bytes above 0", pack.search, { good }, { capacity = 0 })
   end)
 end)
 
@@ -184,10 +184,11 @@ describe("the search of the chunk size", function()
   it("says why nothing works", function()
     local chosen = pack.search(model_entries("gpt2-xl"), { capacity = GIB }).chosen
     assert.is_false(chosen.feasible)
-    assert.matches("transformer.wte.weight with its state takes 1.05 GiB of 1.00 GiB", chosen.why, 1, true)
+    assert.matches("transformer.wte.weight with its state needs 1.05 GiB, more than the budget of 1.00 GiB", chosen.why,
+      1, true)
     chosen = pack.search(model_entries("gpt2-xl"), { capacity = 2 * GIB, chunk_size = 64 * MI }).chosen
     assert.is_false(chosen.feasible)
-    assert.matches("6 chunks with their state take", chosen.why, 1, true)
+    assert.matches("6 chunks with their state need", chosen.why, 1, true)
   end)
 
   it("honours a size that is set, and the range", function()

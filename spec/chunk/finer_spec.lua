@@ -182,7 +182,7 @@ describe("a step that does not fit", function()
     assert.same({ "OP_CHUNKS", "host" }, { short.sub, short.tier })
     large.host = large.host + math.ceil((63 * KIB - short.left) / KIB)
     text = step(large)
-    assert.truthy(text:find("with its optimizer state takes 126.0 KiB", 1, true), text)
+    assert.truthy(text:find("with its optimizer state needs 126.0 KiB", 1, true), text)
   end)
 
   -- One failure is survived, since the engine collects and tries again; two in a row get through.
@@ -204,7 +204,7 @@ describe("a step that does not fit", function()
       else
         closed = closed + 1
         local text = tostring(problem)
-        assert.truthy(text:find("while the model was laid out anew", 1, true) and text:find("closed", 1, true), text)
+        assert.truthy(text:find("the new layout of the model failed", 1, true) and text:find("closed", 1, true), text)
         assert.truthy(inner(model).closed)
       end
       model:close()

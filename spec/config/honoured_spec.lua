@@ -584,7 +584,7 @@ describe("a configuration key that is called honoured", function()
           end
         end)
         model:close()
-        return not ok and tostring(problem):find("drifted apart by step 2", 1, true) ~= nil
+        return not ok and tostring(problem):find("states differ after step 2", 1, true) ~= nil
       end
       if drifts(2) and not drifts() then print "compared" end
     ]])

@@ -211,7 +211,7 @@ describe("loaders of ranks that train together", function()
     } do
       local said = { train(options) }
       for i = 1, 2 do
-        assert.matches("the ranks' loaders do not read the same: on rank 1 ", said[i], 1, true)
+        assert.matches("the ranks' loaders read different data: on rank 1 ", said[i], 1, true)
         assert.matches(words, said[i], 1, true)
       end
     end

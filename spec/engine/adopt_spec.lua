@@ -65,8 +65,9 @@ describe("ps.initialize(model, config)", function()
       end
     end
     os.remove(path)
-    fails(function() ps.initialize(tiny, config(), config()) end, "in second place and in third")
-    fails(function() ps.initialize(tiny()) end, "exists already", "ps.initialize(MODEL, CONFIG)")
+    fails(function() ps.initialize(tiny, config(), config()) end,
+      "both the second and the third argument are a configuration")
+    fails(function() ps.initialize(tiny()) end, "already exists", "ps.initialize(MODEL, CONFIG)")
   end)
 end)
 
@@ -131,15 +132,15 @@ describe("an optimizer that is given to ps.initialize", function()
     local used = optim.AdamW(module, { lr = 1e-2 })
     module(ps.ones { 1, 3 }):sum():backward()
     used:step()
-    fails(function() open { model = module, optimizer = used, config = config() } end, "has made 1 steps already")
+    fails(function() open { model = module, optimizer = used, config = config() } end, "has already made 1 steps")
     local function try(given, more, ...)
       fails(function() open { model = module, optimizer = given, config = config(more) } end, ...)
     end
-    try({}, nil, "one of ps.optim")
+    try({}, nil, "must be an optimizer of ps.optim")
     try(optim.Adam(module, { per_rank = true }), nil, "per_rank")
     try(optim.Adam(nn.Linear(2, 2)), nil, "does not have weight of the model")
     try(optim.Adam { module.weight }, nil, "does not have bias of the model", "requires_grad(false)")
-    try(optim.Adam { module.weight, module.bias, nn.Linear(2, 2).weight }, nil, "that are not the model's")
+    try(optim.Adam { module.weight, module.bias, nn.Linear(2, 2).weight }, nil, "that do not belong to the model")
     try(optim.Adam(module, { lr = 1e-2 }), { optimizer = { type = "Adam", params = { lr = 1e-3 } } },
       "optimizer.params.lr is 0.001", "the optimizer's lr is 0.01")
     try(optim.Adam(module), { optimizer = { type = "AdamW" } }, "the optimizer's type")
@@ -148,7 +149,7 @@ describe("an optimizer that is given to ps.initialize", function()
       "the optimizer's max_norm is 2")
     fails(function()
       open { model = module, optimizer = optim.Adam(module), config = config(), param_groups = { {} } }
-    end, "leave param_groups out")
+    end, "remove param_groups")
     -- none of these left the module to an engine: a plain optimizer still steps
     module(ps.ones { 1, 3 }):sum():backward()
     assert.is_false(used:step().skipped)

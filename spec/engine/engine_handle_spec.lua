@@ -108,7 +108,7 @@ describe("settings that the engine reads", function()
     end)
     io.stderr = stderr -- luacheck: ignore 122
     assert(ok, tostring(problem))
-    assert.truthy(table.concat(lines):find("recompute: the model has no nn.ModuleList", 1, true))
+    assert.truthy(table.concat(lines):find("recompute has no effect: the model has no nn.ModuleList", 1, true))
     assert.same({ -1, -1 }, trained())
   end)
 end)

@@ -118,7 +118,7 @@ describe("an error in the user's code", function()
       end, config = { memory = { host = MIB, disk = disk() } }, quiet = true }
     end)
     assert.equal(0, C.ps_engine_is_open(ctx))
-    fails({ "gave a number" }, function()
+    fails({ "returned a number" }, function()
       ps.initialize { model_func = function() return 7 end, config = {}, quiet = true }
     end)
   end)
@@ -140,7 +140,7 @@ describe("wrong use", function()
   it("of a second engine is refused, and of a closed one, whether or not another is open", function()
     local model, optimizer = open()
     local other
-    fails({ "open already", "model:close()" }, open)
+    fails({ "another engine is open", "model:close()" }, open)
     model:backward(model(x, y))                                -- the first is whole
     optimizer:step()
     model:close()
@@ -183,7 +183,7 @@ describe("wrong use", function()
         model(x, y):backward()
         model:backward(model(x, y))
       end
-      fails({ "call model:backward(loss), not loss:backward()" }, by_loss)
+      fails({ "call model:backward(loss) instead of loss:backward()" }, by_loss)
       optimizer:zero_grad()
       model:backward(model(x, y))
       optimizer:step()
@@ -284,7 +284,7 @@ describe("wrong use", function()
   it("of arguments and configurations is refused, and no engine is left", function()
     for words, fn in pairs {
       ["'modl'"] = function() ps.initialize { modl = 1 } end,
-      ["exists already"] = function() ps.initialize(gpt2.new "tiny") end,
+      ["already exists"] = function() ps.initialize(gpt2.new "tiny") end,
       ["single process"] = function() ps.initialize { model_func = gpt2.new, local_rank = 2 } end,
       ["contradict"] = function() open { fp16 = { enabled = true }, bf16 = { enabled = true },
         optimizer = { type = "AdamW", params = { adam_w_mode = false } } } end,
@@ -292,9 +292,11 @@ describe("wrong use", function()
       ["plain memory has no budgets"] = function() open { memory = { kind = "plain", host = MIB } } end,
       ["did you mean"] = function() open { gradient_cliping = 1 } end,
       ["memory.disk.path"] = function() open { memory = { disk = { limit = MIB } } } end,
-      ["no parameters"] = function() open({}, function() return nn.GELU() end) end,
+      ["no parameter that trains"] = function() open({}, function() return nn.GELU() end) end,
       ["fp64"] = function() open({}, function() return nn.Linear(4, 4, { dtype = "fp64" }) end) end,
-      ["lies on"] = function() open({ device = "sim" }, function() return nn.Linear(4, 4, { device = "cpu" }) end) end,
+      ["is on cpu, but the engine computes on sim"] = function()
+        open({ device = "sim" }, function() return nn.Linear(4, 4, { device = "cpu" }) end)
+      end,
     } do
       fails({ words }, fn)
       assert.equal(0, C.ps_engine_is_open(ctx), words)

@@ -230,7 +230,7 @@ describe("an engine's lines", function()
     end
     for _, memory in ipairs { "plain", "chunk" } do
       local text = run { steps_per_print = 2, memory = memory }
-      assert.truthy(text:match("^step 2: loss %d%.%d+, lr [%d.e-]+, [%d.e-]+ s a step\nstep 4: [^\n]*\n$"), text)
+      assert.truthy(text:match("^step 2: loss %d%.%d+, lr [%d.e-]+, [%d.e-]+ s per step\nstep 4: [^\n]*\n$"), text)
     end
   end)
 
@@ -241,7 +241,7 @@ describe("an engine's lines", function()
     assert.truthy(text:match("loss scale %d+, [1-3] of 4 skipped, "), text)
     assert.truthy(text:match("%(forward [%d.e-]+, backward [%d.e-]+, step [%d.e-]+%)"), text)
     text = run(tight({ steps_per_print = 4, chunk_size = 4096, eviction = "lru" }, "/tmp"))
-    assert.truthy(text:match("; moved %S+ %S+ up, %S+ %S+ down a step\n"), text)
+    assert.truthy(text:match("; fetched %S+ %S+, evicted %S+ %S+ per step\n"), text)
     assert.equal("", run { wall_clock_breakdown = true })
     assert.equal(10, inner(model).report.every)
   end)

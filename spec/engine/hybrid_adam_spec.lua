@@ -245,7 +245,7 @@ describe("rates", function()
       return { found.up, found.down, found.host_adam, tostring(found) }
     end)
     assert.same({ 3e9, measured.down, measured.host_adam }, { unpack(seen, 1, 3) })
-    assert.matches("in part from the configuration", seen[4])
+    assert.matches("partly from the configuration", seen[4])
   end)
 
   it("are refused where they are none", function()

@@ -180,7 +180,7 @@ describe("a loop over micro-batches", function()
     model:close()
     fails(function() turns({ train_batch_size = 6, train_micro_batch_size_per_gpu = 3 }, 7) end, "7 rows", "3 x 2")
     model:close()
-    fails(function() turns({ gradient_accumulation_steps = 2 }, 0) end, "no rows")
+    fails(function() turns({ gradient_accumulation_steps = 2 }, 0) end, "without rows")
   end)
 
   it("cuts a batch by names along the inputs that the model's table names", function()

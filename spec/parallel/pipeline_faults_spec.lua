@@ -123,7 +123,7 @@ describe("a stage of a pipeline", function()
   end)
 
   local LEFT = "%S*script%.lua:%d+: optimizer:zero_grad%(%) came before the end of a loop over micro%-batches, at "
-    .. "micro%-batch 2 of 4: .*go on from a checkpoint"
+    .. "micro%-batch 2 of 4: .*continue from a checkpoint"
   local LUCK = "script%.lua:%d+: no such luck"
   local OVER = "this group failed before and can be used no more; close it %(rank %d %(%S+%) gave up: " .. LEFT
 

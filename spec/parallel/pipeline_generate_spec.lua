@@ -164,9 +164,9 @@ describe("a rank of a pipeline", function()
 
   it("that begins something else than another one is named at once, with what each does", function()
     for _, case in ipairs {
-      { TRAINS, EVALUATES, "rank 1 begins an evaluation of 3 micro-batches, rank 0 a step of 3 micro-batches" },
-      { GENERATES, TRAINS, "rank 1 begins a step of 3 micro-batches, rank 0 generate" },
-      { EVALUATES, "x = x + 1 " .. EVALUATES, "rank 1 has another batch than rank 0 in an evaluation of 3" },
+      { TRAINS, EVALUATES, "rank 1 begins an evaluation of 3 micro-batches, but rank 0 begins a step of 3" },
+      { GENERATES, TRAINS, "rank 1 begins a step of 3 micro-batches, but rank 0 begins generate" },
+      { EVALUATES, "x = x + 1 " .. EVALUATES, "rank 1 has a different batch from rank 0 in an evaluation of 3" },
     } do
       lib.check(folder, 2, BEGIN .. ([[
         local model, optimizer = open { stages = 2 }
@@ -182,7 +182,7 @@ describe("a rank of a pipeline", function()
       local model = open { stages = 2 }
       fails(function()
         for out in model:micro_batches(x, y) do model:generate({ 4 }, 3) end
-      end, "model:generate came within a loop over micro-batches of this pipeline")
+      end, "model:generate was called within a loop over micro-batches of this pipeline")
     ]])
   end)
 end)

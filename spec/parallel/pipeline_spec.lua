@@ -222,7 +222,8 @@ describe("a pipeline", function()
     for plan in all[0].text:gmatch "it sends [^\n]* of gradients to other processes, ([^\n]*)" do
       plans[#plans + 1] = plan:gsub("each .*", "each")
     end
-    assert.same({ "once, and keeps them until then", "once, and keeps them until then", "in 6 backwards, each" }, plans)
+    local once = "once, and keeps them until the last"
+    assert.same({ once, once, "in 6 backwards, each" }, plans)
   end)
 
   -- Settings of 2 stages, by name: what rank 0 says of its row, and the layers that it holds.

@@ -187,7 +187,7 @@ describe("a pipeline", function()
         .. "local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }\n" .. script)
       for rank = 0, 1 do
         assert(all[rank].code ~= 0)
-        assert.truthy(all[rank].text:find("came within another one of this pipeline", 1, true), all[rank].text)
+        assert.truthy(all[rank].text:find("began within another loop of this pipeline", 1, true), all[rank].text)
       end
     end
   end)
@@ -202,7 +202,7 @@ describe("a pipeline", function()
       fails(function()
         if rank == 0 then return optimizer:step() end
         ps.no_grad(function() for _ in model:micro_batches(x, y) do end end)
-      end, "rank 1 begins an evaluation of 3 micro-batches, rank 0 optimizer:step()")
+      end, "rank 1 begins an evaluation of 3 micro-batches, but rank 0 begins optimizer:step()")
       print(("after %.1f s"):format(ps.now() - began))
     ]])
     for rank = 0, 1 do assert.truthy(tonumber(all[rank].text:match "after ([%d.]+) s") < 100, all[rank].text) end
@@ -218,7 +218,7 @@ describe("a pipeline", function()
               if mode == "enable_grad" then out.loss:backward() end
             end
           end)
-        end, "of 3 micro-batches with gather = true", "all ranks of a pipeline run the same script")
+        end, "of 3 micro-batches with gather = true", "all ranks of a pipeline must run the same script")
       end
     ]])
   end)
@@ -268,18 +268,19 @@ describe("a pipeline", function()
       end, "ps.initialize { loss = function(out, batch)")
       model:close()
     ]])
-    local words = "pipeline: 1 micro-batches in 2 stages leave 50 % of the ranks' time unused"
+    local words = "pipeline: with 1 micro-batches in 2 stages the ranks are idle for 50 % of the time"
     assert.truthy(all[0].text:find(words, 1, true), all[0].text)
   end)
 
   it("refuses stages with other batches, weights or settings", function()
     for _, case in ipairs {
       { "if rank == 1 then x = ps.randint(0, 256, { 6, 12 }, { dtype = 'int32' }) end", "", "",
-        "rank 1 has another batch, or weighs its losses otherwise, than rank 0" },
+        "rank 1 has a different batch, or different weights of losses, from rank 0" },
       { "", "", "ps.manual_seed(3 + rank)", "rank 1 goes on with another step count, learning rate" },
       { "", "", "if rank == 1 then optimizer.groups[1].weight_decay = 1 end", "or other setting of the optimizer" },
       { "", "", "if rank == 1 then model:parameters()[3]:requires_grad(false) end", "or other frozen parameters" },
-      { "", ", { weight = rank == 0 and 1 or 5 }", "", "the stages of a pipeline weigh the step's losses differently" },
+      { "", ", { weight = rank == 0 and 1 or 5 }", "",
+        "the stages of a pipeline weight the step's losses differently" },
     } do
       local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. ([[
         %s
@@ -392,7 +393,7 @@ describe("a pipeline", function()
       fails(function()
         ps.initialize { quiet = true, model_func = function() return Reads() end,
           config = { plan_print = false, pipeline = { stages = 2 } } }
-      end, "the model's parts cannot be counted", "reads no values in its forward")
+      end, "the model's parts cannot be counted", "must not read values in its forward")
       local dtype = "fp32"
       local Turns = nn.class("Turns", Reads)
       function Turns:parts()

@@ -254,7 +254,7 @@ describe("ranks that share a model", function()
     of("interleaved", 1, 6, all)                                           -- one rank adds them all
     of("interleaved", 2, 3, { true, false, true, true })                   -- 0, 0, 1
     of("zb_v", 3, 2, { true, false, false, false, false, true })           -- two have one sum in either order
-    local words = { "table.weight", "another order" }
+    local words = { "table.weight", "a different order" }
     fails({ "virtual stages 0, 1, 2, on ranks 0, 1, 0", unpack(words) }, function()
       of("interleaved", 2, 3, { true, true, true })
     end)

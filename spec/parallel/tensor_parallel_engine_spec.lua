@@ -107,8 +107,8 @@ describe("an engine on ranks with parts of the same layers", function()
       end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    all_say(all, "rank 3 has another batch, or weighs its losses otherwise, than rank 2, and both have parts of one "
-      .. "model", "micro-batch 5", "micro-batch 6")
+    all_say(all, "rank 3 has a different batch, or different weights of losses, from rank 2, but both have parts of "
+      .. "one model", "micro-batch 5", "micro-batch 6")
   end)
 
   it("finds that a rank weighed a loss otherwise, when the next step begins", function()
@@ -123,7 +123,7 @@ describe("an engine on ranks with parts of the same layers", function()
       end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    all_say(all, "rank 1 has another batch, or weighs its losses otherwise, than rank 0", "micro-batch 3",
+    all_say(all, "rank 1 has a different batch, or different weights of losses, from rank 0", "micro-batch 3",
       "micro-batch 4")
   end)
 
@@ -239,7 +239,7 @@ describe("an engine on ranks with parts of the same layers", function()
         end)
         print("problem: " .. tostring(not ok and problem))
       ]]):format(stage))
-      all_say(all, "drifted apart by step 4: parameter whole of rank", "step 3", "step 4\n")
+      all_say(all, "states differ after step 4: parameter whole of rank", "step 3", "step 4\n")
     end)
   end
 end)

@@ -209,7 +209,7 @@ describe("two ranks that share out layers", function()
         end)
         local was = false
         for text in pairs(require("ps.nn.handle").of(model).said) do
-          was = was or text:find "laid out anew" ~= nil
+          was = was or text:find "got a new layout" ~= nil
         end
         model:close()
         assert(ok, tostring(problem))

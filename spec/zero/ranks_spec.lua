@@ -117,7 +117,7 @@ describe("several processes", function()
       for rank = 0, 2 do
         assert.equal(1, all[rank].code, all[rank].text)
         assert.truthy(all[rank].text:find("step 3\n", 1, true), all[rank].text)
-        assert.truthy(all[rank].text:find("drifted apart by step 4", 1, true), all[rank].text)
+        assert.truthy(all[rank].text:find("states differ after step 4", 1, true), all[rank].text)
         assert.truthy(all[rank].text:find(case[3], 1, true), all[rank].text)
       end
     end)
@@ -196,7 +196,7 @@ describe("several processes", function()
       assert.equal(1, all[rank].code)
       assert.truthy(all[rank].text:find("gradients of other parameters", 1, true), all[rank].text)
     end
-    for rank, missing in pairs { [0] = "b.weight, b.bias", "none that has not been added up already" } do
+    for rank, missing in pairs { [0] = "b.weight, b.bias", "none whose gradient is not reduced already" } do
       local text = "without a gradient on rank " .. rank .. ": " .. missing
       assert.truthy(all[rank].text:find(text, 1, true), all[rank].text)
     end

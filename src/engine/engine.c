@@ -766,7 +766,7 @@ int ps_engine_is_open(ps_ctx *ctx) { return ctx->engine.open != NULL; }
 int ps_engine_open(ps_ctx *ctx, ps_step *step, const ps_chunk_config *config, const char *disk_folder)
 {
     if (ctx->closed) return ps_fail(PS_ESTATE, "the context is closed");
-    if (ctx->engine.open) return ps_fail(PS_ESTATE, "an engine is open already; end it with model:close() first");
+    if (ctx->engine.open) return ps_fail(PS_ESTATE, "another engine is open; close it with model:close() first");
     if (step->engine || step->is.open)
         return ps_fail(PS_ESTATE, "this step is another engine's, or has begun without one");
     if (config->budget[2] > 0 && !disk_folder)

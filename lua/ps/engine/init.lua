@@ -9,9 +9,9 @@
 --     optimizer:step()
 --   end
 --
--- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config); calling it in
--- with gradients begins a step. Before the first step of each shape a dry run tells which chunks are used when; from
--- that the step is planned, printed and carried out (engine/plan/forecast.lua, src/chunk/).
+-- The model behaves like the module it holds (model:parameters(), model:generate(...), model.config). A call with
+-- gradients enabled begins a step. Before the first step of each shape, a dry run records which chunks each op uses.
+-- The step's plan follows from that record, and is printed and carried out (engine/plan/forecast.lua, src/chunk/).
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local adopt = require "ps.engine.state.adopt"
@@ -43,13 +43,13 @@ local C = native.C
 ---@field module ps.nn.Module
 ---@field optimizer ps.EngineOptimizer
 ---@field cfg ps.Config
----@field accumulate integer micro-batches a step
+---@field accumulate integer micro-batches per step
 ---@field built ps.engine.Built
----@field steps integer calls of optimizer:step() that ended a step, skipped ones too
+---@field steps integer calls of optimizer:step() that ended a step, including skipped updates
 ---@field micro integer micro-batches of the step whose backward has run (engine/step/state.lua)
----@field torn false|{model: boolean, optimizer: boolean, text: string} an update failed in the middle: whether the
----  values of model and optimizer are of two steps, and the error of using them
----@field plain boolean parameters lie in plain memory (engine/state/plain.lua), not in chunks
+---@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle:
+---  whether the model and the optimizer have values of two steps, and the error that their use raises
+---@field plain boolean parameters are in plain memory (engine/state/plain.lua), not in chunks
 ---@field driver ps.engine.Driver performs the actions of its steps (engine/step/table.lua)
 ---@field plan ps.engine.PlanState of engine/plan/
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
@@ -76,32 +76,32 @@ function Engine:at_boundary()
   return self.micro == step.count(self)
 end
 
---- Refuses an engine that was closed: another engine may have the chunks. The error has the script's line.
+--- Refuses an engine that was closed: its chunks may belong to another engine now. The error has the script's line.
 function Engine:check_open()
   if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
 
---- Rejects a model that is torn: values of two steps.
+--- Refuses a torn model, whose values are those of two steps.
 function Engine:check_whole() step.check_whole(self) end
 
---- Abandons the step under way. Its gradients go, and parameters are what they were before it.
+--- Abandons the step under way. Drops its gradients. The parameters are those from before the step.
 function Engine:abandon() step.give_up(self) end
 
 Engine.backward = step.backward
 Engine.micro_batches = micro.batches
 
---- Sets the number of steps that have ended: a state was loaded.
+--- Sets the number of steps that have ended, when a state was loaded.
 ---@param steps integer
 function Engine:set_steps(steps) self.steps = steps end
 
---- Replaces the masters after the model was laid out anew, and drops the plans of the old layout.
+--- Replaces the masters after the model got a new layout, and drops the plans of the old layout.
 ---@param new_masters ps.engine.Masters
 function Engine:laid_out(new_masters)
   self.masters, self.traces, self.unplanned = new_masters, {}, {}
   self.plan.adam_split, self.plan.tables_on_host = false, false
 end
 
---- Called by the optimizer: the step is over.
+--- Ends the step. The optimizer calls this.
 function Engine:finish_step(info)
   self.steps = self.steps + 1
   if self.report then self.report:step_done(info) end
@@ -123,7 +123,8 @@ function Engine:train(mode)
   self.module:train(mode)
   return self.handle
 end
---- Sets the module to evaluation mode: no dropout. Steps go on as in training mode; ps.no_grad stops gradients.
+--- Sets the module to evaluation mode: no dropout. A step still works as in training mode; only ps.no_grad stops
+--- gradients.
 ---@return ps.Engine self
 function Engine:eval()
   self = handle.own(self, "eval")
@@ -131,12 +132,12 @@ function Engine:eval()
   return self.handle
 end
 Engine.to = trained.to
--- What converts the module, and so is refused as `to` is.
+-- Methods that convert the module. An engine refuses them.
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
 
---- Name -> tensor: fp32 values (masters where the parameter is of a half type) and buffers, as the host sees them.
---- Where ranks share the state out (zero_optimization.stage 1 to 3), each rank gets its own tensors, and rank 0 the
---- buffers. The tensors are lent: read or save them before the next step.
+--- Name -> tensor: fp32 values (the masters of half parameters) and buffers, as the host sees them. If ranks share the
+--- state (zero_optimization.stage 1 to 3), each rank gets the tensors that it owns, and rank 0 also the buffers. The
+--- tensors are lent: read or save them before the next step.
 ---@return table<string, ps.Tensor>
 function Engine:state_dict()
   self = handle.own(self, "state_dict")
@@ -149,32 +150,32 @@ function Engine:state_dict()
   return state
 end
 
---- The module's save_pretrained, of the fp32 values; all ranks call it, rank 0 writes.
+--- Calls the module's save_pretrained with the fp32 values. All ranks call it; rank 0 writes.
 ---@param folder string|{save_directory: string} also by name among the options
----@param options? {max_shard_size?: integer|string} what the module's own takes
----@return any ... what the module's own gives
+---@param options? {max_shard_size?: integer|string} the options of the module's save_pretrained
+---@return any ... its results
 function Engine:save_pretrained(folder, options)
   self = handle.own(self, "save_pretrained")
   local save = self.module.save_pretrained
   if not save then
-    caller.error "this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) writes its values"
+    caller.error "this model has no save_pretrained; ps.safetensors.save(path, model:state_dict()) saves its values"
   end
   return save(self.module, folder, self.handle, options)
 end
 
---- The module's save_parallelized, of the fp32 values; all ranks call it, also between backward and step.
+--- Calls the module's save_parallelized with the fp32 values. All ranks call it, also between backward and step.
 ---@param folder string|{save_directory: string} also by name among the options
 ---@param options? {merge_checkpoints?: boolean}
----@return any ... what the module's own gives
+---@return any ... its results
 function Engine:save_parallelized(folder, options)
   self = handle.own(self, "save_parallelized")
   local write = self.module.save_parallelized
-  if not write then caller.error "this model has no save_parallelized; ps.checkpoints.save writes its state" end
+  if not write then caller.error "this model has no save_parallelized; ps.checkpoints.save saves its state" end
   return write(self.module, folder, self.handle, options)
 end
 
---- The module's generate; all ranks of a model that is cut into stages or layers call it.
----@param ... any what the module's own takes
+--- Calls the module's generate. If a model is cut into stages or layers, all its ranks call it.
+---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids
 function Engine:generate(...)
   self = handle.own(self, "generate")
@@ -185,10 +186,10 @@ function Engine:generate(...)
   return self.module:generate(...)
 end
 
---- Copies values in by name, into the masters where there are any. A step under way is given up. One tensor at a time
---- is in memory, whatever the budgets. Where ranks share the state out, each takes its own tensors. A state without any
---- tensor of other ranks is this rank's own, as state_dict gives it, and need not have theirs; buffers that it lacks
---- come from rank 0. All ranks call this, and an error of one is an error of all.
+--- Copies values in by name, into the masters of half parameters. Abandons a step under way. One tensor at a time is in
+--- memory, whatever the budgets. If ranks share the state, each loads the tensors that it owns. A state that has none
+--- of the other ranks' tensors is taken as this rank's own, as state_dict returns it, and may lack theirs; buffers that
+--- it lacks come from rank 0. All ranks call this, and an error of one rank is an error of all.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -198,7 +199,7 @@ function Engine:load_state_dict(state, options)
   return own_state.load(self, state, options)
 end
 
---- Gives up a step that has begun, so that the engine is between steps, without gradients.
+--- Abandons a step that has begun. The engine is then between steps, without gradients.
 function Engine:end_step()
   if step.acts(self) then
     caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
@@ -206,7 +207,7 @@ function Engine:end_step()
   if step.is_open(self) then step.give_up(self) end
 end
 
---- Ends the engine: chunks, budgets and the disk file go, and the parameters' bytes with them.
+--- Ends the engine. Frees its chunks, budgets and disk file, and with them the bytes of the parameters.
 function Engine:close()
   self = handle.own(self, "close")
   if self.closed then return end
@@ -225,7 +226,7 @@ function Engine:close()
   scope.collect_all()
 end
 
--- The methods of the model that scripts get, by name. The other methods are for the files of the program.
+-- The methods of the model that scripts may call, by name. The other methods are for files of psluajit.
 Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "save_pretrained",
   "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
@@ -233,9 +234,9 @@ Engine.methods = {}
 for _, name in ipairs(Engine.PUBLIC) do
   Engine.methods[name] = exact.of(assert(Engine[name]), "model:" .. name, true)
 end
-for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -- which refuses all, and says why
+for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -- refuses all of them with a reason
 
---- A call of the model: with gradients the forward of a micro-batch, which may begin a step.
+--- Calls the model. With gradients enabled this is the forward of a micro-batch, which may begin a step.
 ---@param ... any
 ---@return any ...
 function Engine:call(...)
@@ -245,7 +246,7 @@ end
 
 local HANDLE = handle.instance(Engine.methods, Engine.call)
 
--- Fields of an engine that are not its own: methods, and what its step tells of itself.
+-- The metatable of an engine: fields that it lacks are methods, or state of its step.
 local INSTANCE = { __index = function(self, key)
   local field = step.fields[key]
   if field then return field(self) end
@@ -255,7 +256,7 @@ end, __newindex = function(self, key, value)
   rawset(self, key, value)
 end }
 
--- Runs a part of an engine's making. An error ends the engine.
+-- Runs one part of making an engine. An error ends the engine.
 local function making(self, fn)
   local ok, problem = pcall(fn)
   if ok then return end
@@ -264,13 +265,13 @@ local function making(self, fn)
   error(problem, 0)
 end
 
--- Adds fields to an engine, which a file that makes a part of the engine has returned.
+-- Adds to an engine the fields that one of the files that make it returned.
 local function assemble(self, fields)
   for name, value in pairs(fields) do self[name] = value end
 end
 
---- An engine without its model: the configuration is read and the chunks are open, so that parameters can be staged as
---- they are made. engine:take gives it the model.
+--- Opens an engine without its model: reads the configuration and opens the chunks, so that parameters can be moved
+--- into chunks as they are made. engine:take gives it the model.
 ---@param request table of setup.request, or its fields: config, quiet, loss, param_groups, ...
 ---@return ps.Engine
 local function open(request)
@@ -306,7 +307,8 @@ local function take_plain(self, request)
   self.report = report.new(self)
 end
 
---- Makes the model of a request, lays its parameters out and makes their optimizer. A failure closes the engine.
+--- Makes the model of a request, puts its parameters into chunks and makes their optimizer. A failure closes the
+--- engine.
 ---@param request table
 function Engine:take(request)
   self.param_groups = request.param_groups
@@ -329,12 +331,12 @@ function Engine:take(request)
 end
 
 --- Makes an engine.
----@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by name,
----  with param_groups; optimizer, one of ps.optim over `model` that is not in use yet, which becomes this model's; and
----  loss, a function of the model's output and the batch
----@param local_rank? integer|table|string or the configuration, in second place
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by
+---  name, which may also have param_groups; optimizer, an unused optimizer of ps.optim over `model`, which becomes this
+---  model's; and loss, a function of the model's output and the batch
+---@param local_rank? integer|table|string or the configuration, as the second argument
 ---@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
----@param client? table memory settings for a module that exists already
+---@param client? table memory settings, for a module that already exists
 ---@return ps.Engine model
 ---@return ps.EngineOptimizer optimizer
 local function initialize(model_func, local_rank, cfg, client)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loops over a step's micro-batches, which are cut from a batch or drawn from a loader.
+-- Loops over a step's micro-batches, which are cut from a batch or read from a loader.
 --
 --   for x, y in loader:epoch() do
 --     optimizer:zero_grad()
@@ -7,9 +7,9 @@
 --     optimizer:step()
 --   end
 --
--- Each micro-batch is weighed by its targets, so that the gradient is that of the batch's mean loss. Random numbers are
--- those of the uncut batch: dropout counts samples by their place in the batch. engine/step/loops.lua performs the
--- turns.
+-- Each micro-batch is weighted by its targets, so that the gradient is that of the batch's mean loss. Random numbers
+-- are those of the uncut batch: dropout counts samples by their position in the batch. engine/step/loops.lua performs
+-- the turns.
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
@@ -40,7 +40,7 @@ local function request(...)
     given[given.n], given.n = nil, given.n - 1
   end
   local draws = type(first) == "table" and type(first.next) == "function"
-  if draws and given.n > 1 then caller.error "model:micro_batches takes a loader alone, or a batch alone" end
+  if draws and given.n > 1 then caller.error "model:micro_batches takes either a loader or a batch" end
   return options, draws and first or nil, not draws and batch.spread(unpack(given, 1, given.n)) or nil
 end
 
@@ -52,12 +52,12 @@ local function drawn(loader, number, count)
   return given
 end
 
--- The number of micro-batches that a batch of so many rows is cut into, the same on all ranks: that of the
--- configuration. Where it has none, a micro-batch has train_micro_batch_size_per_gpu rows, or else one.
+-- The number of micro-batches for a batch of `rows` rows, the same on all ranks. The configuration sets it; if it does
+-- not, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
-  if rows == 0 then caller.error "a batch of no rows cannot be cut into micro-batches" end
+  if rows == 0 then caller.error "a batch without rows cannot be cut into micro-batches" end
   if trains and cfg.counts_micro_batches and size and rows > size * most then
     caller.error(("the batch has %d rows, but the configuration's train_micro_batch_size_per_gpu x "
       .. "gradient_accumulation_steps is %d x %d"):format(rows, size, most))
@@ -66,17 +66,18 @@ local function count_of(engine, rows, trains)
   local count = math.min(most, rows)
   if engine.ranks then count = engine.ranks:least(count) end
   if count > types.MICRO_BATCHES then
-    caller.error(("%d micro-batches, one of each row; a step has at most %d: write gradient_accumulation_steps"):format(
+    caller.error(("the batch makes %d micro-batches of one row; a step has at most %d: set "
+      .. "gradient_accumulation_steps"):format(
       count, types.MICRO_BATCHES))
   end
   if count > 1 and not engine.adds_up and engine.precision ~= "fp32" then
-    caller.error(("%d micro-batches in %s need memory in which gradients are added up: write "
-      .. "gradient_accumulation_steps into the configuration"):format(count, engine.precision))
+    caller.error(("%d micro-batches in %s need memory to accumulate gradients: set "
+      .. "gradient_accumulation_steps in the configuration"):format(count, engine.precision))
   end
   return count
 end
 
--- Ends the scope of a turn. An outer scope may have ended it already.
+-- Ends the scope of a turn, unless an outer scope has already ended it.
 local function end_scope(self)
   if not self.scope then return end
   local ok, problem = pcall(scope.finish, self.scope)
@@ -86,8 +87,8 @@ end
 
 ---@class ps.engine.MicroBatches: ps.engine.Loop
 ---@field engine ps.Engine
----@field trains boolean forwards of a step; else forwards without gradients
----@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
+---@field trains boolean true: forwards of a step; false: forwards without gradients
+---@field take fun(number: integer): any[] returns a micro-batch and sets its random numbers
 ---@field ended boolean
 ---@field sample integer the number of the batch's first sample when the loop began
 local Loop = {}
@@ -106,7 +107,7 @@ function Loop:next()
   local engine = self.engine
   if self.trains then return step.next(engine, self) end
   local ok, out = pcall(engine.driver.look, engine.driver, self)
-  if not ok then engine.driver:abandon(out) end              -- other ranks get the cause
+  if not ok then engine.driver:abandon(out) end              -- other ranks get the reason
   if not (ok and out) then self:left() end
   if not ok then error(out, 0) end
   return out
@@ -127,7 +128,7 @@ function Loop:left()
   if self.sample then random.state().sample = self.sample end
 end
 
--- Makes a loop over the rows of a batch. Where they do not divide evenly, the first micro-batches have one row more.
+-- Makes a loop over the rows of a batch. If they do not divide evenly, the first micro-batches have one row more.
 local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
@@ -144,15 +145,15 @@ local function split_rows(self, given)
   return self
 end
 
---- A loop over a step's micro-batches, `for out in model:micro_batches(x, y) do`. Takes x, y (y[i] is the target of
---- x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, of which it draws as many batches. There
---- are gradient_accumulation_steps of them, fewer of a batch with fewer rows; where the configuration has no such
---- number, one for each row (train_micro_batch_size_per_gpu: for so many rows). out.loss is a micro-batch's own mean
---- loss. model:backward(out.loss), or out.loss:backward(), belongs into each turn, optimizer:step() behind the loop;
---- the gradient is that of the mean over the targets of all. Within ps.no_grad the loop is of forwards alone. All ranks
---- call it.
----@param ... any x, y, or a batch by names, or a loader; then perhaps {gather?: boolean} (gather: tensors besides the
----  loss, such as out.logits, are on all ranks, not on those alone that computed them)
+--- A loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. Takes x and y (y[i] is the target of
+--- x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, from which it reads one batch per
+--- micro-batch. There are gradient_accumulation_steps micro-batches, or fewer if the batch has fewer rows. If the
+--- configuration does not set that number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row. out.loss
+--- is the mean loss of the micro-batch. Call model:backward(out.loss), or out.loss:backward(), in each turn, and
+--- optimizer:step() after the loop; the gradient is that of the mean over all targets. In ps.no_grad the loop runs only
+--- forwards. All ranks call it.
+---@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean} (gather: all ranks get
+---  the tensors other than the loss, such as out.logits, not only the ranks that computed them)
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
   engine = handle.own(engine, "micro_batches")
@@ -170,14 +171,14 @@ function micro.batches(engine, ...)
   return self
 end
 
---- model(...) of a model that is cut into stages: a batch by names gives a loop over its micro-batches.
+--- Calls a model that is cut into stages: a batch by names returns a loop over its micro-batches.
 ---@param engine ps.Engine
 ---@return fun(): table? turns
 function micro.call(engine, ...)
   engine:check_open()
   if not batch.is_named(batch.spread(...)) then
-    caller.error(("this model is cut into %d stages, whose forwards and backwards go on side by side: write `for out "
-      .. "in model:micro_batches(x, y) do` in place of model(x, y)"):format(engine.cfg.pipeline.stages))
+    caller.error(("this model is cut into %d stages, which run forwards and backwards at the same time: write `for out "
+      .. "in model:micro_batches(x, y) do` instead of model(x, y)"):format(engine.cfg.pipeline.stages))
   end
   return micro.batches(engine, ...)
 end

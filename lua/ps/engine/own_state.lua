@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loading a model's state in an engine of several ranks. A state is whole, or this rank's own, as model:state_dict()
--- gives it: without the tensors that other ranks have. Buffers that all ranks have are in the state of the first of
--- them alone, which sends them to the others.
+-- Loads a model's state in an engine of several ranks. A state is whole, or this rank's own, as model:state_dict()
+-- returns it: without the tensors that other ranks own. Buffers that all ranks have are only in the state of the first
+-- rank, which sends them to the others.
 local scope = require "ps.core.scope"
 local agree = require "ps.dist.agree"
 local mesh = require "ps.dist.mesh"
@@ -9,8 +9,8 @@ local step = require "ps.engine.step"
 
 local own_state = {}
 
--- The groups of ranks in which the first rank's state alone has buffers: the ranks that share state out, and the stages
--- of a pipeline. A buffer of one stage alone does not travel between stages.
+-- The groups of ranks in which only the first rank's state has buffers: the ranks that share the state, and the stages
+-- of a pipeline. everywhere: a buffer that only one stage has is not sent between stages.
 local function groups(engine)
   local list = {}
   if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
@@ -18,7 +18,7 @@ local function groups(engine)
   return list
 end
 
--- The buffers of this rank's layers, in the order of the model; everywhere: those alone that all stages have.
+-- The buffers of this rank's layers, in the order of the model; everywhere: only those that all stages have.
 local function buffers(engine, everywhere)
   local stages, list = engine.stages, {}
   for name, tensor in engine.module:named_buffers() do
@@ -28,7 +28,7 @@ local function buffers(engine, everywhere)
   return list
 end
 
--- Names of the buffers that the first rank of a group has for this one.
+-- Names of the buffers that the first rank of a group sends to this one.
 local function sent(engine)
   local names = {}
   for _, at in ipairs(groups(engine)) do
@@ -39,7 +39,7 @@ local function sent(engine)
   return names
 end
 
--- Sends the buffers that some rank's state lacks.
+-- Sends the buffers that are missing in some rank's state.
 local function share(engine, has)
   for _, at in ipairs(groups(engine)) do
     local list = at.group and buffers(engine, at.everywhere) or {}
@@ -61,7 +61,7 @@ local function merged(options, elsewhere)
   return more
 end
 
--- Whether a source has a name.
+-- A function that tells whether a source has a name.
 local function holder(state)
   if not state.read_into then return function(name) return state[name] ~= nil end end
   local set = {}
@@ -70,7 +70,7 @@ local function holder(state)
 end
 
 --- Loads a state into the module of an engine; all ranks call it. An error of one rank is an error of all, unless the
---- state says of itself that it is whole (state.whole): its reader compares ranks by itself.
+--- state has the field `whole`: its reader then compares the ranks itself.
 ---@param engine ps.Engine
 ---@param state table<string, ps.Tensor>|table or an open file
 ---@param options? {strict?: boolean, check_only?: boolean}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The making of an engine: the arguments of ps.initialize, the configuration applied to this machine, budgets, the
--- module built in staging chunks, and where updates run. Files about several ranks are loaded when there are several:
+-- Makes an engine: reads the arguments of ps.initialize, applies the configuration to this machine, sets budgets,
+-- builds the module in staging chunks, and decides where updates run. Files about several ranks are loaded when there are several:
 -- each full collection of Lua's garbage walks all that is loaded.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
@@ -32,7 +32,7 @@ local error = caller.error
 
 local setup = {}
 
-local open                  -- the engine that has the context's chunks, until it is closed
+local open                  -- the engine that owns the context's chunks, until it is closed
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
@@ -41,18 +41,19 @@ local ARGUMENTS = { model_func = "function|table", model = "table", local_rank =
 local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number",
   momentum = "number", dampening = "number", nesterov = "boolean" }
 
--- Checks groups of parameters. A parameter goes to the first group whose match is true; the last may have no match, and
--- takes what is left.
+-- Checks groups of parameters. A parameter belongs to the first group whose match returns true; the last group may have
+-- no match, and gets the remaining parameters.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
-  if type(groups) ~= "table" or #groups == 0 then refuse(" is a list of tables, one for each group") end
+  if type(groups) ~= "table" or #groups == 0 then refuse(" must be a list of tables, one for each group") end
   for i, group in ipairs(groups) do
     if type(group) ~= "table" then refuse("[%d] is a %s, not a table", i, type(group)) end
     for key, value in pairs(group) do
       local kind = OF_GROUPS[key]
       if not kind then
-        refuse("[%d] has '%s'; a group has match = function(name, parameter), which chooses, lr, weight_decay, Adam's "
+        refuse("[%d] has an unknown key '%s'; a group may have match = function(name, parameter), lr, "
+          .. "weight_decay, Adam's "
           .. "betas and eps, and SGD's momentum, dampening and nesterov", i, tostring(key))
       elseif type(value) ~= kind then
         refuse("[%d].%s is a %s, not a %s", i, key, type(value), kind)
@@ -63,13 +64,14 @@ local function check_groups(groups)
   end
 end
 
--- Refuses settings of groups that the optimizer of the configuration does not have.
+-- Refuses settings of groups that the configuration's optimizer does not have.
 local function check_kind(list, kind)
   local known = { match = true }
   for _, key in ipairs(optim_groups.SETTINGS[kind]) do known[key] = true end
   for i, group in ipairs(list or {}) do
     for key in pairs(group) do
-      if not known[key] then error(("ps.initialize: param_groups[%d].%s is none of %s's"):format(i, key, kind)) end
+      if not known[key] then error(("ps.initialize: param_groups[%d].%s is not a setting of %s"):format(
+        i, key, kind)) end
     end
   end
 end
@@ -82,7 +84,7 @@ function setup.request(first, local_rank, cfg, client)
   local request
   if (nn_module.is_module(first) or type(first) == "function") and
     (type(local_rank) == "table" or type(local_rank) == "string") then
-    if cfg ~= nil then error "ps.initialize: a configuration came in second place and in third: give one" end
+    if cfg ~= nil then error "ps.initialize: both the second and the third argument are a configuration; pass one" end
     request = { config = local_rank, client = client }
     if nn_module.is_module(first) then request.model = first else request.model_func = first end
     request.module = request.model
@@ -99,15 +101,15 @@ function setup.request(first, local_rank, cfg, client)
       .. type(first))
   end
   if request.module and request.model == nil and request.client == nil then
-    error("ps.initialize: this model exists already, so plain memory has held it whole: write model_func = function() "
-      .. "return MODEL end, which makes it in chunks, or ps.initialize(MODEL, CONFIG) to have this one moved there")
+    error("ps.initialize: this model already exists, whole, in plain memory: write model_func = function() "
+      .. "return MODEL end to make it in chunks, or ps.initialize(MODEL, CONFIG) to move this one into chunks")
   end
   if not request.module and type(request.model_func) ~= "function" then
     error("ps.initialize: model_func must be a function that makes the model")
   end
   if request.optimizer then
-    if request.param_groups then error "ps.initialize: the optimizer has its groups; leave param_groups out" end
-    if not request.module then error "ps.initialize: an optimizer comes with its module, as `model`" end
+    if request.param_groups then error "ps.initialize: the optimizer has its own groups; remove param_groups" end
+    if not request.module then error "ps.initialize: an optimizer needs its module; pass it as `model`" end
     adopt.check(request.optimizer)
     request.param_groups = adopt.groups(request.optimizer, request.module)
   end
@@ -116,8 +118,8 @@ function setup.request(first, local_rank, cfg, client)
   local group = mesh.group "world"
   local mine = group and dist.local_rank() or 0
   if (request.local_rank or mine) ~= mine then
-    error(("ps.initialize: local_rank %s, but this is %s"):format(tostring(request.local_rank),
-      group and "local rank " .. mine or "a single process (ps.init_distributed comes before ps.initialize)"))
+    error(("ps.initialize: local_rank is %s, but this is %s"):format(tostring(request.local_rank),
+      group and "local rank " .. mine or "a single process (call ps.init_distributed before ps.initialize)"))
   end
   request.config = request.config or {}
   return request
@@ -130,8 +132,8 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- Bytes that ratios and shares refer to, of the host and of the named device: the free ones and those that this process
--- holds, since budgets count those, too.
+-- The bytes of the host and of the named device to which ratios and shares of the configuration refer: free bytes plus
+-- those that this process holds, since budgets include the latter.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
@@ -144,7 +146,7 @@ local function available(device)
   return there
 end
 
--- The device of "auto": cuda where a GPU can be used. A GPU that is there and cannot be used gets a note.
+-- The device of "auto": cuda if a GPU can be used. Prints a note if there is a GPU that cannot be used.
 local function choose_device(engine)
   local ok, err = pcall(devices.open, "cuda")
   if ok then return "cuda" end
@@ -152,14 +154,14 @@ local function choose_device(engine)
   return "cpu"
 end
 
--- Settings made outside of the configuration (by the mesh, by the script's optimizer), by keys of the configuration.
+-- Settings made outside the configuration (by the mesh, by the script's optimizer), by keys of the configuration.
 local function asked(request)
   local all = copied(mesh.asked())
   for key, said in pairs(request.optimizer and adopt.settings(request.optimizer) or {}) do all[key] = said end
   return all
 end
 
-local said = {}                 -- notes on configurations, which a job has once however many engines it makes
+local said = {}                 -- notes on configurations; a job prints each once, for all its engines
 
 local function note_of_job(engine, text)
   if said[text] then return end
@@ -167,16 +169,16 @@ local function note_of_job(engine, text)
   engine:note(text)
 end
 
--- How ranks share the layers of a model; false: they share none.
+-- The way in which ranks share the layers of a model; false: they share none.
 local function layers_of(engine, cfg)
   local group, how = mesh.group "tp", cfg.tensor_parallel
   if not group then return false end
   local function note(text) if mesh.group("world"):rank() == 0 then engine:note(text) end end
   local layers = { group = group, sequence = how.sequence_parallel, keep_gathered = how.tp_keep_gathered,
     pieces = mesh.pieces(how.tp_overlap_comm), note = note }
-  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"          -- rows travel during products
+  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"          -- rows are exchanged during products
   if layers.pieces > 1 and not layers.beside then
-    local text = "tp_overlap_comm: on " .. cfg.device .. " rows travel before and behind whole products"
+    local text = "tp_overlap_comm: on " .. cfg.device .. " rows are exchanged before and after whole products"
     note(text)
     hooks.tell("plan_note", text)
   end
@@ -188,7 +190,8 @@ local function lookups_of(engine, fields)
   local wanted = embed.wanted(fields, function(text) engine:note(text) end)
   if not wanted or fields.zero_stage == 0 then return wanted end
   if fields.cfg.use_cpu_embedding == true then
-    engine:note("use_cpu_embedding: parameters that ranks share out are looked up where they are gathered")
+    engine:note("use_cpu_embedding has no effect: ranks share the parameters, and tables are looked up where they "
+      .. "are gathered")
   end
   return false
 end
@@ -206,7 +209,7 @@ function setup.configure(engine, request, config)
     auto = request.auto, client = request.client, device = function() return choose_device(engine) end })
   hooks.tell("settings", cfg)
   if request.optimizer and cfg.optimizer.type ~= request.optimizer.kind.name then
-    error(("ps.initialize: the optimizer is %s, and optimizer.params.adam_w_mode makes it %s"):format(
+    error(("ps.initialize: the optimizer is %s, but optimizer.params.adam_w_mode makes it %s"):format(
       request.optimizer.kind.name, cfg.optimizer.type))
   end
   check_kind(request.param_groups, cfg.optimizer.type)
@@ -228,7 +231,7 @@ function setup.configure(engine, request, config)
   return fields, stages_group and require("ps.engine.pipeline.row").request(cfg, stages_group) or nil
 end
 
--- Parameters of a module, and how many of them train.
+-- The number of a module's parameters, and of those that train.
 local function count(module)
   local numel, trained = 0, 0
   for _, p in ipairs(module:parameters()) do
@@ -237,10 +240,10 @@ local function count(module)
   return { numel = numel, trained = trained }
 end
 
--- The function that makes the model: the script's, or that of a plan which looks at other sizes.
+-- The function that makes the model: the script's, or that of a planner which tries other sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- The same of a model that is made on the meta device to be counted; nil when its function cannot run there.
+-- The same counts for a model that is made on the meta device; nil if its function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = create.set_default_device("meta")
@@ -253,13 +256,13 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
--- The function that cuts the layers of a model without values; nil: ranks share no layers.
+-- The function that cuts the layers of a model without data; nil: ranks share no layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Parameters that this rank has of a model which ranks cut. All ranks call this; how stages were cut is kept.
+-- The number of parameters that this rank has of a cut model. All ranks call this. The cut into stages is kept.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
@@ -278,7 +281,7 @@ local function count_own(engine, pipeline)
   return numel
 end
 
--- Parameters of which this process keeps the state, or a share of it; nil where they cannot be counted.
+-- The number of parameters whose state this process keeps, or shares; nil if they cannot be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
@@ -286,8 +289,8 @@ local function count_kept(engine, pipeline)
   return counted and counted.numel
 end
 
--- Bytes a parameter that this process keeps at most: of state, of a gradient and of staging. Where ranks share these
--- out, it is this rank's part, and a tenth more, since parts are uneven.
+-- The most bytes per parameter that this process keeps: state, gradient and staging. If ranks share these, it is this
+-- rank's share plus 10 %, since shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -296,8 +299,8 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
--- Bytes of the disk file: the limit, or as many as this process's part of the model's state and the staging of its
--- parameters need.
+-- Bytes of the disk file: the limit, or the bytes for this process's share of the model's state and for the staging of
+-- its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
@@ -306,32 +309,33 @@ local function disk_bytes(engine, pipeline)
   local free = disk_free(disk.path)
   if counted then return math.ceil(counted * bytes_a_parameter(engine) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
-  engine:note("memory.disk.limit is not set, and the model cannot be counted before it is made: half of the disk's "
+  engine:note("memory.disk.limit is not set, and the model's parameters cannot be counted before it is made: half "
+    .. "of the disk's "
     .. "free space is set aside")
   return math.floor(free / 2)
 end
 
---- Notes that an engine is closed: another one may be opened.
+--- Notes that an engine is closed. Another one may then be opened.
 ---@param engine ps.Engine
----@return boolean was the context's chunks were this engine's; false: another engine has them, or nobody
+---@return boolean was this engine owned the context's chunks; false: another engine owns them, or none does
 function setup.closed(engine)
   if open ~= engine then return false end
   open = nil
   return true
 end
 
---- The engine that has the context's chunks; nil: none has.
+--- The engine that owns the context's chunks; nil: none does.
 ---@return ps.Engine?
 function setup.current() return open end
 
---- Opens the C engine with the budgets of the configuration.
+--- Opens the C engine with the configuration's budgets.
 ---@param engine ps.Engine
----@param step ffi.cdata* the ps_step that is the engine's from now on
+---@param step ffi.cdata* the ps_step of the engine
 ---@param pipeline? ps.engine.Pipeline from setup.configure
 ---@return {adam_rates: table|false, ranks: ps.engine.Ranks|nil} fields of the engine
 function setup.open_engine(engine, step, pipeline)
   if open then
-    error("ps.initialize: an engine is open already; end it with model:close() first", 0)
+    error("ps.initialize: another engine is open; close it with model:close() first", 0)
   end
   local memory, c = engine.cfg.memory, ffi.new("ps_chunk_config")
   c.device, c.host = engine.device, engine.host
@@ -347,7 +351,7 @@ function setup.open_engine(engine, step, pipeline)
   local group = mesh.group "world"
   local weighs = engine.device ~= engine.host and (group ~= nil or engine.lookups or hybrid.wanted(engine))
   local adam_rates = weighs and rates.of(engine)     -- before the budgets are in use
-  scope.collect_all()                                -- garbage should not count against the budgets
+  scope.collect_all()                                -- garbage must not count against the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = engine
   local ranks = group and require("ps.engine.ranks.agreement").new(engine) or nil
@@ -355,14 +359,14 @@ function setup.open_engine(engine, step, pipeline)
   return { adam_rates = adam_rates, ranks = ranks }
 end
 
--- Refuses a module whose layers would have to be cut where they have values already.
+-- Refuses a module that already has values, whose layers would have to be cut.
 local function refuse_whole(request)
   local optimizer, more = request.optimizer, ""
   if optimizer then
-    more = (", and optimizer = { type = \"%s\", params = { lr = %.14g } } into the configuration"):format(
+    more = (", and optimizer = { type = \"%s\", params = { lr = %.14g } } in the configuration"):format(
       optimizer.kind.name, optimizer.given_lr or optimizer.groups[1].lr)
   end
-  error("ps.initialize: this model exists already, whole on each rank, and tensor parallelism cuts layers while they "
+  error("ps.initialize: this model already exists, whole on each rank, but tensor parallelism cuts layers while they "
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
@@ -375,13 +379,14 @@ local function run_model(engine, model_func, to_chunk)
   create.set_default_device(was)
   if not ok then error(module, 0) end
   if not nn_module.is_module(module) then
-    error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0)
+    error("ps.initialize: model_func returned a " .. type(module) .. ", no "
+    .. "module", 0)
   end
   collector.after_making()
   return module
 end
 
---- Runs model_func, whose parameters go into chunks as they are made, or takes the module that exists already.
+--- Runs model_func, whose parameters go into chunks as they are made, or takes a module that already exists.
 ---@param engine ps.Engine
 ---@param request table
 ---@return {module: ps.nn.Module, stages: ps.engine.Stages|false, stays: function|nil|false} fields of the engine
@@ -391,7 +396,7 @@ function setup.make_module(engine, request)
   local cut = engine.tensor_parallel
   local given, model_func, pipeline = request.module, request.model_func, request.pipeline
   if given and cut and not request.is_cut then refuse_whole(request) end
-  -- Of a module that exists already a stage keeps its own parameters, and drops the bytes of the others.
+  -- If the module already exists, a stage keeps its own parameters and frees the bytes of the others.
   if given and pipeline and not request.stages then
     given, model_func = nil, function() return request.module end
   end
@@ -416,7 +421,7 @@ function setup.make_module(engine, request)
   return { module = run_model(engine, model_func, to_chunk) }
 end
 
---- The error of a model that could not be made. Where memory ran out, it has the bytes of the whole model.
+--- The error of a model that could not be made. If memory ran out, it has the bytes of the whole model.
 ---@param problem any
 ---@return any
 function setup.explain(engine, problem)
@@ -429,7 +434,7 @@ end
 
 local function call(module, ...) return module(...) end
 
--- A call of the module, behind which the script's own loss runs.
+-- Makes a function that calls the module and then the script's own loss.
 local function with_loss(loss)
   return function(module, ...)
     local given = { n = select("#", ...), ... }
@@ -438,7 +443,7 @@ local function with_loss(loss)
   end
 end
 
--- Completes the optimizer by the loss scale of the configuration.
+-- Adds the configuration's loss scale to the optimizer.
 local function finish_optimizer(engine)
   local optimizer, f = engine.optimizer, engine.scaler_config
   optimizer.checks_overflow = engine.precision == "bf16" and engine.cfg.bf16.check_grad_overflow or f ~= nil
@@ -455,7 +460,7 @@ local function runner(engine, run)
   if engine.device ~= engine.host then
     return function(...) return scope.offload_activations(run, ...) end
   end
-  engine:note("activation_checkpointing.cpu_checkpointing: means nothing where the cpu computes")
+  engine:note("activation_checkpointing.cpu_checkpointing has no effect: the cpu computes")
   return run
 end
 
@@ -496,8 +501,9 @@ function setup.finish(engine)
     fields.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, engine.optimizer)
   end
   if cfg.recompute and engine.module:recompute_blocks() == 0 then
-    engine:note("recompute: the model has no nn.ModuleList whose elements could be computed again; ps.recompute(fn) "
-      .. "in its code does it for any function")
+    engine:note("recompute has no effect: the model has no nn.ModuleList whose elements could be recomputed; "
+      .. "ps.recompute(fn) "
+      .. "in its code recomputes any function")
   end
   fields.apply = engine.own_loss and with_loss(engine.own_loss) or call
   fields.run = runner(engine, in_loops and call or fields.apply)

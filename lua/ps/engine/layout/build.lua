@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- From a module to parameters in chunks. Parameters are staged as they are made, so that a model larger than memory can
--- be built. The layout is then made in the order of registration, and every tensor moves to its place in it.
+-- Moves a module's parameters into chunks. Parameters are staged as they are made, so that a model larger than memory
+-- can be built. The final layout then follows the order of registration, and every tensor moves to its place in it.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local scope = require "ps.core.scope"
@@ -29,7 +29,7 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- Makes a tensor of another's shape, `offset` elements into the chunk of a kind. ids: a row's chunks (chunks_for).
+-- Makes a tensor of the same shape at `offset` elements into the chunk of a kind. ids: a row's chunks (chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
@@ -42,7 +42,7 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
--- The same for a parameter. Where state is sharded, all ranks have it in a part, which one rank owns.
+-- The same for a parameter. If state is sharded, the chunk is a part of all ranks, which one rank owns.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
@@ -61,9 +61,9 @@ local function seen_from(tensor, device)
   return native.own(tensor_out[0])
 end
 
---- Takes a parameter that has just been made out of plain memory into a chunk of its own. A tensor that chunks hold
---- already, or that has no bytes, stays where it is until the layout. Where parameters are sharded, one rank keeps the
---- bytes.
+--- Moves a parameter that has just been made from plain memory into a chunk of its own. A tensor that is already in a
+--- chunk, or has no bytes, stays where it is until the layout is made. If parameters are sharded, only the owner keeps
+--- the bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
 function build.to_chunk(tensor, shards)
@@ -81,8 +81,8 @@ function build.to_chunk(tensor, shards)
   shards:adopt(tensor, part, 0, nil)
 end
 
--- Parameters of the module: {name, tensor, number, places = {{module, key}...}}, tied ones once. number: the place in
--- the model, from 0.
+-- The module's parameters: {name, tensor, number, places = {{module, key}...}}; tied ones appear once. number: its
+-- number in the model, from 0.
 local function parameters(module)
   local list, by_address = {}, {}
   registry.walk(module, function(name, value, kind, owner, key)
@@ -98,8 +98,8 @@ local function parameters(module)
   return list
 end
 
--- The parameters of a cut model that this process holds, with their virtual stages; and rows for the other parameters:
--- those that train, and frozen ones.
+-- Splits the parameters of a cut model: those that this process holds, with their virtual stages; rows for the trained
+-- parameters of other ranks; rows for the frozen ones of other ranks.
 local function own_parameters(entries, stages)
   local mine, elsewhere, frozen = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -119,23 +119,23 @@ end
 local function check_parameter(entry, device)
   local dtype = entry.tensor:dtype()
   if not BYTES[dtype] then
-    error(("parameter %s is %s; parameters of an engine are fp32, bf16 or fp16 (memory = \"plain\" takes others)")
+    error(("parameter %s is %s; parameters of an engine must be fp32, bf16 or fp16 (memory = \"plain\" takes others)")
       :format(entry.name, dtype), 0)
   end
   if entry.tensor.device_ ~= device then
-    error(("parameter %s lies on %s, the engine computes on %s; make it on the default device"):format(entry.name,
+    error(("parameter %s is on %s, but the engine computes on %s; make it on the default device"):format(entry.name,
       entry.tensor:device(), native.device_name[device]), 0)
   end
 end
 
--- The type that a parameter trains in. fp32 becomes the configuration's type; other types stay.
+-- The dtype in which a parameter trains: the configuration's for fp32, else its own.
 local function target_dtype(entry, precision)
   local dtype = entry.tensor:dtype()
   return dtype == "fp32" and precision or dtype
 end
 
--- Puts one parameter into its chunk. Returns the tensor that trains and its fp32 master, nil where another rank has the
--- master.
+-- Moves one parameter into its chunk. Returns the tensor that trains and its fp32 master, which is nil if another rank
+-- has the master.
 local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
   local name, trains, apart = entry.name, entry.trains, where.device ~= where.host
@@ -164,7 +164,7 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
--- Makes the chunks of one row of the layout, one of each kind, without those that other ranks own.
+-- Makes the chunks of one row of the layout, one of each kind, except those that other ranks own.
 local function chunks_for(row, group, where)
   local shards, number, stays = where.shards, row.group - 1, group.stays
   if stays == nil then stays = shards and shards.stays end
@@ -192,7 +192,7 @@ local function chunks_for(row, group, where)
   return ids
 end
 
--- Makes the tensor of a gradient that has a chunk of its own.
+-- Makes the tensor for a gradient that has its own chunk.
 local function new_grad(like, group, where, ids, offset, name)
   local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
@@ -200,9 +200,9 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
--- Makes the places in which the gradients of a parameter's other uses on this rank are summed (PS_TIE_USE). Each has a
--- chunk of its own, since it comes and goes with another virtual stage. They are not sharded: what ranks add up is the
--- sum of all uses.
+-- Makes the tensors in which the gradients of a parameter's other uses on this rank are summed (PS_TIE_USE). Each has
+-- its own chunk, since it is used by another virtual stage. These chunks are not sharded: ranks reduce the sum of all
+-- uses.
 local function other_uses(made, group, where)
   if not (group.trains and where.stages) then return nil end
   local dtype, uses = where.grad_dtype == "param" and group.dtype or where.grad_dtype, {}
@@ -214,13 +214,13 @@ local function other_uses(made, group, where)
   return uses
 end
 
--- Gives rows the numbers of their stripes. stripe[i]: the stripe of rows[i], from 0; count: of stripes.
+-- Numbers the stripes of rows. stripe[i]: the stripe of rows[i], from 0; count: the number of stripes.
 local function number_stripes(rows, shards, grads, stripe, count)
   local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
   for i, row in ipairs(rows) do row.stripe, row.grad_stripe = first + stripe[i], second + stripe[i] end
 end
 
--- Gives the layout's rows their owners and stripes.
+-- Gives the rows of the layout their owners and stripes.
 local function share_out(plan, where)
   local shards = where.shards
   if not shards then return end
@@ -231,7 +231,7 @@ local function share_out(plan, where)
   number_stripes(plan.chunks, shards, where.grads, made.stripe, made.stripes)
 end
 
--- Sets the tensors by which other files see a parameter's bytes (place) and its fp32 values (values).
+-- Sets the tensors through which other files access a parameter's bytes (place) and its fp32 values (values).
 local function finish_row(made, where)
   if where.shards and where.shards:state() then made.place = where.shards:own(made.param, where.host)
   elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
@@ -242,7 +242,7 @@ local function finish_row(made, where)
   end
 end
 
--- Makes a unit of a row whose tensors train.
+-- Makes a unit from a row whose tensors train.
 local function add_unit(built, row, group, ids, averages)
   built.units = built.units + 1
   built.unit_bytes[built.units] = ids.mine and row.numel * 4 * (#averages + (group.dtype == "fp32" and 0 or 1))
@@ -262,35 +262,35 @@ end
 
 ---@class ps.engine.Built
 ---@field list table[] a row for each trained parameter: name, param, master, averages: a tensor for each of
----  options.averages, grad, unit, numel, number: its place in the model, vstage: its virtual stage here, uses: {vstage,
----  grad} of this process's other virtual stages that use it, place: the parameter as the host sees it, where it lies
----  on a device or is sharded, and values: its fp32 values as the host sees them. Where state is sharded, owner: its
----  rank; on other ranks the row has no master, averages, place and values
+---  options.averages, grad, unit, numel, number: its number in the model, vstage: its virtual stage here, uses:
+---  {vstage, grad} of this process's other virtual stages that use it, place: the parameter as the host sees it, if it
+---  is on a device or sharded, and values: its fp32 values as the host sees them. If state is sharded, owner: its rank;
+---  on other ranks the row has no master, averages, place and values
 ---@field frozen table[] a row for each other parameter: name, param, owner, place
----@field untrained table[] the rows of frozen, and {name, param} of frozen parameters of other ranks of a pipeline
----@field elsewhere table[] a row for each trained parameter that other ranks of a pipeline hold: name, param (without
+---@field untrained table[] the rows of `frozen`, and {name, param} for frozen parameters of other pipeline ranks
+---@field elsewhere table[] a row for each trained parameter that other pipeline ranks hold: name, param (without
 ---  data), numel, number
----@field tables ps.engine.Table[] embeddings whose tables have chunks of their own
+---@field tables ps.engine.Table[] embeddings whose tables have their own chunks
 ---@field units integer
 ---@field unit_bytes integer[] by unit, from 1: bytes of its master and averages on this process
 ---@field unit_numel integer[] by unit, from 1: parameters that this process updates
 ---@field layout ps.layout.Layout
----@field numel integer parameters that lie here, frozen ones too
+---@field numel integer elements of the parameters on this process, frozen ones included
 ---@field state_bytes integer bytes of all chunks
 
---- Lays the module's parameters out in chunks.
+--- Moves the module's parameters into chunks.
 ---@param module ps.nn.Module
----@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer,
----  grads: boolean, grad_dtype: string, averages: string[], state_bytes: integer, lookups?: boolean,
----  shards?: ps.engine.Sharding, stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?,
----  agree?: fun(chunk_size: integer): integer} lookups: tables of embeddings may go to the host; grads: gradients have
----  chunks of their own; stages: the model is cut, and this process has these; stays: whether a parameter that ranks
----  share out stays, once it is gathered, until the end of the step, nil: as the configuration says; agree: gives the
----  chunk size of all ranks
+---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer, grads:
+---  boolean, grad_dtype: string, averages: string[], state_bytes: integer, lookups?: boolean, shards?:
+---  ps.engine.Sharding, stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?, agree?: fun(chunk_size:
+---  integer): integer} lookups: tables of embeddings may move to the host; grads: gradients have their own chunks;
+---  stages: the model is cut, and this process has these stages; stays: whether a sharded parameter stays on this rank
+---  from its first gather to the end of the step, nil: as the configuration says; agree: returns the chunk size of all
+---  ranks
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
-  if #entries == 0 then error("the model has no parameters to train", 0) end
+  if #entries == 0 then error("the model has no parameter that trains", 0) end
   if options.stages then entries, elsewhere, untrained = own_parameters(entries, options.stages) end
   local sizes, numel = {}, 0
   for i, entry in ipairs(entries) do
@@ -352,8 +352,9 @@ function build.place(module, options)
   return built
 end
 
---- Hands the trained parameters to the engine. group_of[i] is the optimizer group, from 0, of built.list[i]. built.list
---- is in the order of (vstage, order). order: the place among all trained parameters of the model; norms add up by it.
+--- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i].
+--- built.list is sorted by (vstage, order). order: the number among all trained parameters of the model; norms are
+--- summed in this order.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
@@ -381,7 +382,7 @@ function build.register(built, group_of, n_groups, where)
     row.param = ptr(entry.param)
     for k, field in ipairs { "param", "master", "m", "v" } do
       local t = names[k]
-      if t == nil then                                -- another rank has it, or nobody
+      if t == nil then                                -- another rank has it, or no rank has
         row[field] = nil
       elseif apart then
         local own_device = rawequal(entry.master, entry.param) and k == 2 and entry.param or t
@@ -417,7 +418,7 @@ function build.register(built, group_of, n_groups, where)
   end
 end
 
--- For engine/layout/rechunk.lua.
+-- Used by engine/layout/rechunk.lua.
 build.pieces = { adopt = adopt, adopt_param = adopt_param, new_grad = new_grad, chunks_for = chunks_for,
   number_stripes = number_stripes, finish_row = finish_row, add_unit = add_unit, state_bytes = state_bytes }
 

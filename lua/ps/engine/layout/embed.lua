@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Embeddings on the host (use_cpu_embedding). Where a device computes, a table that only lookups use can stay in host
--- memory. Indices go down, the rows found go up, and their gradients come back down. Values are the same. Dry runs with
--- a table on the host show whether anything else uses it (a tied head, a slice of positions): they fail where an op
--- finds the table beside tensors of the device. The bytes that a step moves by a dry run, weighed by measured rates
--- (ps/engine/plan/rates.lua), show whether the host makes the step shorter. With several ranks a table goes to the host
--- where all of them want that.
+-- Embeddings on the host (use_cpu_embedding). If a device computes, a table that only lookups use can stay in host
+-- memory. Indices are copied to the host, the rows found are copied to the device, and their gradients are copied back
+-- to the host. Values are the same. Dry runs with a table on the host show whether other ops use it (a tied head, a
+-- slice of positions): such an op fails, since its other inputs are on the device. The bytes that a step copies in a
+-- dry run, divided by measured rates (ps/engine/plan/rates.lua), show whether the host makes the step shorter. With
+-- several ranks, a table moves to the host only if all of them choose that.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
@@ -13,16 +13,16 @@ local C = native.C
 
 local embed = {}
 
-local GAIN = 0.98           -- a table goes to the host where a step then takes less than this share of its time
+local GAIN = 0.98           -- a table moves to the host if the step then takes less than this fraction of its time
 
 ---@class ps.engine.Table
 ---@field name string
 ---@field module ps.nn.Embedding
 ---@field param ps.Tensor
 ---@field nbytes integer
----@field crossed integer bytes of rows that a step's lookups send up, known after a dry run
+---@field crossed integer bytes of rows that a step's lookups copy to the device, known after a dry run
 
---- Whether a parameter is registered as one embedding's table, and nowhere else.
+--- Whether a parameter is registered only as the table of one embedding.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -35,16 +35,16 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Whether tables of an engine may go to the host. A setting that the engine cannot follow gets a note.
+--- Whether the engine's tables may move to the host. Prints a note if the setting has no effect here.
 ---@param fields {cfg: ps.Config, device: integer, host: integer} of the engine
 ---@param note fun(text: string)
 ---@return boolean
 function embed.wanted(fields, note)
   local want = fields.cfg.use_cpu_embedding
   if want == true and fields.device == fields.host then
-    note("use_cpu_embedding: means nothing where the cpu computes")
+    note("use_cpu_embedding has no effect: the cpu computes")
   elseif want == true and fields.cfg.memory.kind == "plain" then
-    note("use_cpu_embedding: plain memory stays where it is made")
+    note("use_cpu_embedding has no effect: memory = \"plain\" moves no parameter")
   else
     return want ~= false and fields.device ~= fields.host
   end
@@ -63,8 +63,8 @@ local function set_of(list)
   return set
 end
 
--- Seconds that a step takes besides computing with these tables on the host: its copies and updates (hybrid.lua), and
--- the copies of lookups, rows up and their gradients down, for which all other work waits.
+-- Seconds of a step, without its computation, with these tables on the host: its copies and updates (hybrid.lua), plus
+-- the copies of lookups (rows to the device, gradients to the host), which all other work waits for.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -75,7 +75,7 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- The tables that make a step shorter when they lie on the host, chosen one after the other.
+-- Chooses the tables that make a step shorter when they are on the host, one after the other.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)
@@ -87,8 +87,7 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- The tables that can lie on the host at all, by dry runs of a step with them there; and whether no step can be run
--- dry.
+-- The tables that can be on the host at all, found by dry runs with them there; and whether no step can be run dry.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
@@ -110,7 +109,7 @@ local function possible(engine, tables, dry_run)
   return works, blind
 end
 
--- The tables that all ranks chose. A rank that failed chose none, and raises its error after this exchange, so that the
+-- The tables that all ranks chose. A rank that failed chose none. It raises its error after this exchange, so that the
 -- others do not wait for it.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
@@ -118,10 +117,10 @@ local function agreed(engine, tables, ok, chosen)
   return all
 end
 
---- Decides, by dry runs of the first step, which tables lie on the host.
+--- Decides by dry runs of the first step which tables are on the host.
 ---@param engine ps.Engine
----@param dry_run fun(): integer? nil when the step cannot be run without values
----@param split fun(): ps.engine.Split? the best split of updates, with the tables where they are
+---@param dry_run fun(): integer? nil if the step cannot be run dry
+---@param split fun(): ps.engine.Split? the best split of updates with the current places of tables
 ---@return table<ps.engine.Table, boolean> on_host
 function embed.choose(engine, dry_run, split)
   local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false
@@ -141,12 +140,14 @@ function embed.choose(engine, dry_run, split)
   local on_host = set_of(chosen)
   put(engine, tables, on_host)
   if not told then return on_host end
-  if #tables == 0 then engine:note("use_cpu_embedding: the model has no nn.Embedding with a table of its own") end
-  if blind then engine:note("use_cpu_embedding: what tables are used for cannot be told before a step has run") end
+  if #tables == 0 then engine:note("use_cpu_embedding: the model has no nn.Embedding whose table no other module "
+    .. "has") end
+  if blind then engine:note("use_cpu_embedding: the uses of tables are not known before the first step, since it "
+    .. "cannot be run dry") end
   for _, t in ipairs(blind and {} or tables) do
     if not on_host[t] then
-      engine:note(("use_cpu_embedding: %s stays on the device: it is used by more than lookups (as a tied head, say), "
-        .. "or by none"):format(t.name))
+      engine:note(("use_cpu_embedding: %s stays on the device: ops other than lookups use it (a tied head, say), "
+        .. "or no op does"):format(t.name))
     end
   end
   return on_host

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What an engine's configuration asks of the layout of its chunks.
+-- The layout options that follow from an engine's configuration.
 local optim_groups = require "ps.optim.groups"
 
---- The options of build.place.
+--- Returns the options for build.place.
 ---@param engine ps.Engine
 ---@return table options of build.place
 return function(engine)

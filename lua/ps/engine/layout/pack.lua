@@ -1,30 +1,30 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The place of each tensor in a chunk, and the size of chunks. Pure functions of lists of sizes: nothing here knows the
--- engine, a device or a model, and equal arguments give equal results.
+-- Assigns tensors to places in chunks, and chooses the size of chunks. Pure functions of lists of sizes: this file does
+-- not know the engine, a device or a model, and equal arguments give equal results.
 --
--- Packing. Tensors come in the order of use and are grouped by type, by whether they train, by virtual stage, and by
--- whether they stay once they are gathered. A group has chunks of its own, and one layout serves all its kinds
--- (parameter, master, averages). A tensor goes into the newest chunk of its group if it fits there, else it
--- opens the next one. No tensor is put far from its neighbours, because a chunk that is fetched for one tensor should
--- bring the tensors that are used next. A tensor larger than a chunk gets a chunk of its own, and the open chunk takes
--- further tensors, so that the small tensors between large matrices share a chunk. Any chunk size therefore works.
--- Offsets are multiples of 128 elements (256 bytes of bf16). A chunk is cut to the end of its last tensor, rounded up
--- to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform` only the last chunk of a group is cut,
--- and a tensor may also fill the gap that one of the `lookback` chunks before the newest still has.
+-- Packing. Tensors come in the order of use. They are grouped by dtype, by whether they train, by virtual stage, and by
+-- whether they stay on the rank once they are gathered. Each group has its own chunks, and one layout serves all its
+-- kinds (parameter, master, averages). A tensor goes into the newest chunk of its group if it fits there, else into a
+-- new one. No tensor is put far from its neighbours, because a chunk that is fetched for one tensor should bring the
+-- tensors that are used next. A tensor larger than a chunk gets its own chunk, and the open chunk takes further
+-- tensors, so that the small tensors between large matrices share a chunk. Any chunk size therefore works. Offsets are
+-- multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor, rounded up to 2048 elements (4096
+-- bytes of bf16, the unit of direct I/O). With `uniform`, only the last chunk of a group is shortened like this, and a
+-- tensor may also fill a gap in one of the `lookback` chunks before the newest.
 --
 -- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
--- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here chunks
--- are cut, so the tail is next to nothing at any size, and a tensor does not set a lower bound. The search weighs these
--- costs, all as shares of the whole:
---   waste      bytes of chunks beside tensors;
---   copies     each costs a fixed time, worth about MOVE_COST elements of transfer: small chunks are slow;
---   coarse     fast memory is given out and freed a chunk at a time, and on average the share COARSE of a working set
---              is not needed now: the cost grows with the size of a chunk in proportion to that memory;
---   uneven     the excess of the fullest of the ranks that share the chunks out, above the mean.
--- The least sum wins, and of equal sums the smaller size. A chunk's working set is its bytes of all kinds. Sizes that
--- leave no room to read ahead (SETS working sets in the fastest tier, unless everything fits there at once) are out.
--- Candidates are a ladder of round sizes, equal shares of the whole, and sums of neighbours in a repeated block, where
--- the edges of chunks meet those of layers.
+-- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here the last
+-- chunk of a group is shortened, so the tail is close to zero at any size, and the largest tensor is not a lower bound.
+-- The search weighs these costs, each as a fraction of the whole:
+--   waste      bytes of chunks without tensors;
+--   copies     each copy costs a fixed time, equal to about MOVE_COST elements of transfer: small chunks are slow;
+--   coarse     fast memory is allocated and freed by chunks, and on average the fraction COARSE of a working set
+--              is not needed at the moment: the cost is proportional to chunk size divided by that memory;
+--   uneven     the bytes of the fullest of the ranks that share the chunks, relative to the mean, minus one.
+-- The least sum wins; of equal sums, the smaller size. A chunk's working set is its bytes of all kinds. Sizes that
+-- leave no room to fetch ahead (SETS working sets in the fastest tier, unless everything fits there at once) are
+-- rejected. Candidates are a ladder of round sizes, equal parts of the whole, and sums of neighbours in a repeated
+-- block, at which the edges of chunks are those of layers.
 local caller = require "ps.core.caller"
 local share = require "ps.engine.layout.share"
 local human = require("ps.core.readable").bytes
@@ -32,20 +32,20 @@ local error = caller.error
 
 local layout = {}
 
-layout.ALIGN = 128             -- elements; where tensors begin
+layout.ALIGN = 128             -- elements; offsets of tensors are multiples of it
 layout.UNIT = 2048             -- elements; the size of a chunk is a multiple of it
-layout.SMALLEST = 1024         -- elements; the least size that can be set
-layout.SETS = 6                -- working sets of a chunk that must fit, so that copies run ahead
+layout.SMALLEST = 1024         -- elements; the smallest size that can be set
+layout.SETS = 6                -- working sets of a chunk that must fit, so that copies can run ahead
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
 local MOVE_COST = 65536        -- elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
 local COARSE = 0.25
-local FOR_A_RANK = 16          -- chunks of each rank at least, as far as the model's size allows
-local BLOCK_TENSORS = 32       -- of a longer block, sums of neighbours begin at its first tensors only
+local FOR_A_RANK = 16          -- chunks per rank at least, if the model is large enough
+local BLOCK_TENSORS = 32       -- in a longer block, sums of neighbours begin only at its first tensors
 
 local ELEMENT = require("ps.core.dtype").nbytes
--- Adam's master, exp_avg and exp_avg_sq in fp32 beside the parameter. The gradient of a parameter of half width takes
--- the parameter's place; an fp32 parameter is its own master and has a gradient of its own.
+-- Bytes per element of a trained parameter with Adam's master, exp_avg and exp_avg_sq in fp32. The gradient of a half
+-- parameter takes the parameter's place; an fp32 parameter is its own master and has its own gradient.
 local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 
 ---@class ps.layout.Entry
@@ -53,17 +53,17 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field dtype "bf16"|"fp16"|"fp32"
 ---@field trains boolean
 ---@field name? string
----@field apart? boolean shares chunks only with other tensors that are set apart
----@field vstage? integer the number, among this process's virtual stages, of the one that has it; default 0
----@field stays? boolean whether it stays, once it is gathered from other ranks, until the end of the step; absent: as
----  the configuration says
+---@field apart? boolean shares chunks only with other tensors that have it set
+---@field vstage? integer its virtual stage, by number among those of this process; default 0
+---@field stays? boolean whether it stays on this rank from its first gather to the end of the step; absent: as the
+---  configuration says
 
 ---@class ps.layout.Group
 ---@field dtype string
 ---@field trains boolean
 ---@field vstage integer
----@field stays? boolean as of its entries
----@field chunks integer number of its chunks
+---@field stays? boolean that of its entries
+---@field chunks integer number of chunks
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
 
@@ -113,7 +113,7 @@ local function check_size(size, key)
   end
 end
 
--- The chunk of `list` that takes `need` more elements: the newest, or one of the `lookback` before it.
+-- The chunk of `list` with room for `need` more elements: the newest, or one of the `lookback` before it; nil: none.
 local function place(list, need, capacity, lookback)
   for i = #list, math.max(1, #list - lookback), -1 do
     if list[i].fill + need <= capacity then return list[i] end
@@ -160,7 +160,8 @@ local function pack(entries, chunk_size, uniform, lookback)
   return made
 end
 
--- Packs, in chunks of one size with the lookback that wastes least. Such chunks leave tails, which a lookback may fill.
+-- Packs into chunks of one size with the lookback that wastes least. Such chunks have unused tails, which a lookback
+-- can fill.
 local function pack_best(entries, chunk_size, options)
   if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
   if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
@@ -177,8 +178,9 @@ local PACK = { uniform = "boolean", lookback = "whole" }
 --- Packs tensors into chunks of `chunk_size` elements (at least SMALLEST), in order.
 ---@param entries ps.layout.Entry[] in the order of use, tied tensors once
 ---@param chunk_size integer
----@param options? {uniform?: boolean, lookback?: integer} uniform: chunks of one size but for the last of a group;
----  lookback: how many chunks before the newest may be filled up (default 0; uniform: whichever of 0 to 2 wastes least)
+---@param options? {uniform?: boolean, lookback?: integer} uniform: chunks of one size, except the last of a group;
+---  lookback: the number of chunks before the newest that may be filled up (default 0; uniform: the one of 0 to 2 that
+---  wastes least)
 ---@return ps.layout.Layout
 function layout.pack(entries, chunk_size, options)
   check_entries(entries)
@@ -186,9 +188,9 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Bytes of a tensor's element in all kinds together, all of which an update needs at once.
+--- Bytes per element in all kinds together. An update needs all of them at once.
 ---@param group {dtype: string, trains: boolean} a group or an entry
----@param trained? number bytes where it trains (default 14 in half width, 16 in fp32)
+---@param trained? number bytes if it trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
 function layout.state_bytes(group, trained)
   if not group.trains then return ELEMENT[group.dtype] end
@@ -205,22 +207,24 @@ end
 ---@field bytes_per_param number waste included
 ---@field set_bytes number the largest working set of a chunk that is not `alone`
 ---@field alone_bytes number the largest working set of a chunk that is `alone` (0: there is none)
----@field copies number a cost, as told above; so are coarse and uneven
+---@field copies number a cost, described above; so are coarse and uneven
 ---@field coarse number
 ---@field uneven number
 ---@field score number waste_share + copies + coarse + uneven
 ---@field feasible boolean
 ---@field why? string why it is not feasible
 
--- The reason why these chunks do not work in `capacity` bytes of the fastest tier; nil: they work.
+-- The reason why these chunks do not fit into `capacity` bytes of the fastest tier; nil: they fit.
 local function obstacle(row, entries, capacity)
   if not capacity or row.bytes <= capacity then return nil end
   if row.alone_bytes > capacity then
     local name = entries[row.largest_alone.tensors[1].index].name or "the largest tensor"
-    return ("%s with its state takes %s of %s"):format(name, human(row.alone_bytes), human(capacity))
+    return ("%s with its state needs %s, more than the budget of %s"):format(
+      name, human(row.alone_bytes), human(capacity))
   end
   if layout.SETS * row.set_bytes > capacity then
-    return ("%d chunks with their state take %s of %s"):format(layout.SETS, human(layout.SETS * row.set_bytes),
+    return ("%d chunks with their state need %s, more than the budget of %s"):format(
+      layout.SETS, human(layout.SETS * row.set_bytes),
       human(capacity))
   end
 end
@@ -254,7 +258,7 @@ local function judge(entries, size, options)
 end
 
 -- The repeated blocks of a model: runs of entries whose names are equal up to the first number ("h.0.", "h.1.", ...).
--- Each is a list of its entries' elements; of blocks with one total there is one.
+-- Each block is a list of its entries' elements. Blocks with the same total appear once.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do
@@ -280,7 +284,7 @@ end
 local function candidates(entries, min, max)
   local sizes, seen, total = {}, {}, 0
   for _, entry in ipairs(entries) do total = total + math.max(ALIGN, round_up(entry.numel, ALIGN)) end
-  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- beyond that there is one chunk anyway
+  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- a larger size gives one chunk anyway
   local function add(size)
     size = round_up(size, UNIT)
     if size >= min and size <= max and not seen[size] then
@@ -311,8 +315,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- The range of sizes to try. It begins lower than usual where the usual least size would leave no room to read ahead,
--- or few chunks for each rank.
+-- The range of sizes to try. It begins below the usual smallest size if that leaves no room to fetch ahead, or too few
+-- chunks per rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then
@@ -338,7 +342,7 @@ local function check_options(options)
   for _, key in ipairs { "capacity", "state_bytes" } do
     local value = options[key]
     if value ~= nil and not (type(value) == "number" and value > 0) then
-      error(("chunk layout: %s = %s: expected bytes above 0"):format(key, tostring(value)))
+      error(("chunk layout: %s = %s: expected a number of bytes above 0"):format(key, tostring(value)))
     end
   end
   for _, key in ipairs { "min", "max", "chunk_size" } do
@@ -350,7 +354,7 @@ end
 ---@class ps.layout.Options
 ---@field capacity? number bytes for chunks in the fastest tier; nil: everything fits
 ---@field state_bytes? number bytes of a trained element in all kinds of chunks (default 14, fp32 16)
----@field min? integer elements, default 1 Mi (less where `capacity` or `ranks` asks for less)
+---@field min? integer elements, default 1 Mi (less if `capacity` or `ranks` needs less)
 ---@field max? integer elements, default 64 Mi
 ---@field sizes? integer[] the only sizes to try
 ---@field chunk_size? integer the only size to try
@@ -359,10 +363,10 @@ end
 ---@field ranks? integer number of ranks that share the chunks out (default 1)
 
 ---@class ps.layout.Search
----@field chosen ps.layout.Row the best feasible size; where none is, the smallest, with `feasible` and `why`
+---@field chosen ps.layout.Row the best feasible size; if there is none, the smallest; with `feasible` and `why`
 ---@field rows ps.layout.Row[] all sizes that were tried, in order of size
 
---- Tries sizes of chunks and chooses one.
+--- Tries chunk sizes and chooses one.
 ---@param entries ps.layout.Entry[]
 ---@param options? ps.layout.Options
 ---@return ps.layout.Search

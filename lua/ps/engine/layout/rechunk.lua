@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Smaller chunks for a step that does not fit. The search for a chunk size (layout/pack.lua) knows the model and the
--- budgets, but not the other tensors of a step. Where a step's dry run shows that an op's chunks do not fit beside
--- them, and the configuration has not set the size, the model is laid out anew between two steps. Values do not depend
--- on the layout. Ranks agree on the size; any of them may be the one that has too little room.
+-- Makes smaller chunks for a step that does not fit. The search for a chunk size (layout/pack.lua) knows the model and
+-- the budgets, but not the other tensors of a step. If a dry run shows that an op's chunks do not fit next to them, and
+-- the configuration does not set the chunk size, the model gets a new layout between two steps. Values do not depend on
+-- the layout. All ranks use the same size; any of them may be the one without room.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local pack = require "ps.engine.layout.pack"
@@ -21,7 +21,8 @@ local finer = {}
 local info = ffi.new("ps_tier_info")
 local pieces = build.pieces
 
--- Moves one parameter with its state into the chunks of a row. There is no gradient now, and it gets a new place.
+-- Moves one parameter with its state into the chunks of a row. It has no gradient now, and its gradient gets a new
+-- place.
 local function move_param(made, group, ids, offset, where)
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
   pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
@@ -32,7 +33,7 @@ local function move_param(made, group, ids, offset, where)
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
 
--- The unit of each row of a layout; 0 where it does not train.
+-- The unit of each row of a layout; 0 if it does not train.
 local function units_of(made)
   local units, count = {}, 0
   for _, row in ipairs(made.chunks) do
@@ -43,8 +44,8 @@ local function units_of(made)
   return units
 end
 
--- Moves parameters into the rows of `plan`, except those in rows that stay. All ranks call it together. No tensor may
--- be left by which an owner sees its parameter (row.place).
+-- Moves parameters into the rows of `plan`, except those in rows that stay. All ranks call it together. The host's
+-- views of an owner's parameters (row.place) must be gone.
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
@@ -86,8 +87,8 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- Bytes of the largest parameter with its state, and its name: its update needs them on the host at once, whatever the
--- size of chunks.
+-- The bytes of the largest parameter with its state, and its name. Its update needs them on the host at once, whatever
+-- the chunk size.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
@@ -98,10 +99,10 @@ local function least_set(engine, options)
   return most, name
 end
 
--- Bytes of a chunk of so many elements in fp32, of the kind with the largest offset.
+-- Bytes of a chunk of `numel` elements in fp32, in the kind with the largest offset.
 local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
--- Elements of the largest chunk that several tensors share.
+-- Elements of the largest chunk with several tensors.
 local function largest_shared(engine)
   local most = 0
   for _, row in ipairs(#engine.built.list > 0 and engine.built.layout.chunks or {}) do
@@ -110,8 +111,8 @@ local function largest_shared(engine)
   return most
 end
 
---- The largest share of the largest chunk's size that new chunks may have. While tensors move, an old and a new chunk
---- are on the host at once, and the chunks of all kinds of a row lie on the tiers twice. 0: there is no room.
+--- The largest new chunk size, as a fraction of the largest chunk. While tensors move, an old and a new chunk are on
+--- the host at once, and the chunks of all kinds of a row exist twice on the tiers. 0: there is no room.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
@@ -130,45 +131,45 @@ function finer.limit(engine)
   return math.min(1, (room - kinds.most_extra(math.huge)) / 4 / most)
 end
 
--- The errors of a step for which smaller chunks may help.
+-- Errors of a step for which smaller chunks may help.
 local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
 
---- The share of an op's chunks for which there is room, where a step could not be planned for lack of room and smaller
---- chunks may help. Else nil, and the error says why smaller chunks do not help, or that the configuration rules them
---- out.
+--- The fraction of an op's chunks for which there is room, if a step cannot be planned and smaller chunks may help.
+--- Else nil; the error then says why smaller chunks do not help, or that the configuration sets chunk_size.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?
 function finer.share(engine, problem)
   local sub = type(problem) == "table" and problem.sub
   if not ROOM[sub] then return nil end
-  -- Where chunks live on the first tier alone, room for two of the largest chunks stays free on the last tier.
+  -- If chunks live only on the first tier, room for two of the largest chunks stays free on the last tier.
   if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
   if engine.cfg.chunk_size then
-    problem.msg = problem.msg .. "; a smaller chunk_size may help, too"
+    problem.msg = problem.msg .. "; a smaller chunk_size may also help"
     return nil
   end
   local function hopeless(why) problem.msg = ("%s (smaller chunks do not help: %s)"):format(problem.msg, why) end
   local resident, of_op = sub ~= "OP_CHUNKS", sub == "OP_CHUNKS" or sub == "OP_BESIDE_RESIDENTS"
   local left = of_op and problem.left or 0
-  if engine.plan.no_finer then return hopeless("another process has no room to move parameters from chunk to chunk") end
+  if engine.plan.no_finer then return hopeless("another process has no room to move parameters between chunks") end
   if not split.next_size(engine.built.layout, 1) then
-    return hopeless("they are as small as the model's tensors allow")
+    return hopeless("each chunk already holds only one tensor")
   end
-  -- Parameters that other ranks own are gathered into other tensors, and smaller chunks need fewer bytes of these.
-  if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for none") end
+  -- Parameters of other owners are gathered into buffers, of which smaller chunks need less.
+  if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for no chunk at all") end
   local least, name = least_set(engine, place_options(engine))
   if problem.tier == "host" and left > 0 and least > left then
-    return hopeless(("%s with its optimizer state takes %s"):format(name, human(least)))
+    return hopeless(("%s with its optimizer state needs %s"):format(name, human(least)))
   end
   local limit = finer.limit(engine)
-  if limit <= 0 then return hopeless("there is no room to move parameters from chunk to chunk") end
+  if limit <= 0 then return hopeless("there is no room to move parameters between chunks") end
   return math.min(left > 0 and left / problem.wanted or 0.5, 0.9, limit)
 end
 
---- Lays the model out in smaller chunks. Called between steps, without gradients, by all ranks with the same share.
+--- Gives the model a layout with smaller chunks. All ranks call it between steps, without gradients, with the same
+--- `part`.
 ---@param engine ps.Engine
----@param part number the share of an op's chunks for which there is room
+---@param part number the fraction of an op's chunks for which there is room
 function finer.split(engine, part)
   local built, optimizer, numel, updates = engine.built, engine.optimizer, {}, {}
   local was, size = built.layout.chunk_size, split.next_size(built.layout, part)
@@ -186,8 +187,8 @@ function finer.split(engine, part)
   if not ok then
     engine:close()
     local coded = type(problem) == "table" and problem.msg
-    local text = ("the step did not fit in chunks of %d elements, and while the model was laid out anew in chunks of "
-      .. "%d: %s; the engine was closed; set chunk_size = %d"):format(was, size, coded or tostring(problem), size)
+    local text = ("the step did not fit in chunks of %d elements, and the new layout of the model failed in chunks of "
+      .. "%d: %s; the engine is closed; set chunk_size = %d"):format(was, size, coded or tostring(problem), size)
     if coded then problem.msg = text end
     error(coded and problem or text, 0)
   end

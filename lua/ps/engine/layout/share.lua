@@ -1,18 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The owner of each chunk when ranks share chunks out (ZeRO, src/zero/shard.h). In the order of the layout, each chunk
--- goes to the rank that has the fewest bytes so far: chunk k of equal chunks goes to rank k mod N. Neighbouring chunks,
--- at most one of each rank, make up a stripe, which is gathered or reduced at once. Pure functions: all ranks find the
--- same.
+-- The owner of each chunk if ranks share chunks (ZeRO, src/zero/shard.h). In the order of the layout, each chunk goes
+-- to the rank with the fewest bytes so far: chunk k of equal chunks goes to rank k mod N. Neighbouring chunks, at most
+-- one per rank, make up a stripe, which is gathered or reduced at once. Pure functions: all ranks get the same result.
 
 local share = {}
 
 ---@class ps.Share
 ---@field owner integer[] by row of the layout: its rank
----@field stripe integer[] by row: its stripe, from 0; the rows of a stripe are of one group
+---@field stripe integer[] by row: its stripe, from 0; all rows of a stripe are in one group
 ---@field stripes integer number of stripes
 ---@field bytes number[] by rank, from 1: the weight of its rows
 
---- Puts rows that have owners into stripes: neighbours of one group, one row of each rank at most.
+--- Puts rows that have owners into stripes: neighbours of one group, at most one row per rank.
 ---@param rows {group: integer}[] in the order of the layout
 ---@param owner integer[] rank of each
 ---@return integer[] stripe of each, from 0
@@ -32,7 +31,7 @@ function share.stripes(rows, owner)
   return stripes, count
 end
 
---- Shares rows out.
+--- Assigns rows to ranks.
 ---@param rows {group: integer, numel: integer}[] in the order of the layout
 ---@param size integer ranks
 ---@param weight fun(row: table): number bytes that a row costs its owner
@@ -50,7 +49,7 @@ function share.out(rows, size, weight)
   return made
 end
 
---- How much more the fullest rank has than the mean, as a share of the mean.
+--- The bytes of the fullest rank relative to the mean, minus one.
 ---@param made ps.Share
 ---@return number
 function share.imbalance(made)

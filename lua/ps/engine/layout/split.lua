@@ -1,17 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A layout (layout/pack.lua) in smaller chunks. A chunk's tensors are cut into several chunks, in their order, and stay
--- with their owner. Chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks find
--- the same.
+-- Splits a layout (layout/pack.lua) into smaller chunks. A chunk's tensors are divided among several chunks, in order,
+-- which keep the owner. Chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks
+-- get the same result.
 local pack = require "ps.engine.layout.pack"
 
 local split = {}
 
 local UNIT = pack.UNIT
-local AT_MOST = 0.75                    -- share of the largest chunk, so that few tries lead to any size
+local AT_MOST = 0.75                    -- fraction of the largest chunk, so that few tries reach any size
 
---- The next size to try: `share` (AT_MOST at most) of the largest chunk that can be cut; nil: none can be cut.
+--- The next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split; nil: none can
+--- be.
 ---@param made ps.layout.Layout
----@param share number the share of an op's chunks for which there is room
+---@param share number the fraction of an op's chunks for which there is room
 ---@return integer?
 function split.next_size(made, share)
   local most = 0
@@ -23,7 +24,7 @@ function split.next_size(made, share)
 end
 
 --- Splits chunks of more than `size` elements. A chunk that stays is the same table. New chunks have the owner of the
---- chunk that they come from.
+--- old chunk.
 ---@param made ps.layout.Layout
 ---@param numel integer[] elements of the tensors, by their `index` in chunks
 ---@param size integer elements, a multiple of UNIT

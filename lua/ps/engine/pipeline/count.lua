@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The costs of a model's parts (ps.nn.parts), counted by one forward of the whole model on meta: floating-point
--- operations of forward and of both halves of backward, bytes, numbers of dropouts, and the tensors that go from part
--- to part. Nothing is computed, so a model of any size can be counted, with or without data.
+-- The costs of a model's parts (ps.nn.parts), counted in one forward of the whole model on meta: floating-point
+-- operations of forward and of both halves of backward, bytes, numbers of dropouts, and the tensors that one part
+-- passes to the next. Nothing is computed, so a model of any size can be counted, with or without data.
 --
--- Counted are the multiplications and additions of products and attention, as ps_op_cost has them. Backward is cut as
--- schedules cut it: INPUT gives the gradients of a part's inputs, WEIGHT those of its parameters. In backward a product
--- has, for each input that wants a gradient, as many operations as in forward. Attention's backward has two and a half
--- times the operations of its forward, since it computes the scores again.
+-- The count has the multiplications and additions of products and attention, as in ps_op_cost. Backward is split as in
+-- schedules: INPUT computes the gradients of a part's inputs, WEIGHT those of its parameters. In backward a product
+-- has, for each input that requires a gradient, as many operations as in forward. Attention's backward has two and a
+-- half times the operations of its forward, since it computes the scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -28,30 +28,30 @@ local count = {}
 ---@field weight number operations of its parameters' gradients
 ---@field numel integer elements of its parameters
 ---@field nbytes integer bytes of its parameters, in the types they compute in
----@field activations integer bytes that its forward leaves for its backward, its outputs included; 0 where it lets
----  go of more, which another part gave
+---@field activations integer bytes that its forward keeps for its backward, with its outputs; 0 if it frees more
+---  bytes of other parts than it keeps
 ---@field dropouts integer ops that draw masks
 ---@field first_dropout integer dropouts of the parts before it
 ---@field trains boolean it has a parameter that trains
----@field carry ps.engine.Carry[] the tensors that it gives the next part; empty for the last
+---@field carry ps.engine.Carry[] the tensors that it passes to the next part; empty for the last
 ---@field carry_nbytes integer
----@field out? ps.engine.Carry[] of the last part: the tensors that it gives
+---@field out? ps.engine.Carry[] of the last part: its outputs
 
 ---@class ps.engine.Carry
 ---@field name string
 ---@field shape integer[]
 ---@field dtype string
 ---@field nbytes integer
----@field needs_grad boolean a gradient comes back for it
+---@field needs_grad boolean the next part returns a gradient for it
 
 -- -- ops ------------------------------------------------------------------------------------------------------------
--- Whether a gradient reaches t, and whether t is a leaf: then it is a parameter's.
+-- Whether a gradient reaches t, and whether t is a leaf, as a parameter is.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
 local function is_leaf(t) return t.node == nil end
 
 local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
 
--- Adds a product of `flops` whose inputs are listed: each input that wants a gradient costs as much again.
+-- Adds a product of `flops`. Each listed input that requires a gradient adds `flops` to backward.
 local function product(cost, flops, ...)
   cost.forward = cost.forward + flops
   for i = 1, select("#", ...) do
@@ -73,8 +73,8 @@ local function attention(cost, flops, ...)
   end
 end
 
--- Of ops by name: adds the operations of one with inputs `x` (from 0) and attributes `a`; `flops` are those that
--- ps_op_cost counts for the outputs that Lua gets: an lm_loss that makes gradients in its forward has one product here.
+-- For ops by name: adds the operations of an op with inputs `x` (from 0) and attributes `a`. `flops` is the count of
+-- ps_op_cost for the outputs that Lua gets, so an lm_loss that makes gradients in its forward counts as one product.
 -- Rows of ops.def with the flag PRODUCT are one product of their first two inputs.
 local COSTS = {
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
@@ -82,7 +82,7 @@ local COSTS = {
     local first = flops * inner / (inner + outer)
     product(cost, first, x[0], x[1])
     product(cost, flops - first, x[3])
-    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- of the second one's input
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- of the second's input
   end,
   attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
   attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
@@ -95,13 +95,13 @@ for op, row in pairs(native.op_info) do
 end
 for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
 
--- Looks at ops as they run (E.recorder).
+-- Observes ops as they run (E.recorder).
 local Watch = {}
 Watch.__index = Watch
 function Watch:begin(op, n_in, ins, attrs)
   local fn = COST_OF[op]
   if not fn then return nil end
-  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }              -- C's own: they live until finish
+  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }         -- these belong to C and live until finish
 end
 local info = native.ffi.new "ps_op_cost_info"
 function Watch:finish(note, outs)
@@ -114,8 +114,8 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Puts tensors of zeros in the place of all tensors of these modules and their submodules. Parameters of fp32 get the
---- type that they compute in. put_back puts the tensors of before back.
+--- Replaces all tensors of these modules and their submodules with tensors of zeros. fp32 parameters get the dtype that
+--- they compute in. put_back restores the old tensors.
 ---@param modules ps.nn.Module[]
 ---@param device string
 ---@param precision? string
@@ -146,7 +146,7 @@ function count.stand_in(modules, device, precision)
   return function() for _, at in ipairs(places) do registry.put(at[1], at[2], at[3]) end end
 end
 
--- A copy of the arguments with all tensors on meta, those in tables too.
+-- A copy of the arguments with all tensors on meta, including those in tables.
 local function arguments_on_meta(value)
   if scope.is_tensor(value) then return create.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
   if type(value) ~= "table" then return value end
@@ -160,15 +160,16 @@ local function used()
   return views.memory("meta").used
 end
 
--- The carry that a part gave, as a list in the order of names, and its bytes.
+-- The carry of a part as a list sorted by name, and its bytes.
 local function carry_of(part, carry)
   if type(carry) ~= "table" then
-    error(("part %s gave a %s; a part's forward gives a table of tensors"):format(part.name, type(carry)), 0)
+    error(("part %s returned a %s; a part's forward must return a table of tensors"):format(part.name, type(carry)), 0)
   end
   local list, nbytes = {}, 0
   for name, t in pairs(carry) do
     if type(name) ~= "string" or not scope.is_tensor(t) then
-      error(("part %s gave %s = a %s; a part's forward gives tensors by name"):format(part.name, tostring(name),
+      error(("part %s returned %s = a %s; a part's forward must return tensors by name"):format(
+        part.name, tostring(name),
         type(t)), 0)
     end
     list[#list + 1] = { name = name, shape = t:shape(), dtype = t:dtype(), nbytes = t:nbytes(),
@@ -192,7 +193,8 @@ local function parameters_of(part, cost)
   end
 end
 
--- A text that parts have alike whose modules, sizes and operations are alike. They leave the same for their backward.
+-- A text that is equal for parts with equal modules, sizes and operations. Such parts keep the same bytes for their
+-- backward.
 local function likeness(part, cost)
   local said = {}
   for _, module in ipairs(part.modules) do said[#said + 1] = tostring(module) end
@@ -205,8 +207,8 @@ local function likeness(part, cost)
   return table.concat(said, "\n")
 end
 
--- One forward of all parts. Of those in `measured`, by number, garbage is collected before and behind them, to see what
--- they leave.
+-- Runs one forward of all parts. For the parts in `measured`, by number, it collects garbage before and after, to
+-- measure the bytes that they keep.
 local function pass(module, args, measured, cached)
   local list, watch, rng = module:parts(), setmetatable({}, Watch), random.state()
   local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
@@ -229,7 +231,8 @@ local function pass(module, args, measured, cached)
   return costs
 end
 
--- Garbage of a large model takes long to collect, and most of its parts are alike: the first of each kind is measured.
+-- Collecting the garbage of a large model takes long, and most of its parts are alike: only the first of each kind is
+-- measured.
 local function run(module, args, carries, cached)
   local list, costs = module:parts(), pass(module, args, {}, cached)
   if carries then return costs end
@@ -248,12 +251,12 @@ end
 
 --- Counts what a model's parts cost for a micro-batch.
 ---@param module ps.nn.Module with parts() and batch_of()
----@param args any[] what the model is called with: tensors of a micro-batch's shapes, on any device
+---@param args any[] the model's arguments: tensors with a micro-batch's shapes, on any device
 ---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
----@param carries? boolean what goes from part to part is wanted, not `activations`, for which garbage is collected
----  before and behind each part
----@param cached? boolean a step of generate is meant, in which keys and values of earlier positions are kept: the batch
----  has cached = true. Needs `carries`
+---@param carries? boolean true: count the tensors between parts, but not `activations`, for which garbage is
+---  collected before and after each part
+---@param cached? boolean true: a step of generate with cached keys and values: the batch has cached = true. Needs
+---  `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
   local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), native.recorder
@@ -263,8 +266,10 @@ function count.parts(module, args, precision, carries, cached)
   put_back()
   if ok then return result end
   local why = type(result) == "table" and result.msg or tostring(result)
-  local text = ("the model's parts cannot be counted: they run once on tensors without data, and one of them failed: "
-    .. "%s. A model in stages reads no values in its forward (item, tolist, a comparison of tensors)"):format(why)
+  local text = ("the costs of the model's parts cannot be counted: they ran once on tensors without data, and one "
+    .. "failed: "
+    .. "%s. A model that is cut into stages must not read values in its forward (item, tolist, a comparison of "
+    .. "tensors)"):format(why)
   if type(result) ~= "table" then error(text, 0) end
   result.msg = text
   error(result, 0)

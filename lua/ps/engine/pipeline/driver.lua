@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The driver of a model that is cut into stages: loops over the micro-batches of a step or of an evaluation, and the
--- forwards of generate, at the pace of the script. A pipeline does one of these at a time, and its ranks compare what
--- they begin. engine/step/table.lua has the interface, engine/pipeline/row.lua the row that is under way.
+-- The driver of a model that is cut into stages. It runs loops over the micro-batches of a step or of an evaluation,
+-- and the forwards of generate, at the pace of the script. A pipeline runs one of these at a time, and its ranks
+-- compare what they begin. engine/step/table.lua has the interface, engine/pipeline/row.lua the row under way.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local module_hooks = require "ps.nn.hooks"
@@ -51,21 +51,21 @@ function Driver:fingerprint() return self.pipe:fingerprint() end
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
-  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end         -- in one of them
+  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end         -- in one of these actions
   if not ok then error(kind, 0) end
   local seconds = pipe:tell()
   if report and seconds > 0 then report:took(actions.PART[C.PS_ACT_BACKWARD], seconds) end
   return kind, v, micro
 end
 
--- Does the work for which the walk of C's action stopped.
+-- Does again the work segment at which the walk of C's action stopped.
 local function resume(engine, pipe, factor)
   local ok, problem = pcall(scope.resume, pipe:segment(), factor)
   if not ok then actions.fail(engine, problem) end
 end
 
 -- Performs the row up to the next yield; before: called before each forward. Returns the yield's micro-batch, from 0;
--- nil: the row is over.
+-- nil: the row has ended.
 local function advance(self, dry, before)
   local engine, pipe = self.engine, self.pipe
   local s, report = state.of(engine), not dry and engine.report
@@ -91,7 +91,7 @@ local function advance(self, dry, before)
   end
 end
 
--- Gives C the settings of the row's last backwards.
+-- Passes the settings of the row's last backwards to C.
 local function set_last(self, dry) self.pipe:set_last(overlap.backward(self.engine, 0, true, dry)) end
 
 -- Performs the row of a step up to its next yield.
@@ -117,13 +117,13 @@ end
 function Driver:end_dry() return self.pipe:drop_dry() end
 
 -- -- beginning --------------------------------------------------------------------------------------------------------
--- All micro-batches of a loop, which a pipeline needs before its first turn.
+-- All micro-batches of a loop. A pipeline needs them before its first turn.
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
     local given, rng = loop.take(i), random.state()
     given = hooks.ask("batch", engine, given) or given
-    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end     -- past the loader's next turn
+    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end    -- so that the loader keeps them
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
       sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
   end
@@ -133,13 +133,14 @@ end
 -- Rejects a call within a loop.
 local function check_free(self, what)
   if not self.pipe.row then return end
-  ending.give_loop_up(self.engine, what .. " of this pipeline, or behind one that was left early: each goes on to its "
-    .. "end before the next")
+  ending.give_loop_up(self.engine, what .. " of this pipeline, or after one that was left early: each has to reach its "
+    .. "end before the next one begins")
 end
 
-local SECOND = "a loop over micro-batches came within another one"
+local SECOND = "a loop over micro-batches began within another loop"
 
--- A loop over a pipeline, in the words of an error. Ranks that gather wait for those that do not.
+-- Describes a loop over a pipeline, for errors. The text has `gather`, since ranks that gather would wait for those
+-- that do not.
 local function said(what, loop)
   return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
 end
@@ -151,7 +152,7 @@ local function check_hooks(engine)
     :format(engine.module.class_name))
 end
 
--- Enters the pipeline with the micro-batches of a step's loop, and begins the step.
+-- Loads the micro-batches of a step's loop into the pipeline, and begins the step.
 local function enter(self, loop)
   local engine, pipe = self.engine, self.pipe
   check_free(self, SECOND)
@@ -164,14 +165,14 @@ end
 
 function Driver:compare(what) self.pipe:compare_begin(what) end
 
---- Rejects generate within a loop over micro-batches, and ranks that begin something else.
+--- Refuses generate within a loop over micro-batches, and ranks that begin something else.
 function Driver:begin_generate()
-  check_free(self, "model:generate came within a loop over micro-batches")
+  check_free(self, "model:generate was called within a loop over micro-batches")
   self.pipe:compare_begin "generate"
 end
 
 -- -- turns ------------------------------------------------------------------------------------------------------------
--- Forwards and backwards are performed until the loss of the turn's micro-batch is there.
+-- Performs forwards and backwards until the loss of the turn's micro-batch has arrived.
 function Driver:turn(loop)
   local pipe = self.pipe
   if loop.at == 0 then enter(self, loop) else pipe:check_unchanged() end
@@ -209,11 +210,11 @@ function Driver:look(loop)
   end)
 end
 
---- A forward through all stages for generate. All rows are one micro-batch, since products of fewer rows have other
---- bits on the CPU. All ranks call it.
+--- Runs a forward through all stages for generate. All rows are one micro-batch, since products of fewer rows have
+--- different bits on the CPU. All ranks call it.
 ---@param ids ps.Tensor int [R, n], on the device
----@param given table what the parts read, ids among it
----@return table<string, ps.Tensor>? out of the last part, on the rank of the last stage; else nil
+---@param given table the batch that the parts read, including ids
+---@return table<string, ps.Tensor>? output of the last part, on the rank of the last stage; else nil
 function Driver:once(ids, given)
   local pipe, rng, args = self.pipe, random.state(), { n = 1, ids }
   pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),
@@ -223,7 +224,7 @@ function Driver:once(ids, given)
     pipe:begin(nil)
     repeat until pipe:look() == nil
   end)
-  pipe.micros = false                                        -- it holds the caches
+  pipe.micros = false                                        -- the batch holds the caches
   if ok then return micros[0].out end
   pipe:abandon(problem)
   error(problem, 0)
@@ -243,7 +244,7 @@ end
 -- Each virtual stage updates its parameters after its own last backward.
 function Driver:overlaps() return true end
 
--- Notes the loss from which the walk will begin. The row goes on with the next turn.
+-- Notes the loss from which the walk will begin. The row continues with the next turn.
 function Driver:backward(loss, weight, factor)
   self.pipe:mark(weigh.root(self.engine, loss, weight, factor), weight, factor)
 end
@@ -252,7 +253,7 @@ end
 function Driver:abandon(why) self.pipe:abandon(why) end
 
 function Driver:refuse(text)
-  text = text .. "; its messages are on their way between the stages, so the run ends: go on from a checkpoint"
+  text = text .. "; its messages are under way between the stages, so the run ends: continue from a checkpoint"
   self.pipe:abandon(text)
   return text
 end

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:generate of a model that is cut into stages, or whose layers ranks share out. All these ranks call it with the
--- same request, and get the same ids. In a pipeline a token is a forward through the stages, each of which keeps the
--- keys and values of its own layers; the last one's logits then go to all ranks, which choose from them alike. Ranks
--- that share layers out keep keys and values of their own heads, and the head gives all of them the logits.
--- ps/pretrained/generate.lua runs on every rank, with an object in the model's place that has the module's fields and
--- these functions.
+-- model:generate for a model that is cut into stages, or whose layers ranks share. All these ranks call it with the
+-- same request, and get the same ids. In a pipeline, each token takes a forward through the stages. Each stage keeps
+-- the keys and values of its own layers. The last stage's logits go to all ranks, which choose the same token from
+-- them. Ranks that share layers keep the keys and values of their own heads, and the head gives all of them the logits.
+-- ps/pretrained/generate.lua runs on every rank with a stand-in for the model, which has the module's fields and these
+-- functions.
 local create = require "ps.tensor.create"
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
@@ -12,13 +12,13 @@ local mesh = require "ps.dist.mesh"
 
 local pipe_generate = {}
 
----@class ps.engine.Staged in the place of a model; ps/pretrained/generate_rows.lua says what each function is
+---@class ps.engine.Staged a stand-in for the model; ps/pretrained/generate_rows.lua describes each function
 ---@field where_ids? string
 ---@field next_logits fun(self: ps.engine.Staged, ids: ps.Tensor, at: table): ps.Tensor
 ---@field agreed fun(read: (fun(): table), told: fun(request: table): string[][]): table
 ---@field together fun(fn: fun(): boolean): boolean
 
--- Logits [R, V] fp32 of a forward through the stages, on all ranks.
+-- The logits [R, V] fp32 of a forward through the stages, on all ranks.
 local function next_logits(engine, ids, at)
   local module, pipe = engine.module, engine.driver.pipe
   local out = engine.driver:once(ids, module:step_batch(ids, at))
@@ -30,8 +30,8 @@ local function next_logits(engine, ids, at)
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 
--- The groups of ranks that go on together, of which each rank is in one of each. The parameters of stage 3 are gathered
--- among ranks that have other rows: they go on together, too.
+-- The groups of ranks that must advance together. Each rank is in one group of each kind. ZeRO stage 3 gathers
+-- parameters among ranks that have other rows, so these advance together, too.
 local function groups_of(engine)
   if engine.zero_stage == 3 then return { mesh.group "world" } end
   local list = { mesh.group "pp" }
@@ -39,8 +39,8 @@ local function groups_of(engine)
   return list
 end
 
--- call(group, fn) with the first group; with each further one, a call that has the one before as its fn. So all ranks
--- of all groups hear of all.
+-- Runs call(group, fn) with the first group, and for each further group a call whose fn is the previous call. All ranks
+-- of all groups thus get the result.
 local function among(groups, call, fn)
   for _, group in ipairs(groups) do
     local inner = fn
@@ -84,15 +84,15 @@ local function staged(engine)
   end })
 end
 
---- The generate of an engine whose model several ranks have together.
+--- The generate of an engine whose model is shared by several ranks.
 ---@param engine ps.Engine
----@param ... any what the module's own takes
+---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids
 function pipe_generate.generate(engine, ...)
   engine:check_open()
   local module = engine.module
   if engine.driver.in_loops and type(module.step_batch) ~= "function" then
-    caller.error(("generate in a pipeline: %s has no method step_batch(ids, step), which gives what its parts read "
+    caller.error(("generate in a pipeline: %s has no method step_batch(ids, step), which makes the batch of its parts "
       .. "(ps/pretrained/generate_rows.lua)"):format(module.class_name))
   end
   return module.generate(staged(engine), ...)

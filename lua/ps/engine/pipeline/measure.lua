@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Seconds that a model's parts (ps.nn.parts) take on a device: each kind of part runs forward and backward a few
--- times, by itself, with tensors of zeros in the place of the model's: the time of a product does not depend on values.
--- At most one part's tensors are in memory.
+-- Measures the seconds that a model's parts (ps.nn.parts) take on a device. Each kind of part runs forward and backward
+-- a few times, by itself, with tensors of zeros instead of the model's: the time of a product does not depend on
+-- values. At most one part's tensors are in memory.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"
@@ -11,9 +11,9 @@ local process = require "ps.core.process"
 
 local measure = {}
 
-local TIMES = 3                           -- runs of a part, of which the fastest counts
+local TIMES = 3                           -- runs of a part; the fastest counts
 
--- Waits until the device has done all its work.
+-- Waits until the device has finished all its work.
 local function wait(t)
   if native.device_info(t.device_).is_host == 0 then t:detach():reshape(-1):narrow(0, 0, 1):item() end
 end
@@ -24,7 +24,7 @@ local function zeros(like, device)
   return t
 end
 
--- Seconds of a forward, and of a backward, of a part. from: the tensors that the part gets (ps.engine.Carry[]).
+-- The seconds of a part's forward and of its backward. from: the tensors that the part receives (ps.engine.Carry[]).
 local function run(part, from, batch, device)
   local carry = {}
   for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
@@ -84,10 +84,11 @@ local function measured(module, costs, args, device, precision)
   return all
 end
 
---- Measures a model's parts, with or without data. The seconds of a backward are divided as its counted operations.
+--- Measures a model's parts, with or without data. The seconds of a backward are split in proportion to its counted
+--- operations.
 ---@param module ps.nn.Module
----@param costs ps.engine.PartCost[] what count.parts gave for these arguments
----@param args any[] what the model is called with: shapes alone count
+---@param costs ps.engine.PartCost[] the result of count.parts for these arguments
+---@param args any[] the model's arguments: only shapes matter
 ---@param device string
 ---@param precision? string
 ---@return {name: string, forward: number, input: number, weight: number}[] seconds

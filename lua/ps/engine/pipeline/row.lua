@@ -29,25 +29,25 @@ local pipe = {}
 
 ---@class ps.engine.Pipe
 ---@field engine ps.Engine
----@field group ps.Group the ranks that have a stage each, in the order of the model
+---@field group ps.Group the ranks of the stages, in the order of the model
 ---@field stages ps.engine.Stages how the model is cut
 ---@field n integer virtual stages of the whole model
 ---@field rank integer of this process, among the stages
 ---@field size integer
 ---@field rows table<string, ps.engine.PipeRow> by number of micro-batches and purpose
----@field row ps.engine.PipeRow|false the one under way
+---@field row ps.engine.PipeRow|false the row under way
 ---@field how ffi.cdata* settings of a forward
 ---@field event ffi.cdata* ps_pipe_event, the one under way
----@field n_out integer tensors in `carried` that the forward under way gave
+---@field n_out integer tensors in `carried` that the forward under way returned
 ---@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
 ---@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
 ---@field first_key? string PipeMicro.key of the first micro-batch of that loop, or of the last one
----@field trains string which of the whole model's parameters trained as that loop began (trained.text)
----@field seed ffi.cdata*|number of random numbers, as that loop began
+---@field trains string which of the whole model's parameters trained when that loop began (trained.text)
+---@field seed ffi.cdata*|number of random numbers, when that loop began
 ---@field count integer micro-batches of the loop
----@field tells boolean listeners hear of each action of the step under way, before and behind it
----@field performed? integer micro-batches that the last dry run performed; the others did again what these did
----@field marked integer micro-batches that the script has called backward of
+---@field tells boolean listeners are called before and after each action of the step under way
+---@field performed? integer micro-batches that the last dry run performed; the others repeated their effects
+---@field marked integer micro-batches for which the script has called backward
 ---@field total number sum of the weights of marked micro-batches
 local Pipe = {}
 Pipe.__index = Pipe
@@ -57,26 +57,26 @@ Pipe.__index = Pipe
 ---@field table ps.pipe.Table lowered
 ---@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
 ---@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
----@field whole boolean in dry runs each micro-batch is performed: they do not do alike
+---@field whole boolean dry runs perform each micro-batch, since their effects differ
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
----@field given any[] what the model is called with
+---@field given any[] the model's arguments
 ---@field args any[] the same on the device
----@field batch table|nil what its parts read, where that is not what batch_of makes of args
+---@field batch table|nil the batch of its parts; nil: batch_of makes it from args
 ---@field number integer from 0
 ---@field sample integer number of its first sample
 ---@field op integer number of its first dropout
 ---@field targets ps.Targets|false
----@field loss number|nil from its yield on
----@field out table|nil what the last virtual stage gave, on that rank, until the script's backward
+---@field loss number|nil set at its yield
+---@field out table|nil output of the last virtual stage, on its rank, until the script's backward
 
-local MICROS_A_STAGE = 4              -- taken for the cut where the configuration has no number of micro-batches
+local MICROS_A_STAGE = 4              -- assumed for the cut if the configuration sets no number of micro-batches
 local ROOM = C.PS_PIPE_CARRY
 -- Actions that a step counts, by their names in tables.
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
   REDUCE = C.PS_ACT_REDUCE }
--- Those that C performs.
+-- Actions that C performs.
 local OWN = { [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true, [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
 local times = ffi.new("ps_pipe_times")
 local pipe_out = ffi.new("ps_pipe *[1]")
@@ -89,9 +89,9 @@ local function new_table(cut, size, micros, forward_only)
     micro_batches = micros, forward_only = forward_only }
 end
 
---- How a configuration cuts a model among ranks.
+--- The pipeline that a configuration asks for.
 ---@param cfg ps.Config
----@param group ps.Group the ranks that have a stage each
+---@param group ps.Group the ranks of the stages
 ---@return ps.engine.Pipeline
 function pipe.request(cfg, group)
   local how = cfg.pipeline.partition
@@ -100,8 +100,8 @@ function pipe.request(cfg, group)
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
---- Checks that all ranks cut the same model alike. Tells the engine the ranks of the other stages, whose gradients
---- count in a norm, and which of them have copies of tied parameters. All ranks call it, before parameters are
+--- Checks that all ranks cut the same model in the same way. Passes to the engine the ranks of the other stages, whose
+--- gradients count in a norm, and those that have copies of tied parameters. All ranks call it before parameters are
 --- registered.
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
@@ -115,7 +115,7 @@ function pipe.join(module, stages, built)
     local part = group:split(ranks, "tied")
     among = #ranks > 1 and part or nil
   end
-  local numbers = math.max(1, #built.list + #built.elsewhere)              -- a model that only generates trains nothing
+  local numbers = math.max(1, #built.list + #built.elsewhere)    -- at least 1: a model that only generates trains none
   native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end
 
@@ -147,8 +147,9 @@ local function row_of(self, micros, forward_only)
     whole = environment.get "PS_DRY_RUN" == "whole" }
   if micros < self.size and not forward_only then
     native.check(C.ps_pipe_simulate(found.table.c, nil, nil, times, nil, nil))
-    self.engine:note(("pipeline: %d micro-batches in %d stages leave %.0f %% of the ranks' time unused; "
-      .. "gradient_accumulation_steps says how many there are"):format(micros, self.size, 100 * times.bubble))
+    self.engine:note(("pipeline: with %d micro-batches in %d stages the ranks are idle for %.0f %% of the time; "
+      .. "raise gradient_accumulation_steps, the number of micro-batches"):format(
+        micros, self.size, 100 * times.bubble))
   end
   found.table:lower()
   for _, action in ipairs(found.table:row(self.rank)) do
@@ -161,10 +162,10 @@ local function row_of(self, micros, forward_only)
   return found
 end
 
--- Whether it is a step of generate with keys and values of earlier positions.
+-- Whether this is a step of generate with cached keys and values.
 local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
 
--- The costs of the model's parts, and the tensors that go from one to the next, for micro-batches like this one.
+-- The costs of the model's parts for micro-batches like this one, and the tensors that each part passes to the next.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
@@ -176,14 +177,14 @@ local function counted(self, micro)
   return costs
 end
 
--- Tells C the tensors that go between virtual stages in a micro-batch.
+-- Tells C which tensors virtual stages pass on in a micro-batch.
 local function expect(self, row, micro)
   if row.keys[micro.number] == micro.key then return end
   local costs = counted(self, micro)
   for v = 0, self.n - 2 do
     local part = costs[self.stages.first[v + 2] - 1]
     if #part.carry > ROOM then
-      error(("part %s gives %d tensors; %d go from stage to stage"):format(part.name, #part.carry, ROOM), 0)
+      error(("part %s returns %d tensors; a stage can pass on at most %d"):format(part.name, #part.carry, ROOM), 0)
     end
     for i, t in ipairs(part.carry) do
       local e = expected[i - 1]
@@ -196,7 +197,7 @@ local function expect(self, row, micro)
   row.keys[micro.number] = micro.key
 end
 
---- The actions of this rank in a step of so many micro-batches: forwards, backwards and reductions.
+--- This rank's actions in a step of `micros` micro-batches: forwards, backwards and reductions.
 ---@param micros integer
 ---@return table[] actions {kind, number of the virtual stage among this rank's, micro-batch}
 function Pipe:actions(micros)
@@ -205,8 +206,8 @@ function Pipe:actions(micros)
   return list
 end
 
---- Takes the micro-batches of a loop. Which parameters train decides which gradients go back between stages.
----@param micros ps.engine.PipeMicro[] from 0; n: how many
+--- Takes the micro-batches of a loop. The parameters that train decide which gradients stages send back.
+---@param micros ps.engine.PipeMicro[] from 0; n: their number
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
   self.trains, self.seed, self.training = trained.text(self.engine.module), random.state().seed,
@@ -218,12 +219,12 @@ function Pipe:load(micros)
   self.first_key = micros[0].key
 end
 
---- Refuses what a turn of a loop that trains has changed: stages are before other micro-batches than the turn's when
---- they come to it, so that the numbers would depend on the schedule.
+--- Refuses a turn of a training loop that has changed settings. The stages have already run ahead to other
+--- micro-batches, so the numbers would depend on the schedule.
 function Pipe:check_unchanged()
   local function refuse(what)
-    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages are at other micro-batches "
-      .. "than the loop: do it before or behind the loop")
+    caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages have run ahead to other "
+      .. "micro-batches: do it before or after the loop")
   end
   if not scope.grad_enabled() then refuse "gradients were switched off" end
   if self.engine.module.training ~= self.training then
@@ -239,7 +240,7 @@ function Pipe:check_unchanged()
   refuse(("parameter %s was %s"):format(names[at] or "?", trains:sub(at, at) == "0" and "frozen" or "thawed"))
 end
 
---- A hash of the micro-batches: all stages of one copy of the model must have the same.
+--- A hash of the micro-batches, which must be equal on all stages of one model replica.
 ---@return number
 function Pipe:fingerprint()
   local said = {}
@@ -250,9 +251,10 @@ function Pipe:fingerprint()
   return agree.text_hash(table.concat(said, " "))
 end
 
---- Compares what the ranks begin, since they would wait for each other in vain. All ranks call it.
+--- Compares what the ranks begin, since ranks that begin different things would wait for each other forever. All ranks
+--- call it.
 ---@param what string
----@param rows? boolean their micro-batches must be alike, too
+---@param rows? boolean their micro-batches must be equal, too
 function Pipe:compare_begin(what, rows)
   local texts = agree.texts(self.group, what .. "\n" .. (rows and self:fingerprint() or ""))
   for stage, text in ipairs(texts) do
@@ -260,18 +262,20 @@ function Pipe:compare_begin(what, rows)
       local first, other = texts[1]:match "^[^\n]*", text:match "^[^\n]*"
       local ranks = ("rank %d"):format(self.group:world_rank(stage - 1))
       if first == other then
-        error(("%s has another batch than rank %d in %s: all ranks of a pipeline run the same script on the same "
+        error(("%s has a different batch from rank %d in %s: all ranks of a pipeline must run the same script on "
+          .. "the same "
           .. "rows"):format(ranks, self.group:world_rank(0), first), 0)
       end
-      error(("%s begins %s, rank %d %s: both have stages of one model, and all ranks of a pipeline run the same "
+      error(("%s begins %s, but rank %d begins %s: both have stages of one model, and all ranks of a pipeline "
+        .. "must run the same "
         .. "script"):format(ranks, other, self.group:world_rank(0), first), 0)
     end
   end
 end
 
--- The micro-batches, from the first to before the second number, that in a dry run do again what those before them did
--- (ps_pipe_repeat): all but the first PS_PIPE_PERFORMED and the last, if they have the shapes of the second one. 0, 0:
--- none.
+-- The micro-batches, from the first number up to but not including the second, that repeat the effects of those before
+-- them in a dry run (ps_pipe_repeat). They are all except the first PS_PIPE_PERFORMED and the last, if they have the
+-- shapes of the second one. 0, 0: none.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -279,8 +283,8 @@ local function repeated(self, row)
   return C.PS_PIPE_PERFORMED, last
 end
 
---- Begins to perform the row of a step, dry or real, or of an evaluation.
----@param step ffi.cdata*|nil the ps_step under way; nil: forwards alone
+--- Begins the row of a step, dry or real, or of an evaluation.
+---@param step ffi.cdata*|nil the ps_step under way; nil: only forwards
 ---@param dry? boolean
 function Pipe:begin(step, dry)
   local row = row_of(self, self.count, step == nil)
@@ -295,13 +299,13 @@ function Pipe:begin(step, dry)
   self.row = row
 end
 
---- Gives C the settings of the last backward, or weight gradients, of each virtual stage, before it comes to the first
---- of them.
+--- Passes to C the settings of the last backward (or weight gradients) of each virtual stage, before C reaches the
+--- first of them.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
 --- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
----@return boolean again it failed since micro-batches did not do alike: another dry run performs each
+---@return boolean again it failed since micro-batches had different effects: another dry run has to perform each
 function Pipe:drop_dry()
   local row = self.row
   if not row then return false end
@@ -312,21 +316,21 @@ function Pipe:drop_dry()
   return differed
 end
 
---- Whether the forward that is due does again what that of another micro-batch did: done() performs it.
+--- Whether the forward that is due repeats the effects of another micro-batch's: done() then performs it.
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
 --- Tells C that Lua's collector has run in a dry run.
 function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
---- Gives the row up. Other ranks' calls fail with the reason.
+--- Abandons the row. Other ranks' calls fail with the reason.
 ---@param why any
 function Pipe:abandon(why)
   if self.row then C.ps_pipe_abort(self.row.c, tostring(why)) end
   self.row, self.micros = false, false
 end
 
--- Notes the loss of a micro-batch, and its weight and hits by the ops of the last virtual stage. All ranks have the
+-- Notes the loss of a micro-batch, and its weight, which the ops of the last virtual stage counted. All ranks have the
 -- same batch, and thus the same `places`.
 local function take_loss(micro, event)
   micro.loss = event.loss
@@ -336,8 +340,8 @@ local function take_loss(micro, event)
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
 end
 
---- The next forward, recompute segment or yield; nil: the row is over. C performs what comes before it. A backward,
---- weight gradients or a reduction come where Lua has something to do before C performs them (collects, tell).
+--- The next forward, recompute segment or yield; nil: the row has ended. C performs the actions before it. A backward,
+--- weight gradients or a reduction are returned only if Lua has work before C performs them (collects, tell).
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -352,7 +356,7 @@ function Pipe:next()
   self.row = false
 end
 
---- Whether Lua's garbage should go before the event under way is done.
+--- Whether Lua should collect garbage before the event under way.
 ---@return boolean
 function Pipe:collects() return self.event.collect ~= 0 end
 
@@ -360,9 +364,9 @@ function Pipe:collects() return self.event.collect ~= 0 end
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
---- Tells listeners of the step's actions that C performed before the event under way that they are over, and of the one
---- that C performs next that it begins. Their virtual stages are counted through the model.
----@return number seconds that C took for them
+--- Tells listeners that the step's actions that C performed before the event under way have ended, and that the action
+--- that C performs next begins. Virtual stages are numbered through the model.
+---@return number seconds that these actions took
 function Pipe:tell()
   local event = self.event
   if self.tells then
@@ -374,7 +378,7 @@ function Pipe:tell()
   return event.seconds
 end
 
---- Tells C that the action is over, and the tensors that it gave.
+--- Tells C that the action has ended, and which tensors it returned.
 function Pipe:done()
   native.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
   self.given = nil
@@ -385,7 +389,7 @@ end
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
 --- Performs a row of forwards up to its next yield.
----@return integer? micro that of the yield, from 0; nil: the row is over
+---@return integer? micro that of the yield, from 0; nil: the row has ended
 function Pipe:look()
   while true do
     local kind, v, micro = self:next()
@@ -397,7 +401,7 @@ function Pipe:look()
 end
 
 -- -- the model's code -------------------------------------------------------------------------------------------------
--- The carry that comes into a virtual stage, by name.
+-- The tensors that a virtual stage received, by name.
 local function come_in(self, names)
   local carry = {}
   for i = 1, self.event.n do
@@ -408,26 +412,28 @@ local function come_in(self, names)
   return carry
 end
 
--- Lays the tensors of a list out for C.
+-- Puts the tensors of a list into C's array.
 local function give(self, list)
   self.n_out = math.min(#list, ROOM)
   for i = 1, self.n_out do carried[i - 1] = list[i] end
 end
 
--- A tensor's name, type and sizes.
+-- A tensor's name, dtype and sizes as text.
 local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
 
--- The carry that a virtual stage gives to the next one, which waits for what the parts gave without data.
+-- Passes the outputs of a virtual stage to C. They must match those of the count without data, since the next stage
+-- waits for these.
 local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
     local given = type(carry) == "table" and carry[t.name]
     if not scope.is_tensor(given) then
-      error(("the parts of virtual stage %d gave no tensor '%s'"):format(v, t.name), 0)
+      error(("the parts of virtual stage %d returned no tensor '%s'"):format(v, t.name), 0)
     end
     local said, counted_as = line_of(t.name, given:dtype(), given:shape()), line_of(t.name, t.dtype, t.shape)
     if said ~= counted_as then
-      error(("the parts of virtual stage %d gave %s, and %s without data"):format(v, said, counted_as), 0)
+      error(("the parts of virtual stage %d returned %s, but %s when they were counted without data"):format(
+        v, said, counted_as), 0)
     end
     list[i] = given
   end
@@ -435,9 +441,9 @@ local function go_out(self, v, carry, names)
   self.given = list                                          -- keeps the tensors' headers until done
 end
 
--- Keeps the last virtual stage's output for the script, and gives C its loss, which all ranks get.
+-- Keeps the last virtual stage's output for the script, and passes its loss to C, which sends it to all ranks.
 local function finish(self, micro, carry)
-  if micro.batch then                                        -- of a step of generate, which has no loss
+  if micro.batch then                                        -- a step of generate has no loss
     micro.out = carry
     self.given = { create.zeros({}, { dtype = "fp32" }) }
     return give(self, self.given)
@@ -446,7 +452,7 @@ local function finish(self, micro, carry)
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
   local loss = batch.loss(out)
   if loss == nil or loss:numel() ~= 1 then
-    error("the last stage returned no loss of one number, which a loop over the micro-batches of a pipeline sends to "
+    error("the last returned no loss of one number, which a loop over the micro-batches of a pipeline sends to "
       .. "all ranks: every batch needs targets (labels, or y of (x, y)), within ps.no_grad, too; model:generate takes "
       .. "ids alone", 0)
   end
@@ -472,7 +478,7 @@ function Pipe:how_forward(v, number)
   return how
 end
 
---- The forward of a virtual stage.
+--- Runs the forward of a virtual stage.
 ---@param v integer from 0
 ---@param number integer micro-batch, from 0
 function Pipe:forward(v, number)
@@ -486,15 +492,15 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- The loss that another rank has. In training it requires a gradient, as there: a loss that a script makes of it can
--- then be told to be of this micro-batch.
+-- A tensor for a loss that another rank computed. In training it requires a gradient, like the real one: a loss that a
+-- script makes from it can then be assigned to this micro-batch.
 local function loss_here(micro)
-  -- a dry run knows no loss
+  -- a dry run has no loss
   local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
   return loss:requires_grad(scope.grad_enabled())
 end
 
--- What the last virtual stage would say of its output that is on a rank which is not here.
+-- The description that the last virtual stage would send of its output, for a dry run without that rank.
 local function said_of(self, micro)
   local costs, lines = counted(self, micro), {}
   for _, t in ipairs(costs[#costs].out) do
@@ -527,9 +533,9 @@ local function gathered(self, micro)
   return micro.out or batch.turning(out)
 end
 
---- The output that a script gets of a micro-batch whose loss is there.
+--- The output that a script gets for a micro-batch whose loss has arrived.
 ---@param number integer
----@param gather? boolean the tensors of the last virtual stage are on all ranks; all call it
+---@param gather? boolean all ranks get the tensors of the last virtual stage; all call it
 ---@return table out
 function Pipe:output(number, gather)
   local micro = self.micros[number]
@@ -537,7 +543,7 @@ function Pipe:output(number, gather)
   return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
---- Notes that the script has called backward of the next micro-batch. C has the loss from here on.
+--- Notes that the script has called backward for the next micro-batch. C keeps the loss from here on.
 ---@param root ps.Tensor which the walk begins from, on the rank of the last virtual stage
 ---@param weight number
 ---@param factor number on the walk's gradients: those of the micro-batch's own loss times the factor
@@ -556,8 +562,9 @@ function Pipe:check_weights(total)
   self.group:all_gather(all, create.tensor({ total }, { dtype = "fp64" }))
   for stage, other in ipairs(all:tolist()) do
     if other ~= total then
-      error(("the stages of a pipeline weigh the step's losses differently: %.17g in all on stage %d, %.17g on stage "
-        .. "%d; model:backward takes the same weight on all ranks"):format(total, self.rank, other, stage - 1), 0)
+      error(("the stages of a pipeline weight the step's losses differently: the sum is %.17g on stage %d and "
+        .. "%.17g on stage "
+        .. "%d; pass the same weight to model:backward on all ranks"):format(total, self.rank, other, stage - 1), 0)
     end
   end
 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters that a
--- rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process makes
--- the whole model without data (ps.deferred), and gives its own virtual stages their values.
+-- A model that is cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters
+-- that a rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process
+-- makes the whole model without data (ps.deferred), and fills in the values of its own virtual stages.
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
 local nn_module = require "ps.nn.module"
@@ -16,20 +16,20 @@ local pipe_table = require "ps.parallel.pipeline.table"
 
 local stages = {}
 
-local MOST_POSITIONS = 2048               -- positions at most of the batch that costs are counted for
+local MOST_POSITIONS = 2048               -- at most this many positions in the batch for which costs are counted
 
 ---@class ps.engine.Pipeline the pipeline of a configuration and the mesh
 ---@field table ps.pipe.Table its virtual stages, and the rank of each
 ---@field rank integer this rank's number along the pipeline, from 0
----@field partition? string|integer[] how the model is cut (stages.cut)
----@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} how it was cut before
+---@field partition? string|integer[] how to cut the model (stages.cut)
+---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut found before
 
 ---@class ps.engine.Stages
----@field parts ps.nn.Part[]|false false: the model's own forward goes through the stages
+---@field parts ps.nn.Part[]|false false: the model's own forward runs the stages
 ---@field costs ps.engine.PartCost[]
----@field first integer[] by virtual stage, from 1: its first part; behind the last the number of parts plus 1
+---@field first integer[] by virtual stage, from 1: its first part; then the number of parts plus 1
 ---@field ranks integer[] by virtual stage, from 1: its rank
----@field mine integer[] the numbers in the model, from 0, of this rank's virtual stages
+---@field mine integer[] this rank's virtual stages, by number in the model, from 0
 ---@field rank integer
 ---@field times? ps.engine.CutTimes
 ---@field vstages_of table<string, integer[]> by a parameter's or buffer's name (of a tied one, the first): the virtual
@@ -38,13 +38,14 @@ local Stages = {}
 Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
--- Cuts `weights` into n contiguous runs, none empty, whose largest sum is least, and returns the first part of each. It
--- bisects the bound on the sum. Of equal cuts it takes the one whose first runs are fullest.
+-- Cuts `weights` into n contiguous non-empty runs so that the largest sum is as small as possible, and returns the
+-- first index of each run. It bisects the bound on the sum. Of equal cuts it takes the one whose first runs are
+-- fullest.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
     for i, w in ipairs(weights) do
-      local must = #weights - i < n - #first          -- each part left has to begin a run of its own
+      local must = #weights - i < n - #first          -- each part that is left has to begin a run
       if i > first[#first] and (must or sum + w > bound) then
         if #first == n then return nil end
         first[#first + 1], sum = i, 0
@@ -72,7 +73,7 @@ local function numbers(list)
   return table.concat(said, ", ")
 end
 
--- The number of layers, which are the parts whose names end in a number; of all parts, where none does.
+-- The number of layers, which are the parts whose names end in a number; if there are none, the number of all parts.
 local function layers_of(list)
   local n = 0
   for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
@@ -84,7 +85,7 @@ local WEIGHTS = {
   parameters = function(cost) return cost.numel end,
 }
 
--- Letters of Megatron's layouts: E the first part, L the last one, t a layer, m another part.
+-- The letter of each part in Megatron's layouts: E the first part, L the last one, t a layer, m another part.
 local function kinds_of(list)
   local kinds = {}
   for i, part in ipairs(list) do
@@ -94,8 +95,8 @@ local function kinds_of(list)
   return table.concat(kinds)
 end
 
--- The number of parts of each virtual stage for which the simulated course of the schedule is shortest. The simulation
--- shows how a slow part, such as the head, delays the other stages.
+-- The number of parts in each virtual stage for the shortest simulated step. The simulation shows how a slow part, such
+-- as the head, delays the other stages.
 local function by_cost(costs, table_)
   local given = {}
   for i, cost in ipairs(costs) do
@@ -107,11 +108,12 @@ local function by_cost(costs, table_)
   return counts, times
 end
 
--- Weights by DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
+-- Weights for DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
-    error(("pipeline.partition: %s: a type is the name of a class, or names with a bar between them"):format(how), 0)
+    error(("pipeline.partition: %s: after \"type:\" write the name of a class, or several names with | between "
+      .. "them"):format(how), 0)
   end
   for i, part in ipairs(list) do
     weights[i] = 0
@@ -121,30 +123,32 @@ local function of_type(how, list)
       end
     end
   end
-  if not any then error(("pipeline.partition: %s: no part of the model has such a module"):format(how), 0) end
+  if not any then error(("pipeline.partition: %s: no part of the model has a module of such a class"):format(
+    how), 0) end
   return weights
 end
 
 ---@class ps.engine.CutTimes
 ---@field makespan number of the cut, in operations or seconds
----@field equal number of virtual stages with equal numbers of parts
+---@field equal number of a cut into equal numbers of parts
 ---@field bound number no cut can be faster
 ---@field bound_part? string the part that sets the bound
 
 --- Cuts a list of parts into the virtual stages of a table.
 ---@param costs ps.engine.PartCost[]
 ---@param table_ ps.pipe.Table
----@param how? string|integer[] "cost" (default, "best" too): the simulated course of the table is shortest, by counted
----  operations; "measured": by measured seconds, which `costs` has then; "parameters": the largest number of parameters
----  is least; "uniform": the largest number of parts; "type:NAME": that of parts with a module of that class; a list:
----  so many parts in each virtual stage; else Megatron's layout, "Et*3|(tt|)*29,m|L"
+---@param how? string|integer[] "cost" (default; "best" too): the simulated step is shortest, by counted operations;
+---  "measured": the same by measured seconds, which `costs` must have; "parameters": the largest number of parameters
+---  per virtual stage is smallest; "uniform": the largest number of parts is; "type:NAME": the largest number of parts
+---  with a module of that class is; a list: the number of parts in each virtual stage; else Megatron's layout,
+---  "Et*3|(tt|)*29,m|L"
 ---@param list? ps.nn.Part[] for "type:NAME"
----@return integer[] first by virtual stage, from 1: its first part; behind the last the number of parts plus 1
+---@return integer[] first by virtual stage, from 1: its first part; then the number of parts plus 1
 ---@return ps.engine.CutTimes? times of "cost" and "measured"
 function stages.cut(costs, table_, how, list)
   local n, layers = table_.vstages, layers_of(costs)
   if layers < n then
-    error(("pipeline: the model has %d layers (parts: %s), and %d virtual stages take at least as many"):format(layers,
+    error(("pipeline: the model has %d layers (parts: %s), fewer than the %d virtual stages"):format(layers,
       numbers(costs), n), 0)
   end
   local counts, first, times = how, nil, nil
@@ -164,7 +168,8 @@ function stages.cut(costs, table_, how, list)
     first = {}
     for i, k in ipairs(counts) do first[i], sum = sum + 1, sum + k end
     if #counts ~= n or sum ~= #costs then
-      error(("pipeline.partition: { %s } are %d virtual stages of %d parts; this model has %d parts (%s), the pipeline "
+      error(("pipeline.partition: { %s } makes %d virtual stages from %d parts; this model has %d parts (%s), the "
+        .. "pipeline "
         .. "%d virtual stages"):format(table.concat(counts, ", "), #counts, sum, #costs, numbers(costs), n), 0)
     end
   end
@@ -195,10 +200,10 @@ local function users(self, module)
   return of
 end
 
--- Refuses a parameter whose gradients would be added in another order than that of its virtual stages. Each rank adds
--- those of its own virtual stages up, in their order, and the ranks' sums follow in the order of ranks
--- (src/engine/ties.c). Of two virtual stages either order has the same bits. Of more it is that of the virtual stages
--- where they go up the ranks, and only the lowest rank has several of them.
+-- Refuses a parameter whose gradients would be added in a different order from that of its virtual stages. Each rank
+-- first adds the gradients of its own virtual stages, in their order, and then the ranks' sums are added in the order
+-- of ranks (src/engine/ties.c). With two virtual stages either order gives the same bits. With more, the order is that
+-- of the virtual stages if their ranks ascend and only the lowest rank has several of them.
 local function check_order(self, name, list)
   if #list < 3 then return end
   local on, ordered = {}, true
@@ -207,21 +212,22 @@ local function check_order(self, name, list)
     ordered = ordered and (i == 1 or on[i] > on[i - 1] or on[i] == on[1] and on[i - 1] == on[1])
   end
   if ordered then return end
-  error(("pipeline: parameter %s is used by virtual stages %s, on ranks %s: its gradients would be added in another "
-    .. "order than under other schedules. Cut the model so that two virtual stages at most use it "
+  error(("pipeline: parameter %s is used by virtual stages %s, on ranks %s: its gradients would be added in a "
+    .. "different "
+    .. "order from that of other schedules. Cut the model so that at most two virtual stages use it "
     .. "(pipeline.partition), or give each rank one virtual stage"):format(name, table.concat(list, ", "),
     table.concat(on, ", ")), 0)
 end
 
---- A model cut into virtual stages, as one of the ranks sees it.
+--- A model that is cut into virtual stages, as seen from one rank.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[]
----@param first integer[] what stages.cut gave
+---@param first integer[] the result of stages.cut
 ---@param pipeline ps.engine.Pipeline
 ---@return ps.engine.Stages
 function stages.new(module, costs, first, pipeline)
   if rawget(module, "unpad") == true then
-    error("pipeline: with unpad = true the rows that go from stage to stage are known only when a batch is there; make "
+    error("pipeline: with unpad = true the number of rows between stages is unknown before a batch arrives; make "
       .. "the model without it", 0)
   end
   local self = setmetatable({ parts = module:parts(), costs = costs, first = first, ranks = {}, mine = {},
@@ -234,7 +240,8 @@ function stages.new(module, costs, first, pipeline)
   self.vstages_of = users(self, module)
   for name in module:named_parameters() do
     if not self.vstages_of[name] then
-      error(("pipeline: no part of the model uses parameter %s: model:parts() lists the modules of each part"):format(
+      error(("pipeline: no part of the model uses parameter %s: model:parts() has to list the modules of each "
+        .. "part"):format(
         name), 0)
     end
     check_order(self, name, self.vstages_of[name])
@@ -242,7 +249,7 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- A model that goes through its stages in its own forward, as those of ps.bmt do: one virtual stage on each rank.
+--- A model that runs its stages in its own forward, as those of ps.bmt do: each rank has one virtual stage.
 ---@param module ps.nn.Module
 ---@param stage_of fun(tensor: ps.Tensor): integer? the stage, from 0, of a parameter or buffer; nil: all have it
 ---@param rank integer of this process, among the stages
@@ -264,8 +271,8 @@ function stages.of_itself(module, stage_of, rank, size)
   return self
 end
 
---- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none does.
----@param name string of a tied parameter, its first
+--- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none uses it.
+---@param name string the first name of a tied parameter
 ---@return integer? vstage from 0
 function Stages:own(name)
   for _, v in ipairs(self.vstages_of[name] or {}) do
@@ -273,7 +280,7 @@ function Stages:own(name)
   end
 end
 
---- The other virtual stages of this rank that use a parameter, behind own(), by their numbers among this rank's.
+--- The other virtual stages of this rank that use a parameter, without own(), by their numbers among this rank's.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)
@@ -284,14 +291,15 @@ function Stages:other_uses(name)
   return list
 end
 
---- Whether several virtual stages use a parameter, whichever ranks have them.
+--- Whether several virtual stages, on any ranks, use one parameter.
 ---@return boolean
 function Stages:has_ties()
   for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end
   return false
 end
 
---- Where a parameter or buffer lies, as text; nil: on this rank. Buffers that no part's modules hold are on all ranks.
+--- The place of a parameter or buffer on another rank, as text; nil: it is on this rank. Buffers that no part's modules
+--- hold are on all ranks.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -300,7 +308,7 @@ function Stages:elsewhere(name)
   return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
 end
 
---- The other ranks that hold a parameter of this rank, too: a copy of a tied table.
+--- The other ranks that also hold a parameter of this rank, as copies of a tied table.
 ---@param name string
 ---@return integer[]
 function Stages:sharers(name)
@@ -312,7 +320,8 @@ function Stages:sharers(name)
   return list
 end
 
---- Whether this rank saves a parameter or buffer. One rank of a pipeline does, since copies of a tied table are equal.
+--- Whether this rank saves a parameter or buffer. Only one rank of a pipeline does, since copies of a tied table are
+--- equal.
 ---@param name string
 ---@return boolean
 function Stages:saves(name)
@@ -334,7 +343,8 @@ function Stages:copies()
       table.sort(ranks)
       local key = table.concat(ranks, ", ")
       if found and found.key ~= key then
-        error(("pipeline: parameter %s is used by ranks %s, %s by ranks %s; tied parameters lie on the same ranks: cut "
+        error(("pipeline: parameter %s is used by ranks %s, %s by ranks %s; all tied parameters must be on the "
+          .. "same ranks: cut "
           .. "the model at other parts (pipeline.partition)"):format(name, key, found.name, found.key), 0)
       end
       found = { key = key, name = name, ranks = ranks }
@@ -343,7 +353,7 @@ function Stages:copies()
   return found and found.ranks
 end
 
---- Leaves the tensors of this rank's virtual stages in a state_dict. Rank 0 keeps the buffers that all ranks have.
+--- Removes the tensors of other ranks' virtual stages from a state_dict. Rank 0 keeps the buffers that all ranks have.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)
   for name in pairs(state) do
@@ -352,7 +362,7 @@ function Stages:keep_own(state)
   end
 end
 
---- Whether a state has no tensor that other ranks alone hold, as what keep_own leaves. It may be empty: other ranks of
+--- Whether a state has no tensor that only other ranks hold, like a result of keep_own. It may be empty: other ranks of
 --- the same stage may own all of it.
 ---@param state table<string, ps.Tensor>|table an open file has names()
 ---@return boolean
@@ -366,15 +376,15 @@ end
 
 --- Runs one of this rank's virtual stages.
 ---@param vstage integer number among this rank's, from 0
----@param carry table<string, ps.Tensor> what the virtual stage before gave; {} for the first
----@param batch table<string, any> what model:batch_of made of the micro-batch
+---@param carry table<string, ps.Tensor> outputs of the virtual stage before; {} for the first
+---@param batch table<string, any> the result of model:batch_of for the micro-batch
 ---@return table<string, ps.Tensor>
 function Stages:run(vstage, carry, batch)
   local v = self.mine[vstage + 1] + 1
   return scope.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
 end
 
---- The cost of a virtual stage: the sums over its parts, and the carry that it gives.
+--- The cost of a virtual stage: the sums over its parts, and the carry of its last part.
 ---@param v integer number in the model, from 0
 ---@return ps.engine.PartCost
 function Stages:cost(v)
@@ -392,7 +402,7 @@ function Stages:cost(v)
   return sum
 end
 
---- Whether a virtual stage sends a gradient back: a tensor that it got requires one.
+--- Whether a virtual stage sends a gradient back, because a tensor that it receives requires one.
 ---@param v integer number in the model, from 0
 ---@return boolean
 function Stages:sends_gradient(v)
@@ -409,22 +419,22 @@ end
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- The arguments for which a model's parts are counted.
+-- The arguments with which a model's parts are counted.
 local function example(module)
   if type(module.example) ~= "function" then
-    error(("pipeline: %s has no method example(rows, positions), which gives the arguments of a call, by which the "
+    error(("pipeline: %s has no method example(rows, positions), which makes the arguments of a call with which the "
       .. "costs of its parts are counted"):format(module.class_name), 0)
   end
   return { module:example(1, MOST_POSITIONS) }
 end
 
--- The costs with the parts' seconds on rank 0's device in the place of operations. All ranks use rank 0's, since they
--- must cut alike.
+-- The costs with the parts' seconds on rank 0's device instead of operations. All ranks use those of rank 0, since they
+-- must make the same cut.
 local function measured(module, costs, args, where)
   if not devices.computes then
     hooks.tell("plan_note",
-      'pipeline.partition = "measured": a dry run of a script measures nothing, and cut the model '
-      .. "by counted operations; a real run may cut it elsewhere, and its stages hold more or less then")
+      'pipeline.partition = "measured": a dry run of a script cannot measure, so it cut the model '
+      .. "by counted operations; a real run may cut it elsewhere, and its stages then hold more or fewer bytes")
     return costs
   end
   local text = agree.first(mesh.group "world", function()
@@ -453,7 +463,7 @@ end
 function stages.divide(model_func, pipeline, where)
   local module = deferred.make(model_func)
   if type(module.parts) ~= "function" or type(module.batch_of) ~= "function" then
-    error(("pipeline: %s has no methods parts() and batch_of(), which tell where it can be cut (docs/models.md)")
+    error(("pipeline: %s has no methods parts() and batch_of(), which define where it can be cut (docs/models.md)")
       :format(module.class_name), 0)
   end
   if where.cut then where.cut(module) end
@@ -473,9 +483,9 @@ end
 --- a process that makes the whole model.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
----@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor),
----  cut?: fun(module: ps.nn.Module)} stage: called with each parameter of this process when it has got its values; cut:
----  cuts the layers of the model without values
+---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor), cut?: fun(module:
+---  ps.nn.Module)} stage: called with each parameter of this process once it has its values; cut: cuts the layers of
+---  the model without values
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The beginning of a step. Its plan comes from a trace of a step with the same shapes, or from a dry run. Where the
--- plan finds too little room, these give room up, in this order: Lua's garbage, the copy of a checkpoint that is being
--- saved, chunks that can be smaller (engine/layout/rechunk.lua). Either all ranks begin a step, or none.
+-- Begins a step. The plan comes from a trace of a step with the same shapes, or from a dry run. If the plan finds too
+-- little room, room is made in this order: by collecting Lua's garbage, by finishing the checkpoint that is being
+-- saved, and by smaller chunks (engine/layout/rechunk.lua). Either all ranks begin a step, or none.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"
@@ -14,15 +14,15 @@ local begin = {}
 
 local left_out = ffi.new("int64_t[1]")
 
--- Small tensors live until Lua's collector runs, but a plan counts only those of its own step. This collects the
--- garbage of earlier steps and adds the tensors that survive to the plan.
+-- Small tensors live until Lua's collector runs, but a plan counts only those of its own step. This function collects
+-- the garbage of earlier steps and adds the surviving tensors to the plan.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect()
   C.ps_engine_leftover(native.ctx, id, 1, left_out)
 end
 
--- Begins a step like trace `id`. Where memory is short, it collects Lua's garbage and tries again.
+-- Begins a step like trace `id`. If memory is short, it collects Lua's garbage and tries again.
 local function begin_like(engine, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(engine, key, id)
@@ -32,18 +32,18 @@ local function begin_like(engine, key, id)
   return step.begin(engine, key, id)
 end
 
--- An op may have room only because other tensors take less at its moment than at their peak. Memory then goes back and
--- forth between these tensors and chunks in every step. Smaller chunks, where they avoid this, are preferred.
+-- An op may have room only because other tensors take less at its trace index than at their peak. Memory then
+-- alternates between these tensors and chunks in every step. Smaller chunks are preferred if they avoid this.
 local function rather_smaller(engine, forecast)
   local short = forecast.short
   if not short then return end
-  local msg = "an op has room for its chunks only where other tensors' memory is taken away and given back in each step"
+  local msg = "an op has room for its chunks only if memory alternates between chunks and other tensors in each step"
   local problem = setmetatable({ name = "ENOMEM", code = C.PS_ENOMEM, sub = "OP_CHUNKS", msg = msg, tier = short.tier,
     wanted = short.wanted, left = short.left, lacking = short.wanted - short.left }, native.Error)
   if rechunk.share(engine, problem) then error(problem, 0) end
 end
 
--- Finds or makes the trace for a step with these arguments, prints its plan when it is new, and begins it.
+-- Finds or makes the trace for a step with these arguments, prints its plan if it is new, and begins it.
 local function plan_and_begin(engine, args, key)
   local id = engine.traces[key]
   local function look(forecast) rather_smaller(engine, forecast) end
@@ -53,7 +53,7 @@ local function plan_and_begin(engine, args, key)
     engine.unplanned[key] = id == nil or nil
   end
   local rc = begin_like(engine, key, id)
-  if rc == C.PS_ERANGE then                       -- its trace made room for others
+  if rc == C.PS_ERANGE then                       -- the trace was dropped to make room for others
     engine.traces[key] = not engine.unplanned[key] and plan_step(engine, args, look) or nil
     id = engine.traces[key]
     rc = begin_like(engine, key, id)
@@ -61,8 +61,8 @@ local function plan_and_begin(engine, args, key)
   native.check(rc)
 end
 
--- Tries to begin a step. Returns nil: it has begun; a share for rechunk.split: smaller chunks may help; 0: they may
--- help, but a rank has no room for laying them out.
+-- Tries to begin a step. Returns nil: the step has begun; a fraction for rechunk.split: smaller chunks may help; 0:
+-- they may help, but a rank has no room for the new layout.
 local function try_step(engine, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, engine, args, key)
@@ -77,7 +77,7 @@ local function try_step(engine, args, key)
   return share(problem) or error(problem, 0)
 end
 
---- Begins a step with these arguments: planned, where that is possible, and with room for its ops.
+--- Begins a step with these arguments: planned if possible, and with room for its ops.
 ---@param engine ps.Engine
 ---@param args any[]
 function begin.step(engine, args)
@@ -92,7 +92,7 @@ function begin.step(engine, args)
   until not part
   local now = engine.built.layout.chunk_size
   if now ~= was then
-    engine:note(("a step did not fit in chunks of %d elements; the model was laid out anew in chunks of %d"):format(was,
+    engine:note(("a step did not fit in chunks of %d elements; the model got a new layout in chunks of %d"):format(was,
       now))
   end
 end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A step before it runs: dry runs, the forecast, and the lines of the printed plan.
+-- Forecasts a step before it runs: dry runs, the forecast, and the lines of the printed plan.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local batch = require "ps.data.batch"
@@ -20,22 +20,22 @@ function forecasts.signature(engine, args)
   return table.concat(parts, " ")
 end
 
---- Runs a step without computing anything and returns the number of its trace. It returns nil when the model's code
---- asks for values, since a dry run has none: the first step is then traced as it runs.
+--- Runs a step without computing and returns the number of its trace. Returns nil if the model's code reads values,
+--- since a dry run has none: the first step is then traced while it runs.
 ---@param engine ps.Engine
 ---@param args any[]
----@param like? integer a trace of this step: gathers from other ranks run ahead as they do by that trace
+---@param like? integer a trace of this step: gathers from other ranks run ahead as in that trace
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
-  -- Small tensors wait for Lua's collector. Those of an earlier dry run would count in this one's peak; its own are all
-  -- counted, so that the peak holds whenever the collector comes.
+  -- Small tensors live until Lua's collector runs. Those of an earlier dry run would count in this one's peak. All of
+  -- its own are counted, so the peak holds no matter when the collector runs.
   local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
   if not ok then error(id, 0) end
   if id then return id end
   if type(problem) == "table" and problem.name == "EDRY" then
-    engine:note("the model reads values in its forward or backward, so its step cannot be planned before it has run "
+    engine:note("the model reads values in its forward or backward, so its step can be planned only after it has run "
       .. "once")
     return nil
   end
@@ -45,26 +45,26 @@ end
 ---@class ps.engine.Forecast
 ---@field moments integer
 ---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] bytes
----@field fetched integer[] bytes a step up to tier i (from 1), once steps repeat
+---@field fetched integer[] bytes per step into tier i (from 1), once steps repeat
 ---@field evicted integer[]
----@field resident integer bytes of chunks that live on the first tier alone, for want of room on the last
----@field gathers integer stripes that come from other processes in a step
+---@field resident integer bytes of chunks that live only on the first tier, since the last has no room
+---@field gathers integer stripes that a step gathers from other processes
 ---@field gathered integer their bytes
 ---@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its moment
 
 ---@class ps.engine.Short
 ---@field tier string
----@field wanted integer bytes of chunks that one op needs on the tier at once
----@field left integer bytes left for chunks there, beside the peak of other tensors in the step
+---@field wanted integer bytes of chunks that the op needs on the tier at once
+---@field left integer bytes for chunks there, next to the peak of other tensors in the step
 
--- The first op that has room only where other tensors leave it, by a forecast; nil: there is none.
+-- The first op that has room only because other tensors are small at its trace index; nil: there is none.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- The forecast of a step like trace `id`. Where it does not fit, the fields of the error tell tier and bytes.
+--- The forecast of a step like trace `id`. If it does not fit, the error has fields with the tier and the bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function forecasts.of(id)
@@ -85,8 +85,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- What this process sends of its gradients to the processes that own them, and keeps of them. nil: every process keeps
--- its own.
+-- The plan's line about the gradients that this process sends to their owners and keeps; nil: every process keeps its
+-- own.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end
@@ -97,7 +97,7 @@ local function gradients_line(engine)
   local times = parts and not shards.once and step.count(engine) or 1
   return ("          it sends %s of gradients to other processes, %s"):format(readable.bytes(times * bytes),
     times > 1 and ("in %d backwards, each %s"):format(times, readable.bytes(bytes))
-      or parts and shards.once and "once, and keeps them until then" or "once")
+      or parts and shards.once and "once, and keeps them until the last" or "once")
 end
 
 --- The plan as lines of text.
@@ -107,14 +107,14 @@ end
 function forecasts.lines(engine, forecast)
   local built, layout = engine.built, engine.built.layout
   local lines = {
-    ("plan: %d parameters, %s of state (%.2f bytes a parameter), in chunks of %d elements, %.2f %% waste"):format(
+    ("plan: %d parameters, %s of state (%.2f bytes per parameter), in chunks of %d elements, %.2f %% waste"):format(
       built.numel, readable.bytes(built.state_bytes), built.state_bytes / built.numel, layout.chunk_size,
       100 * (layout.numel - layout.used) / math.max(1, layout.numel)),
   }
   if engine.zero_stage > 0 then
     local mine, owned = 0, engine.ranks.dp:rank()
     for _, row in ipairs(layout.chunks) do if row.owner == owned then mine = mine + 1 end end
-    lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks are of this process, number %d of %d"):format(
+    lines[#lines + 1] = ("  shared  stage %d: %d of %d chunks belong to this process, number %d of %d"):format(
       engine.zero_stage, mine, #layout.chunks, owned, engine.ranks.dp:size())
     lines[#lines + 1] = ("          a step gathers %s of other processes' parameters (%d times), which %s"):format(
       readable.bytes(forecast.gathered), forecast.gathers, engine.ranks.shards.stays and "stay until its end"
@@ -127,16 +127,17 @@ function forecasts.lines(engine, forecast)
       line = ("  %-6s  %s set aside, %s used"):format(tier.name, readable.bytes(tier.budget), readable.bytes(tier.peak))
     else
       line = ("  %-6s  predicted peak %s of %s: %s of chunks, %s of other tensors"):format(tier.name,
-        readable.bytes(tier.peak), tier.budget > 0 and readable.bytes(tier.budget) or "what there is",
+        readable.bytes(tier.peak), tier.budget > 0 and readable.bytes(tier.budget) or "no limit",
         readable.bytes(tier.peak - tier.other), readable.bytes(tier.other))
     end
     lines[#lines + 1] = line
     if i == 1 and forecast.resident > 0 then
-      lines[#lines + 1] = ("          %s of them live here alone: %s has no room for them"):format(
+      lines[#lines + 1] = ("          %s of them live only here: %s has no room for them"):format(
         readable.bytes(forecast.resident), forecast.tiers[#forecast.tiers].name)
     end
     if forecast.short and forecast.short.tier == tier.name then
-      lines[#lines + 1] = ("          an op takes %s of chunks at once, where other tensors leave it"):format(
+      lines[#lines + 1] = ("          an op needs %s of chunks at once, more than the peak of other tensors "
+        .. "leaves"):format(
         readable.bytes(forecast.short.wanted))
     end
     if forecast.fetched[i] then

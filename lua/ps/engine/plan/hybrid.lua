@@ -1,37 +1,38 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The place of updates (hybrid Adam). The optimizer state of a unit of chunks can stay on the device, as far as the
--- margin there goes. For a unit that does not fit there are two ways. Either the gradient goes down, the host updates,
--- and the parameters come up; or the state comes up to the device for its update and goes down again. The host and the
--- link work side by side, so the fastest split keeps both busy to the end. The search for that split uses dry runs,
--- which tell the bytes that a step moves, and the speeds of rates.lua. Units of both ways alternate, so that copies run
--- while the host updates. Values are the same wherever Adam runs. The exchanges between ranks are the same, too, since
--- they see only gradients and parameters: each rank splits its own units.
+-- Decides where updates run (hybrid Adam). The optimizer state of some units of chunks can stay on the device, if it
+-- fits into the margin there. A unit that does not fit is updated in one of two ways. Either the gradient is copied to
+-- the host, the host updates, and the parameters are copied back; or the state is fetched to the device for its update
+-- and evicted again. The host and the link work at the same time, so the fastest split keeps both busy until the end.
+-- The search for that split uses dry runs, which count the bytes that a step moves, and the speeds of rates.lua. Units
+-- of both kinds alternate, so that copies run while the host updates. Values are the same wherever Adam runs. The
+-- exchanges between ranks are also the same, since they involve only gradients and parameters: each rank splits its own
+-- units.
 local native = require "ps.core.ffi"
 local C = native.C
 
 local hybrid = {}
 
-local TRIES = 4             -- dry runs that look for the best split, besides those of the extremes
-local NEARLY = 0.98         -- a split is a gain where it takes less than this share of the other's seconds
-local APART = 0.3           -- share of the shorter of copies and updates that does not hide behind the longer: nothing
-                            -- is updated while the first states come up and the last go down (bench/hybrid_adam.lua:
-                            -- predicted and measured)
+local TRIES = 4             -- dry runs that search for the best split, in addition to those of the extremes
+local NEARLY = 0.98         -- a split is better if it takes less than this fraction of the other's seconds
+local APART = 0.3           -- fraction of the shorter phase (copies or updates) that does not overlap the longer one:
+                            -- nothing is updated while the first states are fetched and the last are evicted
+                            -- (bench/hybrid_adam.lua: predicted and measured)
 
 ---@class ps.engine.Split
 ---@field on boolean[] by unit, from 1: updated on the device
----@field count integer units that are updated on the device
----@field share number these units' share of the parameters that may be updated on the device
----@field resident integer units, `count` at most, whose state fits into the margin
+---@field count integer number of units that are updated on the device
+---@field share number fraction of the parameters that may be updated on the device
+---@field resident integer number of units, at most `count`, whose state fits into the margin
 ---@field id integer the trace of a step with this split
----@field seconds? number predicted of a step besides forward and backward, by the three below; nil: nothing was to be
----  decided
----@field link? number predicted seconds of copies a step
----@field host? number predicted seconds a step that the host is busy with updates
----@field device? number predicted seconds a step of updates on the device
+---@field seconds? number predicted for a step without forward and backward, from the three below; nil: there was
+---  nothing to decide
+---@field link? number predicted seconds of copies per step
+---@field host? number predicted seconds per step in which the host is busy with updates
+---@field device? number predicted seconds of updates on the device per step
 ---@field forecast? ps.engine.Forecast
----@field all_host? ps.engine.Split the split with all units on the host, or as many as there is room for
+---@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
 
---- Whether this engine may update anything on the device.
+--- Whether this engine may run any updates on the device.
 ---@param engine ps.Engine
 ---@return boolean
 function hybrid.wanted(engine)
@@ -41,8 +42,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- The units that the device may update: not those of tables that are looked up on the host. Also the number of their
--- parameters, and how many parameters the device may update at most.
+-- The units that the device may update, which exclude tables that are looked up on the host; the number of their
+-- parameters; and the number of parameters that the device may update at most.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -56,7 +57,7 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- The margin: bytes of optimizer state for which the device has room beside the parameters, by the forecast of a step.
+-- The margin by the forecast of a step: bytes on the device for optimizer state, next to the parameters.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -67,7 +68,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- The first units whose state together fits into the margin, and their number. most: parameters that they have at most.
+-- The first units whose state together fits into the margin, and their number. most: the largest number of their
+-- parameters.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -80,7 +82,7 @@ local function within_margin(engine, units, most, margin)
   return on, count
 end
 
--- Units with about a share of the parameters, spread evenly over the model.
+-- Units with about the given share of the parameters, spread evenly over the model.
 local function spread(engine, units, share)
   local on, due = {}, 0
   for _, unit in ipairs(units) do
@@ -94,8 +96,9 @@ local function spread(engine, units, share)
   return on
 end
 
--- How much faster this optimizer updates a parameter than Adam, whose rates are measured: an update is as fast as its
--- bytes: 2 each of a gradient that is read and a parameter that is written, 8 each of the master and the averages.
+-- How much faster this optimizer updates a parameter than Adam, whose rates are measured. Speed is proportional to
+-- bytes per parameter: 2 for the gradient that is read, 2 for the parameter that is written, 8 each for the master and
+-- the averages.
 local function speed(engine) return 28 / (12 + 8 * #engine.optimizer.averages) end
 
 local function apply(engine, on)
@@ -103,7 +106,7 @@ local function apply(engine, on)
     on[unit] and 1 or 0)) end
 end
 
---- Predicts the time of a step with this split, besides forward and backward.
+--- Predicts the time of a step with this split, without forward and backward.
 ---@param engine ps.Engine
 ---@param on boolean[]
 ---@param forecast ps.engine.Forecast
@@ -126,8 +129,8 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- The share at which copies take as long as updates on the host, on the line between two splits. With one split, each
--- further unit is taken to copy its state and to spare the host its update.
+-- The share at which copies take as long as updates on the host, by linear interpolation between two splits. With one
+-- split, it assumes that each further unit copies its state and saves the host its update.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -141,8 +144,8 @@ local function same(a, b, units)
   return true
 end
 
--- Whether split a is better than b. No gain is worth more work for the disk, which is slower than the links weighed
--- here.
+-- Whether split a is better than b. A gain never justifies more disk traffic, since the disk is slower than the links
+-- compared here.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
@@ -150,13 +153,13 @@ local function better(a, b)
 end
 
 -- The split with the fewest updates on the device for which the tiers have room. The plan with all updates on the host
--- lacks some bytes: state that the last tier cannot hold and that has to live on the device. Raises the plan's error
--- where there is no such split.
+-- lacks some bytes, for state that the last tier cannot hold and that must live on the device. Raises the plan's error
+-- if no such split exists.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
   for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
-  bytes = bytes + 2 * numel                             -- their parameters stay, too
+  bytes = bytes + 2 * numel                             -- their parameters stay there, too
   while true do
     share = math.max(share + 1 / #units, share + problem.lacking / bytes)
     if share > most / numel and share - 1 / #units >= most / numel then error(problem, 0) end
@@ -168,8 +171,8 @@ local function least(engine, units, numel, most, try, problem)
   end
 end
 
--- Looks for the best split between `low`, whose updates on the host take longer than its copies, and the other extreme,
--- where the device updates every unit that it may.
+-- Searches for the best split between `low`, whose updates on the host take longer than its copies, and the other
+-- extreme, at which the device updates every unit that it may.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
   local function look(share)
@@ -184,17 +187,17 @@ local function search(engine, units, numel, low, most, try)
       break
     end
     local split = look(share)
-    if not split then return best end                   -- no room for this share, nor for more
+    if not split then return best end                   -- no room for this share, nor for a larger one
     if split.host > split.link then low = split else high = split end
   end
   look(most)
   return best
 end
 
---- Splits the updates: sets where each unit is updated.
+--- Splits the updates: decides where each unit is updated.
 ---@param engine ps.Engine
----@param dry_run fun(like?: integer): integer? runs a step dry, like a trace; nil when it cannot be run without values
----@return ps.engine.Split? nil when no step can be run dry; then all are updated on the host
+---@param dry_run fun(like?: integer): integer? runs a step dry, like a trace; nil if it cannot be run dry
+---@return ps.engine.Split? nil if no step can be run dry: the host then updates all units
 function hybrid.place(engine, dry_run)
   local forecast = require("ps.engine.plan.forecast").of
   apply(engine, {})
@@ -211,7 +214,7 @@ function hybrid.place(engine, dry_run)
       if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
       error(seen, 0)
     end
-    if base and seen.short and not base.forecast.short then return nil, seen end       -- its room would cost time
+    if base and seen.short and not base.forecast.short then return nil, seen end       -- room for it would cost time
     local split = predict(engine, on, seen)
     split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
     return split
@@ -242,7 +245,7 @@ end
 
 local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
 
---- The plan's lines about a split.
+--- The plan's lines that describe a split.
 ---@param engine ps.Engine
 ---@param split ps.engine.Split
 ---@return string[]
@@ -253,9 +256,11 @@ function hybrid.lines(engine, split)
   local slowest = split.link >= math.max(split.host, split.device) and "copies"
     or split.host >= split.device and "the host" or "the device"
   local base = split.all_host
-  local more = split.count > base.count and (" (%s on the host: %s, %s)"):format(base.count > 0 and "as many as can be"
+  local more = split.count > base.count and (" (%s on the host: %s, %s)"):format(base.count > 0 and "as many as "
+    .. "possible"
     or "all", ms(base.link), ms(base.host)) or ""
-  lines[2] = ("          copies take %s a step, updates %s of the host%s: %s set%s the pace"):format(ms(split.link),
+  lines[2] = ("          copies take %s per step, updates take %s of the host%s: %s set%s the pace"):format(
+    ms(split.link),
     ms(split.host), more, slowest, slowest == "copies" and "" or "s")
   lines[3] = "          at " .. require("ps.engine.plan.rates").text(engine.adam_rates)
   return lines

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How fast Adam and copies are here, measured once a process and device (src/engine/rates.c). ps.device_rates("cuda")
--- shows it; plans decide by it where Adam runs (engine/plan/hybrid.lua) and embeddings are looked up
--- (engine/layout/embed.lua).
+-- The speeds of Adam and of copies here, measured once per process and device (src/engine/rates.c).
+-- ps.device_rates("cuda") shows them. Plans use them to decide where Adam runs (engine/plan/hybrid.lua) and where
+-- embeddings are looked up (engine/layout/embed.lua).
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
@@ -9,18 +9,18 @@ local ffi, C = native.ffi, native.C
 local rates = {}
 
 ---@class ps.Rates
----@field host_adam number parameters a second on the host, while copies run
----@field device_adam number parameters a second on the device
----@field up number bytes a second from the host to the device, with both directions busy
----@field down number bytes a second from the device to the host
----@field at_once number share of the device's time in Adam in which the host is free
----@field seconds number that measuring took; 0: nothing was measured
----@field given table<string, boolean> those that the configuration gave
+---@field host_adam number parameters per second on the host, while copies run
+---@field device_adam number parameters per second on the device
+---@field up number bytes per second from the host to the device, with both directions busy
+---@field down number bytes per second from the device to the host
+---@field at_once number fraction of the device's time in Adam during which the host is free
+---@field seconds number of the measurement; 0: nothing was measured
+---@field given table<string, boolean> the speeds that the configuration set
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
 
--- Bytes of the trial on each side. If the host holds much state, the trial's must exceed the caches: on a server with
--- an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
+-- Bytes of the trial on each side. If the host holds much state, the trial must exceed the caches: on a server with an
+-- H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
 local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
 local out = ffi.new("ps_rates")
 local known = {}                              -- by device: { nbytes =, rates = }
@@ -30,7 +30,7 @@ local known = {}                              -- by device: { nbytes =, rates = 
 ---@return string
 function rates.text(r)
   local from = r.seconds > 0 and ("measured in %.0f ms"):format(r.seconds * 1e3) or "from the configuration"
-  if r.seconds > 0 and next(r.given) then from = "in part from the configuration" end
+  if r.seconds > 0 and next(r.given) then from = "partly from the configuration" end
   return ("%.3g G parameters/s on the host, %.3g on the device, %.3g GB/s up, %.3g down, %.0f %% at once (%s)"):format(
     r.host_adam / 1e9, r.device_adam / 1e9, r.up / 1e9, r.down / 1e9, r.at_once * 100, from)
 end
@@ -39,18 +39,19 @@ local shown = { __tostring = rates.text }
 
 local supposed
 
---- The speeds of a machine that is not here, for all its devices.
+--- Sets the speeds of a simulated machine, for all its devices.
 ---@param r table<string, number>|nil by KEYS
 function rates.suppose(r) supposed = r and setmetatable(r, shown) end
 
---- What this process measured, with at most `nbytes` of memory on each side; measured now when it has not been, or with
---- much less memory than there is this time.
+--- The speeds that this process measured, with at most `nbytes` of memory on each side. It measures if it has not done
+--- so, or if it used much less memory than is allowed this time.
 ---@param device string|integer
 ---@param nbytes? integer
 ---@return ps.Rates
 function rates.measured(device, nbytes)
   if not devices.computes then
-    if not supposed then error("a dry run measures no speeds: a hardware's table has them, or the section rates", 0) end
+    if not supposed then error("a dry run cannot measure speeds: set them in the hardware's table or in the "
+      .. "section rates", 0) end
     supposed.seconds, supposed.given = 0, {}
     return supposed
   end
@@ -65,10 +66,10 @@ function rates.measured(device, nbytes)
   return r
 end
 
---- The speeds an engine plans by: those its configuration gives, the others as measured, the least of all ranks, so
---- that what ranks decide by them is the same.
+--- The speeds by which an engine plans: those of its configuration, and measured ones for the others. Each is the
+--- minimum over all ranks, so that all ranks make the same decisions.
 ---@param engine ps.Engine
----@param least? fun(value: integer): integer of all ranks'; nil: there is one
+---@param least? fun(value: integer): integer minimum over all ranks; nil: there is one rank
 ---@return ps.Rates
 function rates.of(engine, least)
   local cfg, r, missing = engine.cfg, setmetatable({ seconds = 0, given = {} }, shown), false

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Memory that ran out while a model was made and laid out. The error names the tensor that found no room. This file
--- adds the bytes of the whole model, the bytes of the budgets, and the keys to change where the budgets are too small.
+-- Explains memory that ran out while a model was made and put into chunks. The error names the tensor for which there
+-- was no room. This file adds the bytes of the whole model, the bytes of the budgets, and, if the budgets are too
+-- small, the keys to change.
 local chunks = require "ps.memory.chunks"
 local readable = require "ps.core.readable"
 
@@ -8,9 +9,8 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- Bytes that a trained parameter, and a frozen one, take on this process, which has a share where ranks share state
---- out.
----@param options table what build.place takes
+--- The bytes that a trained parameter and a frozen one take on this process: the average share if ranks share the
+--- state.
 ---@param stage integer of zero_optimization
 ---@param size integer processes
 function shortage.bytes_each(options, stage, size)
@@ -22,11 +22,11 @@ function shortage.bytes_each(options, stage, size)
   return kept + share(grad, 2) + share(options.state_bytes - param - grad, 1), kept
 end
 
--- "memory.host 20.0 MiB and memory.disk.limit 1.0 GiB", and the bytes of all together.
+-- "memory.host 20.0 MiB and memory.disk.limit 1.0 GiB", and the sum of all budgets in bytes.
 local function budgets()
   local texts, sum = {}, 0
   for i, tier in ipairs(chunks.tiers()) do
-    texts[i] = KEY[tier.name] .. " " .. (tier.budget > 0 and readable.bytes(tier.budget) or "is what there is")
+    texts[i] = KEY[tier.name] .. " " .. (tier.budget > 0 and readable.bytes(tier.budget) or "has no limit")
     sum = sum + (tier.budget > 0 and tier.budget or math.huge)
   end
   return table.concat(texts, " and "), sum
@@ -41,14 +41,15 @@ local function advice(options, shared)
   local text = "raise " .. table.concat(keys, " or ")
   if not has.disk then text = text .. ", set memory.disk = { path = FOLDER }" end
   if options.precision == "fp32" then text = text .. ", train in bf16" end
-  if shared then text = text .. ", share the state out among processes (zero_optimization.stage = 3)" end
+  if shared then text = text .. ", share the state among processes (zero_optimization.stage = 3)" end
   return text .. ", or use a smaller model"
 end
 
---- The error of a model that found no room, with the bytes of the whole model; any other error as it is.
+--- Adds the bytes of the whole model to the error of a model for which there was no room. Returns any other error as it
+--- is.
 ---@param problem any
----@param counted? {numel: integer, trained: integer} parameters of the model, where they can be counted
----@param options table what build.place takes
+---@param counted? {numel: integer, trained: integer} parameters of the model, if they can be counted
+---@param options table the options of build.place
 ---@param stage integer of zero_optimization
 ---@param size integer processes
 ---@return any
@@ -58,11 +59,11 @@ function shortage.explain(problem, counted, options, stage, size)
   local each, frozen = shortage.bytes_each(options, stage, size)
   local state = counted.trained * each + (counted.numel - counted.trained) * frozen
   local text, sum = budgets()
-  local whole = ("%s of state (%.0f parameters, %.4g bytes for each that trains%s)"):format(readable.bytes(state),
+  local whole = ("%s of state (%.0f parameters, %.4g bytes per trained one%s)"):format(readable.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")
-  local said, holders = problem.msg:match "^([^\n]*)(.*)$"            -- the largest tensors are a list behind it
+  local said, holders = problem.msg:match "^([^\n]*)(.*)$"            -- the largest tensors are a list after it
   if state > sum then
-    problem.msg = ("the model does not fit: it has %s, and the budgets hold %s: %s; %s. It stopped at: %s"):format(
+    problem.msg = ("the model does not fit: it has %s, but the budgets hold %s: %s; %s. It failed at: %s"):format(
       whole, readable.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)
   else
     problem.msg = ("%s. The model has %s; the budgets: %s%s"):format(said, whole, text, holders)

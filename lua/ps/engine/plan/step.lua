@@ -1,33 +1,34 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The plan of one step: by a dry run, with embeddings and updates placed first, refused where it moves what the
--- configuration keeps in place, and printed where it tells something new.
+-- Plans one step: runs it dry, with the places of embeddings and updates decided first; refuses the plan if it moves
+-- chunks that the configuration keeps in place; and prints it if it differs from the printed ones.
 local mesh = require "ps.dist.mesh"
 local embed = require "ps.engine.layout.embed"
 local forecasts = require "ps.engine.plan.forecast"
 local hybrid = require "ps.engine.plan.hybrid"
 local readable = require "ps.core.readable"
 
-local HIGHER = 1.25               -- times a printed peak, from which on another plan is printed
+local HIGHER = 1.25               -- times a printed peak; above it, another plan is printed
 
 -- Refuses a plan that moves chunks although offload_optimizer.device is "none".
 local function check_stays(engine, forecast)
   local moved = (forecast.fetched[1] or 0) + (forecast.evicted[1] or 0)
   if not engine.cfg.zero_optimization.offload_optimizer.stays or moved == 0 then return end
   local first, second = forecast.tiers[1], forecast.tiers[2]
-  error(('zero_optimization.offload_optimizer.device is "none", but the optimizer\'s state does not fit beside the '
-    .. "model: a step would move %s between %s and %s; raise memory.%s (%s), or write \"cpu\", or leave it out"):format(
+  error(('zero_optimization.offload_optimizer.device is "none", but the optimizer\'s state does not fit next to the '
+    .. "model: a step would move %s between %s and %s; raise memory.%s (%s), set device = \"cpu\", or remove the "
+    .. "key"):format(
     readable.bytes(moved), first.name, second.name, first.name, readable.bytes(first.budget)), 0)
 end
 
 ---@class ps.engine.PlanState
 ---@field adam_split ps.engine.Split|false the updates that run on the device (engine/plan/hybrid.lua)
 ---@field forecast ps.engine.Forecast|false of the last plan
----@field no_finer boolean a rank has no room to lay the model out in smaller chunks
----@field printed table|false the facts that the printed plans have told
----@field tables_on_host table<ps.engine.Table, boolean>|false tables of nn.Embedding that lie on the host
+---@field no_finer boolean a rank has no room to move the model into smaller chunks
+---@field printed table|false the facts that the printed plans contain
+---@field tables_on_host table<ps.engine.Table, boolean>|false tables of nn.Embedding that are on the host
 
--- Whether a plan tells something that the printed ones do not: another layout, moves or an op short of room where there
--- were none, or a peak that is clearly higher. Plans of batches of other sizes differ by less.
+-- Whether a plan has something that the printed ones do not: another layout, moves or an op short of room where there
+-- were none, or a clearly higher peak. Plans for batches of other sizes differ by less.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false
@@ -48,7 +49,7 @@ local function is_news(engine, forecast)
   return news
 end
 
---- Plans a step with these arguments. Returns its trace, or nil when the step has to run once first. `look` gets the
+--- Plans a step with these arguments. Returns its trace, or nil if the step has to run once first. `look` gets the
 --- forecast before it is printed, and may raise an error.
 ---@param engine ps.Engine
 ---@param args any[]

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training with several processes. Each takes its own rows of each batch. Gradients are added up, weighed by the ranks'
--- targets, so that a step is that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have each rank's
--- share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
+-- Training with several processes. Each has its own rows of each batch. Gradients are summed with the weights of the
+-- ranks' targets, so that a step equals that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have
+-- each rank's share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -24,17 +24,16 @@ local data_parallel = {}
 
 ---@class ps.engine.Ranks
 ---@field world ps.Group all ranks: for agreements and failures
----@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are added up
----  (ps/dist/mesh.lua);
---- this rank alone where the others have other parts of the model
----@field tp? ps.Group the ranks that have a part each of the same layers
----@field noted string[] hashes of the micro-batches, and weights of the losses, since the last begin of a step, where
+---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are summed
+---  (ps/dist/mesh.lua); only this rank if all others have other parts of the model
+---@field tp? ps.Group the ranks that share the same layers
+---@field noted string[] hashes of the micro-batches, and weights of the losses, since the last begin of a step, if
 ---  there is tp
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices along these axes where all ranks can. Else bytes go through host memory, unless
+-- Connects the ranks' devices along these axes if all ranks can. If not, bytes go through host memory, unless
 -- init_distributed forbade that.
 local function connect(engine, groups)
   local noted = false
@@ -44,7 +43,7 @@ local function connect(engine, groups)
     if not ok then
       if type(problem) ~= "table" or problem.name ~= "EUNSUP" or group.devices.must then error(problem, 0) end
       if not noted then
-        engine:note(("what ranks send each other goes from %s through host memory: %s"):format(engine.device_name,
+        engine:note(("messages between ranks are copied from %s through host memory: %s"):format(engine.device_name,
           problem.msg))
       end
       noted = true
@@ -52,8 +51,8 @@ local function connect(engine, groups)
   end
 end
 
---- Checks that the ranks read the same configuration, and opens the sharing out of the engine's chunks. Called where
---- there are several ranks.
+--- Checks that the ranks read the same configuration, and sets up the sharing of the engine's chunks. Called if there
+--- are several ranks.
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
@@ -63,9 +62,9 @@ function data_parallel.new(engine)
   local groups = { self.dp }
   for _, axis in ipairs { "tp", "pp" } do groups[#groups + 1] = mesh.group(axis) end
   connect(engine, groups)
-  random_state.share(self.world)                   -- so that all ranks make the same model
+  random_state.share(self.world)                   -- all ranks make the same model
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
-  local cut = engine.cfg.pipeline.stages > 1               -- else exchanges for each micro-batch of each virtual stage
+  local cut = engine.cfg.pipeline.stages > 1               -- otherwise there are exchanges for each micro-batch
   if self.tp then
     native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
   end
@@ -74,12 +73,12 @@ function data_parallel.new(engine)
   return self
 end
 
--- Refuses loaders that read other data, or in another order: such ranks would train together without any other error.
----@param records table<string, number>[] of all ranks; data: the hash of its loader's data; 0: it has no loader
+-- Refuses loaders that read different data, or in a different order: nothing else would report such ranks.
+---@param records table<string, number>[] of all ranks; data: the hash of the loader's data; 0: no loader
 function Ranks:compare_data(records)
   local alike = true
   for _, record in ipairs(records) do
-    if record.data == 0 then return end            -- that rank's batches come from elsewhere
+    if record.data == 0 then return end            -- that rank's batches come from another source
     alike = alike and record.data == records[1].data
   end
   self.data_compared = true
@@ -87,13 +86,14 @@ function Ranks:compare_data(records)
   local said = agree.texts(self.world, data.read_by(self.world))
   for rank, text in ipairs(said) do
     if text ~= said[1] then
-      error(("the ranks' loaders do not read the same: on rank %d %s; on rank 0 %s; give all the same files, order and "
-        .. "sizes, and a loader that not all ranks use rank = 0 and world_size = 1"):format(rank - 1, text, said[1]), 0)
+      error(("the ranks' loaders read different data: on rank %d %s; on rank 0 %s; use the same files, order and "
+        .. "sizes on all ranks, and rank = 0, world_size = 1 for a loader that not all ranks use"):format(
+          rank - 1, text, said[1]), 0)
     end
   end
 end
 
--- The rank that has the first layers, or the first part of them, of the copy of the model that a rank has a part of.
+-- The rank with the first layers, or the first part of them, in the model replica that a rank belongs to.
 local function first_of_copy(rank)
   local tp, dp = mesh.size "tp", mesh.size "dp"
   return math.floor(rank / tp) % dp * tp
@@ -105,35 +105,35 @@ local function same_stage(a, b)
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
--- The fields of a rank's record that ranks with parts of one copy of the model must have alike. stages: whichever stage
--- they have. The other fields are a stage's own if a model goes through its stages in its own forward: each stage takes
--- rows of its own, and may have a seed and frozen parameters of its own.
-local GOES_ON = "goes on with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
-local ALIKE = { { field = "batch", what = "has another batch, or weighs its losses otherwise, than" },
+-- The fields of a rank's record that must be equal on all ranks of one model replica. stages: on all its stages. The
+-- other fields may differ between stages if a model runs its stages in its own forward: each stage then has its own
+-- rows, and may have its own seed and frozen parameters.
+local GOES_ON = "continues with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
+local ALIKE = { { field = "batch", what = "has a different batch, or different weights of losses, from" },
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
--- Refuses ranks with parts of one copy of the model that take other rows, or continue with other settings. records: of
--- all ranks; same_rows: the model's stages are at the same rows.
+-- Refuses ranks of one model replica that have different rows, or continue with different settings. records: of all
+-- ranks; same_rows: the model's stages have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
       local first = (same_rows or alike.stages) and first_of_copy(i - 1) or mesh.line_of("tp", i - 1)
       if record[alike.field] ~= records[first + 1][alike.field] then
-        error(("rank %d %s rank %d, and both have parts of one model: such ranks run the same script on the same rows, "
+        error(("rank %d %s rank %d, but both have parts of one model: run the same script on the same rows, "
           .. "with the same seed"):format(i - 1, alike.what, first), 0)
       end
     end
   end
 end
 
--- A number for the rows of a micro-batch; 0: it has none.
+-- A number for the rows of a micro-batch; 0: it has no rows.
 local function rows_number(given)
   local said = {}
   for i = 1, given.n do batch.add_hashes(said, given[i]) end
   return said[1] and agree.text_hash(table.concat(said, " ")) or 0
 end
 
--- Notes once, after the first micro-batch, that ranks which share a batch out have the same rows.
+-- Prints a note once, after the first micro-batch, if ranks that should share a batch have the same rows.
 local function compare_rows(self, records)
   self.rows_compared = true
   local seen = {}
@@ -141,8 +141,9 @@ local function compare_rows(self, records)
     local line = mesh.line_of("dp", rank - 1)
     local key = line .. " " .. record.rows
     if record.rows ~= 0 and seen[key] and self.world:rank() == 0 then
-      self.engine:note(("ranks %d and %d train on the same rows, so that the second adds nothing: each data-parallel "
-        .. "rank takes rows of its own, as the loaders of ps.data give them, or by ps.rank() and ps.world_size()"
+      self.engine:note(("ranks %d and %d train on the same rows, so the second one contributes nothing: give each "
+        .. "data-parallel "
+        .. "rank its own rows, as the loaders of ps.data do, or by ps.rank() and ps.world_size()"
         ):format(seen[key] - 1, rank - 1))
       return
     end
@@ -150,8 +151,8 @@ local function compare_rows(self, records)
   end
 end
 
---- Notes a micro-batch, given to the model for training. The next begin of a step compares it with that of the other
---- ranks that have parts of the same layers.
+--- Notes a micro-batch with which the model was called for training. The next begin of a step compares it with that of
+--- the other ranks that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
   if not self.rows_compared and not self.engine.driver.in_loops then self.rows = rows_number(given) end
@@ -160,34 +161,33 @@ function Ranks:note_batch(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
 end
 
---- Notes the weight of a loss, which is compared with the micro-batches: addends of gradients come from all ranks that
---- have parts of the same layers, so these weigh a loss alike.
+--- Notes the weight of a loss. It is compared together with the micro-batches: the ranks that have parts of the same
+--- layers sum their gradients, so they must weight a loss equally.
 ---@param weight number
 function Ranks:note_weight(weight)
   if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
 end
 
--- A number that ranks with parts of one copy of the model have alike: of their micro-batches, and of the weights of
--- losses.
+-- A number for the micro-batches and the weights of losses. It must be equal on all ranks of one model replica.
 local function batch_number(self)
   local text, rows = table.concat(self.noted, " "), self.engine.driver:fingerprint()
   return agree.text_hash(rows and ("%.17g %s"):format(rows, text) or text)
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
-local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step a dry run foresees
+local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step a dry run records
 
 -- A rank's record before a step:
 --   failed     1: the begin of the step failed
 --   gathers    the number of gathers that run ahead
---   short      1: there was no room, and smaller chunks may have some
---   share      the size that smaller chunks may have, as a share of the present size
---   data       the hash of what the loader reads; 0: there is no loader, or it was compared before
---   batch      the number of the micro-batches and of the weights of losses
---   settings   the hash of the settings that all stages have alike
+--   short      1: there was no room, but there may be with smaller chunks
+--   share      the size that smaller chunks may have, as a fraction of the present size
+--   data       the hash of the data that the loader reads; 0: there is no loader, or it was compared before
+--   batch      the number for the micro-batches and the weights of losses
+--   settings   the hash of the settings that must be equal on all stages
 --   own        the hash of the seed and of the parameters that train
---   tp, dp     the number of the planned calls along this axis; 0: none are known
---   rows       the number of the first micro-batch's rows; 0: it was compared before
+--   tp, dp     the number for the planned calls along this axis; 0: none are known
+--   rows       the number for the first micro-batch's rows; 0: it was compared before
 local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows" }
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 
@@ -199,7 +199,7 @@ local function calls_number(self, axis)
   return agree.hash_number(hash_out[0])
 end
 
--- The calls that this rank plans along an axis, one a line.
+-- The calls that this rank plans along an axis, one per line.
 local function calls_text(group)
   local lines = {}
   for i = 0, C.ps_group_plan_calls(group.c) - 1 do
@@ -209,19 +209,20 @@ local function calls_text(group)
   return table.concat(lines, "\n")
 end
 
--- The error of ranks that plan different calls. All ranks call it, and find the same first difference.
+-- Raises the error of ranks that plan different calls. All ranks call it, and find the same first difference.
 local function plans_differ(self, axis, first, other)
   local group = self[axis]
   local said = agree.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
   local a, b = said[first]:gmatch "[^\n]+", said[other]:gmatch "[^\n]+"
   local one, two, n = a(), b(), 1
   while one == two and one ~= nil do one, two, n = a(), b(), n + 1 end
-  error(("the ranks of %s plan other calls: the first that differs is number %d of the step: rank %d plans %s, rank %d "
-    .. "%s; such ranks run the same script and the same model"):format(axis, n, first - 1, one or "no further call",
+  error(("the ranks of %s plan different calls: the first difference is call %d of the step: rank %d plans %s, rank %d "
+    .. "%s; run the same script with the same model on all of them"):format(axis, n, first - 1, one or "no "
+    .. "further call",
     other - 1, two or "no further call"), 0)
 end
 
--- Begins the plans that all ranks of a group have alike.
+-- Begins the plans that are equal on all ranks of a group.
 local function begin_plans(self, records)
   for _, axis in ipairs(PLANNED) do
     local first_of, agreed = {}, {}
@@ -243,7 +244,7 @@ local function begin_plans(self, records)
   end
 end
 
--- This rank's record. ok: the step has begun; part: the share of an op's chunks for which there was room.
+-- This rank's record. ok: the step has begun; part: the fraction of an op's chunks for which there was room.
 local function record_of(self, ok, part, limit)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and limit() or 1, gathers = 0 }
@@ -263,11 +264,12 @@ local function record_of(self, ok, part, limit)
 end
 
 --- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
---- cause. But where all ranks that failed have a share(problem), the least of these and of the others' limits is
---- returned, and the caller gives the step up. Gathers run ahead of their uses only where all ranks expect the same.
+--- cause. There is one exception: if share(problem) is a number on all ranks that failed, the least of these numbers
+--- and of the others' limits is returned, and the caller abandons the step. Gathers run ahead of their uses only if all
+--- ranks expect the same ones.
 ---@param fn function
----@param share fun(problem: any): number? the share of an op's chunks for which there was room
----@param limit fun(): number the size that smaller chunks may have on this rank, as a share of the present size
+---@param share fun(problem: any): number? the fraction of an op's chunks for which there was room
+---@param limit fun(): number the size that smaller chunks may have on this rank, as a fraction of the present size
 ---@return number?
 function Ranks:begin_step(fn, share, limit)
   local ok, problem = pcall(fn)
@@ -278,7 +280,7 @@ function Ranks:begin_step(fn, share, limit)
     failed, short = failed or record.failed > 0, short or record.short > 0
     least = math.min(least, record.share)
   end
-  if not failed and short then return least end            -- the step begins again, and compares what is noted then
+  if not failed and short then return least end            -- the step begins again, and compares the notes then
   self.noted = {}
   for rank, record in ipairs(records) do
     same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
@@ -298,14 +300,15 @@ function Ranks:begin_step(fn, share, limit)
   end
 end
 
---- Dropout draws by the number of the sample. A loader numbers the samples of all ranks. Without a loader each rank's
---- samples get numbers that no other rank has (up to 2^20 rows each; the numbers are 32 bits wide).
+--- Sets the sample numbers from which dropout draws. A loader numbers the samples of all ranks. Without a loader, each
+--- rank numbers its samples from rank x 2^20, so that numbers differ between ranks (up to 2^20 rows each; the numbers
+--- are 32 bits wide).
 function Ranks:number_samples()
   local rng = random.state()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- The least of a number over the ranks that train the same layers, since their plans and layouts must be alike.
+--- The minimum of a number over the ranks that train the same layers, since their plans and layouts must be equal.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
@@ -313,7 +316,7 @@ function Ranks:least(value)
   return self.tp and agree.least(self.tp, value) or value
 end
 
---- The sums of numbers over these ranks, each of which has other rows of the batch.
+--- The sums of numbers over the ranks that have other rows of the batch.
 ---@param ... number
 ---@return number ... as many
 function Ranks:sum(...)
@@ -322,14 +325,14 @@ function Ranks:sum(...)
   return unpack(t:tolist())
 end
 
--- Gives a parameter the values that the group's first rank has.
+-- Broadcasts a parameter's values from the group's first rank.
 local function share_values(group, row)
   group:broadcast(row.place ~= nil and row.place or row.param, 0)
   if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
 end
 
---- Checks that the ranks made the same model. Ranks that have the same values get those of the first of them: where
---- each rank has all of the model (stage 0) along dp, and along tp what is not cut.
+--- Checks that the ranks made the same model, then broadcasts values from the first of the ranks that hold the same
+--- ones: along dp if each rank has the whole model (stage 0), and along tp the parameters that are not cut.
 function Ranks:begin()
   local engine, tp = self.engine, self.tp
   replicas.model(self.dp, engine)
@@ -348,7 +351,7 @@ local function some(names)
   return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
 end
 
--- The parameters in a stripe of chunks, or of their gradients.
+-- The parameters in a stripe of chunks, or whose gradients are in it.
 local function names_of(built, stripe)
   local names, inside = {}, {}
   for _, row in ipairs(built.layout.chunks) do
@@ -360,7 +363,7 @@ local function names_of(built, stripe)
   return names
 end
 
---- For the error of ranks that do not use the same parameters, or do not have gradients of the same ones: names the
+--- Completes the error of ranks that use different parameters, or have gradients of different ones: names the
 --- parameters in the stripes that the error names, and in backward those without a gradient on this rank.
 ---@param problem any
 ---@param backward? boolean
@@ -378,13 +381,14 @@ function Ranks:explain(problem, backward)
       local updated = C.ps_engine_param_updated(native.ctx, i - 1) == 1
       if scope.grad_of(row.param) == nil and not updated then missing[#missing + 1] = row.name end
     end
-    more[#more + 1] = ("without a gradient on rank %d: %s"):format(self.world:rank(), #missing > 0 and some(missing)
-      or "none that has not been added up already")
+    more[#more + 1] = ("parameters without a gradient on rank %d: %s"):format(
+      self.world:rank(), #missing > 0 and some(missing)
+      or "none whose gradient is not reduced already")
   end
   problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
 end
 
---- Leaves this rank's own tensors in a state_dict; rank 0 keeps the buffers.
+--- Keeps only this rank's own tensors in a state_dict; rank 0 keeps the buffers.
 ---@param state table<string, ps.Tensor>
 function Ranks:keep_own(state)
   local rows, mine = {}, self.dp:rank()
@@ -393,7 +397,7 @@ function Ranks:keep_own(state)
   end
   for name, tensor in pairs(state) do
     local row = rows[nn_module.address(tensor)]
-    if row and row.place ~= nil then state[name] = row.place      -- under its tied names, too
+    if row and row.place ~= nil then state[name] = row.place      -- also under its tied names
     elseif row or mine > 0 then state[name] = nil end
   end
 end

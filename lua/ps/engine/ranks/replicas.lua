@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- State that every rank must hold alike. Before the first step ranks compare the model's parameters and every setting
--- that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only where
--- hashes differ do the texts travel, so that every rank ends with the same error, which names the first difference.
--- The state must also stay alike: a bit that flips in one rank's memory, or code that differs, otherwise shows weeks
--- later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the optimizer's settings,
--- the loss scale, the random numbers, buffers, and the fp32 values of the parameters of which there are copies: where
--- each rank has all of them (stage 0) along dp, and what is not cut along tp. State that one rank owns has no copy to
--- be compared with, so that settings which differ would never show in it.
+-- Compares state that must be equal on all ranks. Before the first step, ranks compare the model's parameters and every
+-- setting that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only
+-- if hashes differ do they exchange the texts, so that every rank raises the same error, which names the first
+-- difference. The state must also stay equal: a flipped bit in one rank's memory, or different code, would otherwise
+-- show weeks later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the optimizer's
+-- settings, the loss scale, the random numbers, buffers, and the fp32 values of the parameters that have copies: along
+-- dp all of them (stage 0), and along tp those that are not cut. State that only one rank owns has no copy to be
+-- compared with. That is why the settings are compared, too: a difference in them would not show in such state.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
@@ -38,18 +38,18 @@ local function flatten(lines, name, value)
 end
 
 local function model_lines(engine)
-  local lines = { ("the chunks' size\t%d"):format(engine.built.layout.chunk_size) }
+  local lines = { ("the chunk size\t%d"):format(engine.built.layout.chunk_size) }
   for i, row in ipairs(engine.built.list) do
     local desc = shard.of(row.param)
     lines[i + 1] = ("parameter %d\t%s %s [%s]%s"):format(i, row.name, row.param:dtype(),
       table.concat(row.param:shape(), ","),
-      desc and (", cut along dimension %d of %d blocks"):format(desc.dim, desc.blocks)
-      or shard.is_partial(row.param) and ", of other rows on each rank" or "")
+      desc and (", cut along dimension %d in %d blocks"):format(desc.dim, desc.blocks)
+      or shard.is_partial(row.param) and ", with different rows on each rank" or "")
   end
   return lines
 end
 
--- The lines of a model that is cut into stages. Each rank has made all of it without data, and cuts it by itself.
+-- The lines of a model that is cut into stages. Each rank has made the whole model without data and cuts it itself.
 local function cut_lines(module, stages)
   local lines = {}
   for name, param in module:named_parameters() do
@@ -57,7 +57,7 @@ local function cut_lines(module, stages)
       param:needs_grad() and "" or " frozen")
   end
   for i, cost in ipairs(stages.costs) do
-    lines[#lines + 1] = ("operations of part %d\t%.17g of %s"):format(i, cost.forward, cost.name)
+    lines[#lines + 1] = ("operations of part %d\t%.17g in %s"):format(i, cost.forward, cost.name)
   end
   flatten(lines, "first parts of virtual stages", stages.first)
   return lines
@@ -97,18 +97,18 @@ local function difference(theirs, first, rank, zeroth)
         expected or "absent", zeroth)
     end
   end
-  return "in nothing that has a name"
+  return "the texts differ, but no named line does"
 end
 
 local function compare(group, what, lines)
   local other, theirs, first = agree.differs(group, table.concat(lines, "\n"))
   if not other then return end
   local rank, zeroth = group:world_rank(other), group:world_rank(0)
-  error(("rank %d has another %s than rank %d: %s; every rank must make the same model and read the same "
+  error(("rank %d has a different %s from rank %d: %s; every rank must make the same model and read the same "
     .. "configuration"):format(rank, what, zeroth, difference(theirs, first, rank, zeroth)), 0)
 end
 
---- Compares settings before the model is made. All ranks call it. Where one has other settings, all get an error.
+--- Compares settings before the model is made. All ranks call it. If one has different settings, all raise an error.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
 function replicas.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
@@ -121,18 +121,18 @@ function replicas.model(group, engine)
   compare(group, "configuration", group_lines(engine))
 end
 
---- Compares a model that is cut into stages, since each rank runs a part of what must be one model.
+--- Compares a model that is cut into stages, since each rank runs a part of one model.
 ---@param group ps.Group of all ranks
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 function replicas.compare_cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every so many steps --------------------------------------------------------------------------------------------
---- What settings() has, in words.
+--- The contents of settings(), in words.
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- Numbers that decide the next steps, and that all ranks must have alike, as text. The seed is none of them, since
---- stages may have seeds of their own.
+--- The numbers that decide the next steps and must be equal on all ranks, as text. The seed is not among them, since
+--- stages may have their own seeds.
 ---@param engine ps.Engine
 ---@return string
 function replicas.settings(engine)
@@ -148,8 +148,8 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- A {name, hash} for each compared state, in the same order on all ranks of the axis. Of state that ranks of dp share
--- out, one rank has the only copy; ranks of tp have a copy each of what is not cut.
+-- A {name, hash} pair for each compared state, in the same order on all ranks of the axis. State that ranks of dp share
+-- has only one copy; along tp each rank has a copy of the parameters that are not cut.
 local function hashes(engine, axis)
   local settings = agree.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
   local list = { { replicas.OF_SETTINGS, settings } }
@@ -167,7 +167,7 @@ local function hashes(engine, axis)
   return list
 end
 
--- The ranks whose number differs from that of most ranks (from rank 0's, where no number has a majority).
+-- The ranks whose number differs from the most common one (from rank 0's, if no number is more common).
 local function odd_ones(column)
   local counts, common = {}, column[1]
   for _, value in ipairs(column) do counts[value] = (counts[value] or 0) + 1 end
@@ -177,7 +177,7 @@ local function odd_ones(column)
   return odd
 end
 
--- What is wrong along an axis; nil: nothing.
+-- The error of ranks that differ along an axis; nil: they are equal.
 local function difference_along(engine, axis)
   local group = engine.ranks[axis]
   if not group or group:size() == 1 then return nil end
@@ -190,15 +190,17 @@ local function difference_along(engine, axis)
     local odd = odd_ones(column)
     for k, rank in ipairs(odd) do odd[k] = group:world_rank(rank) end
     if #odd > 0 then
-      return ("the ranks have drifted apart by step %d: %s of rank %s: other bits than the rest has; a faulty machine, "
-        .. "or a script that does not do the same on all ranks; go on from a checkpoint of before"):format(engine.steps,
+      return ("the ranks' states differ after step %d: %s of rank %s has different bits from the other ranks: a "
+        .. "faulty machine, "
+        .. "or a script that does different things on the ranks; continue from an earlier checkpoint"):format(
+          engine.steps,
         entry[1], table.concat(odd, ", "))
     end
   end
 end
 
---- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks call it. Where
---- states differ, all get an error that names the state and the ranks.
+--- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks call it. If states
+--- differ, all raise an error that names the state and the ranks.
 ---@param engine ps.Engine
 function replicas.compare(engine)
   local ranks = engine.ranks
@@ -206,7 +208,7 @@ function replicas.compare(engine)
   local problem = along_dp or along_tp
   local function tell() if problem then error(problem, 0) end end
   if ranks.world:size() == ranks.dp:size() then return tell() end
-  agree.run(ranks.world, tell)                      -- others found nothing
+  agree.run(ranks.world, tell)                      -- other ranks found no difference
 end
 
 return replicas

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ZeRO for layout/build.lua: the parts of chunks that ranks share out (src/zero/shard.h). layout/share.lua gives each
--- chunk its owner.
+-- ZeRO for layout/build.lua: the parts of chunks that ranks share (src/zero/shard.h). layout/share.lua assigns the
+-- owner of each chunk.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 
@@ -8,19 +8,19 @@ local zero = {}
 
 local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 
----@class ps.engine.Sharding the ranks that share chunks out, for build.lua
+---@class ps.engine.Sharding the ranks that share chunks, for build.lua
 ---@field group ps.Group of the ranks that train the same parameters
 ---@field stage integer 0 to 3
----@field stays boolean parameters that other ranks own are gathered once and stay until the end of the step
----@field once boolean stages 2 and 3 add the gradients of several micro-batches up over the ranks once a step
+---@field stays boolean gathered parameters of other owners stay until the end of the step
+---@field once boolean stages 2 and 3 reduce the gradients of several micro-batches once per step
 ---@field rank integer
 ---@field size integer
----@field stripes integer numbers of stripes given out
----@field staged number[] by rank, from 1: bytes of the parameters that it has staged
+---@field stripes integer number of stripes assigned so far
+---@field staged number[] by rank, from 1: bytes of its staged parameters
 local Sharding = {}
 Sharding.__index = Sharding
 
---- Opens the sharing out of the engine's chunks.
+--- Sets up the sharing of the engine's chunks.
 ---@param group ps.Group
 ---@param stage integer
 ---@param stays boolean gathered parameters stay until the end of the step
@@ -34,12 +34,12 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- Whether optimizer state, gradients, parameters have one owner each.
+--- Whether optimizer state, gradients and parameters have one owner each.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
 
---- Makes a part: the bytes of one chunk on all ranks. chunk nil: another rank owns the chunk.
+--- Makes a part: the bytes of one chunk on all ranks. chunk = nil: another rank owns the chunk.
 ---@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer,
 ---  reads?: boolean, keeps?: boolean}
 ---@return integer
@@ -52,18 +52,18 @@ function Sharding:part(at)
   return part_out[0]
 end
 
---- Takes back a part whose chunk is about to go. A part that holds tensors goes with the last of them.
+--- Drops a part whose chunk will be freed. A part that holds tensors is freed with the last of them.
 ---@param part integer
 function Sharding:drop(part)
   native.check(C.ps_engine_part_drop(native.ctx, part))
 end
 
---- Moves a tensor into a part, `offset` bytes from its beginning. All ranks call it together.
+--- Moves a tensor into a part, `offset` bytes from its beginning. All ranks call this together.
 function Sharding:adopt(tensor, part, offset, name)
   native.retry(C.ps_engine_part_adopt, native.ctx, tensor, part, offset, name)
 end
 
---- Makes a tensor of another's shape in a part, `offset` bytes from its beginning.
+--- Makes a tensor with another tensor's shape in a part, `offset` bytes from its beginning.
 ---@return ps.Tensor
 function Sharding:tensor(like, dtype, device, part, offset, name)
   native.retry(C.ps_engine_part_tensor, native.ctx, like, native.dtype_code(dtype), device, part, offset, name,
@@ -78,7 +78,7 @@ function Sharding:own(tensor, device)
   if tensor_out[0] ~= nil then return native.own(tensor_out[0]) end
 end
 
---- Gives out numbers for `count` more stripes.
+--- Reserves numbers for `count` more stripes, and returns the first.
 ---@return integer first
 function Sharding:take_stripes(count)
   self.stripes = self.stripes + count

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The configuration's flops_profiler: what one step costs by module, out of the record of events. As in DeepSpeed, the
--- step is the one that `profile_step` others came before.
+-- The configuration's flops_profiler: the cost of one step by module, from the record of events. As in DeepSpeed,
+-- `profile_step` is the number of steps before that step.
 local native = require "ps.core.ffi"
 local profiler = require "ps.profile.profiler"
 local json = require("cjson").new()
@@ -13,18 +13,18 @@ local flops_profiler = {}
 ---@class ps.engine.FlopsProfiler
 ---@field engine ps.Engine
 ---@field settings ps.config.FlopsProfiler
----@field owns boolean the record is this profiler's, not the script's
+---@field owns boolean the record belongs to this profiler, not to the script
 local FlopsProfiler = {}
 FlopsProfiler.__index = FlopsProfiler
 
--- Records from now on, where the next step is the one. The script's own record has the step, too.
+-- Starts to record if the next step is the one to profile. If the script records already, its record is used.
 local function begin(self)
   if self.engine.steps ~= self.settings.profile_step then return end
   self.owns = C.ps_record_is_on() == 0
   if self.owns then profiler.start() end
 end
 
---- Makes one; nil where the configuration asks for none, or where nobody would read it.
+--- Makes a profiler; nil if the configuration does not enable it, or if the result would not be written anywhere.
 ---@param engine ps.Engine
 ---@return ps.engine.FlopsProfiler?
 function flops_profiler.new(engine)
@@ -35,13 +35,13 @@ function flops_profiler.new(engine)
   return self
 end
 
--- How far below the model a module of this path is.
+-- The depth of a module with this path below the model.
 local function depth_of(path)
   if path == "" then return 0 end
   return 1 + select(2, path:gsub("%.", ""))
 end
 
--- The record's last step, as a profile; nil where the script began or ended a record meanwhile.
+-- The record's last step, as a profile; nil if the script began or ended a record meanwhile.
 local function last_step()
   local profile = json.decode(require "ps.profile.save"())
   local steps = profile.psluajit.steps
@@ -55,7 +55,7 @@ local function last_step()
   return profile
 end
 
--- The names of the `n` rows with the most of something, each with how much.
+-- The names of the `n` rows with the largest values of `key`, each with its value.
 local function most(rows, key, n, factor, unit)
   local sorted, names = copied(rows), {}
   table.sort(sorted, function(a, b)
@@ -69,7 +69,7 @@ local function most(rows, key, n, factor, unit)
   return table.concat(names, ", ")
 end
 
--- "depth 1: most time h.0 3.1 ms; most operations h.0 2.5 GFLOP", a line for each level.
+-- "depth 1: most time h.0 3.1 ms; most operations h.0 2.5 GFLOP", one line for each level.
 local function top(rows, settings, lines)
   local levels, deepest = {}, -1
   for _, row in ipairs(rows) do
@@ -102,17 +102,17 @@ local function text(self, profile)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- A step is over: writes what is due, and begins to record before the step that is asked for.
+--- Ends a step: writes the result if it is due, and begins to record before the step to profile.
 function FlopsProfiler:step_done()
   if self.engine.steps ~= self.settings.profile_step + 1 then return begin(self) end
   if self.owns then profiler.stop() end
   local profile = last_step()
   if not profile then
-    return self.engine:note("flops_profiler: the script began or ended a record within the step, so that none of it "
-      .. "has the whole step")
+    return self.engine:note("flops_profiler: the script began or ended a record within the step, so no record of it "
+      .. "is complete")
   end
   local content, path = text(self, profile), self.settings.output_file
-  if path then                                                -- training goes on where it cannot be written
+  if path then                                                -- training continues even if the file cannot be written
     local ok, problem = pcall(native.check, C.ps_file_write_atomic(path, content, #content))
     if not ok then io.stderr:write("psluajit: flops_profiler.output_file: ", problem.msg, "\n") end
     return

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The line about every `steps_per_print` steps: loss, accuracy (the share of targets that the largest logits hit, if
--- the loss is made by F.cross_entropy, F.lm_loss or F.nll_loss), learning rate, loss scale, seconds a step, bytes moved
--- between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and PatrickStar's two
--- speeds: operations a second of this process, and samples a second of all. With memory_breakdown lines about memory
--- follow. Of several processes rank 0 writes it, with the loss of all. The configuration's monitors
--- (ps.monitor) get each step's numbers, its flops_profiler has one step's, and its comms_logger counts what ranks say
--- to each other. An engine without any of these settings has no report.
+-- The line that is written every `steps_per_print` steps: loss, accuracy (the share of targets that the largest logits hit, if
+-- the loss is made by F.cross_entropy, F.lm_loss or F.nll_loss), learning rate, loss scale, seconds per step, and bytes
+-- moved between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and
+-- PatrickStar's two speeds: operations per second of this process, and samples per second of all processes. With
+-- memory_breakdown, lines about memory follow. Rank 0 writes the line, with the mean loss of all ranks. The
+-- configuration's monitors (ps.monitor) get each step's numbers, its flops_profiler gets those of one step, and its
+-- comms_logger counts the calls between ranks. An engine without any of these settings has no report.
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"
@@ -18,23 +18,23 @@ local C = native.C
 
 local report = {}
 
-local EVERY = 10              -- where a breakdown is on and steps_per_print is absent
-local HELD = 10               -- tensors of the peak that memory_breakdown lists
+local EVERY = 10              -- if a breakdown is on and steps_per_print is not set
+local HELD = 10               -- number of tensors at the peak that memory_breakdown lists
 local PARTS = { "forward", "backward", "step" }
 
 ---@class ps.engine.Report
 ---@field every integer math.huge: no lines
 ---@field monitor? ps.Monitor
 ---@field breakdown boolean
----@field memory boolean lines about memory
+---@field memory boolean write lines about memory
 ---@field profiler? ps.engine.FlopsProfiler
 ---@field writes boolean this process writes the lines
----@field calls boolean it counts calls between ranks
+---@field calls boolean count calls between ranks
 ---@field last? string the last line
 local Report = {}
 Report.__index = Report
 
--- Bytes that went up and down between all tiers since the engine was opened.
+-- Bytes that were fetched and evicted between all tiers since the engine was opened.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
@@ -48,14 +48,14 @@ local function restart(self)
   self.seconds, self.told = { forward = 0, backward = 0, step = 0 }, nil
 end
 
---- Makes a report; nil when the configuration asks for neither lines nor monitors.
+--- Makes a report; nil if the configuration asks for neither lines nor monitors.
 ---@param engine ps.Engine
 ---@return ps.engine.Report?
 function report.new(engine)
   local cfg = engine.cfg
   local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY or nil
   if every == 0 then every = nil end
-  local ranks = engine.ranks                   -- all ranks add their losses up, quiet ones too
+  local ranks = engine.ranks                   -- all ranks sum their losses, quiet ones too
   local first = not ranks or ranks.world:rank() == 0
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
   local profiler = first and flops_profiler.new(engine) or nil
@@ -75,14 +75,14 @@ local function add(self, part, began, ...)
   return ...
 end
 
---- Runs fn(...) and counts its seconds.
+--- Runs fn(...) and adds its seconds to a part.
 ---@param part "forward"|"backward"|"step"
 function Report:timed(part, fn, ...)
   if not self.seconds then restart(self) end
   return add(self, part, C.ps_now(), fn(...))
 end
 
---- Counts seconds that C took.
+--- Adds seconds that C measured.
 ---@param part "forward"|"backward"|"step"
 ---@param seconds number
 function Report:took(part, seconds)
@@ -93,7 +93,7 @@ end
 -- Whether step `number` gets a line.
 local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
 
---- Takes the loss of a micro-batch and its weight. The loss's value is read only for a step that gets a line or events.
+--- Adds the loss of a micro-batch and its weight. The loss's value is read only for a step with a line or events.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
@@ -122,7 +122,7 @@ local function line(self)
   if opt.scaler then say("loss scale %g,", opt.scaler.scale) end
   if self.skipped > 0 then say("%d of %d skipped,", self.skipped, n) end
   local seconds = (C.ps_now() - self.began) / n
-  say("%.3g s a step", seconds)
+  say("%.3g s per step", seconds)
   if self.breakdown then
     local times = {}
     for i, part in ipairs(PARTS) do times[i] = ("%s %.3g"):format(part, self.seconds[part] / n) end
@@ -132,11 +132,11 @@ local function line(self)
   end
   local up, down = moved()
   up, down = (up - self.up) / n, (down - self.down) / n
-  if up + down > 0 then say("; moved %s up, %s down a step", readable.bytes(up), readable.bytes(down)) end
+  if up + down > 0 then say("; fetched %s, evicted %s per step", readable.bytes(up), readable.bytes(down)) end
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
--- What tiers hold and have held at most, and who held the peak of the device that computes.
+-- The bytes that tiers hold, their peaks, and the tensors at the peak of the device that computes.
 local function memory(engine)
   local device = engine.device_name
   local held = views.memory { at = "peak", device = device }
@@ -144,7 +144,7 @@ local function memory(engine)
   return ("%s\n%s"):format(views.memory(device), held)
 end
 
--- The events of a step, by DeepSpeed's names. Times are those of this step, in milliseconds.
+-- Writes the events of a step under DeepSpeed's names. Times are those of this step, in milliseconds.
 local function write_events(self)
   local engine, list = self.engine, {}
   local opt = engine.optimizer
@@ -160,7 +160,7 @@ local function write_events(self)
   self.monitor:write(engine.steps, list)
 end
 
---- Counts a step that is over, and writes what is due. The learning rate's schedule has not moved on yet.
+--- Counts a step that has ended, and writes what is due. Called before the learning-rate schedule advances.
 ---@param info {skipped: boolean}
 function Report:step_done(info)
   self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)
@@ -184,7 +184,7 @@ function Report:step_done(info)
   self.loss, self.weight, self.hits, self.targets = 0, 0, 0, 0
 end
 
---- Closes the monitors' files, and counts operations and calls between ranks no more.
+--- Closes the monitors' files, and stops counting operations and calls between ranks.
 function Report:close()
   if self.unwatch then self.unwatch() end
   if self.calls then

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers of ps.optim that were made before ps.initialize. An optimizer that ps.initialize gets is adopted: its
--- settings and groups become the engine's, and the script goes on with it as with the engine's own. Any other optimizer
--- over the same parameters would update beside the engine, so its step() is refused.
+-- Optimizers of ps.optim that were made before ps.initialize. An optimizer that is passed to ps.initialize is adopted:
+-- the engine takes over its settings and groups, and the script continues to use it in place of the engine's optimizer.
+-- Any other optimizer over the same parameters would update them a second time, so its step() is refused.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local optim_groups = require "ps.optim.groups"
@@ -10,36 +10,38 @@ local adopt = {}
 
 local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .. text):format(...)) end
 
---- Refuses what cannot be adopted: a value that is no optimizer of ps.optim, or an optimizer that has made steps.
+--- Refuses values that cannot be adopted: those that are not optimizers of ps.optim, and optimizers that have made
+--- steps.
 ---@param optimizer any
 function adopt.check(optimizer)
   if type(optimizer) ~= "table" or not nn_module.optimizers[optimizer] then
-    refuse "is one of ps.optim that is in use nowhere else; leave it out, and write `optimizer` into the configuration"
+    refuse("must be an optimizer of ps.optim that no other engine uses; or omit it, and set `optimizer` in the "
+      .. "configuration")
   end
-  if optimizer.per_rank then refuse "has per_rank, but gradients of all ranks are added up here" end
+  if optimizer.per_rank then refuse "has per_rank, but an engine sums the gradients of all ranks" end
   for _, entry in ipairs(optimizer.entries) do
     if entry.t > 0 or optimizer.steps > 0 then
-      refuse("has made %d steps already: give it before its first, or load its state behind ps.initialize",
+      refuse("has already made %d steps: pass it before its first step, or load its state after ps.initialize",
         math.max(entry.t, optimizer.steps))
     end
   end
 end
 
---- The optimizer's settings by keys of the configuration: {value, its name in messages}.
+--- The optimizer's settings by keys of the configuration: {value, name for messages}.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
   for _, name in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do
     local value = optimizer.defaults[name]
-    if name == "lr" then value = optimizer.given_lr end           -- without one the groups have theirs
+    if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, the groups have theirs
     if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
   return said
 end
 
---- The optimizer's groups as param_groups of an engine, which knows parameters by name.
+--- The optimizer's groups as param_groups of an engine, which identifies parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
 ---@return table[] param_groups
@@ -57,16 +59,16 @@ function adopt.groups(optimizer, module)
     local at = nn_module.address(param)
     by_name[name] = number_of[at]
     if param:needs_grad() and not number_of[at] then
-      refuse("does not have %s of the model: give it all parameters that train, or call requires_grad(false) of this "
+      refuse("does not have %s of the model: pass it all parameters that train, or call requires_grad(false) on this "
         .. "one", name)
     end
     left[at] = nil
   end
-  if next(left) then refuse "has parameters that are not the model's" end
+  if next(left) then refuse "has parameters that do not belong to the model" end
   return list
 end
 
---- Makes other optimizers with parameters of this module refuse to step as long as the engine is open.
+--- Makes other optimizers with parameters of this module refuse step() while the engine is open.
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)
@@ -80,7 +82,7 @@ function adopt.take(engine, module)
   end
 end
 
---- Turns the script's optimizer into another name of the engine's.
+--- Makes the script's optimizer an alias of the engine's.
 ---@param given table
 ---@param own ps.EngineOptimizer
 function adopt.become(given, own)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes to parameters from outside the engine. Parameters of half types have fp32 masters. Module's load_state_dict
--- writes into the master and rounds it into the parameter (masters answer the hook "load"). The version of a
--- parameter's bytes shows any other write (nn.init, copy_, a slice), and the master then takes the new value.
+-- Writes to parameters from outside the engine. Half parameters have fp32 masters. Module's load_state_dict writes into
+-- the master and rounds it into the parameter (masters answer the hook "load"). Any other write (nn.init, copy_, a
+-- slice) changes the version of the parameter's bytes, and the master then takes the new value.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
@@ -10,17 +10,17 @@ local C = native.C
 local masters = {}
 
 ---@class ps.engine.Held the fp32 values of one parameter
----@field to ps.Tensor values are written here
----@field place? ps.Tensor the parameter as the host sees it, where it lies on a device or ranks share it out
+---@field to ps.Tensor where loaded values are written
+---@field place? ps.Tensor the parameter as the host sees it, if it is on a device or ranks share it
 ---@field rounds boolean `to` is a master
 ---@field seen integer version of the parameter's bytes when it last equalled its master
----@field elsewhere? integer the rank that owns the parameter: this rank writes nothing
+---@field elsewhere? integer the rank that owns the parameter; this rank does not write it
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
----@field held table<ps.Tensor, ps.engine.Held> of rows, and of parameters of other ranks
+---@field held table<ps.Tensor, ps.engine.Held> those of rows, and of parameters that other ranks own
 ---@field unlisten fun()
----@field shared boolean ranks share parameters out
+---@field shared boolean ranks share parameters
 local Masters = {}
 Masters.__index = Masters
 
@@ -32,8 +32,8 @@ local function copy_to_place(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- built.list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it,
---- for those on a device or of several ranks. Parameters of other ranks are marked, so that nobody loads them.
+--- built.list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it, if
+--- it is on a device or shared by ranks. Parameters of other owners are marked, so that this rank does not load them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
@@ -72,8 +72,8 @@ function masters.new(built)
   return self
 end
 
---- Masters take the values that were written to their parameters since the last note. It may not be called while a
---- gradient may lie in a parameter's place.
+--- Copies values that were written to parameters since the last note into their masters. Not allowed while a gradient
+--- may be in a parameter's place.
 function Masters:sync()
   for _, row in ipairs(self.rows) do
     local held = row.held
@@ -86,12 +86,12 @@ function Masters:sync()
   end
 end
 
---- Takes parameters as equal to their masters from now on, whatever was written to them.
+--- Declares all parameters equal to their masters, ignoring earlier writes.
 function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
--- Values were loaded. Ranks that share parameters out gather them again, from the owners, when they are next used.
+-- Called after values were loaded. Ranks that share parameters gather them again from their owners at the next use.
 function Masters:loaded()
   if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizer of an engine, which ps.initialize gives beside the model: Adam (Kingma and Ba 2015), AdamW (Loshchilov
--- and Hutter 2019) or SGD with PyTorch's momentum on chunks, with the clipping, loss scale and accumulation of the
--- configuration. Groups, set_lr, step and zero_grad are those of ps.optim.
+-- The optimizer of an engine, which ps.initialize returns together with the model: Adam (Kingma and Ba 2015), AdamW
+-- (Loshchilov and Hutter 2019) or SGD with PyTorch's momentum on chunks, with the configuration's clipping, loss scale
+-- and accumulation. Groups, set_lr, step and zero_grad are those of ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local exact = require "ps.core.exact"
@@ -17,13 +17,13 @@ local ffi, C = native.ffi, native.C
 
 ---@class ps.EngineOptimizer
 ---@field groups table[] each with its settings (optim_groups.SETTINGS), which may be changed between steps
----@field averages string[] what a parameter has beside its fp32 value (optim_groups.averages)
----@field steps integer updates done; skipped ones not counted
+---@field averages string[] the state that a parameter has in addition to its fp32 value (optim_groups.averages)
+---@field steps integer number of updates, without skipped ones
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
 ---@field checks_overflow boolean a step whose gradients are not finite is skipped
----@field ranges {first: integer, n: integer}[] by group: its parameters, by their places in the model (row.order)
----@field grad_norm? number of the last step, before clipping; nil when nothing asked for it
+---@field ranges {first: integer, n: integer}[] by group: its parameters, by their numbers in the model (row.order)
+---@field grad_norm? number of the last step, before clipping; nil if it was not needed
 local Optimizer = {}
 local INSTANCE = groups.fields(Optimizer, {})
 
@@ -39,16 +39,17 @@ end
 
 local optimizer = { methods = Optimizer }
 
-Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there is nothing to update "
-  .. "with; call model:backward(loss) first"
+Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there are no gradients "
+  .. "to update "
+  .. "with: call model:backward(loss) first"
 
 local double_out = ffi.new("double[1]")
 local group_array = array "ps_update_group"
-local NONE = {}                     -- step has no options: the configuration has the settings that ps.optim takes here
+local NONE = {}                     -- no options: the configuration has the settings that ps.optim takes here
 
---- Writes the groups' settings into the settings of an action.
+--- Copies the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
----@param factors? table<integer, number> by group, from 1: a factor on its gradients; default 1
+---@param factors? table<integer, number> by group, from 1: the factor on its gradients; default 1
 function Optimizer:settings_into(how, factors)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
@@ -67,16 +68,17 @@ function Optimizer:settings_into(how, factors)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- The settings as text, checked. The text shows a change: the settings that an update began with must stay until
---- step() has ended.
+--- The settings as text, after a check. The text reveals a change: the settings at the begin of an update must stay
+--- until step() has ended.
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
   local parts, keys = {}, groups.SETTINGS[self.kind]
   for i, group in ipairs(self.groups) do
     if group.momentum and group.momentum ~= 0 and #self.averages == 0 then
-      error(("SGD, group %d: momentum is %g, and no group had any when the model was made, so there are no buffers; "
-        .. "give a momentum in the configuration or in param_groups"):format(i - 1, group.momentum))
+      error(("SGD, group %d: momentum is %g, but no group had momentum when the model was made, so there are no "
+        .. "buffers; "
+        .. "set momentum in the configuration or in param_groups"):format(i - 1, group.momentum))
     end
     local text = groups.to_text(group, keys)
     for k, key in ipairs(keys) do parts[#parts + 1] = (k == 1 and ";" or " ") .. tostring(text[key]) end
@@ -96,8 +98,8 @@ function Optimizer:norm()
   return math.sqrt(double_out[0])
 end
 
---- The same of the parameters of some groups, behind norm() in the same step.
----@param numbers integer[] of groups, from 1, rising
+--- The norm of the gradients of some groups, after norm() in the same step.
+---@param numbers integer[] of groups, from 1, ascending
 ---@return number
 function Optimizer:norm_of(numbers)
   local sum, first, n = 0, 0, 0
@@ -110,7 +112,7 @@ function Optimizer:norm_of(numbers)
   for _, number in ipairs(numbers) do
     local range = self.ranges[number]
     if range.n == 0 or range.first == first + n then
-      n = n + range.n                                        -- added up in one go, as norm() does
+      n = n + range.n                                        -- summed in one pass, as in norm()
     else
       add()
       first, n = range.first, range.n
@@ -142,7 +144,7 @@ end
 --- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
 function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
---- The number of parameters that this step has updated, and of all.
+--- The number of parameters that this step has updated, and the number of all parameters.
 ---@return integer n
 ---@return integer all
 function Optimizer:updated()
@@ -153,16 +155,16 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
---- Would refuse gradients that are there before the first backward of a step; in chunks C refuses to make them.
+--- In plain memory: refuses gradients that exist before the first backward of a step. In chunks C does not allow them.
 function Optimizer:check_no_gradients() end
---- Would drop the gradients that C does not drop when it gives a step up; in chunks there are none.
+--- In plain memory: drops the gradients that C does not drop when it abandons a step. In chunks there are none.
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
---- One update, once backward of the step's last micro-batch has run; before that it does nothing. It ends the step's
---- scope. A step whose gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an
---- update fails, another call updates the remaining parameters, with the same factor on gradients.
----@param options? table empty, since there are no options here; an unknown one is an error
+--- Makes one update after backward of the step's last micro-batch; before that it does nothing. Ends the step's scope.
+--- If gradients overflowed, or if no target counts, the step is skipped and nothing is updated. If an update fails,
+--- another call updates the remaining parameters, with the same factor on gradients.
+---@param options? table empty: there are no options, and an unknown one is an error
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
@@ -172,17 +174,17 @@ function Optimizer:step(options)
 end
 
 --- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
---- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
---- step up, but not where parameters have been updated.
----@param set_to_none? boolean PyTorch's: true, as without it
+--- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
+--- the step, unless parameters have been updated.
+---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
   local engine = self.engine
   step.zero_grad(engine)
 end
 
---- Sets the learning rate; takes effect on the next step. A group that was given another rate than the optimizer keeps
---- its ratio to the optimizer's. Groups with unlike rates of an optimizer that was given none are refused: set
+--- Sets the learning rate for the next step. A group whose rate differs from the optimizer's keeps its ratio to it. If
+--- the optimizer was made without a rate and its groups have different ones, this is an error: set
 --- optimizer.groups[i].lr.
 ---@param lr number
 function Optimizer:set_lr(lr)
@@ -190,8 +192,8 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
--- For state.lua: parameters in order of registration, from 1. averages: a tensor for each of optimizer.averages; nil
--- where another rank has them.
+-- The functions up to set_updates are for state.lua. Parameters are numbered in order of registration, from 1.
+-- averages: a tensor for each of optimizer.averages; nil if another rank has them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
@@ -202,9 +204,10 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or momentum_buffer of SGD, n from 0 in
---- the order of groups; with a model, the form that ps.checkpoints writes: {tensors by name, values}. Tensors are lent:
---- save them before the next step. Masters are the model's: model:state_dict() has them.
+--- The state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or with momentum_buffer
+--- for SGD; n counts from 0 in the order of groups. With a model: the form that ps.checkpoints writes, {tensors by
+--- name, values}. Tensors are lent: save them before the next step. Masters belong to the model: model:state_dict() has
+--- them.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
@@ -213,10 +216,10 @@ function Optimizer:state_dict(model)
   return state.torch(self)
 end
 
---- Takes over a state that state_dict gave, in either form, or an open file of it (ps.load with lazy = true). Values
---- are copied into the chunks, a tensor at a time. A step under way is given up.
+--- Loads a state from state_dict, in either form, or from an open file (ps.load with lazy = true). Values are copied
+--- into the chunks, one tensor at a time. Abandons a step under way.
 ---@param saved table|ps.TorchFile
----@param model? any as ps.optim's optimizers take it; this one knows its model
+---@param model? any as in ps.optim; ignored, since this optimizer knows its model
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   self.engine:check_open()
   self.engine:end_step()
@@ -226,11 +229,11 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   step.mend(self.engine, "optimizer")
 end
 
---- Values of state were written: it may have had masters.
+--- Called after values of the state were written, masters perhaps among them.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
---- Splits the trained parameters into groups by the engine's param_groups (default: one), and orders built.list by
---- virtual stage, then group by group.
+--- Splits the trained parameters into groups by the engine's param_groups (default: one group), and sorts built.list by
+--- virtual stage, then by group.
 ---@param engine ps.Engine
 ---@param built ps.engine.Built
 ---@param cfg ps.Config
@@ -241,7 +244,8 @@ function optimizer.new(engine, built, cfg)
     groups = groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
   groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
-  -- The order is that of ps.optim and PyTorch, group by group. Norms add up in it, whichever rank holds a parameter.
+  -- The order is that of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank holds a
+  -- parameter.
   local all = copied(built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
   for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end

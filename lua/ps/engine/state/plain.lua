@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The engine over plain memory (memory = "plain"): the same configuration, model and optimizer calls, with parameters
--- where they were made and the optimizer of ps.optim. Specs compare chunks with it, bit for bit. Models with parameters
--- of unusual types use it.
+-- The engine over plain memory (memory = "plain"): the same configuration, model and optimizer calls, but parameters
+-- stay where they were made, and ps.optim has the optimizer. Specs compare chunks with it, bit for bit. Models with
+-- parameters of other dtypes use it.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -17,7 +17,7 @@ local step = require "ps.engine.step"
 
 local plain = {}
 
----@class ps.engine.PlainOptimizer: ps.EngineOptimizer with ps.optim's for the arithmetic
+---@class ps.engine.PlainOptimizer: ps.EngineOptimizer with an optimizer of ps.optim for the arithmetic
 ---@field inner ps.Optimizer
 local PlainOptimizer = setmetatable({}, { __index = optimizer.methods })
 PlainOptimizer.instance = optim_groups.fields(PlainOptimizer, { __tostring = function(self)
@@ -42,12 +42,12 @@ end
 
 function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
 
--- Factors on gradients are of one step.
+-- Factors on gradients hold for one step.
 local function forget_factors(self)
   for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
 end
 
--- A gradient goes with its update, so that a second call after an error updates those that are left.
+-- An update drops its gradient, so that a second call after an error updates only the remaining parameters.
 function PlainOptimizer:update(scale)
   optim.apply(self.inner, scale, function(entry)
     entry.param:set_grad(nil)
@@ -57,11 +57,11 @@ function PlainOptimizer:update(scale)
   forget_factors(self)
 end
 
--- In chunks the walk back refuses to begin without model:backward.
+-- Refuses gradients from loss:backward(). In chunks the walk itself refuses to begin without model:backward.
 function PlainOptimizer:check_no_gradients()
   for _, row in ipairs(self.engine.built.list) do
     if row.param:grad() ~= nil then
-      caller.error(("%s has a gradient before the step's first backward: call model:backward(loss), not "
+      caller.error(("%s has a gradient before the step's first backward: call model:backward(loss) instead of "
         .. "loss:backward(), or optimizer:zero_grad() first"):format(row.name))
     end
   end
@@ -77,7 +77,7 @@ end
 PlainOptimizer.drop_own = PlainOptimizer.drop
 function PlainOptimizer:loaded() self.inner.steps = self.steps end
 
--- For state.lua.
+-- The functions up to set_updates are for state.lua.
 function PlainOptimizer:count() return #self.engine.built.list end
 function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
@@ -97,7 +97,7 @@ end
 function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
 function PlainOptimizer:set_updates(i, t) self.engine.built.list[i].entry.t = t end
 
--- Parameters of fp32 become the configuration's type; their fp32 values go on as masters.
+-- Converts fp32 parameters to the configuration's dtype; their fp32 values become the masters.
 local function convert(module, precision)
   local made, replaced = {}, {}
   registry.walk(module, function(_, value, kind, owner, key)
@@ -116,7 +116,7 @@ local function convert(module, precision)
   return made
 end
 
--- The optimizer's entries with names, in the module's order. Each has its master from the start.
+-- The optimizer's entries with names, in the module's order. Each entry has its master from the start.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   local orders = {}
@@ -136,7 +136,7 @@ local function named_rows(module, inner, made)
   return rows
 end
 
--- Optimizer groups with their parameters, as ps.optim takes them.
+-- Optimizer groups with their parameters, in the form of ps.optim.
 local function groups_of(module, cfg, param_groups)
   local list = optim_groups.configured(cfg.optimizer, param_groups)
   for _, group in ipairs(list) do group.params = {} end
@@ -162,12 +162,13 @@ function plain.initialize(engine, request)
   create.set_default_device(was)
   if not ok then error(module, 0) end
   if not nn_module.is_module(module) then
-    error("ps.initialize: model_func gave a " .. type(module) .. ", no module", 0)
+    error("ps.initialize: model_func returned a " .. type(module) .. ", no "
+    .. "module", 0)
   end
   local cfg = engine.cfg
   adopt.take(engine, module)
   local made = convert(module, engine.precision)
-  adopt.take(engine, module)                                      -- the parameters in their places
+  adopt.take(engine, module)                                      -- registers the parameters of the module
   if engine.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
   end

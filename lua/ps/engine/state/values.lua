@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The parameters of an engine as a reader wants them: their fp32 values, whatever lies in their places just now, and
--- their gradients without the loss scale. Each rank gives what it owns.
+-- The parameters of an engine for a reader: their fp32 values, even while their places hold gradients, and their
+-- gradients without the loss scale. Each rank returns the values that it owns.
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
@@ -10,8 +10,8 @@ local C = native.C
 
 local values = {}
 
--- This rank's own bytes of a gradient, as the host sees it; nil: another rank has it. A tensor of a part would gather
--- the other ranks' bytes.
+-- This rank's own bytes of a gradient, as the host sees it; nil: another rank owns them. Reading a tensor in a part
+-- would gather the other ranks' bytes.
 local function own_gradient(engine, grad)
   if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
     grad) ~= 0) then return grad end
@@ -24,7 +24,7 @@ end
 --- factor that undoes the loss scale and the sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
----@return ps.Tensor? grad nil: there is none, or another rank has it
+---@return ps.Tensor? grad nil: there is none, or another rank owns it
 ---@return number factor
 function values.gradient(engine, param)
   local grad = scope.grad_of(param)
@@ -65,7 +65,7 @@ local STATE = { __tostring = function(self)
     self.zero_stage, self.steps, where)
 end }
 
---- What an engine is doing, as a table that prints as a line.
+--- The engine's state as a table that prints as one line.
 ---@param engine ps.Engine
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}

@@ -128,7 +128,7 @@ local dry = {
   [FORWARD] = function(engine, run, micro)
     collector.in_dry_run(micro + 1)
     local root = batch.loss(actions.perform(engine, FORWARD, nil, run.args))
-    if root == nil then error("the model gave no tensor", 0) end
+    if root == nil then error("the model returned no tensor", 0) end
     run.root, run.gradient = root, nil
     if root:numel() ~= 1 then
       run.gradient = create.empty(root:shape(), { dtype = root:dtype(), device = root:device() })
