@@ -140,7 +140,7 @@ local function steps(row, lib)
     e:make()
     if e.layout == "pipeline" then return e:in_loop(function(loss) e.model:backward(loss:detach()) end) end
     e.model:backward(e.model(e.x, e.y):detach())
-  end, each_layout(lib, "depends on nothing that requires a gradient", "not made from what it gave"))
+  end, each_layout(lib, "depends on nothing that requires a gradient", "not made from its output"))
   row("loss.cpu().item()", function(e)
     e:make()
     return e.model(e.x, e.y):cpu()

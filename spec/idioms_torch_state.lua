@@ -146,12 +146,12 @@ local function types(row)
     row(("model.%s()  # of an engine's model"):format(name), function(e)
       e:make()
       e.model[name](e.model)
-    end, "keep the type and the device of its configuration")
+    end, "keep the dtype and the device of its configuration")
   end
   row("model.to('cuda')  # of an engine's model", function(e)
     e:make()
     e.model:to "cuda"
-  end, "keep the type and the device of its configuration")
+  end, "keep the dtype and the device of its configuration")
   row("model.bfloat16(); model.float(); model.cpu()  # of a module", function(e)
     local module = e.model_func()
     local want = module.transformer.wte.weight:to("bf16"):to("fp32"):tolist()[1][1]

@@ -174,7 +174,7 @@ describe("a step that does not fit", function()
     assert.truthy(text:find("the step does not fit", 1, true) and text:find("a smaller chunk_size", 1, true), text)
     assert.equal(20480, size)
     text, size = step { host = 300, rows = 90 }
-    assert.truthy(text:find("smaller chunks do not help: there is room for none", 1, true), text)
+    assert.truthy(text:find("smaller chunks do not help: there is room for no chunk at all", 1, true), text)
     assert.equal(20480, size)
     -- Room beside other tensors for some chunks, but not for the 126 KiB of the largest parameter's set.
     local large = { host = 400, rows = 110, model = "large" }

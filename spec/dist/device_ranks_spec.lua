@@ -446,7 +446,8 @@ describe("collectives on devices", function()
       model:close()
     ]], env)
     for rank = 0, 1 do assert.equal(0, all[rank].code, all[rank].text) end
-    assert.truthy(all[0].text:find("tp_overlap_comm: on cuda rows travel before and behind whole products", 1, true),
+    assert.truthy(all[0].text:find("tp_overlap_comm: on cuda rows are exchanged before and after whole products", 1,
+      true),
       all[0].text)
   end)
   it("train with ZeRO as one rank does", function()

@@ -104,7 +104,8 @@ describe("the split of updates", function()
     local function text(model) return table.concat(forecasts.lines(inner(model), inner(model).plan.forecast), "\n") end
     local _, said = train(with(TIGHT, BF16, { rates = EVEN }), text)
     assert.matches("Adam    on the device for %d+ of %d+ chunks, on the host for the others\n"
-      .. " +copies take [%d%.]+ ms a step, updates [%d%.]+ ms of the host %(all on the host: [%d%.]+ ms, [%d%.]+ ms%): "
+      .. " +copies take [%d%.]+ ms per step, updates take [%d%.]+ ms of the host "
+      .. "%(all on the host: [%d%.]+ ms, [%d%.]+ ms%): "
       .. "[%a ]+ the pace\n +at 1 G parameters/s on the host, 1e%+03 on the device, 12 GB/s up, 12 down, 100 %% at "
       .. "once %(from the configuration%)", said)
   end)

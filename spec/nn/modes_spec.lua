@@ -140,14 +140,14 @@ describe("a step in evaluation mode", function()
         out.loss:backward()
         model:train()
       end
-    end, "the model went to training mode within a loop")
+    end, "the model was set to training mode within a loop")
   end)
 
   it("is refused by name out of turn", function()
     open {}
     model:eval()
     model:backward(model(batch(1), batch(1)))
-    fails(function() model(batch(1), batch(1)) end, "an evaluation goes within ps.no_grad")
+    fails(function() model(batch(1), batch(1)) end, "use ps.no_grad for an evaluation")
     assert.truthy(ps.no_grad(model, batch(1), batch(1)):item() > 0)
     optimizer:step()
     fails(function() model:backward(ps.no_grad(model, batch(1), batch(1))) end, "requires a gradient", "ps.no_grad")

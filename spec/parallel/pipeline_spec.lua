@@ -57,7 +57,7 @@ local TRAIN = [[
         model:backward(out.loss)
       end
       if settings.overlap then                                            -- it is too late to give the step up
-        assert(select(2, pcall(optimizer.zero_grad, optimizer)):find "cannot be given up")
+        assert(select(2, pcall(optimizer.zero_grad, optimizer)):find "can no longer be abandoned")
       end
       optimizer:step()
       if settings.clip then print(("norm %d %.17g"):format(step, optimizer.grad_norm)) end

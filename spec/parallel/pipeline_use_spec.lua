@@ -240,8 +240,8 @@ describe("a pipeline", function()
       differ({ stages = 2, schedule = me and "gpipe" or "1f1b" }, 4, true, "pipeline.schedule is gpipe on rank 1")
       differ({ stages = 2, partition = me and "Ettt|tL" or "Et|tttL" }, 4, true,
         "pipeline.partition is Ettt|tL on rank 1")
-      differ({ stages = 2 }, me and 6 or 4, true, "rank 1 has another model", "transformer.h.4.ln_1.weight")
-      differ({ stages = 2 }, 4, not me, "rank 1 has another model", "transformer.wte.weight", "frozen")
+      differ({ stages = 2 }, me and 6 or 4, true, "rank 1 has a different model", "transformer.h.4.ln_1.weight")
+      differ({ stages = 2 }, 4, not me, "rank 1 has a different model", "transformer.wte.weight", "frozen")
     ]])
   end)
 
@@ -323,7 +323,7 @@ describe("a pipeline", function()
   it("refuses what changes the numbers within a loop, and on all ranks", function()
     for change, words in pairs {
       ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "transformer.h.1.ln_1.bias was frozen within",
-      ["model:eval()"] = "the model went to evaluation mode within",
+      ["model:eval()"] = "the model was set to evaluation mode within",
       ["ps.manual_seed(77)"] = "ps.manual_seed was called within",
     } do
       for _, turn in ipairs { 1, 3 } do
@@ -412,7 +412,7 @@ describe("a pipeline", function()
           optimizer:step()
           dtype = "bf16"
         end
-      end, "the parts of virtual stage 0 gave z bf16 2 4, and z fp32 2 4 without data")
+      end, "the parts of virtual stage 0 returned z bf16 2 4, but z fp32 2 4 when they were counted")
     ]])
   end)
 

@@ -199,7 +199,7 @@ describe("an engine on ranks with parts of the same layers", function()
       local ok, problem = pcall(function() return model(ps.ones { 64 }) end)
       print("problem: " .. tostring(not ok and problem))
     ]])
-    all_say(all, "the ranks of tp plan other calls: the first that differs is number 2 of the step: rank 2 plans "
+    all_say(all, "the ranks of tp plan different calls: the first difference is call 2 of the step: rank 2 plans "
       .. "all_gather (call 1, fp32, 256 bytes), rank 3 all_reduce (call 1, fp32, 256 bytes)")
   end)
 

@@ -201,7 +201,7 @@ describe("a plan of a mesh", function()
       "device = 'cuda', tensor_parallel = { size = 2, tp_overlap_comm = true }"), "--hardware", "h200x2")
     assert.truthy(said.fits, said.error and said.error.message)
     assert.truthy(table.concat(said.notes, "\n"):find(
-      "tp_overlap_comm: on cuda rows travel before and behind whole products", 1, true), said.notes[1])
+      "tp_overlap_comm: on cuda rows are exchanged before and after whole products", 1, true), said.notes[1])
     assert.is_nil(said.pieces)
     assert.truthy(said.axes.tp > 0)
   end)

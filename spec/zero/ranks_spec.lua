@@ -132,7 +132,7 @@ describe("several processes", function()
     ]]):format(folder))
     for rank = 0, 1 do
       assert.equal(1, all[rank].code)
-      assert.truthy(all[rank].text:find("rank 1 has another model than rank 0: parameter 1 is weight fp32 [9,8] on "
+      assert.truthy(all[rank].text:find("rank 1 has a different model from rank 0: parameter 1 is weight fp32 [9,8] on "
         .. "rank 1, weight fp32 [8,8] on rank 0", 1, true), all[rank].text)
     end
   end)
@@ -160,7 +160,7 @@ describe("several processes", function()
       try { plan_print = rank == 0, memory = { host = rank + 1 .. "GiB" } }        -- these may differ
     ]]):format(folder))
     local function wrong(rank, what)
-      return ("rank %d has another configuration than rank 0: %s; every rank must make the same model and read the "
+      return ("rank %d has a different configuration from rank 0: %s; every rank must make the same model and read the "
         .. "same configuration\n"):format(rank, what)
     end
     local expected = wrong(2, "optimizer.params.lr is 0.002 on rank 2, 0.001 on rank 0")

@@ -228,7 +228,7 @@ function Pipe:check_unchanged()
   end
   if not scope.grad_enabled() then refuse "gradients were switched off" end
   if self.engine.module.training ~= self.training then
-    refuse(("the model went to %s mode"):format(self.training and "evaluation" or "training"))
+    refuse(("the model was set to %s mode"):format(self.training and "evaluation" or "training"))
   end
   if random.state().seed ~= self.seed then refuse "ps.manual_seed was called" end
   local trains = trained.text(self.engine.module)

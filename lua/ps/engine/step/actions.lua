@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The actions of a step. C owns the step's table of actions and says which action is due (ps_step, src/base/step.h).
--- This file alone calls ps_step: it begins a step with its table, performs actions, and ends it. The engine's driver
--- (engine/step/table.lua) knows the actions of a step, and Lua's work for each.
+-- Performs the actions of a step. C owns the step's table of actions and says which action is due (ps_step,
+-- src/base/step.h). Only this file calls ps_step: it begins a step with its table, performs actions, and ends it. The
+-- engine's driver (engine/step/table.lua) knows the actions of a step, and Lua's work for each.
 local array = require "ps.core.array"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"
@@ -42,7 +42,7 @@ local function table_of(engine, micros, measures)
   return out, #list
 end
 
--- Whether a norm of all gradients is needed before the update.
+-- Whether the update needs a norm of all gradients.
 local function measures(engine)
   local opt = engine.optimizer
   return opt.max_norm ~= nil or opt.checks_overflow
@@ -52,7 +52,7 @@ end
 ---@param engine ps.Engine
 ---@param trace integer of the step that this one is expected to repeat, PS_TRACE_UNKNOWN or PS_TRACE_NONE
 ---@param dry? boolean
----@return integer rc 0, or an error that was not raised
+---@return integer rc 0, or the code of an error that is not raised
 function actions.try(engine, trace, dry)
   local s = state.of(engine)
   local config, wants, micros = s.config, measures(engine), state.count(engine)
@@ -66,12 +66,11 @@ function actions.try(engine, trace, dry)
   return rc
 end
 
---- Tries to begin a step that is expected to repeat the step of a trace. The new step's own trace becomes
---- engine.traces[key].
+--- Tries to begin a step that is expected to repeat the step of a trace. Its own trace becomes engine.traces[key].
 ---@param engine ps.Engine
----@param key string|false false: its trace is not kept there
+---@param key string|false false: the trace is not kept there
 ---@param trace? integer nil: no trace of such a step is known
----@return integer rc 0, or an error that was not raised
+---@return integer rc 0, or the code of an error that is not raised
 function actions.begin(engine, key, trace)
   local rc = actions.try(engine, trace or C.PS_TRACE_UNKNOWN)
   local s = state.of(engine)
@@ -79,7 +78,7 @@ function actions.begin(engine, key, trace)
   return rc
 end
 
---- Ends a step whose actions were all performed.
+--- Ends a step after all its actions.
 ---@param engine ps.Engine
 ---@return integer id of its trace; < 0: the step has none
 function actions.finish(engine)
@@ -94,8 +93,8 @@ function actions.drop(engine) return C.ps_step_end(state.of(engine).c, nil) >= 0
 
 --- Ends a dry step.
 ---@param engine ps.Engine
----@param complete boolean all its actions were performed
----@return integer rc 0, or an error that was not raised
+---@param complete boolean whether all its actions were performed
+---@return integer rc 0, or the code of an error that is not raised
 ---@return integer? id of its trace
 function actions.end_dry(engine, complete)
   local rc = C.ps_step_end(state.of(engine).c, complete and id_out or nil)
@@ -122,7 +121,7 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
---- Performs one action. Every action of every step is performed here, except those that C performs on its way through a
+--- Performs one action. All actions of all steps run through this function, except those that C performs in a
 --- pipeline's row (engine/pipeline/driver.lua).
 ---@param engine ps.Engine
 ---@param kind integer
@@ -138,7 +137,7 @@ local function perform(engine, kind, how, ...)
 end
 actions.perform = perform
 
---- Performs one action, whose seconds the report counts.
+--- Performs one action and adds its seconds to the report.
 ---@param engine ps.Engine
 ---@param kind integer
 ---@param ... any arguments of perform

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:backward. The driver walks back from the loss now, or notes the loss for its row.
+-- model:backward. The driver either walks back from the loss at once, or notes the loss for its row.
 local caller = require "ps.core.caller"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
@@ -14,9 +14,9 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- The weight of a loss (weigh.loss), as the model's count_targets says, or else the ops of the loss
---- (core/loss_weight.lua). A loss of other ops has the targets of the last batch. In a pipeline the last stage has told
---- all ranks the weight of the loss.
+--- The weight of a loss (weigh.loss): from the model's count_targets if it has one, else from the ops of the loss
+--- (core/loss_weight.lua). A loss of other ops has the targets of the last batch. In a pipeline the last stage has sent
+--- the weight to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -26,7 +26,7 @@ function step.weight_of(engine, loss, options)
   local s = state.of(engine)
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
-  if s.turn and s.from[loss] == nil then found = s.turn.targets end     -- s.targets may be of an evaluation since
+  if s.turn and s.from[loss] == nil then found = s.turn.targets end    -- s.targets may be those of an evaluation since
   local known = type(options) == "table" and options.weight ~= nil or engine.driver.in_loops
     or found and found.explicit
   if not known and weigh.several(engine, state.count(engine)) then found = loss_weight.of(loss) or found end
@@ -44,7 +44,7 @@ function step.score_of(engine, loss)
   if score then return score.hits, score.targets end
 end
 
--- Adds a micro-batch's weight to the step's, and returns the factor on its loss. All ranks call it together.
+-- Adds a micro-batch's weight to the step's sum, and returns the factor on its loss. All ranks call it together.
 local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
   s.total = engine.driver:weight(weight, last)
@@ -65,26 +65,27 @@ local function backward(engine, s, loss, weight, places)
   s.turn = false
 end
 
--- Rejects a backward that the step has no place for.
+-- Refuses a backward that does not belong to the step.
 local function check_place(engine, s, loss)
   local is = s.is
   if s.loop then loops.check_backward(engine, loss)
   elseif engine.driver.in_loops then
-    caller.error("backward of a model in stages belongs into a loop that ran with gradients, for out in "
-      .. "model:micro_batches(...) do model:backward(out.loss) end, not within ps.no_grad")
+    caller.error("call backward of a model in stages inside a loop that runs with gradients: for out in "
+      .. "model:micro_batches(...) do model:backward(out.loss) end, not in ps.no_grad")
   elseif s.from[loss] and s.from[loss].loop then
-    caller.error "backward of a loss of a loop over micro-batches that has ended: it belongs into the loop's turn"
+    caller.error "backward of a loss from a loop over micro-batches that has ended: call it in the loop's turn"
   end
   if is.open == 1 and is.micro == is.n_micro then
-    caller.error(("backward was called %d times since the last optimizer:step(), gradient_accumulation_steps is %d, "
-      .. "which says how many backwards a step has"):format(is.micro + 1, is.n_micro))
+    caller.error(("backward was called %d times since the last optimizer:step(), but gradient_accumulation_steps "
+      .. "is %d, "
+      .. "the number of backwards per step"):format(is.micro + 1, is.n_micro))
   end
 end
 
---- Backward from a loss: scales it for fp16, and adds micro-batches up. With gradient_accumulation_steps > 1 or several
---- ranks, a micro-batch weighs as much as the targets of its loss count: F.cross_entropy, F.lm_loss and F.nll_loss note
---- it, with ignore_index and class weights, so that the mean over a batch's tokens does not depend on the cut into
---- micro-batches. `weight` says it instead. Where no target of a step counts, step() skips the step
+--- Runs backward from a loss: scales it for fp16, and accumulates micro-batches. With gradient_accumulation_steps > 1
+--- or several ranks, a micro-batch is weighted by the sum of its targets' weights. F.cross_entropy, F.lm_loss and
+--- F.nll_loss note this sum, with ignore_index and class weights, so that the mean over a batch's tokens does not
+--- depend on the cut into micro-batches. `weight` overrides it. If no target of a step counts, step() skips the step
 --- (engine/step/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
@@ -103,7 +104,7 @@ function step.backward(engine, loss, options)
   end
   loss_weight.used(loss)
   if s.is.micro == 0 then engine.optimizer:check_no_gradients() end
-  if s.is.open == 0 then                                       -- a step without a forward of its own
+  if s.is.open == 0 then                                       -- a step without a forward
     engine.masters:sync()
     native.check(actions.try(engine, native.C.PS_TRACE_NONE))
   end
@@ -113,8 +114,8 @@ function step.backward(engine, loss, options)
   if not ok then ending.fail(engine, problem) end
 end
 
--- tensor:backward() of a script is model:backward for the loss of an output by names, and for a loss made of such an
--- output.
+-- A script's tensor:backward() acts as model:backward if the tensor is the loss of a named output, or a loss made from
+-- such an output.
 hooks.on("backward", function(loss, gradient, options)
   for engine, s in state.engines() do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then
@@ -123,7 +124,7 @@ hooks.on("backward", function(loss, gradient, options)
           .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
       end
       if gradient ~= nil then
-        caller.error "backward of a tensor of a micro-batch with a gradient of its own: make it a loss, (t * g):sum()"
+        caller.error "backward of a micro-batch's tensor cannot take a gradient g: make a loss, (t * g):sum()"
       end
       step.backward(engine, loss)
       return true

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gradients of an engine in a script's hands, between the last backward of a step and optimizer:step():
--- nn.clip_grad_norm, module:zero_grad() and p:grad(). Gradients lie in chunks, perhaps on other ranks, as sums over
--- micro-batches and ranks with the loss scale in them. A norm is the true one, and clipping is a factor on gradients in
--- the update that follows. Where backward updates parameters (overlap_optimizer), the gradients are gone by then, and
--- each of these calls is an error.
+-- Access to an engine's gradients between the last backward of a step and optimizer:step(): nn.clip_grad_norm,
+-- module:zero_grad() and p:grad(). Gradients are in chunks, possibly on other ranks, as sums over micro-batches and
+-- ranks that include the loss scale. A norm is the true one; clipping sets a factor on gradients for the update that
+-- follows. If backward updates parameters (overlap_optimizer), the gradients no longer exist and each of these calls is
+-- an error.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local hooks = require "ps.core.hooks"
@@ -15,8 +15,8 @@ local error = caller.error
 local CALL = "nn.clip_grad_norm"
 
 -- -- which engine -----------------------------------------------------------------------------------------------------
--- The parameters of an engine by address: {row =, place =}, place: the number in built.list; an empty table for one
--- that does not train.
+-- The parameters of an engine by address: {row =, place =}, place: the number in built.list; an empty table for a
+-- frozen one.
 local function places_of(engine)
   local at, built = {}, engine.built
   for place, row in ipairs(built.list) do at[nn_module.address(row.param)] = { row = row, place = place } end
@@ -27,7 +27,7 @@ local function places_of(engine)
   return at
 end
 
--- Divides parameters into those of an engine, and the rest. Without an engine all are in the rest.
+-- Splits parameters into those of an engine and the rest. Without an engine all are in the rest.
 ---@param params ps.Tensor[]
 ---@param engine ps.Engine
 ---@return table[] found of places_of
@@ -42,7 +42,7 @@ local function divide(params, engine)
   return found, rest, places
 end
 
--- `for engine in`: the engines that have a model.
+-- `for engine in`: iterates over the engines that have a model.
 local function engines()
   local list = {}
   for engine in step.engines() do
@@ -56,12 +56,12 @@ local function engines()
 end
 
 -- -- nn.clip_grad_norm --------------------------------------------------------------------------------------------
--- The trained ones among places, in the order of the optimizer's groups, in which norms add up.
+-- The trained parameters among the places, in the order of the optimizer's groups, in which norms are summed.
 local function trained(found)
   local list, seen = {}, {}
   for _, at in ipairs(found) do
     if at.row then
-      if seen[at] then error(("%s: parameter %s is listed twice"):format(CALL, at.row.name)) end
+      if seen[at] then error(("%s: parameter %s is in the list twice"):format(CALL, at.row.name)) end
       seen[at] = true
       list[#list + 1] = at
     end
@@ -79,31 +79,32 @@ local function compare(engine, list, max_norm)
     " ")), max_norm)
   for rank, text in ipairs(agree.texts(engine.ranks.world, mine)) do
     if text ~= mine then
-      error(("%s: this rank clips %s, rank %d clips %s: all ranks clip the same parameters by the same max_norm")
+      error(("%s: this rank clips %s, but rank %d clips %s: clip the same parameters by the same max_norm on all ranks")
         :format(CALL, mine, rank - 1, text))
     end
   end
 end
 
--- Refuses a second limit in a step.
+-- Refuses to clip a second time in a step.
 local function check_once(engine, list, max_norm)
   local opt, factors = engine.optimizer, step.factors(engine)
   if max_norm == math.huge then return end
   if opt.max_norm == math.huge then
     error(CALL .. ": an OptimManager trains this model: call manager:clip_grad_norm(optimizer.param_groups, max_norm)")
   elseif opt.max_norm then
-    error(("%s: gradient_clipping = %.14g of the configuration clips each step: leave one of both out, or give "
+    error(("%s: gradient_clipping = %.14g in the configuration already clips each step: remove one of the two, or pass "
       .. "math.huge, which only measures"):format(CALL, opt.max_norm))
   end
   for _, at in ipairs(list) do
     if factors[at.row] then
-      error(("%s: the gradient of %s was clipped already in this step: each parameter is clipped once a step"):format(
+      error(("%s: the gradient of %s was already clipped in this step: clip each parameter once per step"):format(
         CALL, at.row.name))
     end
   end
 end
 
--- The norm of some parameters' gradients with the factors of earlier calls, or of all where none has one.
+-- The norm of some parameters' gradients, multiplied by the factors of earlier calls; if the norm of all gradients is
+-- not finite, that norm.
 local function norm_of(engine, list)
   local all, factors = step.norm(engine), step.factors(engine)
   if not types.finite(all) then return all end
@@ -136,8 +137,9 @@ hooks.on("clip", function(params, max_norm)
     local found, rest = divide(params, engine)
     if #found > 0 then
       if #rest > 0 then
-        error(("%s: %d of the %d parameters are not of the model that ps.initialize made: their gradients have a norm "
-          .. "of their own, so clip them in a call of their own"):format(CALL, #rest, #params))
+        error(("%s: %d of the %d parameters do not belong to the model of ps.initialize: their gradients have a "
+          .. "separate norm, "
+          .. "so clip them in a separate call"):format(CALL, #rest, #params))
       end
       return clip(engine, found, max_norm)
     end
@@ -156,8 +158,8 @@ hooks.on("zero_grad", function(params)
       step.zero_grad(engine, "model:zero_grad()")
       left = rest
     elseif here > 0 and not engine.plain then
-      error(("zero_grad of a part of the model that ps.initialize made, with %d of its %d parameters: "
-        .. "optimizer:zero_grad() drops the gradients of all"):format(here, all))
+      error(("zero_grad was called for a part of the model of ps.initialize, with %d of its %d parameters: "
+        .. "use optimizer:zero_grad(), which drops the gradients of all"):format(here, all))
     end
   end
   return left

@@ -22,7 +22,7 @@ end
 --- Performs all actions of a step without computing anything.
 ---@param engine ps.Engine
 ---@param args any[] and n
----@param like? integer a trace of this step: gathers from other ranks run ahead as they do by that trace
+---@param like? integer a trace of this step: gathers from other ranks run ahead as in that trace
 ---@return integer? id of the step's trace; nil: an action failed
 ---@return any problem its error
 function dry.run(engine, args, like)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The end of a step: after its update, or before it, when a call gives the step up.
+-- Ends a step: after its update, or earlier, when a call abandons the step.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local actions = require "ps.engine.step.actions"
@@ -18,8 +18,8 @@ function ending.finish(engine)
   engine.masters:note()
 end
 
---- Notes that a step failed in its updates, or in a backward that makes them. If this rank had updated some parameters,
---- or if other ranks may have, parameters now have values of two steps.
+--- Notes that a step failed in its updates, or in a backward that updates. If this rank has updated some parameters, or
+--- other ranks may have, parameters now have values of two steps.
 ---@param engine ps.Engine
 ---@param problem any
 ---@param again boolean another optimizer:step() can finish the update
@@ -28,18 +28,18 @@ function ending.note_torn(engine, problem, again)
   if n == 0 and not engine.ranks then return end
   local text = ("step %d failed in its update (%s), after %d of %d parameters had been updated%s: "):format(
     engine.steps + 1, tostring(problem):match("^[^\n]*"), n, all, engine.ranks and " on this rank" or "")
-  local load = "load a checkpoint, or states of both model and optimizer, before it goes on"
+  local load = "load a checkpoint, or states of both model and optimizer, before you continue"
   state.of(engine).torn = { model = true, optimizer = true, again = again, given_up = text .. load,
-    text = text .. (again and "call optimizer:step() again, which updates the others, or " or "") .. load }
+    text = text .. (again and "call optimizer:step() again to update the others, or " or "") .. load }
 end
 
---- Takes back a step that is to begin again: gradients go, and a loop over micro-batches stays.
+--- Reverts a step that will begin again: drops gradients, but keeps a loop over micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function ending.take_back(engine, failed)
-  native.check_running "giving the step up"
+  native.check_running "abandoning the step"
   local s = state.of(engine)
-  if failed == nil and overlap.of(s) then failed = "given up by a load, after backward" end
+  if failed == nil and overlap.of(s) then failed = "abandoned by a load, after backward" end
   if failed ~= nil then ending.note_torn(engine, failed, false) end
   if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
   s.half_restored = not actions.drop(engine)                   -- a gradient stays: zero_grad tries again
@@ -51,16 +51,16 @@ end
 --- Ends the loop over micro-batches that the script is in, if any.
 ---@param engine ps.Engine
 function ending.leave_loop(engine)
-  engine.driver:abandon "the step was given up"
+  engine.driver:abandon "the step was abandoned"
   local s = state.of(engine)
   local loop = s.loop
   s.loop, s.turn = false, false
   if loop then loop:left() end
 end
 
---- Abandons a step. Its gradients go, and parameters are what they were before it. If it failed in a backward that
---- updates them, or is abandoned after such a backward, the model is torn until a state is loaded. A loop over
---- micro-batches ends.
+--- Abandons a step. Drops its gradients. The parameters are those from before the step. If it failed in a backward that
+--- updates them, or is abandoned after such a backward, the model is torn until a state is loaded. Ends a loop over
+--- micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of that backward
 function ending.give_up(engine, failed)
@@ -68,7 +68,7 @@ function ending.give_up(engine, failed)
   ending.leave_loop(engine)
 end
 
---- Gives up a step that an error ended. Other ranks get the error, and updates may have begun.
+--- Abandons a step after an error. Other ranks get the error. Updates may have begun.
 ---@param engine ps.Engine
 ---@param problem any
 function ending.fail(engine, problem)
@@ -87,14 +87,15 @@ function ending.give_loop_up(engine, text)
   caller.error(text, 0)
 end
 
---- Rejects a call that does not belong into a loop over micro-batches, if the script is in one, and gives the step up.
+--- If the script is in a loop over micro-batches, refuses a call that is not allowed there, and abandons the step.
 ---@param engine ps.Engine
 ---@param what string
 function ending.check_no_loop(engine, what)
   local loop = state.of(engine).loop
   if not loop then return end
-  ending.give_loop_up(engine, ("%s came before the end of a loop over micro-batches, at micro-batch %d of %d: the loop "
-    .. "was left early, or it was called in the loop; optimizer:step() belongs behind it; the step was given up"
+  ending.give_loop_up(engine, ("%s was called before the end of a loop over micro-batches, at micro-batch %d of "
+    .. "%d: the loop "
+    .. "was left early, or the call is inside the loop; call optimizer:step() after the loop; the step was abandoned"
     ):format(what, loop.at, loop.count))
 end
 

@@ -14,20 +14,21 @@ local trained = require "ps.engine.step.trained"
 
 local forward = {}
 
--- Notes the targets of the batch that an output's loss is of; returns its arguments from the second on.
+-- Notes the targets of the batch from which an output's loss is computed; returns its arguments from the second on.
 local function output(s, result, ...)
   local loss = batch.loss(result)
   if loss ~= nil then s.targets_of[loss] = s.targets end
   return result, ...
 end
 
--- Rejects a turn of a loop without gradients, or in another mode than the loop began in.
+-- Refuses a turn of a loop without gradients, or in a different mode from the loop's begin.
 local function check_loop(engine, loop)
   if not scope.grad_enabled() then
-    caller.error "gradients are off within a loop over micro-batches, and it began with them"
+    caller.error "gradients are off within a loop over micro-batches that began with them"
   end
   if engine.module.training ~= loop.training then
-    caller.error(("the model went to %s mode within a loop over micro-batches: do it before or after the loop"):format(
+    caller.error(("the model was set to %s mode within a loop over micro-batches: do it before or after the "
+      .. "loop"):format(
       loop.training and "evaluation" or "training"))
   end
 end
@@ -35,7 +36,7 @@ end
 --- Begins a step.
 ---@param engine ps.Engine
 ---@param args any[] the model's arguments on the device
----@param given? any[] the same from the script, of which ranks compare the rows
+---@param given? any[] the script's arguments, whose rows the ranks compare
 function forward.begin_step(engine, args, given)
   hooks.tell "begins"
   trained.check(engine)
@@ -44,10 +45,10 @@ function forward.begin_step(engine, args, given)
 end
 
 --- The forward of a micro-batch. The first one begins the step. If a step began in evaluation mode and has had no
---- backward, the next forward begins it again.
+--- backward, the next forward restarts it.
 ---@param engine ps.Engine
 ---@param given any[] the arguments of the script
----@param args any[] the same on the device
+---@param args any[] the same arguments on the device
 ---@return any ... results of the module
 function forward.train(engine, given, args)
   local s = state.of(engine)
@@ -67,13 +68,13 @@ function forward.train(engine, given, args)
   return output(s, actions.timed(engine, declared.PS_ACT_FORWARD, nil, args))
 end
 
---- Notes an output by names, since a script may call backward of its loss.
+--- Notes a named output, since a script may call backward on its loss.
 ---@param engine ps.Engine
 ---@param at integer the number of its micro-batch, from 1
 ---@param out table
 ---@param ... any
 ---@return table out
----@return any ... the further arguments
+---@return any ... the remaining arguments
 function forward.named(engine, at, out, ...)
   local s = state.of(engine)
   s.turn = { outs = batch.tensors(out), targets = s.targets }
@@ -84,8 +85,8 @@ end
 
 local function same(...) return ... end
 
---- model(...): the forward of a micro-batch, in training mode and in evaluation mode; the first one begins the step.
---- Within ps.no_grad it belongs to no step.
+--- model(...): the forward of a micro-batch, in training mode and in evaluation mode. The first one begins the step. In
+--- ps.no_grad it belongs to no step.
 ---@param engine ps.Engine
 ---@return any ... the module's results
 function forward.call(engine, ...)
@@ -97,7 +98,7 @@ function forward.call(engine, ...)
   if not scope.grad_enabled() then
     return turning(engine.apply(engine.module, unpack(args, 1, args.n)))
   end
-  ending.check_no_loop(engine, "model(...) with gradients (an evaluation goes within ps.no_grad)")
+  ending.check_no_loop(engine, "model(...) with gradients (use ps.no_grad for an evaluation)")
   samples.check(engine, given)
   local other = hooks.ask("batch", engine, given)
   if other then given, args = other, batch.on(other, engine.device, engine.device_name) end
@@ -106,7 +107,7 @@ function forward.call(engine, ...)
   return forward.train(engine, given, args)
 end
 
---- A forward without gradients, and without a step.
+--- Runs a forward without gradients and without a step.
 ---@param engine ps.Engine
 ---@param given any[] and n
 ---@return table out

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The step of an engine: the functions that other folders call, from the files that have them. state.lua has the state
--- of a step and actions.lua performs its actions, which are those of the engine's driver: table.lua, or
--- engine/pipeline/driver.lua if the model is cut into stages. model() is in forward.lua, loops over micro-batches in
--- loops.lua, model:backward in backward.lua (overlap.lua: with updates in it), optimizer:step() in update.lua, dry runs
--- in dry.lua, and ending.lua ends a step or gives it up.
+-- The step of an engine: the functions that other folders call, collected from their files. state.lua has the state of
+-- a step. actions.lua performs its actions, which the engine's driver defines: table.lua, or engine/pipeline/driver.lua
+-- if the model is cut into stages. model() is in forward.lua, loops over micro-batches are in loops.lua, model:backward
+-- is in backward.lua (overlap.lua: with updates in it), optimizer:step() in update.lua, dry runs in dry.lua. ending.lua
+-- ends or abandons a step.
 local actions = require "ps.engine.step.actions"
 local backward = require "ps.engine.step.backward"
 local dry = require "ps.engine.step.dry"
@@ -27,9 +27,9 @@ return {
   score_of = backward.score_of,
   norm = update.norm, unscale = update.unscale, clip = update.clip, CLIP_EPS = update.CLIP_EPS,
   update = update.update, zero_grad = update.zero_grad,
-  -- Calls that a step rejects.
+  -- Functions that refuse calls.
   check_whole = state.check_whole, check_settings = overlap.check_settings, check_gradients = update.check_gradients,
-  -- The end of a step before its update.
+  -- Functions that end a step before its update.
   take_back = ending.take_back, give_up = ending.give_up, leave_loop = ending.leave_loop, mend = state.mend,
   closed = state.closed,
 }

@@ -15,16 +15,16 @@ local loops = {}
 ---@field count integer micro-batches
 ---@field rows integer|false of the whole batch, if the loop cuts one
 ---@field training boolean the model's mode when the loop began
----@field gather boolean all ranks get the output's tensors
+---@field gather boolean whether all ranks get the output's tensors
 ---@field draws boolean micro-batches come from a loader
 ---@field given any[] the micro-batch of the last turn
----@field targets ps.Targets|false|nil of a pipeline without gradients: the targets of the last turn's loss
+---@field targets ps.Targets|false|nil in a pipeline without gradients: the targets of the last turn's loss
 ---@field score {hits: number, targets: number}|false|nil with `targets`: how many the last turn's loss hit
 ---@field at integer the number, from 1, of the last turn's micro-batch; 0: no turn yet
----@field take fun(number: integer): any[] gives a micro-batch, and sets the random numbers for it
----@field draw fun(self: ps.engine.Loop): any[] ends the scope of the last turn, begins that of the next one, and gives
----  its micro-batch
----@field left fun(self: ps.engine.Loop) called when the loop is over, or was given up
+---@field take fun(number: integer): any[] returns a micro-batch and sets its random numbers
+---@field draw fun(self: ps.engine.Loop): any[] ends the scope of the last turn, begins that of the next one, and
+---  returns its micro-batch
+---@field left fun(self: ps.engine.Loop) called when the loop has ended, or was abandoned
 
 -- Enters a loop, whose first micro-batch will begin a step.
 local function enter(engine, s, loop)
@@ -33,7 +33,8 @@ local function enter(engine, s, loop)
   ending.check_no_loop(engine, "model:micro_batches(...)")
   local is = s.is
   if is.micro > 0 then
-    caller.error(("a loop over micro-batches is a whole step, but %d of %d micro-batches of a step have been backward: "
+    caller.error(("a loop over micro-batches is a whole step, but backward has run for %d of %d micro-batches of "
+      .. "another step: "
       .. "%s before it"):format(is.micro, is.n_micro, is.micro == is.n_micro and "call optimizer:step()"
       or "end that step"))
   end
@@ -41,13 +42,13 @@ local function enter(engine, s, loop)
   s.loop = loop
 end
 
--- Whether the loop has another micro-batch. Rejects a loop that was given up, and one whose last micro-batch had no
+-- Whether the loop has another micro-batch. Refuses a loop that was abandoned, and one whose last micro-batch had no
 -- backward.
 local function goes_on(engine, s, loop)
-  if s.loop ~= loop then caller.error "this loop over micro-batches was given up" end
+  if s.loop ~= loop then caller.error "this loop over micro-batches was abandoned" end
   if engine.driver:backwards() < loop.at then
     ending.give_loop_up(engine, ("micro-batch %d of %d has had no backward: call model:backward(out.loss) in each turn "
-      .. "of the loop, or run a loop of forwards alone within ps.no_grad; the step was given up"):format(loop.at,
+      .. "of the loop, or run a loop of forwards in ps.no_grad; the step was abandoned"):format(loop.at,
       loop.count))
   end
   return loop.at < loop.count
@@ -62,7 +63,7 @@ end
 
 local function drain(engine, _, loop) engine.driver:drain(loop) end
 
---- The next turn of a loop of a step. The first turn begins the step. An error of a turn gives the step up.
+--- Performs the next turn of a step's loop. The first turn begins the step. An error in a turn abandons the step.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
 ---@return table? out nil after the last turn
@@ -76,7 +77,7 @@ function loops.next(engine, loop)
   return out
 end
 
---- Rejects backward of a loss that is not of the loop's present micro-batch, and a second backward of it.
+--- Refuses backward of a loss that is not from the loop's present micro-batch, and a second backward of it.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 function loops.check_backward(engine, loss)
@@ -86,10 +87,10 @@ function loops.check_backward(engine, loss)
     caller.error(("backward in a loop over micro-batches, at micro-batch %d of %d, "):format(loop.at, loop.count)
       .. text:format(...))
   end
-  if of and of.loop ~= loop then refuse "of a loss of another loop" end
+  if of and of.loop ~= loop then refuse "of a loss from another loop" end
   if of and of.at < loop.at then refuse("of the loss of micro-batch %d", of.at) end
-  if engine.driver:backwards() >= loop.at then refuse "a second time: each micro-batch has one" end
-  if not of and not scope.made_from(loss, s.turn.outs) then refuse "of a loss that was not made from what it gave" end
+  if engine.driver:backwards() >= loop.at then refuse "a second time: each micro-batch has one backward" end
+  if not of and not scope.made_from(loss, s.turn.outs) then refuse "of a loss that was not made from its output" end
 end
 
 return loops

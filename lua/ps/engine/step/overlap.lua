@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A backward that updates parameters as soon as their gradients are final (overlap_optimizer): its settings, and the
--- calls that are rejected after it.
+-- calls that are refused after it.
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local hooks = require "ps.core.hooks"
@@ -8,16 +8,17 @@ local state = require "ps.engine.step.state"
 
 local overlap = {}
 
---- An error's words for gradients that backward has already used.
-overlap.GONE = "backward has updated the parameters already, so their gradients are gone: write gradient_clipping into "
+--- The words of an error about gradients that backward has already used.
+overlap.GONE = "backward has already updated the parameters, so their gradients no longer exist: set "
+  .. "gradient_clipping in "
   .. "the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients until "
   .. "optimizer:step()"
 
 --- Settings of a backward (ps_action_how).
 ---@param engine ps.Engine
 ---@param weight number
----@param last boolean it is the step's last backward
----@param dry? boolean it is in a dry run, which has no weights
+---@param last boolean whether it is the step's last backward
+---@param dry? boolean whether it is in a dry run, which has no weights
 ---@return ffi.cdata* how
 function overlap.backward(engine, weight, last, dry)
   local s = state.of(engine)
@@ -35,27 +36,29 @@ function overlap.backward(engine, weight, last, dry)
   return how
 end
 
---- Whether backward of the step under way has updated parameters, or may have.
+--- Whether the backwards of the step under way have updated parameters, or may have.
 ---@param s ps.engine.StepState
 ---@return boolean
 function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
 
---- Whether backward of the step under way has updated the parameters.
+--- Whether the backward of the step under way has updated the parameters.
 ---@param engine ps.Engine
 ---@return boolean
 function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end
 
---- Rejects a change of the optimizer's settings after a backward that has updated parameters with them.
+--- Refuses a change of the optimizer's settings after a backward that has used them for updates.
 ---@param engine ps.Engine
 ---@param what string the call
 function overlap.check_settings(engine, what)
   local s = state.of(engine)
   if not (overlap.of(s) and s.is.updating == 1) then return end
-  caller.error(what .. " came between backward and optimizer:step(), and backward has updated parameters with the "
-    .. "present settings already: call it after step(), or set overlap_optimizer = false")
+  caller.error(what .. " was called between backward and optimizer:step(), but backward has already updated "
+    .. "parameters with the "
+    .. "present settings: call it after step(), or set overlap_optimizer = false")
 end
 
--- A pause may change settings after backward began to update with others. They are restored when the script resumes.
+-- A statement in a pause may change settings after backward has begun to update. The old settings are restored when the
+-- script resumes.
 hooks.on("resumes", function()
   for engine, s in state.engines() do
     local opt = engine.optimizer
@@ -63,8 +66,9 @@ hooks.on("resumes", function()
       for i, group in ipairs(opt.groups) do
         for key, value in pairs(s.kept[i]) do group[key] = value end
       end
-      io.stderr:write("psluajit: the optimizer's settings are what they were before the pause: backward has updated "
-        .. "parameters with them already; change them once optimizer:step() has ended\n")
+      io.stderr:write("psluajit: the optimizer's settings are those from before the pause: backward has already "
+        .. "updated "
+        .. "parameters with them; change them after optimizer:step() has ended\n")
     end
   end
 end)

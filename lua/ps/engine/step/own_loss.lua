@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A loss of the script's own, ps.initialize { loss = function(out, batch) ... end }: it runs behind the model, which is
--- called without the targets. `out` is the model's output, by names. `batch` is the table of names that the model was
--- called with, or a list of the arguments.
+-- A loss function of the script, ps.initialize { loss = function(out, batch) ... end }. It runs after the model, which
+-- is called without the targets. `out` is the model's output, by names. `batch` is the table of names with which the
+-- model was called, or a list of the arguments.
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
 
@@ -32,17 +32,17 @@ local function value_of(loss, out, given)
     value = result
   end
   if not scope.is_tensor(value) or value:numel() ~= 1 then
-    error("ps.initialize: loss(out, batch) gives a tensor of one element, not "
+    error("ps.initialize: loss(out, batch) must return a tensor of one element, not "
       .. (scope.is_tensor(value) and ("%d"):format(value:numel()) or "a " .. type(value)))
   end
   return value
 end
 
---- The model's output with the script's loss of it. Without gradients and without targets the loss is made when the
---- script asks for out.loss: an evaluation may want the logits alone.
+--- The model's output together with the script's loss. Without gradients or targets, the loss is computed only when the
+--- script reads out.loss: an evaluation may want only the logits.
 ---@param loss fun(out: table, batch: table): ps.Tensor
----@param result any what the model gave
----@param given any[] what it was called with, targets included; and n
+---@param result any the model's result
+---@param given any[] the model's arguments, with targets; and n
 ---@return table out
 function own_loss.of(loss, result, given)
   local out = batch.output(result)

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A micro-batch has as many samples as the configuration says: train_micro_batch_size_per_gpu, written or derived from
--- train_batch_size. With another size the step's global batch would not be the configured one.
+-- Checks that a micro-batch has as many samples as the configuration says: train_micro_batch_size_per_gpu, set or
+-- derived from train_batch_size. With another size the step's global batch would differ from the configured one.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 
 local samples = {}
 
 -- The number of samples in a batch: the first dimension of its first tensor that has dimensions; nil: there is none. A
--- table's tensors are in the order of their names.
+-- table's tensors are sorted by name.
 local function count(value)
   if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end
@@ -20,7 +20,7 @@ local function count(value)
   end
 end
 
---- Refuses a batch of another size than the configuration's.
+--- Refuses a batch whose size differs from the configuration's.
 ---@param engine table with cfg
 ---@param batch any[] the arguments of the model's call, and their number n
 function samples.check(engine, batch)
@@ -30,8 +30,8 @@ function samples.check(engine, batch)
     if n == wanted then return end
     if n then
       caller.error(("the batch has %d samples (the first dimension of its first tensor), but the configuration's "
-        .. "train_micro_batch_size_per_gpu is %d: give batches of that size, or write gradient_accumulation_steps "
-        .. "alone where sizes differ"):format(n, wanted))
+        .. "train_micro_batch_size_per_gpu is %d: use batches of that size, or set only gradient_accumulation_steps "
+        .. "if sizes differ"):format(n, wanted))
     end
   end
 end

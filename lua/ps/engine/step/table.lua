@@ -19,31 +19,31 @@ local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_
 
 ---@class ps.engine.Driver
 ---@field engine ps.Engine
----@field in_loops boolean its steps are loops over micro-batches: a backward outside of a loop is an error
+---@field in_loops boolean its steps are loops over micro-batches, and a backward outside a loop is an error
 ---@field work table<integer, fun(engine: ps.Engine, ...): any> Lua's work for an action, by the action's kind
 ---@field actions fun(self: ps.engine.Driver, micros: integer): table[] the forwards, backwards and reductions of a step
 ---  in a new list: {kind, number of the virtual stage among this rank's, micro-batch}
 ---@field backwards fun(self: ps.engine.Driver): integer micro-batches of the step whose backward the script has called
 ---@field is_last fun(self: ps.engine.Driver): boolean whether the next backward is the step's last
----@field weight fun(self: ps.engine.Driver, weight: number, last: boolean): number sum of the weights of the step's
----  micro-batches with the next one's; all ranks call it together
+---@field weight fun(self: ps.engine.Driver, weight: number, last: boolean): number returns the sum of the weights of
+---  the step's micro-batches, with that of the next one; all ranks call it together
 ---@field overlaps fun(self: ps.engine.Driver): boolean whether the step's last backward can update parameters
 ---@field backward fun(self: ps.engine.Driver, loss: ps.Tensor, weight: number, factor: number, last: boolean)
----@field compare fun(self: ps.engine.Driver, what: string) rejects a call that the ranks of one model do not all make
----@field turn fun(self: ps.engine.Driver, loop: ps.engine.Loop): table performs the next turn of a loop of a step, and
----  gives the output for the script
+---@field compare fun(self: ps.engine.Driver, what: string) refuses a call that not all ranks of one model make
+---@field turn fun(self: ps.engine.Driver, loop: ps.engine.Loop): table performs the next turn of a step's loop, and
+---  returns the output for the script
 ---@field drain fun(self: ps.engine.Driver, loop: ps.engine.Loop) performs the rest of a loop's actions after its last
 ---  turn
----@field look fun(self: ps.engine.Driver, loop: ps.engine.Loop): table? the next turn of a loop of forwards without
----  gradients; nil after the last
----@field abandon fun(self: ps.engine.Driver, why: any) gives up the actions under way, and tells other ranks why
+---@field look fun(self: ps.engine.Driver, loop: ps.engine.Loop): table? performs the next turn of a loop of forwards
+---  without gradients; nil after the last
+---@field abandon fun(self: ps.engine.Driver, why: any) abandons the actions under way; other ranks get the reason
 ---@field refuse fun(self: ps.engine.Driver, text: string): string abandons a loop in which the script made a mistake,
----  and adds to the error what that means
+---  and appends the consequence to the error
 ---@field dry_run fun(self: ps.engine.Driver, args: any[]) performs the forwards, backwards and reductions of a dry run
 ---@field fingerprint fun(self: ps.engine.Driver): number? a hash of a loop's micro-batches, which all stages of a model
 ---  must have alike; nil: they are not known when the step begins
 ---@field pipe ps.engine.Pipe|false the row of actions of a model that is cut into stages
----@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; true: another one has to follow
+---@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; true: another one must follow
 ---@field close fun(self: ps.engine.Driver)
 
 ---@class ps.engine.TableDriver: ps.engine.Driver
@@ -52,7 +52,7 @@ Driver.__index = Driver
 
 local driver = {}
 
---- Lua's work for the norm and the update, of every driver.
+--- Lua's work for the norm and the update, the same in every driver.
 ---@type table<integer, fun(engine: ps.Engine, ...): any>
 driver.work = {
   [C.PS_ACT_NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
@@ -64,7 +64,7 @@ driver.work = {
 Driver.work = {
   [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
   [BACKWARD] = function(_, root, factor, gradient) return scope.walk_back(root, gradient, factor) end,
-  [REDUCE] = function() end,                                    -- C does it all
+  [REDUCE] = function() end,                                    -- C does all the work
   [C.PS_ACT_NORM] = driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = driver.work[C.PS_ACT_UPDATE],
 }
 
@@ -87,7 +87,7 @@ end
 
 function Driver:weight(weight) return state.of(self.engine).is.weight + weight end
 
--- Gradients that are added up are final after the last of several backwards only.
+-- If several backwards accumulate, gradients are final only after the last one.
 function Driver:overlaps() return not self.engine.adds_up and state.of(self.engine).is.n_micro == 1 end
 
 function Driver:backward(loss, weight, factor, last)
@@ -150,7 +150,7 @@ end
 
 function Driver:end_dry() return false end
 
---- The driver of an engine whose model is not cut.
+--- The driver of an engine whose model is not cut into stages.
 ---@param engine ps.Engine
 ---@return ps.engine.Driver
 function driver.new(engine) return setmetatable({ engine = engine }, Driver) end

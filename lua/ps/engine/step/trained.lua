@@ -1,27 +1,27 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- An engine trains the parameters that its module had when the engine was made. A parameter that came to the module
--- afterwards would take part in the forward and never be updated, and so would one that was frozen then and is not now:
--- it has no place for a gradient, nor an optimizer state. Which parameters are frozen meanwhile, ranks compare.
+-- An engine trains the parameters that its module had when the engine was made. A parameter that was added to the
+-- module later has no place for a gradient and no optimizer state: it would take part in the forward but never be
+-- updated. The same holds for one that was frozen then and is not now. Ranks compare which parameters are frozen.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 
 local trained = {}
 
-local seen = setmetatable({}, { __mode = "k" })       -- by engine: nn_module.changes when its module was last checked
+local seen = setmetatable({}, { __mode = "k" })       -- by engine: nn_module.changes at the last check of its module
 
 -- Refuses parameters that were frozen when the engine was made and require a gradient now.
 local function check_frozen(engine)
   for _, row in ipairs(engine.built.untrained) do
     if row.param:needs_grad() then
-      error(("%s was frozen when ps.initialize took it, and requires a gradient now: it has no optimizer state and "
-        .. "would not be trained; to thaw parameters later, freeze them behind ps.initialize, not before"):format(
+      error(("%s was frozen in ps.initialize, but requires a gradient now: it has no optimizer state and "
+        .. "would not be trained; to thaw parameters later, freeze them after ps.initialize, not before"):format(
         row.name), 0)
     end
   end
 end
 
---- Refuses a step of a module with parameters that the engine does not have, or cannot train. It looks for new ones
---- only after some module has changed.
+--- Refuses a step of a module with parameters that the engine does not have, or cannot train. It searches for new
+--- parameters only after a module has changed.
 ---@param engine ps.Engine
 function trained.check(engine)
   check_frozen(engine)
@@ -31,16 +31,17 @@ function trained.check(engine)
   for _, row in ipairs(built.elsewhere or {}) do known[nn_module.address(row.param)] = true end
   for name, param in engine.module:named_parameters() do
     if param:needs_grad() and not known[nn_module.address(param)] then
-      error(("%s is not among the parameters that ps.initialize took: it was assigned, or made anew by module:to(...), "
-        .. "behind that, and would not be trained; change the module before ps.initialize, or write values into its "
+      error(("%s is not a parameter of the engine: it was assigned, or replaced by module:to(...), "
+        .. "after ps.initialize, and would not be trained; change the module before ps.initialize, or write "
+        .. "values into its "
         .. "parameters"):format(name), 0)
     end
   end
   seen[engine] = nn_module.changes
 end
 
---- Which parameters of a model train, in order, as text: "1" one that does, "0" a frozen one. Parameters that lie on
---- other ranks are among them.
+--- Which parameters of a model train, in order, as text: "1" if the parameter trains, "0" if it is frozen. Includes
+--- parameters of other ranks.
 ---@param module ps.nn.Module
 ---@return string
 function trained.text(module)
@@ -51,8 +52,8 @@ end
 
 --- engine:to(...): an error.
 function trained.to()
-  caller.error("the parameters of an engine keep the type and the device of its configuration (bf16, fp16, device); "
-    .. "convert what goes in and comes out, or make a module without an engine from its state_dict()")
+  caller.error("the parameters of an engine keep the dtype and the device of its configuration (bf16, fp16, device); "
+    .. "convert inputs and outputs, or load its state_dict() into a module without an engine")
 end
 
 return trained

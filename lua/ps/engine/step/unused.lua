@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Parameters that the first step gave no gradient. A model whose forward leaves a layer out by mistake trains without
--- it, and nothing else would tell. After the first update one line names such parameters; with strict_gradients it is
--- an error. Frozen parameters do not count. Ranks put together what they know, and rank 0 writes the line.
+-- Reports parameters that got no gradient in the first step. A model whose forward skips a layer by mistake would train
+-- without it, and nothing else would show this. After the first update, one line names such parameters; with
+-- strict_gradients it is an error. Frozen parameters do not count. Ranks combine their information, and rank 0 writes
+-- the line.
 local agree = require "ps.dist.agree"
 local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"
@@ -13,10 +14,11 @@ local unused = {}
 
 local SHOWN = 8
 
--- By engine: the updates that each parameter had before the step that is looked at, by number; false: it was looked at.
+-- By engine: the updates of each parameter, by number, before the step that is checked; false: it was checked.
 local before = setmetatable({}, { __mode = "k" })
 
---- Notes how many updates parameters have had, for the look after the next step. An optimizer's state was loaded.
+--- Notes the number of updates of each parameter, for the check after the next step. Also called when an optimizer's
+--- state was loaded.
 ---@param engine ps.Engine
 function unused.begin(engine)
   if before[engine] == false then return end
@@ -25,13 +27,13 @@ function unused.begin(engine)
   before[engine] = counts
 end
 
--- Whether a call has gone through this module or one below.
+-- Whether this module, or one inside it, was called.
 local function was_called(module)
   for _, inner in module:named_modules() do if rawget(inner, "_number") then return true end end
   return false
 end
 
--- The trained parameters below each module, by its path: how many, and how many of them lack a gradient.
+-- By path of each module: the number of trained parameters in it, and how many of them lack a gradient.
 local function counts_of(trained, lacking)
   local all, without = {}, {}
   for _, name in ipairs(trained) do
@@ -45,7 +47,7 @@ local function counts_of(trained, lacking)
   return all, without
 end
 
--- The outermost module on the way to a parameter none of whose parameters has a gradient; nil: there is none.
+-- The outermost module that contains a parameter and has no gradient at all; nil: there is none.
 local function outermost(name, all, without)
   for at in name:gmatch "()%." do
     local path = name:sub(1, at - 1)
@@ -64,7 +66,7 @@ function unused.text(module, trained, lacking, calls)
   for path, inner in module:named_modules() do
     modules[path] = inner
     for key in pairs(rawget(inner, "_unused") or {}) do
-      lacking[(path == "" and "" or path .. ".") .. key] = nil               -- its class says so
+      lacking[(path == "" and "" or path .. ".") .. key] = nil               -- its class declares that
     end
   end
   local all, without = counts_of(trained, lacking)
@@ -88,13 +90,14 @@ function unused.text(module, trained, lacking, calls)
     list[SHOWN + 1] = ("and %d more"):format(#list - SHOWN)
     for i = #list, SHOWN + 2, -1 do list[i] = nil end
   end
-  return ("the first step gave no gradient to %d of %d trained parameters: %s. Does the forward use them? Those that "
-    .. "shall not train may be frozen, parameter:requires_grad(false)%s"):format(n, #trained, table.concat(list, ", "),
-    of_list and ". A list of modules is gone through by ipairs(list), from 0 on; #list is 0 of every such list, and "
-    .. "list:size() its number of modules" or "")
+  return ("the first step gave no gradient to %d of %d trained parameters: %s. Does the forward use them? Freeze "
+    .. "those that "
+    .. "should not train with parameter:requires_grad(false)%s"):format(n, #trained, table.concat(list, ", "),
+    of_list and ". Iterate over a list of modules with ipairs(list), from 0 on; #list is always 0, but "
+    .. "list:size() is its number of modules" or "")
 end
 
--- What this rank knows, a line for each parameter: "fc.weight=+", or "fc.weight=-" where no gradient came.
+-- This rank's information, one line for each parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
 local function said_by(engine, counts)
   local optimizer, parts = engine.optimizer, {}
   for i, row in ipairs(engine.built.list) do
@@ -127,7 +130,7 @@ function unused.look(engine)
   if dist.rank() == 0 then engine:note(text) end
 end
 
---- The line for an optimizer of ps.optim that has stepped once; nil: there is nothing to say.
+--- The line for an optimizer of ps.optim that has made one step; nil: there is nothing to report.
 ---@param module ps.nn.Module
 ---@param optimizer ps.Optimizer
 ---@return string?

@@ -11,11 +11,11 @@ local state = require "ps.engine.step.state"
 local step = {}
 
 local NORM, UPDATE = native.C.PS_ACT_NORM, native.C.PS_ACT_UPDATE
---- This is added to a norm before max_norm is divided by it, as in torch.nn.utils.clip_grad_norm_.
+--- Added to a norm before max_norm is divided by it, as in torch.nn.utils.clip_grad_norm_.
 step.CLIP_EPS = 1e-6
 
---- The norm of all gradients of the step, without the loss scale; 0 where no target counts. The first call performs
---- the step's action, of all ranks together.
+--- The norm of all gradients of the step, without the loss scale; 0 if no target counts. The first call performs the
+--- step's action, on all ranks together.
 ---@param engine ps.Engine
 ---@return number
 function step.norm(engine)
@@ -30,7 +30,7 @@ end
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
 
---- Refuses a call that needs the gradients of a whole step, which are there from its last backward to optimizer:step().
+--- Refuses a call that needs the gradients of a whole step. They exist from its last backward to optimizer:step().
 ---@param engine ps.Engine
 ---@param call string of messages
 function step.check_gradients(engine, call)
@@ -39,21 +39,24 @@ function step.check_gradients(engine, call)
   local s = state.of(engine)
   local is = s.is
   if s.loop then
-    caller.error(call .. " came within a loop over micro-batches: it belongs after the loop, before optimizer:step()")
+    caller.error(call .. " was called within a loop over micro-batches: call it after the loop, before "
+      .. "optimizer:step()")
   end
   if is.micro == 0 then
-    caller.error(call .. ": there was no backward since the last step, so there are no gradients: it belongs between "
+    caller.error(call .. ": there was no backward since the last step, so there are no gradients: call it between "
       .. "model:backward(loss) and optimizer:step()")
   end
   if is.micro < is.n_micro then
-    caller.error(("%s after %d of %d micro-batches (gradient_accumulation_steps): it belongs after the last backward "
+    caller.error(("%s was called after %d of %d micro-batches (gradient_accumulation_steps): call it after the "
+      .. "last backward "
       .. "of the step"):format(call, is.micro, is.n_micro))
   end
   if overlap.of(s) then caller.error(call .. ": " .. overlap.GONE) end
   if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end
 end
 
--- Norm, overflow and clipping. Returns the factor on gradients in the update; false: the step is skipped.
+-- Computes the norm, checks for overflow and clips. Returns the factor on gradients in the update; false: the step is
+-- skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
   opt.grad_norm = nil
@@ -68,7 +71,7 @@ local function measure(engine, s)
     if not types.finite(norm) then
       skipped = opt.checks_overflow
       if not skipped and (s.measures or next(s.clipped)) then
-        error(("%s: the gradient norm is %s; the parameters were left as they are"):format(opt.kind, tostring(norm)), 0)
+        error(("%s: the gradient norm is %s; the parameters were not updated"):format(opt.kind, tostring(norm)), 0)
       end
     elseif opt.max_norm then
       scale = scale * math.min(1, opt.max_norm / (norm + step.CLIP_EPS))
@@ -80,7 +83,8 @@ end
 
 local function update(engine, s)
   if s.scale == nil then
-    -- Sums of tied gradients, norms and owners go by different groups, in which a rank that is elsewhere is not heard.
+    -- Sums of tied gradients, norms and owners use different groups. A rank that is elsewhere would not be noticed in
+    -- all of them.
     engine.driver:compare "optimizer:step()"
     s.scale = measure(engine, s)
   end
@@ -90,26 +94,27 @@ local function update(engine, s)
   actions.timed(engine, UPDATE, how, s.scale)
 end
 
---- The norm of the gradients of some groups of the optimizer, once the step's last backward has run. The update then
---- multiplies these gradients by max_norm / (norm + eps), where that is below 1. The step has to be one that measures a
---- norm and does not clip by it: optimizer.max_norm was math.huge when it began.
+--- The norm of the gradients of some groups of the optimizer, after the step's last backward. The update then
+--- multiplies these gradients by max_norm / (norm + eps), if that is below 1. The step must measure a norm without
+--- clipping by it: optimizer.max_norm was math.huge when it began.
 ---@param engine ps.Engine
----@param numbers integer[] of the groups, from 1, rising; each once a step
+---@param numbers integer[] of the groups, from 1, ascending; each once per step
 ---@param max_norm number
 ---@param eps number
----@return number norm without the loss scale; not finite where gradients, of whatever group, overflowed
+---@return number norm without the loss scale; not finite if gradients of any group overflowed
 function step.clip(engine, numbers, max_norm, eps)
   state.check_whole(engine)
   local s, opt = state.of(engine), engine.optimizer
   local is = s.is
   if is.micro == 0 then caller.error(opt.NO_BACKWARD) end
   if is.micro < is.n_micro then
-    caller.error(("the norm of gradients after %d of %d micro-batches (gradient_accumulation_steps): it comes behind "
+    caller.error(("the norm of gradients was requested after %d of %d micro-batches "
+      .. "(gradient_accumulation_steps): call it after "
       .. "the last backward"):format(is.micro, is.n_micro))
   end
   for _, number in ipairs(numbers) do
     if s.factors[number] then
-      caller.error(("the norm of the gradients of group %d was taken already: once a step"):format(number))
+      caller.error(("the norm of the gradients of group %d was already computed: call it once per step"):format(number))
     end
   end
   assert(s.measures and opt.max_norm == math.huge, "the step's table has a norm")
@@ -126,9 +131,9 @@ function step.clip(engine, numbers, max_norm, eps)
   return norm
 end
 
---- One update, once backward of the step's last micro-batch has run; before that it does nothing. A step whose
---- gradients overflowed, or in which no target counts, is skipped: nothing is updated. Where an update fails, another
---- call updates the remaining parameters with the same factor on gradients.
+--- Makes one update after backward of the step's last micro-batch; before that it does nothing. If gradients
+--- overflowed, or if no target counts, the step is skipped and nothing is updated. If an update fails, another call
+--- updates the remaining parameters with the same factor on gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
@@ -142,8 +147,8 @@ function step.update(engine)
   if info.accumulating then return info end
   local settings = opt:checked_settings()
   if is.updating == 1 and settings ~= s.settings then
-    caller.error("the optimizer's settings were changed between backward and step(), but backward has updated "
-      .. "parameters already: change them after step(), or set overlap_optimizer = false")
+    caller.error("the optimizer's settings were changed between backward and step(), but backward has already updated "
+      .. "parameters: change them after step(), or set overlap_optimizer = false")
   end
   s.settings = settings
   local ok, problem = pcall(update, engine, s)
@@ -158,8 +163,8 @@ function step.update(engine)
 end
 
 --- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
---- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it gives the
---- step up, but not where parameters have been updated.
+--- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
+--- the step, unless parameters have been updated.
 ---@param engine ps.Engine
 ---@param call? string of messages, default "optimizer:zero_grad()"
 function step.zero_grad(engine, call)
@@ -172,7 +177,7 @@ function step.zero_grad(engine, call)
   if is.micro > 0 and is.micro < is.n_micro then return end
   if s.torn and s.torn.again then caller.error(s.torn.text) end
   if overlap.of(s) then
-    caller.error(call .. ": the step cannot be given up any more: backward has updated the parameters already; call "
+    caller.error(call .. ": the step can no longer be abandoned: backward has already updated the parameters; call "
       .. "optimizer:step(), or set overlap_optimizer = false")
   end
   if is.micro > 0 then return ending.give_up(engine) end
@@ -181,7 +186,7 @@ function step.zero_grad(engine, call)
     s.half_restored = false
     engine.masters:note()
   end
-  s.cleared = is.open == 1                                      -- a forward that follows begins the step again
+  s.cleared = is.open == 1                                      -- the next forward restarts the step
 end
 
 return step

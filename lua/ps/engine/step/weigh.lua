@@ -1,29 +1,29 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. With w_i its weight (the sum over
--- its targets of what each counts, core/loss_weight.lua), the step's gradient is that of sum(w_i loss_i) / sum(w_i),
--- over micro-batches and ranks: the mean over a batch's tokens does not depend on the cut into micro-batches.
+-- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. Let w_i be its weight: the sum over
+-- its targets of each target's weight (core/loss_weight.lua). The step's gradient is that of sum(w_i loss_i) /
+-- sum(w_i), over micro-batches and ranks: the mean over a batch's tokens does not depend on the cut into micro-batches.
 --
--- Backward runs from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16 `unit` is
--- the power of two nearest to the sum(w_i) that a step without ignored targets would have. Gradients before the update
--- are then about `scale` times those of the step's mean loss, as DeepSpeed's are, and no bit depends on `unit`. In
--- other types `unit` is 1.
+-- Backward starts from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16, `unit`
+-- is the power of two nearest to the sum(w_i) of a step without ignored targets. Gradients before the update are then
+-- about `scale` times those of the step's mean loss, as in DeepSpeed, and no bit depends on `unit`. With other dtypes
+-- `unit` is 1.
 --
--- A step whose weights add up to 0 is skipped: parameters, optimizer state and the loss scale stay.
+-- A step whose weights sum to 0 is skipped: parameters, optimizer state and the loss scale do not change.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 
 local weigh = {}
 
-local NONE = { count = 1, places = 1 }      -- of a loss whose targets are not known
+local NONE = { count = 1, places = 1 }      -- for a loss whose targets are not known
 
---- Whether losses are weighed by their targets, since a step has several.
+--- Whether losses are weighted by their targets, because a step has several losses.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@return boolean
 function weigh.several(engine, micros) return micros > 1 or engine.adds_up or engine.ranks ~= nil end
 
---- The error of a backward from something that is no loss.
+--- The error of a backward from a value that is not a loss.
 ---@param value any
 ---@return string
 function weigh.no_loss(value)
@@ -36,13 +36,13 @@ local OPTIONS = { weight = "number" }
 
 local function given(weight)
   if not (weight >= 0 and weight < math.huge) then
-    caller.error(("model:backward: weight is %s; it takes a number from 0 on, how many targets the loss is the mean of")
+    caller.error(("model:backward: weight is %s; it must be a number of at least 0, the number of targets in the mean")
       :format(tostring(weight)))
   end
   return { count = weight, places = weight }
 end
 
---- The weight of a loss: the number of its targets. Where a step has one loss, it is 1, or 0 without targets.
+--- The weight of a loss: the number of its targets. If a step has one loss, it is 1, or 0 without targets.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@param found ps.Targets|false the targets of the loss's batch
@@ -56,8 +56,8 @@ function weigh.loss(engine, micros, found, options)
   return found.count, found.places
 end
 
---- The tensor from which the walk of a backward begins: the loss times its factor. The report gets the loss. With a
---- loss scale every rank multiplies, also by 1, since anomaly mode tolerates an infinity of the op after "scaled".
+--- The tensor from which backward's walk begins: the loss times its factor. The report gets the loss. With a loss scale
+--- every rank multiplies, even by 1, since anomaly mode tolerates an infinity only in the op after "scaled".
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param weight number
