@@ -2,7 +2,7 @@
 -- Idioms of Hugging Face's training and generation guides (idioms_lib.lua).
 local ps = require "ps"
 
-local TARGETS = "its targets are a table, not a tensor: write model { input_ids = x, labels = x }"
+local TARGETS = "the targets are a table, not a tensor: write model { input_ids = x, labels = x }"
 
 -- The loss of input_ids = labels = x without an engine.
 local function own_loss(e, x, labels)

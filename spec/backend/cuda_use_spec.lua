@@ -230,7 +230,8 @@ describe("on the device cuda", function()
       end
       local model = require("models.gpt2").new("tiny", { device = "cuda" })
       says(function() return model(ps.zeros({ 1, 4 }, { dtype = "int32" })) end,
-        'gpt2: the token ids are on cpu, the model on cuda: give the loader device = "cuda", or take ids:to("cuda")')
+        "gpt2: the token ids are on cpu, but the model is on cuda: set the loader's device = \"cuda\", or use "
+          .. "ids:to(\"cuda\")")
       says(function() return ps.ones { 2 }:to("cuda:1") end, "CUDA_VISIBLE_DEVICES says which")
       says(function() return ps.ones { 2 }:cuda() end, 't:to("cuda")')
       says(function() return model:to("cdua") end, "no device called 'cdua'")

@@ -233,7 +233,7 @@ describe("ps.bmt in stages", function()
       for rank = 0, 2 * tp - 1 do
         local text = all[rank].text
         assert.truthy(text:find("step 2\n", 1, true) and not text:find("step 3", 1, true), text)
-        assert.truthy(text:find(("rank %d goes on with another step count, learning rate or other setting of the "
+        assert.truthy(text:find(("rank %d continues with another step count, learning rate or other setting of the "
           .. "optimizer"):format(tp), 1, true), text)
       end
     end)

@@ -198,7 +198,7 @@ describe("groups of parameters of an engine", function()
     fails({ "param_groups is a list of tables" }, groups "bias")
     fails({ "param_groups[2] is a number, not a table" }, groups { {}, 3 })
     fails({ "param_groups[1].match is a string, not a function" }, groups { { match = "bias" }, {} })
-    fails({ "param_groups[1] has 'params'; a group has match = function(name, parameter)" },
+    fails({ "param_groups[1] has an unknown key 'params'; a group may have match = function(name, parameter)" },
       groups { { params = { "bias" } } })
     fails({ "param_groups[2].weight_decay is a string" }, groups { {}, { weight_decay = "0" } })
     fails({ "param_groups[2].weight_decay is -1; expected a number" }, groups { {}, { weight_decay = -1 } })

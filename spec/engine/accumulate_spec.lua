@@ -95,7 +95,7 @@ describe("ps.train.run", function()
         steps = 9, accumulate = 8, quiet = true }
       print(result.interrupted, result.step, batches)
     ]])
-    has(said, "interrupted after batch 3 of 8 of step 2: the step is finished first", "ends at once")
+    has(said, "interrupted after batch 3 of 8 in step 2: the step is finished first", "ends the run at once")
     has(said, "true\t2\t16")
     assert.is_nil(said:find("interrupted after.*interrupted after"))
   end)

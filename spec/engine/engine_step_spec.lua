@@ -249,7 +249,7 @@ describe("a script's steps", function()
       model:backward(loss)
       fails(function() model:backward(loss) end, "gradient_accumulation_steps is 1")
       fails(function() model(x[1], y[1]) end, "the step expects its", "(optimizer:step())",
-        "forward (model(...) with gradients; an evaluation goes within ps.no_grad) came")
+        "forward (model(...) with gradients; use ps.no_grad for an evaluation) came")
       assert.is_false(optimizer:step().skipped)
       fails(function() optimizer:step() end, "no backward since the last step")
     end)

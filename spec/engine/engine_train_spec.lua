@@ -204,7 +204,7 @@ describe("train.run", function()
     fails(with { accumulate = 2 }, "accumulate", "gradient_accumulation_steps")
     fails(with { max_norm = 1 }, "max_norm", "gradient_clipping")
     fails(with { scaler = {} }, "scaler", "fp16")
-    fails(with { sched = {} }, "schedule already")
+    fails(with { sched = {} }, "already has a schedule")
   end)
 end)
 

@@ -25,7 +25,7 @@ describe("a learning rate that comes between backward and step()", function()
   it("is refused by set_lr where backward has updated parameters, and holds from the next step after it", function()
     open {}
     model:backward(model(ps.ones { 2 }))
-    fails(function() optimizer:set_lr(2) end, "set_lr came between backward and optimizer:step()", "after step()")
+    fails(function() optimizer:set_lr(2) end, "set_lr was called between backward and optimizer:step()", "after step()")
     optimizer:step()
     optimizer:set_lr(2)
     model:backward(model(ps.ones { 2 }))
@@ -148,7 +148,7 @@ describe("ps.train.run with a loader of one's own", function()
       loss = function(m) return m(ps.ones { 2 }) end }
     fails(function() ps.train.run(options) end, "loader.next")
     options.loader, options.checkpoint = source(ps.ones { 2 }), { folder = "/nowhere" }
-    fails(function() ps.train.run(options) end, "the loader has no state_dict", "leave checkpoint out")
+    fails(function() ps.train.run(options) end, "the loader has no state_dict", "remove checkpoint")
   end)
 end)
 

@@ -186,7 +186,7 @@ describe("ps.inspect.inspect_tensor", function()
     assert.is_nil((inspector:get_tensor("h", "block", 2)))
     local text = inspect.format_summary(rows)
     for _, bad in ipairs { { 1 }, { {} }, { { name = "a" } } } do
-      fails(function() inspect.format_summary(bad) end, "format_summary: row 1 is none of inspect_model or")
+      fails(function() inspect.format_summary(bad) end, "format_summary: row 1 is not a row of inspect_model or")
     end
     assert.truthy(text:find("^name +shape +mean +std +min +max +grad mean +grad std\n"), text)
     assert.truthy(text:find("block.h[1]", 1, true), text)

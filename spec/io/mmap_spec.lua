@@ -206,7 +206,7 @@ describe("ps.from_pretrained with mmap = true", function()
 
   it("refuses what no tensor can have, and with \"auto\" reads it", function()
     local where = model_in "bf16"
-    check.fails_saying({ "mmap = true", "no weights of fp32", "leave dtype out" }, function()
+    check.fails_saying({ "mmap = true", "no weights of fp32", "remove dtype" }, function()
       open(where, true, "fp32")
     end)
     assert.equal("fp32", open(where, "auto", "fp32"):parameters()[1]:dtype())
@@ -219,7 +219,7 @@ describe("ps.from_pretrained with mmap = true", function()
     for name, t in pairs(ps.load(pt .. "/model.safetensors")) do state[name] = t end
     ps.save(state, pt .. "/pytorch_model.bin")
     os.remove(pt .. "/model.safetensors")
-    check.fails_saying({ "pytorch_model.bin is no safetensors file" }, function() open(pt, true) end)
+    check.fails_saying({ "pytorch_model.bin is not a safetensors file" }, function() open(pt, true) end)
     assert.truthy(open(pt, "auto"))
   end)
 end)

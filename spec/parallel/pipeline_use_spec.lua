@@ -168,7 +168,7 @@ describe("a pipeline", function()
       ]]):format(who))
       for rank = 0, 1 do
         assert(all[rank].code ~= 0)
-        assert.truthy(all[rank].text:find("optimizer:step() came before the end of a loop over micro-batches, at "
+        assert.truthy(all[rank].text:find("optimizer:step() was called before the end of a loop over micro-batches, at "
           .. "micro-batch 1 of 3", 1, true), all[rank].text)
       end
       assert.truthy(all[1 - who].text:find("rank " .. who, 1, true), all[1 - who].text)
@@ -276,7 +276,7 @@ describe("a pipeline", function()
     for _, case in ipairs {
       { "if rank == 1 then x = ps.randint(0, 256, { 6, 12 }, { dtype = 'int32' }) end", "", "",
         "rank 1 has a different batch, or different weights of losses, from rank 0" },
-      { "", "", "ps.manual_seed(3 + rank)", "rank 1 goes on with another step count, learning rate" },
+      { "", "", "ps.manual_seed(3 + rank)", "rank 1 continues with another step count, learning rate" },
       { "", "", "if rank == 1 then optimizer.groups[1].weight_decay = 1 end", "or other setting of the optimizer" },
       { "", "", "if rank == 1 then model:parameters()[3]:requires_grad(false) end", "or other frozen parameters" },
       { "", ", { weight = rank == 0 and 1 or 5 }", "",
@@ -369,7 +369,7 @@ describe("a pipeline", function()
       ps.no_grad(function()
         for out in model:micro_batches(x, y) do
           fails(function() out.loss:backward() end, "depends on nothing that requires a gradient", "ps.no_grad")
-          fails(function() model:backward(out.loss) end, "not within ps.no_grad")
+          fails(function() model:backward(out.loss) end, "not in ps.no_grad")
         end
       end)
       model:eval()
@@ -525,7 +525,7 @@ describe("a pipeline", function()
       end
       step()
       model.transformer.h[0].ln_1.weight:requires_grad(true)
-      fails(step, "transformer.h.0.ln_1.weight was frozen when ps.initialize took it")
+      fails(step, "transformer.h.0.ln_1.weight was frozen in ps.initialize")
       model.transformer.h[0].ln_1.weight:requires_grad(false)
       step()
       model:close()

@@ -100,7 +100,7 @@ describe("tokens of a known chain", function()
     end })
     assert.same({ { 1, 2, 3, 2, 2 }, { 4, 2, 2 } }, out)
     assert.same({ { { 1, 2, 3 }, { 0, 0, 4 } }, { { 1, 2, 3, 2 }, { 0, 0, 4, 2 } } }, shapes)
-    fails({ "logits_processor must give logits [1, 5]" }, function()
+    fails({ "logits_processor must return logits [1, 5]" }, function()
       generate(model, { 1 }, 1, { logits_processor = function() return ps.zeros { 1, 4 } end })
     end)
   end)
@@ -571,7 +571,7 @@ describe("what a folder says of generation", function()
     for words, fields in pairs { ["temperature is a string"] = { temperature = "x" },
       ["stop_strings is a number; it must be a table"] = { stop_strings = 5 },
       ["early_stopping is a number; it must be a boolean"] = { early_stopping = 1 },
-      ["top_p is 2; it must be above 0, and 1 at most"] = { top_p = 2 } } do
+      ["top_p is 2; it must be above 0 and at most 1"] = { top_p = 2 } } do
       fails({ words }, function() with(fields):generate({ 1 }, 2) end)
     end
     fails({ "refused: num_beams = 2", "temperature = 0" }, function()
@@ -642,7 +642,7 @@ describe("what a folder says of generation", function()
     check.write(vocab .. "/generation_config.json", '{"num_beams": 3}')      -- beams are for who asks for them
     assert.same({ plain, 0 }, { run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab)) })
     out, code = run(("tools/generate.lua %s/config.json --start ab"):format(vocab))
-    assert.same({ ("generate: from_pretrained: %s/config.json is a file; give the folder that it is in, with "
+    assert.same({ ("generate: from_pretrained: %s/config.json is a file; pass its folder, which needs a "
       .. "config.json\n"):format(vocab), 1 }, { out, code })
     tokens.remove(vocab)
   end)

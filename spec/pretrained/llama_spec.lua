@@ -153,7 +153,7 @@ describe("a causal model's positions", function()
       local same = model { input_ids = x, position_ids = anew }.logits
       model.config.use_cache = false
       check.fails(function() model { input_ids = x, position_ids = anew } end,
-        family .. ": refused: use_cache = false: position_ids that begin anew")
+        family .. ": refused: use_cache = false: position_ids that restart")
       assert.equal(0, largest(model { input_ids = x, position_ids = anew,
         attention_mask = ps.ones({ 2, 5 }, { dtype = "int32" }) }.logits - same))
       local first = model { input_ids = x, position_ids = ps.arange(5) }.logits

@@ -117,12 +117,12 @@ describe("models by model_type", function()
       { { model_type = "mamba" }, "refused: model_type = mamba: there are bert, gpt2, llama, mistral, qwen2, qwen3" },
       { { model_type = "../x" }, "refused: model_type = ../x" }, { { model_type = json.null }, "model_type = none" },
       { { architectures = { "BertForNextSentencePrediction" } }, "refused: architectures = BertForNextSentencePre" },
-      { { architectures = json.null }, "names no architectures; say which by task (there are base, masked_lm," },
+      { { architectures = json.null }, "has no architectures; choose a task (there are base, masked_lm," },
       { { is_decoder = true }, "bert: refused: is_decoder = true" },
       { { position_embedding_type = "relative_key" }, "refused: position_embedding_type = relative_key" },
       { { hidden_act = "mish" }, "refused: hidden_act = mish" }, { { problem_type = "ranking" }, "problem_type" },
       { { num_attention_heads = 3 }, "num_attention_heads = 3 does not divide hidden_size = 32" },
-      { { num_hidden_layers = 1e8 }, "num_hidden_layers is 100000000, and the files have weights of 2 layers" },
+      { { num_hidden_layers = 1e8 }, "num_hidden_layers is 100000000, but the files have weights of 2 layers" },
       { { type_vocab_size = 7 }, "type_vocab_size is 7, and bert.embeddings.token_type_embeddings.weight in the" },
       { { id2label = { ["0"] = "a" }, num_labels = 2 }, "num_labels = 2: id2label has 1" },
       { { pad_token_id = 256 }, "pad_token_id = 256: the vocabulary has 256 words" },
@@ -158,7 +158,7 @@ describe("models by model_type", function()
       print(select(2, pcall(ps.from_pretrained, "some/other-bert", { revision = "v2" })))
     ]])
     assert.truthy(said:find("^BertModel\nBertModel\n"), said)
-    for _, words in ipairs { "some/other-bert is no folder", "`hf download some/other-bert --revision v2`" } do
+    for _, words in ipairs { "some/other-bert is not a folder", "`hf download some/other-bert --revision v2`" } do
       assert.truthy(said:find(words, 1, true), said)
     end
     fails({ "there is no ../../x/config.json" }, function() ps.from_pretrained("../../x") end)
@@ -176,8 +176,8 @@ describe("a folder's weights", function()
         print(model.classifier.weight:size(0), model.classifier.weight[{ 0, 0 }]:item(), model.config.num_labels)
       end
     ]]):format(path "body"))
-    assert.truthy(said:find("4 parameters are not in the files and begin as the seed has them: bert.pooler.dense.bias, "
-      .. "bert.pooler.dense.weight, classifier.bias, classifier.weight", 1, true), said)
+    assert.truthy(said:find("4 parameters are not in the files and are initialized from the seed: "
+      .. "bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight", 1, true), said)
     assert.truthy(said:find("5 tensors of the files are not used: cls.predictions.bias, cls.predictions.transform.", 1,
       true), said)
     local first, second = said:match "3\t(%S+)\t3.-3\t(%S+)\t3"
@@ -302,7 +302,7 @@ describe("a folder's weights", function()
     same_state(model, ps.from_pretrained(path "several"))
     os.remove(path "several/model.safetensors")
     check.write(path "several/model.safetensors.index.json", '{"weight_map":{"a":"../from/model.safetensors"}}')
-    fails({ "which is not a file beside it" }, function() ps.from_pretrained(path "several") end)
+    fails({ "which is not a file in the same folder" }, function() ps.from_pretrained(path "several") end)
   end)
 end)
 
@@ -466,7 +466,7 @@ describe("batches by names", function()
       { { input_ids = x, attention_mask = ps.ones { 2, 1, 5, 5 } }, "refused: attention_mask = [2, 1, 5, 5]" },
       { { input_ids = x, labels = x }, "labels is [2, 5]; single_label_classification of 2 rows with num_labels = 3" },
       { { input_ids = x, labels = ps.ones { 2 } }, "multi_label_classification of 2 rows with num_labels = 3 takes "
-        .. "[2, 3]; these are of type fp32, and classes are integers: ps.tensor(labels, { dtype = \"int64\" })" },
+        .. "[2, 3]; these are fp32, but classes must be integers: ps.tensor(labels, { dtype = \"int64\" })" },
       { { input_ids = x:narrow(0, 0, 1):reshape(5) }, "input_ids is [5]; it must be [batch, positions]" },
       { { input_ids = ids(1, 33) }, "33 positions, this model has 32" },
     } do

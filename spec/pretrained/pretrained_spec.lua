@@ -169,7 +169,7 @@ describe("GPT-2's settings", function()
     for _, case in ipairs {
       { { add_cross_attention = true }, "add_cross_attention = true: attention to an encoder is not supported" },
       { { quantization_config = { bits = 4 } }, "quantization_config = {...}: quantized weights is not supported" },
-      { { auto_map = { AutoModel = "x.Y" } }, "auto_map = {...}: code of the model's own" },
+      { { auto_map = { AutoModel = "x.Y" } }, "auto_map = {...}: the model's own code" },
       { { pruned_heads = { ["0"] = { 1 } } }, "pruned_heads" }, { { model_type = "llama" }, "model_type = llama" },
       { { is_encoder_decoder = true }, "is_encoder_decoder" },
       { { is_causal = false }, "refused: is_causal = false: attention to later positions is not supported" },
@@ -393,7 +393,7 @@ describe("GPT-2's files", function()
   it("are as large as config.json says, which is seen before a model is made", function()
     local model = model_of { tie_word_embeddings = false, n_inner = 96 }
     for _, case in ipairs {
-      { { n_layer = 1e9 }, "n_layer is 1000000000, and the files have weights of 3 layers" },
+      { { n_layer = 1e9 }, "n_layer is 1000000000, but the files have weights of 3 layers" },
       { { n_layer = 4 }, "n_layer is 4, and" },
       { { vocab_size = 1e9 }, "vocab_size is 1000000000, and transformer.wte.weight in the files is [61, 48]" },
       { { n_positions = 38 }, "n_positions is 38, and transformer.wpe.weight in the files is [37, 48]" },
@@ -423,8 +423,8 @@ describe("GPT-2's files", function()
       gpt2.from_pretrained("%s")
       gpt2.from_pretrained("%s", { dtype = "bf16" })
     ]]):format(path "told", path "told", path "told fp16", path "told fp16"))
-    local words = "psluajit: %s/config.json: dtype is %s, which is not followed: parameters are made in fp32, unless "
-      .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"
+    local words = "psluajit: %s/config.json: dtype %s is ignored: parameters are made in fp32, unless "
+      .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration sets another dtype\n"
     assert.equal(words:format(path "told", "bfloat16", "bf16") .. words:format(path "told fp16", "float16", "fp16"),
       said)
   end)

@@ -254,7 +254,7 @@ describe("Ctrl-C on a terminal", function()
     local text, status = terminal.start({ path }, { RANK = "0", WORLD_SIZE = "2", LOCAL_RANK = "0",
       MASTER_ADDR = "127.0.0.1" }):finish()
     assert.equal(1, status)
-    assert.truthy(text:find("script.lua:1: interrupted! (one of 2 ranks does not pause", 1, true), text)
+    assert.truthy(text:find("script.lua:1: interrupted! (one of 2 ranks cannot pause", 1, true), text)
     assert.falsy(text:find("not reached", 1, true), text)
     local t = terminal.start { paths.root .. "/tools/plan.lua", path }
     text = t:finish()

@@ -246,7 +246,7 @@ describe("what a tokenizer is asked for", function()
     fails(function() tok({ "the", "the cat" }, { padding = true }) end, "no pad_token", "tokenizer.eos_token")
     fails(function() tok("the", { truncation = true }) end, "truncation needs max_length")
     fails(function() tok("the", { truncation = "only_frist", max_length = 3 }) end, "did you mean 'only_first'?")
-    fails(function() tok({ "a" }, { text_pair = { "a", "b" } }) end, "1 texts, and 2 in text_pair")
+    fails(function() tok({ "a" }, { text_pair = { "a", "b" } }) end, "1 texts, but 2 in text_pair")
     fails(function() tok({}) end, "the list is empty")
     fails(function() tok({ 3 }) end, "text 1 is", "string")
     fails(function() tok:encode(3) end, "the text is", "string")
@@ -341,7 +341,7 @@ describe("tokenizers' files that are no good", function()
     refused({ ["vocab.json"] = '{}', ["merges.txt"] = "" }, "no tokens")
     refused({ ["vocab.json"] = vocab, ["merges.txt"] = "t h\nth\n" }, "merges.txt", "line 2 is 'th'")
     refused({ ["vocab.json"] = vocab, ["merges.txt"] = "t x\n" }, "merge 1 is of 't' and 'x'", "no token 'tx'")
-    refused({ ["vocab.txt"] = "[UNK]\n" }, "cls_token is '[CLS]', which the vocabulary lacks")
+    refused({ ["vocab.txt"] = "[UNK]\n" }, "cls_token is '[CLS]', which is not in the vocabulary")
     refused({ ["vocab.txt"] = "[CLS]\n[SEP]\n" }, "unk_token is '[UNK]'")
     refused({ ["vocab.json"] = vocab, ["merges.txt"] = merges, ["tokenizer_config.json"] = { pad_token = "<none>" } },
       "pad_token is '<none>'")
@@ -600,7 +600,7 @@ describe("tokenizers' files that are no good", function()
       ["[a[b]]"] = "[ within [ ]", ["\\p{N}{1,3}+"] = "{1,3}+", ["a{,2}"] = "{,2}", ["(?m:.)"] = "(?m",
       ["a{2}?"] = "{2}?",
       ["\\h"] = "\\h", ["\\X"] = "\\X", ["a\\Kb"] = "\\K", ["\\Qa\\E"] = "\\Q" } do
-      refused(split(pattern), "pre_tokenizer.pattern.Regex", ("'%s' is read in another way here"):format(what))
+      refused(split(pattern), "pre_tokenizer.pattern.Regex", ("'%s' has another meaning in PCRE2"):format(what))
     end
     local ranks = lib.folder { ["x.tiktoken"] = "YQ== 0\nYg== 1\nCg== 2\nYgo= 3\nYWI= 4\nCgo= 5\n" } .. "/x.tiktoken"
     local function by(pattern)
@@ -608,7 +608,7 @@ describe("tokenizers' files that are no good", function()
     end
     assert.same({ 4, 5, 1 }, by("\\n+|[ab]+$|[ab]+"):encode "ab\n\nb")
     assert.same({ 0, 3 }, by("b\n$|b$|a"):encode "ab\n")      -- "$" is the end of the text alone, as in Rust
-    fails(function() by "[a&&b]" end, "pattern", "'&&' is read in another way here")
+    fails(function() by "[a&&b]" end, "pattern", "'&&' has another meaning in PCRE2")
     lib.remove(ranks:match "^(.*)/")
   end)
 end)

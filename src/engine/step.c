@@ -15,7 +15,7 @@ enum { MAX_VSTAGES = 1 << 16 };
 
 /* The function that a script calls for the action, for errors. */
 static const char *const calls[PS_ACT_COUNT] = {
-    "", " (model(...) with gradients; an evaluation goes within ps.no_grad)", " (model:backward)", "",
+    "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
 
 /* -- life --------------------------------------------------------------------------------------------------------- */

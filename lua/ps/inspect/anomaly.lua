@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Anomaly mode, PyTorch's detect_anomaly: the first op that makes a NaN or an infinity is an error that names it, the
--- script's line that called it and the module. src/tensor/anomaly.c looks at the values; this file knows the lines.
+-- Anomaly mode, as PyTorch's detect_anomaly: the first op that makes a NaN or an infinity raises an error that names
+-- the op, the script's line that called it, and the module. src/tensor/anomaly.c checks the values; this file knows the
+-- lines.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
@@ -11,7 +12,7 @@ local anomaly = {}
 local places, numbers = {}, {}                      -- lines that called ops, by number, and their numbers
 local found = ffi.new("ps_anomaly_info")
 
--- Tells C which line calls the op that comes.
+-- Tells C the line that calls the next op.
 local function here()
   local line = caller.position()
   local number = numbers[line]
@@ -28,7 +29,7 @@ local function text()
   C.ps_anomaly_get(ctx, found)
   local module = found.module > 0 and require("ps.nn.calls")()[found.module]
   local line = places[tonumber(found.place)]
-  local words = { line and line:gsub(": $", "") or "at a line that is not known: anomaly mode was off at the call" }
+  local words = { line and line:gsub(": $", "") or "at an unknown line: anomaly mode was off at the call" }
   if module then
     words[2] = ("in %s"):format(module.path ~= "" and ("%s (%s)"):format(module.path, module.class) or module.class)
   end
@@ -36,7 +37,7 @@ local function text()
   local what = found.nan == 1 and "a NaN" or "an infinity"
   if line then where = "at " .. where end
   if found.of >= 0 then
-    return ("%s made %s in the backward of %s, called %s; what it was made from has none"):format(op_name(found.op),
+    return ("%s made %s in the backward of %s, called %s; its inputs have none"):format(op_name(found.op),
       what, op_name(found.of), where)
   end
   return ("%s made %s, called %s; its inputs have none"):format(op_name(found.op), what, where)
@@ -47,11 +48,12 @@ hooks.on("scaled", function() C.ps_anomaly_scaled(ctx, 1) end)
 hooks.on("step", function() C.ps_anomaly_scaled(ctx, 0) end)
 
 --- Switches anomaly mode on or off. While it is on, the first op of forward, backward or update that makes a NaN or an
---- infinity is an error that names the op, the script's line and the module; of an op of backward those of the call
---- whose gradient it computes. Infinities that a script gives, as masks, are none, nor is an overflow in the backward
---- of a scaled loss, whose step is skipped. Each op's outputs are read, so that training is several times slower.
+--- infinity raises an error that names the op, the script's line and the module. For an op of backward these are the
+--- line and the module of the call whose gradient it computes. Infinities that a script writes itself, such as masks,
+--- do not count. Neither does an overflow in the backward of a scaled loss, whose step is skipped. Each op's outputs
+--- are read, so training is several times slower.
 ---@param on boolean
----@return boolean was the setting before
+---@return boolean the previous setting
 function anomaly.set_detect_anomaly(on)
   caller.typed(on, "boolean", "ps.set_detect_anomaly: the setting")
   native.placer = on and here or nil
@@ -60,12 +62,12 @@ end
 
 local function restore(was, depth, ok, ...)
   anomaly.set_detect_anomaly(was)
-  C.ps_module_leave(depth)                          -- an error left the modules that it came through entered
+  C.ps_module_leave(depth)                          -- an error left inner modules without ending them
   if not ok then error((...), 0) end
   return ...
 end
 
---- Runs fn(...) in anomaly mode (ps.set_detect_anomaly), forward and backward alike.
+--- Runs fn(...) in anomaly mode (ps.set_detect_anomaly), both its forward and its backward.
 ---@param fn function
 ---@param ... any for fn
 ---@return any ... the results of fn

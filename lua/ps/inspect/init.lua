@@ -1,14 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Statistics of parameters and of tensors inside a model, after BMTrain's module of that name.
+-- Statistics of parameters and of tensors inside a model, like those of BMTrain's inspect.
 --
 --   print(ps.inspect.format_summary(ps.inspect.inspect_model(model, "h.*.attn.*")))
 --
 --   local inspector = ps.inspect.inspect_tensor(function() model:backward(model(x, y)) end)
---   print(ps.inspect.format_summary(inspector:get_summary()))     -- what the model gave to ps.inspect.record_tensor
+--   print(ps.inspect.format_summary(inspector:get_summary()))     -- the tensors passed to ps.inspect.record_tensor
 --
--- All numbers are computed in fp64 (ps_tensor_stats). std divides by the number of elements less one, as PyTorch does,
--- and is NaN of a single element. Parameters and records of several ranks are put together: those calls are of all
--- ranks.
+-- All numbers are computed in fp64 (ps_tensor_stats). std divides by the number of elements minus one, as in PyTorch,
+-- and is NaN for a single element. Parameters and records of several ranks are combined, so all ranks make those calls.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local exact = require "ps.core.exact"
@@ -23,7 +22,7 @@ local inspect = {}
 ---@class ps.inspect.Row
 ---@field name string
 ---@field group? string of a record
----@field index? integer of a record: its place, from 0, among those of its name and group
+---@field index? integer of a record: its number, from 0, among those of its name and group
 ---@field shape integer[]
 ---@field mean number
 ---@field std number
@@ -44,7 +43,7 @@ end
 
 local function std(s) return s[1] > 1 and math.sqrt(s[3] / (s[1] - 1)) or 0 / 0 end
 
--- The statistics of two sets of elements together (Chan, Golub, LeVeque 1979).
+-- The statistics of the union of two sets of elements (Chan, Golub, LeVeque 1979).
 local function join(a, b)
   if a[1] == 0 then return b end
   if b[1] == 0 then return a end
@@ -58,7 +57,8 @@ local function join(a, b)
 end
 
 -- -- entries as text, which ranks send each other ---------------------------------------------------------------------
--- An entry has name, group, index, shape, value and grad (statistics); part: of what ranks have copies of, which part.
+-- An entry has name, group, index, shape, value and grad (statistics), and part: the number of the part, if ranks have
+-- copies.
 local function write_numbers(list)
   local parts = {}
   for i, x in ipairs(list or {}) do parts[i] = ("%.17g"):format(x) end
@@ -98,7 +98,7 @@ local function read(text)
   return entries
 end
 
--- Every rank's entries, in the order of ranks. fn gives this rank's; an error of one is an error of all.
+-- The entries of all ranks, in the order of ranks. fn returns this rank's. An error of one rank is an error of all.
 local function of_ranks(fn)
   local group = require("ps.dist.mesh").group "world"
   if not group then return { fn() } end
@@ -115,7 +115,7 @@ local function row_of(e)
 end
 
 -- -- parameters -------------------------------------------------------------------------------------------------------
--- A Lua pattern for one with *, ? and [abc], [a-z], [!a], as Python's fnmatch has them.
+-- Converts a pattern with *, ? and [abc], [a-z], [!a], as in Python's fnmatch, to a Lua pattern.
 local function matcher(pattern)
   local out, at = { "^" }, 1
   while at <= #pattern do
@@ -141,7 +141,7 @@ local function of_module(module)
   return list
 end
 
--- at: of a parameter of which this rank has a part (ps.nn.sharded). The part's place among the ranks' is the index.
+-- at: set if this rank has a part of the parameter (ps.nn.sharded). The number of the part is the index.
 local function entry_of(it, at)
   local cut, value, own_grad = require "ps.nn.sharded", it.value, it.grad
   if at then
@@ -154,7 +154,7 @@ local function entry_of(it, at)
     value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
 end
 
--- A row of each parameter from all ranks' entries: of copies the first counts, parts are put together.
+-- A row for each parameter from all ranks' entries: the first of several copies counts, and parts are combined.
 local function put_together(all)
   local found, parts = {}, {}
   for _, entries in ipairs(all) do
@@ -172,13 +172,13 @@ local function put_together(all)
   return found
 end
 
---- Statistics of a model's parameters. Of an engine's model they are those of the fp32 values (of the master, where the
---- parameter is of a half type), also while gradients lie in the parameters' places. Its gradients are those of the
---- step under way, without the loss scale; a gradient that backward has used for an update already is gone. All ranks
---- call this, and all get all parameters, those of other stages, too.
+--- Statistics of a model's parameters. For an engine's model they are those of the fp32 values (the masters of half
+--- parameters), even while gradients are in the parameters' places. Its gradients are those of the step under way,
+--- without the loss scale; a gradient that backward has already used for an update does not exist. All ranks call this,
+--- and all get all parameters, including those of other stages.
 ---@param model ps.nn.Module|ps.Engine
----@param pattern? string of names, as Python's fnmatch has it: *, ?, [abc], [!abc]; default all
----@param prefix? string stands before each name in the result
+---@param pattern? string for names, as in Python's fnmatch: *, ?, [abc], [!abc]; default all
+---@param prefix? string put before each name in the result
 ---@return ps.inspect.Row[]
 function inspect.inspect_model(model, pattern, prefix)
   local engine = handle.of(model)
@@ -207,8 +207,8 @@ function inspect.inspect_model(model, pattern, prefix)
   return rows
 end
 
---- A model's modules with the parameters in them: a list that prints as a table. A parameter that several modules
---- share counts in each, and once in the model. model:summary() is the same.
+--- A model's modules with their parameters: a list that prints as a table. A parameter that several modules share
+--- counts in each of them, and once in the model. model:summary() is the same.
 ---@param model ps.nn.Module|ps.Engine
 ---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first;
 ---  nbytes: of the parameters themselves
@@ -222,20 +222,20 @@ end
 
 -- -- records ----------------------------------------------------------------------------------------------------------
 ---@class ps.inspect.Inspector
----@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor,
----  holder?: ps.Tensor}[] in the order of the calls; holder: another record's tensor, which gets the gradient
+---@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor, holder?:
+---  ps.Tensor}[] in the order of the calls; holder: another record's tensor, which receives the gradient
 local Inspector = {}
 Inspector.__index = Inspector
 
 local open = {}                                    -- inspectors whose scope has not ended, innermost last
 
--- What record_tensor made in the first run of a recompute segment, which a second run of it computes again.
+-- The tensors that record_tensor made in the first run of a recompute segment, which a second run computes again.
 local made_in = setmetatable({}, { __mode = "k" })
 
--- By a tensor that was recorded: the record's tensor that gets its gradient. An op's output has one such.
+-- By a recorded tensor: the record's tensor that receives its gradient. An op's output has at most one.
 local keeps = setmetatable({}, { __mode = "k" })
 
--- Has a record get the gradient of x. Gives an error's code, or 0.
+-- Makes a record receive the gradient of x. Returns an error code, or 0.
 local function keep(x, record)
   local other = keeps[x]
   if other ~= nil then
@@ -253,7 +253,7 @@ local function again(x)
   while run and not run.again do run = run.outer end
   if not run then return nil end
   local list = made_in[run.segment]
-  if not list then return {} end                   -- no inspector was there in the first run
+  if not list then return {} end                   -- there was no inspector in the first run
   run.at = (run.at or 0) + 1
   local records = list[run.at] or {}
   for _, record in ipairs(records) do
@@ -275,12 +275,12 @@ local function note(inspector, x, name, group)
   return record
 end
 
---- Notes a tensor inside a model under a name, for the inspectors whose scope is open; without one it does nothing.
---- A copy of its values is kept, and of its gradient when backward comes to it. In a block that is recomputed the
---- gradient of the second run goes to the record of the first.
+--- Records a tensor inside a model under a name, for the inspectors whose scope is open; without an open scope it does
+--- nothing. Keeps a copy of its values, and of its gradient when backward computes it. In a recomputed block, the
+--- gradient of the second run belongs to the record of the first.
 ---@param x ps.Tensor
 ---@param name string
----@param group? string tells records of one name apart
+---@param group? string distinguishes records of the same name
 ---@return ps.Tensor x
 function inspect.record_tensor(x, name, group)
   if not open[1] then return x end
@@ -304,9 +304,9 @@ function inspect.record_tensor(x, name, group)
   return x
 end
 
---- Opens a scope in which ps.inspect.record_tensor notes tensors. With a function the scope ends with it, also by an
---- error; without one it ends with inspector:close().
----@param fn? fun() the model's forward, and its backward where gradients are wanted
+--- Opens a scope in which ps.inspect.record_tensor records tensors. With a function, the scope ends when the function
+--- returns or fails; without one, it ends at inspector:close().
+---@param fn? fun() runs the model's forward, and its backward if gradients are wanted
 ---@return ps.inspect.Inspector
 function inspect.inspect_tensor(fn)
   if fn ~= nil then caller.callable(fn, "ps.inspect.inspect_tensor") end
@@ -320,19 +320,19 @@ function inspect.inspect_tensor(fn)
   return self
 end
 
---- Ends the scope: tensors are noted no more, and gradients still are.
+--- Ends the scope. No more tensors are recorded; gradients of recorded tensors still are.
 function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
 
--- The open engine, and its name for the parameter that was recorded; nil: it is none of an engine's.
+-- The open engine, and its name for the recorded parameter; nil: it is not a parameter of an engine.
 local function engine_of(record)
   local engine = record.leaf and require("ps.engine.setup").current()
   local name = engine and not engine.closed and require("ps.engine.state.values").name_of(engine, record.leaf)
   if name then return engine, name end
 end
 
--- The gradient of a record, and a factor on it.
+-- The gradient of a record, and the factor on it.
 local function grad_of(record)
   local engine = engine_of(record)
   if engine then return require("ps.engine.state.values").gradient(engine, record.leaf) end
@@ -353,8 +353,8 @@ local function record_entry(record)
   return e
 end
 
---- Statistics of the records: a row for each, in the order of the calls. Ranks that recorded the same name, group and
---- index have theirs put together, as if it were one tensor; all ranks call this. Gradients are those that backward
+--- Statistics of the records: a row for each, in the order of the calls. Records of several ranks with the same name,
+--- group and index are combined, as if they were one tensor; all ranks call this. Gradients are those that backward
 --- computed, with the loss scale and the weight of the micro-batch in them. A parameter of the engine is an exception:
 --- it counts once for all ranks, and its gradient is that of inspect_model, of the step under way.
 ---@return ps.inspect.Row[]
@@ -369,7 +369,7 @@ function Inspector:get_summary()
     for _, e in ipairs(entries) do
       local key = ("%d\t%s\t%s"):format(e.index, e.name, e.group or "")
       local other, part = found[key], e.part and ("%s\t%d"):format(key, e.part)
-      if part and parts[part] then                                   -- a copy; its owner alone may have the gradient
+      if part and parts[part] then                                   -- a copy; only its owner may have the gradient
         other.grad = other.grad or e.grad
       elseif other then
         other.value = join(other.value, e.value)
@@ -384,13 +384,13 @@ function Inspector:get_summary()
   return rows
 end
 
---- A recorded tensor of this rank, and its gradient. Of a parameter of the engine that is the gradient of the step
+--- A recorded tensor of this rank, and its gradient. For a parameter of the engine that is the gradient of the step
 --- under way, without the loss scale, the mean over micro-batches and ranks; it is nil if another rank owns it.
 ---@param name string
 ---@param group? string nil: any
 ---@param index? integer from 0, among those of the name and group; default the last
 ---@return ps.Tensor? tensor nil: there is no such record
----@return ps.Tensor? grad nil: backward did not come to it
+---@return ps.Tensor? grad nil: backward did not compute it
 function Inspector:get_tensor(name, group, index)
   caller.typed(name, "string", "inspector:get_tensor: the name")
   if index ~= nil then caller.whole(index, "inspector:get_tensor: the index", 0) end
@@ -415,14 +415,14 @@ local function number(x)
 end
 
 --- A table of rows, as text.
----@param rows ps.inspect.Row[] what inspect_model or get_summary gave
+---@param rows ps.inspect.Row[] the result of inspect_model or get_summary
 ---@return string
 function inspect.format_summary(rows)
   caller.typed(rows, "table", "ps.inspect.format_summary: the rows")
   local readable, lines = require "ps.core.readable", {}
   for i, row in ipairs(rows) do
     if type(row) ~= "table" or type(row.name) ~= "string" or type(row.shape) ~= "table" then
-      caller.error(("ps.inspect.format_summary: row %d is none of inspect_model or get_summary"):format(i))
+      caller.error(("ps.inspect.format_summary: row %d is not a row of inspect_model or get_summary"):format(i))
     end
     local name = row.group and row.group .. "." .. row.name or row.name
     if (row.index or 0) > 0 then name = ("%s[%d]"):format(name, row.index) end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The open files of a model's weights, and their tensors as one state for load_state_dict: tensors stay in the files,
--- and are read one at a time, of a cut parameter its part. Tensors of which files have pieces (save_parallelized) are
--- put together.
+-- The open files of a model's weights, and their tensors as one state for load_state_dict. Tensors stay in the files
+-- and are read one at a time; of a cut parameter, only this rank's part is read. Tensors that are split over files
+-- (save_parallelized) are assembled.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -15,7 +15,7 @@ local settings = require "ps.pretrained.settings"
 
 local files_of = {}
 
--- A file of weights, whose tensors stay in it. A format that is known and not read is a refusal.
+-- Opens a file of weights, whose tensors stay in it. Refuses formats that are known but not supported.
 local function open_file(path, mmap)
   local ok, file = pcall(serialize.load, path, { lazy = true, mmap = mmap })
   if ok then return file end
@@ -26,7 +26,7 @@ local function open_file(path, mmap)
   return error(file, 0)
 end
 
--- The tensors that a placement has in pieces, of open files by path, as one file.
+-- The tensors that are split into pieces over files, as one file. by_path: the open files.
 local function pieced_of(placement, path, by_path)
   local self = setmetatable({ path = path, tensors = {} }, Pieced)
   for name, entry in pairs(placement.pieces) do
@@ -34,11 +34,13 @@ local function pieced_of(placement, path, by_path)
     for i, piece in ipairs(entry.pieces) do
       local file = by_path[path .. "/" .. piece.file]
       if not file or not file:has(name) then
-        error(("%s/%s has no tensor '%s', a part of which placement.json says is there"):format(path, piece.file, name),
+        error(("%s/%s has no tensor '%s', but placement.json lists a part of it in this file"):format(
+          path, piece.file, name),
           0)
       end
       if file:dtype(name) ~= entry.dtype or not rectangles.inside(file:shape(name), piece.at, piece.shape) then
-        error(("%s: '%s' is %s [%s], placement.json says that %s [%s] from [%s] on is there"):format(file.path, name,
+        error(("%s: '%s' is %s [%s], but placement.json lists %s [%s] from [%s] on in this file"):format(
+          file.path, name,
           tostring(file:dtype(name)), rectangles.text(file:shape(name)), entry.dtype, rectangles.text(piece.shape),
           rectangles.text(piece.at)), 0)
       end
@@ -52,17 +54,17 @@ end
 
 ---@class ps.pretrained.Files
 ---@field paths string[]
----@field mmap boolean tensors have their bytes in the files (ps.load)
----@field private list table[] the open files, in the order of their paths
+---@field mmap boolean the bytes of tensors stay in the files (ps.load)
+---@field private list table[] the open files, sorted by path
 ---@field private closed boolean
----@field private placement? ps.pretrained.Placement of files that save_parallelized wrote
----@field private folder? string the folder of these
+---@field private placement? ps.pretrained.Placement the placement of files that save_parallelized wrote
+---@field private folder? string the folder of these files
 local Files = {}
 Files.__index = Files
 
---- Opens files of weights. Close them when their tensors are read.
+--- Opens files of weights. Close them after their tensors are read.
 ---@param paths string[]
----@param mmap? boolean tensors have their bytes in the files (ps.load)
+---@param mmap? boolean the bytes of tensors stay in the files (ps.load)
 ---@return ps.pretrained.Files
 function files_of.open(paths, mmap)
   local self = setmetatable({ paths = paths, mmap = mmap or false, list = {}, closed = false }, Files)
@@ -81,7 +83,7 @@ function Files:close()
   for _, file in ipairs(self.list) do file:close() end
 end
 
--- An open file of these by its path: the same one, or, once they are closed, another.
+-- The open file with a path; if the files are closed, opens it again.
 local function again(self, path)
   for i, file in ipairs(self.list) do
     if self.paths[i] == path then return self.closed and open_file(path, self.mmap) or file end
@@ -90,8 +92,9 @@ end
 
 local function same_name(name) return name end
 
---- The tensors of open files as one state for load_state_dict, under the names that own_name gives; nil leaves one out.
----@param own_name? fun(name: string): string? absent: the names in the files
+--- The tensors of open files as one state for load_state_dict. own_name maps a file's name to ours; nil leaves the
+--- tensor out.
+---@param own_name? fun(name: string): string? default: the names in the files
 ---@return table state
 function Files:state(own_name)
   own_name = own_name or same_name
@@ -109,7 +112,7 @@ function Files:state(own_name)
     local file = self.list[i]
     by_path[path] = file
     for _, name in ipairs(file:names()) do
-      local elsewhere = placement and placement.weight_map[name]       -- the same is in the files of all ranks along tp
+      local elsewhere = placement and placement.weight_map[name] -- the files of all ranks along tp have the same tensor
       if not placed[name] and (not elsewhere or path:sub(-#elsewhere) == elsewhere) then take(file, name) end
     end
   end
@@ -122,8 +125,8 @@ function Files:state(own_name)
     return names
   end
   function state.has(_, name) return home[name] ~= nil end
-  --- The file that a tensor is in, its name there, and a function that gives the open file, opened again once these
-  --- are closed; of a tensor in pieces, the folder and a state.
+  --- The file of a tensor, its name there, and a function that returns the open file, which it opens again if it is
+  --- closed. For a tensor in pieces, the folder and a state.
   function state.origin(_, name)
     local file = home[name][1]
     if getmetatable(file) ~= Pieced then
@@ -139,7 +142,7 @@ function Files:state(own_name)
     home[from] = nil
     if to then home[to] = found end
   end
-  --- Whether two tensors have the same type, shape and bytes. A piece of each is in memory at a time.
+  --- Whether two tensors have the same dtype, shape and bytes. One piece of each is in memory at a time.
   function state.same(_, a, b)
     local shape, dtype, equal = state:shape(a), state:dtype(a), true
     if dtype ~= state:dtype(b) or not rectangles.same(shape, state:shape(b)) then return false end

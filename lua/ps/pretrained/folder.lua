@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Folders as Hugging Face's save_pretrained writes them: where one is, its config.json, its files of weights, and what
--- goes along when a model is saved.
+-- Folders in the form of Hugging Face's save_pretrained: finds the folder, its config.json and its files of weights,
+-- and copies companion files when a model is saved.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local json = require "cjson"
@@ -13,7 +13,7 @@ local C = native.C
 
 local folder = {}
 
--- Files that belong to a model and hold none of its weights.
+-- Files that belong to a model but have no weights.
 local COMPANIONS = { "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
   "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "encoder.json", "vocab.bpe", "tokenizer.model",
   "sentencepiece.bpe.model", "spiece.model", "chat_template.jinja", "preprocessor_config.json" }
@@ -23,12 +23,12 @@ local function is(path, mode) return lfs.attributes(path, "mode") == mode end
 local function read(path)
   local file, why = io.open(path, "rb")
   if not file then error("no model file: " .. why) end
-  local text = file:read("*a") or ""                       -- of a folder: nothing
+  local text = file:read("*a") or ""                       -- a folder reads as nothing
   file:close()
   return text
 end
 
---- A JSON file that holds an object.
+--- Reads a JSON file that holds an object.
 ---@param path string
 ---@return table
 function folder.read_json(path)
@@ -39,7 +39,7 @@ function folder.read_json(path)
   return value
 end
 
--- Where huggingface_hub keeps what it fetched.
+-- The cache folder of huggingface_hub.
 local function cache()
   local own = os.getenv "HF_HUB_CACHE" or os.getenv "HUGGINGFACE_HUB_CACHE"
   if own and own ~= "" then return own end
@@ -59,8 +59,8 @@ local function commit_of(repo, revision)
   return commit
 end
 
---- The folder of a model: the one of that path, else the one that was fetched under that name ("gpt2",
---- "google-bert/bert-base-uncased"), in Hugging Face's cache (HF_HUB_CACHE, HF_HOME). Nothing is fetched.
+--- The folder of a model: the folder with that path, else the model that was downloaded under that name ("gpt2",
+--- "google-bert/bert-base-uncased") to Hugging Face's cache (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
 ---@param name string
 ---@param revision? string a branch, tag or commit, default "main"
 ---@return string path
@@ -68,7 +68,7 @@ function folder.find(name, revision)
   caller.typed(name, "string", "from_pretrained: the folder")
   if is(name, "directory") then return name end
   if is(name, "file") then
-    error(("from_pretrained: %s is a file; give the folder that it is in, with config.json"):format(name))
+    error(("from_pretrained: %s is a file; pass its folder, which needs a config.json"):format(name))
   end
   if not name:match("^[%w%-_.]+$") and not name:match("^[%w%-_.]+/[%w%-_.]+$") or name:match("^%.+/") then
     error(("no model file: there is no %s/config.json"):format(name))
@@ -78,12 +78,13 @@ function folder.find(name, revision)
   local repo = ("%s/models--%s"):format(cache(), (name:gsub("/", "--")))
   local path = ("%s/snapshots/%s"):format(repo, commit_of(repo, revision))
   if is(path, "directory") then return path end
-  return error(("no model file: %s is no folder, and Hugging Face's cache has no such model (%s). psluajit fetches "
-    .. "nothing: `hf download %s%s` (of pip's huggingface_hub) puts it there"):format(name, path, name,
+  return error(("no model file: %s is not a folder, and Hugging Face's cache has no such model (%s). psluajit "
+    .. "downloads "
+    .. "nothing: run `hf download %s%s` (from pip's huggingface_hub) first"):format(name, path, name,
     revision ~= "main" and " --revision " .. revision or ""))
 end
 
---- The config.json of a folder; a folder that holds an adapter, or whose weights have a name of their own, is refused.
+--- The config.json of a folder. Refuses a folder that holds an adapter, or whose weights have an unusual file name.
 ---@param path string
 ---@return table
 function folder.config(path)
@@ -96,20 +97,20 @@ function folder.config(path)
   local named = fields.transformers_weights
   if named ~= nil and named ~= json.null then
     settings.refuse(path .. "/config.json", "transformers_weights", named, "weights are read from model.safetensors or "
-      .. "model.safetensors.index.json; give the file that name, and take the field out")
+      .. "model.safetensors.index.json; rename the file, and remove the field")
   end
   return fields
 end
 
--- The files that an index names, each once, in order of name.
+-- The files that an index names, each once, sorted by name.
 local function indexed(path, from)
   local map = folder.read_json(from).weight_map
-  if type(map) ~= "table" then error(from .. ": it has no weight_map, which says what is in which file") end
+  if type(map) ~= "table" then error(from .. ": it has no weight_map, which maps tensors to files") end
   local paths, seen = {}, {}
   for name, file in pairs(map) do
-    if type(file) ~= "string" then error(("%s: the weight_map names no file for '%s'"):format(from, tostring(name))) end
+    if type(file) ~= "string" then error(("%s: the weight_map has no file for '%s'"):format(from, tostring(name))) end
     if file:find("/", 1, true) then
-      error(("%s: the weight_map names '%s', which is not a file beside it"):format(from, file))
+      error(("%s: the weight_map has '%s', which is not a file in the same folder"):format(from, file))
     end
     if not seen[file] then paths[#paths + 1] = path .. "/" .. file end
     seen[file] = true
@@ -118,8 +119,8 @@ local function indexed(path, from)
   return paths
 end
 
---- The files with a folder's weights, safetensors before PyTorch's, whole ones before indexed ones, as Hugging Face
---- looks for them.
+--- The files with a folder's weights, in Hugging Face's order of preference: safetensors before PyTorch's, whole files
+--- before an index.
 ---@param path string the folder
 ---@return string[]
 function folder.files(path)
@@ -136,14 +137,14 @@ end
 
 local PARALLEL = "^pytorch_model_tp_(%d+)_pp_(%d+)%.bin$"
 
----@class ps.pretrained.Placement what placement.json says (ps/pretrained/parallel.lua)
+---@class ps.pretrained.Placement the contents of placement.json (ps/pretrained/parallel.lua)
 ---@field pipeline_parallel_size integer
 ---@field tensor_parallel_size integer
 ---@field weight_map table<string, string>
----@field pieces table<string, {dtype: string, shape: integer[], pieces: {file: string, offset: integer[],
----  shape: integer[], at: integer[]}[]}> of tensors that are in several pieces
+---@field pieces table<string, {dtype: string, shape: integer[], pieces: {file: string, offset: integer[], shape:
+---  integer[], at: integer[]}[]}> for tensors that are in several pieces
 
--- Checks what is said of a tensor in pieces.
+-- Checks the entry of a tensor in pieces.
 local function check_placed(path, name, entry)
   local fine = type(entry) == "table" and type(entry.dtype) == "string" and type(entry.shape) == "table"
     and type(entry.pieces) == "table" and entry.pieces[1] ~= nil
@@ -152,10 +153,10 @@ local function check_placed(path, name, entry)
       and rectangles.inside(entry.shape, piece.offset, piece.shape) and type(piece.at) == "table"
       and #piece.at == #entry.shape
   end
-  if not fine then error(("%s: it does not say where '%s' is: dtype, shape and pieces"):format(path, name), 0) end
+  if not fine then error(("%s: the entry of '%s' needs dtype, shape and pieces"):format(path, name), 0) end
 end
 
---- What the placement.json of a folder says; nil: there is none.
+--- Reads the placement.json of a folder; nil: there is none.
 ---@param path string the folder
 ---@return ps.pretrained.Placement?
 function folder.placement(path)
@@ -163,7 +164,7 @@ function folder.placement(path)
   if not is(from, "file") then return nil end
   local placement = folder.read_json(from)
   if placement.version ~= 1 and placement.version ~= 2 then
-    error(("%s is of version %s; this psluajit reads versions 1 and 2"):format(from, tostring(placement.version)), 0)
+    error(("%s has version %s; this psluajit reads versions 1 and 2"):format(from, tostring(placement.version)), 0)
   end
   placement.pieces = placement.version == 2 and placement.pieces or {}
   for key, kind in pairs { pipeline_parallel_size = "number", tensor_parallel_size = "number", weight_map = "table",
@@ -171,14 +172,14 @@ function folder.placement(path)
     if type(placement[key]) ~= kind then error(("%s: it has no %s"):format(from, key), 0) end
   end
   for name, file in pairs(placement.weight_map) do
-    if type(file) ~= "string" then error(("%s: the weight_map names no file for '%s'"):format(from, name), 0) end
+    if type(file) ~= "string" then error(("%s: the weight_map has no file for '%s'"):format(from, name), 0) end
   end
   for name, entry in pairs(placement.pieces) do check_placed(from, name, entry) end
   return placement
 end
 
---- The files of a folder that OSLO's save_parallelized, or ours, wrote, stage by stage; nil: it has none. A missing
---- file is an error, and so are OSLO's own files of tensor-parallel ranks, which do not say how layers were cut.
+--- The files of a folder from OSLO's save_parallelized, or from ours, stage by stage; nil: it has none. A missing file
+--- is an error. So are OSLO's own files of tensor-parallel ranks, which do not record how layers were cut.
 ---@param path string
 ---@return string[]?
 function folder.stages(path)
@@ -194,8 +195,8 @@ function folder.stages(path)
   if tp_size == 0 then return nil end
   local placement = folder.placement(path)
   if tp_size > 1 and not (placement and next(placement.pieces)) then
-    error(("%s/pytorch_model_tp_%d_pp_0.bin is of a rank that has parts of layers (tensor parallelism); without "
-      .. "placement.json, as save_parallelized writes it, nothing says how they were cut"):format(path, tp_size - 1))
+    error(("%s/pytorch_model_tp_%d_pp_0.bin has parts of layers (tensor parallelism), but without "
+      .. "a placement.json from save_parallelized it is unknown how they were cut"):format(path, tp_size - 1))
   end
   local list = {}
   for pp = 0, pp_size - 1 do
@@ -209,13 +210,13 @@ function folder.stages(path)
     end
   end
   if placement and (placement.pipeline_parallel_size ~= pp_size or placement.tensor_parallel_size ~= tp_size) then
-    error(("%s has files of %d stages and %d ranks along tp, placement.json says %s and %s"):format(path, pp_size,
+    error(("%s has files of %d stages and %d ranks along tp, but placement.json says %s and %s"):format(path, pp_size,
       tp_size, tostring(placement.pipeline_parallel_size), tostring(placement.tensor_parallel_size)))
   end
   return list
 end
 
---- The placement of files that save_parallelized wrote of cut layers; nil: these files are none.
+--- The placement of files of cut layers from save_parallelized; nil: these files have none.
 ---@param paths string[]
 ---@return ps.pretrained.Placement? placement
 ---@return string? path the folder
@@ -228,7 +229,7 @@ function folder.placed(paths)
   end
 end
 
---- Whether a file belongs to a model and holds none of its weights.
+--- Whether a file belongs to a model but has no weights.
 ---@param name string
 ---@return boolean
 function folder.is_companion(name)
@@ -236,7 +237,7 @@ function folder.is_companion(name)
   return false
 end
 
---- Copies a model's other files (tokenizer, generation settings) to a folder, where it lacks them.
+--- Copies a model's other files (tokenizer, generation settings) to a folder, unless it has them.
 ---@param from string
 ---@param to string
 function folder.copy_companions(from, to)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Continues token sequences with a causal model, whose keys and values are cached (generate_rows.lua says what a model
--- gives for that).
+-- Continues token sequences with a causal model, whose keys and values are cached (generate_rows.lua describes the
+-- functions that a model needs for this).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local beams = require "ps.pretrained.generate_beams"
@@ -20,7 +20,7 @@ local function last(list, n)
   return tail
 end
 
--- Draws a token for each row, writes it behind the row, and gives them as a list.
+-- Draws a token for each row, appends it, and returns the tokens as a list.
 local function draw(rows, chosen, offset)
   local logits = generate_choose.process(rows:logits(), rows, chosen, rows.model.together)
   local ids = native.ops.sample(logits, chosen.temperature, chosen.top_p, chosen.top_k, chosen.seed, offset,
@@ -29,7 +29,8 @@ local function draw(rows, chosen, offset)
   return ids:tolist()
 end
 
--- What a script follows the tokens with: on_token and on_text of the rows that go on. False: it stops.
+-- Calls the script's on_token, and on_text for the rows that continue. Returns false if one of them stops the
+-- generation.
 local function tell_here(chosen, streams, ids, ended, i)
   local go_on = true
   if chosen.on_text then
@@ -44,7 +45,7 @@ local function tell_here(chosen, streams, ids, ended, i)
   return go_on
 end
 
--- The same of several ranks: it stops where one of them stops.
+-- The same on several ranks: all stop if one of them stops.
 local function tell(model, chosen, ...)
   if not chosen.followed then return true end
   if not model.together then return tell_here(chosen, ...) end
@@ -77,7 +78,7 @@ local function run(model, prompts, n, chosen)
   return results
 end
 
--- The prompts as lists of ids, and whether there is but one, which was not in a list.
+-- The prompts as lists of ids, and whether the argument was a single prompt, outside a list.
 local function prompts_of(prompt)
   local mask
   if type(prompt) == "table" and prompt.input_ids ~= nil then
@@ -86,7 +87,7 @@ local function prompts_of(prompt)
     if mask ~= nil then caller.typed(mask, "table", "generate: attention_mask") end
   end
   if type(prompt) ~= "table" and not scope.is_tensor(prompt) then
-    error("generate: the prompt is a list of token ids or a tensor, not " .. tostring(prompt))
+    error("generate: the prompt must be a list of token ids or a tensor, not " .. tostring(prompt))
   end
   if type(prompt) == "cdata" then prompt = prompt:tolist() end
   local single = type(prompt[1]) ~= "table"
@@ -96,35 +97,36 @@ local function prompts_of(prompt)
     caller.typed(row, "table", "generate: a prompt")
     local seen = mask and (single and type(mask[1]) ~= "table" and mask or mask[r])
     if mask and (type(seen) ~= "table" or #seen ~= #row) then
-      error(("generate: input_ids has %d ids in row %d, attention_mask %d numbers"):format(#row, r,
+      error(("generate: input_ids has %d ids in row %d, but attention_mask has %d numbers"):format(#row, r,
         type(seen) == "table" and #seen or 0))
     end
     for i, id in ipairs(row) do
       caller.whole(id, "generate: a token id", 0)
       if not mask or seen[i] ~= 0 and seen[i] ~= false then table.insert(prompts[r], id) end
     end
-    if #prompts[r] == 0 then error(("generate: prompt %d is empty; it must have a token at least"):format(r)) end
+    if #prompts[r] == 0 then error(("generate: prompt %d is empty; it must have at least one token"):format(r)) end
   end
   return prompts, single
 end
 
-local DEFAULT = 20                                     -- tokens that transformers adds where nothing gives a count
+local DEFAULT = 20                      -- number of tokens that transformers adds if neither options nor files set one
 
--- Tokens to add, where a call leaves that to its options or to the model's files. A length counts the longest prompt.
+-- The number of tokens to add, from the options or the model's files if the call has no count. A length includes the
+-- longest prompt.
 local function count(model, n, options, file, prompts)
   options = options or {}
   local longest, config = 0, model.config or {}
   for _, prompt in ipairs(prompts) do longest = math.max(longest, #prompt) end
   for _, key in ipairs { "max_new_tokens", "max_length" } do
     if n ~= nil and options[key] ~= nil then
-      error(("generate: %s tokens are asked for, and %s = %s: give one of them"):format(tostring(n), key,
+      error(("generate: the call asks for %s tokens, and %s = %s: pass one of the two"):format(tostring(n), key,
         tostring(options[key])))
     end
   end
   if n == nil then n = options.max_new_tokens end
   if n == nil and options.max_length then
     if options.max_length <= longest then
-      error(("generate: max_length is %d, and a prompt has %d tokens; raise it, or give max_new_tokens"):format(
+      error(("generate: max_length is %d, but a prompt has %d tokens; raise it, or set max_new_tokens"):format(
         options.max_length, longest))
     end
     n = options.max_length - longest
@@ -138,27 +140,27 @@ local function count(model, n, options, file, prompts)
   return caller.whole(n, "generate: the number of tokens", 0)
 end
 
---- Continues token sequences. Keys and values are cached. When all positions of GPT-2 are full, it goes on from the
---- last half; rotary embedding has no last position.
---- Settings that are left out are those of the model's generation_config.json, where it came with one.
+--- Continues token sequences. Keys and values are cached. When all positions of GPT-2 are full, generation continues
+--- from the last half; rotary embedding has no last position. Missing settings come from the model's
+--- generation_config.json, if it has one.
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
----  or what a tokenizer gives: { input_ids =, attention_mask = }, whose masked ids are left out
----@param n? integer tokens to add at most; default max_new_tokens or max_length of the options, then of the file, else
----  20, as far as the model has positions. The options may stand in its place
----@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean,
----  seed?: integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer,
----  eos_token_id?: integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer,
----  num_beams?: integer, length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer,
----  logits_processor?: (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor),
----  on_token?: (fun(id: integer|integer[], i: integer): boolean?),
----  on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean}
----  temperature 0, or do_sample = false, takes the likeliest; min_p: tokens that are so much less likely than the first
----  are left out, after top_k and top_p; a sequence ends behind a token of eos_token_id, and behind one in which a stop
----  string ends; logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V], of beams log
----  probabilities; on_token gets -1 of rows that have ended; on_token and on_text may stop with false; with
----  skip_special_tokens on_text gets no text of special tokens; without a seed the engine's random numbers are used
----@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists where num_return_sequences > 1
+---  or the result of a tokenizer: { input_ids =, attention_mask = }, whose masked ids are left out
+---@param n? integer the most tokens to add; default max_new_tokens or max_length of the options, then of the file,
+---  else 20, limited by the model's positions. The options may take its place
+---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean, seed?:
+---  integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer, eos_token_id?:
+---  integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,
+---  length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer, logits_processor?:
+---  (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor), on_token?: (fun(id: integer|integer[], i: integer): boolean?),
+---  on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean} temperature 0, or do_sample =
+---  false, takes the likeliest token; min_p: drops tokens with less than this fraction of the likeliest token's
+---  probability, after top_k and top_p; a sequence ends after a token of eos_token_id, and after the token in which a
+---  stop string ends; logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V] (with beams: log
+---  probabilities); on_token gets -1 for rows that have ended; on_token and on_text stop the generation by returning
+---  false; with skip_special_tokens on_text gets no text of special tokens; without a seed the engine's random numbers
+---  are used
+---@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists if num_return_sequences > 1
 return function(model, prompt, n, options)
   if options == nil and type(n) == "table" then n, options = nil, n end
   local function read()

@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Beam search as transformers 5 has it: of each prompt the `num_beams` likeliest continuations go on, and the best of
--- those that have ended stay. A score is the sum of a continuation's log probabilities; of one that has ended it is
--- divided by its length to the power length_penalty.
--- Sizes: B prompts, K beams, V words.
+-- Beam search as in transformers 5: the `num_beams` likeliest continuations of each prompt continue, and the best of
+-- those that have ended are kept. A score is the sum of a continuation's log probabilities, divided by its length to
+-- the power length_penalty once it has ended. Sizes: B prompts, K beams, V words.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local generate_choose = require "ps.pretrained.generate_choose"
@@ -10,12 +9,12 @@ local copied = require "ps.core.copied"
 
 local beams = {}
 
-local NEVER = -1e9                                         -- below every score; infinity would make NaN of sums
+local NEVER = -1e9                                         -- below every score; infinity would make sums NaN
 
 ---@class ps.pretrained.Beam
 ---@field score number
 ---@field token? integer
----@field parent? ps.pretrained.Beam what it continues; nil: the prompt
+---@field parent? ps.pretrained.Beam the beam that it continues; nil: the prompt
 
 -- The last tokens of a prompt and its continuation, at most n.
 local function tail_of(beam, prompt, n)
@@ -34,7 +33,7 @@ local function ids_of(beam, prompt)
   return ids
 end
 
--- The likeliest continuations by one token: values and words of [B, K * V], the largest first.
+-- The likeliest continuations by one token: scores and words of [B, K * V], the largest first.
 local function candidates(rows, running, K, keep, chosen)
   local B = #running
   return scope.scope(function()
@@ -51,7 +50,7 @@ local function candidates(rows, running, K, keep, chosen)
   end)
 end
 
--- Takes candidates that have ended among the K best of a prompt's finished ones.
+-- Adds candidates that have ended to a prompt's K best finished ones.
 local function finish(state, found, K, length, chosen)
   if not state.improvable or chosen.early_stopping == true and #state.finished == K then return end
   for rank, beam in ipairs(found) do
@@ -65,7 +64,7 @@ local function finish(state, found, K, length, chosen)
   end
 end
 
--- The K candidates to go on with: those that have not ended, in their order, before those that have.
+-- The K candidates that continue: first those that have not ended, then those that have, each in their order.
 local function go_on(found, K)
   local list = {}
   for _, beam in ipairs(found) do if not beam.ended and #list < K then list[#list + 1] = beam end end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019,
--- "CTRL"), n-grams that may not come again, an end that is not allowed yet, and a user's function. Padding never
--- counts. Sizes: R rows, L columns so far, V words.
+-- Changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019, "CTRL"),
+-- n-grams that must not repeat, an end that is not allowed yet, and a user's function. Padding never counts. Sizes: R
+-- rows, L columns so far, V words.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -12,7 +12,8 @@ local error = caller.error
 
 local choose = {}
 
--- Which words a bool [R, n] of columns has: bool [R, V]. ids int [R, n]; chosen nil: all.
+-- The words that occur in the columns where the bool [R, n] is true: bool [R, V]. ids int [R, n]; chosen nil: all
+-- columns.
 local function words(logits, ids, chosen)
   local zero = create.zeros(logits:shape(), { dtype = "fp32", device = logits:device() })
   local one
@@ -27,9 +28,9 @@ local function less_repetition(logits, rows, penalty)
   return tensors.where(seen, scaled, logits)
 end
 
--- Forbids words that would end a row with n tokens which are in it already.
+-- Forbids words that would complete an n-gram which the row already has.
 local function no_ngram_again(logits, rows, n)
-  local ids, m = rows.ids, rows.length - n + 1                          -- m: places where n tokens stand
+  local ids, m = rows.ids, rows.length - n + 1                          -- m: number of n-grams
   if m < 1 then return logits end
   local found = rows:real(m)
   for i = 0, n - 2 do
@@ -44,7 +45,7 @@ end
 ---@param logits ps.Tensor fp32 [R, V]; may be overwritten
 ---@param rows ps.pretrained.Rows
 ---@param chosen table generate's settings
----@param together? fun(fn: fun(): boolean): boolean of several ranks: runs fn, whose error on one is an error of all
+---@param together? fun(fn: fun(): boolean): boolean for several ranks: runs fn; an error of one is one of all
 ---@return ps.Tensor
 function choose.process(logits, rows, chosen, together)
   if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end
@@ -56,7 +57,7 @@ function choose.process(logits, rows, chosen, together)
     local shape = logits:shape()
     logits = chosen.logits_processor(rows.ids:narrow(1, 0, rows.length), logits)
     if not scope.is_tensor(logits) or not same_shape(logits:shape(), shape) then
-      error(("generate: logits_processor must give logits [%d, %d]"):format(shape[1], shape[2]), 0)
+      error(("generate: logits_processor must return logits [%d, %d]"):format(shape[1], shape[2]), 0)
     end
     return true
   end

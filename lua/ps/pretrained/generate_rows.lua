@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sequences that a causal model continues: their tokens in one tensor, padded left, and the keys and values of what the
--- model has read. A model gives:
+-- Sequences that a causal model continues: their tokens in one tensor, padded on the left, and the keys and values of
+-- the columns that the model has read. A model needs these functions:
 --   positions()                  how many positions it has; math.huge: any number
 --   new_caches(R, S)             by layer a table of tensors [R rows, ., S positions, .]
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
@@ -19,14 +19,14 @@ local create = require "ps.tensor.create"
 ---@class ps.pretrained.Rows
 ---@field model ps.pretrained.Model
 ---@field count integer R
----@field copies integer rows of each prompt, one after the other
+---@field copies integer rows per prompt, one after the other
 ---@field ids ps.Tensor int32 [R, L]; a prompt's last token is in column `width` - 1
 ---@field width integer columns of the prompts
 ---@field length integer columns that are filled
----@field parts ps.nn.Part[]? of the model, where it has parts: one list for all tokens
+---@field parts ps.nn.Part[]? the model's parts, if it has them: one list for all tokens
 ---@field starts integer[] by row: the column, from 0, of its first token
 ---@field lead integer the largest of them
----@field base integer? the column of ids that is position 0 of the caches; nil before the first logits
+---@field base integer? the column of ids at position 0 of the caches; nil before the first logits
 ---@field at integer columns, from base on, whose keys and values are in the caches
 local Rows = {}
 Rows.__index = Rows
@@ -35,11 +35,11 @@ local rows = {}
 
 local function device_of(model) return model.where_ids or model:parameters()[1]:device() end
 
---- Rows of some prompts, with room for n tokens more.
+--- Makes the rows of some prompts, with room for n more tokens.
 ---@param model ps.pretrained.Model
 ---@param prompts integer[][] none of them empty
 ---@param n integer
----@param copies integer rows of each prompt
+---@param copies integer rows per prompt
 ---@return ps.pretrained.Rows
 function rows.new(model, prompts, n, copies)
   local width, columns, starts = 0, {}, {}
@@ -60,13 +60,13 @@ function rows.new(model, prompts, n, copies)
   return self
 end
 
--- Numbers of columns `first`, ... that are compared with starts: int64 [1, n] and [R, 1].
+-- The numbers of columns `first`, ... for a comparison with starts: int64 [1, n] and [R, 1].
 local function columns_and_starts(self, first, n, starts)
   local where = { dtype = "int64", device = self.ids:device() }
   return create.arange(first, first + n, 1, where):reshape(1, n), create.tensor(starts, where):reshape(self.count, 1)
 end
 
---- Which of the first n columns are tokens and no padding, bool [R, n]; nil: all.
+--- Which of the first n columns hold tokens, not padding, bool [R, n]; nil: all.
 ---@param n integer
 ---@return ps.Tensor?
 function Rows:real(n)
@@ -75,7 +75,7 @@ function Rows:real(n)
   return columns:ge(starts)
 end
 
--- Begins reading again at a column: the caches are empty, and the column is position 0.
+-- Restarts reading at a column: empties the caches, and makes the column position 0.
 local function read_from(self, base)
   self.caches = self.caches or self.model:new_caches(self.count, self.window)
   self.base, self.at, self.mask, self.shift = base, 0, nil, nil
@@ -86,7 +86,7 @@ local function read_from(self, base)
   end
 end
 
---- Makes room in the caches. When all positions that a model has are full, reading begins again with the last half.
+--- Makes room in the caches. When all of the model's positions are full, reading restarts with the last half.
 function Rows:ready()
   if not self.base then read_from(self, math.max(0, self.length - self.window))
   elseif self.at >= self.window then read_from(self, self.length - math.ceil(self.window / 2)) end
@@ -95,7 +95,7 @@ end
 -- The caches, masks and ids of every `copies`-th row, from 0 on.
 local function firsts(self, t) return t:slice(0, 0, self.count, self.copies) end
 
--- Gives the copies of each row what its first one has read: columns up to n.
+-- Copies what the first row of each prompt has read to the other rows of the prompt: columns up to n.
 local function hand_on(self, n)
   local prompts = self.count / self.copies
   for _, layer in pairs(self.caches) do
@@ -106,11 +106,11 @@ local function hand_on(self, n)
   end
 end
 
---- Reads the columns that the model has not seen; call ready before, outside of the scope of this call.
----@return ps.Tensor logits fp32 [R, V] of what follows them
+--- Reads the columns that the model has not seen. Call ready first, outside the scope of this call.
+---@return ps.Tensor logits fp32 [R, V] for the next token
 function Rows:logits()
   local from, n = self.base + self.at, self.length - self.base - self.at
-  local once = self.copies > 1 and self.at == 0 and self.length == self.width   -- the copies are still alike
+  local once = self.copies > 1 and self.at == 0 and self.length == self.width   -- the copies are still equal
   local function part(t)
     if t == nil or not once then return t end
     return firsts(self, t)
@@ -146,8 +146,8 @@ function Rows:append(ids)
   self.length = self.length + 1
 end
 
---- Gives each row the tokens, keys and values of another one that continues the same prompt.
----@param order integer[] by row: the other one, from 0
+--- Replaces each row's tokens, keys and values by those of another row that continues the same prompt.
+---@param order integer[] by row: the number of the other row, from 0
 function Rows:reorder(order)
   local same = true
   for r, other in ipairs(order) do same = same and other == r - 1 end
@@ -157,7 +157,7 @@ function Rows:reorder(order)
     local written = self.ids:narrow(1, self.width, self.length - self.width)
     written:copy_(written:index_select(0, index))
   end
-  local first = math.max(0, self.width - self.base)                     -- columns of the prompt are the same
+  local first = math.max(0, self.width - self.base)                     -- the prompt's columns are equal
   if first >= self.at then return end
   for _, layer in pairs(self.caches) do
     for _, t in pairs(layer) do

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What generate is asked for: a script's options, then the generation_config.json of the folder that a model came from,
--- by transformers' names and with its meaning. What changes the tokens and is not supported is refused by name.
+-- The settings of generate: a script's options, then the generation_config.json of the model's folder, under
+-- transformers' names and with their meaning. A setting that would change the tokens and is not supported is refused by
+-- name.
 local caller = require "ps.core.caller"
 local folder = require "ps.pretrained.folder"
 local json = require "cjson"
@@ -20,12 +21,12 @@ local OPTIONS = { temperature = "number", top_k = "whole", top_p = "number", min
   logits_processor = "callable", on_token = "callable", on_text = "callable",
   skip_special_tokens = "boolean" }
 
--- Of a file: what is followed, and the kind of each.
+-- The settings of a file that are followed, and the kind of each.
 local FOLLOWED = { temperature = "number", top_k = "number", top_p = "number", min_p = "number", do_sample = "boolean",
   repetition_penalty = "number", no_repeat_ngram_size = "number", min_new_tokens = "number", eos_token_id = "any",
   stop_strings = "any", num_beams = "number", length_penalty = "number", early_stopping = "any",
   num_return_sequences = "number", max_new_tokens = "number", max_length = "number" }
--- Of a file: what changes tokens here or in transformers, and the values with which it does not.
+-- The settings of a file that change tokens, here or in transformers, and the values with which they do not.
 local REFUSED = { typical_p = { 1 }, top_h = {}, epsilon_cutoff = { 0 }, eta_cutoff = { 0 }, penalty_alpha = { 0 },
   encoder_repetition_penalty = { 1 }, encoder_no_repeat_ngram_size = { 0 }, bad_words_ids = {}, sequence_bias = {},
   suppress_tokens = {}, begin_suppress_tokens = {}, forced_bos_token_id = {}, forced_eos_token_id = {},
@@ -41,7 +42,8 @@ local function is_neutral(value, neutral)
   return false
 end
 
--- generation_config.json of a model, checked. Where there is no such file, config.json may say the same, as it did.
+-- Reads and checks a model's generation_config.json. If there is none, config.json may have the same fields, as in
+-- older folders.
 local function file_of(model)
   local known = rawget(model, "generation_config")
   if known then return known end
@@ -51,7 +53,7 @@ local function file_of(model)
   if not fields then path = (model.source and model.source .. "/" or "") .. "config.json" end
   for key, value in pairs(fields or model.config) do
     if REFUSED[key] and not is_neutral(value, REFUSED[key]) then
-      rules.refuse(path, key, value, "generate does not follow it; take it out of the file")
+      rules.refuse(path, key, value, "generate does not support it; remove it from the file")
     end
     if FOLLOWED[key] and value ~= json.null then
       if FOLLOWED[key] ~= "any" then caller.typed(value, FOLLOWED[key], ("%s: %s"):format(path, key)) end
@@ -69,21 +71,23 @@ local function within(chosen, key, low, high, words)
   end
 end
 
--- Ids that end a sequence: a set, and their number.
+-- The ids that end a sequence: a set, and their number.
 local function ends(value, vocabulary)
   local set, count = {}, 0
   if value == nil or value == false then return set, count end
-  if value == true then error("generate: eos_token_id is true; it takes an id, a list of ids, or false") end
+  if value == true then error("generate: eos_token_id is true; it must be an id, a list of ids, or false") end
   for _, id in ipairs(type(value) == "table" and value or { value }) do
     caller.whole(id, "generate: eos_token_id", 0)
-    if id >= vocabulary then error(("generate: eos_token_id is %d, the model has %d words"):format(id, vocabulary)) end
+    if id >= vocabulary then
+      error(("generate: eos_token_id is %d, but the model has %d words"):format(id, vocabulary))
+    end
     if not set[id] then set[id], count = true, count + 1 end
   end
   return set, count
 end
 
--- Temperature 0 takes the likeliest token. Without any word on it a model without generation_config.json samples, and
--- one with the file does what that says, as transformers.
+-- Temperature 0 takes the likeliest token. Without any setting, a model without generation_config.json samples, and one
+-- with the file follows it, as in transformers.
 local function choose_temperature(chosen, given, file)
   local asked = given.temperature or given.top_k or given.top_p or given.min_p
   local sample = given.do_sample
@@ -95,10 +99,10 @@ local function choose_temperature(chosen, given, file)
     end
     chosen.temperature = 0
   elseif file.do_sample and not given.top_k and not file.top_k then
-    chosen.top_k = 50                                       -- transformers' own
+    chosen.top_k = 50                                       -- the default of transformers
   end
   if chosen.num_beams > 1 and chosen.temperature ~= 0 then
-    rules.refuse("generate", "num_beams", chosen.num_beams, "beams are not sampled; give temperature = 0")
+    rules.refuse("generate", "num_beams", chosen.num_beams, "beams are not sampled; set temperature = 0")
   end
 end
 
@@ -111,19 +115,19 @@ local function stop_strings(chosen)
     if one == "" then error("generate: a stop string is empty") end
   end
   if strings and #strings > 0 then
-    if not chosen.tokenizer then error("generate: stop_strings need the tokenizer: { tokenizer = tok }") end
+    if not chosen.tokenizer then error("generate: stop_strings need the tokenizer: pass { tokenizer = tok }") end
     chosen.stops, chosen.tail = text.stops(strings, chosen.tokenizer)
   end
   if chosen.on_text and not chosen.tokenizer then
-    error("generate: on_text needs the tokenizer: { tokenizer = tok }")
+    error("generate: on_text needs the tokenizer: pass { tokenizer = tok }")
   end
 end
 
---- Everything that generate goes by.
+--- All settings of a call of generate.
 ---@param model ps.pretrained.Model
 ---@param options? table see generate
 ---@return table chosen the settings; eos: a set; stops and tail: see generate_text
----@return table file what generation_config.json says
+---@return table file the contents of generation_config.json
 function settings.of(model, options)
   local given = caller.options(options, "generate", OPTIONS)
   local file = file_of(model)
@@ -137,7 +141,7 @@ function settings.of(model, options)
   end
   for _, key in ipairs { "num_beams", "num_return_sequences" } do caller.whole(chosen[key], "generate: " .. key, 1) end
   within(chosen, "temperature", 0, math.huge, "0 or more")
-  within(chosen, "top_p", 1e-300, 1, "above 0, and 1 at most")
+  within(chosen, "top_p", 1e-300, 1, "above 0 and at most 1")
   within(chosen, "min_p", 0, 1, "in [0, 1]")
   within(chosen, "repetition_penalty", 1e-300, math.huge, "above 0")
   within(chosen, "length_penalty", -math.huge, math.huge, "a number")
@@ -146,10 +150,10 @@ function settings.of(model, options)
   else caller.typed(chosen.early_stopping, "boolean", "generate: early_stopping") end
   choose_temperature(chosen, given, file)
   if chosen.num_beams > 1 and (chosen.on_token or chosen.on_text) then
-    error("generate: beams change as they grow, so that on_token and on_text cannot follow them")
+    error("generate: on_token and on_text do not work with beams, whose earlier tokens can change")
   end
   if chosen.num_beams > 1 and chosen.num_return_sequences > chosen.num_beams then
-    error(("generate: num_return_sequences is %d, of %d beams; raise num_beams"):format(
+    error(("generate: num_return_sequences is %d, but there are %d beams; raise num_beams"):format(
       chosen.num_return_sequences, chosen.num_beams))
   end
   if given.seed then caller.seed(given.seed, "generate: seed") end
@@ -167,7 +171,7 @@ local function words(value)
   return "{ " .. table.concat(list, ", ") .. " }"
 end
 
---- What decides the tokens, as pairs {name, value}: what the ranks of a pipeline compare.
+--- The settings that decide the tokens, as pairs {name, value}, which the ranks of a pipeline compare.
 ---@param request {prompts: integer[][], n: integer, chosen: table}
 ---@return string[][]
 function settings.told(request)
@@ -178,7 +182,7 @@ function settings.told(request)
   local keys = {}
   for key in pairs(OPTIONS) do keys[#keys + 1] = key end
   table.sort(keys)
-  for _, key in ipairs(keys) do                            -- those that follow the text may be on one rank alone
+  for _, key in ipairs(keys) do                            -- callbacks may be set on one rank only
     local follows = key == "on_token" or key == "on_text" or key == "tokenizer" or key == "skip_special_tokens"
     if key ~= "seed" and not follows then list[#list + 1] = { key, words(chosen[key]) } end
   end
@@ -187,7 +191,7 @@ function settings.told(request)
   return list
 end
 
---- The seed of what is drawn: the one that was given, else from the engine's random numbers.
+--- The seed for drawing: the given one, else from the engine's random numbers.
 ---@param chosen table
 ---@return integer
 function settings.seed(chosen)

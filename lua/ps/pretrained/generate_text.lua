@@ -1,25 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Text of tokens that come one by one: the pieces that are whole characters, and whether a stop string has come.
+-- The text of tokens that arrive one by one: pieces of whole characters, and whether a stop string was completed.
 local copied = require "ps.core.copied"
 
 local text = {}
 
-local BROKEN = "\239\191\189"                              -- U+FFFD: of a character whose last bytes are still to come
-local BEFORE = 8                                           -- tokens of the prompt that a first piece is decoded behind
+local BROKEN = "\239\191\189"                              -- U+FFFD: a character whose last bytes are missing
+local BEFORE = 8                                       -- tokens of the prompt before the first piece, for its decoding
 
 ---@class ps.pretrained.Stream
 ---@field tokenizer ps.Tokenizer
 ---@field ids integer[]
----@field first boolean no piece has come yet
----@field how {skip_special_tokens: boolean} of the tokenizer's decode
+---@field first boolean there was no piece yet
+---@field how {skip_special_tokens: boolean} options of the tokenizer's decode
 local Stream = {}
 Stream.__index = Stream
 
---- Pieces of text of one sequence. A piece is decoded behind the one before it, since a token's text can depend on what
---- stands in front of it: a blank of Llama 2's is none at a text's beginning.
+--- Pieces of text of one sequence. A piece is decoded together with the one before it, since a token's text can depend
+--- on the text before it: Llama 2's blank disappears at the beginning of a text.
 ---@param tokenizer ps.Tokenizer
----@param prompt? integer[] what the sequence goes on from
----@param skip? boolean special tokens have no text
+---@param prompt? integer[] the ids that the sequence continues
+---@param skip? boolean leave out the text of special tokens
 ---@return ps.pretrained.Stream
 function text.stream(tokenizer, prompt, skip)
   local before = {}
@@ -49,7 +49,7 @@ local function give(self, last)
   return all:sub(#shown + 1)
 end
 
---- The text that one more token completes; nil: no whole character.
+--- Adds a token, and returns the text that it completes; nil: no whole character.
 ---@param id integer
 ---@return string?
 function Stream:add(id)
@@ -58,7 +58,7 @@ function Stream:add(id)
   return piece ~= "" and piece or nil
 end
 
---- What is left of characters that are not whole.
+--- The rest of the text, with incomplete characters.
 ---@return string?
 function Stream:finish()
   if #self.ids == 0 then return nil end
@@ -67,7 +67,7 @@ function Stream:finish()
 end
 
 --- A function that tells whether a sequence, given as the list of its last tokens, ends with a token in which one of
---- the strings ends; and how many tokens it needs.
+--- the strings ends; and the number of tokens that it needs.
 ---@param strings string[]
 ---@param tokenizer ps.Tokenizer
 ---@return fun(tail: integer[]): boolean

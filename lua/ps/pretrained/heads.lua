@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What heads share, with transformers' meaning: batches by names, masks, the losses of classification and of question
--- answering; and what models share that generate: caches and attention with them.
+-- Functions that heads share, with transformers' meaning: named batches, masks, the losses of classification and of
+-- question answering; and for models that generate: caches, and attention with them.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
@@ -20,17 +20,17 @@ local heads = {}
 
 local function shape_text(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
---- An error of token ids [B, T] of which there are none.
+--- Refuses token ids [B, T] without any token.
 ---@param who string
 ---@param ids ps.Tensor
 function heads.some_tokens(who, ids)
   if ids:numel() > 0 then return end
-  error(("%s: the token ids are %s, which is no token: give one row or more, of one token or more"):format(who,
+  error(("%s: the token ids are %s, which has no tokens: pass at least one row of at least one token"):format(who,
     shape_text(ids)), 0)
 end
 
---- What a model was called with, as a batch by names: token ids alone are { input_ids = }, and positions [T] are those
---- of each row. The model's class says what it takes, `inputs`: name -> "tensor".
+--- A model's arguments as a named batch: token ids alone become { input_ids = }, and positions [T] apply to each row.
+--- The model's class defines the allowed names in `inputs`: name -> "tensor".
 ---@param model ps.pretrained.Model
 ---@param given any
 ---@return table batch
@@ -57,7 +57,8 @@ function heads.batch(model, given)
   return given
 end
 
---- The tensors of a batch that must have the shape of input_ids [B, T]; those in `loose` may have one row for all.
+--- Checks the tensors of a batch that must have the shape of input_ids [B, T]; those in `loose` may have one row for
+--- all.
 ---@param who string
 ---@param given table
 ---@param names string[]
@@ -67,27 +68,27 @@ function heads.same_shapes(who, given, names, loose)
   for _, name in ipairs(names) do
     local t = given[name]
     if t ~= nil and name == "attention_mask" and t:dim() > 2 then
-      settings.refuse(who, name, shape_text(t), "masks are [batch, positions]")
+      settings.refuse(who, name, shape_text(t), "masks must be [batch, positions]")
     end
     local one_row = t ~= nil and loose and loose[name] and t:dim() == 2 and t:size(0) == 1 and t:size(1) == ids:size(1)
     if t ~= nil and not one_row and not same_shape(t:shape(), ids:shape()) then
-      error(("%s: %s is %s, input_ids is %s"):format(who, name, shape_text(t), shape_text(ids)), 0)
+      error(("%s: %s is %s, but input_ids is %s"):format(who, name, shape_text(t), shape_text(ids)), 0)
     end
   end
 end
 
---- The token ids must be where a weight is that computes with what they look up. A weight that lies elsewhere, with
---- another stage of the model, says nothing.
+--- Checks that the token ids are on the device of a weight that computes with the looked-up vectors. A weight that
+--- another stage of the model holds is skipped.
 ---@param who string
 ---@param ids ps.Tensor
 ---@param weight ps.Tensor
 function heads.same_device(who, ids, weight)
   if ids.device_ == weight.device_ or weight.device_ == META then return end
-  error(("%s: the token ids are on %s, the model on %s: give the loader device = \"%s\", or take ids:to(\"%s\")")
+  error(("%s: the token ids are on %s, but the model is on %s: set the loader's device = \"%s\", or use ids:to(\"%s\")")
     :format(who, ids:device(), weight:device(), weight:device(), weight:device()), 0)
 end
 
---- The row of a table that belongs to padding, as PyTorch's tables have it: below 0 it counts from the end.
+--- The row of a table that belongs to padding, as in PyTorch's tables: below 0 it counts from the end.
 ---@param pad? integer|false the configuration's pad_token_id
 ---@param rows integer
 ---@return integer? row nil: there is none
@@ -96,7 +97,7 @@ function heads.padding_row(pad, rows)
   return pad < 0 and rows + pad or pad
 end
 
---- The result of a function that reads values of a batch; nil in a dry run and on device meta, which have none.
+--- The result of a function that reads values of a batch; nil in a dry run and on device meta, where there are none.
 ---@param t ps.Tensor whose values are read
 ---@param fn fun(t: ps.Tensor): any
 ---@return any
@@ -105,7 +106,7 @@ function heads.known(t, fn)
   return devices.known(scope.no_grad, fn, t)
 end
 
--- Whether numbers [B, T] go up by one; where they are not known, yes.
+-- Whether numbers [B, T] increase by one; true if they are not known.
 local function go_up(places)
   local n = places:size(1) - 1
   return n < 1 or heads.known(places, function(t)
@@ -113,8 +114,8 @@ local function go_up(places)
   end) ~= false
 end
 
---- Positions of a causal model's batch are whole numbers. Without a cache and a mask, transformers takes those that
---- begin anew in a row for several sequences, which do not see each other; this is refused.
+--- Checks that positions of a causal model's batch are integers. Positions that restart within a row are refused:
+--- without a cache and a mask, transformers treats them as several sequences that do not see each other.
 ---@param who string
 ---@param config table
 ---@param given table
@@ -123,12 +124,12 @@ function heads.check_places(who, config, given)
   if places == nil then return end
   if places:is_float() then error(("%s: position_ids is %s; it must be int32 or int64"):format(who, places:dtype())) end
   if config.use_cache == false and given.attention_mask == nil and not go_up(places) then
-    settings.refuse(who, "use_cache", false, "position_ids that begin anew in a row are then several sequences to "
-      .. "transformers; give attention_mask, or make use_cache true")
+    settings.refuse(who, "use_cache", false, "position_ids that restart within a row are several sequences to "
+      .. "transformers; pass attention_mask, or set use_cache = true")
   end
 end
 
---- Which keys count, bool [B, T], of a mask of ones and zeros.
+--- Converts a mask of ones and zeros to bool [B, T]: the keys that count.
 ---@param mask? ps.Tensor
 ---@return ps.Tensor?
 function heads.mask(mask)
@@ -136,7 +137,7 @@ function heads.mask(mask)
   return mask:ne(0)
 end
 
---- Dropout, and a product behind it.
+--- Applies dropout and then a product.
 ---@param drop ps.nn.Dropout
 ---@param layer ps.nn.Module
 ---@param x ps.Tensor
@@ -156,8 +157,8 @@ function heads.rows(x, at)
   return F.embedding(first + at, x:reshape(B * T, C))
 end
 
---- The targets [B, T] of labels [B, T] with transformers' meaning for language models: they are the tokens themselves,
---- of which each position but the last learns the next one.
+--- The targets [B, T] for labels [B, T] of a language model in transformers' form: labels are the tokens themselves,
+--- and each position except the last learns the next one.
 ---@param labels ps.Tensor
 ---@return ps.Tensor
 function heads.shifted(labels)
@@ -166,18 +167,18 @@ function heads.shifted(labels)
   return T > 1 and tensors.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
 end
 
---- The second argument of a language model's call: targets, or nil. Names belong into one table with the tokens.
+--- The second argument of a language model's call: targets, or nil. Named inputs belong in one table with the tokens.
 ---@param who string
 ---@param targets? ps.Tensor
 ---@return ps.Tensor?
 function heads.targets(who, targets)
   if targets == nil or scope.is_tensor(targets) then return targets end
-  error(("%s: its targets are a %s, not a tensor: write model { input_ids = x, labels = x }, where labels are the "
+  error(("%s: the targets are a %s, not a tensor: write model { input_ids = x, labels = x }, where labels are the "
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
 
---- How many targets a batch by names has: those of its labels that are not -100, but for the first of each row, which
---- no position predicts. Nil for other batches: y counts as it is.
+--- The number of targets in a named batch: its labels that are not -100, without the first of each row, which no
+--- position predicts. Nil for other batches, whose y counts as it is.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
@@ -187,7 +188,7 @@ function heads.count_targets(given)
   return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
 end
 
---- The place of each row's last token that is not padding, int64 [B]; 0 where all are.
+--- The position of each row's last token that is not padding, int64 [B]; 0 if all are padding.
 ---@param who string
 ---@param ids ps.Tensor [B, T]
 ---@param pad? integer the configuration's pad_token_id
@@ -196,7 +197,8 @@ function heads.last_tokens(who, ids, pad)
   local B, T = ids:size(0), ids:size(1)
   if not pad then
     if B > 1 then
-      error(("%s: the configuration has no pad_token_id, which says where each of %d sequences ends"):format(who, B),
+      error(("%s: the configuration has no pad_token_id, which is needed to find the ends of %d sequences"):format(
+        who, B),
         0)
     end
     return create.full({ 1 }, T - 1, { dtype = "int64", device = ids:device() })
@@ -204,7 +206,7 @@ function heads.last_tokens(who, ids, pad)
   return (create.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
--- What classification is, when the configuration leaves it to the labels.
+-- The kind of classification, if the configuration leaves it to the labels.
 local function problem_of(config, labels)
   if config.problem_type then return config.problem_type end
   if config.num_labels == 1 then return "regression" end
@@ -212,8 +214,9 @@ local function problem_of(config, labels)
   return (dtype == "int32" or dtype == "int64") and "single_label_classification" or "multi_label_classification"
 end
 
---- The loss of logits [B, K] of whole sequences. By config.problem_type, else by number of labels and their type: the
---- squared error of K numbers, the cross entropy of one class in K, or the binary cross entropy of each of K.
+--- The loss of logits [B, K] of whole sequences. config.problem_type decides, else the number of labels and their
+--- dtype: the squared error of K numbers, the cross entropy of one class in K, or the binary cross entropy of each of
+--- K.
 ---@param who string
 ---@param logits ps.Tensor [B, K]
 ---@param labels ps.Tensor [B], or [B, K] for several numbers or labels
@@ -224,8 +227,8 @@ function heads.classify(who, logits, labels, config)
   local wants = problem == "single_label_classification" and B or B * K
   if labels:numel() ~= wants then
     local floats = not config.problem_type and labels:is_float() and labels:numel() == B
-    error(("%s: labels is %s; %s of %d rows with num_labels = %d takes [%s]%s"):format(who, shape_text(labels), problem,
-      B, K, wants == B and B or B .. ", " .. K, floats and ("; these are of type %s, and classes are integers: "
+    error(("%s: labels is %s; %s of %d rows with num_labels = %d needs [%s]%s"):format(who, shape_text(labels), problem,
+      B, K, wants == B and B or B .. ", " .. K, floats and ("; these are %s, but classes must be integers: "
       .. "ps.tensor(labels, { dtype = \"int64\" })"):format(labels:dtype()) or ""), 0)
   end
   if problem == "single_label_classification" then return F.cross_entropy(logits, labels:reshape(B)) end
@@ -234,15 +237,15 @@ function heads.classify(who, logits, labels, config)
   return F.binary_cross_entropy_with_logits(logits, target)
 end
 
---- The loss of logits [B, T, K] for a class of each token, labels int [B, T], -100 ignored.
+--- The loss of logits [B, T, K] for a class of each token, labels int [B, T]; -100 is ignored.
 ---@param logits ps.Tensor
 ---@param labels ps.Tensor
 ---@return ps.Tensor loss
 function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, labels) end
 
---- Where answers begin and end: logits [B, T, 2] as two of [B, T], and with positions int [B] the mean of both cross
---- entropies, which weighs as many as there are rows. A position outside of [0, T) counts as transformers has it: one
---- before as 0, one behind not at all.
+--- The begins and ends of answers: splits logits [B, T, 2] into two of [B, T]. With positions int [B], also the mean of
+--- both cross entropies, whose weight is the number of rows. A position outside [0, T) is treated as in transformers:
+--- one before it counts as 0, one after it is ignored.
 ---@param logits ps.Tensor
 ---@param first? ps.Tensor
 ---@param last? ps.Tensor
@@ -267,8 +270,8 @@ end
 ---@return ps.Tensor
 function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
 
---- Keys and values of layers: by layer, from 0, a tensor of a shape for each name, of the type of the layer's weights.
---- A layer that another rank of a pipeline has gets none.
+--- Makes caches of keys and values: by layer, from 0, a tensor of a shape for each name, with the dtype of the layer's
+--- weights. Layers of other pipeline ranks get none.
 ---@param names string[]
 ---@param shape integer[]
 ---@param layers ps.nn.ModuleList
@@ -289,17 +292,18 @@ end
 
 local how, attended = native.ffi.new "ps_cached_attention", native.ffi.new "ps_tensor *[1]"
 
---- Attention of T positions that follow `at` others, whose keys and values are in caches: writes theirs behind them.
---- One call, since a token of a small model costs more calls than memory. Without gradients only.
+--- Attention of T positions that follow `at` positions whose keys and values are in caches. Appends the keys and values
+--- of the T positions. It is one function because the calls for one token of a small model take longer than its memory
+--- accesses. Only without gradients.
 ---@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H, G heads of keys (default H)
 ---@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} kv [B, 2 G, S, D], keys, then values; or k and v
 ---  [B, G, S, D]
 ---@param at integer
 ---@param mask? ps.Tensor bool [B, at + T], false hides a position as a key
----@param q ps.Tensor [B, T, H D]; with kv [B, T, (H + 2 G) D]: queries, keys and values side by side
+---@param q ps.Tensor [B, T, H D]; with kv [B, T, (H + 2 G) D]: queries, keys and values next to each other
 ---@param k? ps.Tensor [B, T, G D]
 ---@param v? ps.Tensor [B, T, G D]
----@param cos? ps.Tensor of F.rope, by which q and k are turned
+---@param cos? ps.Tensor for F.rope, which rotates q and k
 ---@param sin? ps.Tensor
 ---@return ps.Tensor [B, T, H D]
 function heads.attend_cached(attention, caches, at, mask, q, k, v, cos, sin)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models of others, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and makes the
--- class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls pretrained.family.
+-- Models of other libraries, by folder or name: ps.from_pretrained finds the family of a config.json's model_type and
+-- makes the class that the file, or a task, names. A family is a file models/MODEL_TYPE.lua that calls
+-- pretrained.family.
 local create = require "ps.tensor.create"
 local dist = require "ps.dist"
 local caller = require "ps.core.caller"
@@ -21,10 +22,10 @@ local pretrained = {}
 ---@field model_type string
 ---@field settings ps.pretrained.Settings
 ---@field presets table<string, table> settings by name
----@field classes table<string, table> by the name that config.json has among its architectures
+---@field classes table<string, table> by the name in config.json's architectures
 ---@field tasks table<string, string> task -> the class's name
----@field default? string the class where a config.json names none
----@field unpads? boolean whether its models take unpad = true (ps/pretrained/unpad.lua)
+---@field default? string the class if a config.json names none
+---@field unpads? boolean whether its models support unpad = true (ps/pretrained/unpad.lua)
 
 local families = {}                                        -- by model_type
 
@@ -33,8 +34,8 @@ local LOADING = { task = "string", revision = "string", quiet = "boolean", ignor
   mmap = "boolean|string" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
--- A script's options: settings, under their own names, and the rest. shorthands set several settings at once:
--- { dropout = { "embd_pdrop", ... } }.
+-- Splits a script's options into settings, under their own names, and the rest. shorthands set several settings at
+-- once: { dropout = { "embd_pdrop", ... } }.
 local function spread(family, given)
   local config, rest, aliases = {}, {}, family.settings.rules.aliases or {}
   for key, value in pairs(given) do
@@ -60,7 +61,7 @@ local function sorted(t)
   return names
 end
 
---- Makes a family known, and gives it
+--- Registers a family, and returns it
 ---   family.new(preset, options)              a model with fresh weights
 ---   family.from_pretrained(name, options)    see ps.from_pretrained; the folder's model_type must be this one
 ---@param family table model_type, settings, classes, tasks; default, presets, shorthands
@@ -80,12 +81,12 @@ function pretrained.family(family)
   if family.unpads then options_of.unpad, loading_of.unpad = "boolean", "boolean" end
   family.options_of_loading = loading_of
 
-  --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that change it,
-  --- task, dtype, device and recompute; of families that can, unpad: padding is left out of what is computed.
+  --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that override it,
+  --- task, dtype, device and recompute, and, if the family supports it, unpad: padding is not computed.
   function family.new(preset, options)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
-      error(("%s: no preset '%s' (there are %s)"):format(who, tostring(preset),
+      error(("%s: there is no preset '%s' (there are %s)"):format(who, tostring(preset),
         table.concat(sorted(family.presets), ", ")))
     end
     local config = {}
@@ -101,13 +102,13 @@ function pretrained.family(family)
   end
   for name, class in pairs(family.classes) do
     class.family = family
-    assert(class.class_name == name, "a class goes by its own name")
+    assert(class.class_name == name, "call a class by its own name")
   end
   families[who] = family
   return family
 end
 
--- The families that there are: those made known, and files beside psluajit's own.
+-- The families: the registered ones, and the files next to psluajit's own.
 local function known_families()
   local names = {}
   for name in pairs(families) do names[name] = true end
@@ -121,9 +122,9 @@ local function known_families()
   return table.concat(sorted(names), ", ")
 end
 
---- The family of a model_type: one that was made known, or that models/MODEL_TYPE.lua makes known.
+--- The family of a model_type: a registered one, or one that models/MODEL_TYPE.lua registers.
 ---@param model_type any
----@param where string the file that says so
+---@param where string the file that names it
 ---@return ps.pretrained.Family
 function pretrained.find(model_type, where)
   if families[model_type] then return families[model_type] end
@@ -136,7 +137,7 @@ function pretrained.find(model_type, where)
     "there are " .. known_families())
 end
 
---- The class of a task, else of a config.json's architectures, else the family's usual one.
+--- The class of a task, else of a config.json's architectures, else the family's default.
 ---@param family ps.pretrained.Family
 ---@param task? string
 ---@param architectures any
@@ -151,7 +152,7 @@ function pretrained.class_of(family, task, architectures, where)
     settings.refuse(where, "architectures", named or architectures, "it is a list of names of classes")
   end
   local name = named or family.default
-  if not name then error(("%s names no architectures; say which by task (there are %s)"):format(where,
+  if not name then error(("%s has no architectures; choose a task (there are %s)"):format(where,
     table.concat(sorted(family.tasks), ", "))) end
   if not family.classes[name] then
     settings.refuse(where, "architectures", name, ("there are %s; task chooses one (%s)"):format(
@@ -163,41 +164,43 @@ end
 -- -- loading --------------------------------------------------------------------------------------------------------
 local DTYPES = { float32 = "fp32", bfloat16 = "bf16", float16 = "fp16", float64 = "fp64" }
 
--- The type that a config.json says, in its word and in ours.
+-- The dtype in a config.json, in its word and in ours.
 local function said_dtype(fields)
   local word = type(fields.dtype) == "string" and fields.dtype or fields.torch_dtype
   return word, type(word) == "string" and DTYPES[word:match("^torch%.(.*)$") or word] or nil
 end
 
-local told = {}                                            -- files whose dtype a note was about
+local told = {}                                            -- files for which a note about dtype was printed
 
--- What config.json says of the type of its weights is no order: values of any type go into parameters of ours.
+-- The dtype in config.json is informational: values of any dtype are converted to the dtype of our parameters. Prints a
+-- note if they differ.
 local function tell_dtype(fields, model, from)
   local word, dtype = said_dtype(fields)
   local made = model:parameters()[1]:dtype()
   if not dtype or dtype == made or told[from] or dist.rank() > 0 then return end
   told[from] = true
-  io.stderr:write(("psluajit: %s: dtype is %s, which is not followed: parameters are made in %s, unless "
-    .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration asks for others\n"):format(from, word,
+  io.stderr:write(("psluajit: %s: dtype %s is ignored: parameters are made in %s, unless "
+    .. "from_pretrained(folder, { dtype = \"%s\" }) or an engine's configuration sets another dtype\n"):format(
+      from, word,
     made, dtype))
 end
 
 local WIDTHS = { bf16 = 2, fp16 = 2, fp32 = 4, fp64 = 8 }
 
--- A type that has the values of both.
+-- A dtype that can hold the values of both.
 local function wider(a, b)
   if a == b or not WIDTHS[b] then return a end
   if a and WIDTHS[a] == WIDTHS[b] then return "fp32" end
   return a and WIDTHS[a] > WIDTHS[b] and a or b
 end
 
--- Refuses a config.json of other sizes than the weights beside it, before memory and time go into a model of them.
--- Gives a type that has the values of all of the body's weights.
+-- Refuses a config.json whose sizes differ from the weights in its folder, before a model of these sizes is made.
+-- Returns a dtype that can hold the values of all of the body's weights.
 local function check_sizes(family, class, config, files, from)
   local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
   local state = files:state()
   local list = state.names()
-  table.sort(list)                                         -- so that a refusal names the same tensor each time
+  table.sort(list)                                         -- an error names the same tensor each time
   for _, name in ipairs(list) do
     local bare = name:match("^" .. class.base .. "%.(.*)$") or name
     names[bare] = name
@@ -218,21 +221,21 @@ local function check_sizes(family, class, config, files, from)
     if layer and not seen[layer] then seen[layer], layers = true, layers + 1 end
   end
   if config[rules.layers] > layers then
-    error(("%s: %s is %.0f, and the files have weights of %d layers"):format(from, rules.layers, config[rules.layers],
+    error(("%s: %s is %.0f, but the files have weights of %d layers"):format(from, rules.layers, config[rules.layers],
       layers))
   end
   for _, row in ipairs(rules.measures) do
     local key, name, at = unpack(row)
     local shape, size = shapes[name], config[key] or row.default(config)
     if shape and shape[at] ~= size then
-      error(("%s: %s is %.0f, and %s in the files is [%s]"):format(from, key, size, names[name],
+      error(("%s: %s is %.0f, but %s in the files is [%s]"):format(from, key, size, names[name],
         table.concat(shape, ", ")))
     end
   end
   return widest or "fp32"
 end
 
--- Whether a script asks for fewer layers than the file has: then it has more tensors than the model.
+-- Whether a script asks for fewer layers than the file has. The file then has more tensors than the model.
 local function asks_for_fewer(family, config, fields)
   local key = family.settings.rules.layers
   for alias, name in pairs(family.settings.rules.aliases or {}) do
@@ -241,19 +244,19 @@ local function asks_for_fewer(family, config, fields)
   return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
 end
 
--- Why weights of files cannot stay in them for a model on a device; nil: they can.
+-- The reason why the files' weights cannot stay in the files for a model on a device; nil: they can.
 local function not_mapped(list, device)
-  if device ~= "cpu" and device ~= "meta" then             -- meta: values come later, by ps.materialize
-    return ("weights in a file are for device cpu, and the model is for %s"):format(device)
+  if device ~= "cpu" and device ~= "meta" then             -- meta: ps.materialize fills in values later
+    return ("weights can stay in files only for device cpu, but the model is for %s"):format(device)
   end
   for _, path in ipairs(list) do
-    if serialize.format(path) ~= "safetensors" then return path .. " is no safetensors file" end
+    if serialize.format(path) ~= "safetensors" then return path .. " is not a safetensors file" end
   end
 end
 
 local function refuse_mmap(why) error("from_pretrained: mmap = true: " .. why) end
 
--- Whether weights stay in the files, by the option mmap.
+-- Whether weights stay in the files, from the option mmap.
 local function maps(wanted, list, device)
   if wanted == nil or wanted == false then return false end
   if wanted ~= true and wanted ~= "auto" then
@@ -264,7 +267,7 @@ local function maps(wanted, list, device)
   return not why
 end
 
--- Refuses mmap = true if no tensor of the files is of the model's type: all would be converted, in memory.
+-- Refuses mmap = true if no tensor of the files has the model's dtype: all would be converted in memory.
 local function check_mapped(files, dtype)
   local state, other = files:state(), nil
   for _, name in ipairs(state.names()) do
@@ -272,14 +275,14 @@ local function check_mapped(files, dtype)
     if its == dtype then return end
     other = other or its and ("%s is %s"):format(name, its)
   end
-  refuse_mmap(("the files have no weights of %s (%s); leave dtype out"):format(dtype, other or "none"))
+  refuse_mmap(("the files have no weights in %s (%s); remove dtype"):format(dtype, other or "none"))
 end
 
 local FROM_CONFIG = { task = "string", revision = "string" }
 for key, kind in pairs(WHERE) do FROM_CONFIG[key] = kind end
 
---- A model with fresh weights, in training mode, by the fields of a config.json.
----@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as cjson.decode gives them
+--- A model with fresh weights, in training mode, from the fields of a config.json.
+---@param source string|table a folder, a name in Hugging Face's cache, or the fields, as from cjson.decode
 ---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
 ---@return ps.pretrained.Model
 function pretrained.from_config(source, options)
@@ -298,7 +301,7 @@ function pretrained.from_config(source, options)
   return model
 end
 
---- ps.from_pretrained, of a family that it must be, or of any.
+--- Implements ps.from_pretrained, for one family or for any.
 ---@param name string
 ---@param options? table
 ---@param family? ps.pretrained.Family
@@ -333,7 +336,7 @@ function pretrained.load(name, options, family)
       return made:eval()
     end
     if native.recorder or hooks.heard "parameter" then return make(rest.device) end
-    -- Random numbers are drawn only for what the files lack. They are those of a model that draws all.
+    -- Random numbers are drawn only for tensors that the files lack. They are those of a model that draws all.
     local deferred = require "ps.nn.deferred"
     return deferred.materialize(deferred.make(make), { device = rest.device })
   end)

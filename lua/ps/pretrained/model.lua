@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What models of Hugging Face's kinds share, whatever computes in them: a configuration, names of parameters in files
--- (older ones, with and without the body's prefix, tied ones), loading that says what it took and what it left, saving,
--- larger and smaller vocabularies, costs.
+-- The base class of models of Hugging Face's kinds: a configuration; names of parameters in files (older ones, with and
+-- without the body's prefix, tied ones); loading that reports the tensors it used and those it skipped; saving;
+-- resizing of vocabularies; costs.
 --
--- A family's file (models/bert.lua) derives its classes from this one and says, on each class:
---   family      what ps.pretrained.family made: model_type, settings, ...
---   base        what names of the body begin with in files of models with a head ("bert")
---   prefix      the field that holds the body, which is called so; nil: the class is the body itself
+-- A family's file (models/bert.lua) derives its classes from this one and sets these fields on each class:
+--   family      the result of ps.pretrained.family: model_type, settings, ...
+--   base        the prefix of the body's names in files of models with a head ("bert")
+--   prefix      the field that holds the body; nil: the class is the body itself
 --   body        the first parts of the body's names, { embeddings = true, ... }
 --   spare       patterns of body names that a file or a class may lack, such as a pooler's
---   inputs      what a batch by names may have: name -> "tensor"
---   ties        file name -> name here, of tensors that are one while tie_word_embeddings holds
+--   inputs      the allowed names of a named batch: name -> "tensor"
+--   ties        file name -> name here, for tensors that are shared while tie_word_embeddings holds
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
@@ -29,33 +29,35 @@ local error = caller.error
 
 ---@class ps.pretrained.Model: ps.nn.Module
 ---@field config table
----@field source? string the folder that it came from
----@field loaded? {missing: string[], left: string[], names: table<string, string>} parameters that the files lacked,
----  tensors of the files that are not used, and of the others the parameter's name by the file's
+---@field source? string the folder from which it was loaded
+---@field loaded? {missing: string[], left: string[], names: table<string, string>} parameters that the files lack,
+---  tensors of the files that are not used, and for the others the parameter's name by the file's name
 local Model = nn_module.class("PretrainedModel")
 
 -- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
--- share one row (ps/data/batch.lua). Other inputs go whole to each micro-batch.
+-- share one row (ps/data/batch.lua). Other inputs go whole into each micro-batch.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", token_type_ids = "rows or one", position_ids = "rows or one" }
 
--- The names and shapes of all that is saved, "h.0.attn.c_attn.weight" -> "96, 288", whole where ranks share it out.
+-- The names and shapes of all saved tensors, "h.0.attn.c_attn.weight" -> "96, 288"; whole shapes if ranks share a
+-- tensor.
 local function layout_of(self)
   local layout = {}
   for name, tensor in pairs(self:state_dict()) do layout[name] = table.concat(sharded.shape(tensor), ", ") end
   return layout
 end
 
--- What a class makes by its configuration is what transformers makes by config.json.
+-- Notes the layout that a class makes from its configuration, which is the one that transformers makes from
+-- config.json.
 local function note_layout(self) rawset(self, "_layout", layout_of(self)) end
 nn_module.adapt(Model, function(class) class.instance.ps_made = note_layout end)
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local UNPADS = { dtype = "string", device = "string", recompute = "boolean", unpad = "boolean" }
 
---- The beginning of a class's init: checks and completes the configuration.
----@param config table config.json's fields; what it leaves out is the family's
----@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean} unpad: of families with
+--- Begins a class's init: checks and completes the configuration.
+---@param config table config.json's fields; missing ones have the family's defaults
+---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean} unpad: only for families with
 ---  unpads = true
 ---@return table full
 ---@return {dtype: string?, device: string?, std: number} where for layers
@@ -69,14 +71,14 @@ function Model:begin(config, given)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
---- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the body's prefix in front
---- of names, one tensor at a time. A tensor of the body that is missing, or of another shape, is an error; parameters
---- of a head that the files lack stay as they are and are named, and so is what the files have of other heads.
+--- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the body's prefix before
+--- names, one tensor at a time. A tensor of the body that is missing, or has another shape, is an error. Parameters of
+--- a head that the files lack keep their values, and a note names them and the files' unused tensors of other heads.
 ---@param ... string paths
 ---@return ps.pretrained.Model self
 function Model:load_weights(...)
   local list = { ... }
-  if #list == 0 then error("load_weights takes paths of files") end
+  if #list == 0 then error("load_weights needs the paths of files") end
   for _, path in ipairs(list) do caller.typed(path, "string", "load_weights: a path") end
   local files = files_of.open(list)
   local ok, problem = pcall(weights.load, self, files)
@@ -86,8 +88,8 @@ function Model:load_weights(...)
 end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
--- What a call of save_pretrained or save_parallelized asks for: the folder, the options, and the engine that holds the
--- model, if one passed itself. The folder may be in the options, as save_directory.
+-- The arguments of save_pretrained or save_parallelized: the folder, the options, and the engine that holds the model,
+-- if one passed itself. The folder may be in the options, as save_directory.
 local function asked(path, options, more)
   local engine = handle.of(options)
   if engine then options = more end
@@ -104,10 +106,10 @@ local function first_of(names)
   return ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", weights.some(names))
 end
 
--- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that are not there,
--- and readers would begin them anew.
+-- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that do not exist,
+-- and readers would initialize them.
 local function check_layout(self, call)
-  if not self._layout then return end                         -- not made by its class: there is nothing to compare with
+  if not self._layout then return end                        -- not made by its class: there is nothing to compare with
   local layout, lost, new, other = layout_of(self), {}, {}, {}
   for name, shape in pairs(self._layout) do
     if not layout[name] then lost[#lost + 1] = name
@@ -117,22 +119,23 @@ local function check_layout(self, call)
   end
   for name in pairs(layout) do if not self._layout[name] then new[#new + 1] = name end end
   if not (lost[1] or new[1] or other[1]) then return end
-  error(("%s: config.json describes %s as it was made, and layers have been replaced since: %s%s. A reader would "
-    .. "begin them anew, or refuse the folder: put layers of the same names and shapes there (merge adapters into "
-    .. "them; make the model with the wanted sizes, such as num_labels), or ps.save(model:state_dict(), file)"):format(
+  error(("%s: config.json describes %s as it was made, but layers have been replaced since: %s%s. A reader would "
+    .. "initialize them, or refuse the folder: use layers with the same names and shapes (merge adapters into "
+    .. "them; make the model with the final sizes, such as num_labels), or use ps.save(model:state_dict(), "
+    .. "file)"):format(
     call, self.class_name, other[1] and weights.some(other) .. "; " or "",
-    ("it lacks %s and has in addition %s"):format(first_of(lost), first_of(new))))
+    ("it lacks %s and additionally has %s"):format(first_of(lost), first_of(new))))
 end
 
 local SAVE_PARALLELIZED = { merge_checkpoints = "boolean" }
 local SAVE = { max_shard_size = "whole|string" }
 
---- Writes config.json and the weights as from_pretrained and Hugging Face read them, with the tokenizer's files and
---- generation_config.json of the folder that the model came from: of an engine the fp32 values (masters), by rank 0,
---- where all ranks call it.
+--- Writes config.json and the weights in the form that from_pretrained and Hugging Face read, with the tokenizer's
+--- files and generation_config.json of the folder from which the model was loaded. With an engine, rank 0 writes the
+--- fp32 values (masters), and all ranks call it.
 ---@param path string|{save_directory: string} the folder, also by name among the options
----@param options? {max_shard_size?: integer|string}|ps.Engine bytes of a file at most ("5GB"), default 50 GB; the
----  engine that holds this model passes itself, and options behind it
+---@param options? {max_shard_size?: integer|string}|ps.Engine the most bytes per file ("5GB"), default 50 GB; the
+---  engine that holds this model passes itself, followed by options
 ---@param more? {max_shard_size?: integer|string}
 function Model:save_pretrained(path, options, more)
   local engine
@@ -144,12 +147,12 @@ function Model:save_pretrained(path, options, more)
   end, { max_shard_size = options.max_shard_size, source = self.source })
 end
 
---- As OSLO's: writes the folder of a model that several ranks hold, a file pytorch_model_tp_I_pp_J.bin of each rank I
---- of tensor parallelism and each stage J; all ranks call it. Of an engine these are the fp32 values (masters). It may
---- be called between backward and step, whose gradients stay.
----@param path string|{save_directory: string} a folder, which is replaced as a whole, also by name among the options
----@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: one file, pytorch_model.bin, instead; the
----  engine that holds this model passes itself, and options behind it
+--- Like OSLO's: writes the folder of a model that several ranks share, with a file pytorch_model_tp_I_pp_J.bin for each
+--- rank I of tensor parallelism and each stage J; all ranks call it. With an engine, these are the fp32 values
+--- (masters). It may be called between backward and step; gradients are kept.
+---@param path string|{save_directory: string} a folder, which is replaced as a whole; also by name among the options
+---@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: writes one file, pytorch_model.bin,
+---  instead; the engine that holds this model passes itself, followed by options
 ---@param more? {merge_checkpoints?: boolean}
 function Model:save_parallelized(path, options, more)
   local engine
@@ -161,8 +164,8 @@ function Model:save_parallelized(path, options, more)
   end, options.merge_checkpoints or false, self.source)
 end
 
---- Loads the weights of a folder that save_parallelized wrote, on any number of ranks, however they cut the model; or
---- OSLO's of a model cut into stages alone.
+--- Loads the weights of a folder from save_parallelized, on any number of ranks and with any cut of the model; or those
+--- of OSLO's folder, if its model was cut only into stages.
 ---@param path string
 ---@return ps.pretrained.Model self
 function Model:from_parallelized(path)
@@ -171,12 +174,12 @@ function Model:from_parallelized(path)
 end
 
 -- -- vocabulary -----------------------------------------------------------------------------------------------------
--- Another tensor of n rows in the place of one: its rows as far as there are, and new ones from `fill`.
+-- Replaces a tensor by one of n rows: keeps as many rows as there are, and makes new ones by `fill`.
 local function resize(owner, key, n, fill)
   local old = owner[key]
   local shape = old:shape()
   if not nn_module.same_shape(shape, sharded.shape(old)) then
-    error(("resize_token_embeddings: ranks share out '%s', of which this one has a part; resize the model before it is "
+    error(("resize_token_embeddings: ranks share '%s', and this rank has a part; resize the model before it is "
       .. "cut, in model_func"):format(key))
   end
   local kept = math.min(n, shape[1])
@@ -194,8 +197,8 @@ local function resize(owner, key, n, fill)
   if not trains then new:requires_grad(false) end
 end
 
---- Gives the token table, and a head over the vocabulary, n rows: the first ones stay, new ones are normal with
---- initializer_range, new biases 0. Make the engine or optimizer afterwards.
+--- Changes the token table, and a head over the vocabulary, to n rows: existing rows stay, new ones are normal with
+--- initializer_range, new biases are 0. Make the engine or optimizer afterwards.
 ---@param n integer words
 ---@return ps.pretrained.Model self
 function Model:resize_token_embeddings(n)
@@ -210,16 +213,16 @@ function Model:resize_token_embeddings(n)
     resize(owner, key, n, key == "bias" and init.zeros_ or normal)
     if owner.class_name == "Embedding" then owner.rows = n elseif owner.outputs then owner.outputs = n end
   end
-  local head = rawget(self, "tied_head")                   -- that of the token table, whose weight it has
+  local head = rawget(self, "tied_head")                   -- a head tied to the token table has its weight
   if head then head.outputs = n end
   for _, module in self:named_modules() do if module.config then module.config = config end end
   note_layout(self)
   return self
 end
 
---- Arguments of a call, of tensors without data: what costs of parts are counted with.
+--- The arguments of a call, as tensors without data, with which the costs of parts are counted.
 ---@param rows integer
----@param positions integer at most; a model with fewer gets as many as it has
+---@param positions integer at most; a model with fewer positions gets as many as it has
 ---@return {input_ids: ps.Tensor} batch
 function Model:example(rows, positions)
   local shape = { rows, math.min(positions, self:costs().positions) }
@@ -227,8 +230,8 @@ function Model:example(rows, positions)
 end
 
 -- -- costs ----------------------------------------------------------------------------------------------------------
---- Floating-point operations of training on one token: 6 for each weight that multiplies (tables only look up; a token
---- table that is the head, too, counts once) and 12 L C T for attention over T positions.
+--- Floating-point operations of training per token: 6 for each weight that multiplies (tables only look up; a token
+--- table that is also the head counts once) plus 12 L C T for attention over T positions.
 ---@param seq? integer T, default the model's positions
 ---@return number
 function Model:flops_per_token(seq)

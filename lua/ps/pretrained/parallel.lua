@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- OSLO's folders of a model that several ranks hold: a file pytorch_model_tp_I_pp_J.bin of each rank I of tensor
--- parallelism and stage J of a pipeline, config.json, and placement.json, which says what is where:
+-- OSLO's folders of a model that several ranks share: a file pytorch_model_tp_I_pp_J.bin for each rank I of tensor
+-- parallelism and stage J of a pipeline, config.json, and placement.json, which maps tensors to files:
 --   { "version": 1, "pipeline_parallel_size", "tensor_parallel_size", "weight_map": { tensor: file } }
 -- Where layers are cut, the version is 2. Tensors that are whole on all ranks along tp are in the files of all of them,
 -- and weight_map names the first. Of the others each file has its rank's part, without padding:
@@ -50,7 +50,7 @@ function Bin:append(name, data, nbytes) check(C.ps_ptw_write(self.writer, self.s
 function Bin:commit() check(C.ps_ptw_commit(self.writer)) end
 function Bin:close() C.ps_ptw_free(ffi.gc(self.writer, nil)) end
 
---- Begins a file of PyTorch's, a dict of tensors by name, for save.write.
+--- Begins a PyTorch file, a dict of tensors by name, for save.write.
 ---@param path string
 ---@param entries table[]
 ---@return table writer
@@ -88,10 +88,10 @@ local function placement_of(model, entries)
     tensor_parallel_size = cuts and mesh.size "tp" or 1, weight_map = map, pieces = cuts and pieces or nil }
 end
 
--- This rank's file, which the ranks that train the same parameters write together.
+-- Writes this rank's file, together with the ranks that train the same parameters.
 local function write_part(model, temp)
   local cuts = sharded.of(model) ~= nil
-  if not cuts and mesh.rank "tp" > 0 then return end                   -- the same as on rank 0 along tp
+  if not cuts and mesh.rank "tp" > 0 then return end                   -- rank 0 along tp writes the same
   local engine = handle.of(model)
   local peers = (cuts or engine and engine.ranks) and mesh.group "dp" or nil
   local pp = engine and engine.stages and mesh.rank "pp" or 0
@@ -101,27 +101,28 @@ end
 
 local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- A folder is replaced as a whole: one that has other files than saves write is somebody's.
+-- Refuses to replace a folder that has files other than those of a save: it may hold other data.
 local function check_ours(path)
   if not lfs.symlinkattributes(path, "mode") then return end
-  if lfs.attributes(path, "mode") ~= "directory" then error(("%s is no folder"):format(path), 0) end
+  if lfs.attributes(path, "mode") ~= "directory" then error(("%s is not a folder"):format(path), 0) end
   for name in lfs.dir(path) do
     local ours = name:match("^%.%.?$") or name:match("^pytorch_model.*%.bin$") or name:match("^model.*%.safetensors$")
       or name:match("%.index%.json$") or name == "config.json" or name == "placement.json" or folder.is_companion(name)
     if not ours then
-      error(("%s holds %s, which no save of a model writes; save_parallelized replaces its folder as a whole, so give "
-        .. "it one of its own"):format(path, name), 0)
+      error(("%s holds %s, which is not a file of a saved model; save_parallelized replaces its folder as a "
+        .. "whole, so choose "
+        .. "another one"):format(path, name), 0)
     end
   end
 end
 
---- Writes the folder. All ranks call it; an error of one is an error of all, and the folder is what it was. A step
---- that is under way goes on behind it, with its gradients.
+--- Writes the folder. All ranks call it; an error of one is an error of all, and leaves the folder as it was. A step
+--- under way continues afterwards, with its gradients.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
----@param config_of fun(dtype: string): string config.json, given the type of the weights
----@param whole boolean one file of all stages
----@param source? string the folder that the model came from, whose tokenizer and generation settings go along
+---@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
+---@param whole boolean write one file with all stages
+---@param source? string the folder from which the model was loaded, whose tokenizer and generation settings are copied
 function parallel.save(model, path, config_of, whole, source)
   caller.typed(path, "string", "save_parallelized: the folder")
   path = path:gsub("(.)/+$", "%1")
@@ -136,7 +137,7 @@ function parallel.save(model, path, config_of, whole, source)
       check_ours(path)
       checkpoint_folder.make(temp)
     end)
-    agree.run(group, function() return save.entries(model) end)       -- what fails, fails on all ranks
+    agree.run(group, function() return save.entries(model) end)       -- an error here is an error on all ranks
     local all = save.whole(model)
     if whole then
       save.write(temp .. "/pytorch_model.bin", all, parallel.bin_file, group)
@@ -151,7 +152,7 @@ function parallel.save(model, path, config_of, whole, source)
       check(C.ps_file_swap_folder(temp, path))
     end)
   end)
-  if rank == 0 then checkpoint_folder.remove(temp) end                -- what was there before, or what came to nothing
+  if rank == 0 then checkpoint_folder.remove(temp) end                -- the old folder, or the rest of a failed save
   if not ok then error(problem, 0) end
 end
 

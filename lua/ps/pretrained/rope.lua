@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rotary position embedding by a config.json: `rope_parameters`, or `rope_theta` and `rope_scaling` of older files.
--- The angle of column pair i at position p is p times a frequency, theta^(-2i / D), which the kinds below stretch for
--- longer sequences than a model was trained on. The formulas are those of transformers' modeling_rope_utils.py, except
--- that "dynamic" goes by the length of each call alone.
+-- Rotary position embedding by a config.json: `rope_parameters`, or `rope_theta` and `rope_scaling` in older files. The
+-- angle of column pair i at position p is p times a frequency, theta^(-2i / D), which the kinds below stretch for
+-- longer sequences than those of the training. The formulas are those of transformers' modeling_rope_utils.py, except
+-- that "dynamic" depends only on the length of each call.
 local create = require "ps.tensor.create"
 local ffi = require "ffi"
 local settings = require "ps.pretrained.settings"
@@ -10,7 +10,7 @@ local error = require("ps.core.caller").error
 
 local rope = {}
 
--- What each kind reads besides rope_theta; true: it must be there.
+-- The settings that each kind reads besides rope_theta; true: it is required.
 local KINDS = {
   default = {}, linear = { factor = true }, dynamic = { factor = true },
   llama3 = { factor = true, low_freq_factor = true, high_freq_factor = true, original_max_position_embeddings = false },
@@ -26,8 +26,8 @@ local function names_of(t)
   return table.concat(names, ", ")
 end
 
---- The settings of rotary embedding that a configuration has, complete: rope_type, rope_theta, and what the kind reads.
---- What is not supported is refused by name.
+--- The complete settings of rotary embedding in a configuration: rope_type, rope_theta, and those of the kind.
+--- Unsupported settings are refused by name.
 ---@param who string
 ---@param config table
 ---@return table parameters
@@ -46,7 +46,7 @@ function rope.parameters(who, config)
     if type(value) == "table" then
       settings.refuse(who, key, value, "rotary embedding by kinds of layers is not supported")
     end
-    if type(value) ~= "userdata" then p[key] = value end                -- null: as if left out
+    if type(value) ~= "userdata" then p[key] = value end                -- null means absent
   end
   p.rope_type, p.type = p.rope_type or p.type or "default", nil
   p.rope_theta = p.rope_theta or config.rope_theta or 10000
@@ -60,17 +60,17 @@ function rope.parameters(who, config)
     p.original_max_position_embeddings = config.original_max_position_embeddings or p.original_max_position_embeddings
       or config.max_position_embeddings
   end
-  if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null, as DeepSeek's files have it
+  if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null, as in DeepSeek's files
     p.factor = config.max_position_embeddings / p.original_max_position_embeddings
   end
-  if type(given.truncate) == "userdata" then p.truncate = false end         -- there null is no
+  if type(given.truncate) == "userdata" then p.truncate = false end         -- null means false there
   for key, needed in pairs(kind) do
     local value = p[key]
     if value == nil and needed then
       error(("%s: rope_parameters of rope_type = %s need %s"):format(who, p.rope_type, key))
     end
     if value ~= nil and type(value) ~= (key == "truncate" and "boolean" or "number") then
-      error(("%s: rope_parameters: %s is a %s, not a number"):format(who, key, type(value)))
+      error(("%s: rope_parameters: %s is a %s; it must be a number"):format(who, key, type(value)))
     end
   end
   if type(p.rope_theta) ~= "number" or p.rope_theta <= 0 then
@@ -81,15 +81,15 @@ end
 
 local function fp32(x) return tonumber(ffi.cast("float", x)) end
 
--- Frequencies theta^(-2i / D) of the D / 2 pairs, from 1 on, rounded where transformers rounds them: models were
--- trained with these, which are up to 5e-7 of themselves from the exact ones.
+-- Frequencies theta^(-2i / D) of the D / 2 pairs, from 1 on, rounded in the same places as in transformers: models were
+-- trained with these, which differ from the exact ones by a factor of up to 1 + 5e-7.
 local function plain(theta, D)
   local all = {}
   for i = 0, D / 2 - 1 do all[i + 1] = fp32(1 / fp32(theta ^ fp32(2 * i / D))) end
   return all
 end
 
--- Long waves are stretched, short ones stay, those between are mixed.
+-- Stretches long waves, keeps short ones, and interpolates between them.
 local function llama3(p, D)
   local all, old = plain(p.rope_theta, D), p.original_max_position_embeddings
   for i, frequency in ipairs(all) do
@@ -103,10 +103,11 @@ local function llama3(p, D)
   return all, 1
 end
 
--- A number that is not 0, which stands for none.
+-- x, or nil if it is 0, which means none.
 local function above_0(x) return x ~= 0 and x or nil end
 
--- YaRN (Peng et al. 2023): a ramp over the pairs, between those that turn often and seldom within the old length.
+-- YaRN (Peng et al. 2023): a ramp over the pairs, between those that turn often within the old length and those that
+-- turn seldom.
 local function yarn(p, D)
   local old, truncate = p.original_max_position_embeddings, p.truncate ~= false
   local function pair_of(turns) return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta)) end
@@ -127,11 +128,11 @@ local function yarn(p, D)
   return all, factor or scale(1)
 end
 
---- Frequencies of the D / 2 pairs, and what cosines and sines are multiplied by.
+--- The frequencies of the D / 2 pairs, and the factor on cosines and sines.
 ---@param p table rope.parameters'
 ---@param D integer the width of a head
 ---@param most integer max_position_embeddings
----@param length integer positions that there are, which only the kind "dynamic" follows
+---@param length integer number of positions, which only the kind "dynamic" uses
 ---@return number[] frequencies
 ---@return number factor
 function rope.frequencies(p, D, most, length)
@@ -175,12 +176,12 @@ function rope.new(who, config, D)
   return self
 end
 
---- Cosines and sines [B or 1, T, D / 2] of positions, as F.rope takes them beside tensors of a type.
+--- Cosines and sines [B or 1, T, D / 2] of positions, in the form that F.rope needs for tensors of a dtype.
 ---@param places? ps.Tensor int [B or 1, T], or nil: `at`, at + 1, ...
 ---@param T integer
 ---@param at integer
----@param device string where they are
----@param dtype string of the tensors beside them
+---@param device string their device
+---@param dtype string dtype of the tensors that are rotated
 ---@return ps.Tensor cos
 ---@return ps.Tensor sin
 function Rope:angles(places, T, at, device, dtype)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model's weights as Hugging Face reads them: one safetensors file, or several and their index. Of an engine
--- these are the fp32 values (masters), which rank 0 writes alone.
+-- Writes a model's weights in the form that Hugging Face reads: one safetensors file, or several with an index. With an
+-- engine these are the fp32 values (masters), which only rank 0 writes.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -31,7 +31,7 @@ local function in_order(entries)
   return entries
 end
 
--- Makes the entries of cut parameters those of this rank's shards without their padding; whole: the shape of all.
+-- Changes the entries of cut parameters to this rank's shards without padding; whole: the shape of the whole tensor.
 local function of_shards(entries, cuts)
   local list = {}
   for _, entry in ipairs(entries) do
@@ -45,9 +45,10 @@ local function of_shards(entries, cuts)
   return list
 end
 
---- What the ranks that train the same parameters have to write, in order of name: {name, shape, dtype, numel, tensor =
---- where it is here, owner = the rank that has it, among those}. Of a model cut into stages: this one's. Of layers that
---- ranks along tp share out: this one's parts, with whole = the shape of all, pieces = where these are in it.
+--- The tensors that the ranks which train the same parameters have to write, sorted by name: {name, shape, dtype,
+--- numel, tensor = the tensor, if it is on this rank, owner = the rank among those that has it}. If a model is cut into
+--- stages: those of this stage. If ranks along tp share layers: this rank's parts, with whole = the whole shape, pieces
+--- = their places in it.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
@@ -71,16 +72,16 @@ function save.entries(model)
       local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
       if saves(name) then
         entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
-          dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained ones have a master
+          dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained parameters have a master
       end
     end
   end
   return in_order(of_shards(entries, sharded.of(model)))
 end
 
---- The entries of all stages and parts, whole, with owners among all ranks. One that several ranks have in pieces has
---- parts = a list of {owner, offset, shape, at} instead: rectangles of it, and where each begins in its owner's tensor.
---- tp, pp: the places along these axes of the entry's, or part's, owner. All ranks call it.
+--- The whole entries of all stages and parts, with owners among all ranks. An entry that several ranks have in pieces
+--- has parts = a list of {owner, offset, shape, at} instead: rectangles of it, and where each begins in its owner's
+--- tensor. tp, pp: the coordinates along these axes of the owner of the entry or part. All ranks call it.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
@@ -118,7 +119,7 @@ function save.whole(model)
   return in_order(entries)
 end
 
---- The widest type of floats, which is what config.json's one word for all of them says.
+--- The dtype with the most elements among floats, for the single dtype in config.json.
 ---@param entries table[]
 ---@return string
 function save.dtype_of(entries)
@@ -130,8 +131,8 @@ function save.dtype_of(entries)
   return HF_DTYPE[found] or "float32"
 end
 
--- Tensors through which other ranks' entries come, by type: as many elements as a piece has, or the largest of them.
--- slabs: those in which rank 0 puts parts together.
+-- Buffers for entries of other ranks, by dtype: with as many elements as a piece, or as the largest entry. slabs: those
+-- in which rank 0 assembles parts.
 local function buffers_for(entries)
   local numel, buffers, slabs = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -147,8 +148,8 @@ local function buffers_for(entries)
   return { of = buffers, slabs = slabs }
 end
 
--- Rank 0 writes all entries; from other ranks they come by pieces. Every piece is sent and taken whatever went wrong
--- meanwhile, so that nobody waits for what does not come. Gives the first problem of this rank.
+-- Rank 0 writes all entries; those of other ranks are sent in pieces. Every piece is sent and received even after an
+-- error, so that no rank waits forever. Returns the first error of this rank.
 local function exchange(entries, buffers, group, writer)
   local rank, largest, problem = group and group:rank() or 0, 1, nil
   for _, entry in ipairs(entries) do
@@ -164,7 +165,7 @@ local function exchange(entries, buffers, group, writer)
     try(pieces.read, tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
   end
   local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
-  -- Has elements of the owner's, which from() gives there, in `to` on rank 0.
+  -- Copies elements of the owner's, which from() returns there, into `to` on rank 0.
   local function bring(owner, buffer, from, to)
     if owner == 0 and rank == 0 then return copy(to, from) end
     if rank == owner then
@@ -211,9 +212,9 @@ local function exchange(entries, buffers, group, writer)
   return problem
 end
 
---- Writes one file, by the group's rank 0. All its ranks call it; an error of one is an error of all, and no file.
+--- Writes one file on the group's rank 0. All its ranks call it; an error of one is one of all and leaves no file.
 ---@param path string
----@param entries table[] what save.entries or save.whole gave, or some of it
+---@param entries table[] the result of save.entries or save.whole, or a part of it
 ---@param open fun(path: string, entries: table[]): table writer with append(name, data, nbytes), commit() and close()
 ---@param group? ps.Group
 function save.write(path, entries, open, group)
@@ -234,7 +235,7 @@ end
 local UNITS = { B = 1, KB = 1e3, MB = 1e6, GB = 1e9, TB = 1e12, KiB = 2 ^ 10, MiB = 2 ^ 20, GiB = 2 ^ 30, TiB = 2 ^ 40 }
 local LARGEST = 5e10                                       -- bytes; transformers 5 writes files of up to 50 GB
 
--- Bytes of a size as Hugging Face has them: 5000000, "5GB", "200MiB".
+-- The bytes of a size in Hugging Face's form: 5000000, "5GB", "200MiB".
 local function nbytes_of(size)
   if size == nil then return LARGEST end
   local number, unit = size, "B"
@@ -243,12 +244,13 @@ local function nbytes_of(size)
     number = tonumber(number)
   end
   if not number or not UNITS[unit] or number * UNITS[unit] < 1 then
-    error(("save_pretrained: max_shard_size is %s; it is a number of bytes, or like \"5GB\""):format(tostring(size)))
+    error(("save_pretrained: max_shard_size is %s; it must be a number of bytes, or a size such as \"5GB\""):format(
+      tostring(size)))
   end
   return number * UNITS[unit]
 end
 
--- Entries in files of up to so many bytes, one tensor at least in each.
+-- Splits entries into files of at most `most` bytes, with at least one tensor each.
 local function split(entries, most)
   local files, filled = { {} }, 0
   for _, entry in ipairs(entries) do
@@ -262,7 +264,7 @@ local function split(entries, most)
   return files
 end
 
--- What names the files of a model in several: { metadata, weight_map }.
+-- The index of a model in several files: { metadata, weight_map }.
 local function index_of(files, names)
   local index = { metadata = { total_size = 0 }, weight_map = {} }
   for i, list in ipairs(files) do
@@ -277,13 +279,13 @@ end
 
 local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Files of weights, and indices of them, as readers look for them.
+-- Names of files of weights, and of their indices, that readers look for.
 local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "^model%-%d+%-of%-%d+%.safetensors$",
   "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
   "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$" }
 
--- Removes the weights that another model left in the folder: a reader that follows an older index, or prefers another
--- file, would get them. Indices go first, since they name the other files.
+-- Removes the weights that another model left in the folder. A reader that follows an older index, or prefers another
+-- file, would load them. Indices are removed first, since they refer to the other files.
 local function remove_older(path, names)
   local now, indices, others = {}, {}, {}
   for _, name in ipairs(names) do now[name] = true end
@@ -296,8 +298,9 @@ local function remove_older(path, names)
     for _, name in ipairs(list) do
       local ok, why = os.remove(path .. "/" .. name)
       if not ok then
-        error(("save_pretrained: the older weights in the folder cannot be removed: %s; remove it, since a reader may "
-          .. "take it for this model's"):format(why), 0)
+        error(("save_pretrained: the older weights in the folder cannot be removed: %s; remove them, since a "
+          .. "reader may "
+          .. "load them for this model"):format(why), 0)
       end
     end
   end
@@ -328,7 +331,7 @@ local function write_all(path, files, group)
   end)
 end
 
---- The ranks that have a model together; nil: each has all of it.
+--- The ranks that share a model; nil: each has the whole model.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.Group?
 function save.group_of(model)
@@ -336,14 +339,15 @@ function save.group_of(model)
   return (sharded.of(model) or engine and (engine.ranks or engine.stages)) and mesh.group "world" or nil
 end
 
---- Writes a model's weights and config.json to a folder, as Hugging Face and from_pretrained read them. Of an engine
---- these are the fp32 values (masters), which rank 0 writes alone, a piece at a time; all ranks call it, between two
---- steps, and an error of one is an error of all.
+--- Writes a model's weights and config.json to a folder, in the form that Hugging Face and from_pretrained read. With
+--- an engine these are the fp32 values (masters), which only rank 0 writes, a piece at a time; all ranks call it,
+--- between two steps, and an error of one is an error of all.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
----@param config_of fun(dtype: string): string config.json, given the type of the weights
----@param more? {max_shard_size?: integer|string, source?: string} bytes of a file at most (a tensor is not cut),
----  default 50 GB; source: the folder that the model came from, whose tokenizer and generation settings go along
+---@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
+---@param more? {max_shard_size?: integer|string, source?: string} the most bytes per file (a tensor is not split),
+---  default 50 GB; source: the folder from which the model was loaded, whose tokenizer and generation settings are
+---  copied
 function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
@@ -358,7 +362,7 @@ function save.run(model, path, config_of, more)
   agree.run(group, function()
     if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end
   end)
-  agree.run(group, function() return save.entries(model) end)          -- what fails, fails on all ranks
+  agree.run(group, function() return save.entries(model) end)          -- an error here is an error on all ranks
   local entries = save.whole(model)
   write_all(path, split(entries, most), group)
   agree.run(group, function()

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model's settings by Hugging Face's names: what a config.json may say, checked by the rules of its family. Whatever
--- changes the model's numbers is done or refused by name; other fields (names, generation, caches) are kept and written
--- again. A refusal reads "gpt2: refused: FIELD = VALUE: why".
+-- A model's settings under Hugging Face's names: the fields of a config.json, checked by the rules of its family. A
+-- field that changes the model's numbers is followed or refused by name; other fields (names, generation, caches) are
+-- kept and written again. A refusal reads "gpt2: refused: FIELD = VALUE: why".
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
 local json = require "cjson"
@@ -12,27 +12,27 @@ local error = caller.error
 
 ---@class ps.pretrained.Rules
 ---@field model_type string
----@field defaults table<string, any> settings that a model has, and what they are when a script leaves them out
----@field file_defaults? table<string, any> the same where a config.json leaves them out, if that differs
+---@field defaults table<string, any> the settings of a model, with defaults for scripts
+---@field file_defaults? table<string, any> the defaults for a config.json, if they differ
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
----@field nullable? table<string, boolean> settings whose null means none; they become false
----@field sizes string[] whole numbers from 1 on
+---@field nullable? table<string, boolean> settings for which null means none; they become false
+---@field sizes string[] settings that are whole numbers of at least 1
 ---@field shares string[] probabilities, in [0, 1)
----@field positive? string[] numbers from 0 on
+---@field positive? string[] settings that are numbers of at least 0
 ---@field aliases? table<string, string> other names of settings
----@field fixed? table<string, any[]> fields that only have one value here: { value, what another would be }
----@field absent? table<string, string> fields that must say nothing, and what they would be
+---@field fixed? table<string, any[]> fields with only one supported value: { value, the meaning of others }
+---@field absent? table<string, string> fields that must be absent or empty, and their meaning
 ---@field activation string the setting that names the activation
----@field width string the setting whose value `heads` divides
+---@field width string the setting that `heads` must divide
 ---@field heads string
 ---@field layers string the setting that counts the layers
----@field any_pad? boolean pad_token_id may be no word of the vocabulary
----@field check? fun(full: table) raises errors for settings that do not go together
----@field change? fun(given: table, changes: table): table what to put into `given` for a script's `changes`; it takes
----  out what says the same by other names
+---@field any_pad? boolean pad_token_id may be outside the vocabulary
+---@field check? fun(full: table) raises errors for settings that exclude each other
+---@field change? fun(given: table, changes: table): table the fields to put into `given` for a script's `changes`; it
+---  removes other names of the same settings
 ---@field layer string a pattern of the body's names, with a layer's number
----@field measures table[] sizes that the body's weights tell: { setting, name, dimension from 1, default = where the
----  setting is absent }
+---@field measures table[] sizes that the body's weights determine: { setting, name, dimension from 1, default = if
+---  the setting is absent }
 
 ---@class ps.pretrained.Settings
 ---@field rules ps.pretrained.Rules
@@ -41,17 +41,17 @@ Settings.__index = Settings
 
 local settings = {}
 
--- Of every family: fields that must say nothing, whatever the model.
-local ABSENT = { quantization_config = "quantized weights", auto_map = "code of the model's own",
+-- Fields that must be absent or empty in every family.
+local ABSENT = { quantization_config = "quantized weights", auto_map = "the model's own code",
   compression_config = "compressed weights", pruned_heads = "attention without some of its heads",
-  adapters = "a model with adapters", per_layer_config = "a model of layers with settings of their own" }
+  adapters = "a model with adapters", per_layer_config = "layers with individual settings" }
 
--- Fields that transformers asks for their truth, so that null is no, and that are yes where they are left out.
+-- Fields that transformers tests for truth, so that null means false. They default to true.
 local TRUTHS = { is_causal = true, token_classification_bias = true }
 
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
 
--- Hugging Face's activations: gelu's form (F.gelu), or a function.
+-- Hugging Face's activations: a form of gelu (F.gelu), or a function.
 local ACTIVATIONS = {
   gelu = "none", gelu_python = "none", gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_python_tanh = "tanh",
   gelu_fast = "tanh", gelu_accurate = "tanh",              -- their constants for sqrt(2 / pi) agree to 11 digits
@@ -60,7 +60,7 @@ local ACTIVATIONS = {
   quick_gelu = function(x) return x * F.sigmoid(x * 1.702) end,
 }
 
---- The activation of a name: a form of F.gelu and nil, or nil and a function.
+--- The activation with a name: a form of F.gelu and nil, or nil and a function.
 ---@param name string
 ---@return ("none"|"tanh")? gelu
 ---@return (fun(x: ps.Tensor): ps.Tensor)? other
@@ -83,7 +83,7 @@ local function shown(value)
 end
 
 --- Raises the error for a field that is not supported: a ps.Error whose field `refused` is "FIELD = VALUE: why".
----@param who string the family, or the file that says so
+---@param who string the family, or the file with the field
 ---@param field string
 ---@param value any
 ---@param why string
@@ -131,7 +131,7 @@ local function check_values(self, given)
     local value = given[key]
     if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
   end
-  local pad, V = given.pad_token_id, given.vocab_size                   -- below 0: of no id, and a row from the end
+  local pad, V = given.pad_token_id, given.vocab_size                   -- below 0: no id, and a row from the end
   if pad and not rules.any_pad and not (pad >= -V and pad < V) then
     wrong(self, "pad_token_id", pad, "the vocabulary has %d words", V)
   end
@@ -165,7 +165,7 @@ local function count(t)
   return n
 end
 
--- id2label by strings, as JSON has it: also given as a list, or by numbers from 0 on.
+-- id2label with string keys, as in JSON; it may also be a list, or have numbers from 0 on as keys.
 local function by_strings(map)
   if type(map) ~= "table" or type(next(map)) ~= "number" then return map end
   local first, named = map[0] ~= nil and 0 or 1, {}
@@ -173,8 +173,8 @@ local function by_strings(map)
   return named
 end
 
--- num_labels: as given, as many as id2label has, or 2. A number that id2label does not have makes it anew (LABEL_0,
--- ...) where a script gives that number over a file's list, and is an error where one source says both.
+-- num_labels: the given number, or the size of id2label, or 2. If a script gives a number that differs from a file's
+-- id2label, the labels become LABEL_0, ...; if both come from one source, it is an error.
 local function count_labels(self, given)
   local map = by_strings(given.id2label)
   given.id2label = map
@@ -198,8 +198,8 @@ local function count_labels(self, given)
   end
 end
 
---- All settings of a model: those given, under their own names, and the defaults of others. What is not supported is an
---- error that names it.
+--- All settings of a model: the given ones, under their own names, and defaults for the others. An unsupported setting
+--- is an error that names it.
 ---@param given table
 ---@return table complete
 function Settings:complete(given)
@@ -224,23 +224,23 @@ function Settings:complete(given)
   return all
 end
 
---- What a config.json says, as Hugging Face reads it: null is as if left out, but where it means none.
+--- Reads a config.json as Hugging Face does: null means absent, unless it means none for the setting.
 ---@param fields table the decoded file
----@param changes? table<string, any> what a script gives instead, see change
+---@param changes? table<string, any> the settings of a script, see change
 ---@return table
 function Settings:from_file(fields, changes)
   local rules, given = self.rules, {}
   for key, value in pairs(fields) do
     if rules.nullable and rules.nullable[key] and value == json.null then given[key] = false
     elseif TRUTHS[key] and value == json.null then given[key] = false
-    -- An empty table was a list or an object, which Lua cannot tell when it is written again.
+    -- An empty table was a list or an object. Lua cannot tell which, so it is not written again.
     elseif type(value) ~= "userdata" and not (type(value) == "table" and next(value) == nil) then given[key] = value end
   end
   for key, default in pairs(rules.file_defaults or {}) do if given[key] == nil then given[key] = default end end
   return self:change(given, changes or {})
 end
 
---- Puts what a script says, under its own names, in the place of what a file or a preset says.
+--- Overrides the settings of a file or a preset by those of a script, under their own names.
 ---@param given table
 ---@param changes table<string, any>
 ---@return table given
@@ -259,10 +259,10 @@ function Settings:change(given, changes)
   return given
 end
 
---- The text of a config.json: a model's fields, with the type of its weights.
+--- The text of a config.json: a model's fields, with the dtype of its weights.
 ---@param full table
 ---@param architecture string
----@param dtype string Hugging Face's name of it: "float32"
+---@param dtype string Hugging Face's name of the dtype: "float32"
 ---@return string
 function Settings:to_file(full, architecture, dtype)
   local fields = { model_type = self.rules.model_type, architectures = { architecture } }
@@ -279,10 +279,10 @@ function Settings:to_file(full, architecture, dtype)
     fields.label2id = {}
     for id, label in pairs(fields.id2label) do fields.label2id[label] = tonumber(id) end
   end
-  fields.num_labels = nil                                  -- Hugging Face's count is that of id2label
+  fields.num_labels = nil                                  -- Hugging Face's count follows from id2label
   fields.dtype, fields.torch_dtype = dtype, dtype          -- the second is for versions before 4.56
   local text = encode(fields, "config.json")
-  for _, key in ipairs(self.rules.positive or {}) do       -- transformers 5 wants 1.0, not 1
+  for _, key in ipairs(self.rules.positive or {}) do       -- transformers 5 requires 1.0, not 1
     text = text:gsub(('("%s":%%d+)([,}])'):format(key), "%1.0%2")
   end
   return text

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches without their padding: an encoder computes the rows of [B, T] that count, one after the other, [S, C], and
--- only attention sees [B, T]. A row counts where its position is a key, where it is the first of its sequence (a pooler
--- reads it), and where it has a label. Nothing reads the others, so the numbers are those of the padded batch up to the
--- rounding of products with fewer rows, and masks of dropout are the same. A few rows that do not count are computed,
--- too, so that products have few sizes; nothing reads them, either.
+-- Batches without their padding: an encoder computes only the rows of [B, T] that count, as [S, C], and only attention
+-- uses [B, T]. A row counts if its position is a key, if it is the first of its sequence (a pooler reads it), or if it
+-- has a label. Nothing reads the others, so the numbers are those of the padded batch up to the rounding of products
+-- with fewer rows, and masks of dropout are the same. A few rows that do not count are also computed, so that products
+-- have fewer different sizes; nothing reads these rows, either.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
 local loss_weight = require "ps.core.loss_weight"
@@ -17,17 +17,17 @@ local META = native.device_index "meta"
 
 local unpad = {}
 
--- To how many rows n of them are filled up, for fewer sizes of products: kernels are made for each size, which takes
--- as long as a layer or two. Tiles of products have 16 rows, so filling up to that costs nothing, and further at most
--- 1/32.
+-- The number to which n rows are filled up, for fewer different sizes of products: kernels are generated for each size,
+-- which takes as long as a layer or two. Tiles of products have 16 rows, so filling up to a multiple of 16 costs
+-- nothing; further filling costs at most 1/32.
 local function filled(n)
   local step = 16
   while n > 64 * step do step = 2 * step end
   return math.ceil(n / step) * step
 end
 
--- Numbers of rows that count, rising, and then of some that do not, int64 [S]. A dry run and device meta know no
--- values: all rows count there, which is the most there can be.
+-- The numbers of the rows that count, ascending, and then of some that do not, int64 [S]. A dry run and device meta
+-- have no values: there, all rows count, which is the maximum.
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
@@ -43,11 +43,11 @@ local function numbers(kept)
   return found or create.empty(all, { dtype = "int64", device = kept:device() })
 end
 
---- Which rows count. The host waits for a mask that lies on a device.
+--- Decides which rows count. The host waits for a mask that is on a device.
 ---@param mask ps.Tensor bool [B, T], the keys
----@param labels? ps.Tensor int [B, T], -100 where there is none
----@return ps.Tensor rows int64 [S]: their numbers among the B * T, rising, and then those of a few that do not count
----@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S where it does not count
+---@param labels? ps.Tensor int [B, T], -100: no label
+---@return ps.Tensor rows int64 [S]: the rows that count among the B * T, ascending, then a few that do not
+---@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S if it does not count
 function unpad.plan(mask, labels)
   return scope.no_grad(function()
     local B, T = mask:size(0), mask:size(1)
@@ -73,7 +73,7 @@ function unpad.labels(t, rows, shape)
   return packed
 end
 
---- The rows that count of numbers [B, T]; [1, T] where all sequences have the same.
+--- The rows that count of a tensor [B, T], or [1, T] if it is the same for all sequences.
 ---@param t ps.Tensor int
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
@@ -86,7 +86,7 @@ function unpad.ids(t, rows, shape) return t:expand(shape[1], shape[2]):reshape(-
 ---@return ps.Tensor [S, C]
 function unpad.pack(x, rows) return F.embedding(rows, x:reshape(-1, x:size(-1))) end
 
---- All rows: zeros where they do not count.
+--- All rows of the batch, with zeros for those that do not count.
 ---@param x ps.Tensor [S, C]
 ---@param places ps.Tensor
 ---@param shape integer[] {B, T}
@@ -104,7 +104,7 @@ function unpad.first(x, places, shape)
   return F.embedding(places:reshape(shape[1], shape[2]):narrow(1, 0, 1):contiguous(), x)
 end
 
---- Which part x is of the padded tensor, for dropout.
+--- The part of the padded tensor that x has, for dropout.
 ---@param x ps.Tensor [S, C]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Loads files of weights into a model of ps.pretrained. Names in files may have the body's prefix or lack it, and may
--- be older ones. The files must have every tensor of the body. They may lack the head or have another one.
+-- be older ones. The files must have every tensor of the body. They may lack the head or have a different one.
 local dist = require "ps.dist"
 local nn_module = require "ps.nn.module"
 local sharded = require "ps.nn.sharded"
@@ -9,7 +9,7 @@ local error = require("ps.core.caller").error
 local weights = {}
 
 -- -- names ----------------------------------------------------------------------------------------------------------
--- Buffers that files of older versions carry: masks, and numbers of positions.
+-- Buffers in files of older versions: masks, and numbers of positions.
 local BUFFERS = { "%.attn%.bias$", "%.attn%.masked_bias$", "embeddings%.position_ids$",
   "embeddings%.token_type_ids$", "%.rotary_emb%.inv_freq$" }
 
@@ -18,20 +18,20 @@ local function fits(name, patterns)
   return false
 end
 
--- Whether a name, of a file or here, is one of the body, which a model of this class must have.
+-- Whether a name, of a file or here, belongs to the body, which every file must have.
 local function is_body(model, name)
   local rest = name:match("^" .. model.base .. "%.(.*)$") or name
   return model.body[rest:match("^[^.]+")] and not fits(rest, model.spare) or false
 end
 
--- The name here of one in a file, or nil. known: the names here, those of tied tensors, too.
+-- Our name for a name in a file, or nil. known: our names, including those of tied tensors.
 local function own_name(model, known, name)
   name = name:gsub("LayerNorm%.gamma$", "LayerNorm.weight"):gsub("LayerNorm%.beta$", "LayerNorm.bias")
   local other = model.prefix and model.prefix .. "." .. name or name:match("^" .. model.base .. "%.(.*)$")
   return known[name] and name or other and known[other] and other or nil
 end
 
---- The first of these names, in order, as text.
+--- The first few of these names, in order, as text.
 ---@param names string[]
 ---@return string
 function weights.some(names)
@@ -43,13 +43,13 @@ function weights.some(names)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
--- A file of a tied model may have the tied tensor under its other name, too: it must be the same one.
+-- A file of a tied model may also have the tied tensor under its second name. Both must be equal.
 local function take_tied(model, state, files)
   for other, name in pairs(model.config.tie_word_embeddings and model.ties or {}) do
     if state:has(other) and not state:has(name) then state:rename(other, name)
     elseif state:has(other) then
       if not state:same(other, name) then
-        error(("%s: %s is not %s, but this model's head is tied to it; make the model with "
+        error(("%s: %s differs from %s, but this model's head is tied to it; make the model with "
           .. "tie_word_embeddings = false (in config.json, too)"):format(table.concat(files.paths, ", "), other, name))
       end
       state:rename(other)
@@ -57,7 +57,7 @@ local function take_tied(model, state, files)
   end
 end
 
--- Names of the head whose shape in the file is another one; they are left there.
+-- The names of the head whose shape in the file differs; they are not loaded.
 local function drop_mismatched(model, state, tensors)
   for _, name in ipairs(state:names()) do
     local tensor = tensors[name]
@@ -72,7 +72,7 @@ local function tell(model, text, ...)
   io.stderr:write(("%s: %s\n"):format(model.class_name, text:format(...)))
 end
 
--- Loads what an open state has: all of the body, and of the head what there is.
+-- Loads an open state: the whole body, and the tensors of the head that it has.
 local function take(model, state, names, left, lost, how)
   local tensors = model:state_dict()
   if how.ignore_mismatched_sizes then drop_mismatched(model, state, tensors) end
@@ -95,14 +95,14 @@ local function take(model, state, names, left, lost, how)
   end
   model.loaded = { missing = head, left = left, names = names }
   if #head > 0 then
-    tell(model, "%d parameters are not in the files and begin as the seed has them: %s", #head, weights.some(head))
+    tell(model, "%d parameters are not in the files and are initialized from the seed: %s", #head, weights.some(head))
   end
   if #left > 0 then tell(model, "%d tensors of the files are not used: %s", #left, weights.some(left)) end
 end
 
 ---@class ps.pretrained.Loading
----@field ignore_mismatched_sizes? boolean tensors of the head that have another shape in the files are left there
----@field shorter? boolean the files may have layers that the model lacks
+---@field ignore_mismatched_sizes? boolean skip tensors of the head that have another shape in the files
+---@field shorter? boolean the files may have more layers than the model
 
 --- Loads the weights of open files into a model, one tensor at a time. It raises an error if a tensor of the body is
 --- missing or has another shape.

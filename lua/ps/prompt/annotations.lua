@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What the annotations above a function say of it. tools/api_doc.lua makes docs/api.md of them, and ps.help shows them.
+-- Parses the annotations above functions. tools/api_doc.lua makes docs/api.md from them, and ps.help shows them.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local exact = require "ps.core.exact"
 
 local annotations = {}
 
--- Functions that one closure makes, so that none of them has a text of its own in the sources.
+-- Texts for functions that one closure makes, which have no annotation of their own in the sources.
 annotations.TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.",
   ["ps.randn"] = "Normally distributed, mean 0 and deviation 1.", ["ps.rand"] = "Uniform in [0, 1).",
   ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
@@ -45,7 +45,7 @@ local function split_type(text)
   return text:sub(1, at - 1), text:sub(at + 1)
 end
 
---- Reads the annotations above a function. A line without a tag goes on with the annotation before it.
+--- Reads the annotations above a function. A line without a tag continues the annotation before it.
 ---@param fn function
 ---@return Described
 function annotations.described(fn)
@@ -85,12 +85,12 @@ end
 ---@field text string
 ---@field fields {name: string, type: string, about: string}[] those that are not private
 
--- Adds the class that begins at a line to `all`.
+-- Adds the class whose annotations begin at a line to `all`.
 local function read_class(all, lines, at)
   local name, rest = lines[at]:match "^%-%-%-@class%s+([%w_.]+)(.*)$"
   local parent, text = rest:match "^:%s*([%w_.]+)(.*)$"
   local class, last = { name = name, parent = parent, text = (text or rest):match "^%s*(.-)%s*$", fields = {} }, nil
-  local first = at                                         -- text may stand above the tag
+  local first = at                                         -- text may precede the tag
   while first > 1 and lines[first - 1]:match "^%-%-%-" and not lines[first - 1]:match "^%-%-%-%s*@" do
     first = first - 1
   end
@@ -124,7 +124,7 @@ local function read_folder(folder)
   end
 end
 
---- The annotations of a class of tables: the options of a call, or what one gives.
+--- The annotations of a class of tables: the options of a call, or its result.
 ---@param name string "ps.TrainOptions"
 ---@return DescribedClass?
 function annotations.class(name)
@@ -145,7 +145,7 @@ function annotations.classes_in(type, fn)
   end
 end
 
---- How a script calls a function of a table: profiler.save, but profiler["end"], since `end` is a word of Lua.
+--- How a script calls a function of a table: profiler.save, but profiler["end"], since `end` is a keyword of Lua.
 ---@param prefix string "profiler."
 ---@param name string
 ---@return string
@@ -163,11 +163,11 @@ function annotations.parameter_names(fn)
   local info = debug.getinfo(fn, "u")
   for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
   if info.isvararg then names[#names + 1] = "..." end
-  if names[#names] == "extra" then names[#names] = nil end          -- of ops: what they refuse
+  if names[#names] == "extra" then names[#names] = nil end          -- placeholder parameter of ops, which refuse it
   return names
 end
 
---- The methods of models that ps.from_pretrained gives, besides those of every module.
+--- The methods of models from ps.from_pretrained, in addition to those of every module.
 ---@return table<string, function>
 function annotations.pretrained()
   local methods, model = {}, require("ps.pretrained.model")
@@ -180,7 +180,7 @@ function annotations.pretrained()
   return methods
 end
 
---- Functions of `ps` that only lead on to another file, by name: the functions that they lead to.
+--- Functions of `ps` that only call a function of another file, by name: the functions that they call.
 ---@return table<string, function>
 function annotations.own()
   local dist = require "ps.dist"

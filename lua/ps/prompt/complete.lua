@@ -1,17 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What TAB offers at the prompt: keywords and globals, fields after a dot, methods after a colon. Values are looked up
--- through fields and __index, but nothing is called that the user wrote as a call.
+-- The completions that TAB offers at the prompt: keywords and globals, fields after a dot, methods after a colon.
+-- Values are looked up through fields and __index. Functions are not called, even if the line calls them.
 local complete = {}
 
 local keywords = {}
 for w in ([[and break do else elseif end false for function goto if in local nil not or repeat return then true
     until while]]):gmatch("%a+") do keywords[#keywords + 1] = w end
 
---- The table of methods of a value whose metatable Lua cannot see (FFI types), or nil. Replace it to teach others.
+--- The table of methods of a value whose metatable Lua cannot see (FFI types), or nil. Replace this function to support
+--- others.
 ---@param value any
 ---@return table|nil
 function complete.methods_of(value)
-  local ok, tensor = pcall(require, "ps.tensor")           -- the prompt works without the engine, too
+  local ok, tensor = pcall(require, "ps.tensor")           -- the prompt also works without the engine
   if ok and require("ps.tensor.pretty").is_tensor(value) then return tensor.methods() end
   return nil
 end
@@ -33,9 +34,9 @@ local function callable(v)
   return type(mt) == "table" and rawget(mt, "__call") ~= nil
 end
 
---- Every name that can follow `value` and a dot (or a colon: methods only), with the value it leads to. Of a value
---- whose __index is a function its metatable's __names(value) tells: a table of fields, and what has the other names.
---- Such a value keeps no methods in itself.
+--- Every name that can follow `value` and a dot (with a colon: only methods), with its value. If the value's __index is
+--- a function, its metatable's __names(value) returns a table of fields, and a value that has the other names. Such a
+--- value has no methods of its own.
 ---@param value any
 ---@param methods_only boolean
 ---@return table<string, any>
@@ -68,10 +69,10 @@ local function names_of(value, methods_only)
   return found
 end
 
---- The value of the chain of names and constant indices ("a.b[1].c") that ends `text`; nil when there is none, or when
---- a step leads nowhere.
+--- The value of the chain of names and constant indices ("a.b[1].c") that ends `text`; nil if there is no chain, or if
+--- one of its names has no value.
 ---@param text string
----@param root table what has the first name
+---@param root table table with the first name
 ---@return any
 local function resolve(text, root)
   local keys = {}
@@ -97,8 +98,8 @@ local function resolve(text, root)
   return value
 end
 
---- The names that complete the end of `text`, sorted, and the part of `text` they replace.
----@param text string what stands before the cursor
+--- The names that complete the end of `text`, sorted, and the part of `text` that they replace.
+---@param text string the text before the cursor
 ---@param environment? table of statements; default the globals
 ---@return string[] names functions end in "("
 ---@return string prefix
@@ -128,7 +129,7 @@ function complete.candidates(text, environment)
   return names, prefix
 end
 
---- Names in columns, read downwards.
+--- Names in columns, sorted downwards.
 ---@param names string[]
 ---@param width integer
 ---@return string
@@ -146,7 +147,7 @@ local function columns(names, width)
   return table.concat(lines, "\n")
 end
 
---- For the line editor: what to insert at the cursor, and what to show when there is a choice.
+--- For the line editor: the text to insert at the cursor, and the list to show if there are several completions.
 ---@param text string
 ---@param width integer
 ---@param environment? table of statements; default the globals

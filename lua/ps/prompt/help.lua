@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- help(x) of the prompt, ps.help elsewhere: what the annotations say of a function, an op, a class or a module, by the
--- same reading of the sources that makes docs/api.md.
+-- help(x) at the prompt, ps.help elsewhere: the annotations of a function, an op, a class or a module, parsed from the
+-- sources by the same code that makes docs/api.md.
 local annotations = require "ps.prompt.annotations"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
@@ -10,9 +10,9 @@ local wrap_to = require "ps.core.wrap"
 
 local help = {}
 
-local ps                                             -- what scripts have as `ps`
+local ps                                             -- the table that scripts have as `ps`
 
---- Tells what scripts have as `ps`, which help describes.
+--- Sets the table that scripts have as `ps`, which help describes.
 ---@param facade table
 ---@return table help
 function help.of(facade)
@@ -25,7 +25,7 @@ local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "tra
   "profiler", "progress", "inspect" }
 local PREFIX = { functional = "F.", nn = "nn." }
 
--- Every function, with how it is called: {name, call ("F.gelu"), fn, method}; of one name several.
+-- All functions with the ways to call them: {name, call ("F.gelu"), fn, method}; one name may have several.
 local function all_functions()
   local list, own = {}, annotations.own()
   local function add(prefix, t, method)
@@ -63,7 +63,7 @@ local function op_text(name)
   return ""
 end
 
--- What is said of a class of tables: its fields.
+-- Adds the fields of a class of tables to the lines.
 local function put_fields(lines, class)
   wrap(lines, class.name .. (class.text ~= "" and ": " .. class.text or ""), "")
   for _, field in ipairs(class.fields) do
@@ -71,13 +71,13 @@ local function put_fields(lines, class)
   end
 end
 
--- The annotations of a function; nothing where its source cannot be read, as of a string that was loaded.
+-- The annotations of a function; empty if its source cannot be read, as for a loaded string.
 local function about_of(fn)
   local ok, about = pcall(annotations.described, fn)
   return ok and about or { text = "", params = {}, returns = {} }
 end
 
--- What is said of an entry of all_functions.
+-- The text for an entry of all_functions.
 local function text_of(entry)
   local text = about_of(entry.fn).text
   if text == "" then text = annotations.TEXTS[entry.call] or op_text(entry.name) end
@@ -125,13 +125,13 @@ local function put_class(lines, class)
   for _, name in ipairs(sorted_functions(class)) do
     if name ~= "init" and name ~= "new" and name ~= "extra_repr" then own[#own + 1] = "module:" .. name end
   end
-  if #own > 0 then wrap(lines, "of its own: " .. table.concat(own, ", "), "  ") end
+  if #own > 0 then wrap(lines, "its own: " .. table.concat(own, ", "), "  ") end
   wrap(lines, 'as every module: help(ps.nn.Module)', "  ")
 end
 
--- A table of functions: each with its first sentence.
+-- Adds a table of functions, each with its first sentence.
 local function put_table(lines, t)
-  local entries = {}                                  -- a function of ps may stand for one of another table
+  local entries = {}                                  -- a function of ps may be an alias of one in another table
   for _, entry in ipairs(all_functions()) do
     for _, fn in pairs { entry.fn, entry.given, entry.also } do
       if not entries[fn] or entry.name == entry.call:match "%.([%w_]+)$" then entries[fn] = entry end
@@ -158,10 +158,11 @@ local function of_name(lines, text)
   if #lines == 0 and type(class) == "table" and rawget(class, "instance") then put_class(lines, class) end
   if #lines > 0 then return end
   local near = nearest.find(text, names)
-  caller.error(("help: nothing is called '%s'%s"):format(text, near and ("; did you mean '%s'?"):format(near) or ""))
+  caller.error(("help: there is nothing with the name '%s'%s"):format(text, near and ("; did you mean "
+    .. "'%s'?"):format(near) or ""))
 end
 
---- What is known of a value, as text.
+--- The description of a value, as text.
 ---@param x any a function, a class, a module, a tensor, a table of functions, or a name: "gelu", "F.gelu"
 ---@return string
 function help.text(x)
@@ -186,20 +187,20 @@ function help.text(x)
   elseif require("ps.nn.module").is_module(x) then
     put_class(lines, (select(2, getmetatable(x).__names(x))))
   elseif require("ps.nn.handle").of(x) then
-    lines[1] = "a model that ps.initialize made; what it has besides its module's methods:"
+    lines[1] = "a model from ps.initialize; its methods in addition to those of its module:"
     put_table(lines, require("ps.engine").Engine.methods)
   elseif type(x) == "table" then put_table(lines, x)
   else lines[1] = "a " .. type(x) .. ": " .. tostring(x) end
   return table.concat(lines, "\n")
 end
 
---- Prints what is known of a function, an op, a class, a module, a tensor or a table of functions, from the sources'
---- annotations. At the prompt it is `help`.
----@param x any or a name: "gelu", "F.gelu", "t:sum", "Linear"; nil: what there is
+--- Prints the description of a function, an op, a class, a module, a tensor or a table of functions, from the
+--- annotations in the sources. At the prompt this is `help`.
+---@param x any or a name: "gelu", "F.gelu", "t:sum", "Linear"; nil: an overview
 function help.help(x)
   if x == nil then
-    print "help(f), help(ps.nn.Linear), help(model), help \"gelu\": what a function, class, module or name is.\n"
-    print "help(ps), help(ps.F), help(ps.nn), help(ps.optim), help(ps.inspect), ...: what is in there."
+    print "help(f), help(ps.nn.Linear), help(model), help \"gelu\": describe a function, a class, a module or a name.\n"
+    print "help(ps), help(ps.F), help(ps.nn), help(ps.optim), help(ps.inspect), ...: list their contents."
     return
   end
   print(help.text(x))

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The variables of a script by name: at its error, for the prompt that `psluajit -i script.lua` then opens (the error
--- handler of the program calls keep() while the frames are there), and while it is paused (ps/prompt/pause.lua).
+-- The variables of a script by name: at its error, for the prompt that `psluajit -i script.lua` then opens (the
+-- program's error handler calls keep() while the stack frames still exist), and while it is paused
+-- (ps/prompt/pause.lua).
 local caller = require "ps.core.caller"
 
 local locals = {}
@@ -9,15 +10,14 @@ local locals = {}
 ---@field value any
 ---@field level integer of the function, for debug.setlocal
 ---@field index integer of the local variable, or of the upvalue
----@field func function? whose upvalue it is
----@field changed boolean? a statement gave it another value
+---@field func function? the function whose upvalue it is
+---@field changed boolean? a statement has changed the value
 
 ---@type table<string, ps.Variable>
 local kept = {}
-local noted                                              -- the same where psluajit caught an error first
+local noted                                              -- the variables where psluajit first caught an error
 
--- The variables of the function at a level, with those that it has from functions around it. Of two locals of one name
--- the inner one counts.
+-- The variables of the function at a level, with its upvalues. Of two locals with one name the inner one counts.
 local function variables(level, info)
   local found, i = {}, 1
   while true do
@@ -35,8 +35,8 @@ local function variables(level, info)
   return found
 end
 
--- The variables of all functions of the script that are running. A name that several have is the innermost's. Levels
--- are those of who calls.
+-- The variables of all functions of the script on the stack. If several have one name, the innermost counts. Levels are
+-- relative to the caller.
 local function all_variables(each)
   local found, level = {}, 3
   while true do
@@ -53,20 +53,20 @@ local function all_variables(each)
   end
 end
 
---- Notes the variables of all functions of the script that are running.
----@param each? fun(func: function) is told of these functions
+--- Notes the variables of all functions of the script on the stack.
+---@param each? fun(func: function) called with each of these functions
 function locals.keep(each) kept = all_variables(each) end
 
---- Notes them where psluajit catches an error of the script.
+--- Notes the variables where psluajit catches an error of the script.
 function locals.note() noted = all_variables() end
 
---- Notes them at the error that ends the script, or takes those from where it was caught first. For the program's
---- handler.
+--- Notes the variables at the error that ends the script, or takes those from where the error was first caught. For the
+--- program's error handler.
 ---@param e any the error
 function locals.keep_at_error(e) kept = caller.was_noted(e) and noted or all_variables() end
 
---- Gives the script the values that statements gave to its variables since keep(). To be called at the same depth of
---- calls as keep() was.
+--- Writes the values that statements assigned since keep() back to the script's variables. It must be called at the
+--- same stack depth as keep().
 function locals.write()
   for _, variable in pairs(kept) do
     if variable.changed and variable.func then
@@ -77,7 +77,7 @@ function locals.write()
   end
 end
 
---- The values that statements gave to the script's variables since keep().
+--- The values that statements have assigned to the script's variables since keep().
 ---@return any[]
 function locals.changed()
   local list = {}
@@ -94,7 +94,8 @@ function locals.names()
   return names
 end
 
---- A table that has the variables before what is in another one. A new name goes into that one. TAB offers both.
+--- A table that looks up names first in the variables, then in another table. New names are stored in the other table.
+--- TAB completes both.
 ---@param beneath table
 ---@return table
 function locals.over(beneath)
@@ -116,7 +117,7 @@ function locals.over(beneath)
   })
 end
 
---- The environment of statements at the prompt: the variables that keep() noted before the globals. Prints their names.
+--- The environment of statements at the prompt: the variables that keep() noted, then the globals. Prints their names.
 ---@return table
 function locals.environment()
   local names = locals.names()

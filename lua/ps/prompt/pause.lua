@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ctrl-C pauses a script that runs on a terminal, alone and with nobody else holding the signal: src/interrupt.c stops
--- it between two instructions of its own and calls begin() and finish() here, with a prompt between them.
+-- Ctrl-C pauses a script that runs alone on a terminal, if no other handler holds the signal: src/interrupt.c stops it
+-- between two instructions of its own and calls begin() and finish() here, with a prompt between them.
 --
--- LuaJIT's compiled code does not keep variables up to date that nothing will read, and a pause would show old values.
--- So functions of the script that are running when a step begins are interpreted from then on; of others the prompt
--- says that they may have been compiled.
+-- LuaJIT's compiled code does not update variables that nothing will read again, so a pause could show old values.
+-- Functions of the script that are on the stack when a step begins are therefore interpreted from then on. For the
+-- others, the prompt warns that they may have been compiled.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local locals = require "ps.prompt.locals"
@@ -13,16 +13,16 @@ local paths = require "ps.paths"
 local pause = { is_own = caller.is_own }
 
 local exact = setmetatable({}, { __mode = "k" })           -- functions that are interpreted
-local typed = {}                                           -- names that statements made
-local where, doubtful                                      -- the script's place; whether values may be old
-local scope                                                -- of what is computed in it, or nil
-local facade, native                                       -- what scripts have as `ps`, and ps.ffi; nil: not loaded
+local typed = {}                                           -- names that statements defined
+local where, doubtful                                      -- the script's place; whether values may be out of date
+local scope                                                -- the pause's scope of tensors, or nil
+local facade, native                                -- the table that scripts have as `ps`, and ps.ffi; nil: not loaded
 
---- Tells what the script has loaded as `ps`. A pause without it holds no engine.
+--- Sets the table that the script has loaded as `ps`. Without it there is no engine to keep.
 ---@param ps table
 function pause.attach(ps) facade, native = ps, require "ps.core.ffi" end
 
---- Keeps the functions of the script that are running from the compiler.
+--- Makes the functions of the script on the stack run interpreted from now on.
 function pause.keep_exact()
   local level = 2
   while true do
@@ -43,21 +43,21 @@ if paths.pauses and not paths.interprets then
   hooks.on("backward", function() pause.keep_exact() end)
 end
 
--- Why this process cannot pause, or nil.
+-- The reason why this process cannot pause, or nil.
 local function refusal()
-  local ok, size = pcall(function()                        -- a malformed variable is of no launcher
+  local ok, size = pcall(function()                        -- a malformed variable does not come from a launcher
     return math.max(facade and facade.world_size() or 1, require("ps.dist.env").read(os.getenv, {}).world_size)
   end)
-  if ok and size > 1 then return ("one of %d ranks does not pause: the others would wait"):format(size) end
+  if ok and size > 1 then return ("one of %d ranks cannot pause: the others would wait for it"):format(size) end
 end
 
---- A pause begins. The caller is the frame above the script's.
----@return nil|boolean|string later nil: it has begun. true: not yet. A string: it cannot, and why
+--- Begins a pause. The caller is the frame above the script's.
+---@return nil|boolean|string later nil: it has begun. true: not yet possible. A string: the reason why it is impossible
 function pause.begin()
   local why = refusal()
   if why then return why end
   if native then
-    if native.recorder then return true end                     -- a model is made without data
+    if native.recorder then return true end                     -- a model is being made without data
     local id = native.ffi.new "int64_t[1]"
     local rc = native.C.ps_suspend(native.ctx, id)
     if rc < 0 then return native.ffi.string(native.C.ps_error_message()) end
@@ -69,15 +69,15 @@ function pause.begin()
   locals.keep(function(func) doubtful = doubtful or not (exact[func] or paths.interprets) end)
 end
 
---- The environment of statements in the pause: the script's variables, its globals, names that statements made, ps and
---- help. Says where the script is.
+--- The environment of statements in the pause: the script's variables, its globals, names that statements defined, ps
+--- and help. Prints where the script is.
 ---@return table
 function pause.environment()
   local names = locals.names()
-  print(("\npaused at %s: continue goes on, abort raises an error in the script"):format(where))
+  print(("\npaused at %s: continue resumes the script, abort raises an error in it"):format(where))
   if names[1] then print("variables of the script: " .. table.concat(names, ", ")) end
   if doubtful then
-    print "(some of its functions may have been compiled: values that nothing reads any more may be old)"
+    print "(some of its functions may have been compiled: variables that are not read again may be out of date)"
   end
   return locals.over(setmetatable({}, {
     __names = function()
@@ -101,17 +101,17 @@ function pause.environment()
   }))
 end
 
--- The tensors in values that survive a scope, as scope.finish finds them.
+-- The tensors in values that outlive a scope, as in scope.finish.
 local function finish_scope()
   local list, n = require("ps.core.scope").tensors(locals.changed())
   local rc = native.C.ps_resume(native.ctx, n, list)
   if rc < 0 then
-    io.stderr:write(("after the pause memory is not within its budgets: %s\n"):format(
+    io.stderr:write(("after the pause memory exceeds its budgets: %s\n"):format(
       native.ffi.string(native.C.ps_error_message())))
   end
 end
 
---- The pause ends. The caller is the frame that begin() had.
+--- Ends the pause. The caller is the same frame as in begin().
 function pause.finish()
   locals.write()
   hooks.tell "resumes"

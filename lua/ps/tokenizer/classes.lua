@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What transformers' classes of tokenizers say beside a tokenizer's files: special tokens that they take for granted,
--- and settings of tokenizer_config.json that stand in for what tokenizer.json says.
+-- Defaults of transformers' tokenizer classes that a tokenizer's files do not contain: special tokens, and settings of
+-- tokenizer_config.json that override those of tokenizer.json.
 local json = require "cjson"
 
 local classes = {}
@@ -18,8 +18,8 @@ local CLASS_OF = { gpt2 = "GPT2Tokenizer", roberta = "RobertaTokenizer", bert = 
   distilbert = "BertTokenizer", electra = "BertTokenizer", qwen2 = "Qwen2Tokenizer", qwen3 = "Qwen2Tokenizer",
   llama = "PreTrainedTokenizer", mistral = "PreTrainedTokenizer" }
 
---- What a class takes for granted where files do not say it: special tokens by name; model: the kind of vocabulary that
---- it is made of without tokenizer.json; padding_side.
+--- The defaults of a class: special tokens by name; model: the kind of model of a folder without tokenizer.json;
+--- padding_side.
 ---@param name string
 ---@return table<string, string>
 function classes.defaults(name) return CLASSES[name] or {} end
@@ -29,10 +29,10 @@ function classes.defaults(name) return CLASSES[name] or {} end
 ---@return string? name
 function classes.of(model_type) return CLASS_OF[model_type] end
 
--- A setting that the file has, neither left out nor null.
+-- Whether the file has a setting, other than null.
 local function given(config, key) return type(config[key]) == "boolean" end
 
--- tokenizer_config.json's names of what BertNormalizer has.
+-- The names in tokenizer_config.json for the fields of BertNormalizer.
 local NORMALIZER = { do_lower_case = "lowercase", strip_accents = "strip_accents",
   tokenize_chinese_chars = "handle_chinese_chars" }
 
@@ -51,7 +51,7 @@ local function of_bytes(description, config)
   end
 end
 
--- Whether a step, or one of a sequence, cuts texts by bytes.
+-- Whether a step, or one step of a sequence, works on bytes.
 local function by_bytes(node)
   if type(node) ~= "table" then return false end
   if node.type == "ByteLevel" then return true end
@@ -61,11 +61,11 @@ local function by_bytes(node)
   return false
 end
 
-local BLANK = "\226\150\129"                              -- what stands for a blank in Llama's tokens
+local BLANK = "\226\150\129"                              -- the character for a blank in Llama's tokens
 
--- The class has steps of its own: it takes the vocabulary and the merges of tokenizer.json, and neither its normalizer
--- nor its pre-tokenizer. A text that begins with a blank gets no second one in front. A tokenizer by bytes is of
--- another class, whatever the file says.
+-- Applies the steps of Llama's class: it uses the vocabulary and the merges of tokenizer.json, but neither its
+-- normalizer nor its pre-tokenizer. A text that begins with a blank gets no second one. A tokenizer over bytes belongs
+-- to another class, whatever class the file names.
 local function of_llama(description, config)
   if by_bytes(description.pre_tokenizer) then return end
   local prefix = config.add_prefix_space ~= false
@@ -81,7 +81,8 @@ end
 local APPLY = { BertTokenizer = of_bert, DistilBertTokenizer = of_bert, ElectraTokenizer = of_bert,
   GPT2Tokenizer = of_bytes, RobertaTokenizer = of_bytes, LlamaTokenizer = of_llama }
 
---- Changes a tokenizer.json's description to what a class takes from tokenizer_config.json instead.
+--- Overrides parts of a tokenizer.json's description with the settings of tokenizer_config.json that the class uses
+--- instead.
 ---@param description table
 ---@param class string
 ---@param config table
@@ -89,11 +90,11 @@ function classes.apply(description, class, config)
   if APPLY[class] then APPLY[class](description, config) end
 end
 
--- What transformers puts together again in texts of WordPiece, in this order.
+-- The texts of WordPiece that transformers joins again, in this order.
 local TOGETHER = { { " %.", "." }, { " %?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" }, { " n't", "n't" },
   { " 'm", "'m" }, { " 's", "'s" }, { " 've", "'ve" }, { " 're", "'re" } }
 
---- A text without blanks in front of punctuation and short forms, as clean_up_tokenization_spaces asks for.
+--- A text without blanks before punctuation and short forms, for clean_up_tokenization_spaces.
 ---@param text string
 ---@return string
 function classes.clean_up(text)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- From a description of a tokenizer, as tokenizer.json has it (normalizer, pre_tokenizer, model, post_processor,
--- decoder, added_tokens), to the engine's tokenizer. What a description asks for and is not here is refused by name.
+-- Makes the engine's tokenizer from a description in the form of tokenizer.json (normalizer, pre_tokenizer, model,
+-- post_processor, decoder, added_tokens). Unsupported parts of a description are refused by name.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local object = require "ps.tokenizer.object"
@@ -14,7 +14,7 @@ local description = {}
 
 local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == true and 1 or value or 0)) end
 
---- Cuts words by a regular expression.
+--- Adds a step that cuts words by a regular expression.
 ---@param t table the tokenizer
 ---@param field string for errors
 ---@param given string
@@ -27,14 +27,14 @@ function description.split(t, field, given, dialect)
   if rc < 0 then error(("%s: %s: %s"):format(t.path, field, ffi.string(C.ps_error_message()))) end
 end
 
---- The id of a token that the vocabulary has to have.
+--- The id of a token that must be in the vocabulary.
 ---@param t table the tokenizer
 ---@param token any
 ---@param what string the token's name in errors
 ---@return integer
 function description.id_of(t, token, what)
   local id = type(token) == "string" and C.ps_tok_find(t.handle, token, #token) or -1
-  if id < 0 then error(("%s: %s is '%s', which the vocabulary lacks"):format(t.path, what, tostring(token))) end
+  if id < 0 then error(("%s: %s is '%s', which is not in the vocabulary"):format(t.path, what, tostring(token))) end
   return id
 end
 
@@ -124,9 +124,9 @@ SPLITS = {
       end
       local before = i > 1 and node.pretokenizers[i - 1].type
       if before and one.type == "ByteLevel" and one.add_prefix_space == true then
-        refuse(t.path, "add_prefix_space", true, "behind another pre-tokenizer this is not supported")
+        refuse(t.path, "add_prefix_space", true, "this is not supported after another pre-tokenizer")
       end
-      -- bytes are letters behind ByteLevel; blanks in front come once; words of BERT and others are not cut further
+      -- after ByteLevel, bytes are letters; blanks are prepended once; words of BERT and others are not cut further
       if one.type == "Sequence" or before and (one.type ~= "Split" and one.type ~= "ByteLevel" or before == "ByteLevel")
         or i < #node.pretokenizers and one.type == "BertPreTokenizer" then
         refuse(t.path, name, one.type, "in this place it is not supported")
@@ -154,7 +154,7 @@ SPLITS = {
   end,
 }
 
--- A whole number from 0 on, as ids and types of tokens are.
+-- Checks a whole number from 0 on, such as an id or a type of tokens.
 local function whole_number(t, field, value)
   if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
     refuse(t.path, field, value, "a whole number from 0 on expected")
@@ -162,12 +162,12 @@ local function whole_number(t, field, value)
   return value
 end
 
--- The id of { token, id }, as BertProcessing and RobertaProcessing have it.
+-- The id in { token, id }, the form in BertProcessing and RobertaProcessing.
 local function second(t, field, value)
   return whole_number(t, field .. "[1]", listed(t.path, field, value)[2])
 end
 
--- What stands around texts: lists of { id = } and { text = 1 or 2 }, each with the type of its tokens.
+-- The tokens around texts: lists of { id = } and { text = 1 or 2 }, each with the type of its tokens.
 local function template(t, list, where)
   local out = {}
   for _, piece in ipairs(listed(t.path, where, list, true)) do
@@ -178,7 +178,7 @@ local function template(t, list, where)
     local kind = is_null(node.type_id) and 0 or whole_number(t, where .. ".type_id", node.type_id)
     if special then
       local ids = t.template_tokens[special.id]
-      if not ids then refuse(t.path, where, special.id, "special_tokens lacks this one") end
+      if not ids then refuse(t.path, where, special.id, "special_tokens does not have this one") end
       for _, id in ipairs(ids) do out[#out + 1] = { id = id, kind = kind } end
     else
       out[#out + 1] = { text = sequence.id == "B" and 2 or 1, kind = kind }
@@ -187,7 +187,7 @@ local function template(t, list, where)
   return out
 end
 
--- Offsets without a token's blanks.
+-- Removes a token's blanks from its offsets.
 local function trim(t, node)
   set(t, "trim_offsets", node.trim_offsets ~= false)
   set(t, "keep_first", node.add_prefix_space ~= false)
@@ -245,7 +245,7 @@ local DECODERS = {
     if not t.byte_level then refuse(t.path, "decoder.type", "ByteLevel", "its pre_tokenizer is not ByteLevel") end
   end,
   WordPiece = function(t, node) fields(t.path, "decoder", node, { prefix = { "##" }, cleanup = { true } }) end,
-  -- Llama 2's: blanks, bytes, all in one, and perhaps without a blank in front.
+  -- Llama 2's pattern: blanks, bytes, joining, and optionally the removal of a leading blank.
   Sequence = function(t, node)
     fields(t.path, "decoder", node, { decoders = "table" })
     local kinds = {}
@@ -262,13 +262,13 @@ local DECODERS = {
     end
     local list = table.concat(kinds, " ")
     if t.byte_level or list ~= "Replace ByteFallback Fuse" and list ~= "Replace ByteFallback Fuse Strip" then
-      refuse(t.path, "decoder.decoders", list, "there is Replace, ByteFallback, Fuse, Strip in this order")
+      refuse(t.path, "decoder.decoders", list, "supported are Replace, ByteFallback, Fuse, Strip in this order")
     end
     t.decodes = true
   end,
 }
 
--- Calls what `kinds` has for a part of a description.
+-- Calls the function in `kinds` for a part of a description.
 local function part(t, all, name, kinds)
   local node = all[name]
   if is_null(node) then return end
@@ -278,11 +278,11 @@ local function part(t, all, name, kinds)
   kind(t, node)
 end
 
---- Adds a token that is looked for in texts.
+--- Adds a token that is matched in texts.
 ---@param t table the tokenizer
 ---@param content any
 ---@param id any
----@param options table as added_tokens has it: special, lstrip, rstrip, normalized
+---@param options table as in added_tokens: special, lstrip, rstrip, normalized
 function description.add_token(t, content, id, options)
   if type(content) ~= "string" or type(id) ~= "number" then
     refuse(t.path, "added_tokens", { content = content, id = id }, "a token has a content and an id")
@@ -297,7 +297,7 @@ function description.add_token(t, content, id, options)
   if options.special then t.special_ids[id] = true end
 end
 
---- The engine's tokenizer, still without words.
+--- Makes an engine's tokenizer without words.
 ---@param model "bpe"|"wordpiece"
 ---@return ffi.cdata*
 function description.new_handle(model)
@@ -306,15 +306,15 @@ function description.new_handle(model)
   return ffi.gc(out[0], C.ps_tok_free)
 end
 
--- A side as tokenizer_config.json has it, of tokenizer.json's "Left".
+-- The value of tokenizer_config.json ("left") for tokenizer.json's "Left".
 local function side_of(node) return type(node.direction) == "string" and node.direction:lower() or nil end
 
---- Whether there is a kind of model.
+--- Whether a kind of model is supported.
 ---@param kind any
 ---@return boolean
 function description.has_model(kind) return MODELS[kind] ~= nil end
 
---- Makes a tokenizer what a description says. Its vocabulary has been read.
+--- Applies a description to a tokenizer whose vocabulary has been read.
 ---@param t table the tokenizer
 ---@param all table the description
 ---@return {max_length: any, pad_token: any, truncation_side: any, padding_side: any}
@@ -332,7 +332,7 @@ function description.apply(t, all)
     refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "ByteLevel with Metaspace is not supported")
   end
   if kind == "WordPiece" and (t.byte_level or not t.bert_words) then
-    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "WordPiece is supported with BertPreTokenizer alone")
+    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "WordPiece is supported only with BertPreTokenizer")
   end
   if kind == "BPE" and t.bert_words then
     refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "with BPE BertPreTokenizer is not supported")
@@ -348,7 +348,7 @@ function description.apply(t, all)
   part(t, all, "post_processor", POST)
   part(t, all, "decoder", DECODERS)
   if kind == "BPE" and not t.byte_level and not t.decodes then
-    refuse(t.path, "decoder", all.decoder, "tokens that spell characters need one with ByteFallback")
+    refuse(t.path, "decoder", all.decoder, "tokens that spell characters need a decoder with ByteFallback")
   end
   local truncation = listed(t.path, "truncation", all.truncation, true)
   local padding = listed(t.path, "padding", all.padding, true)

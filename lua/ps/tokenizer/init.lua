@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The one of bytes is here; those
--- of Hugging Face's files are in tokenizer/text.lua. One may also have :append, which writes text to a shard without
--- going through a table.
+-- Tokenizers: objects with vocab_size, :encode(text) -> ids and :decode(ids) -> text. The byte tokenizer is in this
+-- file; those of Hugging Face's files are in tokenizer/text.lua. A tokenizer may also have :append, which writes text
+-- to a shard without a table.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local ffi = require "ffi"
@@ -19,20 +19,21 @@ local Bytes = { name = "bytes", vocab_size = 256 }
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 Bytes.__index = Bytes
 
---- Every byte is a token.
+--- A tokenizer whose tokens are the bytes.
 ---@return ps.Tokenizer
 function tokenizer.bytes() return setmetatable({}, Bytes) end
 
---- The tokenizer of a folder as Hugging Face has it, or of one of its files: tokenizer.json (BPE of bytes, BPE of
---- characters with byte_fallback as Llama 2's, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe
---- (GPT-2, RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions say the rest, and where that names
---- the class, add_prefix_space, do_lower_case, strip_accents and tokenize_chinese_chars instead of tokenizer.json, as
---- transformers' classes do. Special tokens that it names, and its added_tokens_decoder, are added to tokenizer.json's.
---- What files ask for and is not here is an error that names it. Or of a file of ranks, .tiktoken, by its encoding.
---- A name of neither is looked for in Hugging Face's cache, as ps.from_pretrained does.
+--- The tokenizer of a Hugging Face folder, or of one of its files: tokenizer.json (BPE over bytes, BPE over characters
+--- with byte_fallback as in Llama 2, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe (GPT-2,
+--- RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions add the settings. If they name the class,
+--- their add_prefix_space, do_lower_case, strip_accents and tokenize_chinese_chars override tokenizer.json, as in
+--- transformers' classes. Its special tokens and its added_tokens_decoder are added to those of tokenizer.json. An
+--- unsupported setting raises an error that names it. The argument may also be a file of ranks, .tiktoken, which has an
+--- encoding. If it is neither a folder nor a file, the name is searched in Hugging Face's cache, as in
+--- ps.from_pretrained.
 ---@param path string
----@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} of a file of ranks:
----  encoding "cl100k_base", "gpt2", "llama3" (which has the name tokenizer.model), "o200k_base" or "qwen", default by
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a file of ranks:
+---  encoding "cl100k_base", "gpt2", "llama3" (whose file is called tokenizer.model), "o200k_base" or "qwen", default by
 ---  the file's name; or the regular expression that cuts texts into words, and special tokens with their ids
 ---@return ps.TextTokenizer
 function tokenizer.from_pretrained(path, options)
@@ -63,10 +64,10 @@ function Bytes:encode_buffer(text) -- luacheck: ignore 212
   return ids, #text
 end
 
---- Text of a list, tensor or int32 buffer of ids (the last with its length).
+--- The text of a list, tensor or int32 buffer of ids (a buffer with its length).
 ---@param ids integer[]|ps.Tensor|ffi.cdata*
----@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer as of other tokenizers: n, or
----  the number alone, is the buffer's length; there are no special tokens, and bytes are what text is
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer as for other tokenizers: n,
+---  or the number itself, is the buffer's length; there are no special tokens, and the text is always the bytes
 ---@return string
 function Bytes:decode(ids, options) -- luacheck: ignore 212
   local n = options
@@ -84,7 +85,7 @@ function Bytes:decode(ids, options) -- luacheck: ignore 212
   return ffi.string(bytes, n)
 end
 
---- Appends the text's tokens to a shard that is being written.
+--- Appends the text's tokens to an open shard.
 ---@param writer ffi.cdata* ps_tokw
 ---@param text string
 function Bytes:append(writer, text) -- luacheck: ignore 212

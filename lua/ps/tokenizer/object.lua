@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Objects of JSON in a tokenizer's files. Errors about them name the file, the field and the value.
+-- JSON objects in a tokenizer's files. Errors about them name the file, the field and the value.
 local caller = require "ps.core.caller"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -8,9 +8,9 @@ local error = caller.error
 
 local object = {}
 
---- The object or list that a text is.
+--- Parses the object or list in a text.
 ---@param text string
----@param path string of its file, for errors
+---@param path string path of its file, for errors
 ---@return table
 function object.decode(text, path)
   local ok, value = pcall(json.decode, text)
@@ -20,7 +20,7 @@ function object.decode(text, path)
   return value
 end
 
---- The object in a file.
+--- Reads the object in a file.
 ---@param path string
 ---@return table? value nil: there is no such file
 function object.of_file(path)
@@ -37,7 +37,7 @@ end
 ---@return boolean
 function object.is_null(value) return value == nil or value == json.null end
 
--- A value as an error shows it.
+-- A value in the form for errors.
 local function shown(value)
   if value == json.null then return "null" end
   local ok, text = pcall(json.encode, value)
@@ -54,7 +54,7 @@ function object.refuse(path, field, value, why)
   error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
---- Checks that a field of a file is a list or an object, and returns it. An optional field that is null gives {}.
+--- Checks that a field of a file is a list or an object, and returns it. An optional field that is null returns {}.
 ---@param path string
 ---@param field string
 ---@param value any
@@ -66,8 +66,8 @@ function object.listed(path, field, value, may_lack)
   return value
 end
 
---- Refuses an object with a field that is not known. Its value is one of the Lua type that `known` names, or null; or
---- anything where that is "any"; or one of a list.
+--- Refuses an object that has an unknown field. `known` gives the Lua type of each field's value, "any", or a list of
+--- allowed values; null is always allowed.
 ---@param path string
 ---@param where string the object's place in the file
 ---@param node any

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Regular expressions of tokenizers' files, which are others' (Oniguruma's in tokenizer.json, Rust's in tiktoken's
--- encodings), as PCRE2 reads them. What it would read in another way is refused.
+-- Translates the regular expressions in tokenizers' files (Oniguruma's in tokenizer.json, Rust's in tiktoken's
+-- encodings) for PCRE2. Expressions to which PCRE2 gives another meaning are refused.
 local object = require "ps.tokenizer.object"
 local refuse = object.refuse
 
 local pattern = {}
 
---- GPT-2's words: short forms, letters, digits, other characters, blanks (the last of which goes to the next word).
+--- GPT-2's words: short forms, letters, digits, other characters, blanks (the last blank belongs to the next word).
 pattern.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
 pattern.CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
   .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
@@ -18,7 +18,7 @@ pattern.O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm
   .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
   .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
 
--- Of these no match reaches past a line's end between two characters of ASCII that are no blanks.
+-- With these patterns, no match crosses a line's end between two non-blank ASCII characters.
 local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3] = true, [pattern.QWEN] = true,
   [pattern.O200K] = true, [ [['s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
   [ [['(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
@@ -26,12 +26,12 @@ local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3]
   [ [=[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*]=]
     .. [=[|\s*[\r\n]+|\s+(?!\S)|\s+]=] ] = true }
 
---- Whether every text may be cut where a line ends between two characters of ASCII that are no blanks.
+--- Whether every text may be cut at a line's end between two non-blank ASCII characters.
 ---@param text string
 ---@return boolean
 function pattern.is_of_lines(text) return LINES[text] == true end
 
--- Escapes that PCRE2 takes for something else, or for more or fewer characters.
+-- Escapes that mean something else to PCRE2, or other sets of characters.
 local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", h = "hexadecimal digits",
   H = "hexadecimal digits", X = "characters of several code points", K = "what is kept", y = "ends of characters",
   Y = "ends of characters", Q = "quotes", E = "quotes", C = "bytes" }
@@ -43,7 +43,7 @@ local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", 
 ---@param dialect "onig"|"rust"
 ---@return string
 function pattern.of(path, field, text, dialect)
-  local function bad(what) refuse(path, field, text, ("'%s' is read in another way here"):format(what)) end
+  local function bad(what) refuse(path, field, text, ("'%s' has another meaning in PCRE2"):format(what)) end
   local out, i, in_class, lines = {}, 1, false, false
   while i <= #text do
     local c, one, given = text:sub(i, i), nil, nil

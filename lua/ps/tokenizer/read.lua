@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers' files as Hugging Face has them. Whatever the files are, they are brought to one description, that of
--- tokenizer.json, by which the engine's tokenizer is made (tokenizer/description.lua). Vocabularies and merges are read
--- in C.
+-- Reads tokenizers' files in Hugging Face's forms. All forms are converted to one description, that of tokenizer.json,
+-- from which the engine's tokenizer is made (tokenizer/description.lua). C reads vocabularies and merges.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local classes = require "ps.tokenizer.classes"
@@ -17,7 +16,7 @@ local is_null, listed, refuse = object.is_null, object.listed, object.refuse
 
 local read = {}
 
-local NO_LIMIT = 1e18              -- what transformers writes for no limit is more
+local NO_LIMIT = 1e18              -- transformers writes a larger number for no limit
 
 -- -- folders ----------------------------------------------------------------------------------------------------------
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
@@ -29,14 +28,14 @@ local function content_of(value)
   return value
 end
 
--- The first of several names that is a file of the folder.
+-- The first of several names that exists as a file in the folder.
 local function first_file(folder, ...)
   for _, name in ipairs { ... } do
     if lfs.attributes(folder .. "/" .. name, "mode") == "file" then return folder .. "/" .. name end
   end
 end
 
--- tokenizer_config.json and its older companions, together.
+-- The fields of tokenizer_config.json and its older companions together.
 local function settings_of(folder)
   local config = object.of_file(folder .. "/tokenizer_config.json") or {}
   local map = object.of_file(folder .. "/special_tokens_map.json") or {}
@@ -66,7 +65,7 @@ local function settings_of(folder)
   return config, added
 end
 
--- The class, and whether files name it.
+-- The tokenizer's class, and whether files name it.
 local function class_of(folder, config, has_words)
   local name = config.tokenizer_class
   if not is_null(name) and type(name) ~= "string" then
@@ -111,7 +110,7 @@ local function describe(t, class, defaults, config)
   return all
 end
 
--- Special tokens by name, from the settings or the class, as far as the vocabulary has them.
+-- Sets the special tokens by name, from the settings or the class, if the vocabulary has them.
 local function name_tokens(t, config, defaults)
   t.special = {}
   for _, name in ipairs(NAMES) do
@@ -119,14 +118,15 @@ local function name_tokens(t, config, defaults)
     local given = content ~= nil
     content = content or defaults[name]
     local id = content and C.ps_tok_find(t.handle, content, #content) or -1
-    if given and id < 0 then error(("%s: %s_token is '%s', which the vocabulary lacks"):format(t.path, name, content),
+    if given and id < 0 then error(("%s: %s_token is '%s', which is not in the vocabulary"):format(
+      t.path, name, content),
       2) end
     if id >= 0 then t.special[name] = { content, id, node } end
   end
 end
 
--- Special tokens are looked for in texts; those that added_tokens names are so already. given: those alone that the
--- settings name, and not those that a class takes for granted.
+-- Makes special tokens match in texts; those in added_tokens already do. given: only those that the settings name,
+-- without the class's defaults.
 local function add_named(t, class, given)
   for name, one in pairs(t.special) do
     local known = t.added[one[2]]
@@ -140,8 +140,8 @@ local function add_named(t, class, given)
   end
 end
 
--- Tokens that the settings add to those of tokenizer.json: added_tokens_decoder, whose word counts more, and lists of
--- further special tokens, of which a new one has the next id.
+-- Adds the tokens that the settings add to those of tokenizer.json: added_tokens_decoder, which takes precedence, and
+-- lists of further special tokens, of which a new one gets the next id.
 local function add_more(t, path, config, added)
   for _, one in ipairs(added) do
     if type(one.content) ~= "string" then refuse(path, "added_tokens_decoder", one.node, "a token has a content") end
@@ -195,15 +195,15 @@ local function finish(t, config, defaults, limits)
   end
   local missing = tonumber(C.ps_tok_missing(t.handle))
   if missing > 0 then
-    io.stderr:write(("%s: no tokens for %d of 256 bytes; they are left out of texts\n"):format(t.path, missing))
+    io.stderr:write(("%s: no tokens for %d of 256 bytes; they are dropped from texts\n"):format(t.path, missing))
   end
   return t
 end
 
--- class: the one that files name, or nil.
+-- class: the class that files name, or nil.
 local function from_json(t, path, config, defaults, class, added)
   local rest, n = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-  -- The kind of model is known only when the file has been read, which takes a tokenizer.
+  -- The kind of model is known only after the file is read, which needs a tokenizer.
   t.path = path
   local function load(model)
     t.handle, t.model = description.new_handle(model), model
@@ -215,7 +215,7 @@ local function from_json(t, path, config, defaults, class, added)
   local model = type(all.model) == "table" and all.model or {}
   local kind = model.type
   if kind == nil and model.merges ~= nil then kind, model.type = "BPE", "BPE" end
-  if not description.has_model(kind) then refuse(path, "model.type", kind, "there are BPE and WordPiece") end
+  if not description.has_model(kind) then refuse(path, "model.type", kind, "supported are BPE and WordPiece") end
   if kind == "WordPiece" then all = load("wordpiece") end
   if class then classes.apply(all, class, config) end
   local options = description.apply(t, all)
@@ -255,7 +255,7 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
 end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
--- What the package tiktoken has in its code, and Qwen and Llama 3 in theirs: how a text is cut, and special tokens.
+-- Encodings that are defined in the code of tiktoken, Qwen and Llama 3: how a text is cut, and special tokens.
 local OF_GPT2 = { pattern = pattern.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
   gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,
@@ -268,14 +268,15 @@ local ENCODINGS = {
     ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
 }
 
--- A file of ranks: its encoding by name, that of the file's name, or a pattern and special tokens.
+-- Reads a file of ranks. Its encoding is given by name, follows from the file's name, or is a pattern with special
+-- tokens.
 local function from_tiktoken(t, path, given)
   local stem = path:match("([^/]*)%.tiktoken$")
   local encoding = ENCODINGS[given.encoding or stem]
   if given.encoding and not encoding then caller.one_of(given.encoding, ENCODINGS, path .. ": encoding") end
   if not encoding and not given.pattern then
-    refuse(path, "encoding", given.encoding or stem or json.null, "it is none that is known; say which by encoding "
-      .. "(cl100k_base, gpt2, llama3, o200k_base, qwen), or by pattern and special_tokens")
+    refuse(path, "encoding", given.encoding or stem or json.null, "unknown encoding; set encoding "
+      .. "(cl100k_base, gpt2, llama3, o200k_base, qwen), or pattern and special_tokens")
   end
   t.path, t.model, t.handle, t.special, t.byte_level = path, "bpe", description.new_handle "bpe", {}, true
   check(C.ps_tok_read(t.handle, "tiktoken", path))
@@ -291,10 +292,10 @@ end
 
 local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
 
---- What a folder's files, or one file, say: {handle, model, path, special, single, pair, type_ids, padding_side,
+--- Reads the files of a folder, or one file: {handle, model, path, special, single, pair, type_ids, padding_side,
 --- truncation_side, model_max_length}.
 ---@param path string
----@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} of a file of ranks
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a file of ranks
 ---@return table
 function read.open(path, options)
   options = caller.options(options, "tokenizer.from_pretrained", RANKS)
@@ -304,7 +305,7 @@ function read.open(path, options)
     return from_tiktoken(t, path, options)
   end
   if next(options) then
-    refuse(path, next(options), select(2, next(options)), "options are of a file of ranks, .tiktoken")
+    refuse(path, next(options), select(2, next(options)), "options are only for a file of ranks, .tiktoken")
   end
   local folder = mode == "directory" and path or path:match("^(.*)/[^/]*$") or "."
   local config, added = settings_of(folder)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A tokenizer's files in another folder: copies of those that it came from, and in tokenizer_config.json what a script
--- has set since (special tokens, sides, the limit).
+-- Writes a tokenizer's files to another folder: copies of its source files, and a tokenizer_config.json with the
+-- settings that a script has changed (special tokens, sides, the limit).
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local folder = require "ps.pretrained.folder"
@@ -11,7 +11,7 @@ local C, check = native.C, native.check
 
 local save = {}
 
--- Files beside a tokenizer's that are a model's.
+-- Files next to a tokenizer's that belong to the model.
 local OTHERS = { ["generation_config.json"] = true, ["preprocessor_config.json"] = true }
 
 local function read(path)
@@ -24,7 +24,8 @@ end
 
 local function write(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- A JSON object with other fields. Empty tables were lists or objects, which Lua cannot tell: they are left out.
+-- A JSON object with changed fields. Empty tables are left out, since Lua cannot tell whether they were lists or
+-- objects.
 local function patched(path, changes)
   local fields = lfs.attributes(path, "mode") == "file" and folder.read_json(path) or {}
   for key, value in pairs(fields) do
@@ -34,8 +35,8 @@ local function patched(path, changes)
   return json.encode(fields)
 end
 
---- Copies the files of a tokenizer to a folder, which is made where it is not there.
----@param source string the folder, or one of its files, that the tokenizer came from
+--- Copies the files of a tokenizer to a folder, which is created if it does not exist.
+---@param source string the folder that the tokenizer was read from, or one of its files
 ---@param to string
 ---@param tokens table<string, any> special tokens that a script has set: "pad_token" = text, or json.null
 ---@param plain table<string, any> other settings
@@ -53,7 +54,7 @@ function save.run(source, to, tokens, plain)
     end
   end
   local name = source ~= from and source:match("[^/]*$")
-  if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then      -- a file of a name of its own
+  if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then     -- a file with a name of its own
     write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
   end
   if next(tokens) == nil and next(plain) == nil then return end

@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers of Hugging Face's files as scripts use them: batches of texts to tensors, single texts to ids and back.
--- Texts become ids in C (src/data/tokenizer.c); here are special tokens, what stands around texts, truncation and
--- padding.
+-- Tokenizers of Hugging Face's files for scripts: batches of texts to tensors, single texts to ids and back. C converts
+-- texts to ids (src/data/tokenizer.c); this file adds special tokens, the tokens around texts, truncation and padding.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -22,11 +21,11 @@ local text = {}
 
 ---@class ps.TextTokenizer: ps.Tokenizer
 ---@field vocab_size integer 1 + the largest id, added tokens included
----@field model_max_length integer? what truncation cuts to when no max_length is given
+---@field model_max_length integer? the length for truncation without max_length
 ---@field padding_side "right"|"left"
 ---@field truncation_side "right"|"left"
----@field pad_token string? and likewise bos_, eos_, unk_, sep_, cls_ and mask_token: can be set to any token that
----  there is
+---@field pad_token string? likewise bos_, eos_, unk_, sep_, cls_ and mask_token; each can be set to any token of the
+---  vocabulary
 ---@field pad_token_id integer? and likewise
 local Tokenizer = {}
 
@@ -94,8 +93,8 @@ function text.open(path, options)
     plain = plain }, META)
 end
 
---- Writes the tokenizer's files to a folder, where from_pretrained and transformers find them: copies of those that it
---- came from, with what has been set since in tokenizer_config.json.
+--- Writes the tokenizer's files to a folder for from_pretrained and transformers: copies of its source files, with the
+--- changed settings in tokenizer_config.json.
 ---@param path string
 function Tokenizer:save_pretrained(path)
   local tokens, plain = {}, {}
@@ -112,13 +111,13 @@ end
 
 for name, method in pairs(conversations) do Tokenizer[name] = method end
 
--- Ids of a text, lent: {ids, offsets, n}.
+-- The ids of a text, lent: {ids, offsets, n}.
 local function run(self, one, flags)
   check(C.ps_tok_encode(self.handle, one, #one, flags, self.out))
   return self.out
 end
 
--- Whether special tokens in a text are text: as a call says, else as tokenizer_config.json does.
+-- Whether special tokens in a text are plain text: as the call says, else as in tokenizer_config.json.
 local function plain_flag(self, splits)
   if splits == nil then splits = rawget(self, "splits_special") end
   return splits and C.PS_TOK_PLAIN or 0
@@ -127,7 +126,7 @@ end
 -- -- one text -------------------------------------------------------------------------------------------------------
 local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
 
---- Token ids as an int32 buffer, for long texts; without special tokens around them.
+--- Token ids as an int32 buffer, for long texts; without special tokens around the text.
 ---@param one string
 ---@param options? {split_special_tokens?: boolean}
 ---@return ffi.cdata* ids int32_t[n]
@@ -142,11 +141,10 @@ function Tokenizer:encode_buffer(one, options)
   return ids, n
 end
 
---- Token ids as a Lua list, with the special tokens that the model wants around a text. Malformed UTF-8 is read as
---- U+FFFD.
+--- Token ids as a Lua list, with the special tokens that the model needs around a text. Malformed UTF-8 becomes U+FFFD.
 ---@param one string
 ---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} add_special_tokens: default true;
----  split_special_tokens: special tokens in the text are text
+---  split_special_tokens: special tokens in the text are plain text
 ---@return integer[]
 function Tokenizer:encode(one, options)
   caller.typed(one, "string", "encode: the text")
@@ -164,7 +162,7 @@ function Tokenizer:encode(one, options)
   return ids
 end
 
---- The ids of a text in decimal with blanks between, as encode has them.
+--- The ids of a text in decimal, separated by blanks; the ids are those of encode.
 ---@param one string
 ---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} as encode's
 ---@return string
@@ -183,7 +181,7 @@ function Tokenizer:encode_line(one, options)
   return table.concat(parts, " ")
 end
 
---- Appends the text's tokens, without special ones around it, to a shard that is being written.
+--- Appends the text's tokens, without special tokens around it, to an open shard.
 ---@param writer ffi.cdata* ps_tokw
 ---@param one string
 function Tokenizer:append(writer, one)
@@ -193,16 +191,17 @@ function Tokenizer:append(writer, one)
 end
 
 local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
-local BLOCK = 2 ^ 24               -- bytes that are read at once
+local BLOCK = 2 ^ 24               -- bytes per read
 
---- Token ids of a file of any size, in order, a piece at a time, without special tokens around them; special tokens in
---- it are text. The ids are those of the whole file at once, whatever the pieces and threads.
+--- Passes on the token ids of a file of any size, in order, one piece at a time, without special tokens around them;
+--- special tokens in the file are plain text. The ids are those of the whole file at once, whatever the pieces and
+--- threads.
 ---@param path string
 ---@param give fun(ids: ffi.cdata*, n: integer) called with an int32 buffer, which is lent
 ---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file is JSON
----  lines,
----  and this string of each is a document; mark: id in front of each; threads: default 1; block: bytes to read at once
----@return integer bytes of the file
+---  lines, and this string of each line is a document; mark: an id before each document; threads: default 1; block:
+---  bytes per read
+---@return integer bytes size of the file in bytes
 function Tokenizer:encode_file(path, give, options)
   caller.typed(path, "string", "tokenizer:encode_file: the path")
   caller.callable(give, "tokenizer:encode_file")
@@ -251,11 +250,10 @@ end
 local BATCH_DECODE = { skip_special_tokens = "boolean", bytes = "boolean" }
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 
---- Text of a list, tensor or int32 buffer of ids (the last with its length).
+--- The text of a list, tensor or int32 buffer of ids (a buffer with its length).
 ---@param ids integer[]|integer|ps.Tensor|ffi.cdata*
----@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes: what the tokens spell,
----  be it
----  UTF-8 or not, which is else U+FFFD; n: how many ids, of a buffer
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes: return the tokens'
+---  bytes as they are; without it invalid UTF-8 becomes U+FFFD; n: the number of ids in a buffer
 ---@return string
 function Tokenizer:decode(ids, options)
   if type(options) == "number" then options = { n = options } end
@@ -267,7 +265,7 @@ function Tokenizer:decode(ids, options)
   return rawget(self, "cleans_up") and not options.bytes and classes.clean_up(spelt) or spelt
 end
 
---- Texts of a list of lists, or of a tensor's rows.
+--- The texts of a list of lists, or of a tensor's rows.
 ---@param rows integer[][]|ps.Tensor [rows, tokens]
 ---@param options? {skip_special_tokens?: boolean, bytes?: boolean}
 ---@return string[]
@@ -303,7 +301,7 @@ local CALL = { text_pair = "string|table", padding = "boolean|string", truncatio
   pad_to_multiple_of = "whole", offsets = "boolean", add_special_tokens = "boolean", split_special_tokens = "boolean",
   token_type_ids = "boolean" }
 
--- A text's tokens, kept: {ids, offsets, n, first}, first: of those that truncation leaves.
+-- A text's tokens, kept: {ids, offsets, n, first}; first: the first token after truncation.
 local function tokens_of(self, one, flags)
   local out = run(self, one, flags)
   local n = tonumber(out.n)
@@ -321,10 +319,11 @@ local function shorten(self, kept, n)
   kept.n = n
 end
 
--- Cuts one or two texts so that with `extra` tokens they are `limit` long. Of two, the longer one loses a token first.
+-- Cuts one or two texts so that with `extra` tokens they are `limit` long. With two, the longer one loses a token
+-- first.
 local function truncate(self, way, parts, extra, limit)
   local room = limit - extra
-  if room < 0 then error(("max_length is %d, and %d special tokens stand around a text"):format(limit, extra)) end
+  if room < 0 then error(("max_length is %d, fewer than the %d special tokens around a text"):format(limit, extra)) end
   local a, b = parts[1], parts[2]
   local over = a.n + (b and b.n or 0) - room
   if over <= 0 then return end
@@ -362,7 +361,7 @@ local function way_of(truncation)
   return caller.one_of(truncation, WAYS, "tokenizer: truncation")
 end
 
--- How long rows are to be: nil: as they come.
+-- The length to which rows are padded; nil: no padding.
 local function width_of(self, asked, rows)
   local padding, longest = asked.padding, 0
   for _, row in ipairs(rows) do longest = math.max(longest, row.n) end
@@ -372,7 +371,7 @@ local function width_of(self, asked, rows)
   elseif padding ~= "max_length" then
     for i, row in ipairs(rows) do
       if row.n ~= longest then
-        error(("text %d has %d tokens, another %d: give padding = true, for they are rows of one tensor"):format(i,
+        error(("text %d has %d tokens, another has %d: set padding = true, since they are rows of one tensor"):format(i,
           row.n,
           longest))
       end
@@ -380,11 +379,11 @@ local function width_of(self, asked, rows)
     return longest
   end
   if not self.pad_token_id then
-    error("this tokenizer has no pad_token: give it one, such as tokenizer.pad_token = tokenizer.eos_token")
+    error("this tokenizer has no pad_token: set one, such as tokenizer.pad_token = tokenizer.eos_token")
   end
   if padding == "max_length" then
     local limit = asked.max_length or self.model_max_length
-    if not limit then error("padding = \"max_length\" needs max_length: the tokenizer's files say none") end
+    if not limit then error("padding = \"max_length\" needs max_length: the tokenizer's files do not set it") end
     longest = math.max(longest, limit)
   end
   local multiple = asked.pad_to_multiple_of
@@ -394,12 +393,12 @@ local function width_of(self, asked, rows)
   return longest
 end
 
--- Writes n times a value.
+-- Writes a value n times.
 local function fill(target, at, n, value)
   if n > 0 then ffi.copy(target + at, int_array(n, value), 4 * n) end
 end
 
--- Writes a row's tokens from place `at` on.
+-- Writes the tokens of a row, beginning at index `at`.
 local function put(row, at, ids, types, offsets)
   for _, piece in ipairs(row.pieces) do
     local part, n = row.parts[piece.text], 1
@@ -424,17 +423,17 @@ local function rows_of(self, texts, asked)
   local first = list_of(texts, "tokenizer: the texts")
   local second = asked.text_pair and list_of(asked.text_pair, "tokenizer: text_pair")
   if second and #second ~= #first then
-    error(("tokenizer: %d texts, and %d in text_pair"):format(#first, #second))
+    error(("tokenizer: %d texts, but %d in text_pair"):format(#first, #second))
   end
   local way = way_of(asked.truncation)
   local limit = asked.max_length or self.model_max_length
   if asked.max_length then caller.whole(asked.max_length, "tokenizer: max_length", 1) end
-  if way and not limit then error("truncation needs max_length: the tokenizer's files say none") end
+  if way and not limit then error("truncation needs max_length: the tokenizer's files do not set it") end
   local multiple = asked.pad_to_multiple_of
   if multiple then caller.whole(multiple, "tokenizer: pad_to_multiple_of", 1) end
   if way and multiple and asked.padding and asked.padding ~= "do_not_pad" and limit % multiple ~= 0 then
-    error(("tokenizer: truncation to %d tokens and pad_to_multiple_of = %d: rows could be longer than max_length; "
-      .. "give a multiple of %d as max_length"):format(limit, multiple, multiple))
+    error(("tokenizer: truncation to %d tokens and pad_to_multiple_of = %d: rows could exceed max_length; "
+      .. "set max_length to a multiple of %d"):format(limit, multiple, multiple))
   end
   local flags = (asked.offsets and C.PS_TOK_OFFSETS or 0) + plain_flag(self, asked.split_special_tokens)
   local pieces, extra = {}, 0
@@ -451,13 +450,14 @@ local function rows_of(self, texts, asked)
   return rows
 end
 
---- Texts to tensors on the cpu: `tok(texts, options)`. Rows are of one length; texts of several lengths need padding.
+--- Converts texts to tensors on the cpu: `tok(texts, options)`. Rows have one length; texts of different lengths need
+--- padding.
 ---@param texts string|string[] one text is a batch of one
----@param options? {text_pair?: string|string[], padding?: boolean|"longest"|"max_length"|"do_not_pad",
----  truncation?: boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer,
----  pad_to_multiple_of?: integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean,
----  token_type_ids?: boolean} as transformers has them; offsets: where tokens stand in their texts, in bytes;
----  token_type_ids: default: as the model takes them
+---@param options? {text_pair?: string|string[], padding?: boolean|"longest"|"max_length"|"do_not_pad", truncation?:
+---  boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer, pad_to_multiple_of?:
+---  integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean, token_type_ids?: boolean}
+---  as in transformers; offsets: return the positions of tokens in their texts, in bytes; token_type_ids: default:
+---  whether the model uses them
 ---@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, token_type_ids: ps.Tensor?, offsets: ps.Tensor?} int32
 ---  [texts, tokens]; offsets [texts, tokens, 2], half-open, so that text:sub(begin + 1, end) is the token's; 0, 0 of
 --- special

@@ -6,9 +6,9 @@
 --     checkpoint = { folder = "out", every = 200 }, log = "out/log.csv" }
 --
 -- An engine (ps.initialize) as the model brings its accumulation, clipping, loss scale and schedule along.
--- `callbacks` hear of steps, evaluations and checkpoints, and may end the run.
--- The first Ctrl-C (or SIGTERM, or SIGHUP) finishes the step, saves and returns with interrupted = true; the second
--- Ctrl-C or SIGTERM ends the process.
+-- If the model is an engine (ps.initialize), its accumulation, clipping, loss scale and schedule apply. `callbacks` are
+-- called after steps, evaluations and checkpoints, and may end the run. The first Ctrl-C (or SIGTERM, or SIGHUP)
+-- finishes the step, saves and returns with interrupted = true; the second Ctrl-C or SIGTERM ends the process.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local dist = require "ps.dist"
@@ -34,31 +34,31 @@ local train = {}
 
 local EVALUATE = { loss = "callable", stop = "callable" }
 
--- The loss of what a model gave.
+-- The loss in a model's output.
 local function checked_loss(output)
   local loss = batch.loss(output)
-  if loss == nil then error("ps.train: the model gave no loss: a tensor, or a table with one as `loss`") end
+  if loss == nil then error("ps.train: the model must return a loss: a tensor, or a table with a tensor `loss`") end
   return loss
 end
 
--- The loss that a model, or a script's own function, gives of a batch.
+-- The loss of a batch, from the model or from the script's own function.
 local function loss_of(model, given, own)
   if own then return checked_loss(own(model, unpack(given, 1, given.n))) end
   return checked_loss(model(unpack(given, 1, given.n)))
 end
 
--- Whether a model's steps go by model:micro_batches, which takes the model's own loss.
+-- Whether a model's steps use model:micro_batches, which uses the model's own loss.
 local function loops(model, own)
   local engine = handle.of(model)
   if engine and engine.driver.in_loops and own then
-    error("ps.train: the model is cut into stages, of which the last one computes the loss: give a loss of your own to "
+    error("ps.train: the model is cut into stages, and the last stage computes the loss: pass your own loss to "
       .. "ps.initialize { loss = function(out, batch) ... end }")
   end
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given, targets, score in losses_of(...)`: of a held-out batch, as the model takes batches. targets, score:
--- those that the last stage of a pipeline told all ranks.
+-- `for loss, given, targets, score in losses_of(...)`: the losses of a held-out batch, or of its micro-batches. targets, score:
+-- those that the last stage of a pipeline sent to all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
@@ -77,9 +77,9 @@ local function losses_of(model, given, own)
   end
 end
 
--- The weight of a held-out batch: as the model's count_targets says, else as the ops of its loss counted, else the
--- number of its labels that are not -100, or of its rows where it has no targets to count. The ops of a pipeline are on
--- its last stage, which tells `told` to all ranks.
+-- The weight of a held-out batch: from the model's count_targets if it has one, else from the ops of its loss, else the
+-- number of its labels that are not -100, or of its rows if it has no targets to count. In a pipeline the ops are on
+-- the last stage, which sends `told` to all ranks.
 local function held_out_weight(model, loss, given, told)
   local found, first = told, given[1]
   if not told then
@@ -90,20 +90,21 @@ local function held_out_weight(model, loss, given, told)
   return scope.is_tensor(first) and first:dim() > 0 and first:size(0) or 1
 end
 
--- Numbers added up over the ranks of a group.
+-- Sums numbers over the ranks of a group.
 local function sums(group, ...)
   if not group then return ... end
   return unpack(group:all_reduce(create.tensor({ ... }, { dtype = "fp64" })):tolist())
 end
 
--- Whether there is a batch, and whether to stop, of all ranks: of the model's parts each has some, so that all compute
--- or none.
+-- Whether there is a batch, and whether to stop, on all ranks: each rank has some of the model's parts, so either all
+-- compute or none.
 local function agreed(group, has, stop, number)
   if not group then return has, stop end
   local all, stops = sums(group, has and 1 or 0, stop and 1 or 0)
   if stops > 0 then return has, true end
   if all > 0 and all < group:size() then
-    error(("ps.train.evaluate: %d of %d ranks have no batch %d: each needs as many"):format(group:size() - all,
+    error(("ps.train.evaluate: %d of %d ranks have no batch %d: all ranks need the same number of batches"):format(
+      group:size() - all,
       group:size(), number), 0)
   end
   return has, false
@@ -119,19 +120,19 @@ end
 -- The share of targets that were hit; nil where none was counted.
 local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
 
---- Mean loss over an iterator of batches, weighed by what the targets of their losses count (by rows, where no loss op
---- and no labels say it), without gradients and with the model in evaluation mode. With an engine of several ranks all
---- call it, with as many batches each, and get the mean over all of theirs.
+--- The mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Batches are
+--- weighted by the weights of their targets (by rows, if neither a loss op nor labels define them). With an engine of
+--- several ranks, all ranks call it with the same number of batches, and get the mean over all of them.
 ---@param model ps.nn.Module|ps.Engine
----@param batches fun(): ... gives x, y or one table with names; nil at the end
+---@param batches fun(): ... returns x, y or one table with names; nil at the end
 ---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
----@return number? loss nil when `stop` said so on any rank, and where no target counts
+---@return number? loss nil if `stop` returned true on any rank, or if no target counts
 ---@return number? accuracy the share of targets whose logit is the largest of its row, the first of equal ones; nil if
 ---  the loss is made by none of F.cross_entropy, F.lm_loss and F.nll_loss
 function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
-  caller.callable(batches, "ps.train.evaluate, behind the model,")
+  caller.callable(batches, "ps.train.evaluate, after the model,")
   local engine = handle.of(model)
   local restore, ranks = nn_module.modes(handle.module(model)), engine and engine.ranks or {}
   model:eval()
@@ -166,39 +167,39 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader|ps.train.Source
 ---@field steps integer optimizer steps in the whole run
----@field start? integer steps already done (checkpoints.load gives them as `step`)
+---@field start? integer steps already done (the `step` of checkpoints.load)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.LossScaler
----@field accumulate? integer batches a step: 1 (default) to 4096
+---@field accumulate? integer batches per step: 1 (default) to 4096
 ---@field max_norm? number clip the gradient norm
 ---@field loss? fun(model, ...): ps.Tensor takes the loader's batch; default model(...)
----@field eval? {every: integer, data: fun(): fun()} data gives a fresh iterator of batches
+---@field eval? {every: integer, data: fun(): fun()} data returns a new iterator of batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
----@field log? string a CSV file. A JSONL file with the same name, .jsonl for .csv, stands beside it; a run without
----  `log` has that as log.jsonl in the folder of checkpoints. Lines that a file does not take are tried again; an error
----  at the end where some are lost
+---@field log? string a CSV file. A JSONL file with the same name but the extension .jsonl is next to it; a run
+---  without `log` writes it as log.jsonl in the folder of checkpoints. If a line cannot be written, it is tried again;
+---  if lines are lost, the run ends with an error
 ---@field callbacks? ps.TrainCallbacks
 ---@field quiet? boolean
 
----@class ps.train.Source a loader of one's own
+---@class ps.train.Source a loader of the script
 ---@field next fun(self: ps.train.Source): ... the next batch: x, y, or one table with names; it never ends
----@field global_batch? integer rows of a batch on all ranks, for tokens/s; without it they are counted
----@field seq? integer tokens of a row; without it they are counted
----@field state_dict? fun(self: ps.train.Source): table its place, where `checkpoint` is given; what JSON can hold
+---@field global_batch? integer rows per batch on all ranks, for tokens/s; nil: they are counted
+---@field seq? integer tokens per row; nil: they are counted
+---@field state_dict? fun(self: ps.train.Source): table its position, needed with `checkpoint`; must be JSON
 ---@field load_state_dict? fun(self: ps.train.Source, state: table)
 
----@class ps.TrainCallbacks called on all ranks; one that gives "stop" ends the run, on all ranks, after its step
----@field step? fun(line: ps.TrainLine): string? behind each step's update and log
----@field evaluate? fun(line: ps.TrainLine): string? where the step had an evaluation, before `step`
----@field save? fun(at: {step: integer, saved: string}): string? behind each checkpoint
+---@class ps.TrainCallbacks called on all ranks; if one returns "stop", the run ends on all ranks after the step
+---@field step? fun(line: ps.TrainLine): string? after each step's update and log
+---@field evaluate? fun(line: ps.TrainLine): string? if the step had an evaluation, before `step`
+---@field save? fun(at: {step: integer, saved: string}): string? after each checkpoint
 
 local Run = {}
 Run.__index = Run
 
 local function interrupted() return C.ps_interrupts() > 0 end
 
--- Whether the run ends after this step: a signal came, or a callback said so, of several ranks on any. They agree on it
--- at the same places, so that all save, evaluate or go on alike; `now`: this is such a place.
+-- Whether the run ends after this step, because a signal arrived or a callback asked for it on any rank. Ranks agree on
+-- this at the same places, so that all save, evaluate or continue together; `now`: this is such a place.
 function Run:stopping(now)
   local stop = self.asked or interrupted()
   if not self.world then return stop end
@@ -226,7 +227,7 @@ end
 function Run:evaluate(step)
   local options = self.options
   local val, hit = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
-  self:stopping(true)                                    -- what ended it ends the run
+  self:stopping(true)                                    -- the error ends the run
   if val then
     self.val_loss, self.val_accuracy = val, hit
     self.display:note(("step %d: held-out loss %.4f%s"):format(step, val,
@@ -243,7 +244,7 @@ function Run:record(line)
   if problem then self.display:warn(problem) end
 end
 
--- Calls the run's own functions of one of CALLBACKS.
+-- Calls the run's callbacks of a name.
 function Run:tell_callbacks(name, line)
   local callback = self.options.callbacks and self.options.callbacks[name]
   if not callback then return end
@@ -251,22 +252,22 @@ function Run:tell_callbacks(name, line)
   if answer == "stop" then
     self.asked = true
   elseif answer ~= nil then
-    error(('ps.train.run: callbacks.%s gave %s; it gives nothing, or "stop" to end the run after this step'):format(
-      name, tostring(answer)), 0)
+    error(('ps.train.run: callbacks.%s returned %s; it must return nothing, or "stop" to end the run after this '
+      .. "step"):format(name, tostring(answer)), 0)
   end
 end
 
--- A step of many batches may take long to end after the first Ctrl-C: says so, once.
+-- Prints once, after the first Ctrl-C, that a step of many batches is finished first.
 function Run:tell(step, done, of)
   if self.told or not interrupted() then return end
   self.told = true
-  self.display:warn(("interrupted after batch %d of %d of step %d: the step is finished first; the next Ctrl-C or "
-    .. "SIGTERM ends at once"):format(done, of, step))
+  self.display:warn(("interrupted after batch %d of %d in step %d: the step is finished first; the next Ctrl-C or "
+    .. "SIGTERM ends the run at once"):format(done, of, step))
 end
 
--- The weight of a batch among those of its step. An engine gives it itself. Else it is the number of targets that
--- count, as a share of the places of the step's first batch, so that it is 1 where none are ignored. A batch alone in
--- its step weighs 1, or 0 where no target counts.
+-- The weight of a batch within its step. An engine computes it itself. Else it is the number of targets that count,
+-- divided by the number of targets in the step's first batch, so that it is 1 if none are ignored. The only batch of a
+-- step has the weight 1, or 0 if no target counts.
 function Run:weight(given, loss)
   local model = self.options.model
   local engine = handle.of(model)
@@ -280,7 +281,7 @@ function Run:weight(given, loss)
   return found.count / (self.places or 1)
 end
 
--- `for i, loss, given in`: the micro-batches of a step, whose backward is to be called in each turn; and how many.
+-- `for i, loss, given in`: the micro-batches of a step, each of which needs a backward in its turn; and their number.
 function Run:turns()
   local options, count = self.options, self.options.accumulate or 1
   if loops(options.model, options.loss) then
@@ -299,8 +300,8 @@ function Run:turns()
   end
 end
 
--- Tokens of a batch: the elements of the first tensor of ids; of other batches, rows. input_ids is a table's first
--- tensor, then the others in the order of their names.
+-- The tokens of a batch: the elements of the first tensor of ids; for other batches, the rows. input_ids is a table's
+-- first tensor, then the others sorted by name.
 local function tokens_of(given)
   local first = given[1]
   if type(first) == "table" and not scope.is_tensor(first) then
@@ -321,9 +322,9 @@ local function tokens_of_step(self, accumulate)
   return self.counted * mesh.size "dp"
 end
 
--- Forward and backward of one optimizer step. Gives the mean of the losses of all ranks by their weights (nil where no
--- target counts), the sum of the weights, and the accuracy (nil if no op counts hits). A loss that is not finite ends
--- it before the last backward, on all ranks.
+-- Runs forward and backward of one optimizer step. Returns the weighted mean of the losses of all ranks (nil if no
+-- target counts), the sum of the weights, and the accuracy (nil if no op counts hits). If a loss is not finite, the run ends before the last backward, on all
+-- ranks.
 function Run:gradients(step)
   local options = self.options
   local engine = handle.of(options.model)
@@ -336,7 +337,7 @@ function Run:gradients(step)
     if engine then hit, of = engine_step.score_of(engine, loss) else hit, of = loss_weight.score(loss) end
     hits, targets = hits + (hit or 0), targets + (of or 0)
     local weight = self:weight(given, loss)
-    local value = devices.computes and weight > 0 and loss:item() or 0           -- a dry run of a script has no losses
+    local value = devices.computes and weight > 0 and loss:item() or 0      -- a dry run of a script has no loss values
     if weight > 0 then sum, weights = sum + value * weight, weights + weight end
     if i == accumulate then
       sum, weights, hits, targets = sums(mesh.group "dp", sum, weights, hits, targets)
@@ -352,7 +353,7 @@ function Run:gradients(step)
   return mean, weights, accuracy(hits, targets)
 end
 
--- The update: of an engine by its configuration, else by this run's; a step in which no target counts changes nothing.
+-- The update, by the engine's configuration or else by this run's options. If no target counts, nothing changes.
 function Run:update(weights)
   local options = self.options
   if handle.of(options.model) then return options.optimizer:step() end
@@ -360,7 +361,7 @@ function Run:update(weights)
   return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
 end
 
--- One optimizer step, then evaluation, the log and a checkpoint where they are due. `step` is its number, from 1.
+-- One optimizer step, then evaluation, the log and a checkpoint if they are due. `step` is its number, from 1.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
@@ -414,13 +415,13 @@ local function loop(self)
   return step
 end
 
--- Options that train.run refuses beside an engine: its configuration has them, under these keys.
+-- Options that train.run refuses for an engine, and the keys of its configuration to use instead.
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
 local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
   sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
   checkpoint = "table", log = "string", quiet = "boolean", callbacks = "table" }
--- What callbacks hear of.
+-- The names of callbacks.
 local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" }
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
@@ -438,29 +439,30 @@ local function checked(options)
   caller.whole(options.start or 0, "ps.train.run: start", 0)
   local most = types.MICRO_BATCHES
   if options.accumulate and (options.accumulate < 1 or options.accumulate > most) then
-    error(("ps.train.run: accumulate is %.17g; a step has 1 to %d batches"):format(options.accumulate, most))
+    error(("ps.train.run: accumulate is %.17g; a step may have 1 to %d batches"):format(options.accumulate, most))
   end
   caller.callable(options.loader.next, "ps.train.run: loader.next")
   for _, name in ipairs(options.checkpoint and { "state_dict", "load_state_dict" } or {}) do
     if options.loader[name] == nil then
-      error(("ps.train.run: checkpoint is given, and the loader has no %s: a checkpoint holds the loader's place, so "
-        .. "write loader:state_dict() and loader:load_state_dict(state), or leave checkpoint out"):format(name))
+      error(("ps.train.run: checkpoint is given, but the loader has no %s: a checkpoint stores the loader's "
+        .. "position, so "
+        .. "define loader:state_dict() and loader:load_state_dict(state), or remove checkpoint"):format(name))
     end
   end
   local engine = handle.of(model)
   if not engine then return options end
   for key, of in pairs(SETTLED) do
     if options[key] and not (key == "accumulate" and options[key] == engine.accumulate) then
-      error(("train.run: the model is an engine, so %s is set by %s in its configuration"):format(key, of))
+      error(("train.run: the model is an engine: set %s by %s in its configuration"):format(key, of))
     end
   end
   if options.sched and engine.scheduler then
-    error("train.run: the engine has a schedule already (scheduler in its configuration); give sched or that")
+    error("train.run: the engine already has a schedule (scheduler in its configuration); remove that or sched")
   end
   return setmetatable({ accumulate = engine.accumulate }, { __index = options })
 end
 
--- Of several ranks the first writes the log; all begin with the history that it holds.
+-- Opens the log, which the first rank writes. All ranks begin with the history that it contains.
 local function open_log(self, start)
   local text = agree.first(self.world, function()
     local lines = {}
@@ -479,9 +481,9 @@ local function open_log(self, start)
   end
 end
 
---- Trains. Errors leave saved checkpoints as they are. With an engine of several ranks all call it: losses are those of
---- all, a signal that reaches one ends the run on all after the same step, and rank 0 writes the log. interrupted: a
---- signal or a callback ended the run before its last step.
+--- Trains. An error leaves saved checkpoints untouched. With an engine of several ranks, all ranks call it: losses are
+--- those of all ranks, a signal to one rank ends the run on all after the same step, and rank 0 writes the log.
+--- interrupted: a signal or a callback ended the run before its last step.
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, accuracy?: number, val_loss?: number, val_accuracy?: number, seconds: number,
 ---  tokens_per_s: number, history: table[], interrupted: boolean, saved?: string} accuracy: the share of the
@@ -491,7 +493,8 @@ function train.run(options)
   mesh.check_joined "ps.train.run"
   local group = mesh.group "world"
   if group and not handle.of(options.model) then
-    error("ps.train.run: a model of several processes is made by ps.initialize (examples/train_chunked.lua)")
+    error("ps.train.run: to train with several processes, make the model with ps.initialize "
+      .. "(examples/train_chunked.lua)")
   end
   local start = options.start or 0
   local self = setmetatable({ options = options, world = group, stop = false, seconds = 0, tokens = 0, history = {} },

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The logs of ps.train.run: a CSV file, where the run asks for one, and a JSONL file beside it, which a run always has
--- that has a folder. Both get a line for each step. A resumed run keeps the lines up to its start. The shorter file
--- replaces the old one only when it is complete, so that a crash loses no line.
+-- The logs of ps.train.run: a CSV file, if the run has the option `log`, and a JSONL file, which every run with a
+-- folder has. Both get a line for each step. A resumed run keeps the lines up to its start. The shortened file replaces
+-- the old one only when it is complete, so that a crash loses no line.
 local native = require "ps.core.ffi"
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
@@ -20,21 +20,21 @@ local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss,accuracy,val_accura
 local Log = {}
 Log.__index = Log
 
----@class ps.TrainLine what a step leaves in a log
+---@class ps.TrainLine the numbers of a step in a log
 ---@field step integer
 ---@field loss? number mean over the targets of all ranks
 ---@field accuracy? number share of the targets of all ranks that the largest logits hit; absent where no op of the loss
 ---  counts them
----@field lr number the step's own
+---@field lr number learning rate of the step
 ---@field grad_norm? number
 ---@field loss_scale? number
----@field tokens integer since the beginning of this process, of all ranks
+---@field tokens integer since the start of this process, on all ranks
 ---@field tokens_per_s number
----@field val_loss? number the held-out loss, where the step had an evaluation
+---@field val_loss? number the held-out loss, if the step had an evaluation
 ---@field val_accuracy? number that of the evaluation
 ---@field skipped boolean gradients overflowed
 
--- Lines of a file up to `step`: those whose step `step_of` gives. renew: what makes a line of an older version one of
+-- The lines of a file up to `step`; `step_of` returns a line's step. renew: what makes a line of an older version one of
 -- ours.
 local function lines_until(path, step, step_of, renew)
   local kept = {}
@@ -49,7 +49,7 @@ local function lines_until(path, step, step_of, renew)
   return kept
 end
 
--- Opens one of the logs, with the lines of steps up to `step` that it has; and those lines.
+-- Opens one of the logs with its lines up to `step`, and returns these lines.
 local function open(path, what, step, header, step_of, renew)
   local kind, kept, first = lfs.attributes(path, "mode"), {}, nil
   if kind == nil or kind == "file" then
@@ -67,8 +67,8 @@ local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- of a version th
 
 local function widened(line) return line:match(OLD_LINE) and (line:gsub("\n$", ",,\n")) or line end
 
--- Where the JSONL file is: beside the CSV file, which it is named after, else in the folder of checkpoints; nil: the
--- run has no folder.
+-- The path of the JSONL file: next to the CSV file, with its name, else in the folder of checkpoints; nil: the run has
+-- no folder.
 local function jsonl_path(csv, out)
   if csv then
     local kind = lfs.attributes(csv, "mode")
@@ -77,9 +77,9 @@ local function jsonl_path(csv, out)
   return out and out .. "/log.jsonl"
 end
 
---- Opens the logs of a run that goes on after `step` (0: a new one). An error where one cannot be written.
+--- Opens the logs of a run that continues after `step` (0: a new run). Raises an error if one cannot be written.
 ---@param csv? string path of the CSV file
----@param out? string the run's folder, which is made
+---@param out? string the run's folder, which is created
 ---@param step integer
 ---@return ps.TrainLog? log nil: the run has neither
 ---@return {step: integer, loss: number?, val_loss: number?, accuracy: number?, val_accuracy: number?}[] history the
@@ -111,7 +111,7 @@ end
 
 local function cell(value, format) return value and format:format(value) or "" end
 
--- A number of JSON; an infinity or NaN, which JSON lacks, is null.
+-- A number as JSON; an infinity or NaN, which JSON lacks, becomes null.
 local function number(value)
   if not value or value ~= value or math.abs(value) == math.huge then return "null" end
   return ("%.9g"):format(value)
@@ -130,11 +130,11 @@ local function tiers_text()
   return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
 end
 
-local MAP_S = 5                       -- seconds between two maps of chunks in a log: thousands of chunks take a while
+local MAP_S = 5                     -- seconds between two chunk maps in a log: a map of thousands of chunks takes long
 local LETTERS = { device = "d", host = "h", disk = "k" }
 
--- `"map":{"param":"2d14h"}`: for each kind of chunk how many, in their order, have the device, the host or the disk (k)
--- as their fastest tier; n: none. "" without chunks.
+-- `"map":{"param":"2d14h"}`: for each kind of chunk, in order, runs of chunks whose fastest tier is the device (d), the
+-- host (h) or the disk (k); n: none. "" without chunks.
 local function map_text()
   local kinds, runs = {}, {}
   for _, chunk in ipairs(chunks.chunks()) do
@@ -191,7 +191,7 @@ function Log:write(line)
 end
 
 --- Closes the files.
----@return string? problem that lines were lost, and why
+---@return string? problem the number of lost lines, and the reason
 function Log:close()
   local lost = {}
   for _, name in ipairs { "csv", "jsonl" } do

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Curves: as characters for a terminal, and as a PNG by gnuplot where it is installed.
+-- Plots curves: as characters for a terminal, and as a PNG if gnuplot is installed.
 local caller = require "ps.core.caller"
 
 local plot = {}
 
 ---@class ps.Curve
 ---@field label string
----@field points number[][] {x, y} pairs, x rising
+---@field points number[][] {x, y} pairs, x ascending
 
 local MARKS = { "*", "o", "+", "x" }
 
@@ -67,7 +67,7 @@ end
 local function succeeded(status) return status == 0 or status == true end
 local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 
---- Draws curves to a PNG file. Gives nil and the reason when gnuplot is absent or fails.
+--- Draws curves to a PNG file. Returns nil and the reason if gnuplot is absent or fails.
 ---@param path string
 ---@param curves ps.Curve[]
 ---@param options? {title?: string, x?: string, y?: string}
@@ -100,7 +100,7 @@ function plot.png(path, curves, options)
   local file = io.open(path, "rb")
   local size = file and file:seek("end") or 0
   if file then file:close() end
-  if size == 0 then return nil, "gnuplot could not draw it" end
+  if size == 0 then return nil, "gnuplot failed" end
   return true
 end
 

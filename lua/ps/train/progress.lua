@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How a run shows itself: a bar on a terminal, a plain line now and then elsewhere.
+-- Shows the progress of a run: a bar on a terminal, otherwise a plain line at intervals.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
@@ -36,7 +36,7 @@ end
 
 local OPTIONS = { total = "number", start = "number", every = "number", quiet = "boolean" }
 
---- A display of `total` steps. `every`: seconds between plain lines (default 10).
+--- Makes a display for `total` steps. `every`: seconds between plain lines (default 10).
 ---@param options {total: integer, start?: integer, every?: number, quiet?: boolean}
 ---@return ps.Progress
 function progress.new(options)
@@ -75,7 +75,7 @@ local function draw_bar(self, step, values)
   self.drawn = true
 end
 
---- `step` steps are done. Draws when something can be seen of it: ten times a second, or a line every `every` seconds.
+--- Notes that `step` steps are done. Draws at most ten times per second, or a line every `every` seconds.
 ---@param step integer
 ---@param values {loss?: number, accuracy?: number, val_loss?: number, tokens_per_s?: number}
 function Progress:update(step, values)
@@ -93,7 +93,7 @@ function Progress:update(step, values)
   self.shown = now
 end
 
---- A line that stays, above the bar.
+--- Prints a line above the bar.
 ---@param text string
 function Progress:note(text)
   if self.quiet then return end
@@ -103,14 +103,14 @@ function Progress:note(text)
   if self.bar then self.shown = -math.huge end
 end
 
---- A line of warning on stderr, where quiet runs show it, too.
+--- Prints a warning to stderr, also in quiet runs.
 ---@param text string
 function Progress:warn(text)
   self:finish()
   io.stderr:write("psluajit: ", text, "\n")
 end
 
---- Ends the bar's line; the next print starts on a line of its own.
+--- Ends the bar's line, so that the next print starts a new line.
 function Progress:finish()
   if self.drawn then io.stdout:write("\n") end
   io.stdout:flush()
