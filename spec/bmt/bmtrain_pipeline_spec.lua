@@ -148,7 +148,7 @@ local GUIDE = [[
   refused(function() bmt.PipelineTransformerBlockList { both, both } end, "stages 0 and 1")
   local list = few(2)
   local there = list[bmt.rank() == 0 and 1 or 0]
-  refused(function() return there(ps.ones { 1, 1024 }, 1, 2, 3) end, "lies on stage", "pipeline")
+  refused(function() return there(ps.ones { 1, 1024 }, 1, 2, 3) end, "on stage", "pipeline")
   refused(function() list(ps.ones { 1, 1024 }, 1, 2, 3) end, "1 rows on each of 2 stages", "num_micro_batches = 3")
   refused(function() list(ps.ones { 2, 1024 }, ps.ones { 2 }, 2, 3) end, "batch_related = { 0 }")
   refused(function() list(ps.ones { 2, 1024 }, 1, ps.ones { 3 }, 3, { batch_related = { 1 } }) end, "2 rows")
@@ -161,7 +161,7 @@ local GUIDE = [[
   local shared = Shared()
   manager = bmt.optim.OptimManager()
   manager:add_optimizer(bmt.optim.AdamOptimizer(shared:parameters()))
-  refused(function() shared(ps.ones { 2, 1024 }) end, "mine is a parameter of a block of stage 0")
+  refused(function() shared(ps.ones { 2, 1024 }) end, "mine is also a parameter of a block on stage 0")
   bmt.close()
 ]]
 

@@ -60,12 +60,12 @@ describe("nodes without numbers", function()
     local silent, stranger, gone = connected(at), connected(at), connected(at)
     socket.send(stranger, "GET / HTTP/1.0\r\n\r\n")
     socket.send(gone, "psluajit-node 1 3 2 1\n")
-    assert.equal("no this is no launcher of psluajit\n", socket.recv(stranger, 100))
+    assert.equal("no this is not a launcher of psluajit\n", socket.recv(stranger, 100))
     unistd.close(gone)
     local other = start(at, { nnodes = 3, nproc = 2, id = "another" }, SHOW)
     local text, code = finish(other)
     assert.equal(1, code)
-    assert.truthy(text:find("refuses this one: --rdzv-id is 'another', and '1' on node 0", 1, true), text)
+    assert.truthy(text:find("refuses this node: --rdzv-id is 'another', but '1' on node 0", 1, true), text)
     text, code = finish(start(at, { nnodes = 3, nproc = 1 }, SHOW))
     assert.equal(1, code)
     assert.truthy(text:find("--nproc-per-node is '1', and '2' on node 0", 1, true), text)
@@ -101,7 +101,7 @@ describe("nodes without numbers", function()
     local nodes = require "ps.launch.nodes"
     local at = assert(port.free())
     local o = { master_addr = "127.0.0.1", master_port = at, nnodes = 2, nproc = 1, run_id = "1", join_timeout = 0.5 }
-    check.fails(function() nodes.number(o) end, "--nnodes is '2', and 1 of the nodes came in 0.5 s")
+    check.fails(function() nodes.number(o) end, "--nnodes is '2', but only 1 of the nodes connected in 0.5 s")
     o.master_addr = "127.0.0.1.example.invalid"
     check.fails(function() nodes.number(o) end, "--rdzv-endpoint", "has no address")
     local fd, number = port.bound()                                -- taken, and nobody answers there

@@ -131,7 +131,7 @@ describe("a step in evaluation mode", function()
     assert.is_false(optimizer:step().skipped)
     local turns = 0
     local function forwards() for _ in model:micro_batches(batch(1, 4), batch(1, 4)) do turns = turns + 1 end end
-    fails(forwards, "has had no backward", "within ps.no_grad")
+    fails(forwards, "has had no backward", "in ps.no_grad")
     turns = 0
     ps.no_grad(forwards)
     assert.equal(2, turns)

@@ -189,7 +189,7 @@ describe("a plan of a mesh", function()
         assert.equal(3, more_pieces.count)
         assert.equal(rows, more_pieces.nbytes - less_pieces.nbytes)
         local text = table.concat(require("ps.planning.report").lines(said), "\n")
-        assert.truthy(text:find("beside products in 3 pieces", 1, true), text)
+        assert.truthy(text:find("during products in 3 pieces", 1, true), text)
       else
         assert.is_nil(more_pieces)
       end
@@ -217,7 +217,7 @@ describe("a plan of a mesh", function()
     local ok, why = pcall(plan, folder, 1, mesh_script(folder, "{ width = 64, positions = 16, rows = 2, micros = 2 }",
       2, "tensor_parallel = { size = 2 }"))
     assert.is_false(ok)
-    assert.truthy(tostring(why):find("is --ranks 2, of a script", 1, true), tostring(why))
+    assert.truthy(tostring(why):find("with --ranks 2 and a script", 1, true), tostring(why))
   end)
 end)
 
@@ -286,7 +286,7 @@ describe("a plan of four stages", function()
     assert.truthy(said.axes.dp > 0 and said.axes.pp > 0)
     local text = table.concat(require("ps.planning.report").lines(said), "\n")
     for _, line in ipairs { "in 4 stages, 1f1b, 1 virtual stage each, 8 micro%-batches; bubble", "\nbefore last +2 ",
-      "\naxis pp: a rank sends up to ", "\nseconds a step: " } do
+      "\naxis pp: a rank sends up to ", "\nseconds per step: " } do
       assert.truthy(text:find(line), text)
     end
   end)

@@ -281,7 +281,7 @@ optimizer:step()]])
       local name, value = option:match "(.*)=(.*)"
       local _, said, code = run { PROGRAM, "tools/plan.lua", "--find", "nothing", name, value, path }
       assert.equal(1, code)
-      local wanted = "rented.lua:4: this plan is of 8 processes, and the script does not call ps.init_distributed() "
+      local wanted = "rented.lua:4: this plan has 8 processes, but the script does not call ps.init_distributed() "
         .. "before ps.initialize: call it, or plan one process with " .. way .. "\n"
       assert.truthy(said:find(wanted, 1, true), said)
     end
@@ -290,7 +290,7 @@ optimizer:step()]])
   it("is by memory alone where the kernels do not run", function()
     local said = plan("--find", "nothing", "--hardware", "v100-32", path)
     assert.is_nil(said.seconds)
-    assert.truthy(table.concat(said.notes, "\n"):find("by memory alone", 1, true))
+    assert.truthy(table.concat(said.notes, "\n"):find("only memory is counted", 1, true))
   end)
 
   it("refuses a host memory that is none, and one of which a share is nothing, by the option and the key", function()
@@ -459,8 +459,8 @@ optimizer:step()]]):format(target))
   end)
 
   it("starts no program, and names what it was", function()
-    refused('io.popen("ls")', "bad.lua:1: a dry run starts no program")
-    refused('require("posix.unistd").fork()', "bad.lua:1: a dry run starts no program")
+    refused('io.popen("ls")', "bad.lua:1: a dry run does not start programs")
+    refused('require("posix.unistd").fork()', "bad.lua:1: a dry run does not start programs")
   end)
 
   it("plans the examples", function()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- require "ps.bmt": BMTrain's way of writing a training script (docs/bmtrain.md), over the engine of ps.initialize.
+-- require "ps.bmt": BMTrain's API for training scripts (docs/bmtrain.md), on top of the engine of ps.initialize.
 --
 --   local bmt = require "ps.bmt"
 --   bmt.init_distributed { seed = 0 }
@@ -15,8 +15,8 @@
 --     manager:step()
 --   end
 --
--- Python's keyword arguments are one table, the last argument. What BMTrain has and ps.bmt does not is an error that
--- says what there is instead.
+-- Python's keyword arguments become one table, the last argument. Calls of BMTrain that ps.bmt lacks raise an error
+-- that names the replacement.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
@@ -54,7 +54,7 @@ function bmt.synchronize()
   dist.synchronize()
 end
 
---- The mean of a loss over all ranks, without a gradient (BMTrain's name says sum, and means this).
+--- The mean of a loss over all ranks, without a gradient. (BMTrain's name says sum, but it computes the mean.)
 ---@param loss ps.Tensor
 ---@param comm? any refused: the mean is over all ranks
 ---@return ps.Tensor
@@ -69,7 +69,7 @@ function bmt.sum_loss(loss, comm)
   end)
 end
 
---- All ranks' tensors [n, ...] one after the other, [ranks n, ...], without a gradient.
+--- The tensors [n, ...] of all ranks, concatenated to [ranks n, ...], without a gradient.
 ---@param result ps.Tensor
 ---@return ps.Tensor
 function bmt.gather_result(result)
@@ -85,7 +85,7 @@ function bmt.gather_result(result)
 end
 
 --- Prints on one rank, as print does.
----@param ... any values; then perhaps { rank = n } (default 0)
+---@param ... any values; then optionally { rank = n } (default 0)
 function bmt.print_rank(...)
   local given, rank = { n = select("#", ...), ... }, 0
   local last = given[given.n]
@@ -101,24 +101,25 @@ end
 bmt.inspect.inspect_tensor, bmt.inspect.record_tensor = inspect.inspect_tensor, inspect.record_tensor
 bmt.inspect.format_summary = inspect.format_summary
 
---- ps.inspect.inspect_model; of the model that trains, whatever the ranks share out of it. All ranks call it.
+--- Calls ps.inspect.inspect_model; for the model that trains, even if ranks share it. All ranks call it.
 ---@param model ps.nn.Module
----@param pattern? string default all names
+---@param pattern? string of names, default all
 ---@param prefix? string
 ---@return ps.inspect.Row[]
 function bmt.inspect.inspect_model(model, pattern, prefix)
   local target, run = session.target(model), session.get()
   if run and run.pipe and not handle.of(target) then
-    error "bmt.inspect.inspect_model: of a model in stages, once it has begun to train: each rank has its own blocks"
+    error("bmt.inspect.inspect_model: a model in stages can be inspected only after it has begun to train, since "
+      .. "each rank has only its own blocks")
   end
   return inspect.inspect_model(target, pattern, prefix)
 end
 
 -- -- what there is not ------------------------------------------------------------------------------------------------
 local ABSENT = {
-  BMTrainModelWrapper = "write the model's class with bmt.DistributedModule, or train it by ps.initialize",
-  wait_loader = "moves of parameters are planned; nothing has to be waited for",
-  nccl = "ps.dist and its groups send tensors", distributed = "ps.dist and its groups send tensors",
+  BMTrainModelWrapper = "derive the model's class from bmt.DistributedModule, or train it with ps.initialize",
+  wait_loader = "moves of parameters are planned, and there is nothing to wait for",
+  nccl = "use ps.dist and its groups", distributed = "use ps.dist and its groups",
   benchmark = "bench/ has measurements", debug = "bmt.inspect.record_tensor keeps tensors",
 }
 local function refusing(what, absent)

@@ -1,16 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's lists of blocks: TransformerBlockList, and PipelineTransformerBlockList, whose blocks are dealt to stages.
+-- BMTrain's lists of blocks: TransformerBlockList, and PipelineTransformerBlockList, whose blocks are assigned to
+-- stages.
 --
--- Every rank runs a model with stages on rows of its own. Of a pipeline list's blocks a rank has those of its stage
--- alone. A call of the list gathers the rows of all stages and cuts them into micro-batches. A stage takes each of them
--- through its blocks and sends it to the next stage. In the end every rank gets its own rows of the last stage's
--- results.
+-- In a model with stages, each rank has its own rows. A rank has only those blocks of a pipeline list that belong to
+-- its stage. A call of the list gathers the rows of all stages and cuts them into micro-batches. Each stage runs its
+-- blocks on each micro-batch and sends the result to the next stage. At the end every rank gets its own rows of the
+-- last stage's results.
 --
--- All these exchanges are ops, so that their gradients go the other way: backward takes the micro-batches from the last
--- to the first, and each of them from the last stage to the first (GPipe, Huang et al. 2019). Parameters outside of the
--- list are on all stages, and their gradients are added up over the stages (src/engine/ties.c).
+-- All these exchanges are ops, so their gradients are sent in the opposite direction: backward takes the micro-batches
+-- from the last to the first, and each of them from the last stage to the first (GPipe, Huang et al. 2019). Parameters
+-- outside the list are on all stages, and their gradients are summed over the stages (src/engine/ties.c).
 --
--- Sizes: n rows of a rank, p stages, m micro-batches.
+-- Sizes: n rows per rank, p stages, m micro-batches.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
@@ -27,15 +28,15 @@ local lists = {}
 
 ---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
 ---@field num_hidden integer
----@field dropouts? integer block i's dropouts are numbered from i times so many on; nil: one after the other
+---@field dropouts? integer the dropouts of block i are numbered from i times this number on; nil: consecutively
 local TransformerBlockList = nn_module.class("TransformerBlockList", container.ModuleList)
 lists.TransformerBlockList = TransformerBlockList
 
 local LIST = { num_hidden = "whole" }
 
---- A list of blocks that is called as a whole; items count from 0. Other modules become blocks.
+--- A list of blocks that is called as a whole; items count from 0. Modules that are not blocks become blocks.
 ---@param list ps.nn.Module[]
----@param options? {num_hidden?: integer} how many of the first arguments go from block to block, default 1
+---@param options? {num_hidden?: integer} the number of leading arguments that each block passes to the next, default 1
 function TransformerBlockList:init(list, options)
   if nn_module.is_module(list) and not module_lists.is_list(list) then
     error(("bmt.%s takes one list of blocks: %s { a, b }, not %s(a, b)"):format(self.class_name, self.class_name,
@@ -45,12 +46,12 @@ function TransformerBlockList:init(list, options)
   options = caller.options(options, "bmt." .. self.class_name, LIST)
   caller.typed(list, "table", "bmt." .. self.class_name .. ": its list of blocks")
   self.num_hidden = caller.whole(options.num_hidden or 1, "bmt." .. self.class_name .. ": num_hidden", 1)
-  if #list == 0 then error("bmt." .. self.class_name .. " takes one block or more") end
+  if #list == 0 then error("bmt." .. self.class_name .. " takes at least one block") end
   container.ModuleList.init(self, list)
   for _, module in ipairs(list) do if not modules.is_block(module) then modules.CheckpointBlock(module) end end
 end
 
--- Whether a call's last argument is its options, and no table for the blocks.
+-- Whether a call's last argument is its options, not a table for the blocks.
 local function are_options(value)
   if type(value) ~= "table" or getmetatable(value) ~= nil then return false end
   for key in pairs(value) do
@@ -59,7 +60,7 @@ local function are_options(value)
   return false
 end
 
--- The arguments of a call without the table of options at their end, and the options.
+-- The arguments of a call without a final table of options, and the options.
 local function arguments(...)
   local args, options = { n = select("#", ...), ... }, {}
   if are_options(args[args.n]) then options, args[args.n], args.n = args[args.n], nil, args.n - 1 end
@@ -78,24 +79,24 @@ end
 
 local function pack(...) return { n = select("#", ...), ... } end
 
---- Applies the blocks one after the other. The first num_hidden arguments are what a block gives the next one; all
---- blocks get the others as they are, of whatever type.
----@param ... any the arguments of a block; then perhaps { return_hidden_states = true }: what went into each block is
----  given, too, one tensor [blocks, ...] for each of the num_hidden, behind the last block's results. (batch_related is
----  PipelineTransformerBlockList's, and means nothing here.)
----@return ps.Tensor ... what the last block gave
+--- Applies the blocks one after the other. Each block passes the first num_hidden arguments to the next one; all blocks
+--- get the other arguments unchanged, whatever their type.
+---@param ... any the arguments of a block; then optionally { return_hidden_states = true }: also returns the inputs
+---  of all blocks, one tensor [blocks, ...] for each of the num_hidden, after the last block's results. (batch_related
+---  is for PipelineTransformerBlockList, and has no effect here.)
+---@return ps.Tensor ... the results of the last block
 function TransformerBlockList:forward(...)
   local args, options = arguments(...)
   caller.options(options, "a call of bmt." .. self.class_name, CALL)
   local n, seen, outs, rng = self.num_hidden, {}, nil, random.state()
   local op = self.dropouts and tonumber(rng.op)
-  if args.n < n then error(("this list has num_hidden = %d and got %d arguments"):format(n, args.n)) end
+  if args.n < n then error(("this list has num_hidden = %d, but got %d arguments"):format(n, args.n)) end
   for k = 1, n do seen[k] = {} end
   for i = 0, self.length - 1 do
     if options.return_hidden_states then for k = 1, n do seen[k][i + 1] = args[k] end end
     if op then rng.op = op + i * self.dropouts end
     outs = pack(self[i](unpack(args, 1, args.n)))
-    if outs.n < n then error(("block %d gave %d tensors, and num_hidden is %d"):format(i, outs.n, n)) end
+    if outs.n < n then error(("block %d returned %d tensors, but num_hidden is %d"):format(i, outs.n, n)) end
     args = append(append({ n = 0 }, outs, 1), args, n + 1)
   end
   if op then rng.op = op + self.length * self.dropouts end
@@ -105,17 +106,17 @@ function TransformerBlockList:forward(...)
 end
 
 -- -- stages -----------------------------------------------------------------------------------------------------------
-local DROPOUTS = 4096                              -- numbers for a block's dropouts in a forward, whichever rank has it
+local DROPOUTS = 4096                              -- numbers for a block's dropouts per forward, on any rank
 
 ---@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
 local PipelineTransformerBlockList = nn_module.class("PipelineTransformerBlockList", TransformerBlockList)
 PipelineTransformerBlockList.dropouts = DROPOUTS
 lists.PipelineTransformerBlockList = PipelineTransformerBlockList
 
---- A list of blocks that are dealt to the stages of init_distributed's pipe_size, in order: with n blocks and p
---- stages, the first n mod p stages have one block more. Other modules become blocks. Names and numbers are those of
---- all blocks; of those of other stages a rank has shapes and types alone.
----@param list ps.nn.Module[] one for each stage at least, of which each has its own parameters
+--- A list of blocks that are assigned to the stages of init_distributed's pipe_size, in order: with n blocks and p
+--- stages, the first n mod p stages have one block more. Modules that are not blocks become blocks. Names and numbers
+--- are those of all blocks; for blocks of other stages a rank has only shapes and dtypes.
+---@param list ps.nn.Module[] at least one for each stage, each with its own parameters
 ---@param options? {num_hidden?: integer} with several stages 1
 function PipelineTransformerBlockList:init(list, options)
   TransformerBlockList.init(self, list, options)
@@ -123,16 +124,16 @@ function PipelineTransformerBlockList:init(list, options)
   local pipe = run.pipe
   if not pipe then return end
   if self.num_hidden > 1 then
-    error(("bmt.PipelineTransformerBlockList: num_hidden is %d; one tensor goes from stage to stage (pipe_size = %d)")
+    error(("bmt.PipelineTransformerBlockList: num_hidden is %d, but stages pass on one tensor (pipe_size = %d)")
       :format(self.num_hidden, pipe.size))
   end
   local n = self.length
   if n < pipe.size then
-    error(("bmt.PipelineTransformerBlockList: %d blocks for pipe_size = %d; each stage takes one at least"):format(n,
+    error(("bmt.PipelineTransformerBlockList: %d blocks for pipe_size = %d; each stage needs at least one"):format(n,
       pipe.size))
   end
   local least, more, first = math.floor(n / pipe.size), n % pipe.size, 0
-  rawset(self, "firsts", {})                                  -- by stage, from 0; behind the last the number of blocks
+  rawset(self, "firsts", {})                                -- first blocks by stage, from 0; then the number of blocks
   for stage = 0, pipe.size do
     self.firsts[stage], first = first, first + least + (stage < more and 1 or 0)
   end
@@ -141,13 +142,13 @@ function PipelineTransformerBlockList:init(list, options)
   end
 end
 
--- The number of the first of all rows that micro-batch i (from 0) has: the first ones have one row more where m does
--- not divide the rows.
+-- The number of the first row of micro-batch i (from 0). If m does not divide the rows, the first micro-batches have
+-- one row more.
 local function first_row(rows, micros, i)
   return i * math.floor(rows / micros) + math.min(i, rows % micros)
 end
 
--- All ranks' rows of a tensor [n, ...] -> [p n, ...].
+-- The rows of all ranks of a tensor [n, ...] -> [p n, ...].
 local function all_rows(group, t)
   if t:needs_grad() then return group:gathered(t) end
   local shape = t:shape()
@@ -155,7 +156,7 @@ local function all_rows(group, t)
   return group:all_gather(create.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
 end
 
--- Functions that give an argument of the blocks for rows [first, first + count), by its number from 2 on.
+-- Functions that return an argument of the blocks for rows [first, first + count), by its number from 2 on.
 local function arguments_of_micros(args, group, related)
   local x, give, said = args[1], {}, {}
   for _, k in ipairs(related or {}) do said[k + 2] = true end
@@ -166,10 +167,11 @@ local function arguments_of_micros(args, group, related)
     if scope.is_tensor(value) then
       local has_rows = value:dim() > 0 and value:size(0) == x:size(0)
       if said[k] and not has_rows then
-        error(("batch_related: argument %d is of shape [%s], and the batch has %d rows"):format(k - 2,
+        error(("batch_related: argument %d has the shape [%s], but the batch has %d rows"):format(k - 2,
           table.concat(value:shape(), ", "), x:size(0)))
       elseif has_rows and not related and value:dim() ~= x:dim() then
-        error(("argument %d behind the hidden states is of shape [%s]: say whether it has a row for each sample, by "
+        error(("argument %d after the hidden states has the shape [%s]: declare whether it has a row for each "
+          .. "sample, by "
           .. "{ batch_related = { %d } }, or {} for none"):format(k - 2, table.concat(value:shape(), ", "), k - 2))
       elseif said[k] or has_rows and not related then
         local whole = all_rows(group, value)
@@ -186,20 +188,22 @@ local function through(list, i, op, h, args)
   args[1] = h
   local y = list[i](unpack(args, 1, args.n))
   if not (scope.is_tensor(y) and nn_module.same_shape(y:shape(), h:shape()) and y:dtype() == h:dtype()) then
-    error(("block %d gave %s of a %s of shape [%s]: what goes from stage to stage keeps its shape and type"):format(i,
+    error(("block %d returned %s for a %s of shape [%s]: the tensor between stages must keep its shape and "
+      .. "dtype"):format(i,
       scope.is_tensor(y) and ("a %s of shape [%s]"):format(y:dtype(), table.concat(y:shape(), ", ")) or "a " .. type(y),
       h:dtype(), table.concat(h:shape(), ", ")))
   end
   return y
 end
 
--- The rows of this rank of what stages have, x: of the rows of all ranks along `dim`; of other stages than `root` a
--- tensor of the same shape, through which their backward goes, with zeros.
+-- This rank's rows of x, whose rows along `dim` are those of all ranks. On stages other than `root`, x is a tensor of
+-- the same shape through which their backward runs, with zeros.
 local function own_rows(pipe, x, root, dim, n)
   return pipe.group:copied(x, root):narrow(dim, pipe.rank * n, n)
 end
 
--- What went into each block, [blocks, n, ...]. seen: of this stage's blocks, by block and micro-batch; all: [p n, ...]
+-- The inputs of all blocks, [blocks, n, ...]. seen: those of this stage's blocks, by block and micro-batch; all: [p n,
+-- ...]
 local function hidden_states(list, pipe, seen, all, n)
   local of_stages = {}
   for stage = 0, pipe.size - 1 do
@@ -223,14 +227,14 @@ end
 local function staged(list, pipe, args, how)
   local x, group, rng = args[1], pipe.group, random.state()
   if not scope.is_tensor(x) or x:dim() == 0 then
-    error "a pipeline takes hidden states [rows, ...] as its first argument"
+    error "a pipeline needs hidden states [rows, ...] as its first argument"
   end
   local n = x:size(0)
   local rows, micros = n * pipe.size, pipe.micros
   if rows < micros then
     error(("%d rows on each of %d stages are fewer than num_micro_batches = %d"):format(n, pipe.size, micros))
   end
-  -- Gradients go back through all stages, whether this one's hidden states want theirs or not.
+  -- Gradients must pass through all stages, even if this one's hidden states require none.
   if scope.grad_enabled() and not x:needs_grad() then x = x:detach():requires_grad(true) end
   local all, give, outs, seen = all_rows(group, x), arguments_of_micros(args, group, how.batch_related), {}, {}
   local first_block, behind, sample = list.firsts[pipe.rank], list.firsts[pipe.rank + 1], rng.sample
@@ -260,12 +264,13 @@ local function staged(list, pipe, args, how)
 end
 
 --- Applies the blocks one after the other, each on the rank of its stage. All ranks along the pipeline call it, each
---- with its own rows, and with as many. Masks of dropout are those of one stage with the rows of all.
----@param ... any hidden states [n, ...], the other arguments of a block; then perhaps { return_hidden_states = true,
----  batch_related = { 0, 2 } }: what went into each block is given, too, [blocks, n, ...]; batch_related: the numbers,
----  from 0, of the tensors behind the hidden states that have a row for each sample. Without it those have that are of
----  as many rows and dimensions as the hidden states. Of other arguments each rank's blocks get its own
----@return ps.Tensor hidden of this rank's rows
+--- with its own rows, and with equal numbers of rows. Masks of dropout are those of one stage with the rows of all.
+---@param ... any hidden states [n, ...], the other arguments of a block; then optionally { return_hidden_states =
+---  true, batch_related = { 0, 2 } }: also returns the inputs of all blocks, [blocks, n, ...]; batch_related: the
+---  numbers, from 0, of the tensors after the hidden states that have a row for each sample. Without it, those tensors
+---  do that have as many rows and dimensions as the hidden states. Of other arguments each rank's blocks get the rank's
+---  own
+---@return ps.Tensor hidden results for this rank's rows
 ---@return ps.Tensor? hidden_states with return_hidden_states
 function PipelineTransformerBlockList:forward(...)
   local run = session.get()

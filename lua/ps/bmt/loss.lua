@@ -17,15 +17,15 @@ loss.FusedCrossEntropy = FusedCrossEntropy
 local OPTIONS = { weight = "tensor", ignore_index = "whole", reduction = "string", label_smoothing = "number",
   parallel = "boolean" }
 
---- The cross entropy of logits [N, C] against classes [N], in fp32 (F.cross_entropy). The mean of no targets is 0.
----@param options? {weight?: ps.Tensor, ignore_index?: integer, reduction?: "mean"|"sum"|"none",
----  label_smoothing?: number, parallel?: boolean} ignore_index default -100, reduction "mean"; parallel: each rank
----  along tp has the logits of its part of the classes, and the loss is that of all (nn.ParallelCrossEntropy)
+--- The cross entropy of logits [N, C] and classes [N], in fp32 (F.cross_entropy). The mean over no targets is 0.
+---@param options? {weight?: ps.Tensor, ignore_index?: integer, reduction?: "mean"|"sum"|"none", label_smoothing?:
+---  number, parallel?: boolean} ignore_index default -100, reduction "mean"; parallel: each rank along tp has the
+---  logits of its part of the classes, and the loss is that of all classes (nn.ParallelCrossEntropy)
 function FusedCrossEntropy:init(options)
   options = caller.options(options, "bmt.loss.FusedCrossEntropy", OPTIONS)
   if options.parallel then
     if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
-      error "bmt.loss.FusedCrossEntropy: parallel = true: classes that are cut have no weight and no label_smoothing"
+      error "bmt.loss.FusedCrossEntropy: parallel = true does not support weight and label_smoothing"
     end
     session.need "bmt.loss.FusedCrossEntropy with parallel = true"
   end

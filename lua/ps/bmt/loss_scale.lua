@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of BMTrain's OptimManager (1.0.1), for the optimizer of an engine, in the place of ps.loss_scaler. An
--- overflow divides it, unless it is at its least; enough good steps multiply it, unless it is at its greatest.
+-- The loss scale of BMTrain's OptimManager (1.0.1) for the optimizer of an engine, instead of ps.loss_scaler. An
+-- overflow divides it, down to a minimum; enough good steps multiply it, up to a maximum.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 
@@ -9,7 +9,7 @@ local loss_scale = {}
 ---@class ps.bmt.LossScale
 ---@field scale number
 ---@field factor number above 1
----@field every integer good steps from one change to a raise
+---@field every integer good steps from the last change to an increase
 ---@field least number
 ---@field most number
 ---@field good integer steps since the last change
@@ -25,7 +25,7 @@ function loss_scale.new(given)
   for _, key in ipairs(POSITIVE) do
     local value = given[key]
     if value and not (value > 0 and (value < math.huge or key == "max_loss_scale")) then
-      caller.error(("bmt.optim.OptimManager: %s is %s; it takes a number above 0"):format(key, tostring(value)))
+      caller.error(("bmt.optim.OptimManager: %s is %s; it must be a number above 0"):format(key, tostring(value)))
     end
   end
   local factor = given.loss_scale_factor or 2
@@ -42,7 +42,7 @@ function LossScale:scale_loss(loss)
   return loss * self.scale
 end
 
---- Once a step, with whether its gradients overflowed.
+--- Called once per step, with whether its gradients overflowed.
 ---@param overflowed boolean
 function LossScale:update(overflowed)
   local to = self.scale
@@ -55,11 +55,11 @@ function LossScale:update(overflowed)
   if to ~= self.scale then self.scale, self.good = to, 0 end
 end
 
---- What a resumed run needs, as text that keeps every bit.
+--- The state for a resumed run, as text that keeps every bit.
 ---@return table<string, string>
 function LossScale:state_dict() return { scale = ("%.17g"):format(self.scale), good = ("%d"):format(self.good) } end
 
---- Goes on from what state_dict gave.
+--- Continues from a result of state_dict.
 ---@param state table<string, string|number>
 function LossScale:load_state_dict(state)
   local scale, good = tonumber(state.scale), tonumber(state.good)

@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's schedules of the learning rate. Each rises from 0 while the number of the iteration n is below
--- warmup_iter w, and then has a formula of its own; L is start_lr, e is end_iter:
+-- BMTrain's schedules of the learning rate. Each rises from 0 while the iteration number n is below warmup_iter w, and
+-- then follows its own formula; L is start_lr, e is end_iter:
 --   NoDecay      L n / w          L
 --   Noam         L n / w^1.5      L / sqrt(n)
---   Linear       L n / w          L (e - n) / (e - w), 0 at least
+--   Linear       L n / w          L (e - n) / (e - w), at least 0
 --   Cosine       L n / w          L (1 + cos(pi (n - w) / max(1, e - w))) / 2
 --   Exponential  L n / w          L gamma^(n - w)
--- They are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). The rate of every group is set, at once and by each step.
+-- The formulas are those of BMTrain 1.0.1 (bmtrain/lr_scheduler). A schedule sets the rate of every group when it is
+-- made and at each step.
 local caller = require "ps.core.caller"
 local types = require "ps.core.types"
 local error = caller.error
@@ -20,21 +21,21 @@ local lr_scheduler = {}
 ---@field warmup_iter integer
 ---@field end_iter integer
 ---@field num_iter integer
----@field current_lr number of the last step
+---@field current_lr number learning rate of the last step
 local Scheduler = {}
 lr_scheduler.Scheduler = Scheduler
 
 local OPTIONS = { start_lr = "number", warmup_iter = "whole", end_iter = "whole", num_iter = "whole" }
 local KEPT = { "start_lr", "warmup_iter", "end_iter", "num_iter" }
 
---- Sets the groups' rate for an iteration; OptimManager:step calls it behind each update.
+--- Sets the groups' rate for an iteration. OptimManager:step calls it after each update.
 ---@param num_iter? integer default the next one
 function Scheduler:step(num_iter)
   self.num_iter = num_iter and caller.whole(num_iter, "scheduler:step: num_iter", 0) or self.num_iter + 1
   local n = self.num_iter
   local lr = n < self.warmup_iter and self:get_lr_warmup(n) or self:get_lr_decay(n)
   if not types.finite(lr) then
-    error(("bmt.lr_scheduler.%s: the rate of iteration %d is %s, with warmup_iter = %d and end_iter = %d: its formula "
+    error(("bmt.lr_scheduler.%s: the rate of iteration %d is %s, with warmup_iter = %d and end_iter = %d: the formula "
       .. "divides by 0 there%s"):format(self.name, n, tostring(lr), self.warmup_iter, self.end_iter, self.advice))
   end
   self.current_lr = lr
@@ -54,7 +55,7 @@ function Scheduler:state_dict()
   return state
 end
 
---- Goes on from what state_dict gave, and sets the rate.
+--- Continues from a result of state_dict, and sets the rate.
 ---@param state table<string, number>
 function Scheduler:load_state_dict(state)
   for _, key in ipairs(KEPT) do
@@ -64,22 +65,22 @@ function Scheduler:load_state_dict(state)
   self:step(self.num_iter)
 end
 
--- A schedule: `decay` is its formula behind the rise, `rise` one of its own before; more: further options; advice: what
--- to change where a formula divides by 0.
+-- Defines a schedule: `decay` is its formula after the rise, `rise` its own formula before, if it has one; more:
+-- further options; advice: the option to change if a formula divides by 0.
 local function schedule(name, decay, rise, more, advice)
   local class = setmetatable({ get_lr_decay = decay, get_lr_warmup = rise, name = name, advice = advice or "" },
     { __index = Scheduler })
   local keys = {}
   for _, from in ipairs { OPTIONS, more or {} } do for key, kind in pairs(from) do keys[key] = kind end end
-  --- BMTrain's schedule of that name: lua/ps/bmt/lr_scheduler.lua has the formulas.
+  --- BMTrain's schedule with that name; lua/ps/bmt/lr_scheduler.lua has the formulas.
   ---@param optimizer ps.bmt.Optimizer
   ---@param options {start_lr: number, warmup_iter: integer, end_iter: integer, num_iter?: integer, gamma?: number}
-  ---  num_iter: the first iteration, default 0; gamma: of Exponential alone, default 0.95
+  ---  num_iter: the first iteration, default 0; gamma: only for Exponential, default 0.95
   ---@return ps.bmt.Scheduler
   return function(optimizer, options)
     local call = "bmt.lr_scheduler." .. name
     if type(optimizer) ~= "table" or type(optimizer.param_groups) ~= "table" then
-      error(call .. " takes an optimizer of bmt.optim first")
+      error(call .. " needs an optimizer of bmt.optim as its first argument")
     end
     options = caller.options(options, "bmt.lr_scheduler." .. name, keys)
     for _, key in ipairs { "start_lr", "warmup_iter", "end_iter" } do
@@ -98,12 +99,12 @@ lr_scheduler.NoDecay = schedule("NoDecay", function(self) return self.start_lr e
 
 lr_scheduler.Noam = schedule("Noam", function(self, n) return self.start_lr / math.sqrt(n) end,
   function(self, n) return self.start_lr / math.sqrt(self.warmup_iter) * n / self.warmup_iter end, nil,
-  "; warmup_iter is 1 or more")
+  "; use a warmup_iter of at least 1")
 
 lr_scheduler.Linear = schedule("Linear", function(self, n)
   local left = self.start_lr * (self.end_iter - n) / (self.end_iter - self.warmup_iter)
   return left < 0 and 0 or left                      -- math.max could turn a NaN into 0
-end, nil, nil, "; end_iter is another number than warmup_iter")
+end, nil, nil, "; use an end_iter that differs from warmup_iter")
 
 lr_scheduler.Cosine = schedule("Cosine", function(self, n)
   local progress = (n - self.warmup_iter) / math.max(1, self.end_iter - self.warmup_iter)

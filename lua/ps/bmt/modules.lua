@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's modules: DistributedModule, DistributedParameter and blocks. bmt/lists.lua has lists of blocks.
+-- BMTrain's modules: DistributedModule, DistributedParameter and blocks. Lists of blocks are in bmt/lists.lua.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -15,37 +15,38 @@ local modules = {}
 local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
---- A call from outside of all modules. That of the model that OptimManager trains is a forward of its step.
+--- A call from outside all modules. For the model that OptimManager trains, this is a forward of its step.
 ---@param run fun(module: ps.nn.Module, ...): any
 ---@param ... any
 ---@return any ...
 function DistributedModule:outermost(run, ...) return session.call(self, run, ...) end
 
--- What DistributedParameter was told, by parameter: {init_method, group}.
+-- The options of DistributedParameter, by parameter: {init_method, group}.
 local told = setmetatable({}, { __mode = "k" })
 
 local PARAMETER = { requires_grad = "boolean", init_method = "callable", group = "string", tp_mode = "boolean",
   tp_split_dim = "whole" }
 
--- This rank's shard of a parameter that ranks along tp share out, from its own part; nil: it is whole on all of them.
+-- The shard of a parameter that ranks along tp share, from this rank's part; nil: all of them have the whole parameter.
 local function shard_of(part, dim, call)
   local group, full = mesh.group "tp", part:shape()
   if dim == -1 or not group then return nil end
   if dim < 0 or dim >= #full then
-    error(("%s: tp_split_dim is %d; it takes 0 to %d, or -1: all ranks have the whole"):format(call, dim, #full - 1))
+    error(("%s: tp_split_dim is %d; it must be 0 to %d, or -1: all ranks have the whole parameter"):format(
+      call, dim, #full - 1))
   end
   full[dim + 1] = full[dim + 1] * group:size()
   return shard.new({ dim = dim, index = group:rank(), count = group:size(), full_shape = full }, call)
 end
 
---- A parameter whose bytes the ranks share out, of the values that rank 0 has. Ops on it gather it, wherever they are.
---- Under tp, data is this rank's part where tp_split_dim is not -1, and rank 0 is that of the ranks with the same part.
----@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one type
+--- A parameter whose bytes the ranks share, with the values of rank 0. Ops on it gather it, wherever they are. Under
+--- tp, if tp_split_dim is not -1, data is this rank's part, and rank 0 means the first of the ranks with the same part.
+---@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one dtype
 ---@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string, tp_mode?: boolean,
 ---  tp_split_dim?: integer} requires_grad default true; init_method fills a tensor of the (whole) parameter's shape in
----  bmt.init_parameters; group: see bmt.grouped_parameters. tp_mode: the parameter is that of a layer which ranks along
----  tp share out; tp_split_dim: the dimension of which each has a part, default -1: each has the whole, and computes
----  the same gradient. Without tp_mode gradients of ranks along tp are parts of a sum, where they share out the rows
+---  bmt.init_parameters; group: see bmt.grouped_parameters. tp_mode: the parameter belongs to a layer that ranks along
+---  tp share; tp_split_dim: the dimension that is split among them, default -1: each has the whole, and computes the
+---  same gradient. Without tp_mode, and if ranks along tp share the rows, their gradients are parts of a sum
 ---@return ps.Tensor
 function modules.DistributedParameter(data, options)
   local call = "bmt.DistributedParameter"
@@ -54,7 +55,7 @@ function modules.DistributedParameter(data, options)
   local dim = options.tp_split_dim or -1
   if dim ~= -1 and not options.tp_mode then error(call .. ": tp_split_dim needs tp_mode = true") end
   if options.tp_mode and options.group then
-    error(call .. ": group and tp_mode: a parameter with tp_mode is in the group \"tp\"")
+    error(call .. ": group and tp_mode exclude each other: a parameter with tp_mode is in the group \"tp\"")
   end
   local run = session.need(call)
   run:ready(data:dtype(), call)
@@ -71,9 +72,9 @@ function modules.DistributedParameter(data, options)
   return param
 end
 
---- A function of a tensor, for init_method: ParameterInitializer(nn.init.normal_, 0, 0.02).
+--- Makes a function of a tensor, for init_method: ParameterInitializer(nn.init.normal_, 0, 0.02).
 ---@param func fun(t: ps.Tensor, ...)
----@param ... any behind the tensor
+---@param ... any arguments after the tensor
 ---@return fun(t: ps.Tensor)
 function modules.ParameterInitializer(func, ...)
   caller.callable(func, "bmt.ParameterInitializer")
@@ -93,15 +94,15 @@ function modules.init_parameters(model)
         local desc = shard.of(param)
         local whole = create.empty(desc and desc.full_shape or param:shape(),
           { dtype = param:dtype(), device = param:device() })
-        about.init_method(whole)                             -- of another stage: without data, and random numbers go on
+        about.init_method(whole)                             -- another stage's: no data, but random numbers advance
         if param:device() ~= "meta" then param:copy_(desc and shard.of_whole(desc, whole) or whole) end
       end)
     end
   end
 end
 
---- `for group, parameters in bmt.grouped_parameters(model) do`: parameters by the group that DistributedParameter was
---- given; those without come first, with the group false.
+--- `for group, parameters in bmt.grouped_parameters(model) do`: parameters by the `group` option of
+--- DistributedParameter; those without a group come first, with the group false.
 ---@param model ps.nn.Module
 ---@return fun(): (string|false)?, ps.Tensor[]?
 function modules.grouped_parameters(model)
@@ -132,13 +133,13 @@ function modules.is_block(module) return blocks[module] == true end
 local BLOCK = { use_checkpoint = "boolean", zero_level = "whole", initialized = "boolean", mode = "string" }
 local MODES = { BLOCK = true, PIPE = true }
 
---- Makes a block of a module: in training its activations are computed again in backward. It gives the same module, so
---- that names and fields are the module's own. Parameters that are not distributed become so.
----@param module ps.nn.Module whose forward gives tensors only
----@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint default true;
----  zero_level of a run of level 3: 3: gathered parameters go behind each pass, and backward gathers them again; 2:
----  they stay until the end of the step; absent: as zero_optimization.reshard_after_forward of the configuration says.
----  Of a run of another level: that level
+--- Makes a block of a module: in training, backward recomputes its activations. Returns the same module, so that names
+--- and fields are the module's own. Its parameters become distributed.
+---@param module ps.nn.Module whose forward returns only tensors
+---@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint default
+---  true; zero_level in a run of level 3: 3: gathered parameters are freed after each pass, and backward gathers them
+---  again; 2: they stay until the end of the step; absent: as zero_optimization.reshard_after_forward of the
+---  configuration says. In a run of another level: that level
 ---@return ps.nn.Module
 function modules.CheckpointBlock(module, options)
   local call = "bmt.CheckpointBlock"
@@ -148,8 +149,8 @@ function modules.CheckpointBlock(module, options)
   local run = session.need(call)
   local stage, level = run.config.zero_optimization.stage, options.zero_level
   if level and level ~= stage and not (stage == 3 and level == 2) then
-    error(("%s: zero_level is %d, and that of the run (bmt.init_distributed's zero_level) is %d: blocks of a run of "
-      .. "level 3 may be of level 2, others have the run's"):format(call, level, stage))
+    error(("%s: zero_level is %d, but that of the run (bmt.init_distributed's zero_level) is %d: blocks in a run of "
+      .. "level 3 may have level 2, all others have the run's level"):format(call, level, stage))
   end
   run:stage_all(module, call)
   for _, param in ipairs(level and stage == 3 and module:parameters() or {}) do run.stays[param] = level == 2 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- BMTrain's optimizers and OptimManager, which drive the step of an engine: zero_grad, backward, clip_grad_norm, step.
--- An optimizer here has groups and settings; the engine that the model gets has the state and makes the updates.
+-- An optimizer here has groups and settings. The model's engine has the state and makes the updates.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
@@ -21,7 +21,7 @@ local optim = {}
 ---@field name string
 ---@field param_groups table[] each with params, lr, betas, eps, weight_decay, which may be changed between steps
 ---@field hold_steps integer
----@field offload boolean the state and its updates are the host's
+---@field offload boolean the state and its updates are on the host
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
@@ -41,12 +41,12 @@ local GROUP = { params = "any", lr = "number", betas = "table", eps = "number", 
 local function tensors_of(value, call)
   if nn_module.is_module(value) then return value:parameters() end
   if scope.is_tensor(value) then value = { value } end
-  if type(value) ~= "table" then error(("%s: parameters are a list, not a %s"):format(call, type(value))) end
+  if type(value) ~= "table" then error(("%s: parameters must be a list, not a %s"):format(call, type(value))) end
   for i, param in ipairs(value) do optim_groups.check_trainable(param, nil, i, call) end
   return value
 end
 
--- Groups of parameters, from a list of them, a module, or a list of groups.
+-- Makes groups of parameters from a list of them, a module, or a list of groups.
 local function groups_of(params, defaults, call)
   local given = { { params = params } }
   if type(params) == "table" and not nn_module.is_module(params) and type(params[1]) == "table" then given = params end
@@ -75,25 +75,25 @@ local function new(name, params, options, keys, offload)
     hold_steps = options.hold_steps and caller.whole(options.hold_steps, call .. ": hold_steps", 0) or 0 }, Optimizer)
 end
 
--- An update leaves one value of a parameter, so its difference to the one before would take a copy of all of them.
+-- An update overwrites a parameter's value, so the difference to the previous one would need a copy of all of them.
 local function no_delta(call)
-  error(call .. ": updates are not recorded, which would take a copy of all parameters (record_delta); "
-    .. "bmt.inspect.inspect_model has statistics of parameters, whose means before and behind a step give the mean "
+  error(call .. ": updates are not recorded, since that would need a copy of all parameters (record_delta); "
+    .. "bmt.inspect.inspect_model has statistics of parameters, whose means before and after a step give the mean "
     .. "update")
 end
 
---- Adam. Weight decay is added to the gradient where parameters are fp32, and decoupled (AdamW) where they are of a
---- half type, as it is there.
+--- Adam. Weight decay is added to the gradient of fp32 parameters, and decoupled (AdamW) for half parameters, as in
+--- BMTrain.
 ---@param params ps.Tensor[]|table[]|ps.nn.Module parameters, or groups { params =, lr =, ... }
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} default
----  1e-3, { 0.9, 0.999 }, 1e-8, 0; hold_steps: the rate is 0 in so many first steps (one fewer of half types)
+---  1e-3, { 0.9, 0.999 }, 1e-8, 0; hold_steps: the rate is 0 in this many first steps (one fewer for half dtypes)
 ---@return ps.bmt.Optimizer
 function optim.AdamOptimizer(params, options) return new("AdamOptimizer", params, options, SETTINGS, false) end
 
 local OFFLOAD = { record_delta = "boolean" }
 for key, kind in pairs(SETTINGS) do OFFLOAD[key] = kind end
 
---- The same, with state and updates on the host where a device computes.
+--- Adam with state and updates on the host, if a device computes.
 ---@param params ps.Tensor[]|table[]|ps.nn.Module
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer}
 ---@return ps.bmt.Optimizer
@@ -103,32 +103,32 @@ function optim.AdamOffloadOptimizer(params, options)
 end
 
 local function of_manager(self, method)
-  error(("%s:%s: an OptimManager does it for its optimizers: manager:add_optimizer(optimizer), manager:%s()"):format(
+  error(("%s:%s: the OptimManager does this for its optimizers: manager:add_optimizer(optimizer), manager:%s()"):format(
     self.name, method, method))
 end
 
---- An error: updates are not recorded.
+--- Always raises an error: updates are not recorded.
 function Optimizer:get_avg_delta() no_delta(self.name .. ":get_avg_delta") end
---- An error: updates are not recorded.
+--- Always raises an error: updates are not recorded.
 function Optimizer:get_var_delta() no_delta(self.name .. ":get_var_delta") end
---- An error: OptimManager:step makes the updates.
+--- Always raises an error: OptimManager:step makes the updates.
 function Optimizer:step() of_manager(self, "step") end
---- An error: OptimManager:zero_grad drops gradients.
+--- Always raises an error: OptimManager:zero_grad drops gradients.
 function Optimizer:zero_grad() of_manager(self, "zero_grad") end
---- An error: OptimManager:state_dict has the state.
+--- Always raises an error: OptimManager:state_dict has the state.
 function Optimizer:state_dict() of_manager(self, "state_dict") end
---- An error: OptimManager:load_state_dict takes the state.
+--- Always raises an error: OptimManager:load_state_dict loads the state.
 function Optimizer:load_state_dict() of_manager(self, "load_state_dict") end
 
 -- -- OptimManager -----------------------------------------------------------------------------------------------------
 ---@class ps.bmt.OptimManager
----@field loss_scale number 1 where losses are not scaled
+---@field loss_scale number 1 if losses are not scaled
 ---@field optimizers ps.bmt.Optimizer[]
 ---@field lr_schedulers (ps.bmt.Scheduler|false)[]
 ---@field scaler ps.bmt.LossScale|false
----@field engine ps.Engine|false once the model has begun to train
+---@field engine ps.Engine|false set once the model has begun to train
 ---@field waiting table|false the state that the engine's optimizer will get
----@field scale_before number the loss scale of the last backward; clip_grad_norm may have lowered it since
+---@field scale_before number the loss scale of the last backward, which clip_grad_norm may have lowered since
 local OptimManager = {}
 optim.Manager = OptimManager
 local MANAGER = { loss_scale = "number", loss_scale_factor = "number", loss_scale_steps = "whole",
@@ -144,21 +144,20 @@ end, __tostring = function(self)
   return ("OptimManager of %d optimizers, loss scale %g"):format(#self.optimizers, self.loss_scale)
 end }
 
---- What trains a model: it has the optimizers and their schedules, scales losses, and makes the steps. The loss scale
---- is divided by loss_scale_factor at an overflow, which skips the step, and multiplied by it after loss_scale_steps
---- good steps.
----@param options? {loss_scale?: number, loss_scale_factor?: number, loss_scale_steps?: integer,
----  min_loss_scale?: number, max_loss_scale?: number, grad_scale?: number} loss_scale: the first one; absent: losses
----  are not scaled, and
+--- Trains a model: holds its optimizers and their schedules, scales losses, and makes the steps. An overflow divides
+--- the loss scale by loss_scale_factor and skips the step; loss_scale_steps good steps multiply it by
+--- loss_scale_factor.
+---@param options? {loss_scale?: number, loss_scale_factor?: number, loss_scale_steps?: integer, min_loss_scale?:
+---  number, max_loss_scale?: number, grad_scale?: number} loss_scale: the first one; absent: losses are not scaled, and
 ---  gradients that are not finite are an error; the others default to 2, 1024, 1, no bound, and the number of ranks
----  that have other rows each, by which the sum of their gradients is divided
+---  with different rows; grad_scale divides the sum of their gradients
 ---@return ps.bmt.OptimManager
 function optim.OptimManager(options)
   local call = "bmt.optim.OptimManager"
   options = caller.options(options, "bmt.optim.OptimManager", MANAGER)
   session.need(call)
   if options.grad_scale and not (options.grad_scale > 0 and options.grad_scale < math.huge) then
-    error(("%s: grad_scale is %s; it takes a number above 0"):format(call, tostring(options.grad_scale)))
+    error(("%s: grad_scale is %s; it must be a number above 0"):format(call, tostring(options.grad_scale)))
   end
   return setmetatable({ optimizers = {}, lr_schedulers = {}, engine = false, waiting = false, scale_before = 1,
     grad_scale = options.grad_scale or false, scaler = options.loss_scale and loss_scale.new(options) or false },
@@ -179,7 +178,7 @@ local function taken(self, engine)
   local opt, cfg = engine.optimizer, engine.cfg
   self.engine = engine
   opt.scaler, opt.checks_overflow = self.scaler or nil, self.scaler ~= false
-  opt.max_norm = math.huge                     -- each step measures the norm, which clip_grad_norm may ask for
+  opt.max_norm = math.huge                     -- each step measures the norm, which clip_grad_norm may need
   for _, optimizer in ipairs(self.optimizers) do
     if optimizer.offload then cfg.zero_optimization.offload_optimizer = { device = "cpu", ratio = 1 } end
   end
@@ -187,20 +186,21 @@ local function taken(self, engine)
   self.waiting = false
 end
 
---- Adds an optimizer. All optimizers of a model come before it begins to train.
+--- Adds an optimizer. All optimizers of a model must be added before it begins to train.
 ---@param optimizer ps.bmt.Optimizer
----@param lr_scheduler? ps.bmt.Scheduler whose step comes behind each update
+---@param lr_scheduler? ps.bmt.Scheduler whose step is called after each update
 function OptimManager:add_optimizer(optimizer, lr_scheduler)
   local call = "OptimManager:add_optimizer"
   if getmetatable(optimizer) ~= Optimizer then
     error(call .. " takes AdamOptimizer or AdamOffloadOptimizer of bmt.optim, not a " .. type(optimizer))
   end
   if lr_scheduler ~= nil and not (type(lr_scheduler) == "table" and type(lr_scheduler.step) == "function") then
-    error(call .. ": the schedule is a " .. type(lr_scheduler) .. "; it takes one of bmt.lr_scheduler")
+    error(call .. ": the schedule is a " .. type(lr_scheduler) .. "; it must be one of bmt.lr_scheduler")
   end
   local run = session.need(call)
-  if run.module then error(call .. ": the model has begun to train; optimizers are added before its first call") end
-  if run.manager and run.manager ~= self then error(call .. ": another OptimManager has optimizers of this run") end
+  if run.module then error(call .. ": the model has begun to train; add optimizers before its first call") end
+  if run.manager and run.manager ~= self then error(call .. ": another OptimManager already has optimizers in "
+    .. "this run") end
   run.manager, run.groups, run.taken = self, function() return groups_in(self) end,
     function(engine) taken(self, engine) end
   table.insert(self.optimizers, optimizer)
@@ -220,13 +220,13 @@ function OptimManager:zero_grad()
   if self.engine then self.engine.optimizer:zero_grad() end
 end
 
---- Refused: backward scales the loss.
+--- Refused, since backward scales the loss.
 function OptimManager:scale_loss() -- luacheck: ignore 212
   error "OptimManager:scale_loss: manager:backward(loss) scales the loss itself"
 end
 
---- Backward from a loss. Gradients of ranks are added up and divided by grad_scale; those of several backwards of a
---- step (gradient_accumulation_steps of init_distributed's config) are added up.
+--- Runs backward from a loss. Gradients are summed over ranks and divided by grad_scale; those of several backwards in
+--- a step (gradient_accumulation_steps in init_distributed's config) are accumulated.
 ---@param loss ps.Tensor of one element
 function OptimManager:backward(loss)
   local engine = begun(self, "backward")
@@ -236,7 +236,7 @@ function OptimManager:backward(loss)
   engine:backward(loss, { weight = 1 })
 end
 
--- The numbers of groups among all of the manager's, rising.
+-- The numbers of the groups among all groups of the manager, ascending.
 local function numbers_of(self, groups, call)
   local number_of, numbers, seen = {}, {}, {}
   for number, group in ipairs(groups_in(self)) do number_of[group] = number end
@@ -245,8 +245,8 @@ local function numbers_of(self, groups, call)
   end
   for i, group in ipairs(groups) do
     local number = number_of[group]
-    if not number then error(("%s: group %d is none of this OptimManager's optimizers"):format(call, i)) end
-    if seen[number] then error(("%s: group %d is there twice"):format(call, i)) end
+    if not number then error(("%s: group %d does not belong to this OptimManager's optimizers"):format(call, i)) end
+    if seen[number] then error(("%s: group %d is in the list twice"):format(call, i)) end
     numbers[i], seen[number] = number, true
   end
   table.sort(numbers)
@@ -255,28 +255,28 @@ end
 
 local CLIP = { norm_type = "any", eps = "number" }
 
---- The norm of the gradients of some groups, or of all; the step that follows multiplies these gradients by max_norm /
---- (norm + eps) where that is below 1. Behind the last backward, once a step for each group.
+--- The norm of the gradients of some groups, or of all. The following step multiplies these gradients by max_norm /
+--- (norm + eps), if that is below 1. Call it after the last backward, once per step for each group.
 ---@param param_groups table[] optimizer.param_groups, or groups of several optimizers in one list
 ---@param max_norm number
----@param options? {norm_type?: number, eps?: number} default 2, the only one, and 1e-6; eps counts beside the norm with
----  the loss scale in it
----@return number norm without the loss scale; not finite where gradients, of whatever group, overflowed
+---@param options? {norm_type?: number, eps?: number} default 2, the only supported one, and 1e-6; eps is added to the
+---  norm that includes the loss scale
+---@return number norm without the loss scale; not finite if gradients of any group overflowed
 function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   local call = "OptimManager:clip_grad_norm"
   options = caller.options(options, "OptimManager:clip_grad_norm", CLIP)
   if (options.norm_type or 2) ~= 2 then
-    error(("%s: norm_type is %s; norms are of type 2"):format(call, tostring(options.norm_type)))
+    error(("%s: norm_type is %s; only 2 is supported"):format(call, tostring(options.norm_type)))
   end
   caller.typed(max_norm, "number", call .. ": max_norm")
   if max_norm < 0 or max_norm ~= max_norm then
-    error(("%s: max_norm is %s; it takes a number from 0 on"):format(call, max_norm))
+    error(("%s: max_norm is %s; it must be a number of at least 0"):format(call, max_norm))
   end
   local engine = begun(self, "clip_grad_norm")
   return step.clip(engine, numbers_of(self, param_groups, call), max_norm, (options.eps or 1e-6) / self.scale_before)
 end
 
--- Runs fn with the rate 0 in the groups whose optimizers hold still yet.
+-- Runs fn with the rate 0 in the groups whose optimizers are still in their hold_steps.
 local function holding(self, fn)
   local was, done = {}, self.engine.optimizer.steps
   local late = self.engine.precision == "fp32" and 0 or 1
@@ -291,12 +291,12 @@ local function holding(self, fn)
   return result
 end
 
---- One update, and a step of the schedules. Where the scaled gradients overflowed, the loss scale falls instead, and
---- rank 0 prints it.
+--- Makes one update, and a step of the schedules. If the scaled gradients overflowed, it lowers the loss scale instead,
+--- and rank 0 prints that.
 function OptimManager:step()
   local engine = begun(self, "step")
   if engine:accumulating() then
-    error(("OptimManager:step: %d of the %d backwards of a step (gradient_accumulation_steps) have been made"):format(
+    error(("OptimManager:step: only %d of the %d backwards of a step (gradient_accumulation_steps) have run"):format(
       engine.micro, engine.accumulate))
   end
   local info = holding(self, function() return engine.optimizer:step() end)
@@ -309,12 +309,13 @@ function OptimManager:step()
 end
 
 --- The state: `optimizers` (this rank's part of the engine's optimizer:state_dict(), all groups in one), lr_schedulers,
---- loss_scale and loss_scale_enabled. The tensors are no copies: save them before the next step.
+--- loss_scale and loss_scale_enabled. The tensors are not copies: save them before the next step.
 ---@param gather_opt? boolean true is refused
 ---@return table
 function OptimManager:state_dict(gather_opt)
   if gather_opt then
-    error("OptimManager:state_dict: gather_opt: a state is that of a rank; ps.checkpoints writes one of all ranks, "
+    error("OptimManager:state_dict: gather_opt is not supported: a state belongs to one rank; ps.checkpoints "
+      .. "writes that of all ranks, "
       .. "with model and optimizer of ps.engine()")
   end
   local engine, schedules = begun(self, "state_dict"), {}
@@ -323,19 +324,20 @@ function OptimManager:state_dict(gather_opt)
     loss_scale_enabled = self.scaler ~= false, loss_scale_good = self.scaler and self.scaler.good or 0 }
 end
 
---- Takes over what state_dict gave. Before the model's first call the state waits for it.
+--- Loads a result of state_dict. Before the model's first call, the state is kept until then.
 ---@param state table
 function OptimManager:load_state_dict(state)
   local call = "OptimManager:load_state_dict"
   caller.typed(state, "table", call .. ": the state")
   if type(state.optimizers) ~= "table" or type(state.lr_schedulers) ~= "table" then
-    error(call .. ": this is no state of an OptimManager: it has no optimizers or lr_schedulers")
+    error(call .. ": this is not a state of an OptimManager: it has no optimizers or lr_schedulers")
   end
   if #state.lr_schedulers ~= #self.lr_schedulers then
-    error(("%s: the state has %d schedules, this manager %d"):format(call, #state.lr_schedulers, #self.lr_schedulers))
+    error(("%s: the state has %d schedules, but this manager has %d"):format(
+      call, #state.lr_schedulers, #self.lr_schedulers))
   end
   if (state.loss_scale_enabled == true) ~= (self.scaler ~= false) then
-    error(("%s: losses were %s in the state's run, and are %s here"):format(call,
+    error(("%s: losses were %s in the state's run, but are %s here"):format(call,
       state.loss_scale_enabled and "scaled" or "not scaled", self.scaler and "scaled" or "not scaled"))
   end
   if self.engine then self.engine.optimizer:load_state_dict(state.optimizers[1])

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's layers (bmt.nn), of which each rank along tp has a part: columns or rows of a product, words of a table.
--- Where ranks share out the rows between layers (the default, tensor_parallel.sequence_parallel), rows are the first
--- dimension: a layer gathers them in front of its product and scatters the sums behind it. Otherwise all ranks have all
--- rows. Without tp_size all of it is one rank's.
+-- BMTrain's layers (bmt.nn) that the ranks along tp share: columns or rows of a linear layer, words of a table. If
+-- ranks share the rows between layers (the default, tensor_parallel.sequence_parallel), rows are the first dimension: a
+-- layer gathers them before its product and scatters the sums after it. Otherwise all ranks have all rows. Without
+-- tp_size, one rank has everything.
 --
 -- Sizes: n rows, t ranks along tp.
 local create = require "ps.tensor.create"
@@ -20,23 +20,23 @@ local error = caller.error
 
 local parallel = {}
 
--- A t-th of a size that the ranks share out.
+-- A size divided by the number of ranks that share it.
 local function part_of(size, what, call)
   caller.whole(size, call .. ": " .. what, 1)
   local t = mesh.size "tp"
-  if size % t ~= 0 then error(("%s: %s is %d, and tp_size = %d does not divide it"):format(call, what, size, t)) end
+  if size % t ~= 0 then error(("%s: %s is %d, which is not a multiple of tp_size = %d"):format(call, what, size, t)) end
   return size / t
 end
 
--- In how many pieces rows travel beside a product.
+-- The number of pieces in which rows are exchanged during a product.
 local function pieces_of(n, key, call)
   if n ~= nil and (n < 1 or n > mesh.MOST_PIECES) then
-    error(("%s: %s is %d; rows travel in 1 to %d pieces"):format(call, key, n, mesh.MOST_PIECES))
+    error(("%s: %s is %d; rows can be exchanged in 1 to %d pieces"):format(call, key, n, mesh.MOST_PIECES))
   end
   return n or session.need(call).pieces
 end
 
--- All ranks' rows, x [n / t, ...] -> [n, ...]. Gradient: this rank's rows of the sum.
+-- The rows of all ranks, x [n / t, ...] -> [n, ...]. Gradient: this rank's rows of the sum over ranks.
 local function gathered(group, x)
   return session.need "bmt.nn".keep_gathered and group:gathered(x) or group:gathered_again(x)
 end
@@ -46,17 +46,17 @@ local PRODUCT = { gather_input = "boolean", gather_output = "boolean", split_inp
   reduce_output_type = "string", async_chunks = "whole" }
 local REDUCES = { all_reduce = true, reduce_scatter = true }
 
---- x weight^T + bias of which each rank has a part: of the outputs, or, with reduce_output_type, of the inputs.
----@param input ps.Tensor [n, inputs], or [n / t, inputs] with gather_input; its first dimension are the rows
+--- x weight^T + bias, of which each rank has a part: of the outputs, or, with reduce_output_type, of the inputs.
+---@param input ps.Tensor [n, inputs], or [n / t, inputs] with gather_input; the first dimension is the rows
 ---@param weight ps.Tensor this rank's part: [outputs / t, inputs], or [outputs, inputs / t]
 ---@param bias? ps.Tensor [outputs / t]
----@param options? {gather_input?: boolean, gather_output?: boolean, split_input?: boolean,
----  reduce_output_type?: "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: input is a rank's rows;
----  else it is all rows, the same on all ranks, and its gradient is the sum over them. gather_output: the result has
----  all outputs. split_input: input has all columns, of which this rank's are taken; else, of a weight with a part of
----  the inputs, it has this rank's. reduce_output_type: the results are summed over the ranks, of which each gets all
----  rows, or its own. async_chunks: in so many pieces rows travel beside the product, where they are gathered or
----  scattered; default: tensor_parallel.tp_overlap_comm's
+---@param options? {gather_input?: boolean, gather_output?: boolean, split_input?: boolean, reduce_output_type?:
+---  "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: input has a rank's rows; otherwise it has all
+---  rows, the same on all ranks, and its gradient is the sum over them. gather_output: the result has all outputs.
+---  split_input: input has all columns, of which this rank's are used; otherwise, if the weight has a part of the
+---  inputs, it has this rank's columns. reduce_output_type: the results are summed over the ranks; each gets all rows,
+---  or its own. async_chunks: the number of pieces in which rows are exchanged during the product, if they are gathered
+---  or scattered; default: that of tensor_parallel.tp_overlap_comm
 ---@return ps.Tensor
 function parallel.OpParallelLinear(input, weight, bias, options)
   local call = "bmt.nn.OpParallelLinear"
@@ -66,8 +66,8 @@ function parallel.OpParallelLinear(input, weight, bias, options)
   local reduce, group, x = options.reduce_output_type, mesh.group "tp", input
   if reduce then
     caller.one_of(reduce, REDUCES, call .. ": reduce_output_type")
-    if bias ~= nil then error(call .. ": with reduce_output_type the bias would count once for each rank") end
-    if options.gather_output then error(call .. ": reduce_output_type and gather_output are of different layers") end
+    if bias ~= nil then error(call .. ": with reduce_output_type the bias would be added once per rank") end
+    if options.gather_output then error(call .. ": reduce_output_type and gather_output exclude each other") end
   elseif options.split_input then error(call .. ": split_input needs reduce_output_type") end
   if not group then return native.ops.linear(x, weight, bias, nil, 1) end
   if reduce then
@@ -85,7 +85,7 @@ function parallel.OpParallelLinear(input, weight, bias, options)
   return options.gather_output and group:gather_from(y) or y
 end
 
--- Makes weight [outputs, inputs] of this rank's sizes and, unless it is not wanted, a bias.
+-- Makes a weight [outputs, inputs] with this rank's sizes and, if wanted, a bias.
 local function fill(self, outputs, inputs, given, weight, bias)
   weight.init_method, bias.init_method = init.xavier_normal_, init.zeros_
   local dtype = given.dtype or "fp32"
@@ -95,8 +95,8 @@ local function fill(self, outputs, inputs, given, weight, bias)
   end
 end
 
--- Makes a layer of which each rank has a t-th of the outputs (dim 0) or of the inputs (dim 1). chunks: the option that
--- BMTrain's layers have for pieces of a product, whose number it returns.
+-- Makes a layer of which each rank has a t-th of the outputs (dim 0) or of the inputs (dim 1). chunks: the name of the
+-- option with the number of pieces for a product, which it returns.
 local function fill_part(self, inputs, outputs, dim, given, chunks)
   local call, sizes = "bmt.nn." .. self.class_name, { [0] = outputs, inputs }
   local pieces = pieces_of(given[chunks], chunks, call)
@@ -117,7 +117,7 @@ local LINEAR = { bias = "boolean", dtype = "string" }
 local Linear = nn_module.class("Linear", modules.DistributedModule)
 parallel.Linear = Linear
 
---- x weight^T + bias, whole on all ranks. bmt.init_parameters fills the weight by xavier_normal_ and the bias with 0.
+--- x weight^T + bias, whole on all ranks. bmt.init_parameters fills the weight with xavier_normal_ and the bias with 0.
 ---@param inputs integer
 ---@param outputs integer
 ---@param options? {bias?: boolean, dtype?: string} default true, "fp32"
@@ -142,13 +142,13 @@ local COLUMN = { bias = "boolean", dtype = "string", gather_output = "boolean", 
 local Column = nn_module.class("ColumnParallelLinear", modules.DistributedModule)
 parallel.ColumnParallelLinear = Column
 
---- x weight^T + bias, of which each rank has a part of the outputs. bmt.init_parameters fills it as Linear.
+--- x weight^T + bias with the outputs shared by the ranks. bmt.init_parameters fills it like Linear.
 ---@param inputs integer
 ---@param outputs integer t divides it
 ---@param options? {bias?: boolean, dtype?: string, gather_output?: boolean, gather_input?: boolean,
----  async_gather_chunks?: integer} gather_output: the result has all outputs, default false; gather_input: the input is
----  this rank's rows, default true where ranks share out the rows; else it is all rows, the same on all ranks.
----  async_gather_chunks: as OpParallelLinear's async_chunks
+---  async_gather_chunks?: integer} gather_output: the result has all outputs, default false; gather_input: the input
+---  has this rank's rows, default true if ranks share the rows; false: it has all rows, the same on all ranks.
+---  async_gather_chunks: as async_chunks of OpParallelLinear
 function Column:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.ColumnParallelLinear", COLUMN)
   local pieces = fill_part(self, inputs, outputs, 0, options, "async_gather_chunks")
@@ -173,14 +173,14 @@ local ROW = { bias = "boolean", dtype = "string", split_input = "boolean", all_r
 local Row = nn_module.class("RowParallelLinear", modules.DistributedModule)
 parallel.RowParallelLinear = Row
 
---- x weight^T + bias, of which each rank has a part of the inputs. All have the bias. bmt.init_parameters fills it as
+--- x weight^T + bias with the inputs shared by the ranks. All ranks have the bias. bmt.init_parameters fills it like
 --- Linear.
 ---@param inputs integer t divides it
 ---@param outputs integer
----@param options? {bias?: boolean, dtype?: string, split_input?: boolean, all_reduce_output?: boolean,
----  async_chunks?: integer} split_input: the input is this rank's rows with all inputs, which are gathered and split;
----  default false: it is all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result;
----  default false where ranks share out the rows: each gets its own. async_chunks: OpParallelLinear's
+---@param options? {bias?: boolean, dtype?: string, split_input?: boolean, all_reduce_output?: boolean, async_chunks?:
+---  integer} split_input: the input has this rank's rows with all inputs, which are gathered and split; default false:
+---  it has all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result; default false if
+---  ranks share the rows: each gets its own. async_chunks: as in OpParallelLinear
 function Row:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.RowParallelLinear", ROW)
   local pieces = fill_part(self, inputs, outputs, 1, options, "async_chunks")
@@ -208,7 +208,7 @@ local VOCABULARY = { dtype = "string", init_mean = "number", init_std = "number"
 local Vocabulary = nn_module.class("VPEmbedding", modules.DistributedModule)
 parallel.VPEmbedding = Vocabulary
 
---- A table of vectors, of which each rank has some. bmt.init_parameters fills it from a normal distribution.
+--- A table of vectors that the ranks share. bmt.init_parameters fills it from a normal distribution.
 ---@param words integer t divides it
 ---@param width integer
 ---@param options? {dtype?: string, init_mean?: number, init_std?: number} default "fp16", 0, 1
@@ -222,7 +222,7 @@ function Vocabulary:init(words, width, options)
     tp_mode = true, tp_split_dim = 0 })
 end
 
--- The vectors of indices. Where ranks share out the rows, each has its own indices, and so many on all ranks.
+-- The vectors at indices. If ranks share the rows, each has its own indices, in equal numbers.
 local function look_up(self, group, index)
   local weight = self.weight
   local function own(x) return native.ops.embedding(weight, x, nil, group:rank() * weight:size(0), self.words) end
@@ -234,9 +234,9 @@ local function look_up(self, group, index)
   return group:scattered(own(all))
 end
 
---- The vectors of indices; or, with projection, logits of this rank's words.
----@param x ps.Tensor integers [...], of this rank's rows where ranks share them out; with projection [n, width] or
----  [B, T, width], where ranks share them out [n / t, width] or [B, T / t, width]
+--- The vectors at indices; or, with projection, logits of this rank's words.
+---@param x ps.Tensor integers [...], of this rank's rows if ranks share them; with projection [n, width] or [B, T,
+---  width], or, if ranks share the rows, [n / t, width] or [B, T / t, width]
 ---@param projection? boolean default false
 ---@return ps.Tensor [..., width]; with projection [n, words / t] or [B, T, words / t]
 function Vocabulary:forward(x, projection)
@@ -255,7 +255,7 @@ function Vocabulary:extra_repr() return ("%d, %d"):format(self.words, self.width
 
 local CROSS_ENTROPY = { ignore_index = "whole", reduction = "string" }
 
---- bmt.loss.FusedCrossEntropy with parallel = true: of logits of which each rank has those of its words.
+--- bmt.loss.FusedCrossEntropy with parallel = true: for logits that the ranks share by words.
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none"} default -100, "mean"
 ---@return ps.bmt.FusedCrossEntropy
 function parallel.ParallelCrossEntropy(options)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A run of ps.bmt, from init_distributed to close. BMTrain's scripts make their model without telling anybody, so the
--- engine is opened in two steps: the first distributed parameter, whose type decides the precision, opens its chunks,
--- and parameters are staged as they are made; the first call of the model for training gives it the model and the
--- optimizers of the OptimManager. From there on a call of the model is a forward of the engine's step.
+-- A run of ps.bmt, from init_distributed to close. BMTrain's scripts make their model without a call that announces it,
+-- so the engine is opened in two steps. The first distributed parameter, whose dtype decides the precision, opens its
+-- chunks, and parameters are staged as they are made. The first call of the model for training gives the engine the
+-- model and the optimizers of the OptimManager. From then on a call of the model is a forward of the engine's step.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -31,43 +31,43 @@ local session = {}
 ---@field engine ps.Engine|false
 ---@field module ps.nn.Module|false the model that the engine has
 ---@field dtype string|false of all parameters
----@field inside boolean a call of the model is under way
----@field manager ps.bmt.OptimManager|false the one that has optimizers
----@field groups fun(): table[] of all its optimizers
+---@field inside boolean whether a call of the model is under way
+---@field manager ps.bmt.OptimManager|false the manager that has optimizers
+---@field groups fun(): table[] the groups of all its optimizers
 ---@field taken fun(engine: ps.Engine) called when the engine has the model and these groups
----@field off fun()|false ends the staging of parameters
----@field sequence boolean ranks along tp share out the rows between layers
+---@field off fun()|false stops staging parameters
+---@field sequence boolean ranks along tp share the rows between layers
 ---@field keep_gathered boolean backward keeps the rows that such ranks gathered
----@field pieces integer in which such rows travel beside products
----@field pipe ps.bmt.Pipe|false where blocks are dealt to stages
----@field stays table<ps.Tensor, boolean> parameters of blocks that were given a zero_level: whether they stay, once
+---@field pieces integer number of pieces in which such rows are exchanged during products
+---@field pipe ps.bmt.Pipe|false set if blocks are assigned to stages
+---@field stays table<ps.Tensor, boolean> parameters of blocks that have their own zero_level: whether they stay, once
 ---  they are gathered, until the end of the step
----@field alike table<ps.Tensor, boolean> parameters of which ranks along tp have shards, or the same gradient
+---@field alike table<ps.Tensor, boolean> parameters that are sharded along tp, or have equal gradients there
 ---@field device string|false the default device before the engine was opened
 local Session = {}
 Session.__index = Session
 
 ---@class ps.bmt.Pipe
----@field group ps.Group a rank of each stage
----@field rank integer this one's stage, from 0
+---@field group ps.Group one rank of each stage
+---@field rank integer the stage of this rank, from 0
 ---@field size integer
----@field micros integer micro-batches that a list of blocks cuts the rows of all stages into
+---@field micros integer number of micro-batches into which a list of blocks cuts the rows of all stages
 ---@field before ps.Group|false the stage before and this one
----@field after ps.Group|false this stage and the one behind it
+---@field after ps.Group|false this stage and the next one
 ---@field stage_of table<ps.Tensor, integer> the stage of parameters and buffers of blocks
 ---@field inside table<ps.nn.Module, integer> the stage of blocks and their submodules
 ---@field sample number|false the sample number that the last call set
 
 local current                                      -- the run, or nil
 
---- What BMTrain's scripts read as bmt.config. Sizes and numbers of ranks; empty before init_distributed.
+--- The contents of bmt.config in BMTrain's scripts: sizes and numbers of ranks; empty before init_distributed.
 ---@type table<string, any>
 session.facts = { initialized = false, rank = 0, local_rank = 0, world_size = 1 }
 
--- Keys of a configuration that ps.bmt's own calls decide.
+-- Keys of a configuration that are decided by calls of ps.bmt.
 local DECIDED = { fp16 = "the parameters' type", bf16 = "the parameters' type", optimizer = "bmt.optim",
   scheduler = "bmt.lr_scheduler", gradient_clipping = "OptimManager:clip_grad_norm",
-  overlap_optimizer = "OptimManager, whose steps update behind backward",
+  overlap_optimizer = "OptimManager, whose steps update after backward",
   pipeline = "pipe_size, with num_micro_batches" }
 
 local OPTIONS = { init_method = "string", seed = "number", zero_level = "whole", pipe_size = "whole", tp_size = "whole",
@@ -81,32 +81,35 @@ local function configuration(given, level, tp_size, pipe_size)
   for key, value in pairs(given and (source.read(given)) or {}) do
     local schedule = key == "pipeline" and type(value) == "table" and value.schedule
     if schedule and schedule ~= "gpipe" then
-      error(("bmt.init_distributed: config has pipeline.schedule = %s; a model of ps.bmt has gpipe alone, since its "
-        .. "loss is made of all micro-batches, behind the list (docs/bmtrain.md); leave pipeline out, pipe_size says "
-        .. "how many stages there are"):format(tostring(schedule)))
+      error(("bmt.init_distributed: config has pipeline.schedule = %s; a model of ps.bmt supports only gpipe, "
+        .. "since its "
+        .. "loss is computed from all micro-batches, after the list (docs/bmtrain.md); remove pipeline, since "
+        .. "pipe_size sets "
+        .. "the number of stages"):format(tostring(schedule)))
     end
     if DECIDED[key] then
-      error(("bmt.init_distributed: config has %s, which %s decides"):format(key, DECIDED[key]))
+      error(("bmt.init_distributed: config has %s, which is decided by %s"):format(key, DECIDED[key]))
     end
     cfg[key] = value
   end
   if cfg.memory == "plain" then
-    error "bmt.init_distributed: config has memory = \"plain\", which has no chunks for parameters; leave it out"
+    error "bmt.init_distributed: config has memory = \"plain\", which has no chunks for parameters; remove it"
   end
   local zero = {}
   for key, value in pairs(cfg.zero_optimization or {}) do zero[key] = value end
   if level and (level < 0 or level > 3) then
-    error(("bmt.init_distributed: zero_level is %d; it takes 0 to 3"):format(level))
+    error(("bmt.init_distributed: zero_level is %d; it must be 0 to 3"):format(level))
   end
   if level and zero.stage and zero.stage ~= level then
-    error(("bmt.init_distributed: zero_level is %d and config's zero_optimization.stage %s; they mean the same, keep "
+    error(("bmt.init_distributed: zero_level is %d, but config's zero_optimization.stage is %s; they mean the "
+      .. "same, keep "
       .. "one"):format(level, tostring(zero.stage)))
   end
   zero.stage = zero.stage or level or 3
   local layers = {}
   for key, value in pairs(cfg.tensor_parallel or {}) do layers[key] = value end
   if tp_size and layers.size and layers.size ~= tp_size then
-    error(("bmt.init_distributed: tp_size is %d and config's tensor_parallel.size %s; they mean the same, keep "
+    error(("bmt.init_distributed: tp_size is %d, but config's tensor_parallel.size is %s; they mean the same, keep "
       .. "one"):format(tp_size, tostring(layers.size)))
   end
   layers.size = layers.size or tp_size or 1
@@ -127,7 +130,7 @@ local function set_facts(pipe_size, tp_size)
   facts.tp_zero_rank = math.floor(e.rank / tp_size)
 end
 
--- The groups of the stage before with this one, and of this one with the stage behind it; false: there is none.
+-- The groups of the previous stage with this one, and of this one with the next; false: there is none.
 local function pairs_of(group)
   local rank, size, made = group:rank(), group:size(), {}
   for odd = 0, 1 do
@@ -149,16 +152,16 @@ local function new_pipe(micros)
 end
 
 --- Joins the other ranks and begins a run, which bmt.close() ends.
----@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?: boolean,
----  backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?: integer,
----  rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed default 0;
----  zero_level (default 3): the stage of ZeRO, 0 to 3; tp_size: ranks that share out layers (bmt.nn); pipe_size: stages
----  to which blocks are dealt (bmt.PipelineTransformerBlockList); num_micro_batches: into so many the rows of all
----  stages are cut, default pipe_size; config: keys of ps.initialize's configuration (memory, device,
----  gradient_accumulation_steps, ...); the rest as ps.init_distributed has it
+---@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?:
+---  boolean, backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?:
+---  integer, rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed default 0;
+---  zero_level (default 3): the ZeRO level, 0 to 3; tp_size: number of ranks that share layers (bmt.nn); pipe_size:
+---  number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList); num_micro_batches: number of
+---  micro-batches for the rows of all stages, default pipe_size; config: keys of ps.initialize's configuration (memory,
+---  device, gradient_accumulation_steps, ...); the rest as in ps.init_distributed
 function session.begin(options)
   options = caller.options(options, "bmt.init_distributed", OPTIONS)
-  if current then error "bmt.init_distributed was called before; bmt.close() ends that run" end
+  if current then error "bmt.init_distributed was already called; call bmt.close() to end that run" end
   if options.init_method and options.init_method ~= "env://" and options.rendezvous then
     error "bmt.init_distributed: init_method and rendezvous mean the same, keep one"
   end
@@ -176,8 +179,9 @@ function session.begin(options)
   local world = group:size()
   if world % (tp_size * pipe_size) ~= 0 then
     group:close()
-    error(("bmt.init_distributed: pipe_size = %d times tp_size = %d does not divide the number of processes, %d; start "
-      .. "as many with tools/launch.lua --nproc-per-node"):format(pipe_size, tp_size, world))
+    error(("bmt.init_distributed: the number of processes is not a multiple of pipe_size = %d times tp_size = %d: "
+      .. "it is %d; start "
+      .. "a multiple with tools/launch.lua --nproc-per-node"):format(pipe_size, tp_size, world))
   end
   mesh.cut { tp = tp_size, pp = pipe_size }
   current = setmetatable({ group = group, config = cfg, quiet = options.quiet, engine = false, module = false,
@@ -189,18 +193,18 @@ function session.begin(options)
   set_facts(pipe_size, tp_size)
 end
 
---- The run; an error where there is none.
----@param call string what the script calls
+--- The run. Raises an error if there is none.
+---@param call string the script's call
 ---@return ps.bmt.Session
 function session.need(call)
-  return current or error(call .. ": bmt.init_distributed comes before it")
+  return current or error(call .. ": call bmt.init_distributed first")
 end
 
 --- The run, or nil.
 ---@return ps.bmt.Session?
 function session.get() return current end
 
---- Ends the run: parameters and optimizers go with it. Another init_distributed may follow.
+--- Ends the run and frees its parameters and optimizers. Another init_distributed may follow.
 function session.close()
   if not current then return end
   local self = current
@@ -234,22 +238,23 @@ end
 
 local TRAINED = { fp32 = true, bf16 = true, fp16 = true }
 
---- Opens the engine where it is closed yet, for a parameter of this type.
+--- Opens the engine for a parameter of this dtype, unless it is open.
 ---@param dtype string
 ---@param call string
 function Session:ready(dtype, call)
-  if self.module then error(call .. ": the model has begun to train, and takes no more parameters") end
+  if self.module then error(call .. ": the model has begun to train; make all parameters before its first call") end
   if not TRAINED[dtype] then error(("%s takes fp32, bf16 or fp16, not %s"):format(call, dtype)) end
   if not self.engine then self:open(dtype) end
 end
 
---- Takes a parameter into the engine's chunks, unless another stage has it. All ranks get the values of rank 0, of a
---- shard those of the first rank that has it.
+--- Moves a parameter into the engine's chunks, unless another stage has it. All ranks get the values of rank 0; for a
+--- shard, those of the first rank with that shard.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
   if session.elsewhere(tensor) then return end
   if tensor:dtype() ~= self.dtype then
-    error(("a parameter is %s, and the first one was %s: the parameters of a model of ps.bmt have one type"):format(
+    error(("a parameter is %s, but the first one was %s: all parameters of a model of ps.bmt must have one "
+      .. "dtype"):format(
       tensor:dtype(), self.dtype))
   end
   if self.sequence and not self.alike[tensor] then shard.set_partial(tensor) end
@@ -261,8 +266,8 @@ function Session:stage(tensor)
   build.to_chunk(tensor, ranks and ranks.shards)
 end
 
---- Takes all parameters of a module that are not there yet. Those that were made before the engine was opened may lie
---- on another device than its own.
+--- Moves all remaining parameters of a module into chunks. Those that were made before the engine was opened may be on
+--- another device.
 ---@param module ps.nn.Module
 ---@param call string
 function Session:stage_all(module, call)
@@ -271,7 +276,7 @@ function Session:stage_all(module, call)
   for _, param in ipairs(module:parameters()) do self:stage(param) end
 end
 
---- Gives a block to a stage. Of a block of another stage this rank keeps no values.
+--- Assigns a block to a stage. For a block of another stage this rank keeps no values.
 ---@param block ps.nn.Module
 ---@param stage integer from 0
 function Session:deal(block, stage)
@@ -280,7 +285,8 @@ function Session:deal(block, stage)
   for _, iterate in ipairs { block.named_parameters, block.named_buffers } do
     for name, tensor in iterate(block) do
       if (pipe.stage_of[tensor] or stage) ~= stage then
-        error(("bmt.PipelineTransformerBlockList: %s is in blocks of stages %d and %d; blocks of several stages share "
+        error(("bmt.PipelineTransformerBlockList: %s is in blocks of stages %d and %d; blocks of different stages "
+          .. "must not share "
           .. "no parameters"):format(name, pipe.stage_of[tensor], stage))
       end
       pipe.stage_of[tensor] = stage
@@ -288,11 +294,11 @@ function Session:deal(block, stage)
   end
   if stage == pipe.rank then return end
   for name, param in block:named_parameters() do
-    deferred.leave(param, ("%s of a block lies on stage %d of the pipeline"):format(name, stage))
+    deferred.leave(param, ("%s belongs to a block on stage %d of the pipeline"):format(name, stage))
   end
 end
 
---- The stage of a parameter that lies on another one; nil: it is here.
+--- The stage of a parameter that is on another stage; nil: it is here.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.elsewhere(tensor)
@@ -307,7 +313,7 @@ end
 function session.stage_of(tensor) return current and current.pipe and current.pipe.stage_of[tensor] end
 
 -- -- the model -------------------------------------------------------------------------------------------------------
--- The stages of the model as the engine sees them; nil: it has one.
+-- The model's stages for the engine; nil: it has one stage.
 local function stages_for(self, module)
   local pipe = self.pipe
   if not pipe then return nil end
@@ -315,8 +321,9 @@ local function stages_for(self, module)
     for key, value in registry.tensors(owner) do
       local stage = pipe.stage_of[value]
       if stage and pipe.inside[owner] ~= stage then
-        error(("%s%s is a parameter of a block of stage %d, too: blocks of a PipelineTransformerBlockList share no "
-          .. "parameters with what is outside"):format(path == "" and "" or path .. ".", tostring(key), stage))
+        error(("%s%s is also a parameter of a block on stage %d: blocks of a PipelineTransformerBlockList must "
+          .. "not share "
+          .. "parameters with modules outside the list"):format(path == "" and "" or path .. ".", tostring(key), stage))
       end
     end
   end
@@ -327,7 +334,9 @@ end
 function Session:take(module)
   local groups, engine = self.groups(), self.engine
   self:stop_staging()
-  if engine.closed then error "the engine was closed by an error; bmt.close() and bmt.init_distributed begin anew" end
+  if engine.closed then
+    error "the engine was closed by an error; call bmt.close() and bmt.init_distributed to start again"
+  end
   for _, param in ipairs(module:parameters()) do self:stage(param) end
   engine:take { module = module, is_cut = true, stages = stages_for(self, module),
     stays = function(param) return self.stays[param] end,
@@ -340,8 +349,8 @@ function Session:take(module)
   self.taken(engine)
 end
 
---- Gives the engine the model now, where the optimizers have all parameters of it that train: values that are loaded
---- then go to the fp32 masters, too.
+--- Gives the engine the model now, if the optimizers have all its trained parameters: values that are loaded afterwards
+--- then also go to the fp32 masters.
 ---@param module ps.nn.Module
 function session.hand_over(module)
   local self, there = current, {}
@@ -355,8 +364,8 @@ function session.hand_over(module)
   self:take(module)
 end
 
--- Numbers this rank's samples, by which dropout draws: those of the stages of one pipeline follow each other, as their
--- rows do in its lists. A loader that the script reads numbers them itself.
+-- Numbers this rank's samples, from which dropout draws: those of the stages of one pipeline follow each other, like
+-- their rows in its lists. A loader that the script uses numbers them itself.
 local function number_samples(self, first)
   local rng, pipe = random.state(), self.pipe
   if rng.sample ~= 0 and rng.sample ~= pipe.sample then return end
@@ -371,9 +380,9 @@ local function leave(self, ok, ...)
   return ...
 end
 
---- A call of a DistributedModule from outside of all modules: that of the trained model is the engine's forward.
+--- A call of a DistributedModule from outside all modules. For the trained model this is the engine's forward.
 ---@param module ps.nn.Module
----@param run fun(module: ps.nn.Module, ...): any the call itself
+---@param run fun(module: ps.nn.Module, ...): any performs the call
 ---@return any ...
 function session.call(module, run, ...)
   local self = current
@@ -382,8 +391,8 @@ function session.call(module, run, ...)
   if self.module ~= module then return run(module, ...) end
   local engine = self.engine
   if scope.grad_enabled() and engine.micro > 0 and engine:at_boundary() then
-    error(("the model is called again before OptimManager:step(), behind %d of %d backwards of the step; "
-      .. "gradient_accumulation_steps in bmt.init_distributed's config says how many a step has"):format(engine.micro,
+    error(("the model was called again before OptimManager:step(), after %d of %d backwards of the step; "
+      .. "gradient_accumulation_steps in bmt.init_distributed's config sets their number per step"):format(engine.micro,
       engine.accumulate))
   end
   if self.pipe then number_samples(self, (...)) end
@@ -391,7 +400,7 @@ function session.call(module, run, ...)
   return leave(self, pcall(self.engine.call, self.engine, ...))
 end
 
---- The engine where a module is its model, else the module.
+--- The engine if the module is its model, else the module.
 ---@param module any
 ---@return any
 function session.target(module)

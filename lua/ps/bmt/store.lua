@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- bmt.save and bmt.load: one file with the state dict of the whole model, whatever ranks share out of it.
+-- bmt.save and bmt.load: one file with the state dict of the whole model, even if ranks share it.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local serialize = require "ps.io.serialize"
@@ -19,7 +19,7 @@ local BIN = parallel.bin_file
 local SAVE = { non_blocking = "boolean" }
 local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save.safetensors_file }
 
--- The whole tensor of which ranks along tp have shards.
+-- The whole tensor that ranks along tp share.
 local function joined(own, desc)
   local group, shards = mesh.group "tp", {}
   local all = create.empty({ group:size(), own:numel() }, { dtype = own:dtype() })
@@ -28,7 +28,7 @@ local function joined(own, desc)
   return shard.join(desc, shards)
 end
 
--- A copy of a parameter in memory; of a block's, the values of its stage.
+-- A copy of a parameter in memory; for a block's parameter, the values on its stage.
 local function value_of(tensor)
   local stage = session.stage_of(tensor)
   local copy = session.elsewhere(tensor) and create.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
@@ -36,8 +36,8 @@ local function value_of(tensor)
   return stage and mesh.group "pp":broadcast(copy, stage) or copy
 end
 
--- The state of a model whose engine has not got it yet: rank 0 has all of it in memory, others nothing. Reading a
--- parameter gathers it, so that all ranks read all of them.
+-- The state of a model that has no engine yet: rank 0 has all of it in memory, other ranks nothing. Reading a parameter
+-- gathers it, so all ranks read all of them.
 local function gathered(model, rank)
   local state, names, all = {}, {}, model:state_dict()
   for name in pairs(all) do names[#names + 1] = name end
@@ -52,8 +52,8 @@ local function gathered(model, rank)
   return state
 end
 
---- Writes the model's values to one file, a dict of tensors by name: .pt, .pth, .bin or .ckpt as PyTorch reads it, or
---- .safetensors. Of a model that trains these are the fp32 values (masters), which rank 0 writes alone, a piece at a
+--- Writes the model's values to one file, a dict of tensors by name: .pt, .pth, .bin or .ckpt in PyTorch's format, or
+--- .safetensors. For a model that trains these are the fp32 values (masters), which only rank 0 writes, a piece at a
 --- time. All ranks call it, between two steps; an error of one is an error of all.
 ---@param model ps.nn.Module
 ---@param file_name string
@@ -62,13 +62,14 @@ function store.save(model, file_name, options)
   options = caller.options(options, "bmt.save", SAVE)
   caller.typed(file_name, "string", "bmt.save: the file")
   if options.non_blocking then
-    error "bmt.save: non_blocking: the file is there when bmt.save returns; ps.checkpoints.save has async = true"
+    error("bmt.save: non_blocking is not supported: the file is complete when bmt.save returns; "
+      .. "ps.checkpoints.save has async = true")
   end
   local target, group = session.target(model), mesh.group "world"
   local rank = group and group:rank() or 0
   local writer = WRITERS[(file_name:match "%.(%w+)$" or ""):lower()]
   if not writer then
-    error(("bmt.save: %s: the name ends in .pt, .pth, .bin, .ckpt or .safetensors, which is the format"):format(
+    error(("bmt.save: %s: the name must end in .pt, .pth, .bin, .ckpt or .safetensors, which sets the format"):format(
       file_name))
   end
   agree.same(group, "bmt.save", { { "file", file_name } })
@@ -78,17 +79,17 @@ function store.save(model, file_name, options)
     return
   end
   if target.micro > 0 then
-    error "bmt.save writes the state between steps: call it behind OptimManager:step(), or zero_grad()"
+    error "bmt.save writes the state between steps: call it after OptimManager:step(), or zero_grad()"
   end
-  agree.run(group, function() return save.entries(target) end)       -- what fails, fails on all ranks
+  agree.run(group, function() return save.entries(target) end)       -- an error here is an error on all ranks
   save.write(file_name, save.whole(target), writer, group)
 end
 
 local LOAD = { strict = "boolean" }
 
---- Copies the values of a file that bmt.save or torch.save wrote into the model, a tensor at a time. All ranks call it,
---- and read the file. A step under way is given up. Parameters of half types have masters, which keep fp32 values of
---- the file, once an OptimManager has the model's optimizers; before that they are rounded.
+--- Copies the values of a file from bmt.save or torch.save into the model, a tensor at a time. All ranks call it, and
+--- read the file. Abandons a step under way. Half parameters have masters, which keep fp32 values of the file, once an
+--- OptimManager has the model's optimizers; before that, the values are rounded.
 ---@param model ps.nn.Module
 ---@param file_name string
 ---@param options? {strict?: boolean} strict (default true): missing and unexpected names are errors

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's small helpers of training scripts: what they print, and running averages.
+-- BMTrain's small helpers for training scripts: prints, and running averages.
 local devices = require "ps.core.devices"
 local views = require "ps.memory.views"
 local caller = require "ps.core.caller"
@@ -21,7 +21,7 @@ function utils.print_block(title, content)
   io.stdout:flush()
 end
 
---- Prints a table's values by name, in the order of names, below a title.
+--- Prints a table's values, sorted by name, below a title.
 ---@param title string
 ---@param content table<any, any>
 function utils.print_dict(title, content)
@@ -36,7 +36,7 @@ function utils.print_dict(title, content)
   utils.print_block(title, table.concat(lines, "\n"))
 end
 
---- Prints a message and the memory in use (ps.memory) on rank 0, and begins to look for a new peak.
+--- Prints a message and the memory in use (ps.memory) on rank 0, and restarts the peak.
 ---@param message string
 function utils.see_memory(message)
   if dist.rank() == 0 then
@@ -63,14 +63,14 @@ function AverageRecorder:record(v)
   self.steps = self.steps + 1
 end
 
---- A running average, which forgets by a factor a record: recorder:record(v), recorder.value.
+--- A running average with an exponential decay per record: recorder:record(v), recorder.value.
 ---@param alpha? number the factor, default 0.9
 ---@param start_value? number default 0
 ---@return ps.bmt.AverageRecorder
 function utils.AverageRecorder(alpha, start_value)
   alpha = alpha or 0.9
   if not (type(alpha) == "number" and alpha >= 0 and alpha < 1) then
-    caller.error(("bmt.utils.AverageRecorder: alpha is %s; it takes a number from 0 to below 1"):format(
+    caller.error(("bmt.utils.AverageRecorder: alpha is %s; it must be a number from 0 to below 1"):format(
       tostring(alpha)))
   end
   return setmetatable({ alpha = alpha, sum = start_value or 0, steps = 0 }, Recorder)

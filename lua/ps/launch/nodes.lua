@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The numbers of nodes that were given none, as torchrun's c10d does without --node-rank. The launcher that can bind
--- the run's address is node 0. The others come to it and are numbered in the order in which they came. The port is free
--- again when all have their numbers, since rank 0 listens there.
+-- Numbers nodes that have no number, as torchrun's c10d does without --node-rank. The launcher that can bind the run's
+-- address is node 0. The others connect to it and are numbered in the order of arrival. The port is free again when all
+-- have their numbers, since rank 0 listens there.
 --
--- Each launcher says "psluajit-node 1 NNODES NPROC RUN\n" and hears "node K\n", or "no REASON\n".
+-- Each launcher sends "psluajit-node 1 NNODES NPROC RUN\n" and receives "node K\n", or "no REASON\n".
 local bit = require "bit"
 local errno = require "posix.errno"
 local fcntl = require "posix.fcntl"
@@ -15,9 +15,9 @@ local unistd = require "posix.unistd"
 
 local nodes = {}
 
-local WORD, LONGEST = "psluajit-node 1 ", 512        -- bytes of a line
+local WORD, LONGEST = "psluajit-node 1 ", 512        -- maximum bytes of a line
 local CONNECT_S, SILENT_S, AGAIN_S = 5, 10, 0.2
-local MOST = 128                                     -- connections that have not said their line
+local MOST = 128                                     -- maximum connections that have not sent their line
 
 local function now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -42,7 +42,7 @@ local function addresses(host, port)
   return list
 end
 
--- A listening socket at one of these addresses; nil: none is this machine's, or another launcher has it.
+-- A listening socket at one of these addresses; nil: none belongs to this machine, or another launcher has it.
 local function listen(list)
   local problem
   for _, at in ipairs(list) do
@@ -59,7 +59,7 @@ local function listen(list)
   if problem then error(("--rdzv-endpoint: cannot listen: %s"):format(problem), 0) end
 end
 
--- What came on a connection up to its line's end; nil: not yet; false: it ended, or is too long.
+-- The line that a connection has sent; nil: it is not complete; false: the connection ended, or the line is too long.
 local function line_of(peer)
   local data = socket.recv(peer.fd, LONGEST)
   if not data or data == "" then return false end
@@ -72,19 +72,20 @@ end
 local function say(fd, text) return socket.send(fd, text) == #text end
 
 -- -- node 0 -----------------------------------------------------------------------------------------------------------
--- Why a launcher's line does not fit this one's; nil: it does.
+-- The reason why a launcher's line does not match this one's; nil: it does.
 local function mismatch(line, o)
   local nnodes, nproc, run = line:match("^" .. WORD:gsub("%-", "%%-") .. "(%d+) (%d+) (.*)$")
-  if not nnodes then return "this is no launcher of psluajit" end
+  if not nnodes then return "this is not a launcher of psluajit" end
   local function differs(what, theirs, own)
-    return ("%s is '%s', and '%s' on node 0"):format(what, theirs, own)
+    return ("%s is '%s', but '%s' on node 0"):format(what, theirs, own)
   end
   if tonumber(nnodes) ~= o.nnodes then return differs("--nnodes", nnodes, o.nnodes) end
   if tonumber(nproc) ~= o.nproc then return differs("--nproc-per-node", nproc, o.nproc) end
   if run ~= o.run_id then return differs("--rdzv-id", run, o.run_id) end
 end
 
--- One round of node 0: takes a connection, hears lines, forgets who left. peers: connections, in the order of coming.
+-- One round of node 0: accepts a connection, reads lines, drops closed connections. peers: connections, in the order of
+-- arrival.
 local function hear(server, peers, o, seconds)
   local fds = { [server] = { events = { IN = true } } }
   for _, peer in ipairs(peers) do fds[peer.fd] = { events = { IN = true } } end
@@ -93,7 +94,7 @@ local function hear(server, peers, o, seconds)
   for _, peer in ipairs(peers) do
     local got, stays = fds[peer.fd].revents or {}, true
     if got.IN or got.HUP or got.ERR then
-      local line = not peer.known and line_of(peer)              -- who is known has nothing more to say
+      local line = not peer.known and line_of(peer)              -- a known peer sends nothing more
       local why = line and mismatch(line, o)
       if why then say(peer.fd, "no " .. why .. "\n") end
       stays, peer.known = line ~= false and not why, line ~= nil
@@ -122,7 +123,7 @@ local function serve(server, o, ends)
       local n = #known(peers) + 1
       for _, peer in ipairs(peers) do unistd.close(peer.fd) end
       unistd.close(server)
-      error(("--nnodes is '%d', and %d of the nodes came in %g s"):format(o.nnodes, n, o.join_timeout), 0)
+      error(("--nnodes is '%d', but only %d of the nodes connected in %g s"):format(o.nnodes, n, o.join_timeout), 0)
     end
     peers = hear(server, peers, o, 1)
   end
@@ -130,7 +131,7 @@ local function serve(server, o, ends)
   for number, peer in ipairs(known(peers)) do
     if number < o.nnodes then say(peer.fd, ("node %d\n"):format(number)) end
   end
-  for _, peer in ipairs(known(peers)) do                 -- who has heard closes first, so that the port is free at once
+  for _, peer in ipairs(known(peers)) do                 -- the peers close first, so that the port is free at once
     poll.rpoll(peer.fd, 2000)
   end
   for _, peer in ipairs(peers) do unistd.close(peer.fd) end
@@ -138,7 +139,7 @@ local function serve(server, o, ends)
 end
 
 -- -- the others -------------------------------------------------------------------------------------------------------
--- A connection to one of these addresses; nil: nobody listens.
+-- A connection to one of these addresses; nil: there is no listener.
 local function connect(list)
   for _, at in ipairs(list) do
     local fd = socket.socket(at.family, socket.SOCK_STREAM, 0)
@@ -148,7 +149,7 @@ local function connect(list)
       if not ok and code == errno.EINPROGRESS then
         local fds = { [fd] = { events = { OUT = true } } }
         poll.poll(fds, CONNECT_S * 1000)
-        ok, _, code = socket.connect(fd, at)                   -- asked again, it says how the first call fared
+        ok, _, code = socket.connect(fd, at)                   -- a second call returns the result of the first
         ok = ok or code == errno.EISCONN
       end
       if ok then
@@ -160,24 +161,25 @@ local function connect(list)
   end
 end
 
--- The number that node 0 gives; nil and the reason: nobody gave one.
+-- Returns the number that node 0 assigns; nil and the reason if it assigns none.
 local function ask(fd, o, ends)
   local peer = { fd = fd, text = "" }
-  if not say(fd, ("%s%d %d %s\n"):format(WORD, o.nnodes, o.nproc, o.run_id)) then return nil, "it hung up" end
+  if not say(fd, ("%s%d %d %s\n"):format(WORD, o.nnodes, o.nproc, o.run_id)) then return nil, "it closed the "
+    .. "connection" end
   while now() < ends do
     local ready = poll.rpoll(fd, 1000)
     if ready == 1 then
       local line = line_of(peer)
-      if line == false then return nil, "it hung up" end
+      if line == false then return nil, "it closed the connection" end
       if line then
         local number, why = line:match "^node (%d+)$", line:match "^no (.*)$"
         if number then return tonumber(number) end
-        if why then error(("node 0 at %s:%d refuses this one: %s"):format(o.master_addr, o.master_port, why), 0) end
+        if why then error(("node 0 at %s:%d refuses this node: %s"):format(o.master_addr, o.master_port, why), 0) end
         return nil, "another program answers"
       end
     end
   end
-  return nil, "not all nodes came"
+  return nil, "not all nodes connected"
 end
 
 local function join(list, o, ends)
@@ -195,7 +197,7 @@ local function join(list, o, ends)
   error(("no number for this node from %s:%d in %g s: %s"):format(o.master_addr, o.master_port, o.join_timeout, why), 0)
 end
 
---- The number of this node. All nodes' launchers call it. Raises a string.
+--- Returns the number of this node. All nodes' launchers call it. Raises a string.
 ---@param o {master_addr: string, master_port: integer, nnodes: integer, nproc: integer, run_id: string,
 ---  join_timeout: number} join_timeout: seconds
 ---@return integer number from 0

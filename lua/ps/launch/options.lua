@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The command line of tools/launch.lua: torchrun's names, with dashes or underscores, the value after = or in the next
--- word. PET_<NAME> in the environment stands in for an option that is not given, as with torchrun. Everything after the
--- script's name is the script's. An option of torchrun or deepspeed that this launcher lacks is refused by name.
+-- Parses the command line of tools/launch.lua: torchrun's names, with dashes or underscores, the value after = or in
+-- the next word. As with torchrun, PET_<NAME> in the environment is used for a missing option. All words after the
+-- script's name belong to the script. Options of torchrun or deepspeed that this launcher lacks are refused by name.
 local nearest = require "ps.core.nearest"
 
 local launch_options = {}
 
 ---@class ps.dist.LaunchOptions
 ---@field nproc integer
----@field min_nproc integer          as many at least, when there is one rank fewer after each failure; else nproc
+---@field min_nproc integer          the least number, if each failure removes one rank; else nproc
 ---@field nnodes integer
----@field node_rank integer?         nil: node 0 gives it (ps.launch.nodes)
----@field join_timeout number        seconds for that
+---@field node_rank integer?         nil: node 0 assigns it (ps.launch.nodes)
+---@field join_timeout number        seconds until all nodes must have connected
 ---@field master_addr string
 ---@field master_port integer?       nil: a free one, chosen for each attempt
 ---@field max_restarts integer
@@ -20,7 +20,7 @@ local launch_options = {}
 ---@field run_id string
 ---@field prefix boolean
 ---@field pass_local_rank boolean
----@field no_python boolean          the script is a program of its own
+---@field no_python boolean          the script is an executable program
 ---@field help boolean
 ---@field script string
 ---@field args string[]
@@ -28,14 +28,14 @@ local launch_options = {}
 local USAGE = [[
 usage: psluajit tools/launch.lua [options] script.lua [arguments of the script]
 Starts a script several times, as ranks of one run. Names may have dashes or underscores; values follow = or a blank.
-  --nproc-per-node N   ranks on this node: a number, cpu (one a core), gpu (one a GPU), auto (gpu if there is one,
-                       else cpu); also --num-gpus. Default 1. MIN:MAX, on one node: MAX at first, and one fewer
-                       each time that --max-restarts starts them again, but not below MIN
-  --nnodes N           nodes; the launcher runs on each with the same options but --node-rank. Default 1
-  --node-rank N        which node this is, from 0. Where there are several it is needed, but with --rdzv-backend c10d:
-                       the node that has --rdzv-endpoint's address is 0, the others are numbered as they come
-  --master-addr HOST   node 0's host; needed where there are several nodes. Default 127.0.0.1
-  --master-port PORT   where rank 0 listens. Default: a free port on one node, 29500 on several
+  --nproc-per-node N   ranks on this node: a number, cpu (one per core), gpu (one per GPU), auto (gpu if there is
+                       one, else cpu); also --num-gpus. Default 1. MIN:MAX, on one node: MAX at first, then one
+                       fewer at each restart of --max-restarts, but at least MIN
+  --nnodes N           nodes; the launcher runs on each with the same options, except --node-rank. Default 1
+  --node-rank N        number of this node, from 0. Required with several nodes, unless --rdzv-backend is c10d: then the
+                       node with --rdzv-endpoint's address is 0, and the others are numbered as they connect
+  --master-addr HOST   node 0's host; required with several nodes. Default 127.0.0.1
+  --master-port PORT   port on which rank 0 listens. Default: a free port on one node, 29500 on several
   --rdzv-endpoint HOST[:PORT], --rdzv-backend static|c10d, --rdzv-id NAME
                        torchrun's names: the first is --master-addr and --master-port in one
   --standalone         one node, a free port
@@ -48,7 +48,7 @@ Starts a script several times, as ranks of one run. Names may have dashes or und
   --help               shows this
 ]]
 
--- kind: number (low..high), text, flag, choice, nodes, nproc; `same`: this name means that option.
+-- kind: number (low..high), text, flag, choice, nodes, nproc; `same`: the name is an alias of that option.
 local OPTIONS = {
   ["nproc-per-node"] = { kind = "nproc" }, ["num-gpus"] = { same = "nproc-per-node" },
   ["nnodes"] = { kind = "nodes" }, ["num-nodes"] = { same = "nnodes" },
@@ -60,27 +60,28 @@ local OPTIONS = {
   ["grace"] = { kind = "number", low = 0, high = 86400 },
   ["log-dir"] = { kind = "text" }, ["standalone"] = { kind = "flag" }, ["no-prefix"] = { kind = "flag" },
   ["pass-local-rank"] = { kind = "flag" }, ["no-python"] = { kind = "flag" }, ["help"] = { kind = "flag" },
-  -- of torchrun, and without a meaning here
+  -- options of torchrun that have no effect here
   ["monitor-interval"] = { kind = "text" }, ["start-method"] = { kind = "text" }, ["role"] = { kind = "text" },
   ["use-env"] = { kind = "flag" },
 }
 
-local ONE_NODE = "it starts ranks on this machine only: run it on each node, with --nnodes, --node-rank, --master-addr"
+local ONE_NODE = "the launcher starts ranks only on this machine: run it on each node, with --nnodes, "
+  .. "--node-rank, --master-addr"
 local REFUSED = {
-  ["m"] = "there are no modules to run by name: give the script's file",
-  ["module"] = "there are no modules to run by name: give the script's file",
+  ["m"] = "modules cannot be run by name: pass the script's file",
+  ["module"] = "modules cannot be run by name: pass the script's file",
   ["rdzv-conf"] = "set the node's number by --node-rank, or give --rdzv-backend c10d without it",
   ["redirects"] = "all output is shown, and also written with --log-dir DIR",
   ["tee"] = "all output is shown, and also written with --log-dir DIR",
   ["local-ranks-filter"] = "all ranks are shown",
-  ["local-addr"] = "give --master-addr", ["run-path"] = "give the script's file",
+  ["local-addr"] = "use --master-addr", ["run-path"] = "pass the script's file",
   ["hostfile"] = ONE_NODE, ["include"] = ONE_NODE, ["exclude"] = ONE_NODE, ["launcher"] = ONE_NODE,
-  ["elastic-training"] = "give --nproc-per-node MIN:MAX and --max-restarts N for fewer ranks after a failure",
+  ["elastic-training"] = "use --nproc-per-node MIN:MAX and --max-restarts N for fewer ranks after a failure",
   ["bind-cores-to-rank"] = "start it under taskset or numactl",
 }
 
 local MOST_RANKS = 4096
-local JOIN_TIMEOUT = 600               -- seconds, as torchrun's
+local JOIN_TIMEOUT = 600               -- seconds, the default of torchrun
 
 local function fail(text, ...) error(text:format(...), 0) end
 
@@ -126,7 +127,7 @@ end
 function check.number(name, text, row) return whole(name, text, row.low, row.high) end
 function check.choice(name, text, row)
   for _, choice in ipairs(row) do if text == choice then return text end end
-  wrong(name, text, table.concat(row, " or ") .. ": there is no other meeting place here")
+  wrong(name, text, table.concat(row, " or ") .. ": no other backend is supported")
 end
 function check.nodes(name, text)
   local low, high = text:match("^(%d+):(%d+)$")
@@ -157,7 +158,7 @@ function check.endpoint(name, text)
   return { host = host, port = port and whole(name .. "'s port", port, 0, 65535) }
 end
 
--- Reads options up to the script: the values by option, and the index of the script.
+-- Parses options up to the script: returns the values by option, and the index of the script.
 local function split(words)
   local values, i = {}, 1
   while i <= #words do
@@ -177,7 +178,7 @@ local function split(words)
     local shown = "--" .. key
     key, row = row.same or key, row.same and OPTIONS[row.same] or row
     if row.kind == "flag" then
-      if value then fail("%s takes no value, but is given '%s'", shown, value) end
+      if value then fail("%s takes no value, but has '%s'", shown, value) end
     elseif not value then
       i = i + 1
       value = words[i] or fail("%s needs a value", shown)
@@ -200,31 +201,32 @@ local function from_environment(values, get)
   end
 end
 
--- One address from --master-addr, --master-port and --rdzv-endpoint.
+-- Combines --master-addr, --master-port and --rdzv-endpoint to one address.
 local function address(values)
   local point = values["rdzv-endpoint"] or {}
   local addr, port = values["master-addr"], values["master-port"]
   if addr and point.host and addr ~= point.host then
-    fail("--master-addr is '%s', but --rdzv-endpoint names '%s'; give one of them", addr, point.host)
+    fail("--master-addr is '%s', but --rdzv-endpoint has '%s'; use one of the two", addr, point.host)
   end
   if port and point.port and port ~= point.port then
-    fail("--master-port is '%d', but --rdzv-endpoint has port '%d'; give one of them", port, point.port)
+    fail("--master-port is '%d', but --rdzv-endpoint has port '%d'; use one of the two", port, point.port)
   end
   return addr or point.host, port or point.port
 end
 
--- How many ranks here, and how few at least.
+-- The number of ranks on this node, and the least number.
 local function rank_counts(values, nnodes)
   local nproc = values["nproc-per-node"] or 1
   if type(nproc) == "number" then return nproc, nproc end
   if nnodes > 1 then
-    fail("--nproc-per-node is '%d:%d', but --nnodes is '%d'; expected one number of ranks, since the nodes' launchers "
-      .. "do not agree on another", nproc.low, nproc.high, nnodes)
+    fail("--nproc-per-node is '%d:%d', but --nnodes is '%d'; expected a single number of ranks, since the nodes' "
+      .. "launchers "
+      .. "cannot agree on another one", nproc.low, nproc.high, nnodes)
   end
   return nproc.high, nproc.low
 end
 
---- Reads the command line. Raises a string that names the option, its value and the expected form.
+--- Parses the command line. Raises a string that names the option, its value and the expected form.
 ---@param words string[]
 ---@param getenv? fun(name: string): string?
 ---@return ps.dist.LaunchOptions
@@ -235,14 +237,15 @@ function launch_options.read(words, getenv)
   local nnodes = values.nnodes or 1
   local addr, port = address(values)
   if values.standalone then
-    if nnodes > 1 then fail("--standalone is for one node, but --nnodes is '%d'; give one of them", nnodes) end
+    if nnodes > 1 then fail("--standalone is for one node, but --nnodes is '%d'; use one of the two", nnodes) end
     addr, port = nil, nil
   end
   if nnodes > 1 then
     if not addr then fail("--nnodes is '%d', but --master-addr is missing; expected node 0's host", nnodes) end
     if not values["node-rank"] and values["rdzv-backend"] ~= "c10d" then
-      fail("--nnodes is '%d', but --node-rank is missing; expected which node this is, from 0 to %d, or --rdzv-backend "
-        .. "c10d, by which nodes get numbers", nnodes, nnodes - 1)
+      fail("--nnodes is '%d', but --node-rank is missing; expected the number of this node, from 0 to %d, or "
+        .. "--rdzv-backend "
+        .. "c10d, which numbers the nodes", nnodes, nnodes - 1)
     end
     if port == 0 then
       fail("--master-port is '0'; expected a port that all nodes know, since --nnodes is '%d'", nnodes)

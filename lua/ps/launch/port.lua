@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ports of this machine. posix.sys.socket.getsockname passes on a length that nobody set, so its result is chance. The
--- call here has one.
+-- Ports of this machine. posix.sys.socket.getsockname passes an uninitialized length, so its result is undefined. This
+-- file calls the C function with an initialized one.
 local ffi = require "ffi"
 local socket = require "posix.sys.socket"
 local unistd = require "posix.unistd"
@@ -9,18 +9,18 @@ ffi.cdef "int getsockname(int fd, void *address, unsigned *nbytes);"
 
 local port = {}
 
---- The port that a socket is bound to.
+--- The port to which a socket is bound.
 ---@param fd integer
 ---@return integer?
 function port.of(fd)
   local address, nbytes = ffi.new("uint8_t[128]"), ffi.new("unsigned[1]", 128)
   if ffi.C.getsockname(fd, address, nbytes) ~= 0 then return nil end
-  return address[2] * 256 + address[3]                     -- IPv4 and IPv6 have it in one place, its high byte first
+  return address[2] * 256 + address[3]                     -- at the same place for IPv4 and IPv6, high byte first
 end
 
---- A socket bound to a port of 127.0.0.1 that was free; the caller closes it.
+--- A socket that is bound to a free port of 127.0.0.1; the caller closes it.
 ---@return integer? fd
----@return integer|string port or why there is none
+---@return integer|string port, or the error
 function port.bound()
   local fd, why = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
   if not fd then return nil, why end
@@ -34,9 +34,9 @@ function port.bound()
   return fd, number
 end
 
---- A port that is free now on this machine.
+--- A port of this machine that is free now.
 ---@return integer? port
----@return string? why there is none
+---@return string? the error
 function port.free()
   local fd, number = port.bound()
   if not fd then return nil, number end

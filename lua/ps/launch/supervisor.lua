@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The processes of tools/launch.lua: starts the ranks of one attempt, carries their output line by line, and ends them
--- all when one fails or a signal comes. Invariants:
--- * Signals are blocked and read from a file descriptor, so that nothing happens between two lines of this file.
--- * Each rank leads a process group: its children go with it. Both die with the launcher, even by kill -9.
--- * A rank's output is read to its end before its failure is told.
--- * The error that ends a rank of psluajit comes with a mark before each line (src/main.c), and is shown once: in the
---   report of the rank that failed first, or after all have ended. Ranks that repeat the error of another, or have the
---   same, are not shown. Where a rank does not end, its error is shown after HELD_S.
--- * A rank that ends because another one failed (the group's watch told it) may be reaped before that one. The
---   supervisor waits for the end of the other one, and tells that instead.
+-- The processes of tools/launch.lua: starts the ranks of one attempt, forwards their output line by line, and ends them
+-- all if one fails or a signal arrives. Invariants:
+-- * Signals are blocked and read from a file descriptor, so that no handler interrupts this file.
+-- * Each rank leads a process group, which contains its children. Both die with the launcher, even after kill -9.
+-- * A rank's output is read to its end before its failure is reported.
+-- * The error that ends a rank of psluajit has a mark before each line (src/main.c). It is shown once: in the report of
+--   the rank that failed first, or after all have ended. Ranks that repeat another rank's error are not shown. If a
+--   rank does not end, its error is shown after HELD_S.
+-- * A rank that ends because another one failed (the group's watch notified it) may be reaped before that one. The
+--   supervisor then waits for the end of the other one, and reports that one instead.
 local bit = require "bit"
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
@@ -38,13 +38,13 @@ local PR_SET_PDEATHSIG = 1
 local SIGNAL_RECORD = 128                    -- sizeof(struct signalfd_siginfo); its first word is the signal
 local READ = 65536
 local LONGEST_LINE = 1048576                 -- longer ones are cut here
-local KEPT_LINES = 24                       -- a rank's last lines in the report of its failure: a message and its trace
-local GATHER_NS = 1000000                    -- between two looks at the output: many lines at a time cost far less
--- How long the end of a rank is waited for that other ranks blame. One that is silent may not end by itself.
+local KEPT_LINES = 24                 -- last lines of a rank in the report of its failure: a message and its traceback
+local GATHER_NS = 1000000                    -- between two polls of the output: many lines at a time cost far less
+-- The time to wait for the end of a rank that other ranks blame. A silent one may not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
-local MARK = 30                              -- before a line of the error that ends a rank
-local HELD_S = 2                             -- how long the error of a rank that does not end is held back
-local DRAIN_S = 2                            -- how long the output of a dead rank's leftovers is waited for
+local MARK = 30                              -- precedes each line of the error that ends a rank
+local HELD_S = 2                             -- time for which the error of a rank that does not end is held back
+local DRAIN_S = 2                            -- time to wait for output of a dead rank's remaining processes
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
 local PASSED = { SIGUSR1 = true, SIGUSR2 = true }
@@ -66,9 +66,9 @@ ranks.now = now
 
 -- -- signals ----------------------------------------------------------------------------------------------------------
 
-local before, signal_fd                      -- the mask that ranks get back; where signals are read
+local before, signal_fd                     -- the mask that ranks get back; the descriptor from which signals are read
 
--- Signals that were ignored when the launcher began (nohup, a background job) stay so.
+-- Returns the signals that were ignored when the launcher began (nohup, a background job); they stay ignored.
 local function ignored()
   local f = io.open("/proc/self/status", "rb")
   local text = f and f:read("*a") or ""
@@ -83,7 +83,7 @@ local function ignored()
   return set
 end
 
---- Once, before the first rank.
+--- Called once, before the first rank.
 function ranks.take_signals()
   local set, skip = ffi.new("ps_signal_set"), ignored()
   ffi.C.sigemptyset(set)
@@ -97,8 +97,8 @@ function ranks.take_signals()
   if ffi.C.sigprocmask(SIG_BLOCK, set, before) ~= 0 then error("sigprocmask failed", 0) end
   signal_fd = ffi.C.signalfd(-1, set, SFD_FLAGS)
   if signal_fd < 0 then error("signalfd failed: error " .. ffi.errno(), 0) end
-  signal.signal(signal.SIGCHLD, signal.SIG_DFL)           -- ignored, the system would throw exit codes away
-  signal.signal(signal.SIGPIPE, signal.SIG_IGN)           -- a closed terminal is an error of write
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)           -- if ignored, the system would discard exit codes
+  signal.signal(signal.SIGPIPE, signal.SIG_IGN)           -- a closed terminal makes write fail
 end
 
 -- -- one rank ---------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ local function pipe()
   return r, w
 end
 
--- A pipe by which a rank's watch says whom it blames (src/rendezvous/watch.c), in lines "RANK CODE": its ends, and how
--- the rank finds it. Neither end waits for the other.
+-- A pipe through which a rank's watch names the ranks it blames (src/rendezvous/watch.c), in lines "RANK CODE": its
+-- ends, and its name for the rank. Neither end waits for the other.
 local function blame_pipe()
   local r, w = pipe()
   for _, fd in ipairs { r, w } do
@@ -121,7 +121,7 @@ local function blame_pipe()
   return r, w, ("%d:%.0f"):format(w, stat.stat("/proc/self/fd/" .. w).st_ino)
 end
 
--- In the child; never returns.
+-- Runs in the child; never returns.
 local function become(spec, out, err, blames, blames_name, launcher)
   unistd.setpid("p", 0, 0)
   ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
@@ -166,7 +166,7 @@ local function start(spec)
     unistd.close(blames_r)
     error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
   end
-  unistd.setpid("p", pid, pid)                            -- in both processes: whichever comes first
+  unistd.setpid("p", pid, pid)                            -- in both processes, whichever runs first
   warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
     blames = blames_r, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
@@ -197,13 +197,13 @@ local function put(self, r, s, line)
   if not marked then show(self, r, s.to, line) end
 end
 
--- Shows the error that a rank holds back.
+-- Shows the error that a rank has held back.
 local function show_error(self, r)
   for line in r.error:gmatch "[^\n]*\n" do show(self, r, io.stderr, line) end
   r.error, r.shown = nil, true
 end
 
--- Shows errors of ranks that live on.
+-- Shows errors of ranks that continue to live.
 local function show_held(self)
   for _, r in ipairs(self.list) do
     if r.error and not r.how and now() - r.error_at >= HELD_S then show_error(self, r) end
@@ -213,7 +213,7 @@ end
 -- An error without the addresses in its traceback.
 local function words(text) return (text:gsub("0x%x+", "")) end
 
--- Once all ranks have ended: shows the errors that no report has, each once.
+-- After all ranks have ended: shows the errors that are in no report, each once.
 local function show_rest(self)
   local known, cause = {}, self.failure
   if cause and cause.error then known[words(cause.error)] = true end
@@ -226,7 +226,8 @@ local function show_rest(self)
   end
 end
 
--- Reads the bytes that have come; false at the end of the stream, where the last line is shown even without an end.
+-- Reads the available bytes. Returns false at the end of the stream, where the last line is shown even without a
+-- newline.
 local function take(self, r, s)
   local data, _, code = unistd.read(s.fd, READ)
   if data == nil and code == 4 then return true end        -- EINTR
@@ -238,7 +239,7 @@ local function take(self, r, s)
     return false
   end
   local at, stop = 1, data:find("\n", 1, true)
-  while stop do                                            -- no pattern: they take long on long lines
+  while stop do                                            -- not a pattern, which is slow on long lines
     put(self, r, s, s.pending .. data:sub(at, stop))
     s.pending, at = "", stop + 1
     stop = data:find("\n", at, true)
@@ -258,7 +259,7 @@ local function flush(self)
   end
 end
 
--- Waits up to timeout_s for output, and for a signal too if `signals`. True when a signal is there.
+-- Waits up to timeout_s seconds for output, and for a signal too if `signals`. Returns true if a signal has arrived.
 local function poll_once(self, list, timeout_s, signals)
   local fds, owner = {}, {}
   if signals then fds[signal_fd] = { events = { IN = true } } end
@@ -280,14 +281,14 @@ local function poll_once(self, list, timeout_s, signals)
   return got and got.IN or false
 end
 
--- What a dead rank wrote and is still in its pipes.
+-- Reads the rest of a dead rank's output from its pipes.
 local function drain(self, r)
   local deadline = now() + DRAIN_S
   while (r.streams[1].fd or r.streams[2].fd) and now() < deadline do
     poll_once(self, { r }, math.max(deadline - now(), 0), false)
   end
   for _, s in ipairs(r.streams) do
-    if s.fd then                                          -- somebody who left the group holds it
+    if s.fd then                                          -- a process that left the group holds it open
       if s.pending ~= "" then put(self, r, s, s.pending .. "\n") end
       unistd.close(s.fd)
       s.fd = nil
@@ -301,12 +302,12 @@ local function kill_all(self, sig)
   for _, r in ipairs(self.list) do
     if not r.how then
       signal.killpg(r.pid, sig)
-      if sig ~= signal.SIGKILL then signal.killpg(r.pid, signal.SIGCONT) end   -- one that was stopped hears it, too
+      if sig ~= signal.SIGKILL then signal.killpg(r.pid, signal.SIGCONT) end  -- a stopped process must also receive it
     end
   end
 end
 
--- The other ranks that a dead rank's watch blamed: seconds to wait for their ends, by rank.
+-- The other ranks that a dead rank's watch blamed: seconds to wait for the end of each, by rank.
 local function blamed_by(r)
   local others, text = {}, unistd.read(r.blames, READ) or ""
   unistd.close(r.blames)
@@ -315,15 +316,15 @@ local function blamed_by(r)
   return others
 end
 
--- How likely a rank that failed is the cause: one that a signal ended is before one that failed by itself, and that
--- before one that was told of another's failure.
+-- How likely a failed rank is the cause: one that a signal ended is more likely than one that failed by itself, which
+-- is more likely than one that was notified of another's failure.
 local TOLD, ITSELF, KILLED = 1, 2, 3
 local function weight_of(r)
   if r.how == "killed" then return KILLED end
   return next(r.others) and TOLD or ITSELF
 end
 
--- Until when the cause of what ended ranks were told may still end: it is a rank of this launcher, and lives.
+-- The time until which to wait for the blamed ranks of this launcher that are still alive.
 local function cause_until(self)
   local at = 0
   for _, told in ipairs(self.list) do
@@ -335,8 +336,8 @@ local function cause_until(self)
   return at
 end
 
--- Takes in the ranks that ended. It keeps the first failure, or, among ranks that end at once, the likelier cause. True
--- when the ranks are to be stopped because of it.
+-- Reaps the ranks that have ended. Keeps the first failure, or, of ranks that end at once, the likelier cause. Returns
+-- true if the other ranks must be stopped because of it.
 local function reap(self)
   for _, r in ipairs(self.list) do
     if not r.how then
@@ -362,7 +363,7 @@ local function reap(self)
   self.decide_at = suspect.weight == TOLD and not self.stopping and cause_until(self) or 0
   if now() < self.decide_at then return false end
   self.suspect, self.failure = nil, suspect
-  if suspect.weight == TOLD and suspect.error then show_error(self, suspect) end   -- of a rank of another launcher
+  if suspect.weight == TOLD and suspect.error then show_error(self, suspect) end   -- the cause is on another launcher
   self.on_failure(suspect)
   return not self.stopping
 end
@@ -372,7 +373,7 @@ local function stop(self, sig)
   kill_all(self, sig)
 end
 
--- Everything that came by the signals' descriptor.
+-- Handles all signals in the signals' descriptor.
 local function on_signals(self)
   while true do
     local record = unistd.read(signal_fd, SIGNAL_RECORD)
@@ -382,7 +383,7 @@ local function on_signals(self)
     if ENDING[name] then
       self.on_signal(name, self.signal ~= nil)
       if self.signal then
-        self.deadline, self.again = 0, true               -- asked twice
+        self.deadline, self.again = 0, true               -- requested twice
       else
         self.signal = sig
         if self.stopping then kill_all(self, sig) else stop(self, sig) end
@@ -414,7 +415,7 @@ local function watch(self)
   show_rest(self)
 end
 
---- Runs one attempt to its end; no process of it is left afterwards, whatever happens.
+--- Runs one attempt to its end. Afterwards none of its processes is left, whatever happens.
 ---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
 ---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
 ---@return { failure: table?, signal: integer?, again: boolean?, killed: integer?, mute: string?, all_well: boolean }
@@ -428,7 +429,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- out of processes or memory: nobody stays
+  if not ok then                                          -- out of processes or memory: no rank is left
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A process that outlives the launcher by a moment. It holds the reading end of a pipe. When the writing end goes,
--- because the launcher ended in whatever way, it kills every process group that it was told of. Ranks die with the
--- launcher by themselves; the warden is for their children. It leads a session of its own, so that a terminal's signals
--- to the launcher's group do not reach it. If it is killed, ranks' children may outlive the launcher; all else works.
+-- A process that outlives the launcher briefly. It holds the reading end of a pipe. When the launcher ends, in whatever
+-- way, the writing end closes, and the warden kills every process group that it knows. Ranks die with the launcher
+-- anyway; the warden is for their children. It has its own session, so that a terminal's signals to the launcher's
+-- group do not reach it. If it is killed, ranks' children may outlive the launcher; the rest still works.
 local fcntl = require "posix.fcntl"
 local signal = require "posix.signal"
 local unistd = require "posix.unistd"
@@ -12,11 +12,11 @@ local warden = {}
 
 local pid, to                       -- the warden's, and the pipe's writing end; nil: there is none
 
--- In the warden: "+PID" and "-PID" lines until the launcher is gone. Never returns.
+-- Runs in the warden: reads "+PID" and "-PID" lines until the launcher is gone. Never returns.
 local function guard(from)
   unistd.setpid("s")
   local null = fcntl.open("/dev/null", fcntl.O_RDWR)
-  for fd = 0, 2 do unistd.dup2(null, fd) end              -- whoever reads the launcher's output does not wait for us
+  for fd = 0, 2 do unistd.dup2(null, fd) end           -- readers of the launcher's output must not wait for the warden
   local groups, text = {}, ""
   while true do
     local data, _, code = unistd.read(from, 4096)
@@ -28,12 +28,12 @@ local function guard(from)
   for group in pairs(groups) do signal.killpg(group, signal.SIGKILL) end
 end
 
---- Starts it, before the first rank.
+--- Starts the warden, before the first rank.
 function warden.start()
   local from, why = unistd.pipe()
   if not from then error("no pipe for the launcher's warden: " .. why, 0) end
   to = why
-  fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- ranks do not hold it
+  fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- ranks must not hold it
   pid, why = unistd.fork()
   if pid == 0 then
     unistd.close(to)
@@ -48,15 +48,15 @@ local function tell(sign, group)
   if to then unistd.write(to, ("%s%d\n"):format(sign, group)) end
 end
 
---- A process group that shall not outlive the launcher.
+--- Adds a process group that must not outlive the launcher.
 ---@param group integer
 function warden.add(group) tell("+", group) end
 
---- The group is gone; its number may mean others from now on.
+--- Removes a process group that has ended; its number may be reused from now on.
 ---@param group integer
 function warden.remove(group) tell("-", group) end
 
---- The launcher ends: so does it.
+--- Ends the warden, since the launcher ends.
 function warden.stop()
   if not to then return end
   unistd.close(to)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs a function in a process of its own and takes what it gave: a run of a script can neither change nor end the
--- process that asks for it, and leaves no memory behind.
+-- Runs a function in its own process and returns its result. A run of a script can thus neither change nor end the
+-- calling process, and leaves no memory behind.
 local cjson = require "cjson"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -11,7 +11,7 @@ local child = {}
 
 local PIECE = 65536
 
--- Standard output, and where `quiet` standard error, of this process go nowhere from now on.
+-- From now on, discards this process's standard output and, if `quiet`, its standard error.
 local function silence(quiet)
   local null = fcntl.open("/dev/null", fcntl.O_RDWR)
   unistd.dup2(null, 0)
@@ -23,12 +23,12 @@ local function write_all(fd, text)
   local at = 1
   while at <= #text do
     local n = unistd.write(fd, text:sub(at, at + PIECE - 1))
-    if not n then return end                              -- nobody reads any more
+    if not n then return end                              -- the reader is gone
     at = at + n
   end
 end
 
--- Refuses a fork of this process where the child would not be whole.
+-- Refuses to fork this process if the child would be incomplete.
 local function check_alone()
   local cause
   if package.loaded["ps.core.ffi"] then cause = 'has loaded psluajit (require "ps")' end
@@ -38,16 +38,16 @@ local function check_alone()
   end
   if tasks > 1 then cause = ("has %d threads"):format(tasks) end
   if not cause then return end
-  error(("a plan runs the script in processes that it forks from this one, and this one %s, which a fork does not take "
-    .. "along: start psluajit tools/plan.lua SCRIPT (or psluajit --dry-run) as a program of its own, or plan before "
+  error(("a plan runs the script in processes that it forks from this one, but this one %s, which a fork cannot copy"
+    .. ": start psluajit tools/plan.lua SCRIPT (or psluajit --dry-run) as a program of its own, or plan before "
     .. 'require "ps"'):format(cause), 0)
 end
 
---- Begins fn(give) in a process of its own. give(value), which does not return, ends that process; the value is one of
---- JSON. What it prints to standard output goes nowhere.
+--- Begins fn(give) in its own process. give(value) ends that process and does not return; the value must be JSON. Its
+--- standard output is discarded.
 ---@param fn fun(give: fun(value: table))
----@param quiet boolean what it writes to standard error goes nowhere, too
----@return {pid: integer, fd: integer} running. An error where this process has loaded "ps", or has threads
+---@param quiet boolean also discard its standard error
+---@return {pid: integer, fd: integer} running. An error if this process has loaded "ps", or has threads
 function child.begin(fn, quiet)
   check_alone()
   io.stdout:flush()
@@ -67,10 +67,10 @@ function child.begin(fn, quiet)
     unistd._exit(0)
   end
   local ok, problem = pcall(fn, give)
-  give { error = { message = ok and "it gave no result" or tostring(problem) } }
+  give { error = { message = ok and "it returned no result" or tostring(problem) } }
 end
 
---- Waits for a process of child.begin. Where it ended without a value (it was killed), the result has its error.
+--- Waits for a process of child.begin. If it ended without a value (it was killed), the result has an error.
 ---@param running {pid: integer, fd: integer}
 ---@return table value
 function child.finish(running)
@@ -90,7 +90,7 @@ function child.finish(running)
   return cjson.decode(text)
 end
 
---- Runs fn(give) in a process of its own, and gives what it gave.
+--- Runs fn(give) in its own process, and returns the value that it gave.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean
 ---@return table value

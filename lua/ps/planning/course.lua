@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The course of a pipeline's step by what its stages cost (src/pipe/simulate.c). In a process of its own, since the
+-- Simulates a pipeline's step from the costs of its stages (src/pipe/simulate.c). Runs in its own process, since the
 -- library makes a context.
 local child = require "ps.planning.child"
 
 local course = {}
 
--- The simulated course of a cut (ps.planning.Pipeline). costs: of its virtual stages (ps.pipe.Cost).
+-- Simulates the step of a cut (ps.planning.Pipeline). costs: those of its virtual stages (ps.pipe.Cost).
 local function simulated(cut, costs, link)
   local got = child.run(function(give)
     local c = require("ps.parallel.pipeline.table").table({ schedule = cut.schedule, stages = cut.stages,
@@ -18,7 +18,7 @@ local function simulated(cut, costs, link)
   return got
 end
 
---- Bytes of activations that each stage holds at once at most, by its row of the schedule's table.
+--- The peak bytes of activations that each stage holds, by its row of the schedule's table.
 ---@param cut ps.planning.Pipeline
 ---@return number[] by stage, from 1
 function course.held(cut)
@@ -27,7 +27,7 @@ function course.held(cut)
   return simulated(cut, costs).held
 end
 
---- The share of the ranks' time in which they compute nothing, by counted operations, where transfers take no time.
+--- The fraction of the ranks' time in which they are idle, by counted operations, if transfers take no time.
 ---@param cut ps.planning.Pipeline
 ---@return number
 function course.bubble(cut)
@@ -36,11 +36,11 @@ function course.bubble(cut)
   return simulated(cut, costs).bubble
 end
 
---- The course by seconds.
+--- Simulates the step in seconds.
 ---@param cut ps.planning.Pipeline
----@param by_stage number[] seconds that each stage computes in a step, by stage from 1: shared out by operations
----@param recompute boolean backward computes the forward again
----@param rate number bytes a second from one stage to the next
+---@param by_stage number[] seconds that each stage computes in a step, by stage from 1; divided by operations
+---@param recompute boolean backward repeats the forward
+---@param rate number bytes per second from one stage to the next
 ---@return {makespan: number, bubble: number}
 function course.seconds(cut, by_stage, recompute, rate)
   local sums, costs = {}, {}

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- One dry run of a script, in a process of its own: the script runs to the end of its first optimizer:step() on a
--- machine that is not here (ps_machine_pretend), with the engine's own code and decisions. Ops allocate and compute
--- nothing, chunks move without bytes, and the high-water marks of the tiers are those of a real first step. What a
--- trial changes (budgets, rows of a batch, blocks of the model) it changes by the engine's hooks (ps/core/hooks.lua).
+-- One dry run of a script, in its own process. The script runs to the end of its first optimizer:step() on a simulated
+-- machine (ps_machine_pretend), with the engine's own code and decisions. Ops allocate but do not compute, chunks move
+-- without bytes, and the peaks of the tiers are those of a real first step. A trial with other budgets, batch rows or
+-- model blocks sets them through the engine's hooks (ps/core/hooks.lua).
 local hooks = require "ps.core.hooks"
 local known = require "ps.planning.known"
 local outside = require "ps.planning.outside"
@@ -11,7 +11,7 @@ local dry_run = {}
 
 local MUCH = 2 ^ 50
 
--- Settings of a trial instead of the configuration's.
+-- Uses a trial's settings instead of those of the configuration.
 local function change_settings(request, seen)
   local budgets = request.budgets or {}
   hooks.on("settings", function(cfg)
@@ -28,13 +28,13 @@ local function change_settings(request, seen)
   end)
 end
 
--- Paces Lua's collector, which would otherwise run at another time in each run: peaks would differ by the bytes of
--- small tensors, which wait for it.
+-- Paces Lua's collector. Otherwise it would run at a different time in each run, and peaks would differ by the bytes of
+-- small tensors that wait for it.
 local function collect_by_count()
   hooks.on("action", function(action, begins) require("ps.core.collector").pace_script(action, begins) end)
 end
 
--- Notes in which part of the run each tier's peak rose last: {name -> part}.
+-- Notes the part of the run in which each tier's peak last rose: {name -> part}.
 local function watch_peaks()
   local C, look = require "ps.core.declared", require "ps.memory.chunks"
   local PARTS = { [C.PS_ACT_FORWARD] = "forward of micro-batch %d", [C.PS_ACT_BACKWARD] = "backward of micro-batch %d",
@@ -55,7 +55,7 @@ local function watch_peaks()
   return when, note
 end
 
--- The rows of the script's micro-batches; in a trial with other rows, batches get these.
+-- Counts the rows of the script's micro-batches; in a trial with another number, changes the batches to it.
 local function watch_rows(seen, rows)
   local batch = require "ps.data.batch"
   hooks.on("batch", function(engine, given)
@@ -67,7 +67,7 @@ local function watch_rows(seen, rows)
   end)
 end
 
--- The module's longest list of modules.
+-- The longest list of modules in the module.
 local function longest_list(module)
   local longest
   for _, m in module:named_modules() do
@@ -76,7 +76,7 @@ local function longest_list(module)
   return longest
 end
 
--- Counts the blocks of the script's model; in a trial with more, further models give theirs.
+-- Counts the blocks of the script's model; in a trial with another number, later models get it.
 local function watch_blocks(seen, blocks)
   hooks.on("model", function(model_func)
     return function()
@@ -95,8 +95,8 @@ local function watch_blocks(seen, blocks)
   end)
 end
 
--- Counts operations and bytes of the first step's ops: a list as ps.profiler.stop gives it, once the step has ended.
--- Ops of the engine's own dry runs are not recorded.
+-- Counts operations and bytes of the first step's ops. Returns a function that returns a list like that of
+-- ps.profiler.stop after the step has ended. Ops of the engine's own dry runs are not recorded.
 local function watch_ops()
   local profiler, counting = require "ps.profile.profiler", false
   hooks.on("action", function()
@@ -114,7 +114,7 @@ local function watch_ops()
 end
 
 -- -- results ----------------------------------------------------------------------------------------------------------
--- Parameters that each rank owns; nil where ranks share nothing out.
+-- The number of parameters that each rank owns; nil if ranks share nothing.
 local function owned(engine)
   if engine.zero_stage == 0 then return nil end
   local list = {}
@@ -123,7 +123,7 @@ local function owned(engine)
   return list
 end
 
--- The rank along dp, from 0, that owns most.
+-- The rank along dp, from 0, that owns the most parameters.
 local function owner(list)
   local most = 1
   for rank, numel in ipairs(list or {}) do if numel > list[most] then most = rank end end
@@ -132,7 +132,7 @@ end
 
 local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
--- How a model is cut, with the costs of its virtual stages for the script's micro-batches; nil: it is not.
+-- The cut of the model, with the costs of its virtual stages for the script's micro-batches; nil: it is not cut.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
   local pipe, stages = engine.driver.pipe, engine.stages
@@ -151,7 +151,7 @@ local function cut_of(engine)
     end
     vstages[v + 1] = row
   end
-  for v = 1, pipe.n - 1 do                                 -- over the border between virtual stages v - 1 and v
+  for v = 1, pipe.n - 1 do                                 -- between virtual stages v - 1 and v
     local below, above = vstages[v], vstages[v + 1]
     if below.stage ~= above.stage then
       if below.stage == pipe.rank then sent = sent + below.up end
@@ -163,8 +163,8 @@ local function cut_of(engine)
     micro_batches = micros, performed = pipe.performed, vstages = vstages, sent = sent * micros }
 end
 
--- Ends a run of a pipeline before its first step where another rank along dp owns more parameters, with the number of
--- that rank, and what holds for all ranks.
+-- Ends a run of a pipeline before its first step if another rank along dp owns more parameters. The result has the
+-- number of that rank, and the facts that hold for all ranks.
 local function seek_owner(give, seen)
   local off
   off = hooks.on("action", function()
@@ -177,9 +177,9 @@ local function seek_owner(give, seen)
   end)
 end
 
--- Counts what this rank sends along dp and tp from the first action of a step on; groups whose other ranks are not here
--- count as others do (ps_group_bytes_sent). Gives a function that has the bytes by axis, and those along tp that travel
--- in pieces beside products, once the step has ended.
+-- Counts the bytes that this rank sends along dp and tp from the first action of a step on; groups whose other ranks
+-- are simulated count like others (ps_group_bytes_sent). Returns a function that returns the bytes by axis, and those
+-- along tp that are sent in pieces during products, after the step has ended.
 local function watch_sent()
   local C, mesh, before, in_pieces = require "ps.core.declared", require "ps.dist.mesh", {}, 0
   local function sent(axis)
@@ -188,7 +188,7 @@ local function watch_sent()
   end
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
-    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- last of all that of the real step
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- in the end the count of the real step
     in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)
@@ -202,8 +202,8 @@ local function of_engine(engine, seen, when, tiers, sent)
   local built, forecast, links = engine.built, engine.plan.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
-    -- Later steps have all chunks, as the first has not. Of the last tier the forecast is the room for all of them,
-    -- which is taken where chunks come down.
+    -- Later steps have all chunks; the first one has not. The forecast of the last tier includes room for all of them,
+    -- which is allocated when chunks are evicted to it.
     local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
     local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
     if steady and steady.peak > tier.peak and not rests then
@@ -229,7 +229,7 @@ local function of_engine(engine, seen, when, tiers, sent)
     model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end
 
--- Without an engine in chunks: what plain memory held at most.
+-- Without an engine in chunks: the peak of plain memory.
 local function of_devices(engine, seen)
   local devices, views, plain, device = require "ps.core.devices", require "ps.memory.views", {}, "cpu"
   for _, d in ipairs(devices.all()) do
@@ -254,13 +254,13 @@ local function explained(problem)
   return out
 end
 
-local REHEARSED, ROUNDS = 1e12, 8          -- operations: some seconds
+local REHEARSED, ROUNDS = 1e12, 8          -- operations: a few seconds
 local STEADY = 2 ^ 18                      -- bytes
 
--- Bytes that a process of the run has besides tensors, and this one has not: what oneDNN keeps once products were
--- performed, and pages of files that only the process has which forked this one. Products are performed here, in rounds
--- until the process grows no more: the heap lies in pieces between which a buffer does not fit at once. nil: that would
--- take long or much memory, or the system does not tell. The second result is the seconds that it took.
+-- Bytes that a process of the run has, other than tensors, and this process does not: memory that oneDNN keeps after
+-- products, and pages of files that only the parent process has touched. It performs products, in rounds until the
+-- process stops growing, since the heap is fragmented and a buffer may not fit at once. nil: this would take too long
+-- or too much memory, or the system does not tell. The second result is the seconds that it took.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
   local seconds = require("ps.core.process").now
@@ -279,7 +279,7 @@ local function kept_by_products(C, pages_before)
 end
 
 -- -- the run ----------------------------------------------------------------------------------------------------------
--- The variables by which a launcher tells a process its rank.
+-- Sets the variables by which a launcher passes a rank to a process.
 local function set_rank(request)
   local setenv = require("posix.stdlib").setenv
   if not request.ranks then return end
@@ -290,19 +290,21 @@ local function set_rank(request)
   end
 end
 
--- A plan of several ranks is of a script that joins them: says so in the words of a plan.
+-- Words errors about ranks for a plan: a plan of several ranks needs a script that joins them.
 local function watch_joining(request)
   hooks.on("ranks_wanted", function(ranks)
-    return ("a plan of so many, or a multiple, is --ranks %d, of a script that calls ps.init_distributed() before "
+    return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls "
+      .. "ps.init_distributed() before "
       .. "ps.initialize"):format(ranks)
   end)
   hooks.on("unjoined", function(what)
-    return request.ranks and ("this plan is of %d processes, and the script does not call ps.init_distributed() before "
+    return request.ranks and ("this plan has %d processes, but the script does not call ps.init_distributed() before "
       .. "%s: call it, or plan one process with %s"):format(request.ranks, what, request.alone)
   end)
 end
 
--- Keeps what the script writes to io.stderr, which tells why it ends; gives a function that has it, after ": ".
+-- Keeps the text that the script writes to io.stderr, which explains why it ends. Returns a function that returns the
+-- text after ": ".
 local function keep_errors()
   local real, text = io.stderr, ""
   local methods = { write = function(self, ...)
@@ -316,14 +318,14 @@ local function keep_errors()
   return function() return text == "" and "" or ": " .. text:gsub("%s+$", "") end
 end
 
---- Runs a script dry in this process, which ends with it.
+--- Runs a script dry in this process, which then ends.
 ---@param request ps.planning.Request
 ---@param give fun(result: ps.planning.Result)
 function dry_run.perform(request, give)
   set_rank(request)
   local C = require "ps.core.declared"
   local machine = require("ffi").new("ps_machine", request.machine)
-  if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is no number of bytes", 0) end
+  if C.ps_machine_pretend(machine) < 0 then error("the machine's memory is not a number of bytes", 0) end
   outside.close()
   local seen = { notes = {} }
   hooks.on("plan_note", function(text) table.insert(seen.notes, text) end)
@@ -354,7 +356,7 @@ function dry_run.perform(request, give)
     caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
       tostring(code), said()))
   end
-  -- The same table, since argparse keeps the one that it found.
+  -- Changes the same table, since argparse keeps the one that it found.
   for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
   arg[0] = request.script                                                         -- luacheck: ignore 122
   local chunk, why = loadfile(request.script)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Machines that plans know: a file each in tools/hardware/, which returns a ps.planning.Machine, or a family of them:
--- what they share, and as `variants`, by name, what differs. A name with a number behind an x ("h200x8") is a machine
--- with that many GPUs.
+-- Machines for plans: each file in tools/hardware/ returns a ps.planning.Machine, or a family of machines: common
+-- fields, and the differences by name in `variants`. A name with x and a number at its end ("h200x8") is a machine with
+-- that many GPUs.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -11,26 +11,26 @@ local hardware = {}
 ---@field text string
 ---@field source string where the numbers are from
 ---@field gpu? {nbytes: number, sms?: integer, flops: table<string, number>, bandwidth: number, between: number} bytes
----  of memory; multiprocessors, on which the work space of kernels depends; operations a second by type; bytes a second
----  of that memory, and to the other GPUs, each way
----@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] of a GPU's memory, not for the
----  engine; ranks: only where there are several
+---  of memory; number of multiprocessors, on which the work space of kernels depends; operations per second by dtype;
+---  bytes per second of that memory; bytes per second to the other GPUs, each way
+---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] parts of a GPU's memory that the
+---  engine cannot use; ranks: only if there are several ranks
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
----@field links {up: number, down: number} bytes a second between host and GPU
----@field network? number bytes a second of a GPU to those of other machines, each way
----@field disk? {read: number, write: number} bytes a second; nil: not measured
+---@field links {up: number, down: number} bytes per second between host and GPU
+---@field network? number bytes per second from a GPU to those of other machines, each way
+---@field disk? {read: number, write: number} bytes per second; nil: not measured
 ---@field adam {host: number, device?: number} parameters a second
----@field efficiency table<string, number[]> shares of these speeds that are reached, least and most: compute, links,
----  between, disk
----@field measured? boolean by probe.lua on the machine itself
----@field memory_alone? string why a plan counts its memory alone
+---@field efficiency table<string, number[]> fractions of these speeds that are reached, lowest and highest: compute,
+---  links, between, disk
+---@field measured? boolean whether probe.lua measured them on the machine itself
+---@field memory_alone? string the reason why a plan counts only its memory
 ---@field path string the file
 
 local FOLDER = "/tools/hardware/"
 
 local function bytes_text(n) return ("%.0f MiB"):format(n / 2 ^ 20) end
 
--- A table with another one's fields over it, in tables within it, too.
+-- Merges another table's fields over a table's, also in nested tables.
 local function over(base, other)
   local out = {}
   for key, value in pairs(base) do out[key] = value end
@@ -40,7 +40,8 @@ local function over(base, other)
   return out
 end
 
--- All machines by name. Of a file that is no table there is what is wrong with it: it matters to who asks for it.
+-- All machines by name. If a file does not return a table, the entry is the error text, which is raised only for that
+-- machine.
 local function machines()
   local all = {}
   for file in lfs.dir(paths.root .. FOLDER) do
@@ -58,7 +59,7 @@ local function machines()
   return all
 end
 
--- What every table has, of one with a GPU, too.
+-- The required text fields of every table.
 local TEXTS = { "text", "source" }
 local NUMBERS = { "host.nbytes", "links.up", "links.down", "adam.host" }
 local OF_GPU = { "gpu.nbytes", "gpu.bandwidth", "gpu.between" }
@@ -66,9 +67,9 @@ for _, what in ipairs { "compute", "memory", "links", "between", "disk" } do
   for i = 1, 2 do NUMBERS[#NUMBERS + 1] = ("efficiency.%s.%d"):format(what, i) end
 end
 
--- Refuses a table that lacks a field which plans read.
+-- Refuses a table without a field that plans read.
 local function check(t)
-  local function fail(wrong) error(("%s is no table of a machine: %s"):format(t.path, wrong), 0) end
+  local function fail(wrong) error(("%s is not a table of a machine: %s"):format(t.path, wrong), 0) end
   if t.wrong then fail(t.wrong) end
   local function look(names, fits, wanted)
     for _, name in ipairs(names) do
@@ -86,7 +87,7 @@ local function check(t)
   if t.gpu then look(OF_GPU, above_0, "a number above 0") end
 end
 
---- The names of the machines there are tables of.
+--- The names of the machines that have tables.
 ---@return string[]
 function hardware.names()
   local list = {}
@@ -106,8 +107,8 @@ end
 
 ---@class ps.planning.Hardware
 ---@field text string
----@field machine {host_nbytes: number, device_nbytes: number, device_total?: number, device_sms?: number} what a dry
----  run pretends
+---@field machine {host_nbytes: number, device_nbytes: number, device_total?: number, device_sms?: number} the machine
+---  that a dry run simulates
 ---@field rates table<string, number> of ps.rates
 ---@field table ps.planning.Machine
 ---@field one string the name of this machine with one GPU
@@ -128,7 +129,7 @@ function hardware.find(name, host_nbytes)
   for _, row in ipairs(t.taken or {}) do
     if count > 1 or not row.ranks then
       taken[#taken + 1], left = row, left - row.nbytes
-      notes[#notes + 1] = ("%s of the GPU's memory are not the engine's: %s (%s)"):format(bytes_text(row.nbytes),
+      notes[#notes + 1] = ("the engine cannot use %s of the GPU's memory: %s (%s)"):format(bytes_text(row.nbytes),
         row.what, row.source)
     end
   end
@@ -137,7 +138,7 @@ function hardware.find(name, host_nbytes)
       .. (t.gpu.sms and ("its kernels, for %d multiprocessors"):format(t.gpu.sms)
       or "the processor's kernels, since the table does not say how many multiprocessors it has (sms)")
   end
-  if t.memory_alone then notes[#notes + 1] = "by memory alone: " .. t.memory_alone end
+  if t.memory_alone then notes[#notes + 1] = "only memory is counted: " .. t.memory_alone end
   local host = host_nbytes or t.host.nbytes
   local share = t.gpu and count or 1
   return { name = name, one = stem, text = ("%s%s, %.0f GiB of host memory"):format(count > 1 and count .. " x " or "",

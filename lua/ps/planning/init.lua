@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The plan of a script: what its first step takes on a machine, by dry runs of it (planning/trial.lua, search.lua).
--- Nothing here makes a context of psluajit: runs are made in processes of their own.
+-- Plans a script: the memory and time of its first step on a machine, from dry runs (planning/trial.lua, search.lua).
+-- This file makes no context of psluajit: runs have their own processes.
 local caller = require "ps.core.caller"
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
@@ -15,16 +15,16 @@ local planning = {}
 ---@class ps.planning.Options
 ---@field script string path
 ---@field args? string[] of the script
----@field hardware? string a machine's name (planning/hardware.lua); nil: this machine
+---@field hardware? string name of a machine (planning/hardware.lua); nil: this machine
 ---@field host? number bytes of the machine's host memory
 ---@field ranks? integer processes; default as many as the hardware has GPUs
----@field find? "budget"|"batch"|"model"|"all"|"nothing" what further dry runs look for: the least budgets and what
----  helps, the largest batch, the largest model; default all
----@field limit? number seconds in which further dry runs begin; what they have not answered by then is a bound. 0: no
----  limit; default 60
----@field quiet? boolean notes of the engine go nowhere
+---@field find? "budget"|"batch"|"model"|"all"|"nothing" the aim of further dry runs: the least budgets and remedies,
+---  the largest batch, the largest model; default all
+---@field limit? number seconds within which further dry runs begin; values that are not found by then are bounds. 0:
+---  no limit; default 60
+---@field quiet? boolean discard the engine's notes
 
--- Speeds of this machine between its processor and the device sim, measured in a process of its own.
+-- Speeds of this machine between its processor and the device sim, measured in its own process.
 local function rates_here()
   local got = child.run(function(give)
     local r = require("ps.engine.plan.rates").measured("sim")
@@ -33,7 +33,7 @@ local function rates_here()
   return not got.error and got or nil
 end
 
--- The tier that a failed run was short of, with its budget and its least budget.
+-- The tier in which a failed run ran short of memory, with its budget and its least budget.
 local function shortage(request, result)
   local tier = result.error.tier or "host"
   local had = (result.budgets or {})[tier]
@@ -69,10 +69,9 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Bytes of a process of the run, where all its tiers but the disk are memory of this machine: those of the tiers, those
--- that a dry run itself has taken, a process of the same program and script without any bytes of tensors, and those
--- that such a process has besides (result.kept), if they were found out. nil for a GPU, whose driver takes memory of
--- the host, too.
+-- Bytes of a process of the run, if all its tiers except the disk are memory of this machine. They are the sum of the
+-- tiers, of the dry run's process (the same program and script without bytes of tensors), and of other memory that a
+-- real process has (result.kept), if it is known. nil for a GPU, whose driver also allocates host memory.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum, besides = 0, result.rss + (result.kept or 0)
@@ -84,10 +83,10 @@ local OPTIONS = { script = "string", args = "table", hardware = "string", find =
   host = "number", ranks = "whole", limit = "number" }
 local LIMIT_S = 60
 
---- The plan of a script. An error that is not a want of memory (the script fails, reads a value, has no step) is
+--- Plans a script. An error other than a shortage of memory (the script fails, reads a value, or has no step) is
 --- raised, with the script's line.
 ---@param options ps.planning.Options
----@return table plan what report.lines prints, and --json
+---@return table plan the data that report.lines and --json print
 function planning.plan(options)
   options = caller.options(options, "planning.plan", OPTIONS)
   local there = options.hardware and hardware.find(options.hardware, options.host)
@@ -112,7 +111,8 @@ function planning.plan(options)
     for _, note in ipairs(notes) do table.insert(plan.notes, note) end
   end
   if ranks > 1 and result.fits and (result.world or 1) == 1 and (result.tp or 1) == 1 and not result.cut then
-    table.insert(plan.notes, "the script makes no group of ranks (ps.init_distributed): each process trains by itself")
+    table.insert(plan.notes, "the script makes no group of ranks (ps.init_distributed): each process trains "
+      .. "independently")
   end
   if there and result.fits and result.ops and result.parameters then
     plan.seconds = seconds.of(there, result, request.ranks_a_machine or ranks)

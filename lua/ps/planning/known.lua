@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a dry run of one rank of a pipeline has found out that holds for all ranks: the costs of the model's parts, and
--- where the model is cut. Dry runs of other ranks take it from there (ps/core/hooks.lua) instead of counting anew.
+-- Facts that a dry run of one pipeline rank found and that hold for all ranks: the costs of the model's parts, and the
+-- cut of the model. Dry runs of other ranks use them (ps/core/hooks.lua) instead of counting again.
 local hooks = require "ps.core.hooks"
 
 local known = {}
 
--- Fields of a cost that are numbers. They go as text, since JSON's would lose digits.
+-- Numeric fields of a cost. They are passed as text, since JSON would lose digits.
 local NUMBERS = { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts", "first_dropout",
   "carry_nbytes" }
 
@@ -21,7 +21,7 @@ end
 
 local function as_text(number) return ("%.17g"):format(number) end
 
---- What an engine whose step has run dry found out; nil: its model is not cut into stages.
+--- The facts of an engine whose step has run dry; nil: its model is not cut into stages.
 ---@param engine ps.Engine
 ---@return table? value of JSON
 function known.of(engine)
@@ -32,7 +32,7 @@ function known.of(engine)
   return value
 end
 
---- Tells it to this process, which has another rank of the same mesh.
+--- Makes the facts known to this process, which has another rank of the same mesh.
 ---@param value? table
 function known.tell(value)
   if not value then return end

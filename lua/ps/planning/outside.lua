@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A dry run of a script changes no file of the user's. What the script writes goes to a folder of its own, where it can
--- read it by the same paths (ps_file_divert), and the folder goes with the run. Folders that it makes are noted, not
--- made. It starts no program, and removes and renames only what it wrote. For the process of a dry run alone, which
--- ends with it.
+-- Protects the user's files from a dry run. Files that the script writes go to a separate folder, where the script can
+-- read them under the same paths (ps_file_divert); the folder is removed after the run. Folders that the script makes
+-- are noted, but not made. It starts no program, and removes and renames only its own files. Used only in the process
+-- of a dry run, which ends afterwards.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"
@@ -15,13 +15,13 @@ local C = require "ps.core.declared"
 
 local outside = {}
 
-local COPIED = 2 ^ 20                      -- bytes at a time, of a file that is added to
+local COPIED = 2 ^ 20                      -- bytes per read when a file is appended to
 local there = ffi.new "char[4096]"         -- a path
 
 local function nothing() return true end
 local function zero() return 0 end
 
--- Where a path leads: to a file of the run's own, or, where the script has written none of that name, to itself.
+-- The actual path of a file: the run's own copy, or, if the script has not written that name, the path itself.
 local function at(path, writes)
   if type(path) ~= "string" then return path, false end
   local moved = C.ps_file_diverted(path, writes and 1 or 0, there, ffi.sizeof(there))
@@ -29,7 +29,7 @@ local function at(path, writes)
   return ffi.string(there), true
 end
 
--- Before a file is added to, or written in places, the run's own has what the user's has.
+-- Copies the user's file to the run's own before it is appended to or modified.
 local function fill(open, path, own)
   local from = lfs.attributes(own) == nil and open(path, "rb")
   if not from then return end
@@ -65,7 +65,7 @@ local function close_io()
   end
   io.popen = function(command, mode)                                              -- luacheck: ignore 122
     if mode == "w" then return open("/dev/null", "w") end
-    caller.error(("a dry run starts no program: io.popen(%q)"):format(command))
+    caller.error(("a dry run does not start programs: io.popen(%q)"):format(command))
   end
 end
 
@@ -87,7 +87,7 @@ local function close_os(folder)
   unistd.unlink, stdio.rename = os.remove, os.rename
 end
 
--- Folders that the script made count as there, and are empty.
+-- Makes folders that the script created appear to exist, empty.
 local function close_folders()
   local made, attributes, dir = {}, lfs.attributes, lfs.dir
   local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end
@@ -127,11 +127,12 @@ local function close_posix()
   local function refuse(of, names, text)
     for _, key in ipairs(names) do of[key] = function() caller.error(text:format(key)) end end
   end
-  refuse(stdlib, { "mkdtemp", "mkstemp" }, "a dry run makes no files: posix.stdlib.%s; os.tmpname() gives a name")
-  refuse(unistd, { "fork", "exec", "execp", "execx" }, "a dry run starts no program: posix.unistd.%s")
+  refuse(stdlib, { "mkdtemp", "mkstemp" }, "a dry run does not make files: posix.stdlib.%s; os.tmpname() returns "
+    .. "a name")
+  refuse(unistd, { "fork", "exec", "execp", "execx" }, "a dry run does not start programs: posix.unistd.%s")
 end
 
---- The folder of a dry run's files: named by its process, whose parent removes it.
+--- The folder for a dry run's files. Its name has the process id; the parent process removes it.
 ---@param pid integer
 ---@return string
 function outside.folder(pid) return ("%s/psluajit-dry-%d"):format(os.getenv "TMPDIR" or "/tmp", pid) end

@@ -1,18 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Memory of this process as the operating system sees it (/proc/self). A process that was forked has none of its
--- parent's pages of files (of the program, of libraries) until it touches them itself, so a dry run's process is less
--- than one which was started for the script. Both are counted by the page, from what each of them has.
+-- Memory of this process as the operating system sees it (/proc/self). A forked process lacks its parent's pages of
+-- files (the program, libraries) until it touches them itself, so a dry run's process is smaller than one that was
+-- started for the script. Both are counted by pages, from the pages that each of them has.
 local pages = {}
 
 local PAGE = 4096                          -- bytes, on x86-64
 local PRESENT = 128                        -- the highest bit of a page's eight bytes in /proc/self/pagemap
 local LARGEST = 2 ^ 28                     -- bytes of a mapping; larger ones are a script's data
 
----@class ps.planning.Pages pages in a row that a process has in memory
+---@class ps.planning.Pages consecutive pages that a process has in memory
 ---@field first number the address of the first
 ---@field count integer
 
---- Bytes that this process has in memory now. nil: the system does not say.
+--- Bytes of this process in memory now. nil: the system does not tell.
 ---@return integer?
 function pages.resident()
   local f = io.open "/proc/self/smaps_rollup"
@@ -21,14 +21,14 @@ function pages.resident()
   return kib and tonumber(kib) * 1024
 end
 
--- What the system says of pages in a row, 8 bytes each; nil: nothing.
+-- The system's entries for consecutive pages, 8 bytes each; nil: none.
 local function read(map, first, count)
   local text = map:seek("set", first / PAGE * 8) and map:read(count * 8)
   return text and #text == count * 8 and text or nil
 end
 
 --- The pages of files that this process has in memory; a fork has them at the same addresses. nil: the system does not
---- say.
+--- tell.
 ---@return ps.planning.Pages[]?
 function pages.of_files()
   local map, list = io.open("/proc/self/pagemap", "rb"), {}
@@ -56,7 +56,7 @@ function pages.of_files()
   return list
 end
 
---- Bytes of those pages that this process does not have in memory. nil: the system does not say.
+--- The bytes of those pages that this process does not have in memory. nil: the system does not tell.
 ---@param list ps.planning.Pages[]
 ---@return integer?
 function pages.missing(list)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a dry run of a script says, as lines of text. It prints tables, and computes nothing (tools/plan.lua).
+-- The result of a plan as lines of text. This file only formats tables (tools/plan.lua).
 local readable = require "ps.core.readable"
 
 local report = {}
@@ -39,9 +39,9 @@ local function axes(lines, plan)
   for _, axis in ipairs { "dp", "pp", "tp" } do
     local nbytes = plan.axes and plan.axes[axis]
     if nbytes then
-      local beside = axis == "tp" and plan.pieces and (", %s beside products in %d pieces"):format(
+      local beside = axis == "tp" and plan.pieces and (", %s during products in %d pieces"):format(
         readable.bytes(plan.pieces.nbytes), plan.pieces.count) or ""
-      lines[#lines + 1] = ("axis %s: a rank sends up to %s a step (%s)%s"):format(axis, readable.bytes(nbytes),
+      lines[#lines + 1] = ("axis %s: a rank sends up to %s per step (%s)%s"):format(axis, readable.bytes(nbytes),
         AXES[axis],
         beside)
     end
@@ -60,7 +60,7 @@ local function percent(range)
   return low == high and low .. " %" or ("%s to %s %%"):format(low, high)
 end
 
--- What each kind of stage holds.
+-- The contents of each kind of stage.
 local function stages(lines, plan)
   local cut, rows = plan.cut, {}
   lines[#lines + 1] = ("%s parameters in %d stages, %s, %d virtual stage%s each, %d micro-batches; bubble %s by the "
@@ -91,7 +91,7 @@ local function verdict(plan)
   local short = plan.short
   if short and short.least_budget then
     local most = short.least_budget_is_bound and "at most " or ""
-    return ("fits: no; tier %s lacks %s%s: its least budget is %s%s, and it has %s"):format(short.tier, most,
+    return ("fits: no; tier %s lacks %s%s: its least budget is %s%s, but it has %s"):format(short.tier, most,
       readable.bytes(short.least_budget - short.budget), most, readable.bytes(short.least_budget),
         readable.bytes(short.budget))
   end
@@ -99,19 +99,19 @@ local function verdict(plan)
 end
 
 --- The lines of a plan.
----@param plan table what ps.planning.plan gives
+---@param plan table the result of ps.planning.plan
 ---@return string[]
 function report.lines(plan)
   local lines = { ("plan of %s on %s"):format(plan.script, plan.hardware), verdict(plan) }
   local function say(format, ...) lines[#lines + 1] = format:format(...) end
   if plan.ranks > 1 then
     local list = plan.kinds or { 0 }
-    say("%d ranks, each alone with pretended others: run were rank%s %s%s", plan.ranks, #list > 1 and "s" or "",
-      table.concat(list, ", "), plan.cut and ", one of each kind of stage" or plan.owned
-      and ", one of each number of parameters that ranks own" or "")
+    say("%d ranks, simulated one by one: rank%s %s%s", plan.ranks, #list > 1 and "s" or "",
+      table.concat(list, ", "), plan.cut and ", one for each kind of stage" or plan.owned
+      and ", one for each number of parameters that ranks own" or "")
   end
   if plan.ranks > 1 and plan.tp and plan.tp > 1 then
-    say("mesh: dp %d x pp %d x tp %d; one rank of tp stands for all, since their parts have the same sizes", plan.world,
+    say("mesh: dp %d x pp %d x tp %d; one rank of tp represents all, since their parts have the same sizes", plan.world,
       plan.cut and plan.cut.stages or 1, plan.tp)
   end
   if plan.cut then stages(lines, plan) end
@@ -120,7 +120,7 @@ function report.lines(plan)
     say("%s%s parameters, %s of state in chunks of %d elements, computed on %s in %s", rank, count(plan.parameters),
       readable.bytes(plan.state_bytes), plan.chunk_size, plan.device, plan.precision)
     if plan.resident > 0 then
-      say("%s of them live on tier %s alone: the last tier has no room", readable.bytes(plan.resident),
+      say("%s of them live only on tier %s: the last tier has no room", readable.bytes(plan.resident),
         plan.tiers[1].name)
     end
     tiers(lines, plan)
@@ -128,7 +128,7 @@ function report.lines(plan)
       local process = plan.process
       say("process: %s of memory, of which %s are the program, Lua%s", readable.bytes(process.nbytes),
         readable.bytes(process.besides), process.kept and ", libraries and what oneDNN keeps"
-        or " and libraries; oneDNN's code and buffers come on top")
+        or " and libraries; oneDNN's code and buffers are not counted")
     end
     links(lines, plan)
     axes(lines, plan)
@@ -147,7 +147,7 @@ function report.lines(plan)
     say("largest model: %s%d blocks, %s parameters (the script has %d blocks)", plan.largest_model.is_bound
       and "at least " or "", plan.largest_model.blocks, count(plan.largest_model.parameters), plan.blocks)
   end
-  if plan.limited then say("the search ended after %g s; --limit N gives it N, 0 all that it takes", plan.limited) end
+  if plan.limited then say("the search ended after %g s; --limit N allows N seconds, 0 any time", plan.limited) end
   if plan.error then say("why: %s", plan.error.message) end
   for i, text in ipairs(plan.remedies or {}) do say("%s %s", i == 1 and "it fits with" or "or with", text) end
   for _, note in ipairs(plan.notes) do say("note: %s", note) end

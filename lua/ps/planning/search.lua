@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Looks, by dry runs of a script, for the least budget, the largest batch and the largest model with which its first
--- step fits. Every answer is of a run that was made: what is said to fit has fitted, and its neighbour has not. Where a
--- request's seconds for all searches (search.clock) are over, the answer is a bound: what has fitted so far.
+-- Searches, by dry runs of a script, for the least budget, the largest batch and the largest model with which its first
+-- step fits. Every answer comes from a run: the reported value has fitted, and its neighbour has not. If the time for
+-- all searches of a request (search.clock) is used up, the answer is a bound: the best value that has fitted so far.
 local time = require "posix.time"
 local trial = require "ps.planning.trial"
 
 local search = {}
 
 local NEAR = 1.005             -- least budgets are found to this factor,
-local BELOW = 0.97             -- and a run with this share of one was refused
+local BELOW = 0.97             -- and a run with this fraction of one was refused
 local PAGE = 4096
 local MOST_BYTES = 2 ^ 50
 local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
-local GROWTH = 3               -- a run of twice the size takes so many times as long, at most
+local GROWTH = 3               -- a run of twice the size takes at most this many times as long
 
 -- A copy of a request with other fields; dry runs of a search are quiet.
 local function with(request, changes)
@@ -24,7 +24,7 @@ local function with(request, changes)
   return copy
 end
 
---- Seconds on a clock that only goes on.
+--- Seconds on a monotonic clock.
 ---@return number
 function search.now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -33,17 +33,17 @@ end
 local now = search.now
 
 ---@class ps.planning.Clock
----@field ends number when the searches' seconds are over
+---@field ends number when the time for searches ends
 ---@field longest number seconds of the longest run so far
----@field over boolean a search ended because of it
+---@field over boolean whether a search ended because of it
 
---- The seconds that all searches of one request have together; request.clock. nil: no limit.
+--- The time that all searches of one request have together; request.clock. nil: no limit.
 ---@param seconds number
----@param took number seconds of a run of the script as it is
+---@param took number seconds of a run of the unchanged script
 ---@return ps.planning.Clock
 function search.clock(seconds, took) return { ends = now() + seconds, longest = took, over = false } end
 
--- Whether there is time for a run that takes `times` as long as the longest so far.
+-- Whether there is time for a run that takes `times` times as long as the longest so far.
 local function in_time(request, times)
   local clock = request.clock
   if not clock or now() + clock.longest * times <= clock.ends then return true end
@@ -51,7 +51,7 @@ local function in_time(request, times)
   return false
 end
 
--- Whether a run with these changes fits. An error that has nothing to do with memory is raised.
+-- Whether a run with these changes fits. An error other than a shortage of memory is raised.
 local function fits(request, changes)
   local began = now()
   local result = trial.run(with(request, changes))
@@ -63,7 +63,7 @@ end
 
 local function up_to_page(n) return math.ceil(n / PAGE) * PAGE end
 
--- Budgets of a request with another one for a tier.
+-- The budgets of a request, with one tier changed.
 local function budgets_with(request, tier, nbytes)
   local budgets = {}
   for name, value in pairs(request.budgets or {}) do budgets[name] = value end
@@ -71,12 +71,12 @@ local function budgets_with(request, tier, nbytes)
   return budgets
 end
 
---- The least budget of a tier, with the other tiers as they are.
+--- The least budget of a tier, with unchanged budgets of the other tiers.
 ---@param request ps.planning.Request
 ---@param tier string "device" or "host"
 ---@param from integer bytes at which to begin: the budget, or a peak
 ---@return integer? bytes nil: none does
----@return boolean? bound the time was over: the least budget is at most so much
+---@return boolean? bound the time was used up: the least budget is at most this
 function search.least_budget(request, tier, from)
   local function ok(nbytes) return (fits(request, { budgets = budgets_with(request, tier, nbytes) })) end
   local high = up_to_page(math.max(from, PAGE))
@@ -96,12 +96,13 @@ function search.least_budget(request, tier, from)
     if below < PAGE then return high end
     if not in_time(request, 1) then return high, true end
     if not ok(below) then return high end
-    low, high = 0, below                     -- room does not grow with every budget: the search goes on below
+    low, high = 0, below                     -- room does not grow with every budget: the search continues below
   end
 end
 
--- The largest whole number up to `most` for which fn is true, where fn(n) is true for small ones; 0: for none. known: a
--- number and whether fn holds for it. The second result is true where the search ended before: at `most`, or by time.
+-- The largest integer up to `most` for which fn is true, if fn is true up to some number and false above; 0: none.
+-- known: a number and the value of fn for it. The second result is true if the search ended early: at `most`, or
+-- because time was used up.
 local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then
@@ -121,24 +122,24 @@ local function largest(request, fn, known, holds, most)
   return low
 end
 
---- The most rows of a micro-batch that fit; nil where the script's batch has no rows that can be counted.
+--- The largest number of rows per micro-batch that fits; nil if the rows of the script's batch cannot be counted.
 ---@param request ps.planning.Request
----@param result ps.planning.Result of the script as it is
+---@param result ps.planning.Result of the unchanged script
 ---@return integer?
----@return boolean? bound at least so many fit
+---@return boolean? bound at least this many fit
 function search.largest_batch(request, result)
   if not result.rows then return nil end
   return largest(request, function(rows) return (fits(request, { rows = rows })) end, result.rows, result.fits,
     MOST_ROWS)
 end
 
---- The most blocks that fit in the model's longest list of modules, and the parameters of that model; nil where the
---- model has no such list, or where the script's own does not fit.
+--- The largest number of blocks that fits in the model's longest list of modules, and the number of parameters of that
+--- model; nil if the model has no such list, or if the script's own model does not fit.
 ---@param request ps.planning.Request
----@param result ps.planning.Result of the script as it is
+---@param result ps.planning.Result of the unchanged script
 ---@return integer? blocks
 ---@return integer? parameters
----@return boolean? bound at least so many fit
+---@return boolean? bound at least this many fit
 function search.largest_model(request, result)
   if not result.blocks or not result.fits then return nil end
   local parameters = { [result.blocks] = result.parameters }
@@ -150,14 +151,14 @@ function search.largest_model(request, result)
   return blocks, parameters[blocks], bound
 end
 
--- Changes that may help a script which does not fit: what to say, and what to change.
+-- Changes that may make a script fit: a description, and the change.
 local CHANGES = {
   { "recompute = true in the configuration", { recompute = true } },
   { "a disk tier, memory.disk = { path = FOLDER }", { disk = true } },
   { "a disk tier and recompute = true", { disk = true, recompute = true } },
 }
 
---- What helps a script that does not fit, each tried: a list of texts.
+--- The changes that make a script fit, each tested by a run: a list of texts.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result
 ---@return string[]

@@ -1,32 +1,32 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The seconds of a step, by parts, from what a dry run counted and a machine's speeds. Of a machine that is not here
--- they are a range, between the least and the most of its speeds that are assumed to be reached (`efficiency` of its
--- table). Compute: of each op (ps_op_cost, as the dry run counted them, with what is computed again) the longer of its
--- operations and its bytes, and the updates; of a pipeline the simulated course of its stages, with what they send each
--- other, and the updates. What ranks with parts of the same layers send each other counts as compute, which waits for
--- it; `beside` has rows that travel beside products. Transfer: the bytes over each link. Communication: bytes of the
--- ranks along dp. The parts run side by side as far as the plan can; a step takes at least the longest part and at most
+-- The seconds of a step, by parts, from the counts of a dry run and a machine's speeds. For a simulated machine they
+-- are a range, between the lowest and the highest fraction of its speeds that is assumed to be reached (`efficiency` in
+-- its table). Compute: for each op (ps_op_cost as counted in the dry run, recomputation included) the longer of its
+-- operations and its bytes, plus the updates; for a pipeline the simulated step of its stages, with the messages
+-- between them, plus the updates. Messages between ranks that share layers count as compute, which waits for them;
+-- `beside` has rows that are exchanged during products. Transfer: the bytes over each link. Communication: the bytes of
+-- the ranks along dp. The parts overlap as far as the plan allows: a step takes at least the longest part and at most
 -- their sum.
 local course = require "ps.planning.course"
 
 local seconds = {}
 
--- {least, most} seconds of an amount at a speed that is reached by a share.
+-- {least, most} seconds of an amount at a speed, given the range of the fraction of it that is reached.
 local function range(amount, speed, efficiency)
   return { amount / (speed * efficiency[2]), amount / (speed * efficiency[1]) }
 end
 
 local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
-local UNKNOWN = { read = 1, write = 1 }              -- of a disk that the table lacks: a byte a second, to be seen
+local UNKNOWN = { read = 1, write = 1 }          -- for a disk without speeds: 1 byte per second, so that the gap shows
 
--- Ops that update parameters, and those whose rows may travel in pieces (src/tensor_parallel/linear.c).
+-- Ops that update parameters, and those whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
 local UPDATES = { adam_ = true, sgd_ = true }
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
-local ADAM_NBYTES = 28                               -- that Adam moves a parameter, at the rates of a table (rates.c)
+local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, for the rates of a table (rates.c)
 
--- Of the ops of a step: seconds of all but updates and those whose rows travel in pieces; operations; seconds of the
--- latter, and bytes of the updates. nil where the table lacks a speed.
+-- For the ops of a step: seconds of all except updates and those whose rows are exchanged in pieces; operations;
+-- seconds of the latter; and bytes of the updates. nil if the table lacks a speed.
 local function of_ops(t, result, list, pieces)
   local place, e = result.device == "cuda" and t.gpu or t.host, t.efficiency
   local sum, rows, flops, updates = ZERO, ZERO, 0, 0
@@ -43,8 +43,8 @@ local function of_ops(t, result, list, pieces)
   return sum, flops, rows, updates
 end
 
--- Seconds of the updates, which move so many bytes: a share of Adam's rate for what Adam moves. Where the plan splits
--- them, the longer of both places, which work side by side.
+-- Seconds of the updates, which move `nbytes` bytes, in proportion to Adam's rate and bytes. If the plan splits the
+-- updates, the longer of host and device, which work at the same time.
 local function of_updates(there, result, nbytes)
   local e = there.table.efficiency.memory
   local own = nbytes / ADAM_NBYTES
@@ -54,31 +54,31 @@ local function of_updates(there, result, nbytes)
   return { math.max(device[1], host[1]), math.max(device[2], host[2]) }
 end
 
--- Products of P seconds, beside which their rows travel X seconds in n pieces. The products of a piece begin when it
--- has come (or it leaves when they have ended), so n steps of P / n go through one place and n of X / n through the
--- other: the first piece passes both, X / n + P / n, and each further one takes the longer of the two. Together that is
--- max(P, X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait, which makes it less.)
+-- Products of P seconds whose rows are exchanged in X seconds, in n pieces. The products of a piece begin after it has
+-- arrived (or it leaves after they have ended). This is a pipeline of two stages with n steps of P / n and n of X / n:
+-- the first piece passes both, X / n + P / n, and each further one takes the longer of the two. Together that is max(P,
+-- X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait, which shortens this.)
 local function beside(P, X, n)
   local out = {}
   for i = 1, 2 do out[i] = math.max(P[i], X[i]) + math.min(P[i], X[i]) / n end
   return out
 end
 
--- The speed between ranks: where they are on several machines, that of the network; nil: the table lacks it.
+-- The speed between ranks: that of the network if they are on several machines; nil: the table lacks it.
 local function speed_between(t, apart)
   if apart then return t.network end
   return t.gpu and t.gpu.between or math.huge
 end
 
--- The ranks of an axis, tp fastest, then dp, then pp, lie on several machines.
+-- Whether the ranks of an axis are on several machines. Ranks count along tp first, then dp, then pp.
 local function apart(result, axis, here)
   local tp, dp, stages = result.tp or 1, result.world or 1, result.cut and result.cut.stages or 1
   if axis == "tp" then return tp > here end
   return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- Seconds of a rank's ops, with what it sends to those that have parts of the same layers; operations; seconds of its
--- updates. run: its ops, axes and pieces. nil: the table lacks a speed.
+-- Seconds of a rank's ops, with its messages to ranks that share its layers; operations; seconds of its updates. run:
+-- its ops, axes and pieces. nil: the table lacks a speed.
 local function of_rank(there, result, run, here)
   local t, pieces = there.table, run.pieces
   local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)
@@ -91,8 +91,8 @@ local function of_rank(there, result, run, here)
   return ops, flops, of_updates(there, result, updates)
 end
 
--- The compute of a pipeline: {least, most} seconds of the simulated course, with what its ranks send within layers and
--- the stages' updates, and bubbles.
+-- The compute of a pipeline: {least, most} seconds of the simulated step, with the messages within layers and the
+-- stages' updates, and the bubbles.
 local function of_stages(there, result, here)
   local t, cut, least, most, flops, updates = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
@@ -117,7 +117,7 @@ local function compute_of(there, result, here)
   return add(ops, updates), flops
 end
 
---- The seconds of a step of a result, as ranges; nil where the table lacks a speed of its device.
+--- The seconds of a step of a result, as ranges; nil if the table lacks a speed of its device.
 ---@param there ps.planning.Hardware
 ---@param result ps.planning.Result
 ---@param here integer ranks on one machine
@@ -141,10 +141,11 @@ function seconds.of(there, result, here)
   local step = { math.max(compute[1], transfer[1], communication[1]),
     compute[2] + transfer[2] + communication[2] }
   local function text(r) return ("%.3g to %.3g"):format(r[1], r[2]) end
-  local lines = { ("seconds a step: %s (compute %s, transfer %s%s, communication %s)"):format(text(step), text(compute),
+  local lines = { ("seconds per step: %s (compute %s, transfer %s%s, communication %s)"):format(
+    text(step), text(compute),
     text(transfer), slowest and (" over %s - %s"):format(slowest.upper, slowest.lower) or "", text(communication)),
-    ("  %.4g TFLOP a step and rank; of the table's speeds, %s: %d to %d %% of compute, %d to %d %% of memory, "
-      .. "%d to %d %% of links"):format(flops / 1e12, t.measured and "which were measured" or "it is assumed",
+    ("  %.4g TFLOP per step and rank; reached speeds, %s: %d to %d %% of compute, %d to %d %% of memory, "
+      .. "%d to %d %% of links"):format(flops / 1e12, t.measured and "measured" or "assumed",
       100 * e.compute[1], 100 * e.compute[2], 100 * e.memory[1], 100 * e.memory[2], 100 * e.links[1],
       100 * e.links[2]) }
   return { compute = compute, transfer = transfer, communication = communication, step = step, flops = flops,

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Dry runs of a script (planning/dry_run.lua), each in a process of its own, on the ranks that stand for all.
+-- Dry runs of a script (planning/dry_run.lua), each in its own process, for the ranks that represent all.
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
 local dry_run = require "ps.planning.dry_run"
@@ -7,7 +7,7 @@ local outside = require "ps.planning.outside"
 
 local trial = {}
 
-local AT_ONCE = 4                          -- dry runs side by side
+local AT_ONCE = 4                          -- dry runs at the same time
 
 ---@class ps.planning.Request
 ---@field script string path
@@ -15,69 +15,69 @@ local AT_ONCE = 4                          -- dry runs side by side
 ---@field machine {host_nbytes: integer, device_nbytes: integer} 0: this machine's; no GPU
 ---@field rates? table speeds of the machine (ps.Rates), by KEYS
 ---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
----@field rank? integer this rank of `ranks`, of which no other is here; nil: one process
+---@field rank? integer this rank of `ranks`, the others being simulated; nil: one process
 ---@field ranks? integer
 ---@field alone? string the option that plans one process instead
----@field kinds? integer[] the ranks that are run, one after the other; nil: those that stand for all (trial.run)
+---@field kinds? integer[] the ranks to run, one after the other; nil: those that represent all (trial.run)
 ---@field ranks_a_machine? integer
----@field recompute? boolean true: blocks of the model are computed again in backward
+---@field recompute? boolean true: backward recomputes the model's blocks
 ---@field disk? boolean true: there is a disk tier, with room for all
 ---@field rows? integer rows of each micro-batch, instead of the script's
 ---@field blocks? integer elements of the model's longest list of modules, instead of the script's
----@field seeks_owner? boolean a pipeline's run ends before its first step where another rank along dp owns more
----@field known? table what a run of another rank of the same mesh has found out (planning/known.lua)
+---@field seeks_owner? boolean a pipeline's run ends before its first step if another rank along dp owns more
+---@field known? table facts from a run of another rank of the same mesh (planning/known.lua)
 ---@field pages? ps.planning.Pages[] pages of files of this process (planning/pages.lua): the run performs its matrix
----  products, to learn what a process keeps of them (`kept`)
----@field quiet? boolean notes of the engine go nowhere
+---  products, to find the bytes that a process keeps of them (`kept`)
+---@field quiet? boolean discard the engine's notes
 
 ---@class ps.planning.Result
 ---@field fits boolean
 ---@field error? {message: string, name?: string, sub?: string, tier?: string, wanted?: number, left?: number}
 ---@field tiers? {name: string, budget: number, peak: number, other: number, when: string}[]
----@field links? {upper: string, lower: string, up: number, down: number}[] bytes a step, once steps repeat
+---@field links? {upper: string, lower: string, up: number, down: number}[] bytes per step, once steps repeat
 ---@field parameters? number
----@field model_parameters? number of all stages together, where the model is cut
+---@field model_parameters? number of all stages together, if the model is cut
 ---@field state_bytes? number of all chunks
 ---@field chunk_size? number elements
----@field budgets? table<string, number> of a run that failed: bytes by tier
----@field rows? number of a micro-batch
+---@field budgets? table<string, number> after a failed run: bytes by tier
+---@field rows? number rows of a micro-batch
 ---@field blocks? number
----@field ops? {name: string, flops: number, bytes: number}[] what the step's ops cost
----@field rss? number bytes of the dry run's process, at most
----@field kept? number bytes that a process of the run has besides these and its tiers; nil: it was not found out
----@field kept_s? number seconds that finding them out took
+---@field ops? {name: string, flops: number, bytes: number}[] costs of the step's ops
+---@field rss? number peak bytes of the dry run's process
+---@field kept? number other bytes of a process of the run, without these and its tiers; nil: unknown
+---@field kept_s? number seconds in which `kept` was measured
 ---@field plain? table<string, number> without an engine: peak bytes by device
----@field owned? number[] by rank along dp: parameters that it owns; nil where ranks share nothing out
+---@field owned? number[] by rank along dp: parameters that it owns; nil if ranks share nothing
 ---@field owner? integer the rank along dp, from 0, that owns most
 ---@field ended? boolean the run ended before its first step (seeks_owner)
----@field cut? ps.planning.Pipeline how the model is cut into stages
----@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; of several
----  ranks the most
----@field pieces? {count: integer, nbytes: number} of the bytes along tp those of rows that travel beside products, and
----  in how many pieces
----@field tp? integer ranks that have a part each of the same layers
----@field known? table what holds for all ranks of the mesh (planning/known.lua)
+---@field cut? ps.planning.Pipeline the cut of the model into stages
+---@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; with
+---  several ranks, the most
+---@field pieces? {count: integer, nbytes: number} of the bytes along tp, those of rows that are exchanged during
+---  products; and the number of pieces
+---@field tp? integer number of ranks that share the same layers
+---@field known? table facts that hold for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
----@field runs? ps.planning.Run[] what each of them takes
----@field notes? string[] what a real run would do otherwise
+---@field runs? ps.planning.Run[] the result of each of them
+---@field notes? string[] differences of a real run
 
 ---@class ps.planning.Pipeline
 ---@field stages integer
----@field stage integer of the rank that was run, from 0
+---@field stage integer stage of the rank that was run, from 0
 ---@field schedule string
----@field virtual_stages integer of each stage
+---@field virtual_stages integer per stage
 ---@field micro_batches integer
 ---@field performed? integer micro-batches that the engine's dry run performed; nil: no dry run has ended
 ---@field vstages {stage: integer, parts: integer, numel: number, forward: number, input: number, weight: number,
----  held: number, up: number, down: number}[] operations of a micro-batch, bytes that its forward leaves for backward,
----  bytes that go to the next virtual stage, and of gradients that come back
+---  held: number, up: number, down: number}[] operations of a micro-batch, bytes that its forward keeps for backward,
+---  bytes that are sent to the next virtual stage, and bytes of gradients that are sent back
 ---@field sent number bytes that this stage sends to others in a step
 
 ---@class ps.planning.Run
 ---@field rank integer
----@field stage? integer of a pipeline, from 0
+---@field stage? integer pipeline stage, from 0
 ---@field kind? "first"|"middle"|"before last"|"last"
----@field stands_for? integer[] the stages that take no more than this one
+---@field stands_for? integer[] the stages that need no more than this one
 ---@field tiers table[]
 ---@field links table[]
 ---@field axes table<string, number>
@@ -113,7 +113,7 @@ end
 local function of_rank(request, rank) return with(request, { rank = request.ranks and rank or nil }) end
 
 -- -- which ranks stand for all ----------------------------------------------------------------------------------------
--- A text that stages have alike which hold and compute the same.
+-- A text that is equal for stages that hold and compute the same.
 local function likeness(cut, stage)
   local parts = {}
   for _, row in ipairs(cut.vstages) do
@@ -129,8 +129,8 @@ local function kind_of(stage, stages)
   return stage == 0 and "first" or stage == stages - 1 and "last" or stage == stages - 2 and "before last" or "middle"
 end
 
--- The stages that are run: the first, the one before the last, the last, and of middle ones that hold and compute the
--- same the one which has the most activations at once.
+-- The stages to run: the first, the one before the last, the last, and, of middle stages that hold and compute the
+-- same, the one with the most activations.
 local function stages_of(cut)
   local held, list, middle = course.held(cut), {}, {}
   for stage = 0, cut.stages - 1 do
@@ -148,8 +148,8 @@ local function stages_of(cut)
   return list
 end
 
--- The ranks along dp that stand for all: the first, and of each number of parameters that ranks own the first one. Of
--- the ranks along tp, whose parts of layers have the same sizes, the first stands for all.
+-- The ranks along dp that represent all: the first, and the first one for each number of parameters that ranks own. The
+-- first rank along tp represents the others, whose parts of layers have the same sizes.
 local function owners(result)
   local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
@@ -171,7 +171,7 @@ local function note(runs, rank, result, about)
   runs[#runs + 1] = run
 end
 
--- One result for several ranks: of each tier the highest peak, of each link and axis the most bytes.
+-- Merges the results of several ranks: the highest peak of each tier, the most bytes of each link and axis.
 local function joined(first, runs)
   local out, kept = {}, 0
   for key, value in pairs(first) do if key ~= "known" then out[key] = value end end
@@ -197,7 +197,7 @@ local function joined(first, runs)
   return out
 end
 
--- Runs ranks, a few side by side. Gives their results by rank; those in `done` are not run again.
+-- Runs ranks, a few at the same time. Returns their results by rank; those in `done` are not run again.
 local function run_ranks(request, ranks, done)
   local running, first = {}, 1
   local function finish_one()
@@ -212,7 +212,7 @@ local function run_ranks(request, ranks, done)
   return done
 end
 
--- Of ranks that were run: the result of the first that failed, else all of them as one.
+-- The result of several runs: that of the first that failed, else all of them merged.
 local function one_of(ranks, done, about)
   local runs = {}
   for i, rank in ipairs(ranks) do
@@ -222,8 +222,8 @@ local function one_of(ranks, done, about)
   return joined(done[ranks[1]], runs)
 end
 
--- The ranks of a pipeline that stand for all. Which rank owns most of a stage is known when the stage has been laid out
--- on one; until then it is the one which owns most of the first stage.
+-- The ranks of a pipeline that represent all. The rank that owns the most of a stage is known after the stage has its
+-- layout on one rank; until then it is the one that owns the most of the first stage.
 local function run_stages(request, first)
   local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
   if not first.ended then done[0] = first end
@@ -237,13 +237,13 @@ local function run_stages(request, first)
     ranks[i] = number(list[i].stage, done[rank].owner)
   end
   local result = one_of(ranks, run_ranks(request, ranks, done), list)
-  result.notes = first.notes                                -- later runs know where the first one cut the model
+  result.notes = first.notes                                -- later runs use the cut of the first one
   return result
 end
 
---- Runs a script dry; with `ranks`, once for each rank that stands for others, of which all must fit: of each number of
---- parameters that ranks own the first one; of a pipeline the first stage, the one before the last, the last, and of
---- middle stages that are alike the one with the most activations. `kinds` of the request says others.
+--- Runs a script dry. With `ranks`, runs each rank that represents others, and all must fit: the first one for each
+--- number of parameters that ranks own; in a pipeline the first stage, the one before the last, the last, and, of equal
+--- middle stages, the one with the most activations. `kinds` of the request overrides this choice.
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
 function trial.run(request)
@@ -255,7 +255,7 @@ function trial.run(request)
   return one_of(ranks, run_ranks(request, ranks, { [0] = first }))
 end
 
---- Whether a run failed for want of memory: then other budgets, rows or blocks may do.
+--- Whether a run failed for lack of memory: then other budgets, rows or blocks may work.
 ---@param result ps.planning.Result
 ---@return boolean
 function trial.is_short(result)
