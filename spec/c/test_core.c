@@ -386,9 +386,9 @@ static void test_lent(void)
     OK(ps_tensor_new(ctx, PS_F32, meta, 1, (int64_t[]){ 4 }, &later));
     for (int i = 0; i <= BIG; i++) lent[i] = 2;
     FAILS(ps_tensor_borrow(t, NULL, lent, 0, BIG * 4), PS_EINVAL, "lender");
-    FAILS(ps_tensor_borrow(t, lend, lent, 0, BIG * 4 - 4), PS_EINVAL, "bytes given");
+    FAILS(ps_tensor_borrow(t, lend, lent, 0, BIG * 4 - 4), PS_EINVAL, "bytes were passed");
     FAILS(ps_tensor_borrow(t, lend, lent, -1, BIG * 4), PS_ERANGE, "nothing is lent");
-    FAILS(ps_tensor_borrow(t, lend, lent, 2, BIG * 4), PS_EUNSUP, "a multiple of an element's size");
+    FAILS(ps_tensor_borrow(t, lend, lent, 2, BIG * 4), PS_EUNSUP, "not a multiple of the element size");
     FAILS(ps_tensor_borrow(part, lend, lent, 0, 16), PS_EUNSUP, "a part of another tensor");
     FAILS(ps_tensor_borrow(later, lend, lent, 0, 16), PS_EUNSUP, "");
     ps_test_fail_alloc(0, 1);

@@ -284,7 +284,7 @@ static void test_random_costs(void)
         link.depth = 1 + (int)rnd(3);
         int rc = ps_pipe_simulate(t, costs, &link, &narrow, NULL, NULL);
         if (rc == 0) sound(t, narrow.makespan >= times.makespan, "makespan by narrow links", narrow.makespan);
-        else FAILS(rc, PS_EINVAL, "wait in a circle: rank ");
+        else FAILS(rc, PS_EINVAL, "wait for each other in a cycle: rank ");
         link.depth = m * v;
         OK(ps_pipe_simulate(t, costs, &link, &narrow, NULL, NULL));
         sound(t, narrow.makespan == times.makespan, "makespan by wide links", narrow.makespan);
@@ -378,7 +378,7 @@ static void test_refusals(void)
 {
     static const struct { int schedule, p, v, m; const char *word; } sizes[] = {
         { PS_PIPE_GPIPE, 0, 1, 1, "0 stages" }, { PS_PIPE_GPIPE, 1, 1, 0, "0 micro-batches" },
-        { PS_PIPE_1F1B, 4, 2, 8, "1 virtual stage a rank, and 2" }, { PS_PIPE_ZB_V, 4, 1, 8, "2 virtual stages a" },
+        { PS_PIPE_1F1B, 4, 2, 8, "1 virtual stage per rank, not 2" }, { PS_PIPE_ZB_V, 4, 1, 8, "2 virtual stages per" },
         { PS_PIPE_INTERLEAVED, 4, 0, 8, "0 virtual stages" }, { PS_PIPE_INTERLEAVED, 65536, 65536, 1, "4294967296" },
         { PS_PIPE_GPIPE, 1024, 1, 1 << 20, "1024 virtual stages and 1048576" }, { 17, 4, 1, 8, "schedule 17" } };
     static const struct { const char *text; int code; const char *word; } texts[] = {

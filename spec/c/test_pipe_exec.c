@@ -544,7 +544,7 @@ static void test_faults(void)
     CHECK(ranks[3].rc == PS_ESTATE);
     for (int i = 0; i < 4; i++)
         CHECK(ranks[i].rc < 0 && strstr(ranks[i].error, "the pipeline's row has W of virtual stage 3, micro-batch 0, "
-                                                        "and its step expects another action"));
+                                                        "but its step expects another action"));
     ps_pipe_table_free(apart);
     prepare(t, NULL, NULL);
     ranks[2].t = other;                             /* its messages come in the order of its own table */
@@ -617,8 +617,8 @@ static void test_misuse(void)
     FAILS(ps_pipe_expect(x, 2, 0, 1, &carry), PS_ERANGE, "virtual stage 2");
     FAILS(ps_pipe_expect(x, 0, 0, PS_PIPE_CARRY + 1, &carry), PS_EINVAL, "at most 16");
     FAILS(ps_pipe_measured(x, &times, &spans_), PS_ESTATE, "no virtual clock");
-    FAILS(ps_pipe_repeat(x, 1, 3), PS_EINVAL, "the first 3 and the last do their own");
-    FAILS(ps_pipe_repeat(x, 3, 1 << 20), PS_EINVAL, "the first 3 and the last do their own");
+    FAILS(ps_pipe_repeat(x, 1, 3), PS_EINVAL, "the first 3 and the last must be performed");
+    FAILS(ps_pipe_repeat(x, 3, 1 << 20), PS_EINVAL, "the first 3 and the last must be performed");
     OK(ps_pipe_repeat(x, 0, 0));
     CHECK(!ps_pipe_differed(x));
     OK(ps_pipe_expect(x, 0, 0, 1, &carry));
@@ -636,13 +636,13 @@ static void test_misuse(void)
         FAILS(ps_pipe_repeat(x, 0, 0), PS_ESTATE, "under way");
         OK(ps_pipe_next(x, &e));
         FAILS(ps_pipe_next(x, &e), PS_ESTATE, "not done");
-        if (round == 0) FAILS(ps_pipe_done(x, 0, NULL), PS_EINVAL, "virtual stage 0 gave 0 tensors");
-        if (round == 1) FAILS(ps_pipe_done(x, 1, &small), PS_EINVAL, "another type, device or shape");
+        if (round == 0) FAILS(ps_pipe_done(x, 0, NULL), PS_EINVAL, "virtual stage 0 returned 0 tensors");
+        if (round == 1) FAILS(ps_pipe_done(x, 1, &small), PS_EINVAL, "another dtype, device or shape");
         if (round < 2) FAILS(ps_pipe_next(x, &e), PS_ESTATE, "failed");
         else {
             OK(ps_pipe_done(x, 1, &given));
             OK(ps_pipe_next(x, &e));
-            FAILS(ps_pipe_done(x, 1, &given), PS_EINVAL, "has 32 numbers, not one");
+            FAILS(ps_pipe_done(x, 1, &given), PS_EINVAL, "has 32 elements; it must have one");
         }
         ps_pipe_abort(x, NULL);
     }

@@ -162,7 +162,7 @@ for _, size in ipairs { 1, 2 } do
           near(0.1458, nn.clip_grad_norm(a, 0.1), name .. ": a", off or 5e-5)
           near(0.3504, nn.clip_grad_norm(b:parameters(), 0.2), name .. ": b", off or 5e-5)
           near(0.2236, nn.clip_grad_norm(model:parameters(), math.huge), name .. ": clipped", off or 5e-5)
-          fails(function() nn.clip_grad_norm({ b.bias }, 1) end, "b.bias", "once a step")
+          fails(function() nn.clip_grad_norm({ b.bias }, 1) end, "b.bias", "once per step")
           optimizer:step()
           model:close()
         end)

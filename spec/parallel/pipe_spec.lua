@@ -53,7 +53,7 @@ describe("ps.pipe", function()
     fails(function() pipe_table.table { schedule = "dualpipe", stages = 4, micro_batches = 8 } end,
       "no schedule 'dualpipe'; there are gpipe")
     fails(function() pipe_table.table { schedule = "1f1b", stages = 4, virtual_stages = 2, micro_batches = 8 } end,
-      "1 virtual stage a rank, and 2 are asked for")
+      "1 virtual stage per rank, not 2")
     fails(function() pipe_table.read("0F0,0X0", "mine.csv") end, "mine.csv, line 1, cell 2: '0X0'")
     fails(function() t():row(4) end, "there is no rank 4")
     fails(function() t():simulate({ forwrad = 1 }) end, "did you mean 'forward'")
@@ -93,8 +93,8 @@ describe("tools/pipeline.lua", function()
   it("refuses what it cannot do, in one line", function()
     local text, code = tool "--stages 4 --micro-batches 8 --schedule zb_v --virtual-stages 3"
     assert.equal("1", code)
-    assert.equal("pipeline.lua: schedule zb_v has 2 virtual stages a rank, and 3 are asked for; interleaved and "
-      .. "looped_bfs take any number\n", text)
+    assert.equal("pipeline.lua: schedule zb_v has 2 virtual stages per rank, not 3; interleaved and "
+      .. "looped_bfs allow any number\n", text)
     assert.truthy(tool("--stages 4 --schedule gpipe"):find("give --schedule, --stages and --micro-batches", 1, true))
     assert.truthy(tool("--read /"):find("/: Is a directory", 1, true))
     assert.truthy(tool("--read x.csv --stages 3"):find("--stages has no place beside it", 1, true))

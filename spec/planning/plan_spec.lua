@@ -356,7 +356,7 @@ describe("a dry run", function()
     refused([[
 local ps = require "ps"
 local t = ps.ones({ 2 }) * 3
-print(t:sum():item())]], "bad.lua:3: a value was asked for before the end of the first optimizer:step()")
+print(t:sum():item())]], "bad.lua:3: a value was read before the end of the first optimizer:step()")
   end)
 
   it("lets a script read what it wrote itself", function()

@@ -579,7 +579,7 @@ describe("what a folder says of generation", function()
     end)
     for words, options in pairs { ["eos_token_id is 256"] = { eos_token_id = 256 }, ["top_p is 0"] = { top_p = 0 },
       ["temperature is -1"] = { temperature = -1 }, ["num_beams is 0"] = { num_beams = 0 },
-      ["num_return_sequences is 3, of 2 beams"] = { num_beams = 2, num_return_sequences = 3 },
+      ["num_return_sequences is 3, but there are 2 beams"] = { num_beams = 2, num_return_sequences = 3 },
       ["length_penalty is nan"] = { num_beams = 2, length_penalty = 0 / 0 },
       ["on_token and on_text"] = { num_beams = 2, on_token = print }, ["min_p is 2"] = { min_p = 2 },
       ["but do_sample is false"] = { do_sample = false, temperature = 1 } } do

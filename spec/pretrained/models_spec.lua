@@ -123,7 +123,7 @@ describe("models by model_type", function()
       { { hidden_act = "mish" }, "refused: hidden_act = mish" }, { { problem_type = "ranking" }, "problem_type" },
       { { num_attention_heads = 3 }, "num_attention_heads = 3 does not divide hidden_size = 32" },
       { { num_hidden_layers = 1e8 }, "num_hidden_layers is 100000000, but the files have weights of 2 layers" },
-      { { type_vocab_size = 7 }, "type_vocab_size is 7, and bert.embeddings.token_type_embeddings.weight in the" },
+      { { type_vocab_size = 7 }, "type_vocab_size is 7, but bert.embeddings.token_type_embeddings.weight in the" },
       { { id2label = { ["0"] = "a" }, num_labels = 2 }, "num_labels = 2: id2label has 1" },
       { { pad_token_id = 256 }, "pad_token_id = 256: the vocabulary has 256 words" },
     } do
@@ -233,7 +233,8 @@ describe("a folder's weights", function()
     same_state(base, ps.from_pretrained(path "base"))
     ps.no_grad(function() old["cls.predictions.decoder.weight"]:fill_(1) end)
     ps.safetensors.save(path "old/model.safetensors", old)
-    fails({ "cls.predictions.decoder.weight is not bert.embeddings.word_embeddings.weight", "tie_word_embeddings" },
+    fails({ "cls.predictions.decoder.weight differs from bert.embeddings.word_embeddings.weight",
+      "tie_word_embeddings" },
       function() ps.from_pretrained(path "old") end)
     change("old", { tie_word_embeddings = false })
     local untied = ps.from_pretrained(path "old", QUIET)
@@ -289,7 +290,7 @@ describe("a folder's weights", function()
     for file in lfs.dir(path "several") do if file:find "^model%-" then left = left + 1 end end
     assert.truthy(left < n, left)
     same_state(model, ps.from_pretrained(path "several"))
-    fails({ 'max_shard_size is 5 GB?; it is a number of bytes, or like "5GB"' },
+    fails({ 'max_shard_size is 5 GB?; it must be a number of bytes, or a size such as "5GB"' },
       function() back:save_pretrained(path "several", { max_shard_size = "5 GB?" }) end)
     for _, name in ipairs { "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin",
       "pytorch_model_tp_0_pp_0.bin", "placement.json" } do check.write(path("several/" .. name), "{}") end
@@ -319,7 +320,7 @@ describe("a model whose layers were replaced", function()
     replaced(function(model)
       model.score = ps.nn.Linear(32, 5, { bias = false })
     end, "score.weight is [5, 32], not [3, 32]")
-    replaced(function(model) model.score = ps.nn.Linear(32, 3) end, "in addition 1 tensor (score.bias)")
+    replaced(function(model) model.score = ps.nn.Linear(32, 3) end, "additionally has 1 tensor (score.bias)")
     replaced(function(model)
       local attn = model.transformer.h[1].attn
       attn.c_proj = ps.nn.Sequential(attn.c_proj, ps.nn.Linear(32, 32))

@@ -175,7 +175,7 @@ describe("GPT-2's settings", function()
       { { is_causal = false }, "refused: is_causal = false: attention to later positions is not supported" },
       { { is_causal = json.null }, "refused: is_causal = false" },
       { { transformers_weights = "x.safetensors" }, "refused: transformers_weights = x.safetensors: weights are read" },
-      { { per_layer_config = { ["0"] = { n_head = 2 } } }, "refused: per_layer_config = {...}: a model of layers" },
+      { { per_layer_config = { ["0"] = { n_head = 2 } } }, "refused: per_layer_config = {...}: a model whose layers" },
       { { compression_config = { bits = 4 } }, "refused: compression_config" },
       { { architectures = "GPT2Model" }, "refused: architectures = GPT2Model: it is a list of names of classes" },
       { { architectures = { 5 } }, "refused: architectures = 5" },
@@ -365,7 +365,7 @@ describe("GPT-2's files", function()
       assert.is_nil(loaded.lm_head)
       ps.no_grad(function() state["lm_head.weight"][{ 60, 47 }] = 0.25 end)
       ps.save(state, at .. "/" .. name)
-      fails({ name, "lm_head.weight is not transformer.wte.weight", "tie_word_embeddings = false" },
+      fails({ name, "lm_head.weight differs from transformer.wte.weight", "tie_word_embeddings = false" },
         function() gpt2.from_pretrained(at) end)
     end
     state["transformer.wte.weight"] = nil                  -- the head alone is the table, too
@@ -394,7 +394,7 @@ describe("GPT-2's files", function()
     local model = model_of { tie_word_embeddings = false, n_inner = 96 }
     for _, case in ipairs {
       { { n_layer = 1e9 }, "n_layer is 1000000000, but the files have weights of 3 layers" },
-      { { n_layer = 4 }, "n_layer is 4, and" },
+      { { n_layer = 4 }, "n_layer is 4, but" },
       { { vocab_size = 1e9 }, "vocab_size is 1000000000, and transformer.wte.weight in the files is [61, 48]" },
       { { n_positions = 38 }, "n_positions is 38, and transformer.wpe.weight in the files is [37, 48]" },
       { { n_embd = 3e6 }, "n_embd is 3000000, and transformer.wte.weight in the files is [61, 48]" },

@@ -47,29 +47,29 @@ struct ps_pipe {
     int32_t n_local;
     slot *slots;                    /* [n_local x micro_batches] */
     expected *expected;             /* [vstages x micro_batches] */
-    pipe_note *losses;              /* [micro_batches] losses that came, or were made here; ps_pipe_weigh's and
-                                     * ps_pipe_score's numbers come with them */
-    double *weights;                /* [micro_batches] of ps_pipe_mark */
+    pipe_note *losses;              /* [micro_batches] losses that arrived, or were computed here; ps_pipe_weigh's and
+                                     * ps_pipe_score's numbers arrive with them */
+    double *weights;                /* [micro_batches] weights from ps_pipe_mark */
     void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
     void **sends;                   /* [n_sends] under way */
     int32_t n_sends, sends_capacity;
-    incoming *posted;               /* [n_posted] receives of the actions that come next, in the row's order; those
-                                     * before `first_posted` are over */
+    incoming *posted;               /* [n_posted] receives of the next actions, in the order of the row; those before
+                                     * `first_posted` are done */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry, tells;
-    int32_t first_again, end_again; /* in dry rows these micro-batches do again what the one before them did */
+    int32_t first_again, end_again; /* in dry rows these micro-batches repeat the one before them */
     bool differed;                  /* the last dry row found that they cannot */
-    ps_step *step;                  /* that the row's actions are of; NULL: all of them are the caller's */
+    ps_step *step;                  /* the step of the row's actions; NULL: the caller performs all of them */
     ps_action_how last;             /* settings of the last BACKWARD or WEIGHT of each virtual stage */
     ps_update_group *groups;        /* [last.n_groups] or NULL */
     int32_t groups_capacity;
-    int32_t event;                  /* kind of the event that was handed out and is not done; NONE: there is none */
-    bool told;                      /* the action that is due was an event before it is performed */
-    bool stopped;                   /* the walk of the action that is due stopped at a segment */
+    int32_t event;                  /* kind of the event that was returned and is not done; NONE: there is none */
+    bool told;                      /* the due action was returned as an event before it is performed */
+    bool stopped;                   /* the walk of the due action stopped at a segment */
     bool broken;                    /* the step failed */
-    double seconds;                 /* that the step's actions took here since the last event */
-    int32_t cursor;                 /* place of the action that is due, or under way */
-    int32_t ahead;                  /* receives before this place are posted */
+    double seconds;                 /* seconds that the step's actions took here since the last event */
+    int32_t cursor;                 /* index of the action that is due, or under way */
+    int32_t ahead;                  /* receives before this index are posted */
     bool has_clock;                 /* the virtual clock is on */
     ps_pipe_cost *costs;            /* [vstages] */
     ps_pipe_link link;
@@ -108,7 +108,7 @@ static int part_of(int kind)
 
 static bool noting(const ps_pipe *x) { return x->dry && x->step; }
 
-/* The micro-batch does again what an earlier one did. */
+/* Whether the micro-batch repeats an earlier one. */
 static bool is_again(const ps_pipe *x, const ps_action *a)
 {
     return noting(x) && a->micro >= x->first_again && a->micro < x->end_again && a->kind != PS_ACT_YIELD &&
@@ -143,8 +143,8 @@ int ps_pipe_repeat(ps_pipe *x, int first, int end)
 {
     if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
     if (first != end && (first < PS_PIPE_PERFORMED || end < first || end >= x->t->spec.micro_batches))
-        return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot do again what earlier ones did: the first %d "
-                       "and the last do their own", first, end - 1, x->t->spec.micro_batches, PS_PIPE_PERFORMED);
+        return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot repeat earlier ones: the first %d "
+                       "and the last must be performed", first, end - 1, x->t->spec.micro_batches, PS_PIPE_PERFORMED);
     x->first_again = first, x->end_again = end;
     x->differed = false;
     return 0;
@@ -173,8 +173,8 @@ static void let_out_go(slot *s)
     let_go(&s->out);
 }
 
-/* Backward begins at `out`, but reads none of its bytes. They go, unless the tape needs them, when they have been sent:
- * a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
+/* Backward begins at `out`, but reads none of its bytes. They are freed after the send, unless the tape needs them:
+ * otherwise a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -197,7 +197,7 @@ static void let_slot_go(slot *s)
     s->bounded = false;
 }
 
-/* Adds a tensor to a bundle, and takes over the caller's reference, on failure, too. */
+/* Adds a tensor to a bundle. Takes over the caller's reference, even on failure. */
 static int put(bundle *b, ps_tensor *t)
 {
     int rc = ps_tensor_check_alive(t);
@@ -289,7 +289,8 @@ int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tenso
         return ps_fail(PS_ERANGE, "there is no virtual stage %d, micro-batch %d in a table of %d and %d", vstage, micro,
                        x->t->spec.vstages, x->t->spec.micro_batches);
     if (n < 0 || n > PS_PIPE_CARRY)
-        return ps_fail(PS_EINVAL, "virtual stage %d gives %d tensors to the next one; at most %d", vstage, n,
+        return ps_fail(PS_EINVAL, "virtual stage %d passes %d tensors to the next one; at most %d are "
+                                  "allowed", vstage, n,
                        PS_PIPE_CARRY);
     if (n > 0 && !(copy = ps_alloc((size_t)n * sizeof *copy))) return ps_fail_nomem((size_t)n * sizeof *copy);
     if (n > 0) memcpy(copy, carry, (size_t)n * sizeof *copy);
@@ -325,7 +326,7 @@ int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_sp
     return 0;
 }
 
-/* The time, by the virtual clock, at which a message arrives that is sent now. */
+/* The time, by the virtual clock, at which a message arrives if it is sent now. */
 static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
 {
     double *free = &x->free[direction][pipe_link(x->t, from, to)];
@@ -344,8 +345,7 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* The tensors of a transfer, as numbers in `carried`: on the way up all that one virtual stage gives to the next, on
- * the way down those that get gradients back. */
+/* The tensors of a transfer, as numbers in `carried`: in forward all that one virtual stage passes to the next, in backward those that get gradients back. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -354,7 +354,7 @@ static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[
     return n;
 }
 
-/* Both ends name a message by the forward or backward that made it. */
+/* Both ends identify a message by the forward or backward that made it. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -371,14 +371,14 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* The device on which a message with a tensor of `device` comes and goes. */
+/* The device between which and the wire a message with a tensor of `device` is copied. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
     return w->carries && w->carries(x->channel, device) ? device : x->host;
 }
 
-/* Whether messages between devices have failed; all: waits until they have arrived. */
+/* Checks whether messages between devices have failed; all: waits until they have arrived. */
 static int settle(ps_pipe *x, bool all)
 {
     if (x->dry || !x->channel->table->settle) return 0;
@@ -389,8 +389,8 @@ static int settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Its tensor is made now, so that the bytes have a place when they come. what NULL: a message without
- * a tensor. */
+/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. what NULL: a message without a
+ * tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
     incoming in = { NULL, NULL };
@@ -400,7 +400,7 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         int device = x->dry ? what->device : meeting_place(x, what->device);
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
-        ps_replay_scripted(made->storage, noting(x) && lane == PIPE_LANE_UP);     /* scripts see no gradients */
+        ps_replay_scripted(made->storage, noting(x) && lane == PIPE_LANE_UP);     /* scripts do not see gradients */
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }
@@ -441,7 +441,7 @@ static int post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* The place of the next computing action (pipe_is_compute) after the one that is due. */
+/* The index of the next computing action (pipe_is_compute) after the one that is due. */
 static int32_t next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -449,7 +449,7 @@ static int32_t next_work(const ps_pipe *x)
     return at;
 }
 
-/* Waits until a message has come or gone. */
+/* Waits until a message has been received or sent. */
 static int wait_for(ps_pipe *x, void *request, pipe_note *note)
 {
     int64_t began = ps_record_begin();
@@ -458,7 +458,7 @@ static int wait_for(ps_pipe *x, void *request, pipe_note *note)
     return rc;
 }
 
-/* Waits for the receive that was posted first, and puts its tensor, on `device`, into `to`. */
+/* Waits for the receive that was posted first, and adds its tensor, on `device`, to `to`. */
 static int take_one(ps_pipe *x, int device, bundle *to)
 {
     incoming in = x->posted[x->first_posted++];
@@ -491,7 +491,8 @@ static int receive(ps_pipe *x, const ps_action *a)
     return leave(x);
 }
 
-/* Begins a send. Earlier sends that have gone are waited for here, the others at the end of the step at the latest. */
+/* Begins a send. Waits here for earlier sends that have finished; the others are waited for at the end of the step at
+ * the latest. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -529,7 +530,7 @@ static int send(ps_pipe *x, const ps_action *a)
     PS_TRY(rc);
     if (is_again(x, a)) return again(x, a, part_of(a->kind));
     enter(x, a, part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds what it sends until it has gone */
+    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they are sent */
     else let_go(from);
     return leave(x);
 }
@@ -540,10 +541,10 @@ static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
     return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
 }
 
-/* The rank that makes the losses. */
+/* The rank that computes the losses. */
 static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
 
-/* Posts the receives of all losses at the beginning of the step, in the order in which the losses are made. */
+/* Posts the receives of all losses at the beginning of the step, in the order in which the losses are computed. */
 static int post_losses(ps_pipe *x)
 {
     const pipe_row *row = &x->t->rows[loser(x)];
@@ -560,7 +561,7 @@ static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
 {
     if (x->dry || !out->n || !ps_tensor_has_data(out->t[0])) return x->losses[micro].loss = 0, 0;
     if (out->t[0]->numel_ != 1)
-        return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld numbers, not one", micro,
+        return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld elements; it must have one", micro,
                        (long long)out->t[0]->numel_);
     ps_tensor *moved = NULL;
     int rc = out->t[0]->device_ != x->host ? to_device(x->ctx, out->t[0], x->host, &moved) : 0;
@@ -661,8 +662,8 @@ int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
     return 0;
 }
 
-/* Turns the tensors that came into a boundary, from which the tape records. Nothing is done where no gradient of them
- * goes back. */
+/* Makes a boundary of the received tensors, from which the tape records. Does nothing if no gradient of them is sent
+ * back. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -681,14 +682,14 @@ static int bound(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* This rank comes to an action. */
+/* Tells the watch that this rank begins an action. */
 static void tell(ps_pipe *x, const ps_action *a)
 {
     pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
     if (!x->dry) x->channel->table->at(x->channel, &tag);
 }
 
-/* Hands an event of this kind out, with the virtual stage and micro-batch of the action that is due. */
+/* Returns an event of this kind, with the virtual stage and micro-batch of the due action. */
 static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
 {
     const ps_action *a = due(x);
@@ -696,7 +697,7 @@ static ps_pipe_event hand_out(ps_pipe *x, int32_t kind)
     return (ps_pipe_event){ .kind = kind, .vstage = a->vstage, .local = x->t->local_of[a->vstage], .micro = a->micro };
 }
 
-/* Begins an action that is the caller's. */
+/* Begins an action that the caller performs. */
 static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     ps_pipe_event e = hand_out(x, a->kind);
@@ -722,7 +723,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(wait_for(x, x->sends[--x->n_sends], NULL));
-    PS_TRY(settle(x, true));                                 /* an update must not use what did not come */
+    PS_TRY(settle(x, true));                                 /* an update must not use missing messages */
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
@@ -731,7 +732,7 @@ static int finish(ps_pipe *x, ps_pipe_event *out)
     return 0;
 }
 
-/* The action under way is over. */
+/* Ends the action under way. */
 static void go_past(ps_pipe *x, const ps_action *a)
 {
     double begin = x->clock;
@@ -745,13 +746,14 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 {
     const ps_action *now = &ps_step_look(x->step)->due;
     if (now->kind == a->kind && now->vstage == x->t->local_of[a->vstage] && now->micro == a->micro) return 0;
-    return ps_fail(PS_ESTATE, "the pipeline's row has %s of virtual stage %d, micro-batch %d, and its step expects "
+    return ps_fail(PS_ESTATE, "the pipeline's row has %s of virtual stage %d, micro-batch %d, but its step expects "
                    "another action", pipe_kind_text(a->kind), a->vstage, a->micro);
 }
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* Gradients come to the virtual stage, or begin in it. None do below the first one that has something to train. */
+/* Whether gradients arrive at the virtual stage, or begin in it. None do before the first one that has something to
+ * train. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
     if (a->vstage == x->t->spec.vstages - 1) return true;
@@ -760,7 +762,8 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from what a virtual stage gave, with the gradients that came back. 1: it stopped at a segment. */
+/* Walks backward from the outputs of a virtual stage, with the gradients that were received. 1: it stopped at a
+ * segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     ps_tensor *roots[PS_PIPE_CARRY];
@@ -769,17 +772,17 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     if (!gets_gradients(x, a)) return 0;
     if (a->vstage == x->t->spec.vstages - 1) {
         ps_tensor *root = s->root ? s->root : s->out.n ? s->out.t[0] : NULL;
-        if (!root) return ps_fail(PS_EINVAL, "the last virtual stage goes backward without a loss");
+        if (!root) return ps_fail(PS_EINVAL, "the last virtual stage has no loss for its backward");
         return ps_backward_begin_n(x->ctx, 1, &root, NULL, segment);
     }
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    let_go(&s->out_grad);                                   /* only the walk has them now, so it may add in place */
+    let_go(&s->out_grad);                                   /* only the walk holds them now, so it may add in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* Takes the gradients of `in` from the boundary and frees the rest of the slot. Where the virtual stage before is on
+/* Takes the gradients of `in` from the boundary and frees the rest of the slot. If the previous virtual stage is on
  * this rank, it gets the gradients here. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
@@ -793,7 +796,8 @@ static int back_done(ps_pipe *x, const ps_action *a)
         for (int32_t i = 0; i < s->in.n; i++) {
             if (rc == 0 && e->carry[i].grad && grads[i]) rc = put(&taken, grads[i]);
             else if (rc == 0 && e->carry[i].grad)
-                rc = ps_fail(PS_EINVAL, "no gradient came for tensor %d that virtual stage %d got for micro-batch %d",
+                rc = ps_fail(PS_EINVAL, "no gradient was computed for tensor %d that virtual stage %d received "
+                                        "for micro-batch %d",
                              i, a->vstage, a->micro);
             else ps_tensor_release(grads[i]);
         }
@@ -816,7 +820,7 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Does what another micro-batch did in the step's action under way. An error leaves that under way. */
+/* Repeats the effects of another micro-batch for the step's action under way. An error leaves that action under way. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(again(x, a, part_of(a->kind)));
@@ -830,8 +834,8 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. 1: its walk stopped for the caller, and goes on here. An error leaves the step's
- * action under way, as one of ps_step_done. */
+/* Performs an action of the step. 1: its walk stopped for the caller, and continues here later. After an error the step's
+ * action is under way, as after one of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -851,13 +855,13 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     return notes ? leave(x) : 0;
 }
 
-/* The action is one of the step that the executor performs. */
+/* Whether the action is one of the step's that the executor performs. */
 static bool is_own(const ps_pipe *x, int kind)
 {
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* Whether Lua has to do something before the action is performed: it is an event then. */
+/* Whether Lua has work before the action is performed. The action is then an event. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -865,7 +869,8 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Comes to an action of the step. 1: it is an event: one that is told, or the node at which its walk stopped. */
+/* Begins an action of the step. 1: it is an event: an action with work for Lua, or the node at which its walk
+ * stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;
@@ -908,7 +913,7 @@ static int go_on(ps_pipe *x, ps_pipe_event *out)
 int ps_pipe_next(ps_pipe *x, ps_pipe_event *out)
 {
     if (!x->open) return ps_fail(PS_ESTATE, "no step of the pipeline is under way");
-    if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
+    if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be abandoned");
     if (x->event != PS_ACT_NONE) return ps_fail(PS_ESTATE, "the pipeline's action under way is not done");
     int32_t from = x->cursor;
     x->seconds = 0;
@@ -925,23 +930,24 @@ int ps_pipe_next(ps_pipe *x, ps_pipe_event *out)
 static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *const *out)
 {
     if (n != e->n)
-        return ps_fail(PS_EINVAL, "virtual stage %d gave %d tensors for micro-batch %d; %d are expected", a->vstage, n,
+        return ps_fail(PS_EINVAL, "virtual stage %d returned %d tensors for micro-batch %d; expected %d", a->vstage, n,
                        a->micro, e->n);
     for (int i = 0; i < n; i++) {
         const ps_pipe_tensor *k = &e->carry[i];
         bool same = out[i] && out[i]->dtype_ == k->dtype && out[i]->ndim == k->ndim && out[i]->device_ == k->device;
         for (int d = 0; same && d < k->ndim; d++) same = out[i]->shape_[d] == k->shape[d];
         if (!same)
-            return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d gave for micro-batch %d has another type, "
+            return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d returned for micro-batch %d has another dtype, "
                            "device or shape than is expected", i, a->vstage, a->micro);
         if (!ps_tensor_is_contiguous(out[i]))
-            return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d gave for micro-batch %d is not contiguous", i,
+            return ps_fail(PS_EINVAL, "tensor %d that virtual stage %d returned for micro-batch %d is not "
+                                      "contiguous", i,
                            a->vstage, a->micro);
     }
     return 0;
 }
 
-/* Gives `out` to the next virtual stage, which is on this rank: the tensors themselves, detached from the tape. */
+/* Passes `out` to the next virtual stage, which is on this rank: the tensors themselves, detached from the tape. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;
@@ -975,7 +981,7 @@ static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
     int32_t kind = x->event;
     bool repeats = kind == PS_ACT_FORWARD && is_again(x, a);
     if ((kind != PS_ACT_FORWARD || repeats) && n != 0)
-        return ps_fail(PS_EINVAL, "only a forward gives tensors, and none that is done again; %d came", n);
+        return ps_fail(PS_EINVAL, "only a forward that is performed returns tensors; got %d", n);
     if (repeats) PS_TRY(forward_again(x, a));
     else if (kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
     x->event = PS_ACT_NONE;
@@ -990,7 +996,7 @@ static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
 int ps_pipe_done(ps_pipe *x, int n, ps_tensor *const *out)
 {
     if (!x->open || x->event == PS_ACT_NONE) return ps_fail(PS_ESTATE, "no action of the pipeline is under way");
-    if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be given up");
+    if (x->broken) return ps_fail(PS_ESTATE, "the step of the pipeline failed; it can only be abandoned");
     int rc = event_done(x, n, out);
     x->broken = rc < 0;
     return rc;

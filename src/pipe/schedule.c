@@ -160,8 +160,8 @@ int ps_pipe_table_new(const ps_pipe_spec *spec, ps_pipe_table **out)
         return ps_fail(PS_EINVAL, "there is no schedule %d", spec->schedule);
     int32_t wanted = virtual_of(spec->schedule);
     if (wanted && spec->virtual_stages != wanted)
-        return ps_fail(PS_EINVAL, "schedule %s has %d virtual stage%s a rank, and %d are asked for; interleaved and "
-                       "looped_bfs take any number", names[spec->schedule], wanted, wanted > 1 ? "s" : "",
+        return ps_fail(PS_EINVAL, "schedule %s has %d virtual stage%s per rank, not %d; interleaved and "
+                       "looped_bfs allow any number", names[spec->schedule], wanted, wanted > 1 ? "s" : "",
                        spec->virtual_stages);
     PS_TRY(pipe_new(spec, (int64_t)spec->stages * spec->virtual_stages, &t));
     for (int rank = 0; rc == 0 && rank < spec->stages; rank++) {

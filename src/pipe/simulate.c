@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The course of a table by its costs. Each rank performs its row in order. An action begins when the rank is free and
- * the message that the action takes has arrived. A link sends one message at a time, in the order in which they were
+ * Simulates a table from its costs. Each rank performs its row in order. An action begins when the rank is free and the
+ * message that the action needs has arrived. A link sends one message at a time, in the order in which they were
  * made. */
 #include <math.h>
 #include <stdio.h>
@@ -79,7 +79,7 @@ double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a)
     }
 }
 
-/* Takes the messages of the link up to the one that this action needs, each when it has arrived. False: that message
+/* Receives the messages of the link up to the one that this action needs, each when it has arrived. False: that message
  * has not been sent. */
 static bool take(run *u, int rank, const ps_action *a)
 {
@@ -89,7 +89,7 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;         /* this rank makes it; false: behind in the row, a circle */
+    if (link < 0) return c->whole[d][message] >= 0;     /* this rank makes it; false: it is later in the row, a cycle */
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -101,7 +101,7 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. False: the link is full, it has `depth` messages that were not taken. */
+/* Sends the message that an action made. False: the link is full: it has `depth` messages that were not received. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -126,7 +126,7 @@ static bool give(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Performs a rank's row as far as it goes. */
+/* Performs a rank's row as far as possible. */
 static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *spans)
 {
     pipe_course *c = u->c;
@@ -174,13 +174,14 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     return t->rank_of[other];
 }
 
-/* Every rank that has not come to its end waits for one that has not either, so going on from wait to wait ends in a
- * circle. */
+/* Every rank that has not reached its end waits for another such rank. Following these waits therefore ends in a
+ * cycle. */
 static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* now it is in it */
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* now it is in the
+                                                                                                  * cycle */
     int begin = rank;
     do {
         rank = waits_for(u, rank, why, sizeof why);
@@ -191,7 +192,7 @@ static int circle(const run *u, int rank)
         }
         n += (size_t)k;
     } while (rank != begin);
-    return ps_fail(PS_EINVAL, "the table cannot be performed, ranks wait in a circle: %s", text);
+    return ps_fail(PS_EINVAL, "the table cannot be performed, ranks wait for each other in a cycle: %s", text);
 }
 
 /* -- all ranks ----------------------------------------------------------------------------------------------------- */
@@ -249,10 +250,11 @@ int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, c
         double least = fmin(fmin(k->forward, k->input), fmin(k->weight, k->reduce));
         if (!(least >= 0) || !isfinite(k->forward + k->input + k->weight + k->reduce) || k->nbytes < 0 || k->held < 0 ||
             k->waiting < 0)
-            return ps_fail(PS_EINVAL, "a cost of %s %d is below 0 or no number", what, v);
+            return ps_fail(PS_EINVAL, "a cost of %s %d is negative or not a number", what, v);
     }
     if (link && (!(link->latency >= 0) || !isfinite(link->latency) || !(link->rate >= 0) || link->depth < 0))
-        return ps_fail(PS_EINVAL, "a link of latency %g, rate %g and depth %d; none is below 0", link->latency,
+        return ps_fail(PS_EINVAL, "a link has latency %g, rate %g and depth %d; none of them may be "
+                                  "negative", link->latency,
                        link->rate, link->depth);
     return 0;
 }

@@ -1,22 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Anomaly mode: after each op its outputs are looked at, and the first op that made a NaN or an infinity fails. An op
- * made a NaN if no input has one, and an infinity if no input and no attribute has one and no input has a NaN: what a
- * script gave (a mask of -inf) is passed on, not made. Within backward the op counts for the node whose gradient is
- * computed.
- *
- * A scaled loss may overflow in backward, and the loss scaler then skips the step. Until ps_anomaly_scaled is taken
- * back, infinities of backward are therefore none, nor is what comes after one. */
+ * Anomaly mode: checks the outputs of each op. The first op that makes a NaN or an infinity fails. An op makes a NaN if
+ * no input has one, and an infinity if no input and no attribute has one and no input has a NaN. A value that the
+ * script wrote (a mask of -inf) is passed on, not made. In backward, the node whose gradient is computed is blamed.
+ * A scaled loss may overflow in backward; the loss scaler then skips the step. From ps_anomaly_scaled(1) to
+ * ps_anomaly_scaled(0), infinities of backward therefore do not count, nor does anything after one. */
 #include <math.h>
 #include <string.h>
 #include "base/error.h"
 #include "tensor/tensor.h"
 
-enum { BLOCK = 4096 };             /* elements read at once where a tensor is not contiguous */
+enum { BLOCK = 4096 };             /* elements read at once if a tensor is not contiguous */
 
 typedef struct kinds { bool nan, inf; } kinds;
 
-/* What there is in n elements whose bits are unsigned integers of the type: `exp` masks the exponent, `all` all bits
- * but the sign. */
+/* The kinds of values among n elements whose bits are unsigned integers of the type: `exp` masks the exponent, `all`
+ * masks all bits except the sign. */
 #define LOOK(name, type)                                                                                              \
     static kinds name(const char *p, int64_t n, type exp, type all)                                                   \
     {                                                                                                                 \
@@ -52,7 +50,7 @@ static int look_strided(const ps_tensor *t, kinds *out)
     return 0;
 }
 
-/* Adds to *out what a tensor has. One without values, or of integers, has nothing. */
+/* Adds the kinds of a tensor's values to *out. A tensor without values, or of integers, adds nothing. */
 static int look(ps_tensor *t, kinds *out)
 {
     if (!t || !ps_dtype_is_float(t->dtype_) || t->numel_ == 0 || !ps_tensor_has_data(t)) return 0;
@@ -85,8 +83,8 @@ static int look_at_all(ps_ctx *ctx, int n, ps_tensor *const *list, kinds *out)
     return rc;
 }
 
-/* Whether an attribute is not finite. Attributes are doubles at multiples of 8 bytes, and integers, which would have to
- * be above 9e18 to look like one of these three. */
+/* Whether an attribute is not finite. Attributes are doubles at multiples of 8 bytes, or integers. An integer would
+ * have to exceed 9e18 to look like a double that is not finite. */
 static bool given_by_script(const ps_opinfo *row, const void *attrs)
 {
     for (int at = 0; at + 8 <= row->attrs_nbytes; at += 8) {
@@ -114,7 +112,7 @@ int ps_anomaly_before(ps_ctx *ctx, const ps_opinfo *row, int n_in, ps_tensor *co
 int ps_anomaly_after(ps_ctx *ctx, const ps_opinfo *row, int op, int n_in, ps_tensor *const *in, const void *attrs,
                      ps_tensor *const *out)
 {
-    kinds made = { false, false }, had = { ctx->anomaly.had_nan, ctx->anomaly.had_inf };   /* before it wrote */
+    kinds made = { false, false }, had = { ctx->anomaly.had_nan, ctx->anomaly.had_inf };   /* before the op wrote */
     bool in_place = row->flags & PS_OPF_INPLACE;
     if (!watches(ctx) || n_in == 0) return 0;
     if (ctx->anomaly.pardons) {

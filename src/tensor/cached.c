@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Attention of positions whose forerunners' keys and values are in caches, as a model attends that continues a text
- * token by token. It is no op of its own: it makes the views of a step, and the ops copy_, rope and attention run over
- * them as if they had been called one by one. A token of a small model has more calls than products. */
+ * Attention for positions whose preceding keys and values are in caches, for a model that continues a text token by
+ * token. It is not an op of its own: it makes the views for a step, and runs the ops copy_, rope and attention on them,
+ * as if the script had called them one by one. For one token of a small model, these calls cost more than the
+ * products. */
 #include "tensor/tensor.h"
 #include <math.h>
 #include "base/error.h"
 
-enum { OWNED = 16 };                      /* enough for every way through a call */
+enum { OWNED = 16 };                      /* enough for every path through a call */
 
-/* One call. B samples, T positions, D columns of a head. */
+/* One call. B samples, T positions, D columns per head. */
 typedef struct cached {
     ps_ctx *ctx;
     const ps_cached_attention *how;
-    ps_tensor *q, *k, *v, *keys, *values, *cos, *sin, *mask;          /* as they were given */
+    ps_tensor *q, *k, *v, *keys, *values, *cos, *sin, *mask;          /* as the caller passed them */
     int64_t B, T, D;
-    ps_tensor *owned[OWNED];                  /* references that end with the call */
+    ps_tensor *owned[OWNED];                  /* references that are released at the end of the call */
     int n_owned;
 } cached;
 
@@ -52,7 +53,7 @@ static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, in
     return 0;
 }
 
-/* Writes what [B, n, T, D] has behind the `at` positions of a cache. */
+/* Copies [B, n, T, D] into a cache, after its first `at` positions. */
 static int append(cached *c, ps_tensor *cache, ps_tensor *what)
 {
     ps_attrs_copy_ none = { 0 };
@@ -67,7 +68,7 @@ static int turn(cached *c, ps_tensor **x)
     return c->cos ? run(c, PS_OP_rope, 3, (ps_tensor *[]){ *x, c->cos, c->sin }, &attrs, sizeof attrs, x) : 0;
 }
 
-/* x [B, T, ..] of `all` heads in a row, made contiguous where it is not. */
+/* x [B, T, ..] with the columns of `all` heads next to each other; made contiguous if it is not. */
 static int rows_of(cached *c, ps_tensor **x, int64_t all)
 {
     ps_attrs_contiguous none = { 0 };
@@ -112,7 +113,7 @@ static int check(cached *c)
     return c->values ? check_cache(c, c->values, how->groups) : 0;
 }
 
-/* Keys and values go into the caches. *q: [B, H, T, D], as attention takes it. */
+/* Writes keys and values into the caches. *q: [B, H, T, D], as attention needs it. */
 static int write_caches(cached *c, ps_tensor **q)
 {
     int64_t H = c->how->heads, G = c->how->groups;
@@ -146,7 +147,7 @@ static int attend(cached *c, ps_tensor **out)
     if (attrs.scale == 0) attrs.scale = 1 / sqrt((double)c->D);
     PS_TRY(run(c, PS_OP_attention, 4, (ps_tensor *[]){ q, k, v, c->mask }, &attrs, sizeof attrs, &y));
     ps_meta m = { .dtype = y->dtype_, .ndim = 3, .shape = { c->B, c->T, c->how->heads * c->D } };
-    ps_meta_set_contiguous(&m);                              /* attention's bytes lie as [B, T, H, D] */
+    ps_meta_set_contiguous(&m);                              /* attention's output has the layout [B, T, H, D] */
     m.offset = y->offset;
     return ps_tensor_view(y, &m, out);
 }

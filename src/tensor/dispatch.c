@@ -12,8 +12,7 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* An op's call while it is under way. `owned`: inputs that the call made itself (casts, copies) and must release, as a
- * bit set. */
+/* The call of an op. `owned`: a bit set of inputs that the call made itself (casts, copies) and must release. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -23,9 +22,9 @@ typedef struct apply {
     union { char bytes[PS_MAX_ATTRS]; double align; } attrs;
     ps_meta meta[PS_MAX_OUT];
     ps_tensor *out[PS_MAX_OUT];
-    uint32_t given;                       /* outputs that the caller brought, as a bit set */
+    uint32_t given;                       /* a bit set of outputs that the caller passed */
     ps_scratch_list *scratch;
-    bool ticked;                          /* the engine was told that this op begins (op_begins) */
+    bool ticked;                          /* the engine was notified that this op begins (op_begins) */
     bool known;                           /* in a dry run of a script: the op was computed (is_known) */
 } apply;
 
@@ -81,7 +80,8 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
     return 0;
 }
 
-/* PyTorch's promotion: category first (bool < integer < float), tensors with dimensions before those without. */
+/* PyTorch's type promotion: first by category (bool < integer < float), and tensors with dimensions before those
+ * without. */
 static int category(int dtype) { return ps_dtype_is_float(dtype) ? 2 : dtype == PS_BOOL ? 0 : 1; }
 
 static int wider(int a, int b)
@@ -91,7 +91,7 @@ static int wider(int a, int b)
     if (category(a) != category(b)) return category(a) > category(b) ? a : b;
     if (category(a) == 2) {
         if (a == PS_F64 || b == PS_F64) return PS_F64;
-        return PS_F32;                                       /* the two are different types of fp32, bf16, fp16 */
+        return PS_F32;                                       /* two different types among fp32, bf16, fp16 */
     }
     return int_rank[a] > int_rank[b] ? a : b;
 }
@@ -118,7 +118,8 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
-/* A step would be torn by other values of its parameters. Between two steps of an engine there is none. */
+/* Refuses a write to parameters while the script is paused within a step, which it would tear. Between steps it is
+ * allowed. */
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
@@ -132,7 +133,7 @@ static int check_suspended(const apply *a)
     return 0;
 }
 
-/* Whether the bytes of two tensors may overlap: whether the ranges from their first to their last element do. */
+/* Whether the bytes of two tensors may overlap, judged by the ranges from their first to their last element. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
@@ -143,7 +144,7 @@ static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
     return a->offset <= last[1] && b->offset <= last[0];
 }
 
-/* Whether each element of a has the same bytes as that of b. */
+/* Whether every element of a has the same bytes as that of b. */
 static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 {
     bool same = a->offset == b->offset && a->dtype_ == b->dtype_ && ps_same_shape(a, b);
@@ -151,16 +152,17 @@ static bool same_elements(const ps_tensor *a, const ps_tensor *b)
     return same;
 }
 
-/* An op that writes in place reads an input that overlaps its destination from a copy, so that it never reads its own
- * results. Each element of the destination needs a place of its own, except for fill_, which writes one value. */
+/* If an op writes in place, an input that overlaps its destination is read from a copy, so that the op never reads its
+ * own results. Each element of the destination needs its own bytes, except for fill_, which writes one value. */
 static int prepare_in_place(apply *a)
 {
     const ps_tensor *dst = a->in[0];
     ps_attrs_contiguous none = { 0 };
     for (int d = 0; d < dst->ndim && a->op != PS_OP_fill_; d++)
         if (dst->stride_[d] == 0 && dst->shape_[d] > 1 && dst->numel_ > 0)
-            return ps_fail(PS_EINVAL, "%s: the tensor to write into is expanded, several of its elements lie in one "
-                           "place; write into the tensor that was expanded, or into a :clone()", a->row->name);
+            return ps_fail(PS_EINVAL, "%s: the tensor to write into is expanded: several of its elements share "
+                           "their bytes; write into the tensor before it was expanded, or into a "
+                           ":clone()", a->row->name);
     for (int i = 1; i < a->n_in; i++)
         if (a->in[i] && may_overlap(dst, a->in[i]) && !same_elements(dst, a->in[i]))
             PS_TRY(replace_input(a, i, PS_OP_contiguous, &none));
@@ -230,7 +232,7 @@ static int make_outputs(apply *a)
 }
 
 /* -- kernel -------------------------------------------------------------------------------------------------------- */
-/* Bytes of the op's device, where they changed; of tiers the chunk manager tells. */
+/* Records bytes of the op's device if they changed. The chunk manager records those of tiers. */
 static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
@@ -301,7 +303,7 @@ static void unpin(ps_tensor *t)
     if (t->ctx->dry.replay) ps_replay_unpin(t->ctx, t->storage, t->device_);
 }
 
-/* Takes and frees what the kernel of a call would ask for. */
+/* Allocates and frees the scratch memory that the kernel of a call would request. */
 static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 {
     int64_t nbytes = be->scratch_nbytes ? be->scratch_nbytes(be, call) : 0;
@@ -315,7 +317,8 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Takes and frees the op's scratch memory, so that the peak of a dry run counts it. An op of several ranks is noted. */
+/* Allocates and frees the op's scratch memory, so that the peak of a dry run includes it. Notes an op of several
+ * ranks. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
     ps_call call = { .op = a->op, .n_in = a->n_in, .n_out = a->row->n_out, .in = in, .out = out,
@@ -326,7 +329,7 @@ static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
     return rc;
 }
 
-/* The work of an op with MOVE: copies bytes from one device to another. */
+/* Performs an op with the flag MOVE: copies bytes from one device to another. */
 static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
 {
     ps_backend *from = a->ctx->devices[a->device], *to = a->ctx->devices[a->out[0]->device_];
@@ -334,7 +337,7 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     if (nbytes == 0 || to->no_data) return 0;
     if (from->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data to copy", from->name);
     if (!from->is_host && !to->is_host)
-        return ps_fail(PS_EUNSUP, "%s: from %s to %s there is no way but through the host", a->row->name, from->name,
+        return ps_fail(PS_EUNSUP, "%s: a copy from %s to %s has to go through the host", a->row->name, from->name,
                        to->name);
     if (from->copy_out && !from->is_host) return from->copy_out(from, out->data, in->data, nbytes);
     if (to->copy_in && !to->is_host) return to->copy_in(to, out->data, in->data, nbytes);
@@ -342,7 +345,7 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     return 0;
 }
 
-/* The work of an op with RANKS. */
+/* Performs an op with the flag RANKS. */
 static int of_ranks(apply *a, ps_call *call)
 {
     if (a->ctx->devices[a->device]->no_data || (call->dry && !a->ctx->ranks.perform)) return 0;
@@ -351,7 +354,7 @@ static int of_ranks(apply *a, ps_call *call)
     return a->ctx->ranks.perform(a->ctx, a->device, call);
 }
 
-/* Runs the first kernel of a device and its fallbacks that takes the call. */
+/* Runs the first kernel of a device or of its fallbacks that supports the call. */
 static int run_chain(apply *a, ps_backend *be, ps_call *call)
 {
     int rc = PS_EUNSUP;
@@ -362,8 +365,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Puts the ops of a device into the record that are over by now (wait: all). One that the device cannot tell of is left
- * out. */
+/* Adds the finished ops of a device to the record (wait: waits for all of them). Leaves out an op whose time the device
+ * does not know. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -377,10 +380,10 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* Whether the device will tell when the work ran that it is asked for from here on. */
+/* Whether the device will report the times of the work that is queued from here on. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Puts an op, or a part of one, into the record; timed: by the device's clock, once it is over. */
+/* Adds an op, or a part of one, to the record; timed: by the device's clock, once it has ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -417,7 +420,7 @@ int ps_call_part(ps_call *whole, ps_call *part)
     if (part->dry) return try_scratch(a, be, part);
     int64_t began = ps_record_begin();
     bool timed = began && time_begins(be);
-    a->scratch = NULL;                                       /* the whole call's stays */
+    a->scratch = NULL;                                       /* the scratch of the whole call stays */
     int rc = run_chain(a, be, part);
     a->scratch = kept;
     if (began) {
@@ -440,8 +443,8 @@ static void count_flops(const apply *a)
 
 enum { KNOWN_NBYTES = 64 << 20 };
 
-/* In a dry run of a script: whether all that the op reads are values of the script's own, in host memory, or numbers
- * beside them. It is then computed, unless it makes much of them. */
+/* In a dry run of a script: whether the op reads only values that the script wrote, in host memory, and numbers derived
+ * from them. It is then computed, unless its outputs are large. */
 static bool is_known(const apply *a, const ps_backend *be)
 {
     if (!be->is_host || a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) return false;
@@ -507,12 +510,12 @@ static int check_in_place(apply *a, uint32_t needs)
 {
     if (!(a->row->flags & PS_OPF_INPLACE) || !needs || a->row->n_in < 0) return 0;
     return ps_fail(PS_EINVAL,
-                   "%s writes in place, but %s a gradient; do it inside ps.no_grad(), or use the op that makes a "
+                   "%s writes in place, but %s a gradient; call it inside ps.no_grad(), or use the op that makes a "
                    "new tensor",
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* Writes of a dry run count only for its own tensors, since it leaves all others as they are. */
+/* In a dry run, writes change the versions only of its own tensors, since it leaves all others unchanged. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;
@@ -526,14 +529,14 @@ static void bump_versions(apply *a)
         else if (a->known && a->out[i]) a->out[i]->storage->bytes.written = true;
     }
     if (!(a->row->flags & PS_OPF_INPLACE)) return;
-    int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write into most of their list */
+    int n = a->row->n_in < 0 ? a->n_in : 1;                  /* optimizers write into most of their inputs */
     for (int i = 0; i < n; i++) bump_version(a, a->in[i]->storage);
 }
 
 static int apply_steps(apply *a)
 {
     PS_TRY(prepare_inputs(a));
-    ps_error_set_op(a->row->name);                           /* again: casts and copies have cleared it */
+    ps_error_set_op(a->row->name);                           /* set again: casts and copies have cleared it */
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,

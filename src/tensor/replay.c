@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Spans of micro-batches, noted and done again (replay.h). NOTED micro-batches must have done alike: then the actions
- * of those between the first and the last do not depend on their number. */
+ * Records the effects of parts of micro-batches, and repeats them (replay.h). NOTED micro-batches must have had equal
+ * effects: then the effects of those between the first and the last do not depend on their number. */
 #include "tensor/replay.h"
 #include <stdlib.h>
 #include <string.h>
@@ -12,17 +12,17 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t span, at;             /* of GONE: the storage, number `at` of those that `span` of the micro-batch made */
-    int64_t access;               /* of PIN */
-    int64_t nbytes;               /* of MADE and TAKE */
-    ps_storage *storage;          /* of PIN and UNPIN: one that outlives the step, as those in chunks do */
+    int32_t span, at;             /* for GONE: the storage, number `at` of those that `span` of the micro-batch made */
+    int64_t access;               /* for PIN */
+    int64_t nbytes;               /* for MADE and TAKE */
+    ps_storage *storage;          /* for PIN and UNPIN: one that outlives the step, such as those in chunks */
 } effect;
 _Static_assert(sizeof(effect) == 40, "no holes: effects are compared byte by byte");
 
 typedef struct place { int32_t span, at; } place;
-typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage NULL: it went */
+typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage NULL: it was dropped */
 
-/* What a span did. */
+/* The effects of a span. */
 typedef struct noted {
     effect *effects;
     int32_t n, capacity, n_made;
@@ -32,32 +32,32 @@ typedef struct noted {
     bool whole;
 } noted;
 
-typedef struct notes {            /* of a micro-batch */
+typedef struct notes {            /* of one micro-batch */
     noted *spans;                 /* [n_spans] */
     made *made;                   /* [n_made] */
     int32_t n_made, capacity;
 } notes;
 
-/* Storages of a span that was done again, without headers. */
+/* Storages of a repeated part, without headers. */
 typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
 typedef struct taken { void *handle; int32_t device; } taken;
 
-enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* those behind the first micro-batch */
+enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* the micro-batches after the first */
 
 struct ps_replay {
     ps_ctx *ctx;
     int32_t n_spans, n_micros, first, end;
-    notes notes[NOTED];           /* of micro-batches first - NOTED to first - 1 */
+    notes notes[NOTED];           /* for micro-batches first - NOTED to first - 1 */
     int32_t span, micro;          /* under way; span -1: none */
-    int32_t n_calls;              /* of ctx->dry.calls, when it began */
+    int32_t n_calls;              /* value of ctx->dry.calls at its begin */
     bool differs;
     twins *twins;                 /* [n_micros x n_spans] */
     waiting *waiting;             /* [n_waiting] */
     int32_t n_waiting, waiting_capacity;
-    int64_t number, began;        /* of the next storage, and of the first one of this run */
-    taken *scratch;               /* [n_scratch] while a span is done again */
+    int64_t number, began;        /* number of the next storage, and of the first one in this run */
+    taken *scratch;               /* [n_scratch] while a span is repeated */
     int32_t n_scratch, scratch_capacity;
 };
 
@@ -79,8 +79,8 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Frees what waits, the youngest first: the order must not be the collector's, since it decides where the next bytes
- * lie. */
+/* Frees the waiting bytes, the youngest first. The order must not depend on the collector, since it decides where the
+ * next bytes are placed. */
 static int by_number(const void *a, const void *b)
 {
     int64_t x = ((const waiting *)a)->number, y = ((const waiting *)b)->number;
@@ -145,7 +145,7 @@ int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, i
 }
 
 /* -- noting -------------------------------------------------------------------------------------------------------- */
-/* The notes of the micro-batch, or NULL: it is none of those that are noted. */
+/* The notes of the micro-batch; NULL: it is not one of those that are noted. */
 static notes *notes_of(ps_replay *r, int32_t micro)
 {
     int32_t at = micro - (r->first - NOTED);
@@ -199,7 +199,7 @@ static void note_gone(ps_replay *r, const ps_storage *s, bool late)
     m->storage = NULL;
     if (m->ended) return;
     noted *p = noting(r);
-    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* within another micro-batch, or between them */
+    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* in another micro-batch, or between two */
     else if (late) note_ended(r, p, m);
     else note(r, (effect){ .kind = GONE, .span = m->at.span, .at = m->at.at });
 }
@@ -224,7 +224,7 @@ bool ps_replay_gone(ps_storage *s, bool released)
 
 void ps_replay_op(ps_ctx *ctx) { note(ctx->dry.replay, (effect){ .kind = OP }); }
 
-/* Storages of plain memory stay where they are, and nobody looks at their pins. */
+/* A storage in plain memory never moves, so its pins have no effect. */
 static bool is_elsewhere(const ps_storage *s) { return s->block && !ps_storage_is_plain(s); }
 
 void ps_replay_pin(ps_ctx *ctx, ps_storage *s, int device, unsigned access)
@@ -267,7 +267,7 @@ static int by_place(const void *a, const void *b)
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
-/* Storages of the micro-batch that nobody holds any more: a script's header alone keeps their bytes. */
+/* Finds storages of the micro-batch that are no longer held: only a script's header keeps their bytes. */
 static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {
@@ -308,8 +308,9 @@ int ps_replay_leave(ps_ctx *ctx)
     }
     r->span = -1;
     if (!r->differs || r->first == r->end) return 0;
-    return ps_fail(PS_ESTATE, "micro-batch %d took or held other memory in a dry run than the one before it, so no "
-                   "further one can be like it", r->micro);
+    return ps_fail(PS_ESTATE, "micro-batch %d allocated or held different memory in a dry run from the one before "
+                              "it, so no "
+                   "later one can repeat it", r->micro);
 }
 
 bool ps_replay_differs(const ps_ctx *ctx) { return ctx->dry.replay && ctx->dry.replay->differs; }
@@ -374,7 +375,7 @@ int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro)
     twins *t = twins_of(r, micro, span);
     if (!p->whole) {
         r->differs = true;
-        return ps_fail(PS_ESTATE, "micro-batch %d is to do again what none before it has done", micro);
+        return ps_fail(PS_ESTATE, "micro-batch %d is to repeat a part that no earlier one has performed", micro);
     }
     if (p->n_made > 0 && !(t->list = ps_alloc0((size_t)p->n_made * sizeof *t->list)))
         return ps_fail_nomem((size_t)p->n_made * sizeof *t->list);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The scope stack. A storage sits in exactly one scope's list (or in none once dropped). Small storages are made in the
- * root, which never ends. Ending a scope drops the bytes of its storages. Kept storages move to the root instead, and
- * those that the caller names move to the parent. Bytes that the tape holds stay, in the root, until it lets go. */
+ * The scope stack. A storage is in exactly one scope's list (or in none after it was dropped). Small storages are made
+ * in the root scope, which never ends. Ending a scope drops the bytes of its storages. Kept storages move to the root
+ * instead, and those that the caller names move to the parent. Bytes that the tape holds stay in the root until the
+ * tape releases them. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -9,7 +10,7 @@
 
 int ps_fail_suspended(const char *what)
 {
-    return ps_fail(PS_ESTATE, "the script is paused: %s has to wait until it goes on (continue)", what);
+    return ps_fail(PS_ESTATE, "the script is paused: %s has to wait until it resumes (continue)", what);
 }
 
 static void link_to(ps_scope *scope, ps_storage *s)
@@ -24,7 +25,7 @@ static void link_to(ps_scope *scope, ps_storage *s)
 void ps_scope_unlink(ps_storage *s)
 {
     if (!s->scope.of) return;
-    if (s->scope.unscoped) {                 /* it went by itself, or stays: no collection is wanted for it */
+    if (s->scope.unscoped) {                 /* it was freed by itself, or stays: it needs no collection */
         int64_t left = s->scope.of->unscoped_nbytes - s->nbytes;
         s->scope.of->unscoped_nbytes = left > 0 ? left : 0;
         s->scope.unscoped = false;
@@ -46,12 +47,12 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
     bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data && !ctx->step->dry;
     ps_scope *outer = &ctx->scope.root;
-    if (ctx->engine.suspended.on)                   /* nothing of a pause outlives it */
+    if (ctx->engine.suspended.on)                   /* nothing made in a pause outlives it */
         for (outer = ctx->scope.now; outer->id != ctx->engine.suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope.now, s);
     if (!takes || s->scope.of != &ctx->scope.root) return;
     s->scope.unscoped = true;
-    ctx->scope.root.unscoped_nbytes += s->nbytes + 512;        /* 512: of headers */
+    ctx->scope.root.unscoped_nbytes += s->nbytes + 512;        /* 512: bytes of headers */
 }
 
 int ps_scope_begin(ps_ctx *ctx, int64_t *id)
@@ -117,7 +118,7 @@ int ps_collect_due(ps_ctx *ctx)
     ctx->scope.root.unscoped_nbytes = 0;
     ps_memory_info info;
     ctx->mem.now->table->info(ctx->mem.now, 0, &info);
-    int64_t half = info.used / 2, least = 256 << 20;      /* bytes; fewer would not be worth a collection's time */
+    int64_t half = info.used / 2, least = 256 << 20;      /* bytes; a collection would not pay off for fewer */
     ctx->scope.collect_at = half > least ? half : least;
     return 1;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Contexts, storages and tensor headers. `refs` of a header counts its owners, and `refs` of a storage its headers.
- * Bytes go when the last header goes, or when a scope dropped them and no owner holds them (`holds`). */
+ * Bytes are freed when the last header is freed, or when a scope has dropped them and no owner holds them (`holds`). */
 #include "tensor/tensor.h"
 #include <math.h>
 #include <stdio.h>
@@ -36,7 +36,7 @@ int ps_ctx_new(ps_ctx **out)
     return 0;
 }
 
-/* Where only the first of the two managers takes the device, it keeps an arena of a closed device. That arena stays
+/* If only the first of the two managers accepts the device, it keeps an arena for a closed device. That arena stays
  * empty, so its end does not call the device. */
 int ps_ctx_add_device(ps_ctx *ctx, ps_backend *be)
 {
@@ -92,7 +92,7 @@ void ps_ctx_free(ps_ctx *ctx)
     ps_dry_end(ctx);
     if (ctx->engine.hooks) ctx->engine.hooks->close(ctx);
     ctx->closed = 1;
-    while (ctx->scope.now) {                                 /* all bytes go now, even where headers are left */
+    while (ctx->scope.now) {                                 /* all bytes are freed now, even if headers are left */
         while (ctx->scope.now->first) {
             ps_storage *s = ctx->scope.now->first;
             ps_scope_unlink(s);
@@ -173,7 +173,7 @@ void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
     bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry.mem);
     if (!ctx->offload.on || !fits || of_dry != (ctx->step->dry != NULL)) return;
-    if (ctx->dry.replay) ps_replay_spoil(ctx);                   /* the way back depends on what left before */
+    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches in backward depend on which storages have left */
     ps_away_leave(ctx->offload.away, s);
 }
 
@@ -355,7 +355,7 @@ void ps_tensor_drop(ps_tensor *t)
 void ps_tensor_release(ps_tensor *t)
 {
     while (t && --t->refs == 0) {
-        ps_tensor *grad = t->grad_;                       /* a gradient has none of its own: the loop ends soon */
+        ps_tensor *grad = t->grad_;                       /* a gradient has no gradient, so the recursion ends soon */
         if (t->node) ps_node_release(t->node);
         if (t->hook) ps_hook_release(t->hook);
         ps_storage_release(t->storage);
@@ -406,7 +406,8 @@ int ps_tensor_set_data(ps_tensor *t, ps_tensor *from)
                        ps_dtype_name(from->dtype_), ps_shape_text(from->ndim, from->shape_, y, sizeof y));
     }
     if (t->node || t->grad_ || t->managed || old->pins || old->holds || old->engine.taken)
-        return ps_fail(PS_ESTATE, "only a leaf without a gradient, whose bytes nobody uses, takes the bytes of another "
+        return ps_fail(PS_ESTATE, "only a leaf without a gradient, whose bytes are not in use, can take the bytes "
+                                  "of another "
                                   "tensor");
     new->refs++;
     ps_storage_follow(new, old);
@@ -436,9 +437,9 @@ static int check_has_data(const ps_tensor *t)
     if (ps_tensor_has_data(t)) return 0;
     if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "device meta holds no data");
     if (t->ctx->devices[t->device_]->pretends && !t->ctx->step->dry)
-        return ps_fail(PS_EDRY, "a value was asked for before the end of the first optimizer:step(), and a dry run of "
-                       "a script computes none; ask for it behind that step");
-    return ps_fail(PS_EDRY, "a value was asked for in a dry run of the step, which computes none");
+        return ps_fail(PS_EDRY, "a value was read before the end of the first optimizer:step(), but a dry run of "
+                       "a script has none before; read it after that step");
+    return ps_fail(PS_EDRY, "a value was read in a dry run of the step, which computes none");
 }
 
 int ps_tensor_alive(const ps_tensor *t) { return t->storage->block != NULL || (t->numel_ == 0 && !t->ctx->closed); }
@@ -468,7 +469,7 @@ static int check_whole(const ps_tensor *t, int64_t nbytes, const char *what)
     PS_TRY(ps_tensor_check_alive(t));
     if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "%s needs a contiguous tensor", what);
     if (nbytes != ps_tensor_nbytes(t))
-        return ps_fail(PS_EINVAL, "%s: %lld bytes given, the tensor has %lld", what, (long long)nbytes,
+        return ps_fail(PS_EINVAL, "%s: %lld bytes were passed, but the tensor has %lld", what, (long long)nbytes,
                        (long long)ps_tensor_nbytes(t));
     if (t->ctx->devices[t->device_]->no_data) return ps_fail(PS_EUNSUP, "%s: device meta holds no data", what);
     return 0;
@@ -484,7 +485,7 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     int rc = 0;
     if (access == PS_WRITE) {
         if (be->copy_in) rc = be->copy_in(be, bytes, host, (size_t)nbytes);
-        else memmove(bytes, host, (size_t)nbytes);       /* of its lender, perhaps */
+        else memmove(bytes, host, (size_t)nbytes);       /* may belong to a lender */
     } else {
         if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes);
         else memmove(host, bytes, (size_t)nbytes);
@@ -493,7 +494,7 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
-/* Whether a script's own bytes have a place: on a device that is not here, in host memory outside chunks alone. */
+/* Whether bytes that a script writes are stored: on a simulated device only those in host memory outside chunks are. */
 static bool takes_bytes(const ps_tensor *t)
 {
     const ps_backend *be = t->ctx->devices[t->device_];
@@ -502,7 +503,7 @@ static bool takes_bytes(const ps_tensor *t)
 
 uint32_t ps_tensor_version(const ps_tensor *t) { return t->storage->version; }
 
-/* All of a tensor is about to be written. False: its values have no place here. */
+/* Prepares to write all of a tensor. False: its values are not stored. */
 static bool begin_write(ps_tensor *t)
 {
     t->storage->version++;
@@ -520,7 +521,7 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 
 enum { LOADED_NBYTES = 8 << 20 };
 
-/* What a reader reads to memory of a device: to the host's straight, to others' by way of a buffer. */
+/* Loads from a reader into memory of a device: into host memory directly, into other memory through a buffer. */
 static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
 {
     if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);
@@ -559,14 +560,14 @@ int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64
     const ps_backend *be = t->ctx->devices[t->device_];
     bool here = be->is_host && !be->pretends && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
     if (!here || ps_storage_is_of(s, t->ctx->dry.mem))
-        return ps_fail(PS_EUNSUP, "only a tensor in plain host memory can have bytes that are lent");
-    if (s->nbytes != nbytes) return ps_fail(PS_EUNSUP, "a part of another tensor cannot have bytes that are lent");
-    if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot get other bytes");
+        return ps_fail(PS_EUNSUP, "only a tensor in plain host memory can use borrowed bytes");
+    if (s->nbytes != nbytes) return ps_fail(PS_EUNSUP, "a part of another tensor cannot use borrowed bytes");
+    if (s->pins > 0) return ps_fail(PS_ESTATE, "a tensor that is in use cannot change its bytes");
     if (nbytes == 0) return 0;
     ps_loan loan;
     PS_TRY(lend(from, at, nbytes, &loan));
     int rc = (uintptr_t)loan.bytes % (uintptr_t)ps_dtype_bytes(t->dtype_) == 0 ? ps_storage_lend(s, &loan)
-             : ps_fail(PS_EUNSUP, "the bytes that are lent do not lie at a multiple of an element's size");
+             : ps_fail(PS_EUNSUP, "the address of the borrowed bytes is not a multiple of the element size");
     if (rc < 0) loan.end(loan.lender);
     else begin_write(t);
     return rc;
@@ -596,7 +597,7 @@ int ps_tensor_address(ps_tensor *t, void **out)
     const ps_backend *be = t->ctx->devices[t->device_];
     bool plain = be->is_host && !be->no_data && !be->pretends && (ps_storage_is_plain(s) || ps_storage_is_lent(s));
     if (!plain || !ps_tensor_is_contiguous(t) || !t->numel_)
-        return ps_fail(PS_EUNSUP, "only bytes that lie together in plain host memory have an address that stays");
+        return ps_fail(PS_EUNSUP, "only contiguous bytes in plain host memory have a fixed address");
     PS_TRY(ps_storage_pin(s, t->device_, PS_READ, &p));
     ps_storage_unpin(s, t->device_);
     *out = (char *)p + t->offset * ps_dtype_bytes(t->dtype_);
@@ -621,7 +622,7 @@ static double element_get(const char *p, int dtype)
     }
 }
 
-/* Rounds towards 0, as casts do. A value beyond the type becomes the type's nearest value, and NaN becomes 0. */
+/* Rounds towards 0, as casts do. A value out of range becomes the nearest value of the type, and NaN becomes 0. */
 static int64_t whole_within(double v, int64_t low, int64_t high)
 {
     if (v != v) return 0;
@@ -647,7 +648,7 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Reads elements [first, first + numel), in row-major order, of a host tensor into `dst`, or writes them from `src`. */
+/* Reads elements [first, first + numel) of a host tensor, in row-major order, into `dst`, or writes them from `src`. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -696,7 +697,8 @@ int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double
 
 int ps_tensor_read_scalar(const ps_tensor *t, double *out)
 {
-    if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value wanted, the tensor has %lld", (long long)t->numel_);
+    if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has "
+                                                  "%lld", (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
     if (!ps_tensor_has_data(t)) {               /* a dry run uses no values, so any number will do */
         *out = 1;

@@ -44,7 +44,7 @@ local settings = {}
 -- Fields that must be absent or empty in every family.
 local ABSENT = { quantization_config = "quantized weights", auto_map = "the model's own code",
   compression_config = "compressed weights", pruned_heads = "attention without some of its heads",
-  adapters = "a model with adapters", per_layer_config = "layers with individual settings" }
+  adapters = "a model with adapters", per_layer_config = "a model whose layers have individual settings" }
 
 -- Fields that transformers tests for truth, so that null means false. They default to true.
 local TRUTHS = { is_causal = true, token_classification_bias = true }
