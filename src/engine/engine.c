@@ -49,8 +49,8 @@ static int walk_begin(ps_ctx *ctx)
 {
     int kind = ctx->engine.open->step->is.now.kind;
     if (kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT || kind == PS_ACT_WEIGHT) return 0;
-    return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss) instead "
-                   "of loss:backward(): it handles micro-batches, the loss scale and other ranks");
+    return ps_fail(PS_ESTATE, "backward reaches parameters that ps.initialize manages: call model:backward(loss) "
+                   "instead of loss:backward(): it handles micro-batches, the loss scale and other ranks");
 }
 
 static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)

@@ -345,7 +345,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* The tensors of a transfer, as numbers in `carried`: in forward all that one virtual stage passes to the next, in backward those that get gradients back. */
+/* The tensors of a transfer, as numbers in `carried`: in forward all that one virtual stage passes to the next, in
+ * backward those that get gradients back. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -834,8 +835,8 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. 1: its walk stopped for the caller, and continues here later. After an error the step's
- * action is under way, as after one of ps_step_done. */
+/* Performs an action of the step. 1: its walk stopped for the caller, and continues here later. After an error the
+ * step's action is under way, as after one of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;

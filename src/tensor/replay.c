@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Records the effects of parts of micro-batches, and repeats them (replay.h). NOTED micro-batches must have had equal
+ * Records the effects of spans of micro-batches, and repeats them (replay.h). NOTED micro-batches must have had equal
  * effects: then the effects of those between the first and the last do not depend on their number. */
 #include "tensor/replay.h"
 #include <stdlib.h>
@@ -38,7 +38,7 @@ typedef struct notes {            /* of one micro-batch */
     int32_t n_made, capacity;
 } notes;
 
-/* Storages of a repeated part, without headers. */
+/* Storages of a repeated span, without headers. */
 typedef struct twins { ps_storage *list; int32_t n, live; bool whole; } twins;
 
 typedef struct waiting { ps_storage bytes; int64_t number; } waiting;
@@ -375,7 +375,7 @@ int ps_replay_span(ps_ctx *ctx, int32_t span, int32_t micro)
     twins *t = twins_of(r, micro, span);
     if (!p->whole) {
         r->differs = true;
-        return ps_fail(PS_ESTATE, "micro-batch %d is to repeat a part that no earlier one has performed", micro);
+        return ps_fail(PS_ESTATE, "micro-batch %d is to repeat a span that no earlier one has performed", micro);
     }
     if (p->n_made > 0 && !(t->list = ps_alloc0((size_t)p->n_made * sizeof *t->list)))
         return ps_fail_nomem((size_t)p->n_made * sizeof *t->list);

@@ -173,7 +173,7 @@ void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
     bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry.mem);
     if (!ctx->offload.on || !fits || of_dry != (ctx->step->dry != NULL)) return;
-    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches in backward depend on which storages have left */
+    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches depend on which storages have left */
     ps_away_leave(ctx->offload.away, s);
 }
 
