@@ -960,7 +960,7 @@ static void test_false_peer(void)
         CHECK(send(fd, &sends, sizeof sends, MSG_NOSIGNAL) == sizeof sends);
         CHECK(send(fd, word, sizeof word, MSG_NOSIGNAL) == sizeof word);
     }
-    lone_end(&l, PS_EIO, "who connected to rank 0 as rank 1 is none of this run");
+    lone_end(&l, PS_EIO, "the process that connected to rank 0 as rank 1 does not belong to this run");
     if (s) {
         close(fd);
         ps_store_close(s, false);

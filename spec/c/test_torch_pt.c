@@ -134,7 +134,7 @@ static void check_sample(const char *path)
     ps_pt_drop(pt, item(pt, root, 9));
     OK(ps_pt_copy(pt, &t, 0, copy, 1));
     CHECK(!memcmp(copy, bytes_of + 16, 8));
-    FAILS(ps_pt_copy(pt, &t, 0, copy, 2), PS_ERANGE, "2 elements from 0 on were asked for, of a tensor of 1");
+    FAILS(ps_pt_copy(pt, &t, 0, copy, 2), PS_ERANGE, "2 elements from 0 on were requested, but the tensor has 1");
     FAILS(ps_pt_copy(pt, &t, 1, copy, 1), PS_ERANGE, "1 elements from 1 on");
     FAILS(ps_pt_copy(pt, &t, INT64_MAX, copy, 2), PS_ERANGE, "of a tensor of 1");
     ps_pt_tensor outside = t;
@@ -146,7 +146,7 @@ static void check_sample(const char *path)
     FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EINVAL, "no tensor of the file");
     FAILS(item(pt, root, 10), PS_ERANGE, "no item 10");
     FAILS(item(pt, item(pt, root, 1), 0), PS_ERANGE, "no item 0");
-    FAILS(ps_pt_get(pt, 1 << 30, &b), PS_ERANGE, "was asked for");
+    FAILS(ps_pt_get(pt, 1 << 30, &b), PS_ERANGE, "was requested");
     FAILS(ps_pt_tensor_get(pt, root, &t), PS_EINVAL, "not a tensor");
     OK(ps_pt_ready(pt));
     CHECK(truncate(path, 100) == 0);
@@ -377,7 +377,7 @@ static void test_refused_calls(void)
     REFUSED("\x80\2" "ca\x01\xff\nb\n.", "'a??.b'");
     REFUSED("\x80\2" "ccollections\nOrderedDict\n)\x81.", "object of a class");
     REFUSED("\x80\2(X\1\0\0\0aios\nsystem\n.", "object of a class");
-    REFUSED("\x80\2K\1)R.", "no function");
+    REFUSED("\x80\2K\1)R.", "not a function");
     REFUSED("\x80\2" "ctorch\nFloatStorage\n)R.", "in a way that is not known");
     REFUSED("\x80\2" "ctorch._tensor\n_rebuild_from_type_v2\n(c_codecs\nencode\nctorch\nSize\n)NtR.", "not known");
     REFUSED("\x80\2" "ctorch._utils\n_rebuild_parameter\n(K\1tR.", "not known");
@@ -429,14 +429,14 @@ static void test_tensors(void)
     REFUSED(TENSOR("\4", "J\xff\xff\xff\xff))" PLAIN), "offset");
     REFUSED(TENSOR("\4", "K\0K\4\x85J\xff\xff\xff\xff\x85" PLAIN), "strides");
     REFUSED(TENSOR("\4", "K\0K\4\x85)" PLAIN), "1 sizes and 0 strides");
-    REFUSED(TENSOR("\4", "K\0]])" PLAIN), "shape is no tuple");
+    REFUSED(TENSOR("\4", "K\0]])" PLAIN), "shape is not a tuple");
     REFUSED(TENSOR("\4", "K\0(K\1K\1K\1K\1K\1K\1K\1K\1K\1t)" PLAIN), "9 dimensions");
     REFUSED(TENSOR("\4", "K\0\x8a\7\0\0\0\0\0\0\1\x8a\7\0\0\0\0\0\0\1\x86K\0K\0\x86" PLAIN), "too large");
     REFUSED(TENSOR("\4", "K\0K\4\x85K\1\x85" PLAIN "}X\3\0\0\0neg\x88s"), "negative");
-    REFUSED(TENSOR("\4", "K\0K\4\x85K\1\x85"), "6 are needed");
+    REFUSED(TENSOR("\4", "K\0K\4\x85K\1\x85"), "instead of 6");
     REFUSED("\x80\2(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0""9X\3\0\0\0cpuK\4tQ.", "'9' is not in the archive");
     REFUSED("\x80\2(X\7\0\0\0storagectorch\nSize\nX\1\0\0\0""0X\3\0\0\0cpuK\4tQ.", "describes a storage");
-    REFUSED("\x80\2K\1Q.", "something else than a storage");
+    REFUSED("\x80\2K\1Q.", "something other than a storage");
     ps_pt *pt = NULL;
     ps_pt_tensor t;
     static const char untyped[] = "\x80\2" "ctorch._utils\n_rebuild_tensor_v3\n((X\7\0\0\0storagectorch.storage\n"

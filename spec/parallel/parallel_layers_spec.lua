@@ -420,7 +420,7 @@ local PIECES = [[
     { "pieces is 9; rows travel in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
     { "pieces is 0", function() group:linear_scattered(x, w, { pieces = 0 }) end },
     { "cannot be cut into " .. size, function() group:linear_scattered(ps.ones { size + 1, 4 }, w) end },
-    { "w takes 4", function() group:gathered_linear(ps.ones { 2, 5 }, w) end },
+    { "w needs 4", function() group:gathered_linear(ps.ones { 2, 5 }, w) end },
     { "bias must be float %[3%]", function() group:gathered_linear(x, w, ps.ones { 4 }) end },
     { "x has no rows", function() group:gathered_linear(ps.ones { 4 }, w) end },
     { "w with two dimensions", function() group:linear_scattered(ps.ones { size, 4 }, x[0], { pieces = 2 }) end },
@@ -590,7 +590,7 @@ local SHARED = [[
     { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, { { w }, { w }, { w }, { w } }) end },
     { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, {}) end },
     { "layer 2 is a cdata, no pair", function() group:gathered_linears(x, { { w }, w }) end },
-    { "w takes 5", function() group:gathered_linears(x, { { w }, { ps.ones { 3, 5 } } }, { pieces = 2 }) end },
+    { "w needs 5", function() group:gathered_linears(x, { { w }, { ps.ones { 3, 5 } } }, { pieces = 2 }) end },
     { "bias must be float %[3%]", function()
       group:gathered_linears(x, { { w }, { w, ps.ones { 2 } } }, { pieces = 2 })
     end },

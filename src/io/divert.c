@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Files of a dry run of a script (tools/plan.lua). It must leave no trace, and a script may read what it has written,
- * as the shards of a text. So what it writes goes to a folder of its own, and is read there. A file has the hash of its
- * path for a name in it. */
+ * Files of a dry run of a script (tools/plan.lua). A dry run must leave no trace, but a script may read files that it
+ * has written, such as the shards of a text. Its files are therefore written to a separate folder, and read from there.
+ * A file's name there is the hash of its path. */
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,7 +16,7 @@ int ps_file_divert(const char *folder)
 {
     char *copy = NULL;
     if (folder && (!*folder || strlen(folder) > PATH_MAX - 64))
-        return ps_fail(PS_EINVAL, "ps_file_divert: a folder of %zu letters", strlen(folder));
+        return ps_fail(PS_EINVAL, "ps_file_divert: the folder's path has %zu bytes", strlen(folder));
     if (folder && !(copy = ps_strdup(folder))) return ps_fail_nomem(strlen(folder) + 1);
     ps_free(diverted_to);
     diverted_to = copy;
@@ -24,14 +24,14 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* Devices and the system's own files stay what they are, and so do files that are in the folder already. */
+/* Devices, the system's own files, and files in the folder keep their paths. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
            (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
 }
 
-/* The absolute path, without empty parts and ".", so that one file has one name. False: it is too long. */
+/* The absolute path, without empty parts and ".", so that each file has one name. False: it is too long. */
 static bool whole_path(const char *path, char out[PATH_MAX])
 {
     size_t n = 0;
@@ -39,7 +39,7 @@ static bool whole_path(const char *path, char out[PATH_MAX])
     if (path[0] != '/') {
         if (!getcwd(out, PATH_MAX)) return false;
         n = strlen(out);
-        if (n == 1) n = 0;                  /* of "/" */
+        if (n == 1) n = 0;                  /* for "/" */
     }
     while (*path) {
         size_t part = strcspn(path, "/");

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Maps and atomic replacement of files (see file.h). All calls of src/io to the operating system about files are here.
- * Invariant: the file at the final path is, at every moment and after a crash, either the old one or the complete new
+ * Maps and atomic replacement of files (see file.h). All of src/io's calls to the operating system about files are
+ * here. Invariant: the file at the final path is always, even after a crash, either the old one or the complete new
  * one. */
 #define _GNU_SOURCE
 #include "io/file.h"
@@ -71,7 +71,7 @@ int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes
     return 0;
 }
 
-/* PS_EIO when the file is shorter than it was when mapped. */
+/* PS_EIO if the file is shorter than when it was mapped. */
 static int check_size(const ps_map *m, struct stat *st)
 {
     if (fstat(m->fd, st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
@@ -93,17 +93,17 @@ int ps_map_unchanged(const ps_map *m)
     if (m->fd < 0) return 0;
     PS_TRY(check_size(m, &st));
     if (time_of(&st) == m->written) return 0;
-    return ps_fail(PS_EIO, "%s was written to while tensors have their bytes in it (mmap = true): load it again, and "
+    return ps_fail(PS_EIO, "%s was written to while it holds the bytes of tensors (mmap = true): load it again, and "
                    "replace such a file instead of writing to it", m->path);
 }
 
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
 {
     *out = (ps_lent_map){ 0 };
-    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s: no file whose bytes could be lent", m->path);
+    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s: not a file, so its bytes cannot be lent", m->path);
     if (!nbytes) return 0;
     int64_t before = at % sysconf(_SC_PAGESIZE);
-    /* MAP_NORESERVE: it claims no memory for what nobody may ever write. */
+    /* MAP_NORESERVE: reserves no memory for pages that may never be written. */
     void *p = mmap(NULL, (size_t)(before + nbytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, m->fd,
                    (off_t)(at - before));
     if (p == MAP_FAILED)
@@ -146,7 +146,7 @@ void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes)
 
 void ps_map_close(ps_map *m)
 {
-    if (!m->path) return;                   /* zeroed, or closed before */
+    if (!m->path) return;                   /* zeroed, or already closed */
     if (m->fd >= 0) {
         if (m->bytes && m->nbytes) munmap((void *)(uintptr_t)m->bytes, (size_t)m->nbytes);
         close(m->fd);
@@ -160,7 +160,7 @@ void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *sh
 {
     if (numel <= 0) return;
     int64_t at[PS_MAX_DIMS] = { 0 }, from = 0, run = 1;
-    int outer = ndim;           /* dimensions [outer, ndim) lie as in a contiguous tensor: one memcpy takes `run` */
+    int outer = ndim;           /* dimensions [outer, ndim) are contiguous: one memcpy copies `run` */
     while (outer > 0 && (shape[outer - 1] == 1 || stride[outer - 1] == run)) run *= shape[--outer];
     int64_t row = first / run, inside = first % run;
     for (int d = outer - 1; d >= 0; d--) {
@@ -195,7 +195,7 @@ void ps_test_fail_file(int64_t nth, int64_t count, int code)
 
 int64_t ps_test_fail_file_left(void) { return atomic_load(&until_failure); }
 
-/* True, with errno set, when a test asked for this operation to fail. */
+/* True, with errno set, if a test asked for this operation to fail. */
 static bool should_fail(void)
 {
     int64_t most = atomic_load(&failures);
@@ -217,7 +217,7 @@ static void folder_of(const char *path, char *out)
     else snprintf(out, PATH_MAX, "%.*s", (int)n, path);
 }
 
-/* A failed write of `nbytes` to f: errno's text and, when there is no room, how much room there is. */
+/* Reports a failed write of `nbytes` to f: errno's text and, if there is no room, the free room. */
 static int write_failed(const ps_tempfile *f, int err, int64_t nbytes)
 {
     struct statvfs vfs;
@@ -237,15 +237,15 @@ static int check_limit(const ps_tempfile *f, int64_t end)
 
 enum { PIECE = 8 << 20 };       /* bytes written at once */
 
-/* The last part of a path. */
+/* The last component of a path. */
 static const char *name_of(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
 }
 
-/* The file that `path` means, to out [PATH_MAX]. Links are followed, one to a file that is not there yet, too: the
- * file is replaced or made, and the link stays. What else is wrong with the path, opening it will tell. */
+/* The file to which `path` refers, to out [PATH_MAX]. Follows links, even to a file that does not exist yet: that file
+ * is replaced or made, and the link stays. Opening the path will report other faults. */
 static int follow_links(const char *path, char *out)
 {
     char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
@@ -265,7 +265,7 @@ static int follow_links(const char *path, char *out)
 
 static int no_temp(const ps_tempfile *f, int err)
 {
-    return ps_fail(PS_EIO, "cannot write %s: no temporary file can be made beside it: %s", f->path, strerror(err));
+    return ps_fail(PS_EIO, "cannot write %s: no temporary file can be made in its folder: %s", f->path, strerror(err));
 }
 
 static int open_folder(const char *path)
@@ -305,7 +305,7 @@ static int create_temp(ps_tempfile *f, const char *path)
         return no_temp(f, err);
     }
     f->temp = temp;
-    /* Best effort: replacing somebody else's file is allowed, giving the new one their mode may not be. */
+    /* Best effort: replacing another user's file may be allowed when setting the new one's mode is not. */
     if (exists) (void)fchmod(f->fd, st.st_mode & 0777);
     return 0;
 }
@@ -334,7 +334,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
         if (rc == 0) return 0;
         if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
     }
-    /* No reservation on this file system: at least compare with the free space. */
+    /* This file system cannot reserve: at least compare with the free space. */
     struct statvfs vfs;
     if (!f->sparse && fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
@@ -342,7 +342,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
     return rc < 0 ? write_failed(f, errno, nbytes) : 0;
 }
 
-/* In a sparse file: makes bytes a hole where they are zeros. False: they are to be written. */
+/* In a sparse file: makes a hole for bytes that are zeros. False: they must be written. */
 static bool left_out(ps_tempfile *f, int64_t offset, const char *p, int64_t nbytes)
 {
     struct stat st;
@@ -361,7 +361,7 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
         ssize_t n = should_fail() ? -1 : pwrite(f->fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return write_failed(f, n < 0 ? errno : EIO, nbytes);
-        /* On its way to the disk while the next piece comes; the fsync of commit tells what went wrong. */
+        /* Starts to write it to the disk while the next piece is prepared; the fsync of commit reports errors. */
         if (n >= PIECE / 8) (void)sync_file_range(f->fd, offset, n, SYNC_FILE_RANGE_WRITE);
         from += n, offset += n, nbytes -= n;
     }
@@ -370,7 +370,7 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
 
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
 {
-    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* much: the disk has work while this thread waits its turn */
+    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* large: the disk has work while this thread waits */
     const char *from = data;
     int fd = -1;
     PS_TRY(check_limit(f, offset + nbytes));
@@ -385,29 +385,30 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
             close(fd);
             return write_failed(f, err, nbytes);
         }
-        if (n <= 0 || n % ALIGNED) break;           /* not on this file system: the rest goes the usual way */
+        if (n <= 0 || n % ALIGNED) break;           /* not on this file system: the rest is written through the cache */
         from += n, offset += n, nbytes -= n;
     }
     if (fd >= 0) close(fd);
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
-/* `folder`: an open one, `path`: its name. */
+/* `folder`: an open one; `path`: its name. */
 static int sync_folder(int folder, const char *path)
 {
     int rc;
     do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);
-    /* EINVAL: this file system has no such operation; its renames are as durable as they get. */
+    /* EINVAL: this file system has no such operation; its renames cannot be made more durable. */
     if (rc < 0 && errno != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(errno));
     return 0;
 }
 
-/* Nothing here looks at the folder's name: as soon as the file has its own, another process may rename the folder. */
+/* This function never uses the folder's name: as soon as the file has its final name, another process may rename the
+ * folder. */
 int ps_tempfile_commit(ps_tempfile *f)
 {
     char folder[PATH_MAX];
     int rc;
-    if (!f->temp) return ps_fail(PS_ESTATE, "this file was committed or closed before");
+    if (!f->temp) return ps_fail(PS_ESTATE, "this file was already committed or closed");
     do rc = should_fail() ? -1 : fsync(f->fd); while (rc < 0 && errno == EINTR);
     if (rc < 0) return ps_fail(PS_EIO, "cannot write %s to its disk: %s", f->path, strerror(errno));
     if (should_fail() || renameat(f->folder, name_of(f->temp), f->folder, name_of(f->path)) < 0)
@@ -453,8 +454,8 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
-/* Three renames, where the file system cannot exchange two names in one (NFS). Between the first two nothing has the
- * name `path`: who dies there leaves what had it as `aside`, where lua/ps/checkpoints/folder.lua finds it. */
+/* Three renames, for a file system that cannot exchange two names at once (NFS). Between the first two, nothing has the
+ * name `path`: after a crash there, the old file has the name `aside`, where lua/ps/checkpoints/folder.lua finds it. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {
     if (rename(path, aside) < 0) return -1;

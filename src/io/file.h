@@ -22,22 +22,23 @@ typedef struct ps_map {
     int fd;                 /* -1: the bytes are the caller's, nothing to check or unmap */
 } ps_map;
 int ps_map_open(ps_map *m, const char *path);
-/* Bytes that are in memory already and outlive the map; path is only for messages. */
+/* For bytes that are already in memory and outlive the map; path is only for messages. */
 int ps_map_borrow(ps_map *m, const char *path, const void *bytes, int64_t nbytes);
-/* Bytes at .. at + nbytes, which lie in the map, by read calls. PS_EIO: the file was cut, or the disk fails. */
+/* Reads bytes at .. at + nbytes, which are in the map, by read calls. PS_EIO: the file was truncated, or the disk
+ * fails. */
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes);
 int ps_map_check(const ps_map *m);      /* PS_EIO when the file has become shorter than it was when mapped */
-/* Bytes of the file in pages of their own: what is written to them stays there, neither file nor map see it. */
+/* Bytes of the file in private pages: writes to them change neither the file nor the map. */
 typedef struct ps_lent_map {
     void *pages;            /* NULL: no bytes */
     int64_t nbytes;         /* of the pages */
-    void *bytes;            /* the first of those that were asked for */
+    void *bytes;            /* the first requested byte */
 } ps_lent_map;
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out);     /* at: in the file */
 void ps_map_unlend(const ps_lent_map *lent);
-/* PS_EIO when the file was written to, by whomever, or became shorter since it was mapped. */
+/* PS_EIO if the file was written to, by any process, or became shorter since it was mapped. */
 int ps_map_unchanged(const ps_map *m);
-void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* not needed soon: gives their pages back */
+void ps_map_drop(const ps_map *m, const void *begin, int64_t nbytes);  /* not needed soon: frees their pages */
 void ps_map_close(ps_map *m);           /* also of a zeroed one */
 /* Copies elements first .. first + numel - 1, row-major, of a strided tensor, whose element 0 is at `data`, to dst.
  * `each` is the bytes of an element, strides count elements, and the caller has checked that all of it is there. */
@@ -46,19 +47,19 @@ void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *sh
 
 typedef struct ps_tempfile {
     char *path, *temp;      /* owned; temp is NULL when there is nothing to remove */
-    int fd, folder;         /* folder: of both names, which stay right when it gets another name itself */
-    bool sparse;            /* of a dry run (ps_file_divert): zeros, as of tensors without values, take no space */
-    int64_t limit;          /* the process's largest file (RLIMIT_FSIZE): passing it would be a deadly signal */
+    int fd, folder;         /* folder: of both names, which stay valid if the folder is renamed */
+    bool sparse;            /* in a dry run (ps_file_divert): zeros, as of tensors without values, take no space */
+    int64_t limit;          /* the process's largest file (RLIMIT_FSIZE): exceeding it would raise a deadly signal */
 } ps_tempfile;
 #define PS_TEMPFILE_NONE ((ps_tempfile){ .fd = -1, .folder = -1 })     /* a closed one */
-/* Creates "path.tmp-PID-N" in path's folder. A path that is a link stands for the link's target, there or not yet. */
+/* Creates "path.tmp-PID-N" in path's folder. If path is a link, its target is meant, even if it does not exist yet. */
 int ps_tempfile_open(ps_tempfile *f, const char *path);
-int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, with blocks behind it where possible */
+int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes);    /* sets the size, and reserves its blocks if possible */
 int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
-/* The same for much that is in memory as a whole, past the page cache where the file system allows it and offset and
- * data are multiples of 4096: it costs no copy, and pushes nothing else out of memory. */
+/* Writes large data that is complete in memory, without the page cache if the file system allows it and offset and data
+ * are multiples of 4096: this makes no copy, and evicts nothing else from memory. */
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes);
 int ps_tempfile_commit(ps_tempfile *f);                     /* fsync, rename over path, fsync the folder */
-void ps_tempfile_close(ps_tempfile *f);                     /* removes an uncommitted file; also of a closed one */
-bool ps_files_are_diverted(void);                           /* ps_file_divert, to a folder */
+void ps_tempfile_close(ps_tempfile *f);                   /* removes an uncommitted file; also valid for a closed one */
+bool ps_files_are_diverted(void);                           /* ps_file_divert has set a folder */
 #endif

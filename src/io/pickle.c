@@ -16,10 +16,10 @@
 typedef struct machine {
     pk *p;
     const uint8_t *at, *end;
-    int32_t *stack, *memo;          /* ids of values; memo: -1 where nothing is */
+    int32_t *stack, *memo;          /* ids of values; memo: -1 if empty */
     int64_t n, stack_room, memo_n, memo_used;
-    int64_t floor;                  /* nothing below is popped: the place of the last mark, or 0 */
-    int64_t *marks;                 /* [n_marks]: floors below the present one */
+    int64_t floor;                  /* values below it are not popped: the position of the last mark, or 0 */
+    int64_t *marks;                 /* [n_marks]: earlier floors */
     int64_t n_marks, marks_room;
     bool stopped;
 } machine;
@@ -60,7 +60,7 @@ static int bad(const machine *m, const char *fmt, ...)
 int32_t pk_new(pk *p, pk_value value)
 {
     if (p->count == PK_MAX_VALUES)
-        return pk_bad(p, "data.pkl holds more than %d values; keep long lists of numbers in tensors", PK_MAX_VALUES);
+        return pk_bad(p, "data.pkl has more than %d values; keep long lists of numbers in tensors", PK_MAX_VALUES);
     PS_TRY(ps_grow(p->values, p->room, p->count + 1));
     p->values[p->count] = value;
     return p->count++;
@@ -80,7 +80,7 @@ bool pk_is_text(const pk *p, const pk_value *v, const char *text)
 
 static bool has_items(const pk_value *v) { return v->kind >= PS_PT_LIST && v->kind <= PS_PT_DICT; }
 
-/* Moves `n` ids from the stack's top behind the items of value `to`. */
+/* Moves `n` ids from the top of the stack to the end of the items of value `to`. */
 static int take_items(machine *m, int32_t to, int64_t n)
 {
     pk_value *v = &m->p->values[to];
@@ -101,7 +101,7 @@ static int take_items(machine *m, int32_t to, int64_t n)
 /* -- the stack --------------------------------------------------------------------------------------------------- */
 static int push_id(machine *m, int32_t id)
 {
-    if (id < 0) return id;                  /* whoever was to make it left the error */
+    if (id < 0) return id;                  /* the function that should have made it left the error */
     if (m->n == PK_MAX_VALUES) return bad(m, "more than %d values wait on the stack", PK_MAX_VALUES);
     PS_TRY(ps_grow(m->stack, m->stack_room, m->n + 1));
     m->stack[m->n++] = id;
@@ -128,7 +128,7 @@ static int push_mark(machine *m)
     return 0;
 }
 
-/* Forgets the last mark; `n`: how many values were above it, which stay on the stack. */
+/* Removes the last mark; `n`: the number of values above it, which stay on the stack. */
 static int pop_mark(machine *m, int64_t *n)
 {
     if (!m->n_marks) return bad(m, "a mark is missing");
@@ -166,7 +166,7 @@ static pk_value integer(int64_t i) { return (pk_value){ .kind = PS_PT_INT, .u.in
 
 enum { MOST_DIGITS = 309 };     /* of the largest double */
 
-/* The nearest double of an integer that 64 bits do not hold; text: decimal, or hexadecimal with 0x. */
+/* The double nearest to an integer that does not fit into 64 bits; text: decimal, or hexadecimal with 0x. */
 static int push_large(machine *m, const char *text)
 {
     double value = strtod(text, NULL);
@@ -174,7 +174,7 @@ static int push_large(machine *m, const char *text)
     return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = value });
 }
 
-/* A two's complement integer of any length; one that 64 bits do not hold becomes the nearest double. */
+/* A two's complement integer of any length; one that does not fit into 64 bits becomes the nearest double. */
 static int push_long(machine *m, int width)
 {
     uint64_t n;
@@ -192,7 +192,7 @@ static int push_long(machine *m, int width)
     }
     char text[2 * 129 + 4] = "-0x", *to = text + 3;
     if (n > 129) return bad(m, "an integer of %llu bytes", (unsigned long long)n);
-    bool carry = negative;      /* the magnitude of a negative one: all bits turned, plus 1 */
+    bool carry = negative;      /* the magnitude of a negative one: all bits inverted, plus 1 */
     uint8_t magnitude[129];
     for (uint64_t i = 0; i < n; i++) {
         magnitude[i] = negative ? (uint8_t)(~p[i] + carry) : p[i];
@@ -289,7 +289,8 @@ static int add_items(machine *m, int kind, int64_t n)
     static const char *const names[] = { "list", "tuple", "set", "dict" };
     PS_TRY(need_stack(m, n + 1));
     int32_t to = m->stack[m->n - n - 1];
-    if (m->p->values[to].kind != kind) return bad(m, "items are added to no %s", names[kind - PS_PT_LIST]);
+    if (m->p->values[to].kind != kind) return bad(m, "items are added to something that is not a "
+                                                     "%s", names[kind - PS_PT_LIST]);
     if (kind == PS_PT_DICT && n % 2) return bad(m, "a key has no value");
     if (m->p->values[to].count > PK_MAX_VALUES - n) return bad(m, "more than %d items", PK_MAX_VALUES);
     return take_items(m, to, n);
@@ -316,7 +317,7 @@ static int push_stack_global(machine *m)
 {
     PS_TRY(need_stack(m, 2));
     const pk_value *v = m->p->values, *module = &v[m->stack[m->n - 2]], *name = &v[m->stack[m->n - 1]];
-    if (module->kind != PS_PT_STRING || name->kind != PS_PT_STRING) return bad(m, "a name that is no string");
+    if (module->kind != PS_PT_STRING || name->kind != PS_PT_STRING) return bad(m, "a name that is not a string");
     m->n -= 2;
     return push_id(m, pt_global(m->p, pk_text(m->p, module), module->u.text.nbytes, pk_text(m->p, name),
                                 name->u.text.nbytes));
@@ -327,16 +328,17 @@ static int call(machine *m)
     PS_TRY(need_stack(m, 2));
     int32_t args = m->stack[m->n - 1], function = m->stack[m->n - 2];
     const pk_value *v = m->p->values;
-    if (v[function].kind != PK_GLOBAL || v[args].kind != PS_PT_TUPLE) return bad(m, "a call of no function");
+    if (v[function].kind != PK_GLOBAL || v[args].kind != PS_PT_TUPLE) return bad(m, "a call of something that is "
+        "not a function");
     m->n -= 2;
     return push_id(m, pt_call(m->p, function, args));
 }
 
-/* State of an object: an OrderedDict has some (the _metadata of a state dict), which is not kept. */
+/* State of an object: only an OrderedDict may have some (the _metadata of a state dict), which is dropped. */
 static int build(machine *m)
 {
     PS_TRY(need_stack(m, 2));
-    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "state for no dict");
+    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "state for something that is not a dict");
     m->n--;
     return 0;
 }
@@ -418,7 +420,7 @@ static int step(machine *m, int op)
 /* -- the finished tree ------------------------------------------------------------------------------------------- */
 enum { UNSEEN, ON_PATH = 0xffff };
 
-/* How deep the tree below `id` is; heights [count] remembers it. */
+/* The depth of the tree below `id`; heights [count] caches it. */
 static int height(const pk *p, uint16_t *heights, int32_t id, int depth)
 {
     const pk_value *v = &p->values[id];

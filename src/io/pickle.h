@@ -42,16 +42,16 @@ typedef struct pk {
 int pk_read(pk *p);
 void pk_close(pk *p);
 
-/* For the functions behind names. A new value, which may move pk.values, or a negative code. */
+/* For the functions that names refer to. Returns a new value, which may move pk.values, or a negative code. */
 int32_t pk_new(pk *p, pk_value value);
 const uint8_t *pk_text(const pk *p, const pk_value *v);     /* of a STRING or BYTES: v->u.text.nbytes of it */
 const char *pk_shown(const uint8_t *text, int64_t nbytes, char out[PK_SHOWN]);
 bool pk_is_text(const pk *p, const pk_value *v, const char *text);
-/* PS_EFORMAT with the file's name in front. */
+/* PS_EFORMAT, prefixed with the file's name. */
 int pk_bad(const pk *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-/* pt_rebuild.c: the only names, calls and outside references that exist. Each gives the
- * resulting value or a negative code. */
+/* pt_rebuild.c: the only supported names, calls and outside references. Each returns the resulting value or a negative
+ * code. */
 int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n);
 int32_t pt_call(pk *p, int32_t function, int32_t args);
 int32_t pt_persistent(pk *p, int32_t id);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The names, calls and outside references that a .pt file's pickle may ask for. Nothing is looked up anywhere else and
- * nothing is run: a call is a row of this file that builds a value. */
+ * The names, calls and outside references that a .pt file's pickle may use. Nothing is looked up elsewhere and nothing
+ * is executed: a call is a row of this file that builds a value. */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include <stdio.h>
@@ -56,7 +56,7 @@ const char *pt_name_text(const pk_value *global)
 }
 
 /* -- names ------------------------------------------------------------------------------------------------------- */
-/* "module.name" is `text`. */
+/* Whether "module.name" is `text`. */
 static bool names_it(const char *text, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     return (int64_t)strlen(text) == module_n + 1 + name_n && !memcmp(text, module, (size_t)module_n) &&
@@ -66,7 +66,7 @@ static bool names_it(const char *text, const uint8_t *module, int64_t module_n, 
 int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     pk_value v = { .kind = PK_GLOBAL };
-    if (module_n == 10 && !memcmp(module, "torch.cuda", 10)) module_n = 5;      /* storages are read to the host */
+    if (module_n == 10 && !memcmp(module, "torch.cuda", 10)) module_n = 5;   /* storages of CUDA are read to the host */
     for (int i = 0; i < N_TYPES; i++) {
         bool dtype = names_it(types[i].text, module, module_n, name, name_n);
         if (!dtype && !(types[i].storage && names_it(types[i].storage, module, module_n, name, name_n))) continue;
@@ -91,7 +91,7 @@ int32_t pt_persistent(pk *p, int32_t id)
 {
     const pk_value *v = p->values, *args = &v[id];
     if (args->kind != PS_PT_TUPLE || args->count < 5 || !pk_is_text(p, &v[args->u.items[0]], "storage"))
-        return pk_bad(p, "data.pkl refers to something else than a storage");
+        return pk_bad(p, "data.pkl refers to something other than a storage");
     const pk_value *type = &v[args->u.items[1]], *key = &v[args->u.items[2]], *numel = &v[args->u.items[4]];
     char name[256], shown[PK_SHOWN];
     if (type->kind != PK_GLOBAL || (type->count != PT_STORAGE && type->count != PT_UNTYPED) ||
@@ -112,7 +112,7 @@ int32_t pt_persistent(pk *p, int32_t id)
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
 static int read_dims(const pk *p, const char *what, const pk_value *tuple, int64_t out[PS_MAX_DIMS])
 {
-    if (tuple->kind != PS_PT_TUPLE) return pk_bad(p, "a tensor's %s is no tuple", what);
+    if (tuple->kind != PS_PT_TUPLE) return pk_bad(p, "a tensor's %s is not a tuple", what);
     if (tuple->count > PS_MAX_DIMS)
         return pk_bad(p, "a tensor has %d dimensions, at most %d are supported", tuple->count, PS_MAX_DIMS);
     for (int d = 0; d < tuple->count; d++) {
@@ -177,11 +177,11 @@ static int32_t new_tensor(pk *p, int what, int32_t args)
 {
     const pk_value *v = p->values, *a = &v[args];
     int least = what == PT_TENSOR_V1 ? 4 : what == PT_TENSOR_V2 ? 6 : 7;
-    if (a->count < least) return pk_bad(p, "a tensor is described by %d values, %d are needed", a->count, least);
-    if (v[a->u.items[0]].kind != PK_STORAGE) return pk_bad(p, "a tensor is made of a value that is no storage");
+    if (a->count < least) return pk_bad(p, "a tensor is described by %d values instead of %d", a->count, least);
+    if (v[a->u.items[0]].kind != PK_STORAGE) return pk_bad(p, "a tensor is made from a value that is not a storage");
     const pk_value *dtype = &v[a->u.items[least - 1]];
     if (what == PT_TENSOR_V3 && (dtype->kind != PK_GLOBAL || dtype->count != PT_DTYPE))
-        return pk_bad(p, "a tensor's type is none");
+        return pk_bad(p, "a tensor's dtype is not a dtype");
     if (what != PT_TENSOR_V1 && a->count > least) {
         const pk_value *view = &v[a->u.items[least]];
         if (view->kind != PS_PT_DICT || view->count)
@@ -201,8 +201,8 @@ static int32_t wrong_args(const pk *p, int32_t function)
     return pk_bad(p, "data.pkl calls '%s' in a way that is not known", pt_name_text(&p->values[function]));
 }
 
-/* A byte string that was written as text, each byte a character below 256. Each result takes its bytes from one buffer
- * of the pickle's size, which true files cannot fill: text is never shorter than its bytes. */
+/* A byte string that was written as text, with each byte a character below 256. All results take their bytes from one
+ * buffer of the pickle's size, which valid files cannot exceed: text is never shorter than its bytes. */
 static int32_t new_bytes(pk *p, const pk_value *text)
 {
     uint32_t n = text->u.text.nbytes, used = 0;
@@ -233,7 +233,7 @@ static int32_t call_plain(pk *p, int32_t function, const pk_value *args)
     if (what == PT_COUNTER && n == 1 && kind == PS_PT_DICT) return first;
     if (what == PT_SET && n == 0) return pk_new(p, (pk_value){ .kind = PS_PT_SET });
     if (what == PT_SET && n == 1 && kind == PS_PT_LIST) {
-        v[first].kind = PS_PT_SET;          /* the list was made for this call and is not seen otherwise */
+        v[first].kind = PS_PT_SET;          /* the list was made for this call and is not used elsewhere */
         return first;
     }
     if (what == PT_SET && n == 1 && kind == PS_PT_SET) return first;

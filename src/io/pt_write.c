@@ -13,9 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct frame { int32_t kind, left, number; } frame;     /* an open container: items to come, place in memo */
+typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: missing items, number in the memo */
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
-enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* of all tensors */
+enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* words of all
+                                                                                                     * tensors */
 
 struct ps_ptw {
     enum { DECLARING, WRITING, DONE } state;
@@ -27,7 +28,7 @@ struct ps_ptw {
     frame open[PK_MAX_DEPTH];
     int depth;
     int words[N_WORDS];         /* a word's number in the memo, plus 1; 0: it was not written yet */
-    int memo;                   /* so many numbers are taken, by words and containers */
+    int memo;                   /* count of numbers used by words and containers */
     ptw_storage *storages;
     int count, storages_room;
 };
@@ -36,7 +37,7 @@ struct ps_ptw {
 static int put(ps_ptw *w, const void *bytes, int64_t n)
 {
     if (n > PK_MAX_NBYTES - w->n)
-        return ps_fail(PS_EINVAL, "writing %s: the values beside the tensors take more than %d bytes; keep long lists "
+        return ps_fail(PS_EINVAL, "writing %s: the values other than tensors take more than %d bytes; keep long lists "
                        "of numbers in tensors", w->path, PK_MAX_NBYTES);
     PS_TRY(ps_grow(w->pickle, w->room, w->n + n));
     memcpy(w->pickle + w->n, bytes, (size_t)n);
@@ -80,14 +81,14 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* The memo's number i: stores the value written last (q, r), or gives the stored one as the next value (h, j). */
+/* The memo's number i: stores the value written last (q, r), or uses the stored one as the next value (h, j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
                    : put_number(w, takes ? 'r' : 'j', (uint64_t)i, 4);
 }
 
-/* Writes word i, from its second use on by its number. */
+/* Writes word i, after its first use by its number. */
 static int put_word(ps_ptw *w, int i)
 {
     if (w->words[i]) return put_memo(w, false, w->words[i] - 1);
@@ -104,7 +105,7 @@ static int put_word(ps_ptw *w, int i)
     return put_memo(w, true, w->memo - 1);
 }
 
-/* Byte strings are text of the characters below 256, encoded when they are read. */
+/* Byte strings become text of the characters below 256, which readers encode back. */
 static int put_bytes(ps_ptw *w, const uint8_t *bytes, int64_t n)
 {
     int64_t length = n;
@@ -138,7 +139,7 @@ static int check_state(const ps_ptw *w, int wanted)
 {
     static const char *const names[] = { "declaring (before begin)", "writing (after begin)", "finished (committed)" };
     if ((int)w->state == wanted) return 0;
-    return ps_fail(PS_ESTATE, "writing %s: this call belongs to %s, the writer is %s", w->path, names[wanted],
+    return ps_fail(PS_ESTATE, "writing %s: this call belongs to %s, but the writer is %s", w->path, names[wanted],
                    names[w->state]);
 }
 
@@ -156,12 +157,13 @@ int ps_ptw_storage(ps_ptw *w, int dtype, int64_t numel)
     return w->count++;
 }
 
-/* A value comes; a container's items are counted. */
+/* Begins a value, and counts it as an item of its container. */
 static int begin_value(ps_ptw *w, bool may_be_key)
 {
     PS_TRY(check_state(w, DECLARING));
     if (!w->depth) {
-        if (w->has_root) return ps_fail(PS_EINVAL, "writing %s: the value is complete, another one was given", w->path);
+        if (w->has_root) return ps_fail(PS_EINVAL, "writing %s: the value is complete, but another one was "
+                                                   "passed", w->path);
         w->has_root = true;
         return 0;
     }
@@ -171,7 +173,7 @@ static int begin_value(ps_ptw *w, bool may_be_key)
     return 0;
 }
 
-/* The value is written; closes the containers that it completes. */
+/* Ends a value, and closes the containers that it completes. */
 static int end_value(ps_ptw *w)
 {
     while (w->depth) {
@@ -191,7 +193,7 @@ static int open_container(ps_ptw *w, const ps_pt_value *v)
     if (w->depth == PK_MAX_DEPTH)
         return ps_fail(PS_EINVAL, "writing %s: values are nested more than %d deep", w->path, PK_MAX_DEPTH);
     int number = w->memo++;
-    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* it exists before its items are there */
+    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* it exists before its items do */
     if (whole) {
         PS_TRY(put_op(w, dict ? '}' : v->kind == PS_PT_TUPLE ? ')' : ']'));
         PS_TRY(put_memo(w, true, number));
@@ -241,7 +243,8 @@ int ps_ptw_put(ps_ptw *w, const ps_pt_value *v)
     }
     case PS_PT_BYTES: PS_TRY(put_bytes(w, (const uint8_t *)v->text, v->integer)); break;
     case PS_PT_LIST: case PS_PT_TUPLE: case PS_PT_DICT: return open_container(w, v);
-    default: return ps_fail(PS_EINVAL, "writing %s: values of kind %d are not written this way", w->path, v->kind);
+    default: return ps_fail(PS_EINVAL, "writing %s: values of kind %d cannot be written by this "
+                                       "call", w->path, v->kind);
     }
     return end_value(w);
 }
@@ -258,7 +261,7 @@ static int check_tensor(const ps_ptw *w, const ps_pt_tensor *t)
     if (t->storage < 0 || t->storage >= w->count)
         return ps_fail(PS_EINVAL, "writing %s: storage %d was not declared", w->path, t->storage);
     if (t->ndim < 0 || t->ndim > PS_MAX_DIMS)
-        return ps_fail(PS_EINVAL, "writing %s: a tensor of %d dimensions, 0 to %d are possible", w->path, t->ndim,
+        return ps_fail(PS_EINVAL, "writing %s: a tensor of %d dimensions; 0 to %d are supported", w->path, t->ndim,
                        PS_MAX_DIMS);
     int64_t last = t->offset, step;
     bool empty = false, wrong = t->offset < 0;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading safetensors: opens and maps a file, has the header checked (st_header.c), and lends its contents or reads
- * them. */
+ * Reading safetensors: opens and maps a file, checks its header (st_header.c), and lends its contents or reads them. */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -114,7 +113,7 @@ int ps_st_get(const ps_st *st, int i, ps_st_entry *out)
     PS_NEED(st);
     PS_NEED(out);
     const st_tensor *t = tensor_at(st, i);
-    if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
+    if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", st->map.path, i, st->count);
     *out = (ps_st_entry){ .dtype = t->type->dtype, .ndim = t->ndim, .at = t->begin,
                            .nbytes = t->end - t->begin };
     memcpy(out->shape, t->shape, sizeof out->shape);
@@ -133,14 +132,14 @@ const char *ps_st_meta_value(const ps_st *st, int i)
     return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
 }
 
-/* NULL leaves an error. The pointer is as aligned as the file's writer made it. The size is checked again on every
- * call: a file that was truncated since it was opened is an error here, and only one truncated between this call and
- * the reading of the bytes still kills the reader (a property of maps; ps_st_read has not got it). */
+/* NULL leaves an error. The pointer is as aligned as the file's writer made it. Every call checks the size again: a
+ * file that was truncated since it was opened is an error here. Only a truncation between this call and the reading of
+ * the bytes still kills the reader (a property of maps, which ps_st_read does not have). */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);
     if (!t) {
-        ps_fail(PS_ERANGE, "tensor %d was asked for, the file has %d", i, ps_st_count(st));
+        ps_fail(PS_ERANGE, "tensor %d was requested, but the file has %d", i, ps_st_count(st));
         return NULL;
     }
     return ps_map_check(&st->map) < 0 ? NULL : st->data + t->begin;
@@ -149,7 +148,7 @@ const void *ps_st_data(const ps_st *st, int i)
 static int check_range(const ps_st *st, int64_t at, int64_t nbytes, const void *out)
 {
     if (at >= 0 && nbytes >= 0 && at <= st->data_nbytes && nbytes <= st->data_nbytes - at && (!nbytes || out)) return 0;
-    return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were asked for, which has %lld",
+    return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld of the data on were requested, but it has %lld",
                    st->map.path, (long long)nbytes, (long long)at, (long long)st->data_nbytes);
 }
 
@@ -202,7 +201,7 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
 {
     PS_NEED(st);
     const st_tensor *t = tensor_at(st, i);
-    if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
+    if (!t) return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", st->map.path, i, st->count);
     if (t->ndim) PS_NEED(offset);
     if (t->ndim) PS_NEED(shape);
     char shown[ST_NAME_SHOWN];
@@ -212,7 +211,7 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
     int64_t stride[PS_MAX_DIMS], run = 1, from = 0, room = 1;
     for (int d = t->ndim - 1; d >= 0; d--) {
         if (offset[d] < 0 || shape[d] < 0 || offset[d] > t->shape[d] || shape[d] > t->shape[d] - offset[d])
-            return ps_fail(PS_ERANGE, "%s: of tensor '%s' %lld from %lld on of dimension %d were asked for, which has "
+            return ps_fail(PS_ERANGE, "%s: of tensor '%s' %lld from %lld on of dimension %d were requested, which has "
                            "%lld", st->map.path, st_shown(t->name, shown), (long long)shape[d], (long long)offset[d], d,
                            (long long)t->shape[d]);
         stride[d] = run, from += offset[d] * run;

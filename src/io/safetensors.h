@@ -11,7 +11,7 @@
 
 enum { ST_MAX_HEADER = 100000000, ST_NAME_SHOWN = 160 };
 
-/* Checksums (st_sum.c): a file that has them begins, behind its length, with this text, then the header's digits. */
+/* Checksums (st_sum.c): a file with checksums begins, after its length, with this text, then the header's digits. */
 #define ST_SUM_KEY "xxh3_64"
 #define ST_SUM_HEAD "{\"__metadata__\":{\"" ST_SUM_KEY "\":\""
 enum { ST_SUM_AT = 8 + sizeof ST_SUM_HEAD - 1, ST_SUM_DIGITS = 16 };
@@ -20,15 +20,15 @@ st_sum *st_sum_new(void);                           /* NULL: no memory */
 void st_sum_add(st_sum *s, const void *data, int64_t nbytes);
 uint64_t st_sum_end(st_sum *s);                     /* frees it */
 void st_sum_free(st_sum *s);
-void st_sum_print(uint64_t sum, char *out);         /* [ST_SUM_DIGITS], no 0 behind them */
-int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out);    /* of all before the data */
+void st_sum_print(uint64_t sum, char *out);         /* [ST_SUM_DIGITS], without a final 0 */
+int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out);    /* of everything before the data */
 
 typedef struct st_type {
-    const char *text;       /* as files spell it */
-    int bits;               /* an element */
+    const char *text;       /* as in files */
+    int bits;               /* bits per element */
     int dtype;              /* PS_*, or -1: known, not supported */
 } st_type;
-const st_type *st_type_by_text(const char *text);   /* NULL: not in the format */
+const st_type *st_type_by_text(const char *text);   /* NULL: the format does not have it */
 const st_type *st_type_by_dtype(int dtype);         /* NULL: not a dtype */
 
 typedef struct st_tensor {
@@ -50,17 +50,17 @@ struct ps_st {
     st_meta *meta;          /* [meta_count], by key */
     int count, tensors_room, meta_count, meta_room;
     int64_t loans;          /* under way */
-    bool closed;            /* but for the map, which loans need */
+    bool closed;            /* closed, except for the map, which loans need */
 };
 
 /* Reads and checks st->map's header into st, whose other fields are zero. On failure the caller closes st. */
 int st_parse(ps_st *st);
 /* ps_st_open on bytes in memory, which must outlive it. */
 int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **out);
-/* Compares the header's checksum, where the file has any. */
+/* Compares the header's checksum, if the file has checksums. */
 int st_check_header(const ps_st *st);
-/* Elements of a shape, or -1 where the product (zero dimensions left out) does not fit. */
+/* Number of elements of a shape, or -1 if the product (without zero dimensions) does not fit. */
 int64_t st_numel(int ndim, const int64_t *shape);
-/* A name as messages show it: shortened, without control characters. Returns out. */
+/* A name in the form for messages: shortened, without control characters. Returns out. */
 const char *st_shown(const char *name, char out[ST_NAME_SHOWN]);
 #endif

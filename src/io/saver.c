@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes a safetensors file in a thread of its own, from bytes that the caller has copied and leaves alone meanwhile.
- * The thread calls nothing but src/io, and takes no signals; nearly all of its time it waits for the disk. Its error is
+ * Writes a safetensors file in a separate thread, from bytes that the caller has copied and does not touch meanwhile.
+ * The thread calls only src/io, and blocks all signals; nearly all of its time it waits for the disk. Its error is
  * kept, with its text, for the thread that waits. A saver has one owner, which makes all calls. */
 #define _GNU_SOURCE
 #include "io/file.h"
@@ -18,7 +18,7 @@ struct ps_saver {
     ps_stw *writer;
     const void *data;           /* [nbytes], lent */
     int64_t nbytes;
-    ps_error_kept error;        /* of the last save, until somebody waited for it */
+    ps_error_kept error;        /* of the last save, until a thread has waited for it */
     double seconds;
 };
 

@@ -35,7 +35,7 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* The message always has the file, the byte of the file, the tensor (inside one) and the fault. */
+/* The message always has the file, the byte in the file, the tensor (inside one) and the fault. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -51,7 +51,7 @@ static int bad(const parser *p, const char *fmt, ...)
     return ps_fail(PS_EFORMAT, "%s: header, byte %lld of the file: %s", p->st->map.path, place, what);
 }
 
-/* Something about a whole tensor or file, with no place in the header. */
+/* An error about a whole tensor or file, without a position in the header. */
 static int bad_file(const ps_st *st, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad_file(const ps_st *st, const char *fmt, ...)
 {
@@ -69,7 +69,7 @@ static void skip_space(parser *p)
     while (p->at < p->end && (*p->at == ' ' || *p->at == '\t' || *p->at == '\n' || *p->at == '\r')) p->at++;
 }
 
-/* The next character, as messages show it. */
+/* The next character, in the form for messages. */
 static const char *next_shown(const parser *p, char out[16])
 {
     if (p->at >= p->end) return "the end of the header";
@@ -93,7 +93,7 @@ static int expect(parser *p, char c)
     return bad(p, "'%c' expected, %s found", c, next_shown(p, next));
 }
 
-/* After an element of a list: 1 when another follows, 0 at `close`. */
+/* After an item of a list: 1 if another follows, 0 at `close`. */
 static int more(parser *p, char close)
 {
     char next[16];
@@ -243,7 +243,7 @@ static int tensor_fields(parser *p, st_tensor *t)
     return 0;
 }
 
-/* Type, shape and range of one tensor agree and lie inside the data. */
+/* Checks that dtype, shape and range of one tensor agree and are inside the data. */
 static int check_tensor(const parser *p, const st_tensor *t)
 {
     int64_t nbits, held, there = p->st->data_nbytes, numel = st_numel(t->ndim, t->shape);
@@ -281,7 +281,7 @@ static int metadata(parser *p)
     if (p->has_meta) return bad(p, "'__metadata__' twice");
     p->has_meta = true;
     skip_space(p);
-    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference reads it as none */
+    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference treats it as absent */
         p->at += 4;
         return 0;
     }

@@ -11,10 +11,10 @@
 #include <string.h>
 #include <xxhash.h>
 
-enum { PIECE = 8 << 20 };       /* bytes of a map that are touched at once */
+enum { PIECE = 8 << 20 };       /* bytes of a map that are read at once */
 
 struct st_sum {
-    void *whole;                /* the allocation that `state` lies in, 64-aligned as xxHash wants it */
+    void *whole;                /* the allocation with `state` in it, which xxHash needs 64-aligned */
     XXH3_state_t *state;
 };
 
@@ -78,11 +78,11 @@ int st_check_header(const ps_st *st)
     st_sum_print(sum, digits);
     const char *saved = (const char *)st->map.bytes + ST_SUM_AT;
     if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 0;
-    return ps_fail(PS_EFORMAT, "%s: the header is damaged: its checksum is %s, the file says %.16s; copy the file "
+    return ps_fail(PS_EFORMAT, "%s: the header is damaged: its checksum is %s, but the file has %.16s; copy the file "
                    "again, or take an older one", st->map.path, digits, saved);
 }
 
-/* The checksums' text, or NULL when the file has none; it must have one for each tensor. */
+/* The checksums' text, or NULL if the file has none; it must have one for each tensor. */
 static int sums_of(const ps_st *st, const char **out)
 {
     *out = NULL;
@@ -119,14 +119,15 @@ int ps_st_verify(const ps_st *st, int i)
     uint64_t sum = 0;
     PS_NEED(st);
     if (i < 0 || i >= st->count)
-        return ps_fail(PS_ERANGE, "%s: tensor %d was asked for, the file has %d", st->map.path, i, st->count);
+        return ps_fail(PS_ERANGE, "%s: tensor %d was requested, but the file has %d", st->map.path, i, st->count);
     PS_TRY(sums_of(st, &sums));
     if (!sums) return 0;
     PS_TRY(sum_of_map(st, &st->tensors[i], &sum));
     st_sum_print(sum, digits);
     const char *saved = sums + ((size_t)i + 1) * (ST_SUM_DIGITS + 1);
     if (!memcmp(saved, digits, ST_SUM_DIGITS)) return 1;
-    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, the file says %.16s; copy "
+    return ps_fail(PS_EFORMAT, "%s: tensor '%s' is damaged: the checksum of its bytes is %s, but the file has "
+                               "%.16s; copy "
                    "the file again, or take an older one", st->map.path, st_shown(st->tensors[i].name, shown), digits,
                    saved);
 }

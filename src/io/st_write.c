@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A growing text; the first failed allocation sticks. */
+/* A growing text; the first failed allocation is remembered. */
 typedef struct text { char *p; size_t n, room; bool failed; } text;
 
 typedef struct stw_tensor {
@@ -21,9 +21,9 @@ typedef struct stw_tensor {
     int ndim;
     int64_t shape[PS_MAX_DIMS];
     int64_t nbytes, begin;      /* begin: from the start of the data */
-    int64_t written;            /* bytes of it */
-    st_sum *sum;                /* of the bytes appended so far */
-    uint64_t checksum;          /* of all */
+    int64_t written;            /* bytes written so far */
+    st_sum *sum;                /* checksum of the bytes so far */
+    uint64_t checksum;          /* of all bytes */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;
 
@@ -37,7 +37,7 @@ struct ps_stw {
     int count, room, meta_count, meta_room;
     bool sums;
     text header;                /* with sums: kept from begin to commit */
-    int64_t data_start;         /* byte of the file, a multiple of 64; with sums of 4096 */
+    int64_t data_start;         /* byte of the file, a multiple of 64; with sums, of 4096 */
     int64_t data_nbytes;
 };
 
@@ -107,7 +107,7 @@ static int check_state(const ps_stw *w, int wanted)
 {
     static const char *const names[] = { "declaring (before begin)", "writing (after begin)", "finished (committed)" };
     if ((int)w->state == wanted) return 0;
-    return ps_fail(PS_ESTATE, "writing %s: this call belongs to %s, the writer is %s", w->path, names[wanted],
+    return ps_fail(PS_ESTATE, "writing %s: this call belongs to %s, but the writer is %s", w->path, names[wanted],
                    names[w->state]);
 }
 
@@ -162,7 +162,7 @@ int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *
     stw_tensor t = { .type = st_type_by_dtype(dtype), .ndim = ndim };
     if (!t.type) return ps_fail(PS_EINVAL, "writing %s: tensor '%s': dtype %d does not exist", w->path, shown, dtype);
     if (ndim < 0 || ndim > PS_MAX_DIMS || (ndim && !shape))
-        return ps_fail(PS_EINVAL, "writing %s: tensor '%s': %d dimensions, 0 to %d are possible", w->path, shown, ndim,
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s': %d dimensions; 0 to %d are supported", w->path, shown, ndim,
                        PS_MAX_DIMS);
     for (int d = 0; d < ndim; d++) {
         if (shape[d] < 0)
@@ -191,7 +191,7 @@ static int name_order(const void *a, const void *b)
     return strcmp((*(stw_tensor *const *)a)->name, (*(stw_tensor *const *)b)->name);
 }
 
-/* Orders the tensors, refuses a name used twice, gives each its place. */
+/* Orders the tensors, refuses duplicate names, and assigns places. */
 static int lay_out(ps_stw *w, int64_t *data_nbytes)
 {
     char shown[ST_NAME_SHOWN];
@@ -216,7 +216,7 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
 }
 
 /* Length and JSON, padded so that the data begins at a multiple of 64 bytes: every tensor is then aligned in a map.
- * Checksums are zeros still. */
+ * Checksums are still zeros. */
 static int print_header(const ps_stw *w, text *t)
 {
     bool has_format = false;
@@ -305,7 +305,7 @@ int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes)
     stw_tensor *t = NULL;
     PS_TRY(find_added(w, name, &t));
     if (nbytes != t->nbytes || (nbytes && !data))
-        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was added with %lld bytes, %lld are given", w->path,
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' was added with %lld bytes, but %lld were passed", w->path,
                        st_shown(name, shown), (long long)t->nbytes, (long long)(data ? nbytes : 0));
     PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin, data, nbytes));
     t->written = nbytes;
@@ -319,7 +319,7 @@ int ps_stw_append(ps_stw *w, const char *name, const void *data, int64_t nbytes)
     stw_tensor *t = NULL;
     PS_TRY(find_added(w, name, &t));
     if (nbytes < 0 || nbytes > t->nbytes - t->written || (nbytes && !data))
-        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' has room for %lld more bytes, %lld are given", w->path,
+        return ps_fail(PS_EINVAL, "writing %s: tensor '%s' has room for %lld more bytes, but %lld were passed", w->path,
                        st_shown(name, shown), (long long)(t->nbytes - t->written), (long long)(data ? nbytes : 0));
     PS_TRY(ps_tempfile_write(&w->file, w->data_start + t->begin + t->written, data, nbytes));
     if (w->sums) {
@@ -350,7 +350,7 @@ int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes)
     PS_NEED(w);
     PS_TRY(check_state(w, WRITING));
     if (nbytes != w->data_nbytes || (nbytes && !data))
-        return ps_fail(PS_EINVAL, "writing %s: the tensors have %lld bytes, %lld are given", w->path,
+        return ps_fail(PS_EINVAL, "writing %s: the tensors have %lld bytes, but %lld were passed", w->path,
                        (long long)w->data_nbytes, (long long)(data ? nbytes : 0));
     PS_TRY(ps_tempfile_stream(&w->file, w->data_start, data, nbytes));
     for (int i = 0; i < w->count; i++) {
@@ -382,7 +382,7 @@ int ps_stw_commit(ps_stw *w)
     PS_TRY(check_state(w, WRITING));
     for (int i = 0; i < w->count; i++)
         if (w->tensors[i].written < w->tensors[i].nbytes)
-            return ps_fail(PS_ESTATE, "writing %s: tensor '%s' was added but not written: %lld of its %lld bytes",
+            return ps_fail(PS_ESTATE, "writing %s: tensor '%s' was added, but only %lld of its %lld bytes were written",
                            w->path, st_shown(w->tensors[i].name, shown), (long long)w->tensors[i].written,
                            (long long)w->tensors[i].nbytes);
     if (w->sums) PS_TRY(finish_header(w));

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading PyTorch's .pt files: opens and maps a file, has the archive (zip.c) and the pickle (pickle.c) checked, and
- * lends their contents. Memory: the archive's directory, a copy of data.pkl and about as much again for its values,
- * which for a state dict is some hundred bytes a tensor. Tensor bytes are not touched until somebody asks for them.
- * They then come straight from the map, one tensor at a time, and ps_pt_drop gives their pages back. */
+ * Reading PyTorch's .pt files: opens and maps a file, checks the archive (zip.c) and the pickle (pickle.c), and lends
+ * their contents. Memory: the archive's directory, a copy of data.pkl and about the same again for its values, which
+ * for a state dict is some hundred bytes per tensor. Tensor bytes are not read until they are requested. They are then
+ * copied directly from the map, one tensor at a time, and ps_pt_drop frees their pages. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"
@@ -13,29 +13,29 @@
 #define CONVERT "; in PyTorch: torch.save(torch.load(\"%s\", map_location=\"cpu\"), \"new.pt\")"
 
 /* -- opening ----------------------------------------------------------------------------------------------------- */
-/* Refuses files of other formats by their name, before they are called a broken archive. */
+/* Recognizes files of other formats, before they would be reported as a broken archive. */
 static int check_format(const ps_map *map)
 {
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
     const uint8_t *b = map->bytes;
     int64_t n = map->nbytes;
-    int frame = n > 3 && b[1] >= 4 && b[2] == 0x95 ? 9 : 0;          /* protocol 4 puts a frame's length in front */
+    int frame = n > 3 && b[1] >= 4 && b[2] == 0x95 ? 9 : 0;          /* protocol 4 begins with a frame's length */
     if (n > 9 && b[8] == '{' && !memcmp(b + 4, "\0\0\0\0", 4))
-        return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; give it that name", map->path);
+        return ps_fail(PS_EFORMAT, "%s: this is a safetensors file; rename it to .safetensors", map->path);
     if (n >= 16 + frame && b[0] == 0x80 && !memcmp(b + 2 + frame, magic, sizeof magic))
         return ps_fail_sub(PS_EFORMAT, PS_SUB_OLD_TORCH, "%s: this is the format that PyTorch wrote before 1.6 (or "
-                           "with _use_new_zipfile_serialization=False), which is not read; convert it" CONVERT,
+                           "with _use_new_zipfile_serialization=False), which is not supported; convert it" CONVERT,
                            map->path, map->path);
     if (n >= 512 && !memcmp(b + 257, "ustar", 5))
         return ps_fail_sub(PS_EFORMAT, PS_SUB_OLD_TORCH, "%s: this is a tar archive, the format of PyTorch's first "
-                           "versions, which is not read; convert it" CONVERT, map->path, map->path);
+                           "versions, which is not supported; convert it" CONVERT, map->path, map->path);
     if (n >= 2 && b[0] == 0x80 && b[1] <= 5)
         return ps_fail(PS_EFORMAT, "%s: this is a bare pickle, not a file of torch.save; convert it in Python",
                        map->path);
     return 0;
 }
 
-/* The folder inside the archive, to pt->prefix; its index of data.pkl. */
+/* Writes the folder inside the archive to pt->prefix, and finds the index of data.pkl. */
 static int find_pickle(ps_pt *pt, int *pickle)
 {
     for (int i = 0; i < pt->archive.count; i++) {
@@ -133,7 +133,7 @@ static int value_at(const ps_pt *pt, int value, const pk_value **out)
 {
     PS_NEED(pt);
     if (value < 0 || value >= pt->pickle.count)
-        return ps_fail(PS_ERANGE, "%s: value %d was asked for, there are %d", pt->archive.map.path, value,
+        return ps_fail(PS_ERANGE, "%s: value %d was requested, but there are %d", pt->archive.map.path, value,
                        pt->pickle.count);
     *out = &pt->pickle.values[value];
     return 0;
@@ -224,7 +224,7 @@ int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void 
     t.storage_nbytes = pt->archive.entries[t.storage].nbytes;
     PS_TRY(pt_measure(&pt->pickle, (int)each, &t));
     if (first < 0 || numel < 0 || numel > t.numel - first || (numel && !dst))
-        return ps_fail(PS_ERANGE, "%s: %lld elements from %lld on were asked for, of a tensor of %lld",
+        return ps_fail(PS_ERANGE, "%s: %lld elements from %lld on were requested, but the tensor has %lld",
                        pt->archive.map.path, (long long)numel, (long long)first, (long long)t.numel);
     PS_TRY(ps_pt_ready(pt));
     if (!numel) return 0;

@@ -9,8 +9,8 @@
 
 typedef struct pt_type {
     const char *text;           /* "torch.float32" */
-    const char *storage;        /* "torch.FloatStorage"; NULL: has none of its own */
-    int dtype, nbytes;          /* PS_* or -1: known, not supported; bytes an element */
+    const char *storage;        /* "torch.FloatStorage"; NULL: it has none */
+    int dtype, nbytes;          /* PS_* or -1: known, not supported; nbytes: bytes per element */
 } pt_type;
 const pt_type *pt_type_at(int i);
 const pt_type *pt_type_by_dtype(int dtype);
@@ -18,16 +18,16 @@ const char *pt_name_text(const pk_value *global);
 
 struct ps_pt {
     zip archive;
-    char *prefix;               /* of the names in it */
+    char *prefix;               /* prefix of the names in it */
     pk pickle;
 };
 
 /* The tensor that value `id` (a TENSOR or STORAGE) describes, checked against its storage. out->data is not set. */
 int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out);
-/* Sets numel and nbytes; PS_EFORMAT where an element lies outside the storage. */
+/* Sets numel and nbytes; PS_EFORMAT if an element is outside the storage. */
 int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t);
 /* ps_pt_open on bytes in memory, which must outlive it. */
 int pt_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_pt **out);
-/* Tests: numbers from `n` on are written as in archives beyond 4 GiB. */
+/* For tests: numbers from `n` on are written as in archives beyond 4 GiB. */
 void pt_write_wide_from(ps_ptw *w, int64_t n);
 #endif

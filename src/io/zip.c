@@ -16,9 +16,10 @@ enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL
 #define VERIFY_PIECE ((int64_t)32 << 20)
 #define MAX_DIRECTORY ((int64_t)256 << 20)      /* bytes: about four million storages */
 
-/* -- checksum: by tables, sixteen bytes a step, or by carry-less products where the processor has them ------------ */
+/* -- checksum: by tables, sixteen bytes per step, or by carry-less products if the processor has them
+ * ---------------- */
 enum { CRC_STEP = 16, FOLD_STEP = 64 };
-static uint32_t table[CRC_STEP][256];       /* [t][b]: of byte b and t zero bytes behind it */
+static uint32_t table[CRC_STEP][256];       /* [t][b]: of byte b followed by t zero bytes */
 
 static void make_tables(void)
 {
@@ -59,16 +60,16 @@ static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 }
 
 #ifdef __x86_64__
-/* x moved 16 bytes (or, with the factors of 64, 64 bytes) ahead in the message, plus what stands there. The factors are
- * x^(d + 31) and x^(d - 33) modulo the polynomial for a distance of d bits, reflected. */
+/* Moves x 16 bytes (or, with the factors of 64, 64 bytes) ahead in the message, and adds the bytes there. The factors
+ * are x^(d + 31) and x^(d - 33) modulo the polynomial for a distance of d bits, reflected. */
 __attribute__((target("pclmul,sse4.1"))) static inline __m128i fold(__m128i x, __m128i factors, __m128i there)
 {
     return _mm_xor_si128(there, _mm_xor_si128(_mm_clmulepi64_si128(x, factors, 0x00),
                                               _mm_clmulepi64_si128(x, factors, 0x11)));
 }
 
-/* n: a multiple of FOLD_STEP, not 0. Four lanes walk through the bytes; what is left of them at the end is sixteen
- * bytes with the same register as the whole. */
+/* n: a multiple of FOLD_STEP, not 0. Four lanes fold the bytes; the remainder is sixteen bytes with the same register
+ * as the whole. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_products(uint32_t c, const uint8_t *p, int64_t n)
 {
     const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
@@ -116,7 +117,7 @@ static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1
 
 typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
 
-/* The record at the end of the file, which a comment may follow; -1: there is none. */
+/* The record at the end of the file, which may be followed by a comment; -1: there is none. */
 static int64_t find_end(const zip *z)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -125,7 +126,8 @@ static int64_t find_end(const zip *z)
     return -1;
 }
 
-/* Takes the numbers from the ZIP64 record that did not fit into the old one. `end`: the old record's place. */
+/* Reads the numbers that did not fit into the old record from the ZIP64 record. `end`: the position of the old
+ * record. */
 static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbytes, uint64_t *begin, int64_t *limit)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -157,7 +159,7 @@ static int find_directory(const zip *z, directory *d)
     return 0;
 }
 
-/* Replaces the sizes and the place that say "see ZIP64" by the wide ones among the extra fields [n]. */
+/* Replaces sizes and positions that mean "see ZIP64" by the wide ones in the extra fields [n]. */
 static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64_t n, uint64_t *const fields[3])
 {
     if (*fields[0] != 0xffffffff && *fields[1] != 0xffffffff && *fields[2] != 0xffffffff) return 0;
@@ -229,7 +231,7 @@ int zip_open(zip *z)
         if (length > end - p) return bad(z, "its directory ends early");
         if (memchr(p + ENTRY_SIZE, 0, (size_t)name_length)) return bad(z, "a name with a zero byte");
         zip_entry *e = &z->entries[z->count];
-        e->name = names;                    /* name and 0 are fewer bytes than the entry: the names always fit */
+        e->name = names;                    /* each entry is longer than its name and 0, so the names fit */
         memcpy(names, p + ENTRY_SIZE, (size_t)name_length);
         names[name_length] = 0;
         names += name_length + 1;
@@ -270,7 +272,7 @@ int zip_verify(zip *z, int i)
     for (int64_t left = e->nbytes, n; left > 0; from += n, left -= n) {
         n = left < VERIFY_PIECE ? left : VERIFY_PIECE;
         crc = zip_crc32(crc, from, n);
-        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);    /* a large entry never lies in memory whole */
+        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);   /* a large entry is never in memory as a whole */
     }
     if (crc != e->crc)
         return ps_fail(PS_EFORMAT, "%s: the bytes of '%.100s' were damaged: their checksum is not the one that the "

@@ -8,7 +8,7 @@
 #include "io/file.h"
 #include <stdbool.h>
 
-uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);     /* crc: 0, or of the bytes before */
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);    /* crc: 0, or the checksum of the bytes before */
 
 typedef struct zip_entry {
     const char *name;       /* in zip.names */
@@ -28,7 +28,7 @@ typedef struct zip {
 int zip_open(zip *z);
 void zip_close(zip *z);
 int zip_find(const zip *z, const char *name);       /* index or -1 */
-/* The bytes of an entry against its checksum, once, where the archive has checksums; PS_EFORMAT where they differ. */
+/* Checks the bytes of an entry against its checksum, once, if the archive has checksums; PS_EFORMAT if they differ. */
 int zip_verify(zip *z, int i);
 
 /* Writing: add all entries, begin (which knows the whole size), write each, commit. */
@@ -43,7 +43,7 @@ typedef struct zipw {
     zipw_entry *entries;
     int count, room;
     int64_t directory, directory_nbytes, nbytes;
-    int64_t wide_from;      /* numbers from this one on are written as ZIP64: 0xffffffff, in tests less */
+    int64_t wide_from;      /* numbers from this one on are written as ZIP64: 0xffffffff, smaller in tests */
 } zipw;
 void zipw_init(zipw *w);
 int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* its number, from 0 */

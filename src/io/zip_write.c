@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writing ZIP archives of stored entries. All sizes are known before the first byte is written, and so is every place.
- * An entry's header is written when its last byte has passed and its checksum is known. Data begins at multiples of 64
- * bytes, by an extra field as PyTorch pads it. Equal contents give equal bytes: no clock is read. */
+ * Writing ZIP archives of stored entries. All sizes are known before the first byte is written, and so is every
+ * position. An entry's header is written after its last byte, when its checksum is known. Data begins at multiples of
+ * 64 bytes, padded with an extra field as in PyTorch. Equal contents give equal bytes: no clock is read. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -17,7 +17,8 @@ void zipw_init(zipw *w) { *w = (zipw){ .file = PS_TEMPFILE_NONE, .wide_from = 0x
 int zipw_add(zipw *w, const char *name, int64_t nbytes)
 {
     PS_TRY(ps_grow(w->entries, w->room, w->count + 1));
-    if (strlen(name) > MAX_NAME) return ps_fail(PS_EINVAL, "an archive's entry has a name of %zu bytes", strlen(name));
+    if (strlen(name) > MAX_NAME) return ps_fail(PS_EINVAL, "an archive entry's name has %zu bytes, which is too "
+                                                           "long", strlen(name));
     char *copy = ps_strdup(name);
     if (!copy) return ps_fail_nomem(strlen(name) + 1);
     w->entries[w->count] = (zipw_entry){ .name = copy, .nbytes = nbytes };
@@ -45,7 +46,7 @@ static uint8_t *store_mark(uint8_t *p, int a, int b)
 {
     return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
 }
-/* A size or place in its narrow field: all ones where ZIP64 holds it. */
+/* A size or position in its narrow field: all ones if ZIP64 holds it. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {
     return store(p, wide(w, n) ? 0xffffffff : (uint64_t)n, 4);
@@ -71,7 +72,7 @@ static int lay_out(zipw *w)
     return 0;
 }
 
-/* What local header and directory entry have in common: flags to extra length. */
+/* The fields that a local header and a directory entry share: flags to extra length. */
 static uint8_t *store_common(const zipw *w, uint8_t *p, const zipw_entry *e, int needs, int extra)
 {
     p = store(store(p, (uint64_t)needs, 2), UTF8_NAMES, 2);
@@ -114,7 +115,8 @@ int zipw_write(zipw *w, int i, const void *data, int64_t nbytes)
 {
     zipw_entry *e = &w->entries[i];
     if (nbytes < 0 || nbytes > e->nbytes - e->written || (nbytes && !data))
-        return ps_fail(PS_EINVAL, "writing %s: entry '%s' has room for %lld more bytes, %lld are given", w->file.path,
+        return ps_fail(PS_EINVAL, "writing %s: entry '%s' has room for %lld more bytes, but %lld were "
+                                  "passed", w->file.path,
                        e->name, (long long)(e->nbytes - e->written), (long long)nbytes);
     if (!nbytes) return 0;
     PS_TRY(ps_tempfile_write(&w->file, e->begin + e->written, data, nbytes));

@@ -19,7 +19,7 @@ static int check_dropout(const ps_infer *f, double p, int32_t first_head)
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
-/* bool [B, S]; or, where the op takes them, [B or 1, H or 1, T or 1, S] of bool or floats. */
+/* bool [B, S]; or, if the op allows it, [B or 1, H or 1, T or 1, S] of bool or floats. */
 static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t keys)
 {
     if (!mask || (mask->dtype_ == PS_BOOL && mask->ndim == 2 && mask->shape_[0] == batch && mask->shape_[1] == keys))
@@ -48,11 +48,11 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
         return ps_rule_fail(f, "%lld heads of keys do not divide %lld heads", (long long)k->shape_[1],
                             (long long)q->shape_[1]);
     if (window < 0 || (window > 0 && !causal))
-        return ps_rule_fail(f, "a window is of causal attention, and 1 key or more (it is %d)", window);
+        return ps_rule_fail(f, "a window needs causal attention and at least 1 key (it is %d)", window);
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
-/* Like t [B, H, T, D]; bytes as [B, T, H, D] where those of t lie so. */
+/* Like t [B, H, T, D]; its bytes are laid out as [B, T, H, D] if those of t are. */
 static ps_meta like_heads(const ps_tensor *t)
 {
     ps_meta m = ps_meta_like(t);
@@ -170,7 +170,7 @@ int infer_rope(ps_infer *f)
     return 0;
 }
 
-/* Turned back: the matrix is orthogonal, up to what cos and sin are scaled by, which counts both ways. */
+/* Rotates back: the matrix is orthogonal, up to the scale of cos and sin, which applies in both directions. */
 int grad_rope(ps_grad *g)
 {
     ps_attrs_rope attrs = { .inverse = !((const ps_attrs_rope *)g->attrs)->inverse };

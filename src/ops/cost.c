@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What an op costs (ps_op_cost): one rule for each family of rows of ops.def. FLOPs are those of matrix products and of
- * attention, two for a multiplication and its addition, whatever the kernel does: the count by which PatrickStar and
- * Megatron-LM give their speeds. Elementwise work is bound by bytes, and has none. */
+ * The cost of an op (ps_op_cost): one rule for each family of rows of ops.def. FLOPs are those of matrix products and
+ * of attention, two for a multiplication with its addition, whatever the kernel does. PatrickStar and Megatron-LM use
+ * the same count for their speeds. Elementwise work is bound by bytes and counts no FLOPs. */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -13,7 +13,7 @@
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
-/* Bytes of the elements of t, each once: an expanded dimension lies in memory once. */
+/* Bytes of the elements of t, each counted once: an expanded dimension is in memory once. */
 static int64_t nbytes(const ps_tensor *t)
 {
     if (!t) return 0;
@@ -74,14 +74,14 @@ void cost_linear_gelu_backward(ps_cost *c)        /* dy [..., O], w [H, O] or [O
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 1 : 0);
 }
 
-void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: logits, and dx, dw where they are made */
+void cost_lm_loss(ps_cost *c)                     /* x [..., C], w [V, C]: logits, and dx, dw if they are computed */
 {
     cost_moves(c);
     int products = 1 + (c->out[1] != NULL) + (c->out[2] != NULL);
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], 0) * products;
 }
 
-/* Products with exchanges: the rows that come from other ranks, and the addends that go to them, are moved besides. */
+/* Products with exchanges: rows from other ranks, and addends to them, are also moved. */
 void cost_column_linear(ps_cost *c)               /* x [n, I] -> y [size n, O] */
 {
     const ps_attrs_column_linear *a = c->attrs;
@@ -111,7 +111,7 @@ void cost_column_linear_grad(ps_cost *c)          /* dy [size n, O], w, x?, full
     }
 }
 
-void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V, C]: as lm_loss, of all N rows */
+void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V, C]: like lm_loss, with all N rows */
 {
     const ps_attrs_parallel_lm_loss *a = c->attrs;
     cost_moves(c);
@@ -121,7 +121,7 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-/* Pairs of the queries at places 0 to n - 1 with the keys that they see: those up to their own place, or the last
+/* Pairs of the queries at positions 0 to n - 1 with the keys that they see: those up to their own position, or the last
  * `window` of them (0: no window). */
 static int64_t pairs_up_to(int64_t n, int64_t window)
 {
@@ -129,8 +129,8 @@ static int64_t pairs_up_to(int64_t n, int64_t window)
     return w * (w + 1) / 2 + (n - w) * w;
 }
 
-/* Pairs of query and key of one head that see each other. With a causal mask, query i is at place
- * keys - queries + i. */
+/* Pairs of query and key of one head that see each other. With a causal mask, query i is at position keys - queries +
+ * i. */
 static int64_t pairs(int64_t queries, int64_t keys, int causal, int64_t window)
 {
     if (!causal) return queries * keys;
@@ -151,7 +151,7 @@ void cost_attention(ps_cost *c)
     c->flops += attention_flops(c->in[0], c->in[1], c->in[2], c->attrs);
 }
 
-/* Five products to forward's two, since the scores are computed again. */
+/* Five products, against forward's two, since the scores are computed again. */
 void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse; its attributes are those of attention */
 {
     cost_moves(c);
@@ -179,7 +179,8 @@ void cost_attention_packed_backward(ps_cost *c)   /* dy qkv mask? y lse; its att
 void cost_embedding(ps_cost *c) { c->bytes += nbytes(c->in[1]) + 2 * nbytes(c->out[0]); }
 void cost_gather(ps_cost *c) { cost_embedding(c); }
 
-void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: rows are added to; a new dw is zeros first */
+void cost_embedding_backward(ps_cost *c)          /* index dy -> dw: rows are accumulated; a new dw is filled with
+                                                   * zeros first */
 {
     const ps_attrs_embedding_backward *a = c->attrs;
     c->bytes += nbytes(c->in[0]) + 3 * nbytes(c->in[1]) + (a->accumulate ? 0 : nbytes(c->out[0]));

@@ -63,10 +63,10 @@ int infer_unary(ps_infer *f)
     return 0;
 }
 
-/* A sample's random words are made four at a time, by a counter of 32 bits. */
+/* A sample's random words are generated four at a time, with a counter of 32 bits. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
-/* x has the rows of these numbers, of a whole whose samples have whole rows. */
+/* Checks that x has the rows with these numbers, from a whole whose samples have whole rows. */
 static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
 {
     const ps_tensor *x = f->in[0], *rows = f->in[1];
@@ -74,14 +74,14 @@ static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
         return ps_rule_fail(f, "rows must be int32 or int64 [R]");
     int64_t R = rows->shape_[0];
     if (R == 0 ? x->numel_ != 0 : x->numel_ % R != 0)
-        return ps_rule_fail(f, "%lld elements are not %lld equal rows", (long long)x->numel_, (long long)R);
+        return ps_rule_fail(f, "%lld elements cannot form %lld equal rows", (long long)x->numel_, (long long)R);
     if (at->first == 0 && at->per_sample > 0 && (x->numel_ == 0 || at->per_sample % (x->numel_ / R) == 0)) return 0;
     return ps_rule_fail(f, "with rows, first is 0 and per_sample a multiple of a row's elements; they are %lld, %lld",
                         (long long)at->first, (long long)at->per_sample);
 }
 
-/* Elements of x have the numbers `first` to first + numel - 1 of the whole, or those of their rows. All of them must be
- * numbers of 64 bits. */
+/* The elements of x have the numbers `first` to first + numel - 1 of the whole, or those of their rows. All numbers
+ * must fit into 64 bits. */
 int infer_dropout(ps_infer *f)
 {
     ps_attrs_dropout *at = f->attrs;
@@ -183,7 +183,7 @@ int grad_mul(ps_grad *g)
     return 0;
 }
 
-/* d(a/b): da = dy / b, db = -dy ((a / b) / b): an order in which a small b overflows only where db does. */
+/* d(a/b): da = dy / b, db = -dy ((a / b) / b). In this order a small b overflows only if db does. */
 int grad_div(ps_grad *g)
 {
     ps_tensor *a, *b, *t;
@@ -245,7 +245,8 @@ int grad_pow(ps_grad *g)
     return give_summed(g, 1, t);
 }
 
-/* The input that lost gets nothing, ties half of dy each; beside a NaN nobody has lost, and both get dy. */
+/* The input that was not chosen gets no gradient; with equal inputs each gets half of dy. If one is NaN, both get
+ * dy. */
 static int pick(ps_grad *g, int weaker)
 {
     ps_tensor *a, *b, *tied, *half, *lost, *t, *all[PS_MAX_OUT];
@@ -368,7 +369,7 @@ int grad_sqrt(ps_grad *g)
     return 0;
 }
 
-/* dy is halved, not y^3: of a large x the cube is near the least number of fp16. */
+/* dy is halved, not y^3: the cube of a large x is close to the smallest number of fp16. */
 int grad_rsqrt(ps_grad *g)
 {
     ps_tensor *y, *t, *half;
@@ -402,7 +403,7 @@ int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
 int grad_sin(ps_grad *g) { return times_function(g, PS_OP_cos, 1); }
 int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
 
-/* sign, floor, ceil, round: flat almost everywhere. */
+/* sign, floor, ceil, round: constant almost everywhere. */
 int grad_zero(ps_grad *g)
 {
     ps_tensor *t;
@@ -446,7 +447,7 @@ int grad_relu(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_scalar_like(g, &t, y, 0));
     PS_TRY(ps_run1(g, PS_OP_le, &t, y, t));
-    PS_TRY(select_dy(g, &t, t, false));                       /* NaN passes it, as the value is NaN */
+    PS_TRY(select_dy(g, &t, t, false));                       /* NaN passes the gradient on, as it passes the value */
     ps_grad_give(g, 0, t);
     return 0;
 }

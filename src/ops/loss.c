@@ -95,10 +95,10 @@ int infer_lm_loss(ps_infer *f)
     if (at->reduction != 1 && at->reduction != 2)
         return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
     if (f->in[3]) PS_TRY(ps_rule_like(f, f->in[3], "bias", x->dtype_, 1, w->shape_));
-    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));     /* else as grad_lm_loss asks */
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));  /* otherwise grad_lm_loss sets it */
     if (f->needs && f->ahead) at->want_grad &= 1;
     at->dloss = 1;
-    if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow: undo it, by a power */
+    if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow: scale by a power */
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
     f->out[1] = ps_meta_like(x);
@@ -112,8 +112,8 @@ int infer_lm_loss(ps_infer *f)
 }
 
 /* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
-/* Gradients that were left to backward: the op again, in the same panels, hence with the same bits. inputs: x, w and
- * bias, in the order of their gradients; want: in attrs, those that forward made. attrs asks for no hits, which forward
+/* Gradients that were left to backward: runs the op again, in the same panels, hence with the same bits. inputs: x, w
+ * and bias, in the order of their gradients; want: the field of attrs with the gradients that forward computed. attrs asks for no hits, which forward
  * has counted. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
@@ -126,8 +126,8 @@ static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, in
     return ps_run_list(g, op, attrs, all, g->n_in, in);
 }
 
-/* The gradients were computed with the loss, for one whose own is 1 / alpha, a power of two; they are scaled where they
- * lie, by a factor that the host need not know. again: those of panels_again. */
+/* The gradients were computed with the loss, for a gradient of 1 / alpha, a power of two. They are scaled in place by a
+ * factor that the host does not need to know. again: the result of panels_again. */
 static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
     ps_attrs_scale_by_ attrs = { .alpha = alpha };
@@ -174,7 +174,7 @@ static int check_logits(const ps_infer *f, const ps_tensor *mass, int64_t words)
     PS_TRY(check_targets(f, x, f->in[1]));
     if (x->ndim != 2) return ps_rule_fail(f, "logits [N, V] are needed");
     if (words < 0 || words > x->shape_[1])
-        return ps_rule_fail(f, "%lld words of %lld columns", (long long)words, (long long)x->shape_[1]);
+        return ps_rule_fail(f, "%lld words, but %lld columns", (long long)words, (long long)x->shape_[1]);
     return mass ? ps_rule_like(f, mass, "mass", wide(x), 1, &x->shape_[1]) : 0;
 }
 
@@ -216,13 +216,13 @@ int infer_parallel_lm_loss(ps_infer *f)
     if ((target->dtype_ != PS_I32 && target->dtype_ != PS_I64) || target->ndim != 1 || target->shape_[0] != N)
         return ps_rule_fail(f, "targets must be int32 or int64 [%lld]", (long long)N);
     if (at->words < 1 || (at->words + at->size - 1) / at->size != w->shape_[0])
-        return ps_rule_fail(f, "%lld words on %d ranks are not %lld on each", (long long)at->words, at->size,
+        return ps_rule_fail(f, "%lld words on %d ranks do not give %lld words per rank", (long long)at->words, at->size,
                             (long long)w->shape_[0]);
     coefficients[0] = 3, coefficients[1] = N;
     PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
     if (f->in[4]) PS_TRY(ps_rule_like(f, f->in[4], "bias", x->dtype_, 1, w->shape_));
     if (f->in[5]) PS_TRY(ps_rule_like(f, f->in[5], "mass", wide(x), 1, w->shape_));
-    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* else as its rule asks */
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* otherwise its rule sets it */
     if (f->needs && f->ahead) at->want_grad &= 1;
     f->out[0] = (ps_meta){ .dtype = wide(x) };
     f->out[1] = ps_meta_like(x);

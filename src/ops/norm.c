@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Layer norm (Ba, Kiros and Hinton 2016) and RMS norm (Zhang and Sennrich 2019): shapes and gradients. dx is added in
- * one pass to the gradient that waits on the residual stream. */
+ * one pass to the pending gradient of the residual stream. */
 #include <string.h>
 #include "base/error.h"
 #include "tensor/optable.h"

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer steps: lists of tensors in groups, checked here; storing gradients. None has a gradient rule. */
+ * Optimizer steps: lists of tensors in groups, which are checked here; storing of gradients. None of them has a
+ * gradient rule. */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -7,8 +8,9 @@ int infer_adam(ps_infer *f);
 int infer_sgd(ps_infer *f);
 int infer_grad_store(ps_infer *f);
 
-/* Groups of param, master, grad, and state tensors: one numel; state and master in fp32 (fp64 for fp64 parameters), or
- * the master is the parameter itself. All but the gradient are written to, so a copy of them would be lost. */
+/* Groups of param, master, grad, and state tensors: equal numel; state and master in fp32 (fp64 for fp64 parameters),
+ * or the master is the parameter itself. All except the gradient are written to, so writes to a copy of them would be
+ * lost. */
 static int check_groups(const ps_infer *f, int size)
 {
     if (f->n_in % size) return ps_rule_fail(f, "%d tensors are not groups of %d", f->n_in, size);
@@ -37,14 +39,14 @@ int infer_adam(ps_infer *f)
 
 int infer_sgd(ps_infer *f) { return check_groups(f, 4); }
 
-/* The type of an output that the caller gave is for the kernel to check: it is not seen here. */
+/* The kernel checks the dtype of an output that the caller passed, which is not known here. */
 int infer_grad_store(ps_infer *f)
 {
     const ps_attrs_grad_store *at = f->attrs;
     const ps_tensor *src = f->in[0];
     if (!ps_dtype_is_float(src->dtype_)) return ps_rule_fail(f, "src is not a float tensor");
     if (at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT || !ps_dtype_is_float(at->dtype))
-        return ps_rule_fail(f, "dtype = %d is no float type", at->dtype);
+        return ps_rule_fail(f, "dtype = %d is not a float type", at->dtype);
     f->out[0] = ps_meta_like(src);
     f->out[0].dtype = at->dtype;
     f->out[1] = (ps_meta){ .dtype = PS_F64, .ndim = 1, .shape = { 1 } };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops of several ranks: shapes and gradients. Of most every rank's loss counts: the gradient of x is that of
- * the sum of all ranks' losses, as each gives its own dy. The rows of tensor parallelism (..._tp) have one loss, which
- * all ranks compute alike (Shoeybi et al. 2019, "Megatron-LM"). */
+ * Ops of several ranks: shapes and gradients. For most of them every rank's loss counts: the gradient of x is that of
+ * the sum of all ranks' losses, where each rank has its own dy. The rows of tensor parallelism (..._tp) have one loss,
+ * which all ranks compute identically (Shoeybi et al. 2019, "Megatron-LM"). */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -91,7 +91,7 @@ int grad_broadcast(ps_grad *g)
 }
 
 /* -- products with exchanges --------------------------------------------------------------------------------------- */
-/* The attributes with which column_linear and column_linear_grad begin are those of row_linear. */
+/* column_linear and column_linear_grad begin with the attributes of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
 /* x [..., I] and w of one float type; out_in: w is [O, I]; *out: O. */
@@ -100,14 +100,14 @@ static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor 
     const with_product *at = f->attrs;
     PS_TRY(ps_rule_ranks(f));
     if (at->pieces < 1 || at->pieces > PS_MAX_PIECES)
-        return ps_rule_fail(f, "rows travel in 1 to %d pieces, not in %d", PS_MAX_PIECES, at->pieces);
+        return ps_rule_fail(f, "rows can be exchanged in 1 to %d pieces, not in %d", PS_MAX_PIECES, at->pieces);
     bool rows = x->ndim == 2 || (f->op == PS_OP_row_linear && x->ndim > 2);
     if (!rows || w->ndim != 2 || !ps_dtype_is_float(x->dtype_) || x->dtype_ != w->dtype_)
         return ps_rule_fail(f, "x [rows, I] and w with two dimensions, of one float type, are needed");
     int64_t in = w->shape_[out_in ? 1 : 0], features = x->shape_[x->ndim - 1];
     *out = w->shape_[out_in ? 0 : 1];
     if (features == in) return 0;
-    return ps_rule_fail(f, "x has %lld features, w takes %lld (w is %s)", (long long)features, (long long)in,
+    return ps_rule_fail(f, "x has %lld features, but w needs %lld (w is %s)", (long long)features, (long long)in,
                         out_in ? "[out, in]" : "[in, out]");
 }
 
@@ -122,7 +122,7 @@ int infer_column_linear(ps_infer *f)
         const ps_tensor *w = f->in[1 + 2 * i], *b = f->in[2 + 2 * i];
         ps_meta *y = &f->out[i ? 1 + i : 0];
         y->ndim = -1;
-        if (!w && b) return ps_rule_fail(f, "a bias has no weight");
+        if (!w && b) return ps_rule_fail(f, "a bias was passed without its weight");
         if (!w) continue;
         PS_TRY(check_product(f, x, w, at->out_in, &out));
         if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))
@@ -192,13 +192,14 @@ static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* The products of a call of column_linear whose outputs have a gradient: the places of their weights and biases. */
+/* The products of a call of column_linear whose outputs have a gradient: the input numbers of their weights and
+ * biases. */
 typedef struct products {
     int n, w[PS_MAX_COLUMNS], b[PS_MAX_COLUMNS];
     ps_tensor *dy[PS_MAX_COLUMNS];
 } products;
 
-/* dx, and beside its exchanges dw and db of the weights that want them. x or full: see grad_column_linear. */
+/* Computes dx and, during its exchanges, dw and db of the weights that need them. x or full: see grad_column_linear. */
 static int give_all(ps_grad *g, const products *p, ps_tensor *x, ps_tensor *full)
 {
     const with_product *at = g->attrs;

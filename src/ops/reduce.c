@@ -35,12 +35,12 @@ int infer_reduce(ps_infer *f)
         if (!gone) m->shape[m->ndim++] = x->shape_[i];
         else if (at->keepdim) m->shape[m->ndim++] = 1;
     }
-    if (picks && reduced == 0) return ps_rule_fail(f, "nothing to choose from");
+    if (picks && reduced == 0) return ps_rule_fail(f, "there is no element to choose from");
     if (f->op == PS_OP_sum && !f->given) ((ps_attrs_sum *)f->attrs)->accumulate = 0;
     return 0;
 }
 
-/* dy (or another result of the reduction) with the reduced dimensions back as size 1. */
+/* dy (or another result of the reduction), with the reduced dimensions restored as size 1. */
 static int keep_dims(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const ps_attrs_mean *at = g->attrs;
@@ -74,7 +74,7 @@ int grad_mean(ps_grad *g)
     return give_expanded(g, t);
 }
 
-/* Elements equal to the result share its gradient. */
+/* Elements that equal the result share its gradient. */
 int grad_amax(ps_grad *g)
 {
     const ps_attrs_amax *at = g->attrs;
@@ -99,7 +99,7 @@ int infer_arg_reduce(ps_infer *f)
     ps_attrs_argmax *at = f->attrs;
     const ps_tensor *x = f->in[0];
     PS_TRY(ps_rule_dim(f, x->ndim, &at->dim));
-    if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "nothing to choose from");
+    if (x->shape_[at->dim] == 0) return ps_rule_fail(f, "there is no element to choose from");
     f->out[0] = (ps_meta){ .dtype = PS_I64 };
     for (int i = 0; i < x->ndim; i++)
         if (i != at->dim) f->out[0].shape[f->out[0].ndim++] = x->shape_[i];
@@ -136,7 +136,7 @@ int infer_topk(ps_infer *f)
     return 0;
 }
 
-/* The values' gradients go back to where they were taken from. */
+/* The gradients of the values go back to the places from which they were taken. */
 int grad_topk(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the shape and gradient rules of all families. */
+ * Functions that the shape and gradient rules of all families share. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

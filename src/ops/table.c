@@ -24,7 +24,8 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
     return index->dtype_ == PS_I32 || index->dtype_ == PS_I64 ? 0 : ps_rule_fail(f, "indices must be int32 or int64");
 }
 
-/* w has `rows` rows of a table of `total` (0: all of it) from `first` on; those behind its end are padding. */
+/* w has `rows` rows of a table of `total` rows (0: all of it), from row `first` on; rows after the table's end are
+ * padding. */
 static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
 {
     if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
@@ -41,7 +42,7 @@ int infer_embedding(ps_infer *f)
     PS_TRY(check_part(f, at->first, at->total, w->shape_[0]));
     int64_t rows = at->total > 0 ? at->total : w->shape_[0];
     if (at->padding_idx < -1 || at->padding_idx >= rows)
-        return ps_rule_fail(f, "padding_idx %lld is no row of w [%lld, %lld]", (long long)at->padding_idx,
+        return ps_rule_fail(f, "padding_idx %lld is not a row of w [%lld, %lld]", (long long)at->padding_idx,
                             (long long)rows, (long long)w->shape_[1]);
     f->out[0] = ps_meta_like(index);
     f->out[0].dtype = w->dtype_;
@@ -87,7 +88,7 @@ int infer_flat_index(ps_infer *f)
     for (int i = 0; i < f->n_in; i++) {
         int dtype = f->in[i]->dtype_;
         if (dtype != PS_I32 && dtype != PS_I64 && dtype != PS_U8)
-            return ps_rule_fail(f, "an index is %s; it takes integers", ps_dtype_name(dtype));
+            return ps_rule_fail(f, "an index is %s; it must have integers", ps_dtype_name(dtype));
         if (at->size[i] < 0) return ps_rule_fail(f, "size %lld", (long long)at->size[i]);
         ps_tensor so_far = { .ndim = m.ndim };
         memcpy(so_far.shape_, m.shape, sizeof m.shape);
@@ -97,7 +98,7 @@ int infer_flat_index(ps_infer *f)
     return 0;
 }
 
-/* The shape of the elements that `index` names in x along `dim`: index's shape and, if that ends with dim, x's
+/* The shape of the elements that `index` selects in x along `dim`: index's shape and, if that ends with dim, x's
  * dimensions after it. */
 static ps_meta picked_of(const ps_tensor *x, const ps_tensor *index)
 {
@@ -131,7 +132,7 @@ static int check_scatter(ps_infer *f)
     ps_meta m = picked_of(f->in[0], f->in[1]);
     const ps_tensor *src = f->in[2];
     if (src->ndim != m.ndim || memcmp(src->shape_, m.shape, sizeof(int64_t) * (size_t)m.ndim))
-        return ps_rule_fail(f, "src must have the shape of the elements that the index names");
+        return ps_rule_fail(f, "src must have the shape of the elements that the index selects");
     return m.dtype == src->dtype_ ? 0 : ps_rule_fail(f, "src must have x's type");
 }
 
@@ -149,7 +150,7 @@ int infer_scatter_add(ps_infer *f) { return infer_scatter(f); }
 int infer_scatter_reduce(ps_infer *f)
 {
     const ps_attrs_scatter_reduce *at = f->attrs;
-    if (at->reduce < 0 || at->reduce > 2) return ps_rule_fail(f, "reduce is %d; it is 0, 1 or 2", at->reduce);
+    if (at->reduce < 0 || at->reduce > 2) return ps_rule_fail(f, "reduce is %d; it must be 0, 1 or 2", at->reduce);
     if (at->reduce == 2 && f->needs) return ps_rule_fail(f, "the product has no gradient; compute it in ps.no_grad");
     return infer_scatter(f);
 }
@@ -202,7 +203,7 @@ int grad_scatter(ps_grad *g)
     return 0;
 }
 
-/* Elements of x and src that are the result share its gradient, as in PyTorch. */
+/* Elements of x and src that equal the result share its gradient, as in PyTorch. */
 int grad_scatter_reduce(ps_grad *g)
 {
     const ps_attrs_scatter_reduce *at = g->attrs;

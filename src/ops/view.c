@@ -27,8 +27,8 @@ int grad_cast(ps_grad *g);
 int grad_to_device(ps_grad *g);
 int grad_concat(ps_grad *g);
 
-/* Strides for `shape` over x's bytes, when there are any (the rule of NumPy and PyTorch: a run of old dimensions that
- * are contiguous to each other may be cut anew). Returns false when a copy would be needed. */
+/* Strides for `shape` over x's bytes, if they exist (the rule of NumPy and PyTorch: a run of old dimensions that are
+ * contiguous to each other may be divided differently). Returns false if a copy is needed. */
 static bool view_strides(const ps_tensor *x, ps_meta *m)
 {
     int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS];
@@ -81,7 +81,7 @@ int infer_reshape(ps_infer *f)
         return 0;
     }
     if (!view_strides(x, m))
-        return ps_rule_fail(f, "this tensor's strides cannot be viewed so; call :contiguous() first");
+        return ps_rule_fail(f, "this tensor's strides allow no such view; call :contiguous() first");
     return 0;
 }
 
@@ -130,7 +130,7 @@ int infer_slice(ps_infer *f)
     if (at->step < 1 || at->start < 0 || at->stop < at->start || at->stop > size)
         return ps_rule_fail(f, "range [%lld, %lld) step %lld of dimension %d with size %lld", (long long)at->start,
                             (long long)at->stop, (long long)at->step, at->dim, (long long)size);
-    if (at->step > size) at->step = size > 0 ? size : 1;       /* selects the same, without overflow */
+    if (at->step > size) at->step = size > 0 ? size : 1;       /* selects the same elements, without overflow */
     f->out[0] = ps_tensor_meta(x);
     f->out[0].offset += at->start * x->stride_[at->dim];
     f->out[0].shape[at->dim] = (at->stop - at->start + at->step - 1) / at->step;

@@ -45,46 +45,48 @@ _Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "a message on the wire h
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next: in a channel, a neighbour or `spare`; made: in the list of all */
+    ps_p2p_request *next, *made;           /* next: in a channel, at a neighbour or in `spare`; made: in the list of
+                                            * all requests */
     ps_p2p *p2p;
-    bool used;                             /* begun and not waited for */
+    bool used;                             /* begun, and not waited for yet */
     int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
     bool out;
-    wire head;                             /* of a receive: the expected one; `note` is the one that came */
+    wire head;                             /* in a receive: the expected header, with the received `note` is the */
     ps_tensor *t;                          /* held and pinned, or NULL */
     void *bytes;
-    int64_t nbytes, began_ns;              /* began_ns: as of a group_call */
+    int64_t nbytes, began_ns;              /* began_ns: as in a group_call */
     ps_comm_post *head_post, *body_post;
     ps_line *line;                         /* carries a device's bytes; in a receive: set when its header arrives */
-    ps_line_message message;               /* on it */
+    ps_line_message message;               /* its message on the line */
 };
 
 typedef struct letter { struct letter *next; wire head; } letter;
 
 typedef struct channel {
     uint64_t sent, heard;
-    ps_p2p_request *first, *last;          /* receives whose header has not come */
+    ps_p2p_request *first, *last;          /* receives whose header has not arrived */
     letter *in, *in_last;                  /* headers whose receive has not begun; `first` or `in` is empty */
 } channel;
 
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
-    bool listens, delivers;                /* the thread listener, sender was started */
-    bool deaf, mute;                       /* the listener, the sender touches no request any more: it ends or ended */
+    bool listens, delivers;                /* the listener's and the sender's thread were started */
+    bool deaf, mute;                       /* the listener, the sender no longer use any request: they have ended or
+                                            * are ending */
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    ps_p2p_request *out, *out_last;        /* sends that are not gone; the sender waits for the first */
-    ps_error_kept why, why_mute;           /* why it is deaf, mute */
+    ps_p2p_request *out, *out_last;        /* sends that are under way; the sender waits for the first */
+    ps_error_kept why, why_mute;           /* the reasons for deaf, mute */
     channel lanes[PS_P2P_LANES];
     ps_line *lines[2][PS_P2P_LANES];       /* [out]; made with the first message */
 } neighbour;
 
 struct ps_p2p {
-    ps_group *group;                       /* a group of its own, of the same ranks */
+    ps_group *group;                       /* a separate group of the same ranks */
     ps_comm *comm;
-    pthread_mutex_t lock;                  /* of all that follows, but for `spare`, `made` and `bytes_sent` */
+    pthread_mutex_t lock;                  /* for all fields that follow, except `spare`, `made` and `bytes_sent` */
     pthread_cond_t news, work;             /* news: a request's state or a thread's end; work: for senders */
     bool closing;
     ps_error_kept failed;                  /* the error that this rank found first, such as an unexpected message */
@@ -92,7 +94,7 @@ struct ps_p2p {
     neighbour *peers;                           /* [size] */
     ps_p2p_request *spare, *made;
     int64_t bytes_sent;
-    ps_backend *be;                        /* whose memory goes over lines, or NULL */
+    ps_backend *be;                        /* the backend whose memory is sent over lines, or NULL */
     int device;                            /* its number */
 };
 
@@ -147,7 +149,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Ends the run with this thread's error: all ranks hear of it. */
+/* Ends the run with this thread's error, which all ranks get. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -161,9 +163,9 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failure of the library with a peer into this rank's error: the watch says which rank is to blame. rc, which
- * is also this thread's error: PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that this rank
- * found earlier stays its error. */
+/* Turns a failure of the library with a peer into this rank's error: the watch says which rank is to blame. rc, also
+ * this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that this rank found
+ * earlier remains its error. */
 static int blame(ps_p2p *p, int peer, int rc)
 {
     ps_error_kept why;
@@ -171,18 +173,19 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    if (first) p->comm->table->hang_up(p->comm);       /* the thread that found the error may not have done so yet */
+    if (first) p->comm->table->hang_up(p->comm);       /* the thread that found the error may not have closed yet */
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
     int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
     PS_TRY(ps_watch_complain(p->comm->watch, p->comm->place, what, world, p->comm->timeout_s, why.message));
     if (rc == PS_ETIME) ps_fail_rank(rc, world, "rank %d: %s", world, why.message);
-    else ps_fail_rank(rc, world, "rank %d hung up: it ended or gave up first, and its own output says why (%s)", world,
+    else ps_fail_rank(rc, world, "rank %d closed the connection: it ended or failed first, and its own output "
+                                 "says why (%s)", world,
                       why.message);
     return give_up(p, rc);
 }
 
-/* Why a wait was woken: there is a verdict, or some communicator of these ranks hung up. */
+/* The reason why a wait was woken: a verdict, or a communicator of these ranks that closed its connections. */
 static int woken(ps_p2p *p)
 {
     PS_TRY(ps_watch_verdict(p->comm->watch));
@@ -226,7 +229,7 @@ static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps
 
 /* -- headers that come; the lock is held --------------------------------------------------------------------------- */
 
-/* Compares a header that has come with the one that the receive expects, and begins to receive its payload. */
+/* Compares a received header with the one that the receive expects, and begins to receive its payload. */
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
@@ -251,7 +254,7 @@ static int take(ps_p2p_request *q, const wire *got)
     return 0;
 }
 
-/* Receives and headers of a lane find each other. */
+/* Matches receives and headers of a lane. */
 static int match(ps_p2p *p, channel *l)
 {
     int rc = 0;
@@ -281,7 +284,8 @@ static int arrive(neighbour *from, const wire *h)
     }
     ours = ours && h->place != BEGUN;
     if (!ours)
-        return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent what is no message of a "
+        return ps_fail_rank(PS_EFORMAT, group_world(p->group, from->rank), "rank %d sent bytes that are not a "
+            "message of a "
                             "pipeline", group_world(p->group, from->rank));
     ps_watch_came(p->comm->watch, p->comm->place);
     letter *got = p->spare_letters;
@@ -295,7 +299,7 @@ static int arrive(neighbour *from, const wire *h)
     return match(p, l);
 }
 
-/* The thread that takes a peer's headers. */
+/* The thread that receives a peer's headers. */
 static void *listen(void *arg)
 {
     neighbour *from = arg;
@@ -321,12 +325,13 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* All ranks hear of it at once. A time-out is another call's, which ended the connection and complains itself. */
+    /* Notifies all ranks at once. A time-out belongs to another call, which ended the connection and reports it
+     * itself. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 
-/* The thread that waits until sends to a peer are gone. */
+/* The thread that waits until sends to a peer have finished. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -453,7 +458,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
-/* Puts the message that failed here before this thread's error. */
+/* Prefixes this thread's error with the message that failed here. */
 static void prefix_of(const ps_p2p *p, bool out, const char *action, int peer)
 {
     ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank), out ? "send" : "recv",
@@ -479,7 +484,7 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
-/* A message of a rank that is not here, or to it: it holds its tensor until the wait, as others do. No bytes move. */
+/* A message to or from a simulated rank: holds its tensor until the wait, like others. No bytes move. */
 static int pretended(ps_p2p_request *q, ps_p2p_request **out)
 {
     q->state = DONE;
@@ -494,7 +499,7 @@ static int send_begin(ps_p2p_request *q)
     ps_p2p *p = q->p2p;
     char id[PS_WIRE_ID_NBYTES] = { 0 };
     if (!p->peers[q->peer].lines[true][q->lane]) PS_TRY(p->be->wire->new_id(p->be, id));
-    PS_TRY(start_listening(&p->peers[q->peer]));                   /* for what the peer's line tells */
+    PS_TRY(start_listening(&p->peers[q->peer]));                   /* for the notices of the peer's line */
     pthread_mutex_lock(&p->lock);
     int rc = find_line(p, q->peer, q->lane, true, id, &q->line);
     if (rc == 0) memcpy(q->head.id, ps_line_id(q->line), sizeof q->head.id);
@@ -523,7 +528,7 @@ int ps_p2p_send(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, const ps_p
     rc = table->post(p->comm, HEADERS, peer, true, &q->head, sizeof q->head, &q->head_post);
     if (rc == 0 && q->nbytes > 0 && q->head.place == HOST)
         rc = table->post(p->comm, lane, peer, true, q->bytes, q->nbytes, &q->body_post);
-    if (rc < 0) return refused(q, rc);     /* a header that is gone without its payload ends the run, too */
+    if (rc < 0) return refused(q, rc);     /* a header that was sent without its payload also ends the run */
     to->lanes[lane].sent++;
     p->bytes_sent += q->nbytes;
     pthread_mutex_lock(&p->lock);
@@ -562,7 +567,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until the moment `until` of ps_now(); the lock is held. False: the time is over. */
+/* Waits for news until the time `until` of ps_now(); the lock is held. False: the time is over. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -576,8 +581,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` is true, or `over` gives why it never will be, or the time is over. heads: what comes is a header
- * that the peer's script sends. The lock is not held. */
+/* Waits until `come` is true, or `over` returns the reason why it never will be, or the time is over. heads: waits for
+ * a header that the peer's script sends. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -588,7 +593,7 @@ static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const
         if (heads) ps_watch_waits(p->comm->watch, p->comm->place, true);
         if (why) rc = ps_error_again(why);
         else if (!wait_for_news(p, until))
-            rc = ps_fail(PS_ETIME, "no message came or went within %g s", p->comm->timeout_s);
+            rc = ps_fail(PS_ETIME, "no message was received or sent within %g s", p->comm->timeout_s);
     }
     ps_watch_waits(p->comm->watch, p->comm->place, false);
     pthread_mutex_unlock(&p->lock);
@@ -635,14 +640,14 @@ static int wait_for(ps_p2p_request *q, double until)
     return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
 
-/* After a failure, which ended all that is under way: waits until no other thread uses the request. */
+/* After a failure, which ended everything under way: waits until no other thread uses the request. */
 static void let_go(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        bool line_rests = !q->line || ps_line_rests(q->line);    /* a receive has its line from the listener's hand */
+        bool line_rests = !q->line || ps_line_rests(q->line);    /* the listener sets a receive's line */
         bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
         if (line_rests && thread_rests) break;
         if (q->line) ps_line_stop(q->line);
@@ -690,8 +695,7 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* A line that this rank receives by: one that failed, or else one on which bytes are on their way, or NULL. The lock is
- * held. */
+/* A line on which this rank receives: one that failed, or else one with bytes under way, or NULL. The lock is held. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -705,7 +709,7 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* Whether lines failed; waits: until all is received, too. */
+/* Whether lines failed; waits: first waits until everything is received. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -845,7 +849,8 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* nobody waited for it, against the rule: it is given up */
+        const ps_p2p_request *q = p->peers[r].out;         /* the caller broke the rule and did not wait for it: it
+                                                            * is abandoned */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);

@@ -66,7 +66,7 @@ int pipe_push(pipe_row *row, int kind, int32_t vstage, int32_t micro)
     return 0;
 }
 
-/* -- each action once, behind those that it needs ------------------------------------------------------------------ */
+/* -- each action once, after those that it needs ------------------------------------------------------------------- */
 static int note_once(const ps_pipe_table *t, int32_t *place, int32_t at, int rank)
 {
     char text[PIPE_TEXT];

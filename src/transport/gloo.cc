@@ -41,7 +41,7 @@ using std::chrono::milliseconds;
 
 struct store_failed : std::runtime_error { using std::runtime_error::runtime_error; };
 
-/* The store as Gloo sees it. A failure leaves the engine's message in this thread's error. */
+/* The store for Gloo. A failure leaves the engine's message in this thread's error. */
 class Store : public gloo::rendezvous::Store {
 public:
     Store(ps_store *store, double timeout_s) : store_(store), timeout_s_(timeout_s) { }
@@ -95,10 +95,10 @@ struct World {
     }
     std::shared_ptr<gloo::rendezvous::Context> context;
     ps_watch *watch = nullptr;
-    ps_link *link = nullptr;               /* a pretend one that messages pass, or NULL */
+    ps_link *link = nullptr;               /* a simulated link that messages pass, or NULL */
     std::atomic<bool> hung_up{ false };
     std::mutex lock;                       /* of `users`, their lanes and posts, whose waits the watch aborts */
-    std::condition_variable left;          /* the last thread of a communicator has left its lanes */
+    std::condition_variable left;          /* the last thread of a communicator has stopped using its lanes */
     std::vector<Gloo *> users;
 };
 
@@ -127,9 +127,9 @@ struct Gloo {
         std::lock_guard<std::mutex> guard(world->lock);
         if (--threads == 0) world->left.notify_all();
     }
-    /* Ends what this communicator has under way, once the threads that use its lanes have left: its memory is the
-     * callers' again. Their waits have been aborted, or no thread is left. A buffer's destructor waits until Gloo's
-     * thread is done with its bytes. */
+    /* Ends everything that this communicator has under way, once the threads that use its lanes have left: its memory
+     * belongs to the callers again. Their waits have been aborted, or no thread is left. A buffer's destructor waits
+     * until Gloo's thread no longer uses its bytes. */
     void let_go()
     {
         std::unique_lock<std::mutex> guard(world->lock);
@@ -142,14 +142,14 @@ struct Gloo {
     }
     ps_comm comm;                          /* first: the table's functions get its address */
     std::shared_ptr<World> world;
-    int32_t id = 0;                        /* of its slots; no two communicators of a pair of ranks have the same */
+    int32_t id = 0;                        /* id of its slots; no two communicators of a pair of ranks have the same */
     std::vector<int32_t> ranks;            /* comm.ranks */
     struct { std::vector<Buffer> in, out; } lanes[PS_COMM_LANES];   /* [size] of each; a buffer while it is under way */
-    int threads = 0;                       /* that use the lanes */
+    int threads = 0;                       /* number of threads that use the lanes */
     std::vector<ps_comm_post *> posts;
 };
 
-enum { SLOTS = 32 };                       /* of a communicator: 1 .. LANES are its lanes */
+enum { SLOTS = 32 };                       /* per communicator: 1 .. LANES are its lanes */
 static_assert(1 + PS_COMM_LANES + PS_COMM_SLOTS <= SLOTS, "a communicator's slots");
 
 Gloo *self(ps_comm *comm) { return reinterpret_cast<Gloo *>(comm); }
@@ -164,7 +164,7 @@ const char *plain(const char *text)
     return end ? end + 2 : text;
 }
 
-/* Whether Gloo's message is of a time-out: "Timed out ..." or "Connect timeout ...". */
+/* Whether Gloo's message reports a time-out: "Timed out ..." or "Connect timeout ...". */
 bool late(const char *text) { return std::strstr(text, "imed out") || std::strstr(text, "imeout"); }
 
 /* The error of a failure with this peer. Another rank may be to blame, so the watch is asked first. */
@@ -177,7 +177,8 @@ int peer_failed(const Gloo *g, int peer, const char *what, const char *text)
         return ps_fail_rank(PS_ETIME, peer,
                             "rank %d %s within %g s; is it stopped, busy, or in another part of the script? Its output "
                             "may say (init_distributed's timeout sets the seconds)", peer, what, g->comm.timeout_s);
-    return ps_fail_rank(PS_EIO, peer, "rank %d hung up: it ended or gave up first, and its own output says why (%s)",
+    return ps_fail_rank(PS_EIO, peer, "rank %d closed the connection: it ended or failed first, and its own "
+                                      "output says why (%s)",
                         peer, plain(text));
 }
 
@@ -219,8 +220,8 @@ void abort_waits(World *world)
     }
 }
 
-/* Closes the connections of all communicators, and ends what this one has under way. The threads of the others find
- * their waits aborted. Where another thread is still closing them, this one does not wait for that. */
+/* Closes the connections of all communicators, and ends everything that this one has under way. The waits of the
+ * others' threads are aborted. If another thread is closing them already, this one does not wait for it. */
 void close_connections(Gloo *g)
 {
     World *world = g->world.get();
@@ -287,7 +288,7 @@ int begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part 
         if (ps_watch_over(comm->watch) || g->world->hung_up) return false;
         in.resize(size_t(comm->size));
         out.resize(size_t(comm->size));
-        for (int i = 1; i < comm->size; i++) {              /* each rank begins with another peer, its neighbour */
+        for (int i = 1; i < comm->size; i++) {              /* each rank begins with a different peer, its neighbour */
             const int r = (comm->rank - i + comm->size) % comm->size;
             peer = ps_comm_world(comm, r);
             if (recv[r].nbytes == 0) continue;
@@ -460,7 +461,7 @@ int cut(ps_comm *comm, int n, const int32_t *ranks, const char *axis, int32_t id
 const ps_comm_table table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake, post_drop,
                               nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                               nullptr, nullptr, raw_all_gather, raw_all_reduce };
-/* A part has none of Gloo's own collectives, which are of all ranks. */
+/* A part lacks Gloo's own collectives, which need all ranks. */
 const ps_comm_table part_table = { "gloo", begin, finish, hang_up, close_comm, cut, post, post_wait, post_wake,
                                    post_drop, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
                                    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr };
@@ -501,8 +502,8 @@ int group_key(ps_store *store, const ps_watch_options &options, double timeout_s
     return 0;
 }
 
-/* All ranks send a word to all. A Gloo port takes the first that connects for the rank that it waits for; the right
- * word proves that it is of this group. Afterwards no rank needs the store any more. */
+/* Each rank sends a word to every other. A Gloo port accepts the first connection as the rank that it waits for; the
+ * right word proves that it belongs to this group. Afterwards no rank needs the store any more. */
 int greet(Gloo *g, const ps_run &group)
 {
     const int rank = g->comm.rank;
@@ -519,8 +520,9 @@ int greet(Gloo *g, const ps_run &group)
     for (int i = 0; i < g->comm.size; i++) {
         introduction(group, i, rank, right.data());
         if (i != rank && !ps_proof_same(right.data(), &from[size_t(i) * PS_PROOF_BYTES]))
-            return ps_fail(PS_EIO, "who connected to rank %d as rank %d is none of this run: its port, which the "
-                           "system chose, was reached by somebody else", rank, i);
+            return ps_fail(PS_EIO, "the process that connected to rank %d as rank %d does not belong to this run: "
+                                   "its port, which the "
+                           "system chose, was reached by another program", rank, i);
     }
     return 0;
 }
@@ -553,7 +555,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
         *out = &g.release()->comm;
         return 0;
     } catch (const store_failed &) {
-        return view.code;                                   /* the message is this thread's error already */
+        return view.code;                                   /* this thread's error already has the message */
     } catch (const std::bad_alloc &) {
         return ps_fail(PS_ENOMEM, "Gloo found no memory for a group of %d ranks", size);
     } catch (const std::exception &e) {
@@ -567,8 +569,8 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     }
 }
 
-/* Ignores SIGPIPE, so that a peer that died is an error and not the end of this process. A handler that was set
- * stays. */
+/* Ignores SIGPIPE, so that a dead peer causes an error and not the end of this process. Keeps a handler that was
+ * set. */
 void ignore_sigpipe()
 {
     struct sigaction now;
@@ -593,5 +595,5 @@ extern "C" int ps_comm_gloo(const ps_meeting *m, ps_comm **out)
     if (rc < 0) ps_store_fault(store, why);
     ps_store_close(store, rc == 0);
     ps_store_stop(server, rc < 0);
-    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* leaving may have set another error since */
+    return rc < 0 ? ps_fail(rc, "%s", why) : 0;             /* cleaning up may have set another error since */
 }

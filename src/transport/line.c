@@ -29,7 +29,7 @@ struct ps_line {
     char at[PS_LINE_NAME];                 /* the name of the first message after `over` */
 };
 
-/* Why the thread's work is at an end, or 0. */
+/* The reason why the thread must stop, or 0. */
 static int given_up(ps_line *l)
 {
     PS_TRY(ps_watch_verdict(l->o.host->watch));
@@ -46,7 +46,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* Both ranks have come to a message by then, so the connection is at fault. */
+/* By then both ranks have begun a message, so the connection is at fault. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -84,7 +84,7 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* The next message to begin is the one that the line is at, where none is under way; the lock is held. */
+/* If no message is under way, the line is at the next message to begin; the lock is held. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
@@ -101,12 +101,12 @@ static int begin_first(ps_line *l)
     if (rc < 0) return rc;
     l->first = m->next;
     l->begun++;
-    m->begun = true;                       /* its owner may use it anew */
+    m->begun = true;                       /* its owner may reuse it */
     pthread_cond_broadcast(l->o.news);
     return 0;
 }
 
-/* Asks whether the last message has ended, and so all; the lock is held before and after. */
+/* Checks whether the last message has ended, and thus all; the lock is held before and after. */
 static int look(ps_line *l, double until, int64_t turn)
 {
     int64_t begun = l->begun;
@@ -122,7 +122,7 @@ static int look(ps_line *l, double until, int64_t turn)
     return 0;
 }
 
-/* All that the line does while nothing fails; the lock is held before and after. */
+/* Everything that the line does until a failure; the lock is held before and after. */
 static int carry(ps_line *l)
 {
     int64_t turn = 0;
@@ -153,7 +153,7 @@ static void fail(ps_line *l, int rc)
     pthread_mutex_unlock(l->o.lock);
     if (mine) l->o.blame(l->o.arg, l->peer, rc);
     pthread_mutex_lock(l->o.lock);
-    come_to(l, l->first);                  /* the connection may have failed before it began */
+    come_to(l, l->first);                  /* the connection may have failed before the first message began */
     ps_error_keep(&l->why);
     l->failed = true;
     pthread_cond_broadcast(l->o.news);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The pretend link (link.h): a queue of messages with the moments at which they have passed, and a thread that sleeps
+ * The simulated link (link.h): a queue of messages with the times at which they have passed, and a thread that sleeps
  * until the next one. */
 #include "transport/link.h"
 #include <math.h>
@@ -19,10 +19,10 @@ struct ps_link {
     ps_link_send send;
     double rate;                           /* bytes per second */
     pthread_t thread;
-    pthread_mutex_t lock;                  /* of what follows; held while a message is sent */
+    pthread_mutex_t lock;                  /* for the fields that follow; held while a message is sent */
     pthread_cond_t more;
     bool closing;
-    double free;                           /* when the last message has passed */
+    double free;                           /* time when the last message has passed */
     waiting *queue;                        /* [n], in the order of `due` */
     int32_t n, capacity;
 };
@@ -75,7 +75,7 @@ int ps_link_open(ps_link_send send, ps_link **out)
     if (!text || !*text) return 0;
     double rate = strtod(text, &end);
     if (*end || !isfinite(rate) || rate <= 0)
-        return ps_fail(PS_EINVAL, "PS_SIM_LINK is '%s'; it takes bytes a second, such as 1e9", text);
+        return ps_fail(PS_EINVAL, "PS_SIM_LINK is '%s'; it must be a number of bytes per second, such as 1e9", text);
     ps_link *l = ps_alloc0(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
     l->send = send;

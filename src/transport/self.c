@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The communicators of one process, which move no bytes: a world of one, and a rank whose other ranks are not here (a
- * dry run of a script). And the error of a build without Gloo. */
+ * Communicators of one process, which move no bytes: a world of one, and a rank whose other ranks are simulated (a dry
+ * run of a script). Also the error of a build without Gloo. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "transport/transport.h"
@@ -30,7 +30,7 @@ int ps_comm_self(ps_comm **out)
     return 0;
 }
 
-/* Every rank that is not here makes the calls of this one. Its bytes are collective.c's to pretend. */
+/* Every simulated rank makes the calls of this one. collective.c supplies its bytes. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     for (int r = 0; r < comm->size; r++)
@@ -55,7 +55,7 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-/* The numbers of a part's ranks in the world lie behind the struct. */
+/* The world numbers of a part's ranks are stored after the struct. */
 static int pretend_new(int rank, int size, ps_comm **out)
 {
     size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);
@@ -71,7 +71,8 @@ int ps_comm_pretend(int rank, int size, ps_comm **out) { return pretend_new(rank
 #ifndef PS_HAVE_GLOO
 int ps_comm_gloo(const ps_meeting *meeting, ps_comm **out)
 {
-    return ps_fail(PS_EUNSUP, "this build has no Gloo, so it is one process only; install libgloo-dev (`make setup`), "
+    return ps_fail(PS_EUNSUP, "this build has no Gloo, so it supports only one process; install libgloo-dev "
+                              "(`make setup`), "
                    "configure again with -DPS_GLOO=ON and rebuild");
 }
 #endif

@@ -24,8 +24,8 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* turns without a nap: a small exchange takes tens of microseconds */
-enum { CALLS = 64 };                       /* under way, each with a point of its own; more of them share the last */
+enum { TURNS_AT_ONCE = 200 };              /* polls without a pause: a small exchange takes tens of microseconds */
+enum { CALLS = 64 };                 /* maximum under way, each with its own point; further ones share the last point */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
 /* A call whose bytes are under way, or the first of `n` that share a point. */
@@ -42,10 +42,10 @@ typedef struct wired {
     ps_backend *be;
     const ps_wire_table *table;
     ps_wire *wire;
-    pthread_mutex_t lock;                  /* of the wire, and of what follows */
+    pthread_mutex_t lock;                  /* for the wire, and for the fields that follow */
     pthread_cond_t more;
     pthread_t thread;
-    bool looks, closing;                   /* looks: there is a thread */
+    bool looks, closing;                   /* looks: the thread runs */
     underway calls[CALLS + 1];             /* a ring, followed by one whose point is used at once */
     int first, n;
     bool hung_up;
@@ -54,12 +54,13 @@ typedef struct wired {
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static wired *all;                         /* communicators of this process */
-static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* of what a backend has lost, and of who knows it */
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* for the errors of lost bytes, and for which thread
+                                                               * knows them */
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* The result of a call of the wire's, or GONE without the call: all that was under way was given up. The lock is held
- * around that, and around nothing that takes long but a wire's end. */
+/* The result of a call of the wire, or GONE without the call, if everything under way was abandoned. The lock is held
+ * only around this, and around nothing that takes long except the wire's end. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -81,8 +82,8 @@ static void rest(int64_t turn)
 }
 
 /* -- calls under way ----------------------------------------------------------------------------------------------- */
-/* The oldest call under way, after those that are over; NULL: none. The device's library says late what is over, so it
- * is asked more than once where `sure`. The lock is held. */
+/* The oldest call under way, after dropping those that have ended; NULL: none. The device's library reports an end
+ * late, so it is asked more than once if `sure`. The lock is held. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -107,8 +108,8 @@ static int sound(wired *w)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* Ends all that is under way, with this thread's error, rc. Bytes are lost once in the life of the ranks' connections:
- * one failure ends all their groups. */
+/* Ends everything under way with this thread's error, rc. Bytes are lost only once in the life of the ranks'
+ * connections: one failure ends all their groups. */
 static void give_up(wired *w, int rc)
 {
     char why[1000];
@@ -124,8 +125,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* The call that a failure is of: the oldest one under way. Where there is none it is that which this rank is in:
- * false. */
+/* The call to which a failure belongs: the oldest one under way. False: there is none, so it is the call that this rank
+ * is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -135,9 +136,9 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* The wire failed with this thread's error. The watch says which rank is to blame, before this rank ends all that is
- * under way. The other ranks are told of an error of this rank alone, by the watch: the group's other thread may be in
- * a call over the host's connections, and finds the verdict there. */
+/* The wire failed with this thread's error. First the watch says which rank is to blame, then this rank ends everything
+ * under way. The other ranks are notified only of a fault of this rank, and only through the watch: the group's other
+ * thread may be in a call over the host's connections, and finds the verdict there. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -163,7 +164,7 @@ static int failed(wired *w, int rc)
     return ps_error_again(&error);
 }
 
-/* Ends all that is under way here, since there is a verdict. */
+/* Ends everything under way here, because there is a verdict. */
 static int given_up(wired *w)
 {
     int rc = ps_watch_verdict(w->host->watch);
@@ -177,7 +178,7 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* The script gets this thread's error. False: it has had the ranks' failure already. */
+/* Gives the script this thread's error. False: it already has the ranks' failure. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -189,7 +190,7 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* The error of a communicator that was given up: that of bytes that nobody waited for, until the script has it. */
+/* The error of an abandoned communicator: the loss of bytes that no thread waited for, until the script has it. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -198,11 +199,11 @@ static int gone(wired *w)
 
 static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-/* What ON_WIRE came to; a failure of the wire is the group's. */
+/* Turns the result of ON_WIRE into the group's: a failure of the wire is one of the group. */
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
-/* The thread found a failure, rc; the lock is held before and after. */
+/* The thread found a failure, rc. The lock is held before and after. */
 static void say_why(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -211,7 +212,7 @@ static void say_why(wired *w, int rc)
     pthread_mutex_lock(&w->lock);
 }
 
-/* Looks at the oldest call until it is over, and so at each. */
+/* Watches the oldest call until it has ended, one after the other. */
 static void *look(void *arg)
 {
     wired *w = arg;
@@ -269,7 +270,7 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for calls that were handed over. The communicator's thread sees to it that each ends in time. */
+/* Waits for calls that were handed over. The communicator's thread ensures that each ends in time. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {
@@ -325,8 +326,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Notes a call; its point. Where CALLS are under way, the last one's point stands for this call, too. A world of one
- * has nobody to look at. The lock is held. */
+/* Notes a call and returns its point. If CALLS are under way, the last one's point also stands for this call. In a
+ * world of one there is nothing to watch. The lock is held. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -359,7 +360,7 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* A call that the ranks disagreed about ends nothing. */
+/* A call on which the ranks disagreed ends nothing. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -398,14 +399,14 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* A device that waits for ranks which never come would hold the host up. */
+/* A device that waits for ranks which never arrive would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;
     for (int64_t turn = 0; ON_WIRE(w, oldest(w, true) != NULL) == 1; rest(turn++)) {
         if (ps_watch_over(w->host->watch)) given_up(w);
         else if (ps_now() > until)
-            give_up(w, ps_fail(PS_EIO, "rank %d: a group of ranks was closed, whose bytes had not come %d s later",
+            give_up(w, ps_fail(PS_EIO, "rank %d: a group of ranks was closed, and its bytes had not arrived %d s later",
                                ps_comm_world(&w->comm, w->comm.rank), CALM_S));
     }
 }
@@ -482,7 +483,7 @@ int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm *
     if (!w) return ps_fail_nomem(sizeof *w);
     w->comm = *host;
     w->comm.table = &wire_table;
-    w->comm.watch = NULL;                  /* host->watch is asked */
+    w->comm.watch = NULL;                  /* host->watch is asked instead */
     w->host = host;
     w->be = be;
     w->table = be->wire;

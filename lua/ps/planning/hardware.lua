@@ -19,7 +19,7 @@ local hardware = {}
 ---@field links {up: number, down: number} bytes per second between host and GPU
 ---@field network? number bytes per second from a GPU to those of other machines, each way
 ---@field disk? {read: number, write: number} bytes per second; nil: not measured
----@field adam {host: number, device?: number} parameters a second
+---@field adam {host: number, device?: number} parameters per second
 ---@field efficiency table<string, number[]> fractions of these speeds that are reached, lowest and highest: compute,
 ---  links, between, disk
 ---@field measured? boolean whether probe.lua measured them on the machine itself

@@ -6,8 +6,8 @@
 -- and weight_map names the first. Of the others each file has its rank's part, without padding:
 --   "pieces": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in the
 --   whole, "shape", "at": of its first element in the file's tensor } ] } }
--- With merge_checkpoints it is one pytorch_model.bin. The folder is written beside its name and then gets it as a
--- whole, so that no file of a larger layout survives.
+-- With merge_checkpoints it is one pytorch_model.bin. The folder is written under a temporary name and then
+-- renamed as a whole, so that no file of a larger layout survives.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"

@@ -127,7 +127,7 @@ end
 ---@param stages ps.engine.Stages
 function replicas.compare_cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
--- -- every so many steps --------------------------------------------------------------------------------------------
+-- -- every few steps -------------------------------------------------------------------------------------------------
 --- The contents of settings(), in words.
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
