@@ -206,7 +206,7 @@ describe("ps.from_pretrained with mmap = true", function()
 
   it("refuses what no tensor can have, and with \"auto\" reads it", function()
     local where = model_in "bf16"
-    check.fails_saying({ "mmap = true", "no weights of fp32", "remove dtype" }, function()
+    check.fails_saying({ "mmap = true", "no weights in fp32", "remove dtype" }, function()
       open(where, true, "fp32")
     end)
     assert.equal("fp32", open(where, "auto", "fp32"):parameters()[1]:dtype())

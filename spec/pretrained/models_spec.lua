@@ -463,7 +463,7 @@ describe("batches by names", function()
     for _, case in ipairs {
       { { input_ids = x, label = x }, "no option 'label'; did you mean 'labels'" },
       { { labels = x }, "needs input_ids" }, { 3, "takes a tensor of token ids or a batch by names" },
-      { { input_ids = x, attention_mask = ids(2, 4) }, "attention_mask is [2, 4], input_ids is [2, 5]" },
+      { { input_ids = x, attention_mask = ids(2, 4) }, "attention_mask is [2, 4], but input_ids is [2, 5]" },
       { { input_ids = x, attention_mask = ps.ones { 2, 1, 5, 5 } }, "refused: attention_mask = [2, 1, 5, 5]" },
       { { input_ids = x, labels = x }, "labels is [2, 5]; single_label_classification of 2 rows with num_labels = 3" },
       { { input_ids = x, labels = ps.ones { 2 } }, "multi_label_classification of 2 rows with num_labels = 3 takes "
