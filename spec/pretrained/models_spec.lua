@@ -565,7 +565,7 @@ describe("models of every family", function()
       for _, shape in ipairs { { 2, 0 }, { 0, 3 } } do
         local none = ps.zeros(shape, { dtype = "int32" })
         for _, given in ipairs { none, { input_ids = none } } do
-          check.fails_saying({ ("the token ids are [%d, %d], which is no token"):format(unpack(shape)) }, function()
+          check.fails_saying({ ("the token ids are [%d, %d], which has no tokens"):format(unpack(shape)) }, function()
             model(given)
           end)
         end
