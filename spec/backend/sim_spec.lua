@@ -159,7 +159,7 @@ describe("sim's memory", function()
   end)
 
   it("and its rates are refused when they make no sense", function()
-    assert.matches("PS_SIM_MEMORY is 'plenty'; it takes a number of bytes such as 1000000, 64MiB or 1.5GiB",
+    assert.matches("PS_SIM_MEMORY is 'plenty'; it must be a number of bytes such as 1000000, 64MiB or 1.5GiB",
       run("PS_SIM_MEMORY=plenty", "require 'ps'"), 1, true)
     assert.matches("PS_SIM_BANDWIDTH is '-3'", run("PS_SIM_BANDWIDTH=-3", "require 'ps'"), 1, true)
     assert.matches("PS_SIM_LATENCY is '1ms'", run("PS_SIM_LATENCY=1ms", "require 'ps'"), 1, true)

@@ -116,7 +116,7 @@ static void test_memory(void)
     sim->region_free(sim, a, 5 * MIB);
     CHECK(sim->bytes_available(sim) == 5 * MIB);
     FAILS(sim->region_new(sim, 6 * MIB, &p), PS_ENOMEM, "PS_SIM_MEMORY");
-    FAILS(ps_sim_configure(sim, 2 * MIB, 0, 0, -1), PS_ESTATE, "3.0 MiB of it are handed out");
+    FAILS(ps_sim_configure(sim, 2 * MIB, 0, 0, -1), PS_ESTATE, "3.0 MiB of it are in use");
     OK(ps_sim_configure(sim, 3 * MIB, 0, 0, -1));
     CHECK(sim->bytes_available(sim) == 0);
     OK(ps_sim_configure(sim, 4 * MIB, 0, 0, -1));

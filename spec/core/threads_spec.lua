@@ -42,7 +42,7 @@ describe("OMP_NUM_THREADS", function()
       for _, policy in ipairs { "", "OMP_WAIT_POLICY=passive" } do
         local said, code = child(("%s OMP_NUM_THREADS=%s"):format(policy, words), COMPUTES)
         assert.equal(0, code, said)
-        local want = "psluajit: OMP_NUM_THREADS is '%s', no number of threads; it is left aside\n%s"
+        local want = "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n%s"
         assert.truthy(said:find(want:format(words:gsub("'", ""), without), 1, true), said)
         assert.truthy(select(2, said:gsub("libgomp:", "")) <= 1, said)
       end

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * All that a device backend sees and shows: raw pointers, sizes, strides. A backend never sees a tensor, a storage, the
- * tape or Lua. To add one: a folder, a line in registry.c, a CMake option.
+ * The interface of a device backend: raw pointers, sizes, strides. A backend never sees a tensor, a storage, the tape
+ * or Lua. To add one: a folder, a line in registry.c, a CMake option.
  *
  * Order of work. A device has one compute stream: kernels, copy_in, copy_out and clear run on it in the order of the
- * calls, so memory that one of them is done with may be handed to the next without waiting. A host device runs each
- * before its call returns; another device may run them later, and copy_out and copy_wait are where the caller waits.
- * Other work names its order: a copy of copy_start begins after what the compute stream was asked for before it and
- * after the copy `after`; of what goes to other ranks wire.h tells the same by `mark` and `after`. */
+ * calls, so memory that one of them has finished with may be reused by the next without waiting. A host device runs
+ * each before its call returns. Another device may run them later; the caller waits in copy_out and copy_wait. Other
+ * work states its order: a copy of copy_start begins after the earlier work of the compute stream and after the copy
+ * `after`; for messages to other ranks, wire.h states the same by `mark` and `after`. */
 #ifndef PS_BACKEND_H
 #define PS_BACKEND_H
 #include <stdbool.h>
@@ -27,89 +27,91 @@ typedef struct ps_view {
 } ps_view;
 static inline bool ps_has(const ps_view *v) { return v->ndim >= 0; }
 
-/* One call of a kernel. Shapes and types have been checked by the op's infer rule. Inputs of ops without the STRIDED
- * flag, and every output that dispatch made, are contiguous. An output that the op did not ask for (a gradient nobody
- * wants) has ndim -1. Optional inputs and outputs keep their places. */
+/* One call of a kernel. The op's infer rule has checked shapes and types. Inputs of ops without the STRIDED flag, and
+ * every output that dispatch made, are contiguous. An output that is not requested (a gradient that is not needed) has
+ * ndim -1. Optional inputs and outputs keep their positions. */
 typedef struct ps_call {
     int op, n_in, n_out;
     const ps_view *in;
     ps_view *out;
     const void *attrs;                /* struct ps_attrs_<op>, never NULL */
-    /* Memory for the duration of the call, 64-byte aligned, from the device's arena; NULL: the message is left,
-     * return PS_ENOMEM. Not thread-safe: ask before going parallel. Given back by dispatch. */
+    /* Memory for the duration of the call, 64-byte aligned, from the device's arena; NULL: the message is set, return
+     * PS_ENOMEM. Not thread-safe: call it before going parallel. Dispatch frees it. */
     void *(*scratch)(struct ps_call *call, size_t nbytes);
     void *owner;
-    bool dry;                         /* for scratch_nbytes of a backend whose kernels know it: ask, compute nothing */
+    bool dry;                         /* for scratch_nbytes of a backend whose kernels support it: request scratch,
+                                       * compute nothing */
 } ps_call;
 
 typedef int (*ps_kernel)(ps_call *call);
 
 struct ps_backend {
     const char *name;
-    bool is_host;                     /* its pointers may be read by the CPU */
+    bool is_host;                     /* the CPU may read its pointers */
     bool no_data;                     /* meta: addresses only, nothing may be read or written */
-    bool pretends;                    /* it stands for a device that is not here: dispatch asks for work space and runs
-                                       * no kernel, and only what a script wrote itself, or made of that on the host,
-                                       * has contents */
+    bool pretends;                    /* it stands for a simulated device: dispatch asks for work space and runs no
+                                       * kernel, and only values that a script wrote itself, or computed from them on
+                                       * the host, exist */
     bool fast_bf16;                   /* it multiplies bf16 faster than fp32 */
-    bool fuses;                       /* ops that join several (mlp) are faster than those apart */
+    bool fuses;                       /* ops that join several (mlp) are faster than separate ones */
     char describe[256];
-    /* Regions that the arenas carve; not called in a steady state. `reserve` may give address space that costs memory
-     * only when touched. */
+    /* Regions that the arenas divide; not called in a steady state. `reserve` may return address space that costs
+     * memory only when touched. */
     int (*region_new)(ps_backend *be, size_t nbytes, void **out);
     void (*region_free)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional; where touching is not what takes memory) Addresses for a region, without memory, and memory for whole
-     * pages of it that have none. region_free takes both back. */
+    /* (optional; if memory is not allocated by touching it) Addresses for a region, without memory; and memory for
+     * those whole pages of it that have none. region_free frees both. */
     int (*region_reserve)(ps_backend *be, size_t nbytes, void **out);
     int (*region_commit)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional) The contents of whole pages are no longer needed: their memory goes back to the system until they are
-     * touched, or committed, again. */
+    /* (optional) The contents of whole pages are no longer needed: the system gets their memory until they are touched,
+     * or committed, again. */
     void (*region_discard)(ps_backend *be, void *p, size_t nbytes);
-    size_t page_nbytes;               /* of those pages; a power of two; 0: 4096 */
-    /* Bytes that could still be had from the system, for refusing before the system kills; INT64_MAX when unknown. */
+    size_t page_nbytes;               /* size of those pages; a power of two; 0: 4096 */
+    /* Bytes that the system could still provide, to refuse before the system kills the process; INT64_MAX if
+     * unknown. */
     int64_t (*bytes_available)(ps_backend *be);
-    /* (optional) Copies between host memory and the device; NULL: memmove. The host's bytes are the caller's again when
-     * the call returns. Where the device's memory is the host's, the two may overlap. */
+    /* (optional) Copies between host memory and the device; NULL: memmove. The caller may reuse the host's bytes when
+     * the call returns. If the device's memory is host memory, the two may overlap. */
     int (*copy_in)(ps_backend *be, void *dst, const void *host_src, size_t nbytes);
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes);
-    /* (optional; host backends only) What a reader reads from `at` on, to dst; NULL: in one call of the reader. */
+    /* (optional; only host backends) Loads from a reader, from `at` on, to dst; NULL: one call of the reader. */
     int (*load)(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes);
     int (*clear)(ps_backend *be, void *dst, size_t nbytes);   /* (optional) zeros; NULL: by copy_in */
-    /* (optional; needed where !is_host) Copies that run beside the caller, each direction in the order of the calls.
-     * copy_start begins one between host memory and device memory after copy `after` of the other direction (or NULL)
-     * has ended; both buffers stay until copy_wait has said 1 (ended, freed) or an error (freed); 0: under way. Where
-     * `after` fails, so does this one, and nothing that it wrote can be read. */
+    /* (optional; needed if !is_host) Copies that run while the caller continues, in each direction in the order of the
+     * calls. copy_start begins one between host memory and device memory after copy `after` of the other direction (or
+     * NULL) has ended. Both buffers must stay until copy_wait has returned 1 (ended, freed) or an error (freed); 0:
+     * under way. If `after` fails, so does this copy, and the bytes that it wrote must not be read. */
     int (*copy_start)(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
                       ps_copy **out);
     int (*copy_wait)(ps_backend *be, ps_copy *copy, bool block);
-    /* (optional; NULL: work has ended when its call returns) When kernels ran, by the device's clock, for the record of
-     * events. time_begin: the work that is asked for from here on, up to time_end, is `what`; run: ps_record_run, whose
-     * first call may wait for the device. time_read gives the next one that is over, by its moments on the clock of
-     * ps_record_clock: 1, or 0: none is, or (wait) none is left. An error drops it. */
+    /* (optional; NULL: work has ended when its call returns) The times at which kernels ran, by the device's clock, for
+     * the record of events. time_begin: the work that is queued from here on, up to time_end, is `what`; run:
+     * ps_record_run, whose first call may wait for the device. time_read returns the next one that has ended, with its
+     * times on the clock of ps_record_clock: 1, or 0: none has, or (wait) none is left. An error drops it. */
     int (*time_begin)(ps_backend *be, int32_t run);
     int (*time_end)(ps_backend *be, const ps_record_event *what);
     int (*time_read)(ps_backend *be, bool wait, ps_record_event *out);
-    bool times;                       /* set by who begins copies: they are to be timed, too */
-    int64_t copied_ns[2];             /* when the copy that copy_wait ended last began and ended; 0: not known */
-    /* One entry per op; NULL: the backend has none and dispatch takes `fallback`'s (host backends only). A kernel may
-     * also return PS_EUNSUP before touching anything; then the fallback runs. */
+    bool times;                       /* set by the code that begins copies: they are timed, too */
+    int64_t copied_ns[2];             /* begin and end of the copy that copy_wait ended last; 0: unknown */
+    /* One entry per op; NULL: the backend has none and dispatch uses that of `fallback` (only host backends). A kernel
+     * may also return PS_EUNSUP before touching anything; then the fallback runs. */
     ps_kernel kernel[PS_OP_COUNT];
     ps_backend *fallback;             /* (optional) */
-    /* (optional) About how much scratch memory the kernel of a call would ask for; it reads no operand's bytes. */
+    /* (optional) About how much scratch memory the kernel of a call would request; reads no operand's bytes. */
     int64_t (*scratch_nbytes)(ps_backend *be, const ps_call *call);
     void (*close)(ps_backend *be);    /* (optional) */
-    /* (optional) How its bytes go to other processes' devices. */
+    /* (optional) How its bytes are sent to other processes' devices. */
     const ps_wire_table *wire;
-    bool host_carries;                /* or: as those of host memory; the processor can read them */
+    bool host_carries;                /* alternatively: like host memory; the processor can read them */
 };
 
-/* registry.c: opens the backends that every machine has; out has room for `max`. Returns how many, or an error. */
+/* registry.c: opens the backends that every machine has; out has room for `max`. Returns their number, or an error. */
 int ps_backends_open(ps_backend **out, int max);
-/* Opens one of those that not every machine has. PS_EUNSUP: there is none of that name, or its own error says what it
- * lacks. */
+/* Opens a backend that not every machine has. PS_EUNSUP: there is none with that name, or its own error says what is
+ * missing. */
 int ps_backend_open_named(const char *name, ps_backend **out);
 void ps_backends_local_rank(int number);         /* as ps_local_rank_set of ps.h */
-/* From now on devices are opened as those of this machine, which is not here; NULL: as they are. */
+/* From now on, devices are opened as those of this simulated machine; NULL: as those of the real one. */
 void ps_backends_pretend(const ps_machine *machine);
 void ps_backends_close(ps_backend **all, int n);
 
@@ -118,18 +120,18 @@ int ps_backend_ref_open(ps_backend **out);
 int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
 int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
-/* A device called `name` that is not here, with the abilities and the work space of `real`, which it takes over.
- * nbytes: of its memory; 0: what `real` has left. machine (or NULL): whose GPU it is. On failure `real` stays the
+/* A simulated device called `name`, with the abilities and the work space of `real`, which it takes over. nbytes: size
+ * of its memory; 0: the free memory of `real`. machine (or NULL): the machine of its GPU. On failure `real` stays the
  * caller's. */
 int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, const ps_machine *machine,
                        ps_backend **out);
 
-/* cuda_load.c: opens the backend of the plug-in libps_cuda.so, on the card that `local_rank` takes of the machine's
- * (-1: by the environment). The error says which of driver, device, library and memory is missing. */
+/* cuda_load.c: opens the backend of the plug-in libps_cuda.so, on the card that `local_rank` selects (-1: by the
+ * environment). The error says which of driver, device, library and memory is missing. */
 int ps_backend_cuda_open(int local_rank, ps_backend **out);
 
-/* sim.c: changes what sim pretends from now on; copies asked for keep their time. Sizes and rates of 0 and a negative
- * latency leave what is set. PS_ESTATE when more memory is handed out than is to be. */
+/* sim.c: changes sim's settings from now on; copies that were started keep their time. Sizes and rates of 0 and a
+ * negative latency keep the present setting. PS_ESTATE: more memory is in use than the new size. */
 int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
                      double latency_s);
 
@@ -138,8 +140,9 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
-const char *ps_host_limited_by(void);   /* what allows no more than that: "of its address space (ulimit -v)", ... */
-/* For a backend that pins host memory: `goes` is called before bytes of any region lose their memory, until another one
- * is set. One watcher; NULL: none. */
+const char *ps_host_limited_by(void);   /* the limit that allows no more than that: "of its address space (ulimit
+                                         * -v)", ... */
+/* For a backend that pins host memory: calls `goes` before bytes of any region lose their memory, until another
+ * function is set. One watcher; NULL: none. */
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes));
 #endif

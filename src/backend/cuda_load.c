@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so beside psluajit (or PS_CUDA_PLUGIN), in
- * that order, so that a machine without a GPU pays for nothing and each absence has its own error. Nothing here needs
- * CUDA's headers; the driver is asked through the four functions below, whose signatures are part of its ABI. The
- * plug-in stays loaded: its libraries do not survive being unloaded. */
+ * Finds the cuda backend: a driver, a device, then the plug-in libps_cuda.so next to psluajit (or PS_CUDA_PLUGIN), in
+ * that order, so that a machine without a GPU pays nothing and each missing part has its own error. This file does not
+ * need CUDA's headers; it queries the driver through the four functions below, whose signatures are part of its ABI.
+ * The plug-in stays loaded, since its libraries do not support unloading. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "base/record.h"
 
-enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit asks for more itself */
+enum { DRIVER_NEEDED = 12000 };      /* CUDA 12.0; a plug-in built with a newer toolkit checks for more itself */
 
 typedef struct driver {
     int (*init)(unsigned flags);
@@ -67,7 +67,7 @@ static int check_driver(void)
     return 0;
 }
 
-/* PS_CUDA_PLUGIN, or libps_cuda.so beside the program, or in ../lib/psluajit where it is installed. */
+/* PS_CUDA_PLUGIN, or libps_cuda.so next to the program, or in ../lib/psluajit if it is installed. */
 static int plugin_path(char *path, size_t size)
 {
     static const char *const places[] = { "", "../lib/psluajit/" };

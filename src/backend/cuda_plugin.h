@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Between psluajit and its plug-in libps_cuda.so: one function that opens the backend, what the program lends the
- * plug-in, and a text that both halves print of what they were built from, so that halves of different builds refuse
+ * Between psluajit and its plug-in libps_cuda.so: one function that opens the backend, the functions that the program
+ * lends to the plug-in, and a text that both print from their build settings, so that halves of different builds refuse
  * each other. */
 #ifndef PS_CUDA_PLUGIN_H
 #define PS_CUDA_PLUGIN_H
@@ -8,8 +8,8 @@
 #include "backend/backend.h"
 #include "ps_cdef.h"
 
-/* All of the program that the plug-in calls; the program exports no other function to it. `fail` stays first: a plug-in
- * of another build says with it that it is one. */
+/* All functions of the program that the plug-in calls; the program exports no other function to it. `fail` stays first:
+ * a plug-in of another build uses it to say so. */
 typedef struct ps_cuda_program {
     int (*fail)(int code, const char *file, int line, const char *message);    /* as ps_fail_at */
     void *(*alloc)(size_t nbytes);                                              /* as in base/alloc.h */
@@ -26,7 +26,7 @@ static inline void ps_cuda_layout(char *out, size_t size)
              sizeof(ps_cuda_program));
 }
 
-/* Exported by the plug-in. local_rank: which of the machine's devices, in turns; -1: by the environment. */
+/* Exported by the plug-in. local_rank: selects the machine's devices in turn; -1: by the environment. */
 typedef int (*ps_cuda_plugin_open_fn)(const char *layout, const ps_cuda_program *program, int local_rank,
                                       ps_backend **out);
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How dimensions of operands become those of a matrix product: shared by backends, in C and in C++. */
+ * Maps dimensions of operands to those of a matrix product: shared by backends, in C and in C++. */
 #ifndef PS_BACKEND_DIMS_H
 #define PS_BACKEND_DIMS_H
 #include <string.h>
@@ -26,8 +26,8 @@ static inline bool collapses(const ps_view *v, int count, int64_t *stride)
     return true;
 }
 
-/* The dimensions before the last two of y = a b, sizes 1 dropped and neighbours merged where all three operands (v: a,
- * b, y) allow it. */
+/* The dimensions before the last two of y = a b, with sizes 1 dropped and neighbours merged if all three operands (v:
+ * a, b, y) allow it. */
 typedef struct batch_dims { int ndim; int64_t n[PS_MAX_DIMS], step[3][PS_MAX_DIMS]; } batch_dims;
 
 static inline batch_dims batch_of(const ps_view *const v[3])

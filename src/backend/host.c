@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Regions of host memory and how much of it is left, for all backends whose memory is the machine's. Regions are
+ * Regions of host memory and the amount that is left, for all backends whose memory is the machine's. Regions are
  * private anonymous mappings: address space costs nothing until it is touched. Large ones begin at a huge page. */
 #include <errno.h>
 #include <fcntl.h>
@@ -20,7 +20,7 @@ static void (*region_goes)(void *p, size_t nbytes);     /* or NULL */
 
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes)) { region_goes = goes; }
 
-/* What a region of nbytes maps: whole pages, at least one; 0 when that overflows. */
+/* The bytes that a region of nbytes maps: whole pages, at least one; 0 if that overflows. */
 static size_t mapped_bytes(size_t nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -37,12 +37,12 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out)
     char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED)
         return ps_fail(PS_ENOMEM, "the system refuses %zu bytes of memory: %s", nbytes, strerror(errno));
-    if (spare) {                        /* give back what lies around the aligned part */
+    if (spare) {                        /* unmap the space around the aligned part */
         size_t head = (huge - (uintptr_t)p % huge) % huge;
         if (head > 0) munmap(p, head);
         if (spare - head > 0) munmap(p + head + size, spare - head);
         p += head;
-        madvise(p, size, MADV_HUGEPAGE); /* a wish: without huge pages all works, slower */
+        madvise(p, size, MADV_HUGEPAGE); /* a hint: everything works without huge pages, but slower */
     }
     *out = p;
     return 0;
@@ -99,8 +99,8 @@ static bool read_number(const char *dir, const char *name, int64_t *out)
 
 struct cgroup_names { const char *mount, *limit, *usage, *cache; };
 
-/* The least room in the control group `path` and those above it. File pages not used lately count as room: the kernel
- * drops them before it refuses. A level that cannot be read (a container sees only its own) is passed over. */
+/* The least room in the control group `path` and those above it. File pages that were not used lately count as room:
+ * the kernel drops them before it refuses. A level that cannot be read (a container sees only its own) is skipped. */
 static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
 {
     char dir[PATH_MAX], file[PATH_MAX + 64], stat[8192];
@@ -113,7 +113,7 @@ static int64_t cgroup_room(const struct cgroup_names *names, const char *path)
         if (read_number(dir, names->limit, &limit) && read_number(dir, names->usage, &usage)) {
             snprintf(file, sizeof file, "%s/memory.stat", dir);
             if (read_text(file, stat, sizeof stat)) usage -= line_value(stat, names->cache, 0);
-            if (usage < 0) usage = 0;             /* the two counts are of different moments */
+            if (usage < 0) usage = 0;             /* the two counts are of different times */
             int64_t room = limit > usage ? limit - usage : 0;
             least = room < least ? room : least;
         }
@@ -157,7 +157,7 @@ static int64_t address_room(void)
     return (int64_t)limit.rlim_cur > used ? (int64_t)limit.rlim_cur - used : 0;
 }
 
-/* The least of what limits memory, and its name to *by. */
+/* The smallest limit on memory, and its name in *by. */
 static int64_t host_left(const char **by)
 {
     char text[8192];

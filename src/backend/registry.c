@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The list of backends. Those that every machine has are opened at once, in the order of the rows, which is the
- * numbering of devices; the others when a script first asks for them. `ref` is opened before all, because others fall
- * back on its kernels. Called by the context only. */
+ * The list of backends. Those that every machine has are opened at once, in the order of the rows, which numbers the
+ * devices; the others when a script first uses them. `ref` is opened first, because others fall back on its kernels.
+ * Only the context calls this file. */
 #include <stdio.h>
 #include <string.h>
 #include "backend/backend.h"
@@ -29,14 +29,14 @@ static int open_sim(ps_backend *ref, ps_backend **all, ps_backend **out)
     return ps_backend_sim_open(ref, all[0], out);
 }
 
-/* This process's number on its machine, by which it takes one of several cards; -1: by the environment. */
+/* This process's number on its machine, which selects one of several cards; -1: by the environment. */
 static int local_rank = -1;
 
-/* A machine that is not here, whose devices are opened instead of this one's. */
+/* A simulated machine, whose devices are opened instead of this one's. */
 static ps_machine machine;
 static bool pretends;
 
-/* A GPU that is not here. */
+/* A simulated GPU. */
 static int open_pretended_cuda(ps_backend **out)
 {
     ps_backend *ref, *cpu;
@@ -56,8 +56,8 @@ static int open_cuda(ps_backend *ref, ps_backend **all, ps_backend **out)
 static const struct row {
     const char *name;
     int (*open)(ps_backend *ref, ps_backend **all, ps_backend **out);
-    const char *where;            /* machines that have it: opened when it is first asked for; NULL: all, at once */
-    const char *numbered;         /* the answer to who asks for one of several, as "NAME:0"; or NULL */
+    const char *where;            /* machines that have it; it is opened at its first use; NULL: all, at once */
+    const char *numbered;         /* the answer to a request for one of several, as "NAME:0"; or NULL */
 } rows[] = {
     { .name = "cpu", .open = open_cpu },
     { .name = "ref", .open = take_ref },
@@ -69,7 +69,7 @@ static const struct row {
 };
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
-/* The devices of a machine that is not here. Each has a backend of its own behind it, which it closes. */
+/* The devices of a simulated machine. Each has a real backend, which it closes. */
 static int open_pretended(ps_backend *ref, ps_backend **out, int max)
 {
     ps_backend *real[ROWS] = { NULL };

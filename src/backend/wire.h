@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What a backend gives for moving bytes between its memory and that of other processes' devices (NCCL): one exchange,
- * a sum and a copy, each begun and then asked about. transport/wired.c makes a communicator of it, with the waiting,
- * the time-outs and the checks; transport/line.c has messages of two ranks on it. A wire is used by one thread at a
- * time, which need not be the one that runs kernels; `mark` and what says so is called by that one. */
+ * How a backend moves bytes between its memory and that of other processes' devices (NCCL): one exchange, a sum and a
+ * copy, each begun and then polled. transport/wired.c makes a communicator of it, with the waiting, the time-outs and
+ * the checks; transport/line.c sends messages between two ranks with it. Only one thread uses a wire at a time, which
+ * need not be the one that runs kernels; that one calls `mark` and the functions that say so. */
 #ifndef PS_WIRE_H
 #define PS_WIRE_H
 #include <stdbool.h>
@@ -18,52 +18,52 @@ enum { PS_WIRE_ID_NBYTES = 128, PS_WIRE_LANES = 2, PS_WIRE_LOCAL = PS_WIRE_LANES
 
 typedef struct ps_wire_table {
     const char *name;
-    /* Loads the library. PS_EUNSUP: it cannot be had, and the message says why. */
+    /* Loads the library. PS_EUNSUP: it cannot be loaded; the message says why. */
     int (*load)(struct ps_backend *be);
-    /* [PS_WIRE_NAME_NBYTES], filled up with 0: the device as no other of the machine is called. */
+    /* [PS_WIRE_NAME_NBYTES], padded with 0: a name of the device that is unique on the machine. */
     int (*device_name)(struct ps_backend *be, char *name);
     int most_ranks;
     int (*new_id)(struct ps_backend *be, char *id);   /* [PS_WIRE_ID_NBYTES]: one rank makes it, all open with it */
     /* Begins to connect. id NULL: a world of one that needs no library. */
     int (*open)(struct ps_backend *be, const char *id, int rank, int size, ps_wire **out);
-    /* Whether open, or the last begin, has come so far that the next may be begun: 1, 0: not yet, or an error. */
+    /* Whether open, or the last begin, has progressed so far that the next may be begun: 1, 0: not yet, or an error. */
     int (*ready)(ps_wire *w);
-    /* A mark in what the device has been given to do, by the thread that does so; it stays good until PS_WIRE_MARKS
-     * more were made, and may be taken for a later one then. */
+    /* A mark after the work queued on the device so far, made by the thread that queues it. It is valid until
+     * PS_WIRE_MARKS more were made; afterwards it may stand for a later one. */
     int (*mark)(ps_wire *w);          /* >= 0, or an error */
-    /* What is begun on the wire from now on comes after all that was in front of the mark. */
+    /* Work that is begun on the wire from now on runs after all work before the mark. */
     int (*after)(ps_wire *w, int mark);
-    /* As ps_comm_table.begin; lanes count from 0, and are carried out in the order of the calls. An exchange comes
-     * after the sums and copies that were begun before it. */
+    /* Like ps_comm_table.begin; lanes count from 0, and run in the order of the calls. An exchange runs after the sums
+     * and copies that were begun before it. */
     int (*begin)(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_part *recv);
-    /* Sums and copies that are begun from now on come after the last exchange of the lane, which is ready. */
+    /* Sums and copies that are begun from now on run after the last exchange of the lane, which is ready. */
     int (*follow)(ps_wire *w, int lane);
-    /* Begins: to[i] = sum of at[r][i] over r < n, in this order, in fp32 (fp64 of fp64), rounded once. `to` may be one
-     * of them. It does not wait for exchanges that it was not told to follow. */
+    /* Begins: to[i] = sum of at[r][i] over r < n, in this order, in fp32 (fp64 for fp64), rounded once. `to` may be one
+     * of them. It waits only for exchanges given to `follow`. */
     int (*sum)(ps_wire *w, int dtype, int n, char *const *at, int64_t numel, char *to);
     int (*copy)(ps_wire *w, void *to, const void *from, int64_t nbytes);
     /* Whether the last exchange of a lane, or (PS_WIRE_LOCAL) the last sum or copy has ended: 1, 0, or an error. */
     int (*ended)(ps_wire *w, int lane);
-    /* Points in the device's work, for order where no thread waits. One that was never set is over. */
+    /* Points in the device's work, which order it without a waiting thread. One that was never set has passed. */
     int (*event_new)(struct ps_backend *be, ps_wire_event **out);
     void (*event_free)(ps_wire_event *e);
-    /* By the thread that runs kernels: sets the event behind all that the device was given to do; has all that the
-     * device is given to do from now on come after the event. */
+    /* Called by the thread that runs kernels: sets the event after all work queued on the device so far; orders all
+     * work that is queued on the device from now on after the event. */
     int (*event_now)(struct ps_backend *be, ps_wire_event *e);
     int (*event_follow)(struct ps_backend *be, ps_wire_event *e);
-    int (*event_before)(ps_wire *w, ps_wire_event *e);       /* exchanges that begin from now on come after the event */
-    /* Sets it behind all exchanges, the last of which is ready, and all sums and copies. */
+    int (*event_before)(ps_wire *w, ps_wire_event *e);       /* exchanges that begin from now on run after the event */
+    /* Sets the event after all exchanges, the last of which is ready, and all sums and copies. */
     int (*event_end)(ps_wire *w, ps_wire_event *e);
     int (*event_over)(ps_wire_event *e);                     /* 1, 0, or an error. Any thread */
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
-    /* Whatever is under way ends, sums and copies, too, as far as this rank can see to it: nothing uses the callers'
-     * memory any more. Events, memory_free and close alone follow. All wait for other ranks some seconds at most. */
+    /* Ends everything under way, also sums and copies, as far as this rank can: afterwards nothing uses the callers'
+     * memory. Only events, memory_free and close may follow. All of them wait for other ranks at most some seconds. */
     void (*abort)(ps_wire *w);
     void (*close)(ps_wire *w);
-    /* Called before an abort after which kernels go on without bytes that they take for granted: the next read of the
-     * device's memory is this error, of PS_E* `code`. The first of them stays. lost: that error, of whichever wire, or
-     * 0; told: whoever asks has told the script, and nobody is told again. Any thread. */
+    /* Called before an abort after which kernels continue without bytes that they expect: the next read of the device's
+     * memory fails with this error, PS_E* `code`. The first one is kept. lost: that error, of any wire, or 0; told: the
+     * caller has reported it to the script, and it is not reported again. Any thread. */
     void (*lose)(struct ps_backend *be, int code, const char *why);
     int (*lost)(struct ps_backend *be, bool told);
     /* Benches: begins the library's own all-gather or all-reduce of fp32; count: elements of `in`. Ends as lane 0. */

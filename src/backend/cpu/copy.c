@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Bytes of the caller, or of a file, to tensors and back, on all compute threads where they are many: weights go into
- * memory that is touched for the first time, and the system clears that page by page. */
+ * Copies bytes of the caller, or of a file, to tensors and back, on all compute threads if there are many: weights are
+ * written into memory that is touched for the first time, which the system clears page by page. */
 #include "backend/cpu/cpu.h"
 #include <stdatomic.h>
 #include <string.h>
 #include "base/error.h"
 
-enum { PIECE = 2 << 20 };             /* a huge page: what the system clears at once */
+enum { PIECE = 2 << 20 };             /* a huge page, which the system clears at once */
 
-/* Behind an error the remaining pieces are left out. */
+/* After an error the remaining pieces are skipped. */
 int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes)
 {
     int64_t pieces = (int64_t)(nbytes / PIECE);
@@ -35,7 +35,7 @@ static int read_memory(const void *from, int64_t at, void *dst, int64_t nbytes)
 }
 
 /* Bytes may overlap: a tensor that borrows its bytes can be written from memory of its lender. Pieces that threads copy
- * side by side would read bytes that others have written already. */
+ * at the same time could read bytes that other threads have already written. */
 int ps_cpu_copy(ps_backend *be, void *dst, const void *src, size_t nbytes)
 {
     uintptr_t to = (uintptr_t)dst, from = (uintptr_t)src;

@@ -35,7 +35,7 @@ typedef struct isa {
 #define DECLARE_avx512(family) void ps_cpu_fill_##family##_avx512(ps_kernel *k);
 #define FILL_avx512(family) ps_cpu_fill_##family##_avx512(k);
 
-/* Lowest first. "sse2" stands for the plain build on every machine. */
+/* Lowest first. "sse2" is the plain build, which runs on every machine. */
 ISA(sse2)
 #if defined(__x86_64__)
 ISA(avx2)
@@ -46,8 +46,8 @@ static const isa sets[] = {
     { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512, ps_cpu_few_rows_avx512 },
 };
 
-/* Instructions that the compiler may use under -march=x86-64-v3 and v4, and that the system saves; f16c, movbe and
- * lzcnt by cpuid, since not every compiler knows them by name. */
+/* Instructions that the compiler may use under -march=x86-64-v3 and v4, and whose registers the system saves; f16c,
+ * movbe and lzcnt are checked by cpuid, since not every compiler has names for them. */
 static int best_set(void)
 {
     unsigned a, b, c, d, ext;
@@ -65,7 +65,7 @@ static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cp
 static int best_set(void) { return 0; }
 #endif
 
-/* The set that an environment variable names, or the best there is. */
+/* The set that an environment variable names, or the best one of this machine. */
 static int choose_set(const char *variable, const isa **out)
 {
     const char *want = getenv(variable);
@@ -75,12 +75,12 @@ static int choose_set(const char *variable, const isa **out)
     for (int i = 0; i < count; i++) {
         if (strcmp(want, sets[i].name) != 0) continue;
         if (i > best)
-            return ps_fail(PS_EUNSUP, "%s asks for %s; this machine has no more than %s", variable, want,
+            return ps_fail(PS_EUNSUP, "%s is %s, but this machine supports at most %s", variable, want,
                            sets[best].name);
         *out = &sets[i];
         return PS_OK;
     }
-    return ps_fail(PS_EINVAL, "%s is '%s'; it takes sse2, avx2, avx512 or best, and this machine has %s", variable,
+    return ps_fail(PS_EINVAL, "%s is '%s'; it must be sse2, avx2, avx512 or best; this machine has %s", variable,
                    want, sets[best].name);
 }
 
@@ -120,8 +120,7 @@ bool ps_cpu_has_set(const char *name)
 }
 
 /* -- scratch memory, for dry runs --------------------------------------------------------------------------------- */
-/* Ops whose kernels take scratch memory. They know ps_call.dry: with it they ask for their memory, and neither read
- * nor write. */
+/* Ops whose kernels use scratch memory. They support ps_call.dry: with it they only request their memory. */
 bool ps_cpu_asks(int op)
 {
     switch (op) {
@@ -138,10 +137,10 @@ bool ps_cpu_asks(int op)
 static void *count(ps_call *call, size_t nbytes)
 {
     *(int64_t *)call->owner += (int64_t)(nbytes + 63) / 64 * 64;
-    return (void *)(uintptr_t)4096;                          /* nobody looks there */
+    return (void *)(uintptr_t)4096;                          /* never accessed */
 }
 
-/* The sum of all that the kernel asks for: dispatch keeps it until the kernel returns. */
+/* The sum of all that the kernel requests: dispatch keeps it until the kernel returns. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     int64_t asked = 0;

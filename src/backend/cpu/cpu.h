@@ -1,19 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Inside of the cpu backend. Kernels live in simd/<family>.c, compiled once per instruction set; each family exports
+ * Internals of the cpu backend. Kernels are in simd/<family>.c, compiled once per instruction set; each family exports
  * `void PS_ISA_FN(ps_cpu_fill_<family>)(ps_kernel *k)`, which enters its kernels into a table; cpu.c picks the set at
- * run time. Matrix products go through onednn.c, the only file that knows oneDNN. All loops run on the OpenMP pool that
- * oneDNN uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work so that sums
- * do not change. */
+ * run time. Matrix products use onednn.c, the only file that knows oneDNN. All loops run on the OpenMP pool that oneDNN
+ * uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work so that sums do not change. */
 #ifndef PS_CPU_H
 #define PS_CPU_H
 #include "backend/backend.h"
 
-enum { PS_PAR_MIN = 1 << 14 };        /* below so many elements a fork and join costs more than it gives */
+enum { PS_PAR_MIN = 1 << 14 };        /* for fewer elements a fork and join costs more than it saves */
 
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(attention) X(rope)
 
-/* A matrix as onednn.c takes it: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one
- * stride 1. */
+/* A matrix for onednn.c: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one stride 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
 /* dst = a b (+ bias [cols], + residual [rows, cols] row-major with dst's type and leading dimension ld_residual,
  * + dst when accumulate); a [M, K], b [K, N], dst [M, N] row-major. bias and residual may be NULL. Float types fp32,
@@ -28,13 +26,13 @@ int ps_cpu_sample(ps_call *call);
 int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
 int ps_cpu_mlp(ps_call *call);
 int ps_cpu_linear_gelu_backward(ps_call *call);
-/* Kernels for chain.c: this backend's own and, for types they do not take, its fallback's. */
-bool ps_cpu_asks(int op);              /* its kernel takes scratch memory, and knows ps_call.dry */
+/* Kernels for chain.c: this backend's own and, for types that these do not support, its fallback's. */
+bool ps_cpu_asks(int op);              /* its kernel uses scratch memory, and supports ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
-/* The kernels of the instruction set that an environment variable names (the best one where it is not set), entered
- * into a table that the cpu's have filled: the same bits at another speed. */
+/* The kernels of the instruction set that an environment variable names (default: the best one), entered into a table
+ * that the cpu's have filled: the same bits at another speed. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
-/* Bytes of a vector in the set that PS_CPU_ISA names, or the best there is; and whether this machine has a set. */
+/* Bytes of a vector in the set that PS_CPU_ISA names, or the best one; and whether this machine has a set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
 /* copy.c: copy_in and copy_out, and load, of backend.h. */
@@ -44,10 +42,10 @@ const char *ps_cpu_gemm_describe(void);
 int ps_cpu_gemm_open(void);
 void ps_cpu_gemm_close(void);          /* frees cached primitives */
 
-/* loss.c, one per instruction set, reached through a pointer that cpu.c sets: one row of logits becomes its gradient.
- * logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten in place by (softmax - onehot(target)) * scale, of type
- * `dtype`; target < 0: the row is ignored, becomes 0. Returns the loss of the row (0 when ignored). want_grad 0 leaves
- * the logits alone. *hit: whether the first largest logit is the target's. */
+/* loss.c, one per instruction set, called through a pointer that cpu.c sets: turns one row of logits into its gradient.
+ * logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten by (softmax - onehot(target)) * scale, of type `dtype`;
+ * target < 0: the row is ignored and becomes 0. Returns the loss of the row (0 if ignored). want_grad 0 leaves the
+ * logits unchanged. *hit: whether the first largest logit is the target's. */
 typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
                                     bool *hit);
 extern ps_cpu_loss_row_fn ps_cpu_loss_row;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The bytes a second that the compute threads move between memory and themselves, for benches. A pass
- * walks plain streams of fp32 side by side, as an optimizer does, with next to no arithmetic, in the widest vectors
- * that the machine has and in the kind of memory that tensors lie in (huge pages where the system grants them). */
+ * The bytes per second that the compute threads move to and from memory, for benches. A pass walks several streams of
+ * fp32 in parallel, as an optimizer does, with almost no arithmetic, in the widest vectors of the machine and in the
+ * kind of memory that tensors use (huge pages if the system grants them). */
 #include <omp.h>
 #include <stdbool.h>
 #include <string.h>
@@ -13,16 +13,16 @@ enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* a step: 64 bytes of 
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
-/* Each stream written is one stream read plus a part of the sum of all. A number is read twice, the second time from
- * the cache: only the sum lies in a register, so that nothing spills, however many streams there are. Where none is
- * written, the sum of all is stored at the end, so that nothing read is for nothing. Counts that benches ask for are
- * constants. One vector of the machine's own width: GCC moves wider ones through memory. */
+/* Each written stream is one read stream plus a part of the sum of all. A number is read twice, the second time from
+ * the cache: only the sum is in a register, so that nothing spills, however many streams there are. If none is written,
+ * the sum of all is stored at the end, so that no read can be optimized away. The counts that benches request are
+ * constants. One vector has the machine's own width: GCC moves wider ones through memory. */
 #define WALK(name, target, nbytes) \
     typedef float vf_##name __attribute__((vector_size(nbytes))); \
     static inline __attribute__((always_inline, target)) void counted_##name( \
         const struct streams *given, int64_t first, int64_t last, int reads, int writes) \
     { \
-        const struct streams s = *given;                     /* what is written cannot be these pointers */ \
+        const struct streams s = *given;                     /* writes cannot change these pointers */ \
         vf_##name all = { 0 }; \
         for (int64_t i = first; i < last; i += (nbytes) / 4) { \
             vf_##name rest = { 0 }, x; \
@@ -100,13 +100,13 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     void *memory;
     PS_TRY(ps_host_region_new(NULL, size, &memory));
     struct streams s = { .reads = reads, .writes = writes };
-    for (int k = 0; k < count; k++) {                        /* no two streams at equal offsets in a page */
+    for (int k = 0; k < count; k++) {                        /* no two streams at equal offsets within a page */
         float *p = (float *)((char *)memory + (size_t)k * (stream + pad) / 64 * 64);
         if (k < reads) s.in[k] = p;
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* 0.046; processors may spare themselves to write zeros */
+    memset(memory, 0x3d, size);                              /* 0.046; processors may skip writing zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

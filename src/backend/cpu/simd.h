@@ -421,8 +421,8 @@ SIMD vf vf_tanh(vf x)
     p = vf_fma(p, z, vf_set(-0.333332866f));
     return vf_copysign(vf_select(a < vf_set(0.62f), vf_fma(p * z, a, a), big), x);
 }
-/* What erf is made of: an odd polynomial, good where |x| < 1; and, where it is not, what is missing to 1, *tail =
- * e^Q(|x|) with Q within 2e-6 of log(erfc(|x|)), 0 from 4 on. */
+/* The parts of erf: an odd polynomial, accurate for |x| < 1; for other x the difference to 1, *tail = e^Q(|x|) with Q
+ * within 2e-6 of log(erfc(|x|)), 0 from 4 on. */
 SIMD vf vf_erf_parts(vf x, vf *tail)
 {
     vf a = vf_min(vf_set(4.0f), vf_abs(x)), z = x * x;

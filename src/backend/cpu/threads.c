@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The number of compute threads: those of the one OpenMP pool that kernels and oneDNN share. ThreadSanitizer cannot see
- * libgomp's barriers and would report every parallel loop, so its builds compute on one thread. */
+ * The number of compute threads, which is the size of the OpenMP pool that kernels and oneDNN share. ThreadSanitizer
+ * cannot see libgomp's barriers and would report every parallel loop, so its builds compute on one thread. */
 #include "backend/cpu/threads.h"
 #include <omp.h>
 #include <stdbool.h>
@@ -19,19 +19,20 @@ void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
 
-/* More would only take turns, and libgomp ends the process where it cannot make them. */
+/* More threads would only alternate, and libgomp ends the process if it cannot make them. */
 int ps_threads_most(void)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     return processors > 16 ? (int)processors * 4 : 64;
 }
 
-/* How long a waiting thread looks for work before it sleeps. libgomp's own 300,000 turns of its loop are milliseconds,
- * in which the thread that is waited for has no processor where programs share one: steps take many times as long as on
- * a single thread. Where the wait is much shorter than a wake-up, two threads of a small model are as slow as one: its
- * regions lie a few microseconds apart, and a virtual machine wakes a thread in tens of them. Between the ops of a
- * generated token lie up to 100 us of Lua: waits of 150 us take 0.9 of the time of waits of 50 us, and longer ones gain
- * no more. A turn takes a few nanoseconds on one processor and fifty on another, so turns are measured. */
+/* How long a waiting thread spins before it sleeps. libgomp's default of 300,000 spins is several milliseconds. If
+ * programs share a processor, the thread that is waited for then has none: steps take many times as long as on a single
+ * thread. If the wait is much shorter than a wake-up, two threads of a small model are as slow as one: its regions are
+ * a few microseconds apart, and a virtual machine needs tens of microseconds to wake a thread. Between the ops of a
+ * generated token there are up to 100 us of Lua: with waits of 150 us a token takes 0.9 of the time with 50 us, and
+ * longer waits gain no more. A spin takes a few nanoseconds on one processor and fifty on another, so spins are
+ * measured. */
 #define SPIN_S 150e-6
 enum { MEASURED_TURNS = 256, TRIES = 5, LEAST_TURNS = 100, MOST_TURNS = 100000 };
 
@@ -52,7 +53,7 @@ static int turns(void)
     return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
 }
 
-/* The first of the numbers in a list with commas, as OpenMP has them for nested regions; 0 where they are none. */
+/* The first number in a list with commas, OpenMP's form for nested regions; 0 if there is none. */
 static unsigned long long first_number(const char *list)
 {
     unsigned long long first = 0;
@@ -68,19 +69,19 @@ static unsigned long long first_number(const char *list)
     }
 }
 
-/* glibc keeps small blocks that were freed for the thread that freed them, wherever in the heap they lie. So the large
- * ones beside them become no larger hole. Buffers that oneDNN makes anew for each product then fit none of the holes
- * that others left, and a process takes more than it ever has in use. */
+/* glibc keeps small freed blocks for the thread that freed them, wherever in the heap they are. Neighbouring large
+ * blocks then do not merge into larger holes. Buffers that oneDNN makes for each product fit into none of these holes,
+ * and a process takes more memory than it ever uses. */
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
-/* Has this process's threads keep none. True: it has to start anew for that. Other programs that it starts keep theirs,
- * since what this one has read goes from the environment. */
+/* Makes this process's threads keep no blocks. True: it has to start again for that. Programs that it starts are not
+ * affected, since the variable is removed from the environment after it was read. */
 static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
     char now[1024];
-    if (getauxval(AT_SECURE)) return false;         /* glibc unsets the variable of a program with rights of its own */
+    if (getauxval(AT_SECURE)) return false;         /* glibc unsets the variable for a setuid program */
     if (!had || !strstr(had, "glibc.malloc.tcache_count=")) {
         int n = snprintf(now, sizeof now, "%s%s" NO_CACHE, had ? had : "", had && *had ? ":" : "");
         return n < (int)sizeof now && setenv(TUNABLES, now, 1) == 0;
@@ -102,7 +103,7 @@ void ps_threads_start(char **argv)
     unsigned long long n = wanted ? first_number(wanted) : 0;
     bool again = false;
     if (wanted && n == 0) {
-        fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', no number of threads; it is left aside\n", wanted);
+        fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
         again = unsetenv("OMP_NUM_THREADS") == 0;               /* or libgomp complains once more */
     }
     if (n > (unsigned long long)ps_threads_most()) {
@@ -116,5 +117,5 @@ void ps_threads_start(char **argv)
         again = setenv("GOMP_SPINCOUNT", spins, 1) == 0 || again;
     }
     again = without_caches() || again;
-    if (again) execv("/proc/self/exe", argv);       /* where there is no such file, libgomp's own ways have to do */
+    if (again) execv("/proc/self/exe", argv);       /* without such a file, libgomp's own settings apply */
 }

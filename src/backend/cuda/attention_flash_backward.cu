@@ -110,7 +110,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 
 /* -- dk, dv: rows are keys ----------------------------------------------------------------------------------------- */
 /* The sums of dk and dv fill the registers: a warp has 32 keys of heads of 64, else 16. k and v of heads of 128 are
- * kept beside them; of heads of 256 a block has only W columns of dk and dv, so two blocks share the work of 64 keys. A
+ * kept in addition; of heads of 256 a block has only W columns of dk and dv, so two blocks share the work of 64 keys. A
  * tile of queries is gone through in parts. */
 template <int DP, bool LEAN> struct dkv_shape;
 template <bool LEAN> struct dkv_shape<64, LEAN> {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128, aligned
- * rows, causal or not, without mask and dropout. One tile's product runs beside another's softmax, as in
+ * rows, causal or not, without mask and dropout. One tile's product overlaps another's softmax, as in
  * FlashAttention-3 (Shah et al. 2024). attention_flash.cu has all other cases, and the forward of heads of 64, which is
  * faster there. PS_CUDA_ATTENTION=wgmma or mma takes one kind for all. This file is compiled for sm_90a alone.
  *
@@ -15,7 +15,7 @@
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* A tile [ROWS, D] is D / 64 panels beside each other. */
+/* A tile [ROWS, D] is D / 64 panels, one after the other. */
 template <int D, int ROWS> struct tile { enum { PANEL = ROWS * PANEL_ROW, NBYTES = D / PANEL_COLS * PANEL }; };
 
 /* Rows first .. first + ROWS of a head into a tile; rows from `limit` on are zero, and FROM_LEAST those before `least`.
@@ -232,7 +232,7 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<D / 2>(o);
         shrink_rows<D>(o, shrink);
         to_halves<T, KEYS>(p, s);
-        async_wait<0>();                             /* k of the next tile and v of this one are there; behind the */
+        async_wait<0>();                             /* k of the next tile and v of this one are there; after the  */
         async_fence();                               /* barrier nobody reads this k and the last v any more */
         __syncthreads();
         if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
@@ -274,7 +274,7 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
  * it is set to 0: the log-sum-exp of a query without a key to see is -infinity. Queries that see one key (sure_before)
  * are treated as in attention_flash_backward.cu: dq is set to 0, and for dk and dv q and the log-sum-exp are. */
 
-/* Of this thread's two rows: the log-sum-exp, times log2 e, and delta. w0: the warp's first query. */
+/* For this thread's two rows: the log-sum-exp, times log2 e, and delta. w0: the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
 {
 #pragma unroll
@@ -361,7 +361,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         wgmma_wait<0>();
         hold<D / 2>(dq);
         to_halves<T, KEYS>(ds, s);
-        async_wait<0>();                             /* the next tile is there; behind the barrier nobody reads the */
+        async_wait<0>();                             /* the next tile is there; after the barrier no warp reads the */
         async_fence();                               /* last k and this v any more */
         __syncthreads();
         if (j + 2 < tiles) {
@@ -486,7 +486,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     for (int j = 0; j < tiles; j++) {
         int64_t first = begin + (int64_t)j * QUERIES;
         uint32_t at = j % 3 * place::NBYTES;
-        async_wait<0>();                             /* this tile is there; behind the barrier nobody reads the one */
+        async_wait<0>();                             /* this tile is there; after the barrier no warp reads the one */
         async_fence();                               /* before the last any more */
         __syncthreads();
         if (j + 1 < tiles) load_queries<D>(queries + (j + 1) % 3 * place::NBYTES, t, b, h, first + QUERIES);

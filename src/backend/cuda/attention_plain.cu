@@ -18,7 +18,7 @@ template <class T, class A> DEV A dot(const T *x, const T *y, int64_t n)
     return s;
 }
 
-/* What a mask of 4 dimensions adds to a score; -infinity hides, and so does -1e30 and less. */
+/* The bias that a mask of 4 dimensions adds to a score; -infinity hides, and so does -1e30 and less. */
 template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     if (!t.bias) return 0;

@@ -60,8 +60,8 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     }
 };
 
-/* Tiles of keys and their values, one after the other, in two places of shared memory: while one is read, the next
- * comes. The values of a tile lie behind its keys. */
+/* Tiles of keys and their values, one after the other, in two places of shared memory: while one is read, the next is
+ * loaded. The values of a tile are stored after its keys. */
 template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h)

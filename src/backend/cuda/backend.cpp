@@ -31,8 +31,8 @@ static const int64_t memory_spare = (int64_t)64 << 20;    /* left to the driver:
 ps_cuda *ps_cu;
 static ps_copy *spare;
 static ps_kernel kernels[PS_OP_COUNT];
-/* Pinned memory that copies of copy_in go through, in pieces, and when a slot's last copy has ended. Behind those slots
- * is one more, for small copies to the host. */
+/* Pinned memory through which copies of copy_in run, in pieces, and the time when a slot's last copy has ended. After
+ * those slots there is one more, for small copies to the host. */
 static char *slots;
 static cudaEvent_t slot_free[SLOTS];
 static int slot_next;
@@ -142,7 +142,7 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* What a kernel would ask for is found by letting it ask, with nothing behind it. */
+/* The scratch of a kernel is found by running it with a request function that allocates nothing. */
 static int64_t asked;
 
 static void *count_scratch(ps_call *call, size_t nbytes)
@@ -165,7 +165,7 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 }
 
 #ifdef PS_EMULATE_CUDA
-/* What plans say of a card that is not here is what kernels ask for. */
+/* Compares the rules for work space, from which plans of simulated cards are made, with what kernels request. */
 static int check_rules(ps_call *call)
 {
     int64_t by_rules = ps_cuda_rules_scratch(&ps_cu->card, call), by_kernel = scratch_nbytes(&ps_cu->base, call);
@@ -462,7 +462,7 @@ static int choose_attention(void)
     return 0;
 }
 
-/* The pool keeps what it has: nothing goes back to the driver behind a step's back. */
+/* The pool keeps its memory: nothing is returned to the driver during a step. */
 static int find_pool(void)
 {
     int there = 0;

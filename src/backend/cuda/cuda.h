@@ -13,7 +13,8 @@ extern "C" {
 #include "base/error.h"
 }
 
-/* What a kernel found wrong in its operands' values. The first one counts; the host looks where it waits anyway. */
+/* The errors that a kernel can find in its operands' values. The first one counts; the host checks when it waits
+ * anyway. */
 enum { TRAP_NONE, TRAP_INDEX, TRAP_TARGET, TRAP_NAN, TRAP_INFINITE };
 struct ps_trap {
     int kind, op;
@@ -51,7 +52,7 @@ int ps_cuda_check(cudaError_t e, const char *what);
 int ps_cuda_launched(void);                    /* after a launch: 0, or the error */
 /* Poisons the device for a reason of a library. */
 int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
-/* What kernels of finished work trapped on; call after waiting. */
+/* The error that kernels of finished work trapped on; call it after waiting. */
 int ps_cuda_trapped(void);
 /* lose: bytes that kernels take for granted did not come from another rank. lost: that error, or 0; call after waiting.
  * told: whoever asks has it told, so it is forgotten. Any thread. */
@@ -64,8 +65,8 @@ ps_kernel ps_cuda_kernel(int op);              /* for kernels that consist of ot
 int ps_cuda_clear(void *p, size_t nbytes);
 int ps_cuda_move(void *dst, const void *src, size_t nbytes);
 
-/* Host memory that copies use is pinned where it can be, so that they run at the link's speed beside the caller
- * (pinned.cpp). What cannot be pinned is copied all the same, slower. */
+/* Pins host memory that copies use, if possible, so that they run at the link's speed while the caller continues
+ * (pinned.cpp). Memory that cannot be pinned is still copied, but slower. */
 void ps_cuda_pin_host(const void *p, size_t nbytes);
 /* How many bytes from p on, up to nbytes, are pinned as one, or not at all: what one copy may take. */
 size_t ps_cuda_pinned_run(const void *p, size_t nbytes);

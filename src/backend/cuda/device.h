@@ -18,8 +18,8 @@
 #endif
 #define PS_LAUNCH(...) do { if (!ps_cu->dry) { PS_START(__VA_ARGS__); } } while (0)
 #define DEV static __device__ __forceinline__
-/* A kernel whose blocks may have up to so many threads: the compiler sees to it that their registers suffice. A second
- * number is how many blocks should fit a multiprocessor. */
+/* A kernel whose blocks may have up to this many threads: the compiler ensures that registers suffice. A second number
+ * is the number of blocks that should fit on a multiprocessor. */
 #define KERNEL_UP_TO(...) static __global__ void __launch_bounds__(__VA_ARGS__)
 
 /* -- element types ------------------------------------------------------------------------------------------------- */

@@ -322,7 +322,7 @@ static int lm_room(ps_call *call, lm_problem *p)
     return p->want_dw && !p->dw && s->dw_nbytes > 0 ? PS_ENOMEM : 0;
 }
 
-/* V rows of C elements, as *to [wide rows]: with zeros behind them. */
+/* V rows of C elements, as *to [wide rows]: padded with zeros. */
 static int fill_up(ps_call *call, const lm_problem *p, const ps_view *rows, int64_t C, void **to)
 {
     int64_t nbytes = p->V * C * ps_dtype_bytes(p->dtype), all = p->size.wide * C * ps_dtype_bytes(p->dtype);

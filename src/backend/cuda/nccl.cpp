@@ -6,7 +6,7 @@
  * their own and round every partial sum to the type that travels. Its communicators do not block here: each call
  * returns at once, and is asked about until it is through, so a peer that is gone stops nobody.
  *
- * Streams. `moving` has the exchanges, `adding` the sums and copies, which so run beside the next exchange. Events
+ * Streams. `moving` has the exchanges, `adding` the sums and copies, which can thus overlap the next exchange. Events
  * order them: a sum comes after the exchange that it follows, an exchange after the sums before it. Both streams begin
  * after what `compute` had when the mark was made that `after` named. `compute` comes after a wire's end by an event
  * (event_follow). Everything but `mark`, event_now and event_follow may be called from another thread than the
@@ -14,7 +14,7 @@
  * until the communicator is aborted; what was computed since is worth nothing, and reads of memory say so (lost).
  *
  * The end. NCCL's own threads serve peers of the same machine until those have let go, too, so both ways of ending a
- * communicator may wait for other ranks: they run on a thread of their own, which is left behind after a few seconds.
+ * communicator may wait for other ranks: they run on a separate thread, which is abandoned after a few seconds.
  * A connection that is sound is finalized first, since the last bytes may still be on their way to the network. */
 #include <atomic>
 #include <chrono>
@@ -143,7 +143,7 @@ static int new_id(ps_backend *be, char *id)
 }
 
 /* -- opening and closing ------------------------------------------------------------------------------------------- */
-/* Ends a communicator, within `seconds` or behind everybody's back. */
+/* Ends a communicator, within `seconds` or later on a separate thread. */
 static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -285,7 +285,7 @@ static int after(ps_wire *w, int i)
     return 0;
 }
 
-/* What a group of calls came to; the first failure counts, but the group is always ended. */
+/* Ends a group of calls; the first failure counts, but the group is always ended. */
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
@@ -342,7 +342,7 @@ static int ended(ps_wire *w, int lane)
 {
     cudaError_t e = cudaEventQuery(w->ended[lane]);
     if (e == cudaSuccess) return 1;
-    if (e != cudaErrorNotReady) return check(e, "an exchange, or what ran beside it");
+    if (e != cudaErrorNotReady) return check(e, "an exchange, or work that overlapped it");
     cudaGetLastError();
     ncclResult_t state = ncclSuccess;
     if (lane == PS_WIRE_LOCAL || !w->comm || nccl.state(w->comm, &state) != ncclSuccess) return 0;

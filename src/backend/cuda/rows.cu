@@ -158,7 +158,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
-/* Pack k of a row of n elements, with -inf behind its end: those neither are the largest nor add to the sum. */
+/* Pack k of a row of n elements, with -inf after its end: such elements are neither the largest nor add to the sum. */
 template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 {
     const int W = pack<T>::n;

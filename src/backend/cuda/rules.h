@@ -6,7 +6,7 @@
 #include "backend/backend.h"
 #include "backend/dims.h"
 
-/* What the rules ask of a card. */
+/* The properties of a card that the rules use. */
 typedef struct ps_cuda_card {
     int sm_count;
     int64_t memory;                            /* bytes, all that the card has */

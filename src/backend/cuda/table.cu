@@ -389,7 +389,7 @@ DEV int64_t picked(const shape &s, int64_t i, int64_t k)
     return at;
 }
 
-/* Of x with the sizes of index, and those of x where the index has ended. */
+/* The shape of x with the sizes of index, followed by those of x after the last dimension of index. */
 static shape shape_of(const ps_view *x, const ps_view *index, int dim)
 {
     shape s;

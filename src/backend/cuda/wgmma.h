@@ -9,7 +9,7 @@
  * columns or 32 bytes; as MN-major, it runs over rows, a step being 16 rows or 2048 bytes.
  *
  * Rules that callers keep: who writes shared memory ends with async_fence, before a barrier that the products come
- * after; a group of products begins behind wgmma_fence and ends with wgmma_commit; neither its accumulators, nor its A
+ * after; a group of products begins after wgmma_fence and ends with wgmma_commit; neither its accumulators, nor its A
  * in registers, nor its shared memory are touched until wgmma_wait says that it is through, and hold() after that keeps
  * the compiler from moving uses of accumulators before it. All threads of a warpgroup make the same calls. */
 #ifndef PS_CUDA_WGMMA_H
@@ -18,10 +18,10 @@
 
 enum { PANEL_COLS = 64, PANEL_ROW = 128, PANEL_ALIGN = 1024 };
 
-/* The descriptor of a panel at `address` (of the shared window) has, in units of 16 bytes, the address in bits
- * 0..13, the leading offset in 16..29, the stride offset in 32..45; bits 62..63 are 1 for the 128-byte swizzle.
- * K-major: the stride goes from 8 rows to the next 8, the leading offset counts for nothing (1). MN-major: the leading
- * offset goes from a panel to the one beside it, the stride from 8 rows to the next 8. */
+/* The descriptor of a panel at `address` (in the shared window) has, in units of 16 bytes, the address in bits 0..13,
+ * the leading offset in 16..29, the stride offset in 32..45; bits 62..63 are 1 for the 128-byte swizzle. K-major: the
+ * stride is from 8 rows to the next 8, the leading offset is ignored (1). MN-major: the leading offset is from a panel
+ * to the next one, the stride from 8 rows to the next 8. */
 DEV uint64_t panel_descriptor(uint32_t address, uint32_t leading_nbytes)
 {
     return (uint64_t)(address >> 4) | (uint64_t)(leading_nbytes >> 4) << 16 |
@@ -32,7 +32,7 @@ DEV uint64_t descriptor_mn_major(uint32_t address, uint32_t panel_nbytes)
 {
     return panel_descriptor(address, panel_nbytes);
 }
-/* The same, so many bytes further: the low word does not overflow, addresses have 18 bits. */
+/* The same, nbytes further: the low word does not overflow, since addresses have 18 bits. */
 DEV uint64_t descriptor_at(uint64_t descriptor, uint32_t nbytes) { return descriptor + (nbytes >> 4); }
 
 #ifdef PS_EMULATE_CUDA

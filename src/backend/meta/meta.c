@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `meta` backend: shapes and bytes, no data. Its regions are addresses without memory behind them, so a model of
- * any size can be built and counted; every kernel does nothing. The addresses lie where no process can map memory: a
- * read through one faults instead of finding something. */
+ * The `meta` backend: shapes and bytes, no data. Its regions are addresses without memory, so a model of any size can
+ * be built and counted; kernels do nothing. The addresses are where no process can map memory: a read through one
+ * faults. */
 #include <stdio.h>
 #include "backend/backend.h"
 #include "base/alloc.h"

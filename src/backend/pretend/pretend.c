@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Backends that stand for devices which are not here, so that a script can be run to the end of its first step on a
- * machine of any size (tools/plan.lua). Dispatch asks such a backend for the work space of each call and computes
- * nothing, but for ops of a script's own values in host memory; copies end at once and move nothing. A host's regions
- * are address space without pages, so that what a script writes into a tensor itself (a batch, a list of numbers) has a
- * place. A device's regions are addresses alone. */
+ * Backends for simulated devices, so that a script can be run to the end of its first step on a machine of any size
+ * (tools/plan.lua). Dispatch asks such a backend for the work space of each call and computes nothing, except ops on a
+ * script's own values in host memory; copies end at once and move nothing. A host's regions are address space without
+ * pages, so that values that a script writes into a tensor itself (a batch, a list of numbers) can be stored. A
+ * device's regions are only addresses. */
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,13 +14,13 @@
 
 typedef struct pretend_backend {
     ps_backend base;
-    ps_backend *real;              /* whose rules for work space count, unless there is a card */
-    ps_cuda_card card;             /* of a GPU whose properties are known; else sm_count is 0 */
-    int64_t nbytes;                /* of its memory */
+    ps_backend *real;              /* its rules for work space apply, unless there is a card */
+    ps_cuda_card card;             /* properties of a known GPU; else sm_count is 0 */
+    int64_t nbytes;                /* size of its memory */
     uintptr_t next;                /* the address of a device's next region */
 } pretend_backend;
 
-/* No process can map memory there, nor where `meta` has its addresses. */
+/* No process can map memory there, and `meta` has its addresses elsewhere. */
 static const uintptr_t first_address = (uintptr_t)3 << (sizeof(uintptr_t) == 8 ? 60 : 28);
 
 static int region_new(ps_backend *be, size_t nbytes, void **out)
@@ -52,7 +52,7 @@ static int copy_start(ps_backend *be, bool to_device, void *dst, const void *src
 
 static int copy_wait(ps_backend *be, ps_copy *copy, bool block) { return 1; }
 
-static int compute_nothing(ps_call *call) { return ps_fail(PS_ESTATE, "a device that is not here has no kernels"); }
+static int compute_nothing(ps_call *call) { return ps_fail(PS_ESTATE, "a simulated device has no kernels"); }
 
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
@@ -69,11 +69,11 @@ static void close_pretend(ps_backend *be)
     ps_free(p);
 }
 
-/* A script writes few and small tensors here and there: each would take a huge page. */
+/* A script writes few and small tensors at scattered places: each would otherwise use a huge page. */
 static int host_region_new(ps_backend *be, size_t nbytes, void **out)
 {
     PS_TRY(ps_host_region_new(be, nbytes, out));
-    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* a wish, as huge pages are */
+    madvise(*out, nbytes, MADV_NOHUGEPAGE);          /* a hint, like huge pages */
     return 0;
 }
 
@@ -84,7 +84,7 @@ static void as_host(ps_backend *be)
     be->region_discard = ps_host_region_discard;
 }
 
-/* Gives memory back by the page where the real one does, as a GPU does not: plans count on it. */
+/* Frees memory by the page if the real device does, but not for a GPU: plans rely on it. */
 static void as_device(ps_backend *be, const ps_backend *real, bool gpu)
 {
     be->region_new = region_new;

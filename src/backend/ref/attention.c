@@ -26,7 +26,7 @@ static void set_sizes(struct attention *t)
     t->group = t->k.shape[1] > 0 ? t->H / t->k.shape[1] : 1;
 }
 
-/* What the mask adds to the score of key j: 0 or -infinity, or a number. */
+/* The value that the mask adds to the score of key j: 0 or -infinity, or a number. */
 static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
 {
     const ps_view *m = &t->mask;

@@ -225,8 +225,8 @@ int ref_logit_stats(ps_call *call)
     return 0;
 }
 
-/* Of all ranks' stats [t, kinds, N] of row r: largest logit and sum of exponentials of all words; *target, *dot: the
- * sums of the ranks' third and fourth numbers; *hit: whether the first largest logit is the target's. */
+/* Combines all ranks' stats [t, kinds, N] of row r: largest logit and sum of exponentials over all words; *target,
+ * *dot: the sums of the ranks' third and fourth numbers; *hit: whether the first largest logit is the target's. */
 static struct sum_exp of_all(const ps_view *stats, int64_t r, double *target, double *dot, bool *hit)
 {
     int64_t kinds = stats->shape[1], N = stats->shape[2];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling. Each element's number comes from Philox at its own counter, so results
- * depend on nothing but the seed and the position, and are the same for every type up to rounding. */
+ * Random numbers, dropout and sampling. Each element's number comes from Philox at its own counter, so results depend
+ * only on the seed and the position, and are the same for every type up to rounding. */
 #include <stdlib.h>
 #include "ref.h"
 

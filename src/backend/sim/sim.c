@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The `sim` backend, a pretend accelerator: memory of its own and of a set size (regions of host memory that scripts
- * cannot read in place), the cpu backend's kernels, and a copy engine with a bandwidth model, so that everything made
- * for a device apart from the host runs, is tested and is timed without one.
+ * The `sim` backend, a simulated accelerator: separate memory of a set size (regions of host memory that scripts cannot
+ * read in place), the cpu backend's kernels, and a copy engine with a bandwidth model. With it, all code for a device
+ * apart from the host can be run, tested and timed without one.
  *
  * The copy engine has two lanes, to the device and from it, each a plain thread that starts with the lane's first copy.
- * A copy's time is fixed when it is asked for: it begins when it is asked for, the lane is free and the copy it comes
- * after has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time
- * and calls it ended when both the bytes and the time are through; it lags behind the model where the processor is too
- * slow for it, and catches up where it can. Everything else is called from one thread.
+ * A copy's time is fixed when it is requested: it begins when it is requested, the lane is free and the copy before it
+ * has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time, and
+ * the copy ends when both the bytes are moved and the time is over. The thread lags behind the model if the processor
+ * is too slow for it, and catches up when it can. Everything else is called from one thread.
  *
  * The cpu's kernels compute in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA they are
- * those of another instruction set (as PS_CPU_ISA names them): where the cpu's own is lowered, a device that is faster
- * than its host can be tried. */
+ * those of another instruction set (with the names of PS_CPU_ISA): if the cpu's own is lowered, the device is faster
+ * than its host. */
 #define _GNU_SOURCE                  /* pthread_setname_np */
 #include <math.h>
 #include <pthread.h>
@@ -35,9 +35,10 @@
 #include "base/thread.h"
 
 #define GIB ((int64_t)1 << 30)
-#define SLICE_S 0.002                /* modelled seconds a slice covers: waking up more often costs who computes */
+#define SLICE_S 0.002                /* modelled seconds per slice: more frequent wake-ups would slow down computing
+                                      * threads */
 #define SLICE_LEAST ((size_t)64 << 10)
-#define NAP_S 0.02                   /* how long a thread sleeps before it looks whether its copy was given up */
+#define NAP_S 0.02                   /* how long a thread sleeps before it checks whether its copy was cancelled */
 #define SPARE_BYTES ((int64_t)64 << 20)   /* of the machine's memory, left to others */
 
 typedef struct sim_backend sim_backend;
@@ -50,8 +51,8 @@ struct ps_copy {
     void *dst;
     const void *src;
     size_t nbytes;
-    int64_t number, after;           /* in its lane, from 1; of the other lane's copy it waits for, or 0 */
-    double begin, end;               /* modelled, of the bytes: latency has passed at `begin` */
+    int64_t number, after;           /* number in its lane, from 1; of the other lane's copy it waits for, or 0 */
+    double begin, end;               /* modelled times of the bytes: latency has passed at `begin` */
 };
 
 typedef struct lane {
@@ -62,8 +63,8 @@ typedef struct lane {
     bool has_thread;
     pthread_cond_t work;             /* something to do, or what the first copy waits for has ended */
     ps_copy *first, *last;           /* in order; the first one is under way */
-    int64_t asked, ended;            /* copies so far */
-    double bytes_per_s, free_at;     /* modelled: when the last copy asked for will have ended */
+    int64_t asked, ended;            /* numbers of copies so far */
+    double bytes_per_s, free_at;     /* modelled: when the last requested copy will have ended */
 } lane;
 
 typedef struct region {
@@ -77,9 +78,9 @@ struct sim_backend {
     ps_backend base;
     region *regions;
     int64_t memory, handed_out;      /* bytes */
-    int64_t unchecked;               /* handed out since the machine was last asked for its free memory */
+    int64_t unchecked;               /* allocated since the machine's free memory was last checked */
     double latency_s;
-    pthread_mutex_t lock;            /* over all below, and over the lanes' and copies' marks of being under way */
+    pthread_mutex_t lock;            /* for all fields below, and for the lanes' and copies' marks of being under way */
     pthread_cond_t ended;
     bool stop;
     lane lanes[2];                   /* [to_device] */
@@ -150,7 +151,7 @@ static int region_commit(ps_backend *be, void *p, size_t nbytes)
         int64_t host = ps_host_bytes_available(be);
         if (host - SPARE_BYTES < more) {
             sim->unchecked -= more;
-            return ps_fail(PS_ENOMEM, "%.1f MiB for sim's memory are not to be had, this machine has %.1f MiB left",
+            return ps_fail(PS_ENOMEM, "%.1f MiB for sim's memory are not available, this machine has %.1f MiB left",
                            mib(more), mib(host));
         }
         sim->unchecked = 0;
@@ -170,7 +171,7 @@ static void region_discard(ps_backend *be, void *p, size_t nbytes)
     r->committed -= (int64_t)nbytes;
 }
 
-/* Gives up copies (of a region, or all) and waits until no thread touches their bytes. Called with the lock held. */
+/* Cancels copies (of a region, or all) and waits until no thread touches their bytes. Called with the lock held. */
 static void cancel_copies(sim_backend *sim, const region *r)
 {
     for (ps_copy *c = sim->live; c; c = c->live_next) {
@@ -188,8 +189,8 @@ static void cancel_copies(sim_backend *sim, const region *r)
     }
 }
 
-/* Regions go when an arena closes or trims: with a copy still under way there, something went wrong before, and the
- * copy ends as an error. */
+/* Regions are freed when an arena closes or trims. If a copy is still under way there, an earlier step failed, and the
+ * copy ends with an error. */
 static void region_free(ps_backend *be, void *p, size_t nbytes)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -219,7 +220,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
 }
 
 /* -- the lanes' threads ------------------------------------------------------------------------------------------- */
-/* False when the copy was given up meanwhile. */
+/* False if the copy was cancelled meanwhile. */
 static bool sleep_until(ps_copy *c, double t)
 {
     while (!atomic_load_explicit(&c->cancelled, memory_order_relaxed)) {
@@ -232,7 +233,8 @@ static bool sleep_until(ps_copy *c, double t)
     return false;
 }
 
-/* memcpy that leaves the caches to those who compute: half the processor time of memcpy where both sides are cold. */
+/* A memcpy that does not evict the caches of computing threads: it takes half the processor time of memcpy if both
+ * sides are cold. */
 static void copy_past_caches(char *dst, const char *src, size_t n)
 {
 #ifdef STREAMING
@@ -295,7 +297,7 @@ static void *run_lane(void *arg)
         l->first = c->next;
         if (!l->first) l->last = NULL;
         l->ended = c->number;
-        c->ended = true;                           /* from here on it belongs to who waits for it */
+        c->ended = true;                           /* from here on it belongs to the thread that waits for it */
         pthread_cond_broadcast(&sim->ended);
         pthread_cond_signal(&l->other->work);
     }
@@ -400,7 +402,7 @@ static int copy_out(ps_backend *be, void *host_dst, const void *src, size_t nbyt
 }
 
 /* -- opening, settings, closing ----------------------------------------------------------------------------------- */
-/* Gives copies under way up; frees copies that nobody waited for. */
+/* Cancels copies under way; frees copies that no thread has waited for. */
 static void close_sim(ps_backend *be)
 {
     sim_backend *sim = (sim_backend *)be;
@@ -434,7 +436,7 @@ int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per
                        "sim cannot have %lld bytes of memory, %g bytes/s in, %g bytes/s out and %g s of latency",
                        (long long)memory_nbytes, h2d_bytes_per_s, d2h_bytes_per_s, latency_s);
     if (memory_nbytes && memory_nbytes < sim->handed_out)
-        return ps_fail(PS_ESTATE, "sim's memory cannot shrink to %.1f MiB, %.1f MiB of it are handed out",
+        return ps_fail(PS_ESTATE, "sim's memory cannot shrink to %.1f MiB: %.1f MiB of it are in use",
                        mib(memory_nbytes), mib(sim->handed_out));
     if (memory_nbytes) sim->memory = memory_nbytes;
     if (h2d_bytes_per_s > 0) sim->lanes[1].bytes_per_s = h2d_bytes_per_s;
@@ -460,11 +462,11 @@ static int parse_bytes(const char *text, int64_t *out)
         *out = (int64_t)nbytes;
         return 0;
     }
-    return ps_fail(PS_EINVAL, "PS_SIM_MEMORY is '%s'; it takes a number of bytes such as 1000000, 64MiB or 1.5GiB",
+    return ps_fail(PS_EINVAL, "PS_SIM_MEMORY is '%s'; it must be a number of bytes such as 1000000, 64MiB or 1.5GiB",
                    text);
 }
 
-/* The value of an environment variable times `unit`, or *out as it is when that is not set. */
+/* The value of an environment variable times `unit`; *out is unchanged if it is not set. */
 static int read_number(const char *name, double unit, double least, const char *what, double *out)
 {
     const char *text = getenv(name);
@@ -472,7 +474,7 @@ static int read_number(const char *name, double unit, double least, const char *
     char *end;
     double value = strtod(text, &end);
     if (end == text || *end || !(value >= least) || !isfinite(value))
-        return ps_fail(PS_EINVAL, "%s is '%s'; it takes %s", name, text, what);
+        return ps_fail(PS_EINVAL, "%s is '%s'; it must be %s", name, text, what);
     *out = value * unit;
     return 0;
 }
@@ -485,7 +487,7 @@ static int read_settings(sim_backend *sim)
     sim->latency_s = 10e-6;
     if (memory && *memory) PS_TRY(parse_bytes(memory, &sim->memory));
     PS_TRY(read_number("PS_SIM_BANDWIDTH", 1e9, 1e-6, "GB/s each way, such as 8", &bandwidth));
-    PS_TRY(read_number("PS_SIM_LATENCY", 1e-6, 0, "microseconds a copy, such as 10", &sim->latency_s));
+    PS_TRY(read_number("PS_SIM_LATENCY", 1e-6, 0, "microseconds per copy, such as 10", &sim->latency_s));
     for (int i = 0; i < 2; i++) sim->lanes[i].bytes_per_s = bandwidth;
     return 0;
 }

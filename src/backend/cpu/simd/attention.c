@@ -198,7 +198,7 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     k.masked = n < k.nk || n - 1 + k.shift > 0 || nq > k.until || w->any_hidden;
     return k;
 }
-/* What a mask of 4 dimensions adds to the scores, as they come out of `scores`. -1e30 and less hides. */
+/* The bias that a mask of 4 dimensions adds to the scores from `scores`. -1e30 and less hides a key. */
 SIMD float bias_of(float x) { return x <= -1e30f ? -INFINITY : x * (float)LOG2E; }
 static void load_bias(const attn *a, const block *k, work *w)
 {
@@ -456,10 +456,10 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
     vn dp = vn_load(w->dp + r * QUERIES + c);
     return drop ? vn_and(kept_by(w, r, c), dp * vn_set(a->keep_scale)) : dp;
 }
-/* Scores become (dropped) weights in p, and dp becomes the gradient of the scores, without the scale. masked, drop:
+/* Turns scores in p into (dropped) weights, and dp into the gradient of the scores, without the scale. masked, drop:
  * constants. alone: the block has all keys of its queries, in fp32. Then weights are divided by their own sum, and
- * delta is that of p * dp. Large scores leave an lse whose rounding all weights of a query would have, and dy * y has
- * the rounding of y, which is not small beside dp - delta where one weight is nearly 1. */
+ * delta is that of p * dp. For large scores, the rounding of lse would affect all weights of a query, and dy * y has
+ * the rounding of y, which is not small relative to dp - delta if one weight is nearly 1. */
 SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {

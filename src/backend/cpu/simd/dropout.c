@@ -62,8 +62,8 @@ SIMD void transpose_groups(vu w[4])
     memcpy(w, to, sizeof to);
 #endif
 }
-/* Of the 4 VL elements that begin with element 4 * counter, in their order, the random words. Lane 4 l + k works on
- * counter VL / 4 k + l, so that transposing groups of four lanes leaves the words in order. */
+/* The random words of the 4 VL elements from element 4 * counter on, in their order. Lane 4 l + k works on counter VL /
+ * 4 k + l, so that transposing groups of four lanes restores the order. */
 SIMD void philox_block(uint64_t key, uint32_t sample, uint32_t step, uint32_t op, uint32_t counter, vu w[4])
 {
     const vu lane = PS_LANE_NUMBERS, order = lane % 4 * (VL / 4) + lane / 4;

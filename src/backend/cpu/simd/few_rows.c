@@ -13,14 +13,14 @@ enum {
     LINES = 4                                        /* read side by side: the first of a quarter of a piece each */
 };
 
-/* Memory is faster in a few streams than in one. It is faster still where each stream goes on line by line for several
- * pages, and the streams are far from each other. A piece of n lines is read as LINES quarters; step t reads those
- * lines t + i * quarter(n), i = 0 .. lines_at(n, t) - 1, that there are. */
+/* Memory is faster in a few streams than in one. It is faster still if each stream continues line by line for several
+ * pages, and the streams are far from each other. A piece of n lines is read as LINES quarters; step t reads the lines
+ * t + i * quarter(n), i = 0 .. lines_at(n, t) - 1. */
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t quarter(int64_t n) { return (n + LINES - 1) / LINES; }
 static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) / quarter(n); }
-/* From a line of step t to the line that its stream reads next: behind the last step, to that of the next piece. */
+/* The distance from a line of step t to the next line of its stream; after the last step, that of the next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
 /* Asks for bytes that are read with the next lines: lines are too short for what the machine foresees itself. */

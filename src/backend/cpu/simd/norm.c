@@ -15,10 +15,10 @@ struct norm {
     double eps;
     const void *x, *dy, *add;         /* [rows, C] of dtype; add may be NULL and may be dx */
     void *y, *dx;                     /* [rows, C] of dtype; dx may be NULL */
-    const float *w, *b;               /* [Cp] in the order of pairs, zeros behind the C elements */
+    const float *w, *b;               /* [Cp] in the order of pairs, zeros after the C elements */
     float *mean, *rstd;               /* [rows]; may be NULL in forward, mean is NULL for RMS norm */
     float *dw, *db;                   /* partial sums [blocks, Cp] in the order of pairs */
-    float exists[PAIR];               /* of a row's last pair: 1 where it has elements, 0 behind its end */
+    float exists[PAIR];               /* for a row's last pair: 1 for its elements, 0 after its end */
 };
 
 SIMD float row_sum(const void *x, int64_t C, int dtype)
@@ -127,7 +127,7 @@ SIMD void sums_block(const struct slope *s, int64_t i, int64_t end, vf *g0, vf *
     EACH_PART(j) {
         vp u = vp_row_get(s->x, i, end, j, 0.0f, dtype), d = vp_row_get(s->dy, i, end, j, 0.0f, dtype);
         vp w = vp_load(s->w + i, j);
-        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* xhat; behind the end d is 0 */
+        u.a = (u.a - s->mean) * s->rstd, u.b = (u.b - s->mean) * s->rstd;    /* xhat; after the end d is 0 */
         w.a *= d.a, w.b *= d.b;
         g0[j] += w.a, g1[j] += w.b;
         gx0[j] = vf_fma(w.a, u.a, gx0[j]), gx1[j] = vf_fma(w.b, u.b, gx1[j]);

@@ -92,8 +92,8 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* Of a row that ends n < 32 elements behind i: elements behind its end are `pad` on load, untouched on store. Out of
- * line, since they run once a row at most. */
+/* For a row that ends n < 32 elements after i: elements after its end are `pad` on load, untouched on store. Out of
+ * line, since they run at most once per row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {
@@ -108,7 +108,7 @@ static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, in
     EACH_PART(j) vp_put(buf, 0, j, dtype, v[j]);
     memcpy(ps_at(p, i, dtype), buf, (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
 }
-/* Part j of elements i .. i + 31 of a row of n; `pad` behind its end. */
+/* Part j of elements i .. i + 31 of a row of n; `pad` after its end. */
 SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
     if (i + PAIR <= n) return vp_get(p, i, j, dtype);

@@ -196,7 +196,7 @@ SIMD void add_squares(vf x, vd *s)
     s[0] += low * low;
     s[1] += high * high;
 }
-/* Of up to UNIT elements, in fp64. */
+/* The sum for up to UNIT elements, in fp64. */
 SIMD void unit_squares(const void *x, int64_t first, int64_t last, double *out, int dtype)
 {
     vd s[SUMS / VD] = { { 0 } };

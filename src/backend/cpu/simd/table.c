@@ -234,7 +234,7 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* What scatters share: columns [first, last) of one outer part, whose elements of the index come in their order. */
+/* Data of all scatters: columns [first, last) of one outer part, whose elements of the index come in their order. */
 struct scatter {
     struct along a;
     const void *index;                /* [outer, n] or [outer, n, inner] */
