@@ -113,8 +113,8 @@ int infer_lm_loss(ps_infer *f)
 
 /* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
 /* Gradients that were left to backward: runs the op again, in the same panels, hence with the same bits. inputs: x, w
- * and bias, in the order of their gradients; want: the field of attrs with the gradients that forward computed. attrs asks for no hits, which forward
- * has counted. */
+ * and bias, in the order of their gradients; want: the field of attrs with the gradients that forward computed. attrs
+ * requests no hits, which forward has counted. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
     ps_tensor *in[8] = { NULL };

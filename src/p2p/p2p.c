@@ -51,7 +51,7 @@ struct ps_p2p_request {
     bool used;                             /* begun, and not waited for yet */
     int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
     bool out;
-    wire head;                             /* in a receive: the expected header, with the received `note` is the */
+    wire head;                             /* in a receive: the expected header, with the received `note` */
     ps_tensor *t;                          /* held and pinned, or NULL */
     void *bytes;
     int64_t nbytes, began_ns;              /* began_ns: as in a group_call */

@@ -57,8 +57,8 @@ local function loops(model, own)
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given, targets, score in losses_of(...)`: the losses of a held-out batch, or of its micro-batches. targets, score:
--- those that the last stage of a pipeline sent to all ranks.
+-- `for loss, given, targets, score in losses_of(...)`: the losses of a held-out batch, or of its micro-batches.
+-- targets, score: those that the last stage of a pipeline sent to all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
@@ -323,8 +323,8 @@ local function tokens_of_step(self, accumulate)
 end
 
 -- Runs forward and backward of one optimizer step. Returns the weighted mean of the losses of all ranks (nil if no
--- target counts), the sum of the weights, and the accuracy (nil if no op counts hits). If a loss is not finite, the run ends before the last backward, on all
--- ranks.
+-- target counts), the sum of the weights, and the accuracy (nil if no op counts hits). If a loss is not finite, the run
+-- ends before the last backward, on all ranks.
 function Run:gradients(step)
   local options = self.options
   local engine = handle.of(options.model)

@@ -34,8 +34,8 @@ Log.__index = Log
 ---@field val_accuracy? number that of the evaluation
 ---@field skipped boolean gradients overflowed
 
--- The lines of a file up to `step`; `step_of` returns a line's step. renew: what makes a line of an older version one of
--- ours.
+-- The lines of a file up to `step`; `step_of` returns a line's step. renew: converts a line of an older version to the
+-- present form.
 local function lines_until(path, step, step_of, renew)
   local kept = {}
   local old = step > 0 and io.open(path, "rb")

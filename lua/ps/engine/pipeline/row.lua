@@ -330,8 +330,8 @@ function Pipe:abandon(why)
   self.row, self.micros = false, false
 end
 
--- Notes the loss of a micro-batch, and its weight, which the ops of the last virtual stage counted. All ranks have the
--- same batch, and thus the same `places`.
+-- Notes the loss of a micro-batch, and its weight and hits, which the ops of the last virtual stage counted. All ranks
+-- have the same batch, and thus the same `places`.
 local function take_loss(micro, event)
   micro.loss = event.loss
   micro.score = event.targets > 0 and { hits = event.hits, targets = event.targets } or false

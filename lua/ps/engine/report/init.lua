@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The line that is written every `steps_per_print` steps: loss, accuracy (the share of targets that the largest logits hit, if
--- the loss is made by F.cross_entropy, F.lm_loss or F.nll_loss), learning rate, loss scale, seconds per step, and bytes
--- moved between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and
+-- The line that is written every `steps_per_print` steps: loss, accuracy (the fraction of targets that have the largest
+-- logit, if F.cross_entropy, F.lm_loss or F.nll_loss makes the loss), learning rate, loss scale, seconds per step, and
+-- bytes moved between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and
 -- PatrickStar's two speeds: operations per second of this process, and samples per second of all processes. With
 -- memory_breakdown, lines about memory follow. Rank 0 writes the line, with the mean loss of all ranks. The
 -- configuration's monitors (ps.monitor) get each step's numbers, its flops_profiler gets those of one step, and its
