@@ -123,7 +123,7 @@ static void test_st_copy(void)
     OK(ps_st_copy(st, x, from, none, 0, got, 0));
     FAILS(ps_st_copy(st, x, from, none, 0, got, 1), PS_ERANGE, "1 elements from 0 on were requested, of 0");
     FAILS(ps_st_copy(st, x, from, size, 11, got, 2), PS_ERANGE, "of 12 of tensor 'x'");
-    FAILS(ps_st_copy(st, x, from, shape, 0, got, 1), PS_ERANGE, "5 from 2 on of dimension 2 were asked for");
+    FAILS(ps_st_copy(st, x, from, shape, 0, got, 1), PS_ERANGE, "5 from 2 on of dimension 2 were requested");
     FAILS(ps_st_copy(st, 9, from, size, 0, got, 1), PS_ERANGE, "tensor 9");
     FAILS(ps_st_copy(st, x, NULL, size, 0, got, 1), PS_EINVAL, "offset");
     CHECK(truncate(path, 100) == 0);
@@ -218,8 +218,8 @@ static void test_st_writer_errors(void)
     FAILS(ps_stw_append(w, "y", data, 8), PS_EINVAL, "'y' was not added");
     FAILS(ps_stw_append(w, "x", NULL, 8), PS_EINVAL, "0 were passed");
     OK(ps_stw_append(w, "x", data, 5));
-    FAILS(ps_stw_append(w, "x", data, 4), PS_EINVAL, "room for 3 more bytes, 4 are given");
-    FAILS(ps_stw_commit(w), PS_ESTATE, "not written: 5 of its 8 bytes");
+    FAILS(ps_stw_append(w, "x", data, 4), PS_EINVAL, "room for 3 more bytes, but 4 were passed");
+    FAILS(ps_stw_commit(w), PS_ESTATE, "only 5 of its 8 bytes were written");
     CHECK(files_in_folder() == 1);
     ps_stw_free(w);
     CHECK(files_in_folder() == 0);

@@ -136,7 +136,7 @@ static void check_sample(const char *path)
     CHECK(!memcmp(copy, bytes_of + 16, 8));
     FAILS(ps_pt_copy(pt, &t, 0, copy, 2), PS_ERANGE, "2 elements from 0 on were requested, but the tensor has 1");
     FAILS(ps_pt_copy(pt, &t, 1, copy, 1), PS_ERANGE, "1 elements from 1 on");
-    FAILS(ps_pt_copy(pt, &t, INT64_MAX, copy, 2), PS_ERANGE, "of a tensor of 1");
+    FAILS(ps_pt_copy(pt, &t, INT64_MAX, copy, 2), PS_ERANGE, "but the tensor has 1");
     ps_pt_tensor outside = t;
     outside.ndim = 1, outside.shape[0] = 2, outside.stride[0] = 1;
     FAILS(ps_pt_copy(pt, &outside, 0, copy, 1), PS_EFORMAT, "reaches element 3");
@@ -398,8 +398,8 @@ static void test_refused_machine(void)
     REFUSED("\x80\2t.", "mark is missing");
     REFUSED("\x80\2(K\1d.", "key has no value");
     REFUSED("\x80\2}(K\1u.", "key has no value");
-    REFUSED("\x80\2}K\1a.", "no list");
-    REFUSED("\x80\2)(K\1e.", "no list");
+    REFUSED("\x80\2}K\1a.", "not a list");
+    REFUSED("\x80\2)(K\1e.", "not a list");
     REFUSED("\x80\2K\1r\xff\xff\xff\xff.", "too large");
     REFUSED("\x80\2h\1.", "never set");
     REFUSED("\x80\2K\1q\0j\1\0\0\0.", "never set");

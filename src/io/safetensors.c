@@ -218,7 +218,7 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
         run *= t->shape[d], room *= shape[d];
     }
     if (first < 0 || numel < 0 || first > room || numel > room - first || (numel && !dst))
-        return ps_fail(PS_ERANGE, "%s: %lld elements from %lld on were asked for, of %lld of tensor '%s'",
+        return ps_fail(PS_ERANGE, "%s: %lld elements from %lld on were requested, of %lld of tensor '%s'",
                        st->map.path, (long long)numel, (long long)first, (long long)room, st_shown(t->name, shown));
     PS_TRY(ps_map_check(&st->map));
     int64_t each = t->type->bits / 8;
