@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Runs a function in its own process and returns its result. A run of a script can thus neither change nor end the
--- calling process, and leaves no memory behind.
+-- calling process, and keeps no memory.
 local cjson = require "cjson"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"

@@ -559,8 +559,8 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
--- How many targets that count are those of the first largest logit of all words, and how many count: int64 [2]; nil:
--- nobody asks. The ranks tell each other two numbers a row more.
+-- The number of counting targets that equal the first word with the largest logit, and the number of counting targets:
+-- int64 [2]; nil: not requested. The ranks exchange two more numbers per row.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
