@@ -6,7 +6,7 @@
  * The copy engine has two lanes, to the device and from it, each a plain thread that starts with the lane's first copy.
  * A copy's time is fixed when it is requested: it begins when it is requested, the lane is free and the copy before it
  * has ended, and takes latency + nbytes / bandwidth. The thread moves the bytes in slices spread over that time, and
- * the copy ends when both the bytes are moved and the time is over. The thread is late against the model if the processor
+ * the copy ends when both the bytes are moved and the time is over. The thread is late if the processor
  * is too slow for it, and catches up when it can. Everything else is called from one thread.
  *
  * The cpu's kernels compute in the caller's thread, so the device is as fast as the host. With PS_SIM_ISA they are

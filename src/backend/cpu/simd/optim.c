@@ -2,9 +2,10 @@
  * Optimizers over lists of tensors in one pass over memory, sums of squares, and gradients stored together with theirs.
  * ref/optim.c has the formulas and their sources. Compiled once per instruction set.
  * The tensors of a call form one range of units of UNIT elements that the threads share, so a list of small tensors
- * costs one fork. Invariants: the update of an element depends on nothing else, uses explicit fused multiply-adds, IEEE division
- * and square root and scalars computed once, and keeps denormals: the bits are the same for every instruction set and
- * thread count. An element is read before it is written, so operands may share memory (master or grad with param). */
+ * costs one fork. Invariants: the update of an element depends only on that element, uses explicit fused multiply-adds,
+ * IEEE division and square root and scalars computed once, and keeps denormals: the bits are the same for every
+ * instruction set and thread count. An element is read before it is written, so operands may share memory (master or
+ * grad with param). */
 #define PS_ANY_LANES                    /* sums of squares choose their own */
 #include <omp.h>
 #include "backend/cpu/simd/operand.h"
