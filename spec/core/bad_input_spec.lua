@@ -194,8 +194,8 @@ describe("groups of parameters of an engine", function()
         end }
       end
     end
-    fails({ "param_groups is a list of tables" }, groups {})
-    fails({ "param_groups is a list of tables" }, groups "bias")
+    fails({ "param_groups must be a list of tables" }, groups {})
+    fails({ "param_groups must be a list of tables" }, groups "bias")
     fails({ "param_groups[2] is a number, not a table" }, groups { {}, 3 })
     fails({ "param_groups[1].match is a string, not a function" }, groups { { match = "bias" }, {} })
     fails({ "param_groups[1] has an unknown key 'params'; a group may have match = function(name, parameter)" },

@@ -68,7 +68,7 @@ describe("nodes without numbers", function()
     assert.truthy(text:find("refuses this node: --rdzv-id is 'another', but '1' on node 0", 1, true), text)
     text, code = finish(start(at, { nnodes = 3, nproc = 1 }, SHOW))
     assert.equal(1, code)
-    assert.truthy(text:find("--nproc-per-node is '1', and '2' on node 0", 1, true), text)
+    assert.truthy(text:find("--nproc-per-node is '1', but '2' on node 0", 1, true), text)
     local pipes = { start(at, { nnodes = 3, nproc = 2 }, SHOW), start(at, { nnodes = 3, nproc = 2 }, SHOW), first }
     local all = ""
     for _, pipe in ipairs(pipes) do

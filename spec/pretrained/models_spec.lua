@@ -466,7 +466,7 @@ describe("batches by names", function()
       { { input_ids = x, attention_mask = ids(2, 4) }, "attention_mask is [2, 4], but input_ids is [2, 5]" },
       { { input_ids = x, attention_mask = ps.ones { 2, 1, 5, 5 } }, "refused: attention_mask = [2, 1, 5, 5]" },
       { { input_ids = x, labels = x }, "labels is [2, 5]; single_label_classification of 2 rows with num_labels = 3" },
-      { { input_ids = x, labels = ps.ones { 2 } }, "multi_label_classification of 2 rows with num_labels = 3 takes "
+      { { input_ids = x, labels = ps.ones { 2 } }, "multi_label_classification of 2 rows with num_labels = 3 needs "
         .. "[2, 3]; these are fp32, but classes must be integers: ps.tensor(labels, { dtype = \"int64\" })" },
       { { input_ids = x:narrow(0, 0, 1):reshape(5) }, "input_ids is [5]; it must be [batch, positions]" },
       { { input_ids = ids(1, 33) }, "33 positions, this model has 32" },

@@ -396,10 +396,10 @@ describe("GPT-2's files", function()
       { { n_layer = 1e9 }, "n_layer is 1000000000, but the files have weights of 3 layers" },
       { { n_layer = 4 }, "n_layer is 4, but" },
       { { vocab_size = 1e9 }, "vocab_size is 1000000000, but transformer.wte.weight in the files is [61, 48]" },
-      { { n_positions = 38 }, "n_positions is 38, and transformer.wpe.weight in the files is [37, 48]" },
-      { { n_embd = 3e6 }, "n_embd is 3000000, and transformer.wte.weight in the files is [61, 48]" },
-      { { n_inner = 1e9 }, "n_inner is 1000000000, and transformer.h.0.mlp.c_fc.weight in the files is [48, 96]" },
-      { { n_inner = json.null }, "n_inner is 192, and transformer.h.0.mlp.c_fc.weight in the files is [48, 96]" },
+      { { n_positions = 38 }, "n_positions is 38, but transformer.wpe.weight in the files is [37, 48]" },
+      { { n_embd = 3e6 }, "n_embd is 3000000, but transformer.wte.weight in the files is [61, 48]" },
+      { { n_inner = 1e9 }, "n_inner is 1000000000, but transformer.h.0.mlp.c_fc.weight in the files is [48, 96]" },
+      { { n_inner = json.null }, "n_inner is 192, but transformer.h.0.mlp.c_fc.weight in the files is [48, 96]" },
     } do
       write_folder("sized", model, with({ n_inner = 96, tie_word_embeddings = false }, case[1]))
       fails({ "pretrained_spec.lua", path "sized" .. "/config.json: " .. case[2] },
