@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rows of texts for ps.data.loader: a list of strings becomes ids once, when the loader is made. A batch is the rows of
--- some texts, padded behind to the longest of them, with labels for a causal language model. Which texts come when
--- depends on the seed and the epoch alone.
+-- Rows of texts or of conversations for ps.data.loader: each becomes ids and labels once, when the loader is made. A
+-- batch is the rows of some of them, padded at the end to the longest, with labels for a causal language model. Which
+-- rows come when depends on the seed and the epoch alone.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -11,14 +11,18 @@ local error = caller.error
 local C = native.C
 local int_array, key_array = array "int32_t", array "uint64_t"
 
+local formats = require "ps.data.formats"
 local IGNORED = require("ps.data.batch").IGNORED
 
 ---@class ps.TextRows
 ---@field count integer texts
 ---@field seq integer tokens of a row at most
 ---@field cut integer texts that were longer, and lost their last tokens
+---@field dropped integer rows that were left out: longer than seq, or without a trained token once they were cut
 ---@field private ids ffi.cdata* int32_t[], all texts one after the other
+---@field private labels ffi.cdata* int32_t[], likewise; -100 for a token that is not trained
 ---@field private starts integer[] where text i begins in `ids`, from 0; one more at the end
+---@field private masked boolean some labels are not the ids
 ---@field private pad integer
 ---@field private to_seq boolean every row has seq tokens
 local Rows = {}
@@ -26,28 +30,51 @@ Rows.__index = Rows
 
 local rows = {}
 
--- All ids one after the other, no text with more than `seq`; where each text begins; how many were cut.
-local function encoded(texts, tokenizer, seq)
-  local room, n, starts, cut = 4096, 0, {}, 0
-  local all = int_array(room)
-  for i, text in ipairs(texts) do
-    if type(text) ~= "string" then error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text))) end
-    local ids = tokenizer:encode(text)
-    if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens: take it out of the list"):format(i)) end
-    local take = math.min(#ids, seq)
-    if take < #ids then cut = cut + 1 end
-    if n + take > room then
-      room = math.max(2 * room, n + take)
-      local more = int_array(room)
-      ffi.copy(more, all, 4 * n)
-      all = more
+-- Two buffers that grow together: ids and labels.
+local function buffers()
+  local self = { room = 4096, n = 0, ids = int_array(4096), labels = int_array(4096) }
+  function self.reserve(n)
+    if self.n + n <= self.room then return end
+    self.room = math.max(2 * self.room, self.n + n)
+    for _, name in ipairs { "ids", "labels" } do
+      local more = int_array(self.room)
+      ffi.copy(more, self[name], 4 * self.n)
+      self[name] = more
     end
-    starts[i] = n
-    for k = 1, take do all[n + k - 1] = ids[k] end
-    n = n + take
   end
-  starts[#texts + 1] = n
-  return all, starts, cut
+  return self
+end
+
+-- Rows of n examples. example(i) gives the ids of example i and the label of each, nil: the ids themselves; and why no
+-- row may be made of it, which is an error. too_long: what becomes of one with more than seq tokens.
+local function collected(n, example, seq, too_long)
+  local all, starts, cut, dropped, masked = buffers(), { 0 }, 0, 0, false
+  for i = 1, n do
+    local ids, labels, place = example(i)
+    local take, trained = math.min(#ids, seq), labels == nil
+    masked = masked or labels ~= nil
+    if take < #ids and too_long == "error" then
+      error(("ps.data.loader: %s has %d tokens, more than seq = %d"):format(place(), #ids, seq))
+    end
+    for k = 1, labels and take or 0 do trained = trained or labels[k] ~= IGNORED end
+    if take < #ids and (too_long == "drop" or not trained) then dropped = dropped + 1
+    else
+      if take < #ids then cut = cut + 1 end
+      all.reserve(take)
+      for k = 1, take do
+        all.ids[all.n + k - 1], all.labels[all.n + k - 1] = ids[k], labels and labels[k] or ids[k]
+      end
+      all.n = all.n + take
+      starts[#starts + 1] = all.n
+    end
+  end
+  return { count = #starts - 1, seq = seq, cut = cut, dropped = dropped, ids = all.ids, labels = all.labels,
+    starts = starts, masked = masked }
+end
+
+local function finish(self, tokenizer, to_seq)
+  self.pad, self.to_seq = tokenizer.pad_token_id or tokenizer.eos_token_id or 0, to_seq
+  return setmetatable(self, Rows)
 end
 
 --- Reads the texts.
@@ -55,12 +82,63 @@ end
 ---@param tokenizer ps.Tokenizer
 ---@param seq integer
 ---@param to_seq boolean rows are padded to seq, not to the longest of their batch
+---@param too_long "cut"|"drop"|"error"
 ---@return ps.TextRows
-function rows.read(texts, tokenizer, seq, to_seq)
-  local ids, starts, cut = encoded(texts, tokenizer, seq)
-  local pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0
-  return setmetatable({ count = #texts, seq = seq, cut = cut, ids = ids, starts = starts, pad = pad, to_seq = to_seq },
-    Rows)
+function rows.read(texts, tokenizer, seq, to_seq, too_long)
+  return finish(collected(#texts, function(i)
+    local text = texts[i]
+    if type(text) ~= "string" then error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text))) end
+    local ids = tokenizer:encode(text)
+    if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens: take it out of the list"):format(i)) end
+    return ids, nil, function() return ("texts[%d]"):format(i) end
+  end, seq, too_long), tokenizer, to_seq)
+end
+
+-- Labels of ids by a mask of 1 and 0, which must train some ids and, of the assistant's turns, not all.
+local function labels_of(ids, mask, place, train_on)
+  local labels, trained = {}, 0
+  for k, id in ipairs(ids) do
+    labels[k] = mask[k] == 1 and id or IGNORED
+    trained = trained + mask[k]
+  end
+  if trained == 0 or train_on == "assistant" and trained == #ids then
+    error(("ps.data.loader: %s: %s of its %d tokens are trained; `psluajit tools/data.lua show` prints it as the model "
+      .. "sees it"):format(place, trained == 0 and "none" or "all", #ids))
+  end
+  return labels
+end
+
+--- Reads the rows of a table of examples: conversations by the tokenizer's chat template, of which the turns that
+--- train_on names are trained; texts; or ids with labels.
+---@param examples ps.DataTable
+---@param tokenizer ps.TextTokenizer
+---@param seq integer
+---@param to_seq boolean
+---@param too_long "cut"|"drop"|"error"
+---@param options {train_on?: string|function, date?: string} as of tokenizer:apply_chat_template
+---@return ps.TextRows
+function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
+  local form, train_on = formats.recognise(examples), options.train_on or "assistant"
+  if form:find "preference" then
+    error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
+  end
+  return finish(collected(#examples, function(i)
+    local function place() return examples:place(i) end
+    if form == "text" then
+      local ids = tokenizer:encode(caller.typed(examples[i].text, "string", place() .. ": text"))
+      if #ids == 0 then error(("ps.data.loader: %s has no tokens"):format(place())) end
+      return ids, nil, place
+    elseif form == "ids" then
+      local ids, labels = caller.list(examples[i].input_ids, place() .. ": input_ids"), examples[i].labels
+      if labels and #labels ~= #ids then
+        error(("%s: %d labels of %d input_ids"):format(place(), #labels, #ids))
+      end
+      return ids, labels, place
+    end
+    local ids, mask = tokenizer:apply_chat_template(formats.conversation(examples, i, form),
+      { train_on = train_on, date = options.date })
+    return ids, labels_of(ids, mask, place(), train_on), place
+  end, seq, too_long), tokenizer, to_seq)
 end
 
 --- What is equal for two lists of the same rows: a hash of all ids and lengths.
@@ -68,9 +146,13 @@ end
 function Rows:hash()
   local lengths = int_array(self.count)
   for i = 1, self.count do lengths[i - 1] = self.starts[i + 1] - self.starts[i] end
-  local ids = C.ps_xxh3(self.ids, 4 * self.starts[self.count + 1])
+  local nbytes = 4 * self.starts[self.count + 1]
   local both = key_array(2)
-  both[0], both[1] = ids, C.ps_xxh3(lengths, 4 * self.count)
+  both[0] = C.ps_xxh3(self.ids, nbytes)
+  both[1] = C.ps_xxh3(lengths, 4 * self.count)
+  local all = C.ps_xxh3(both, 16)
+  if not self.masked then return bit.tohex(all) end
+  both[0], both[1] = all, C.ps_xxh3(self.labels, nbytes)
   return bit.tohex(C.ps_xxh3(both, 16))
 end
 
@@ -113,7 +195,7 @@ function Rows:batch(order, first, n, device)
     for k = 0, longest - 1 do
       local is = k < length
       ids[at + k] = is and self.ids[from + k] or self.pad
-      mask[at + k], labels[at + k] = is and 1 or 0, is and self.ids[from + k] or IGNORED
+      mask[at + k], labels[at + k] = is and 1 or 0, is and self.labels[from + k] or IGNORED
     end
   end
   local batch = {}

@@ -1,0 +1,103 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.data.loader of a table of examples: ids and labels of conversations, texts and ids, rows that are too long, masks
+-- that are wrong, and a position that another table's loader refuses.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local tokens = require "spec.tokenizer_lib"
+local fails = check.fails
+
+local TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
+  .. "{{ '[assistant]' if add_generation_prompt }}"
+local folder, tok
+
+setup(function()
+  folder = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template = TEMPLATE } })
+  tok = ps.tokenizer.from_pretrained(folder)
+end)
+teardown(function() tokens.remove(folder) end)
+
+local function loader(rows, more)
+  local options = { table = ps.data.table(rows), tokenizer = tok, batch = 2, seq = 64, shuffle = false }
+  for key, value in pairs(more or {}) do options[key] = value end
+  return ps.data.loader(options)
+end
+
+local function talk(question, answer)
+  return { messages = { { role = "user", content = question }, { role = "assistant", content = answer } } }
+end
+
+-- The text of a row's ids, and that of its labels.
+local function texts_of(batch, row)
+  local function list(name) return batch[name]:tolist()[row] end
+  local ids, labels, mask = list "input_ids", list "labels", list "attention_mask"
+  local seen, trained = {}, {}
+  for k, id in ipairs(ids) do
+    if mask[k] == 1 then seen[#seen + 1] = id end
+    if labels[k] ~= -100 then
+      assert.equal(id, labels[k])
+      trained[#trained + 1] = id
+    end
+  end
+  return tok:decode(seen), tok:decode(trained)
+end
+
+describe("a loader of a table", function()
+  it("has labels for the tokens that the model has to produce", function()
+    local batch = loader({ talk("Q", "ab"), talk("QQQ", "abab") }):next()
+    assert.same({ "[user]Q;[assistant]ab;", "ab;" }, { texts_of(batch, 1) })
+    assert.same({ "[user]QQQ;[assistant]abab;", "abab;" }, { texts_of(batch, 2) })
+    local function asked(_, role) return role == "user" end
+    batch = loader({ talk("Q", "ab"), talk("R", "b") }, { train_on = asked }):next()
+    assert.same({ "[user]Q;[assistant]ab;", "Q;" }, { texts_of(batch, 1) })
+    batch = loader({ talk("Q", "ab"), talk("R", "b") }, { train_on = "all" }):next()
+    assert.same({ "[user]Q;[assistant]ab;", "[user]Q;[assistant]ab;" }, { texts_of(batch, 1) })
+  end)
+
+  it("takes texts, and ids with labels", function()
+    local batch = loader { { text = "ab" }, { text = "b" } }:next()
+    assert.same({ "ab", "ab" }, { texts_of(batch, 1) })
+    batch = loader { { input_ids = { 5, 6, 7 }, labels = { -100, 6, 7 } }, { input_ids = { 8 } } }:next()
+    local pad = tok.pad_token_id or tok.eos_token_id or 0
+    assert.same({ { 5, 6, 7 }, { 8, pad, pad } }, batch.input_ids:tolist())
+    assert.same({ { -100, 6, 7 }, { 8, -100, -100 } }, batch.labels:tolist())
+  end)
+
+  it("cuts, drops or refuses rows that are too long", function()
+    local long, short = talk("Q", ("b"):rep(100)), talk("Q", "b")
+    local cut = loader { long, short }
+    assert.truthy(tostring(cut):find("2 texts, 1 of them cut to 64 tokens", 1, true), tostring(cut))
+    assert.equal(64, cut:next().input_ids:size(1))
+    local none = loader { talk(("b"):rep(100), "x"), short, short }
+    assert.truthy(tostring(none):find("2 texts, 0 of them cut to 64 tokens, 1 left out", 1, true), tostring(none))
+    assert.truthy(tostring(loader({ long, short, short }, { too_long = "drop" })):find("1 left out", 1, true))
+    fails(function() loader({ short, long }, { too_long = "error" }) end, "rows[2] has 120 tokens, more than seq = 64")
+  end)
+
+  it("refuses masks of none or all, and rows of other forms", function()
+    fails(function() loader { { messages = { { role = "user", content = "x" } } } } end,
+      "rows[1]: none of its 8 tokens are trained")
+    fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template = function()
+      return { 1, 2 }, { 1, 1 } end }, { __index = tok }) }) end, "all of its 2 tokens are trained")
+    fails(function() loader { { chosen = "a", rejected = "b" } } end, "training by preferences")
+    fails(function() loader { { input_ids = { 1, 2 }, labels = { 1 } } } end, "1 labels of 2 input_ids")
+    fails(function() ps.data.loader { texts = { "a" }, tokenizer = tok, batch = 1, seq = 4, train_on = "all" } end,
+      "train_on is for conversations")
+    fails(function() loader({ talk("Q", "b") }, { texts = { "a" } }) end, "texts and table: give one of the two")
+  end)
+
+  it("trains a model, and continues where it was saved", function()
+    local model = require("models.gpt2").new("tiny", { vocab_size = 300, n_positions = 64 })
+    local rows = {}
+    for i = 1, 6 do rows[i] = talk(("a"):rep(i), ("b"):rep(i)) end
+    local at = loader(rows, { shuffle = true, seed = 3 })
+    local first = model(at:next()).loss:item()
+    assert.is_true(first > 0 and first < 10)
+    local saved = at:state_dict()
+    local want = at:next().input_ids:tolist()
+    local other = loader(rows, { shuffle = true, seed = 3 })
+    other:load_state_dict(saved)
+    assert.same(want, other:next().input_ids:tolist())
+    rows[1].messages[2].content = "other"
+    fails(function() loader(rows, { shuffle = true, seed = 3 }):load_state_dict(saved) end, "texts")
+  end)
+end)
