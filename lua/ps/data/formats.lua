@@ -170,4 +170,18 @@ function formats.conversation(rows, i, form)
   return messages
 end
 
+--- The messages of a row before the assistant's last turn: a prompt for the model.
+---@param rows ps.DataTable
+---@param i integer row, from 1
+---@param form? string as ps.data.format gives it; default: that of the row
+---@return table messages
+function formats.prompt(rows, i, form)
+  local messages = formats.conversation(rows, i, form)
+  for k = #messages, 1, -1 do
+    local role = values.get(messages[k], "role")
+    if role and text.flat(role) == "assistant" then return values.list(values.copied(messages, 1, k - 1)) end
+  end
+  return messages
+end
+
 return formats

@@ -307,8 +307,7 @@ end
 local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
   world_size = "whole", texts = "table", table = "cdata", tokenizer = "table", padding = "string",
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string" }
--- What only a loader of shards takes, and only one of texts.
-local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
+-- Options of loaders of texts and of tables.
 local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long" }
 local OF_TABLES = { "train_on", "date" }
 local WINDOWS = and_also { limit = "whole" }
@@ -323,43 +322,6 @@ local function small(options, name, default)
   return value
 end
 
--- The fields of a loader of texts.
-local function of_texts(options, self)
-  for _, name in ipairs(OF_SHARDS) do
-    if options[name] ~= nil then
-      error(("ps.data.loader: %s is for token shards, not for texts: leave one of the two out"):format(name))
-    end
-  end
-  local batch, global = options.batch, self.global_batch
-  caller.whole(batch, "ps.data.loader: batch", 1)
-  caller.whole(options.seq, "ps.data.loader: seq", 1)
-  local tokenizer = caller.typed(options.tokenizer, "table", "ps.data.loader: the tokenizer, which texts need,")
-  local pads = { longest = 1, max_length = 2 }
-  local to_seq = caller.one_of(options.padding or "longest", pads, "ps.data.loader: padding") == pads.max_length
-  local long = options.too_long or "cut"
-  caller.one_of(long, { cut = true, drop = true, error = true }, "ps.data.loader: too_long")
-  if options.table then
-    if not tables.is(options.table) then error "ps.data.loader: table is what ps.data.table gives" end
-    self.rows = text_rows.of_table(options.table, tokenizer, options.seq, to_seq, long, options)
-  else
-    local texts = caller.list(options.texts, "ps.data.loader: texts")
-    self.rows = text_rows.read(texts, tokenizer, options.seq, to_seq, long)
-  end
-  local n, what = self.rows.count, options.table and "rows" or "texts"
-  local drop, rest = options.drop_last ~= false, n % global
-  if n < (drop and global or 1) then
-    error(("ps.data.loader: %d %s are fewer than a batch of %d (%d on each of %d ranks)%s"):format(n, what, global,
-      batch, self.world_size, n > 0 and "; drop_last = false gives a smaller one" or ""))
-  end
-  if not drop and rest > 0 and rest < self.world_size then
-    error(("ps.data.loader: %d %s in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
-      :format(n, what, global, rest, self.world_size))
-  end
-  self.texts, self.drop_last, self.at = self.rows:hash(), drop, { epoch = 0, batch = 0 }
-  self.batches = drop and math.floor(n / global) or math.ceil(n / global)
-  return self
-end
-
 --- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
 --- ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with batch *
 --- world_size; rank r takes the rows from r * batch on. Ranks that share a model's stages or layers take the same rows.
@@ -369,17 +331,17 @@ end
 --- `tostring(loader)` tells how many did. Rows are padded behind, with labels of -100, with the tokenizer's pad token
 --- (else its end token, else 0). Of a table of examples (ps.data.table) it is the same: conversations become ids by the
 --- tokenizer's chat template, and tokens that the model does not have to produce have labels of -100.
----@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
----  integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
----  rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer, padding?:
----  "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "cut"|"drop"|"error", train_on?:
----  string|fun(i: integer, role: string): boolean, date?: string} shuffle: default true; split: { 0, 0.9 } uses the
----  first nine tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and world_size:
----  default those of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an engine takes
----  them from anywhere); texts: instead of shards, with their tokenizer; padding: to the longest row of the batch (default), or
----  to seq; drop_last: false: an epoch of texts ends with a batch of fewer rows where some are left (default true);
----  table: instead of texts; too_long: of more than seq tokens (default "cut"; a row that then trains no token is
----  dropped); train_on and date: as of tokenizer:apply_chat_template, default "assistant"
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
+---  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?:
+---  integer, rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer,
+---  padding?: "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "cut"|"drop"|"error",
+---  train_on?: string|fun(i: integer, role: string): boolean, date?: string} shuffle: default true; split: { 0, 0.9 }
+---  uses the first nine tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and
+---  world_size: default those of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an
+---  engine takes them from anywhere); texts: instead of shards, with their tokenizer; padding: to the longest row of
+---  the batch (default), or to seq; drop_last: false: an epoch of texts ends with a batch of fewer rows where some are
+---  left (default true); table: instead of texts; too_long: of more than seq tokens (default "cut"; a row that then
+---  trains no token is dropped); train_on and date: as of tokenizer:apply_chat_template, default "assistant"
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -408,7 +370,7 @@ function data.loader(options)
   local self = { batch = options.batch, seq = options.seq, shuffle = shuffle, rank = rank, world_size = world_size,
     global_batch = options.batch * world_size, seed = seed, device = options.device, of_mesh = of_mesh,
     group = of_mesh and mesh.group "dp" or nil, world = of_mesh and mesh.group "world" or nil }
-  if options.texts or options.table then return setmetatable(of_texts(options, self), Loader) end
+  if options.texts or options.table then return setmetatable(text_rows.fill(self, options), Loader) end
   local shards = shards_of(options)
   local first, last = range_of(options, shards)
   local config = ffi.new("ps_loader_config", { batch = options.batch, seq = options.seq, vocab = options.vocab or 0,
@@ -591,7 +553,8 @@ function data.windows(options)
   end
 end
 
-data.table, data.format, data.conversation = tables.open, formats.recognise, formats.conversation
+data.table, data.format = tables.open, formats.recognise
+data.conversation, data.prompt = formats.conversation, formats.prompt
 
 exact.all(Tokens, "tokens:", true)
 exact.all(Loader, "loader:", true)

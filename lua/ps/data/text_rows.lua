@@ -12,6 +12,7 @@ local C = native.C
 local int_array, key_array = array "int32_t", array "uint64_t"
 
 local formats = require "ps.data.formats"
+local tables = require "ps.data.table"
 local IGNORED = require("ps.data.batch").IGNORED
 
 ---@class ps.TextRows
@@ -204,6 +205,51 @@ function Rows:batch(order, first, n, device)
     native.check(C.ps_tensor_write(batch[name], values, 4 * n * longest))
   end
   return batch
+end
+
+-- Options that only a loader of shards takes.
+local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
+
+--- Sets the fields of a loader of texts or of a table of examples.
+---@param self table the loader, with global_batch and world_size
+---@param options table as of ps.data.loader
+---@return table self
+function rows.fill(self, options)
+  for _, name in ipairs(OF_SHARDS) do
+    if options[name] ~= nil then
+      error(("ps.data.loader: %s is for token shards, not for texts: leave one of the two out"):format(name))
+    end
+  end
+  local batch, global = options.batch, self.global_batch
+  caller.whole(batch, "ps.data.loader: batch", 1)
+  caller.whole(options.seq, "ps.data.loader: seq", 1)
+  local tokenizer = caller.typed(options.tokenizer, "table", "ps.data.loader: the tokenizer, which texts need,")
+  local pads = { longest = 1, max_length = 2 }
+  local to_seq = caller.one_of(options.padding or "longest", pads, "ps.data.loader: padding") == pads.max_length
+  local long = options.too_long or "cut"
+  caller.one_of(long, { cut = true, drop = true, error = true }, "ps.data.loader: too_long")
+  if options.table then
+    if not tables.is(options.table) then error "ps.data.loader: table is what ps.data.table gives" end
+    self.rows = rows.of_table(options.table, tokenizer, options.seq, to_seq, long, options)
+  else
+    local texts = caller.list(options.texts, "ps.data.loader: texts")
+    self.rows = rows.read(texts, tokenizer, options.seq, to_seq, long)
+  end
+  local n, what = self.rows.count, options.table and "rows" or "texts"
+  local drop, rest = options.drop_last ~= false, n % global
+  if n < (drop and global or 1) then
+    local hint = self.rows.dropped > 0 and ("; %d of more than seq = %d tokens were left out"):format(
+      self.rows.dropped, options.seq) or n > 0 and "; drop_last = false gives a smaller one" or ""
+    error(("ps.data.loader: %d %s are fewer than a batch of %d (%d on each of %d ranks)%s"):format(n, what, global,
+      batch, self.world_size, hint))
+  end
+  if not drop and rest > 0 and rest < self.world_size then
+    error(("ps.data.loader: %d %s in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
+      :format(n, what, global, rest, self.world_size))
+  end
+  self.texts, self.drop_last, self.at = self.rows:hash(), drop, { epoch = 0, batch = 0 }
+  self.batches = drop and math.floor(n / global) or math.ceil(n / global)
+  return self
 end
 
 return rows

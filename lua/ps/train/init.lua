@@ -318,7 +318,9 @@ end
 -- Tokens of a step on all ranks.
 local function tokens_of_step(self, accumulate)
   local loader = self.options.loader
-  if loader.global_batch and loader.seq then return accumulate * loader.global_batch * loader.seq end
+  if loader.global_batch and loader.seq and not loader.rows then          -- rows of texts have lengths of their own
+    return accumulate * loader.global_batch * loader.seq
+  end
   return self.counted * mesh.size "dp"
 end
 

@@ -1,0 +1,81 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- examples/finetune.lua: a chat model learns conversations, on one process and on two, within a budget; it is
+-- continued, and its folder talks. Data that are no conversations are refused before the model is read.
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local check = require "spec.check_lib"
+local paths = require "ps.paths"
+local tokens = require "spec.tokenizer_lib"
+
+local TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+  .. "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+local folder, data
+
+setup(function()
+  folder = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template = TEMPLATE,
+    eos_token = "<|endoftext|>" } })
+  ps.manual_seed(1)
+  gpt2.new("tiny", { vocab_size = 258, n_positions = 64 }):save_pretrained(folder)
+  local lines = {}
+  for i = 1, 44 do
+    local c = string.char(97 + i % 22)
+    lines[i] = ('{"prompt": "say %s", "completion": "%s"}\n'):format(c, c:rep(3))
+  end
+  data = folder .. "/data.jsonl"
+  check.write(data, table.concat(lines))
+end)
+teardown(function() tokens.remove(folder) end)
+
+local function run(words, ranks)
+  local launch = ranks and ("'%s/tools/launch.lua' --nproc-per-node %d"):format(paths.root, ranks) or ""
+  local p = assert(io.popen(("OMP_NUM_THREADS=1 '%s' %s '%s/examples/finetune.lua' --model %s %s 2>&1; echo \"|$?\"")
+    :format(paths.exe, launch, paths.root, folder, words)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return out, tonumber(code)
+end
+
+-- The losses of a run's log by step.
+local function losses(out)
+  local list = {}
+  for line in io.lines(out .. "/run/log.csv") do
+    local step, loss = line:match "^(%d+),([%d.e-]+)"
+    if step then list[tonumber(step)] = tonumber(loss) end
+  end
+  return list
+end
+
+describe("examples/finetune.lua", function()
+  it("learns the answers, and writes a folder that answers", function()
+    local to = folder .. "/tuned"
+    local out, code = run(("--data %s --out %s --epochs 50 --batch 8 --lr 6e-3"):format(data, to))
+    assert.equal(0, code, out)
+    local log = losses(to)
+    assert.is_true(log[#log] < log[1] / 3, out)
+    local model, tok = ps.from_pretrained(to, { quiet = true }), ps.tokenizer.from_pretrained(to)
+    local prompt = tok:apply_chat_template({ { role = "user", content = "say c" } }, { add_generation_prompt = true })
+    local row = model:generate({ prompt }, 6, { temperature = 0, tokenizer = tok })[1]
+    assert.equal("ccc", tok:decode({ unpack(row, #prompt + 1) }, { skip_special_tokens = true }))
+    out, code = run(("--data %s --out %s --epochs 50 --batch 8 --resume"):format(data, to))
+    assert.truthy(code == 0 and out:find("nothing left to do", 1, true), out)
+  end)
+
+  it("has the same losses on two processes with ZeRO 3, within a budget", function()
+    local one, two = folder .. "/one", folder .. "/two"
+    local out, code = run(("--data %s --out %s --epochs 1 --batch 8 --lr 1e-3"):format(data, one))
+    assert.equal(0, code, out)
+    out, code = run(("--data %s --out %s --epochs 1 --batch 4 --lr 1e-3 --host 256MiB"):format(data, two), 2)
+    assert.equal(0, code, out)
+    local want, got = losses(one), losses(two)
+    assert.is_true(#want >= 5 and #want == #got)
+    for step, loss in ipairs(want) do assert.is_true(math.abs(got[step] - loss) < 1e-5 * loss, step) end
+  end)
+
+  it("refuses data that are no conversations", function()
+    check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
+    local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))
+    assert.truthy(code == 1 and out:find("text.jsonl:1: a row in the form 'text' is no conversation", 1, true), out)
+    out, code = run(("--data %s --out %s/none --seq 2"):format(data, folder))
+    assert.truthy(code == 1 and out:find("of more than seq = 2 tokens were left out", 1, true), out)
+  end)
+end)
