@@ -142,9 +142,12 @@ describe("a chat template that is wrong", function()
     fails(render, "over 20000000 steps",
       "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}")
     fails(render, "over 100 levels deep", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
-    fails(render, "the limit is 268435456", "{{ 'x' * 1000000000 }}")
-    fails(render, "the limit is 268435456",
+    fails(render, "the limit is 67108864", "{{ 'x' * 1000000000 }}")
+    fails(render, "the limit is 67108864",
       "{% set ns = namespace(s='xxxxxxxxxxxxxxxx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}")
+    fails(render, "parts of a split string", "{{ ('x,' * 2000000).split(',')|length }}")
+    fails(render, "whose characters are counted off", "{% for c in 'x' * 20000000 %}{% endfor %}")
+    assert.equal("x", render "{{ ('x' * 30000000)[5:6] }}")
     fails(render, "range too big", "{{ range(100001) }}")
   end)
 

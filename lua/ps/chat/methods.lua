@@ -51,20 +51,24 @@ local function split(from_right)
 end
 str.split, str.rsplit = split(false), split(true)
 
+-- Ends of lines that are characters of several bytes.
+local WIDE = { ["\194\133"] = 2, ["\226\128\168"] = 3, ["\226\128\169"] = 3 }
+
 function str.splitlines(v, args, named)
-  local keep = argument(args, named, 1, "keepends", false)
-  local s, lines, at = text.flat(v), {}, 1
-  while at <= #s do
-    local first, last = s:find("[\n\r\v\f\28\29\30]", at)
-    for _, wide in ipairs { "\194\133", "\226\128\168", "\226\128\169" } do
-      local a, b = s:find(wide, at, true)
-      if a and (not first or a < first) then first, last = a, b end
+  local keep = values.truth(argument(args, named, 1, "keepends", false))
+  local s, lines, from, at = text.flat(v), {}, 1, 1
+  while true do
+    local first = s:find("[\n\r\v\f\28\29\30\194\226]", at)
+    if not first then break end
+    local n = s:sub(first, first + 1) == "\r\n" and 2
+      or WIDE[s:sub(first, first + 1)] or WIDE[s:sub(first, first + 2)] or 1
+    at = first + n
+    if n > 1 or s:byte(first) < 128 then
+      lines[#lines + 1] = text.sub(v, from, keep and at - 1 or first - 1)
+      from = at
     end
-    if not first then first, last = #s + 1, #s end
-    if s:sub(first, first + 1) == "\r\n" then last = first + 1 end
-    lines[#lines + 1] = text.sub(v, at, values.truth(keep) and last or first - 1)
-    at = math.max(last, first) + 1
   end
+  if from <= #s then lines[#lines + 1] = text.sub(v, from, #s) end
   return values.list(lines)
 end
 

@@ -67,7 +67,7 @@ operators["*"] = function(a, b)
     if text.is_markup(a) then values.refuse "a repeated string of the filter safe" end
     b = math.max(b, 0)
     if #text.flat(a) * b > text.LARGEST then
-      raise("a string of %.0f bytes: the limit is %d", #text.flat(a) * b, text.LARGEST)
+      raise("bytes of a string: %.0f; the limit is %d", #text.flat(a) * b, text.LARGEST)
     end
     if type(a) == "string" then return a:rep(b) end
     local pieces = {}

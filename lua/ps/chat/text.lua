@@ -4,8 +4,14 @@
 -- kinds, and gives a plain string if no byte has a mark. Positions are bytes unless a name says code points.
 local text = {}
 
--- Bytes of a string at most, so that a template cannot take all memory.
-text.LARGEST = 256 * 1024 * 1024
+-- Limits, so that a template cannot take all memory: bytes of a string, bytes of one whose characters are listed, and
+-- parts of one that is split.
+text.LARGEST = 64 * 1024 * 1024
+local LISTED, PARTS = 16 * 1024 * 1024, 1000000
+
+local function too_much(what, n, most)
+  error({ chat_template = ("%s: %d; the limit is %d"):format(what, n, most) }, 0)
+end
 
 ---@class ps.chat.Text
 ---@field s string the bytes
@@ -91,9 +97,7 @@ function text.concat(pieces)
     any = any or type(piece) ~= "string"
     nbytes = nbytes + #flat[i]
   end
-  if nbytes > text.LARGEST then
-    error({ chat_template = ("a string of %d bytes: the limit is %d"):format(nbytes, text.LARGEST) }, 0)
-  end
+  if nbytes > text.LARGEST then too_much("bytes of a string", nbytes, text.LARGEST) end
   local s = table.concat(flat)
   if not any then return s end
   local to, marks, at = {}, {}, 0
@@ -160,6 +164,7 @@ end
 ---@param s string valid UTF-8
 ---@return integer[]
 function text.points(s)
+  if #s > LISTED then too_much("bytes of a string whose characters are counted off", #s, LISTED) end
   local at = {}
   for i in s:gmatch "()[^\128-\191]" do at[#at + 1] = i end
   at[#at + 1] = #s + 1
@@ -183,6 +188,7 @@ end
 ---@param step integer
 ---@return string|ps.chat.Text
 function text.slice(value, first, last, step)
+  if step == 1 and not text.flat(value):find "[\128-\255]" then return text.sub(value, first + 1, last) end
   local at = text.points(text.flat(value))
   if step == 1 then
     if last <= first then return "" end
@@ -245,6 +251,7 @@ function text.split(value, separator, limit, from_right)
       local first, last = s:find(separator, at, true)
       if not first then break end
       cuts[#cuts + 1], at = { first, last }, last + 1
+      if #cuts > PARTS then too_much("parts of a split string", #cuts, PARTS) end
     end
     if from_right and limit >= 0 then                      -- separators that overlap are found from the right
       cuts = {}
@@ -266,7 +273,10 @@ function text.split(value, separator, limit, from_right)
     local start
     for at, c in s:gmatch "()([^\128-\191][\128-\191]*)" do
       if SPACES[c] then start = start or at
-      elseif start then cuts[#cuts + 1], start = { start, at - 1 }, nil end
+      elseif start then
+        cuts[#cuts + 1], start = { start, at - 1 }, nil
+        if #cuts > PARTS then too_much("parts of a split string", #cuts, PARTS) end
+      end
     end
   end
   local n = limit < 0 and #cuts or math.min(limit, #cuts)
