@@ -3,6 +3,7 @@
 -- [], keeps whole numbers of any size, and writes what Python's json.dumps writes.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
+local characters = require "ps.chat.characters"
 local utf8 = require "ps.core.utf8"
 
 local json = {}
@@ -17,17 +18,6 @@ local function fail(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
   error({ json = ("line %d, byte %d: "):format(n + 1, #before:match "[^\n]*$" + 1) .. why:format(...) }, 0)
-end
-
---- The UTF-8 of a code point.
----@param c integer
----@return string
-function json.utf8(c)
-  local char, floor = string.char, math.floor
-  if c < 0x80 then return char(c) end
-  if c < 0x800 then return char(0xc0 + floor(c / 64), 0x80 + c % 64) end
-  if c < 0x10000 then return char(0xe0 + floor(c / 4096), 0x80 + floor(c / 64) % 64, 0x80 + c % 64) end
-  return char(0xf0 + floor(c / 262144), 0x80 + floor(c / 4096) % 64, 0x80 + floor(c / 64) % 64, 0x80 + c % 64)
 end
 
 local read
@@ -55,7 +45,7 @@ local function read_string(s, at)
       elseif point >= 0xdc00 and point <= 0xdfff then
         fail(s, stop, "\\u%s is half of a character: its other half does not precede it", hex)
       end
-      parts[#parts + 1] = json.utf8(point)
+      parts[#parts + 1] = characters.utf8(point)
     else
       parts[#parts + 1] = ESCAPES[e] or fail(s, stop, "\\%s is not an escape of JSON", e)
       from = stop + 2
@@ -139,9 +129,7 @@ end
 local NAMES = { ['"'] = '\\"', ["\\"] = "\\\\", ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\b"] = "\\b",
   ["\f"] = "\\f" }
 local function ascii(c)
-  local b1, b2, b3, b4 = c:byte(1, 4)
-  local point = b4 and (b1 - 240) * 262144 + (b2 - 128) * 4096 + (b3 - 128) * 64 + b4 - 128
-    or b3 and (b1 - 224) * 4096 + (b2 - 128) * 64 + b3 - 128 or (b1 - 192) * 64 + b2 - 128
+  local point = characters.point(c)
   if point < 0x10000 then return ("\\u%04x"):format(point) end
   point = point - 0x10000
   return ("\\u%04x\\u%04x"):format(0xd800 + math.floor(point / 1024), 0xdc00 + point % 1024)

@@ -1,20 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small and capital letters and classes of characters, of all scripts, by utf8proc.
-local ffi = require "ffi"
+-- Small and capital letters and classes of characters, of all scripts, as Python's methods of strings have them.
 local text = require "ps.chat.text"
-local json = require "ps.chat.json"
-
-ffi.cdef [[
-int32_t utf8proc_tolower(int32_t c);
-int32_t utf8proc_toupper(int32_t c);
-int32_t utf8proc_totitle(int32_t c);
-int utf8proc_category(int32_t c);
-]]
-local C = ffi.C
+local characters = require "ps.chat.characters"
 
 local letters = {}
 
-local CHARACTER = "[^\128-\191][\128-\191]*"
+local CHARACTER, utf8, category = characters.PATTERN, characters.utf8, characters.category
 
 -- Characters whose capital letters are several: their code point, and those of the capitals.
 local LONG = {}
@@ -23,32 +14,23 @@ for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x
   { 0xfb02, 0x46, 0x4c }, { 0xfb03, 0x46, 0x46, 0x49 }, { 0xfb04, 0x46, 0x46, 0x4c }, { 0xfb05, 0x53, 0x54 },
   { 0xfb06, 0x53, 0x54 } } do
   local capitals = {}
-  for i = 2, #row do capitals[i - 1] = json.utf8(row[i]) end
-  LONG[json.utf8(row[1])] = table.concat(capitals)
+  for i = 2, #row do capitals[i - 1] = utf8(row[i]) end
+  LONG[utf8(row[1])] = table.concat(capitals)
 end
-local LONG_I = json.utf8(0x130)                            -- its small letter is two characters: i and a dot
-local SIGMA, SMALL_SIGMA, LAST_SIGMA = json.utf8(0x3a3), json.utf8(0x3c3), json.utf8(0x3c2)
+local LONG_I = utf8(0x130)                            -- its small letter is two characters: i and a dot
+local SIGMA, SMALL_SIGMA, LAST_SIGMA = utf8(0x3a3), utf8(0x3c3), utf8(0x3c2)
 
-local function point(c)
-  local b1, b2, b3, b4 = c:byte(1, 4)
-  if not b2 then return b1 end
-  if not b3 then return (b1 - 192) * 64 + b2 - 128 end
-  if not b4 then return (b1 - 224) * 4096 + (b2 - 128) * 64 + b3 - 128 end
-  return (b1 - 240) * 262144 + (b2 - 128) * 4096 + (b3 - 128) * 64 + b4 - 128
-end
-
-local function upper_of(c) return LONG[c] or json.utf8(C.utf8proc_toupper(point(c))) end
+local function upper_of(c) return LONG[c] or characters.upper(c) end
 local function title_of(c)
   local long = LONG[c]
   if long then return (long:gsub("^(.)(.*)$", function(a, b) return a .. b:lower() end)) end
-  return json.utf8(C.utf8proc_totitle(point(c)))
+  return characters.title(c)
 end
-local function lower_of(c) return c == LONG_I and "i" .. json.utf8(0x307) or json.utf8(C.utf8proc_tolower(point(c))) end
+local function lower_of(c) return c == LONG_I and "i" .. utf8(0x307) or characters.lower(c) end
 
 -- utf8proc's categories.
 local UPPER, LOWER, TITLE, OTHER = 1, 2, 3, 5
 local DECIMAL, NUMERAL, NUMBER = 9, 10, 11
-local function category(c) return C.utf8proc_category(point(c)) end
 
 ---@param c string one character
 ---@return boolean

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Cuts a chat template into tokens, with the settings that transformers gives Jinja: trim_blocks (the newline after a
 -- block's end goes) and lstrip_blocks (spaces between the start of a line and a block go).
-local json = require "ps.chat.json"
+local characters = require "ps.chat.characters"
 local text = require "ps.chat.text"
 
 local lexer = {}
@@ -45,10 +45,10 @@ local function unescape(s, line)
       if point > 0x10ffff or (point >= 0xd800 and point < 0xe000) then
         fail(line, "\\%s%s is not a character", c, hex)
       end
-      parts[#parts + 1] = json.utf8(point)
+      parts[#parts + 1] = characters.utf8(point)
     elseif c:find "[0-7]" then
       local octal = s:match("^[0-7][0-7]?[0-7]?", stop + 1)
-      parts[#parts + 1] = json.utf8(tonumber(octal, 8))
+      parts[#parts + 1] = characters.utf8(tonumber(octal, 8))
       at = stop + 1 + #octal
     elseif c == "N" then fail(line, "\\N in a string is not supported")
     else parts[#parts + 1] = "\\" .. c end

@@ -3,6 +3,7 @@
 -- those of text.lua. The others have a class here. Whole numbers over 2^53 keep their digits and can only be printed
 -- and compared.
 local text = require "ps.chat.text"
+local characters = require "ps.chat.characters"
 
 local values = {}
 
@@ -278,14 +279,21 @@ end
 values.float_text = float_text
 
 local SHORT = { ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\\"] = "\\\\" }
--- Python's repr of a string. Bytes of other scripts stay, but for the C1 controls.
+-- A character that Python does not print in a repr: its escape.
+local function escape_of(c)
+  if characters.is_printable(c) then return nil end
+  local point = characters.point(c)
+  return point < 0x100 and ("\\x%02x"):format(point) or point < 0x10000 and ("\\u%04x"):format(point)
+    or ("\\U%08x"):format(point)
+end
+
+-- Python's repr of a string.
 local function quoted(v)
   local s = text.flat(v)
   local quote = s:find("'", 1, true) and not s:find('"', 1, true) and '"' or "'"
   return text.concat { quote, text.map(v, function(part)
     part = part:gsub("[%z\1-\31\127\\]", function(c) return SHORT[c] or ("\\x%02x"):format(c:byte()) end)
-    part = part:gsub("\194([\128-\160])", function(c) return ("\\x%02x"):format(c:byte()) end)
-    part = part:gsub("\194\173", "\\xad")
+    part = part:gsub("[\194-\244][\128-\191]+", escape_of)
     if quote == "'" then part = part:gsub("'", "\\'") end
     return part
   end), quote }
