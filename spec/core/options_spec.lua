@@ -176,6 +176,14 @@ local CALLS = {
   end },
   { "tokenizer:encode_file", "fields", "field", function(o) tokenizer():encode_file("/nowhere", print, o) end },
   { "tokenizer:decode", "skip_special_token", "skip_special_tokens", function(o) tokenizer():decode({ 97 }, o) end },
+  { "tokenizer:chat_template", "tool", "tools", function(o) tokenizer():chat_template(o) end },
+  { "tokenizer:apply_chat_template", "add_generation_promt", "add_generation_prompt", function(o)
+    tokenizer():apply_chat_template({}, o)
+  end },
+  { "template:render", "tool", "tools", function(o) ps.chat.template("x"):render({}, o) end, source = "call" },
+  { "template:trained", "dat", "date", function(o) ps.chat.template("x"):trained({}, o) end, source = "call" },
+  { "ps.data.table", "on_eror", "on_error", function(o) ps.data.table({}, o) end },
+  { "ps.data.format", "chek", "check", function(o) ps.data.format(ps.data.table {}, o) end },
   { "ps.train.evaluate", "stopp", "stop", function(o) ps.train.evaluate(model(), function() end, o) end },
   { "ps.train.run", "early_stopping", false, function(o)
     ps.train.run(with(o, { model = model(), optimizer = adam(), loader = {}, steps = 0 }))
@@ -337,7 +345,9 @@ local INNER = {
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
   ["lua/ps/tensor/create.lua"] = "bare dtype_of device_of empty M.full",
-  ["lua/ps/data/init.lua"] = "shards_of range_of small of_texts",
+  ["lua/ps/data/init.lua"] = "shards_of range_of small", ["lua/ps/data/text_rows.lua"] = "rows.of_table rows.fill",
+  ["lua/ps/data/table.lua"] = "of_file", ["lua/ps/chat/json.lua"] = "*",
+  ["lua/ps/chat/init.lua"] = "variables_of generation_prompt",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
   ["lua/ps/engine/plan/shortage.lua"] = "*",
   ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",

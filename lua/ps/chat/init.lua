@@ -31,6 +31,11 @@ Template.__index = Template
 ---@field tokens? table<string, string> bos_token, eos_token and so on
 ---@field variables? table<string, any> further variables of the template, such as enable_thinking
 
+local RENDER = { add_generation_prompt = "boolean", continue_final_message = "boolean", tools = "table|string",
+  documents = "table|string", date = "string", tokens = "table", variables = "table" }
+
+local function checked_options(options, call) return caller.options(options, call, RENDER) end
+
 -- The names under which a message may have its reasoning, the standard one first.
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
@@ -256,7 +261,7 @@ end
 ---@param options? ps.chat.RenderOptions
 ---@return string
 function Template:render(messages, options)
-  options = options or {}
+  options = checked_options(options, "template:render")
   messages = value_of(messages, "messages")
   if not options.continue_final_message then
     return text.flat(render(self, variables_of(messages, options, false), false))
@@ -329,7 +334,7 @@ end
 ---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean which messages; default "assistant"
 ---@return ps.chat.Rendered
 function Template:trained(messages, options, train_on)
-  options, train_on = options or {}, train_on or "assistant"
+  options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
   if type(train_on) ~= "function" then caller.one_of(train_on, TRAIN_ON, "train_on") end
   messages = value_of(messages, "messages")
   local rendered = render(self, variables_of(messages, options, true), true)
