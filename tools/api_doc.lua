@@ -256,7 +256,7 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     return methods[key] and key ~= "device" and key ~= "backward" and key ~= "where"
   end
   local own = annotations.own()
-  for _, name in ipairs(sorted(ps, function(key, value)
+  for _, name in ipairs(sorted(getmetatable(ps).all(), function(key, value)
     return type(value) == "function" and not INTERNAL[key]
   end)) do
     if not shared_with(name) then put_function("ps.", name, own[name] or ps[name]) end

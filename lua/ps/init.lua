@@ -2,8 +2,6 @@
 -- require "ps": the engine for scripts. Heavy parts (nn, optim, data, ...) load when first used.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
-local like = require "ps.tensor.like"
-local composed = require "ps.tensor.composed"
 local scope = require "ps.core.scope"
 local devices = require "ps.core.devices"
 local exact = require "ps.core.exact"
@@ -38,8 +36,6 @@ ps.device, ps.devices, ps.fast_dtype, ps.prefers_fused = devices.open, devices.a
 ps.set_memory_limit, ps.reset_peak_memory, ps.memory_available = devices.set_limit, devices.reset_peak,
   devices.available
 for name, fn in pairs(process) do ps[name] = fn end
-for name, fn in pairs(like) do ps[name] = fn end
-for _, name in ipairs { "eye", "linspace", "einsum", "one_hot" } do ps[name] = composed[name] end
 ps.version = native.ffi.string(native.C.ps_version())
 
 local caller = native.caller
@@ -165,6 +161,8 @@ exact.all(ps, "ps.")
 tensor.later(function()
   require "ps.tensor.scatter"
   require "ps.tensor.small"
+  require "ps.tensor.like"
+  require "ps.tensor.composed"
 end)
 
 local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
@@ -174,19 +172,36 @@ local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name
 
+-- Functions whose files are loaded when a script first uses one of them.
+local file_of = {}
+for file, names in pairs { ["ps.tensor.composed"] = "eye linspace einsum one_hot",
+  ["ps.tensor.like"] = "empty_like full_like ones_like rand_like randint_like randn_like randperm zeros_like" } do
+  for name in names:gmatch "%S+" do file_of[name] = file end
+end
+
 local lazy_names = { F = true, functional = true }
 for name in pairs(lazy) do lazy_names[name] = true end
+for name in pairs(file_of) do lazy_names[name] = true end
 
 local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
   __names = function() return lazy_names end,
+  all = function()               -- ps with all its functions, for what lists them
+    for name in pairs(file_of) do local _ = ps[name] end
+    return ps
+  end,
   __index = function(self, key)
     if key == "F" or key == "functional" then
       local functional = exact.all(require "ps.tensor.functional", "F.")
       rawset(self, "F", functional)
       rawset(self, "functional", functional)
       return functional
+    end
+    if file_of[key] then
+      local fn = exact.of(require(file_of[key])[key], "ps." .. key)
+      rawset(self, key, fn)
+      return fn
     end
     local module = lazy[key]
     if not module then return key == "checkpoint" and old_checkpoint or require("ps.core.foreign").find("ps", key) end

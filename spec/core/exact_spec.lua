@@ -56,7 +56,7 @@ describe("an argument too many is an error", function()
   end)
 
   it("of functions of ps and its tables", function()
-    local n = walk("ps.", ps)
+    local n = walk("ps.", getmetatable(ps).all())
     for _, name in ipairs { "functional", "nn", "optim", "sched", "data", "tokenizer", "train", "checkpoints",
       "safetensors", "profiler", "progress", "inspect", "serialize", "dist" } do
       n = n + walk(name .. ".", ps[name])

@@ -42,7 +42,7 @@ local function all_functions()
   add("model:", require("ps.engine").Engine.methods, true)
   for name, fn in pairs(annotations.pretrained()) do add("model:", { [name] = fn }, true) end
   local methods, others = require("ps.tensor").methods(), {}
-  for name, value in pairs(ps) do
+  for name, value in pairs(getmetatable(ps).all()) do
     if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
   end
   add("ps.", others)
