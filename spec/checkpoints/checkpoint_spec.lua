@@ -264,7 +264,7 @@ describe("a folder of checkpoints", function()
     local deep = {}
     for _ = 1, 300 do deep = { deep } end
     for _, case in ipairs {
-      { { mixed = { 1, 2, name = "x" } }, "extra.mixed is a table with string keys and others" },
+      { { mixed = { 1, 2, name = "x" } }, "extra.mixed is a table with string keys and other keys" },
       { { a = { [10] = "ten" } }, "extra.a is a table with the key 10" },
       { { a = { [true] = 1 } }, "extra.a is a table with the key true" },
       { { a = { [1.5] = 1 } }, "extra.a is a table with the key 1.5" },

@@ -239,7 +239,7 @@ describe("a wrong use", function()
 
   it("of layers names op and shapes", function()
     local x = ps.zeros { 2, 4 }
-    fails(function() F.linear(x, ps.zeros { 3, 5 }) end, "linear", "4 features", "takes 5", "[3, 5]")
+    fails(function() F.linear(x, ps.zeros { 3, 5 }) end, "linear", "4 features", "w needs 5", "[3, 5]")
     fails(function() F.linear(x, ps.zeros { 3, 4 }, ps.zeros { 4 }) end, "linear", "bias", "[3]")
     fails(function() F.linear(x, ps.zeros { 3, 4 }, nil, { residual = x }) end, "linear", "residual")
     fails(function() F.linear(x, ps.zeros({ 3, 4 }, { dtype = "bf16" })) end, "linear", "bf16")
