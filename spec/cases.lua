@@ -416,6 +416,141 @@ do
   for _, row in ipairs { LN, LNB, RMS, RMSB } do case(row) end
 end
 
+do
+  --- mean and variance as the forward gives them: [C], or [N, groups].
+  local function moments(x, groups)
+    local N, C = x:size(0), x:size(1)
+    local d = groups > 0 and x:double():reshape(N, groups, -1) or x:double():transpose(0, 1):reshape(C, -1)
+    local mean = d:mean(-1, true)
+    return mean:squeeze(-1):float(), (d - mean):square():mean(-1):float()
+  end
+  local forward, backward = { "channel_norm" }, { "channel_norm_backward" }
+  for i, of in ipairs { { { 3, 4, 5 }, 0 }, { { 2, 4, 3, 3 }, 2 }, { { 5, 3 }, 0 }, { { 4, 6 }, 2 },
+                        { { 3, 5, 7, 9 }, 0 }, { { 2, 6, 33 }, 3 }, { { 40, 33 }, 0 }, { { 2, 8, 4, 16 }, 1 },
+                        { { 9, 16, 15, 16 }, 0 }, { { 9, 16, 15, 16 }, 4 } } do
+    local x, groups = of[1], of[2]
+    local C, large = x[2], i > 8
+    for _, w in ipairs { F { C }, NONE } do
+      forward[#forward + 1] = { F(x), w, w, NONE, NONE, attrs = args(1e-3, groups), grads = i <= 4, large = large }
+      for given = 0, groups == 0 and 1 or 0 do
+        backward[#backward + 1] = { F(x), F(x), w, NONE, NONE, attrs = args(1e-3, groups, given, 1, 1), large = large,
+                                    prepare = function(ins) ins[4], ins[5] = moments(ins[2], groups) end }
+      end
+    end
+  end
+  for _, x in ipairs { { 3, 4, 5 }, { 40, 33 } } do
+    local stats = F({ x[2] }, 0.5, 2, "fp32")
+    forward[#forward + 1] = { F(x), F { x[2] }, F { x[2] }, stats, stats, attrs = args(1e-3, 0) }
+  end
+  forward.tol, forward.floor = { fp32 = 2e-5 }, 2e-6
+  backward.floor = 2e-5                          -- differences of sums
+  case(forward)
+  case(backward)
+end
+
+-- -- images ---------------------------------------------------------------------------------------------------------
+do
+  local conv, transpose, weight = { "conv" }, { "conv_transpose" }, { "conv_weight" }
+  --- x's and w's shapes, stride, dilation, padding, groups, and y's size
+  for i, of in ipairs {
+    { { 2, 3, 5, 6 }, { 4, 3, 3, 2 }, { 1, 1 }, { 1, 1 }, { 1, 0, 1, 1 }, 1, { 5, 6 } },
+    { { 2, 4, 7, 6 }, { 6, 2, 2, 3 }, { 2, 1 }, { 1, 2 }, { 0, 2, 1, 1 }, 2, { 4, 5 } },
+    { { 3, 4, 9 }, { 4, 1, 3 }, { 1, 2 }, { 1, 1 }, { 0, 1, 0, 1 }, 4, { 1, 5 } },
+    { { 1, 2, 6 }, { 3, 2, 1 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1, { 1, 6 } },
+    { { 2, 3, 9, 8 }, { 5, 3, 3, 3 }, { 3, 2 }, { 2, 3 }, { 2, 1, 0, 3 }, 1, { 3, 3 } },
+    { { 5, 33, 6, 7 }, { 17, 33, 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1, 1, 1 }, 1, { 6, 7 } },
+    { { 3, 32, 8, 8 }, { 32, 1, 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1, 1, 1 }, 32, { 8, 8 } },
+    { { 3, 1, 28, 28 }, { 8, 1, 5, 5 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1, { 24, 24 } },
+    { { 9, 16, 17, 18 }, { 32, 16, 3, 3 }, { 2, 2 }, { 1, 1 }, { 1, 1, 1, 1 }, 1, { 9, 9 } },
+    { { 7, 64, 3, 3 }, { 64, 64, 3, 3 }, { 1, 1 }, { 1, 1 }, { 1, 1, 1, 1 }, 1, { 3, 3 } },
+  } do
+    local x, w, stride, dilation, padding, groups, size = unpack(of)
+    local two = #x == 4
+    local y = { x[1], w[1], two and size[1] or size[2], two and size[2] or nil }
+    local grads, large = i <= 4, i > 8
+    for _, b in ipairs { true, false } do
+      conv[#conv + 1] = { F(x), F(w), b and F { w[1] } or NONE, attrs = args(stride, dilation, padding, groups),
+                          grads = grads, large = large }
+      transpose[#transpose + 1] = { F(y), F(w), b and F { x[2] } or NONE, grads = grads, large = large,
+        attrs = args(stride, dilation, padding, groups, { two and x[3] or 1, x[#x] }) }
+      weight[#weight + 1] = { F(x), F(y), large = large,
+        attrs = args(stride, dilation, padding, groups, b and 1 or 0, { two and w[3] or 1, w[#w] }) }
+    end
+  end
+  conv[#conv + 1] = { F { 0, 3, 5, 6 }, F { 4, 3, 3, 3 }, NONE, grads = false,
+                      attrs = args({ 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1) }
+  weight[#weight + 1] = { F { 0, 3, 5, 6 }, F { 0, 4, 3, 4 }, attrs = args({ 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1, 1,
+                          { 3, 3 }) }
+  --- Sums of n products, in an order of oneDNN's own.
+  for _, row in ipairs { conv, transpose, weight } do row.floor, row.gfloor = 4e-5, { fp32 = 4e-5, bf16 = 0.05 } end
+  case(conv)
+  case(transpose)
+  case(weight)
+end
+do
+  local function p(before, after, value) return args(before, after, value) end
+  case { "pad", { F { 5, 7 }, attrs = p({ 1, 2 }, { 0, 3 }, 1.5) },
+         { F { 3, 4, 33 }, attrs = p({ 0, -1, 2 }, { 1, 2, -5 }) },
+         { F { 33 }, attrs = p({ 65 }, { 1 }, -2) }, { F { 2, 0, 3 }, attrs = p({ 0, 1, 0 }, { 0, 1, 1 }, 7) },
+         { F { 4, 5 }, attrs = p({ -2, 3 }, { -2, 0 }, 1) }, { F { 3, 65, 130 }, attrs = p({ 1, 1, 1 }, { 1, 1, 1 }),
+           grads = false, large = true }, exact = true, ints = true }
+  --- kind, size, kernel, stride, padding, flag, scale, divisor of x [.., H, W]
+  local row = { "resample", gfloor = { bf16 = 0.02 } }
+  for i, of in ipairs {
+    { { 2, 2, 5, 6 }, 0, { 2, 3 }, { 2, 2 }, { 2, 2 }, { 0, 0, 0, 0 }, 1, { 0, 0 }, 0 },
+    { { 1, 2, 5, 6 }, 0, { 3, 3 }, { 3, 3 }, { 2, 2 }, { 1, 1, 1, 1 }, 0, { 0, 0 }, 0 },
+    { { 1, 2, 6, 7 }, 0, { 4, 4 }, { 3, 2 }, { 2, 2 }, { 1, 1, 1, 1 }, 1, { 0, 0 }, 5 },
+    { { 2, 1, 5, 7 }, 1, { 3, 4 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 0, 0 }, 0 },
+    { { 1, 2, 3, 4 }, 1, { 5, 7 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 0, 0 }, 0 },
+    { { 1, 2, 3, 5 }, 2, { 7, 4 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 0, 0 }, 0 },
+    { { 1, 2, 3, 5 }, 2, { 7, 12 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1, { 1 / 2.4, 1 / 2.4 }, 0 },
+    { { 1, 2, 3, 2 }, 2, { 7, 4 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 1 / 2.4, 1 / 2.4 }, 0 },
+    { { 2, 1, 3, 5 }, 3, { 7, 4 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 0, 0 }, 0 },
+    { { 2, 1, 3, 5 }, 3, { 6, 10 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1, { 0, 0 }, 0 },
+    { { 1, 1, 1, 5 }, 3, { 1, 11 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 0, 1 / 2.3 }, 0 },
+    { { 1, 2, 4, 5 }, 4, { 8, 9 }, { 1, 1 }, { 1, 1 }, { 3, 4, 1, 0 }, 0, { 0, 0 }, 0 },
+    { { 1, 2, 4, 3 }, 5, { 9, 9 }, { 1, 1 }, { 1, 1 }, { 2, 6, 3, 0 }, 0, { 0, 0 }, 0 },
+    { { 1, 2, 4, 3 }, 6, { 9, 8 }, { 1, 1 }, { 1, 1 }, { 4, 3, 1, 2 }, 0, { 0, 0 }, 0 },
+    { { 9, 16, 15, 17 }, 3, { 30, 33 }, { 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 0, { 0, 0 }, 0 },
+    { { 9, 16, 15, 17 }, 0, { 7, 8 }, { 2, 2 }, { 2, 2 }, { 0, 0, 0, 0 }, 1, { 0, 0 }, 0 },
+  } do
+    local x, kind, size, kernel, stride, padding, flag, scale, divisor = unpack(of, 1, 9)
+    local y = { x[1], x[2], size[1], size[2] }
+    local large = i > 14
+    row[#row + 1] = { F(x), attrs = args(kind, 0, size, kernel, stride, padding, flag, scale, divisor),
+                      grads = not large, large = large }
+    row[#row + 1] = { F(y), attrs = args(kind, 1, { x[3], x[4] }, kernel, stride, padding, flag, scale, divisor),
+                      grads = not large, large = large }
+  end
+  case(row)
+end
+do
+  local ps = require "ps"
+  local forward, backward = { "max_pool", exact = true, edges = false }, { "max_pool_backward" }
+  --- kernel, stride, dilation, padding, size, adaptive of x [.., H, W]
+  for i, of in ipairs {
+    { { 2, 2, 5, 6 }, { 2, 2 }, { 2, 2 }, { 1, 1 }, { 0, 0 }, { 2, 3 }, 0 },
+    { { 1, 2, 7, 6 }, { 3, 3 }, { 2, 1 }, { 1, 2 }, { 1, 1 }, { 4, 4 }, 0 },
+    { { 1, 3, 1, 9 }, { 1, 3 }, { 1, 2 }, { 1, 1 }, { 0, 1 }, { 1, 5 }, 0 },
+    { { 2, 1, 5, 7 }, { 1, 1 }, { 1, 1 }, { 1, 1 }, { 0, 0 }, { 3, 4 }, 1 },
+    { { 1, 2, 3, 4 }, { 1, 1 }, { 1, 1 }, { 1, 1 }, { 0, 0 }, { 5, 7 }, 1 },
+    { { 9, 16, 15, 17 }, { 3, 3 }, { 2, 2 }, { 1, 1 }, { 1, 1 }, { 8, 9 }, 0 },
+  } do
+    local x, kernel, stride, dilation, padding, size, adaptive = unpack(of)
+    local y = { x[1], x[2], size[1], size[2] }
+    forward[#forward + 1] = { F(x), attrs = args(kernel, stride, dilation, padding, size, adaptive), grads = i <= 5,
+                              large = i > 5 }
+    backward[#backward + 1] = { F(y), NONE, large = i > 5,
+      attrs = args(kernel, stride, dilation, padding, { x[3], x[4] }, adaptive),
+      prepare = function(ins)
+        local of_x = ps.randn(x):to("ref")
+        ins[2] = select(2, ps.ops.max_pool(of_x, kernel, stride, dilation, padding, size, adaptive))
+      end }
+  end
+  case(forward)
+  case(backward)
+end
+
 -- -- attention and dropout ------------------------------------------------------------------------------------------
 for _, attrs in ipairs { args(0.3, 11, 2, 3, 4), args(0.3, 11, 2, 3, 4, 37, 10),        -- a part, in mid-sample
                          args(0.3, 11, 2, 3, 4, 8, 12) } do

@@ -126,6 +126,15 @@ layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | F.layer_nor
 layer_norm_backward | - | - | its gradient
 rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension; eps is 1e-6
 rms_norm_backward | - | - | its gradient
+channel_norm | nn.functional.batch_norm | F.batch_norm | of layers, too: see below
+channel_norm_backward | - | - | its gradient
+conv | nn.functional.conv2d | F.conv2d, F.conv1d | options go by name: { stride = 2 }
+conv_transpose | nn.functional.conv_transpose2d | F.conv_transpose2d | output_padding is less than the stride
+conv_weight | - | - | the gradient of conv's weight and bias
+pad | nn.functional.pad | F.pad | by reflection and the like: one or two dimensions
+resample | nn.functional.interpolate | F.interpolate | nearest, nearest-exact, linear, bilinear, area
+max_pool | nn.functional.max_pool2d | F.max_pool2d | return_indices is an option; there is no max_unpool
+max_pool_backward | - | - | its gradient
 rope | - | - | rotary positions of queries and keys
 dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers again
 attention | nn.functional.scaled_dot_product_attention | F.attention | a query that sees no key gives 0; causal: below
@@ -223,6 +232,25 @@ optim.lr_scheduler.StepLR | ps.sched.StepLR | { optimizer =, step_size =, gamma 
 optim.lr_scheduler.MultiStepLR | ps.sched.MultiStepLR | { optimizer =, milestones =, gamma = }
 optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | { optimizer =, gamma = }
 optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | { optimizer =, T_max =, eta_min = }
+nn.functional.conv1d | F.conv1d |
+nn.functional.conv_transpose1d | F.conv_transpose1d |
+nn.Conv1d | nn.Conv1d | options go by name; nn.Conv1D is the product of GPT-2
+nn.Conv2d | nn.Conv2d | options go by name
+nn.ConvTranspose1d | nn.ConvTranspose1d | options go by name
+nn.ConvTranspose2d | nn.ConvTranspose2d | options go by name
+nn.functional.max_pool1d | F.max_pool1d, nn.MaxPool1d | options go by name
+nn.MaxPool2d | nn.MaxPool2d | options go by name
+nn.functional.avg_pool1d | F.avg_pool1d, nn.AvgPool1d | options go by name
+nn.functional.avg_pool2d | F.avg_pool2d, nn.AvgPool2d | options go by name
+nn.functional.adaptive_avg_pool1d | F.adaptive_avg_pool1d, nn.AdaptiveAvgPool1d |
+nn.functional.adaptive_avg_pool2d | F.adaptive_avg_pool2d, nn.AdaptiveAvgPool2d | false: the input's size (None)
+nn.functional.adaptive_max_pool1d | F.adaptive_max_pool1d, nn.AdaptiveMaxPool1d | without indices
+nn.functional.adaptive_max_pool2d | F.adaptive_max_pool2d, nn.AdaptiveMaxPool2d | without indices
+nn.Upsample | nn.Upsample | options go by name
+nn.BatchNorm1d | nn.BatchNorm1d | momentum = false is None; running statistics: below
+nn.BatchNorm2d | nn.BatchNorm2d | as nn.BatchNorm1d
+nn.SyncBatchNorm | nn.SyncBatchNorm | over the ranks of data parallelism
+nn.functional.group_norm | F.group_norm, nn.GroupNorm |
 no_grad | ps.no_grad | takes a function
 utils.checkpoint.checkpoint | ps.recompute | the function gives tensors alone
 Tensor.backward | t:backward | options in a table, { retain_graph = true }; no create_graph
@@ -243,6 +271,10 @@ local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
 - **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's
   0.01.
+- **Running statistics of `nn.BatchNorm1d` and `2d`** move once per forward of a micro-batch; PyTorch moves them again
+  when a checkpointed forward is recomputed. A step of an engine that is given up or skipped (an error, an overflow)
+  restores them. Each rank has those of its own rows, and rank 0's are saved; `nn.SyncBatchNorm` has those of all
+  ranks. They are fp32 beside half types.
 - **Causal masks with T queries and S keys, T < S**: query i sees the keys up to i + S - T, as a model does that reads
   its cache. `is_causal` of PyTorch lets it see the keys up to i.
 - **`p.grad`, `p.requires_grad`, `t.shape`, `t.dtype`** are methods: `p:grad()`. Without the parentheses they are

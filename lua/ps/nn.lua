@@ -10,8 +10,9 @@ local nn = {
   init = require "ps.nn.weights", fold = require("ps.nn.parts").fold,
   clip_grad_norm = norms.clip_grad_norm, clip_grad_norm_ = norms.clip_grad_norm,         -- PyTorch's name is the second
 }
-for _, family in ipairs { "nn.linear", "nn.embedding", "nn.norm", "nn.activation", "nn.container", "nn.named",
-                        "nn.losses", "nn.transformer", "nn.attention", "nn.encoder", "parallel.tensor.layers" } do
+for _, family in ipairs { "nn.linear", "nn.embedding", "nn.norm", "nn.activation", "nn.conv", "nn.pool",
+                        "nn.channel_norm", "nn.container", "nn.named", "nn.losses", "nn.transformer", "nn.attention",
+                        "nn.encoder", "parallel.tensor.layers" } do
   for name, class in pairs(require("ps." .. family)) do nn[name] = class end
 end
 

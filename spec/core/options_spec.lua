@@ -104,6 +104,32 @@ local CALLS = {
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
+  { "F.conv1d", "strid", "stride", function(o) F.conv1d(heads[0], ps.ones { 4, 4, 1 }, nil, o) end, source = "call" },
+  { "F.conv2d", "group", "groups", function(o) F.conv2d(heads, ps.ones { 4, 2, 1, 1 }, nil, o) end, source = "call" },
+  { "F.conv_transpose1d", "outputpadding", "output_padding", function(o)
+    F.conv_transpose1d(heads[0], ps.ones { 4, 4, 1 }, nil, o)
+  end, source = "call" },
+  { "F.conv_transpose2d", "padding_mode", false, function(o)
+    F.conv_transpose2d(heads, ps.ones { 2, 4, 1, 1 }, nil, o)
+  end, source = "call" },
+  { "F.max_pool1d", "ceilmode", "ceil_mode", function(o) F.max_pool1d(heads[0], 2, o) end, source = "call" },
+  { "F.max_pool2d", "return_index", "return_indices", function(o) F.max_pool2d(heads, 2, o) end, source = "call" },
+  { "F.avg_pool1d", "divisor", false, function(o) F.avg_pool1d(heads[0], 2, o) end, source = "call" },
+  { "F.avg_pool2d", "count_include_padding", "count_include_pad", function(o) F.avg_pool2d(heads, 2, o) end,
+    source = "call" },
+  { "F.interpolate", "scalefactor", "scale_factor", function(o) F.interpolate(heads, o) end },
+  { "F.batch_norm", "trainin", "training", function(o) F.batch_norm(heads, nil, nil, nil, nil, o) end },
+  { "nn.Conv1d", "biass", "bias", function(o) nn.Conv1d(2, 3, 1, o) end, source = "name" },
+  { "nn.Conv2d", "paddingmode", "padding_mode", function(o) nn.Conv2d(2, 3, 1, o) end, source = "name" },
+  { "nn.ConvTranspose1d", "strides", "stride", function(o) nn.ConvTranspose1d(2, 3, 1, o) end, source = "name" },
+  { "nn.ConvTranspose2d", "padding_mode", false, function(o) nn.ConvTranspose2d(2, 3, 1, o) end, source = "name" },
+  { "nn.MaxPool2d", "strides", "stride", function(o) nn.MaxPool2d(2, o) end, source = '"nn." .. name' },
+  { "nn.AvgPool1d", "strides", "stride", function(o) nn.AvgPool1d(2, o) end, source = '"nn." .. name' },
+  { "nn.Upsample", "modes", "mode", function(o) nn.Upsample(o) end },
+  { "nn.BatchNorm1d", "momentun", "momentum", function(o) nn.BatchNorm1d(2, o) end, source = "name" },
+  { "nn.BatchNorm2d", "afine", "affine", function(o) nn.BatchNorm2d(2, o) end, source = "name" },
+  { "nn.SyncBatchNorm", "epss", "eps", function(o) nn.SyncBatchNorm(2, o) end, source = "name" },
+  { "nn.GroupNorm", "afine", "affine", function(o) nn.GroupNorm(1, 2, o) end },
   { "nn.ParallelLMHead's loss", "reductn", "reduction", function(o)
     local head = nn.ParallelLMHead(2, 4, { group = ps.dist.self() })
     head:loss(ps.randn { 1, 2 }, ps.zeros({ 1 }, { dtype = "int64" }), o)
@@ -353,6 +379,9 @@ local INNER = {
   ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",
   ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward",
   ["lua/ps/tensor/functional.lua"] = "reduction_of",
+  ["lua/ps/tensor/images.lua"] = "F.conv1d F.conv2d F.conv_transpose1d F.conv_transpose2d pooling F.max_pool1d "
+    .. "F.max_pool2d F.avg_pool1d F.avg_pool2d",
+  ["lua/ps/nn/conv.lua"] = "*", ["lua/ps/nn/channel_norm.lua"] = "BatchNorm:init BatchNorm1d:init BatchNorm2d:init",
   ["lua/ps/memory/view.lua"] = "check_filter",
   ["lua/ps/checkpoints/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/nn/encoder.lua"] = "EncoderLayer:init DecoderLayer:init",

@@ -19,7 +19,9 @@ from rows_products import attend, indices_of
 COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout", "Sequential",
            "ModuleList", "MLP", "MultiheadSelfAttention", "Module", "LMHead",
            "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelLMHead",
-           "ParallelCrossEntropy"} | rows_layers.COVERED
+           "ParallelCrossEntropy", "Conv1d", "Conv2d", "ConvTranspose1d", "ConvTranspose2d", "MaxPool1d", "MaxPool2d",
+           "AvgPool1d", "AvgPool2d", "AdaptiveAvgPool1d", "AdaptiveAvgPool2d", "AdaptiveMaxPool1d", "AdaptiveMaxPool2d",
+           "Upsample", "Flatten", "BatchNorm1d", "BatchNorm2d", "SyncBatchNorm", "GroupNorm"} | rows_layers.COVERED
 
 
 def put(module, *params):
@@ -157,6 +159,89 @@ def stack(d):
     return Case(put(made, *params) + " " + call, run, inputs)
 
 
+def convolution(d):
+    """Conv1d, Conv2d and their transposes, with every padding mode."""
+    dtype, n, groups, transposed = d.dtype(), d.int(1, 2), d.choice(1, 1, 2), d.chance(0.4)
+    c, o, bias = groups * d.int(1, 4), groups * d.int(1, 4), d.chance(0.7)
+    k, stride, dilation = [d.int(1, 3) for _ in range(n)], [d.int(1, 2) for _ in range(n)], [d.int(1, 2) for _ in range(n)]
+    size = [d.int(5, 9) for _ in range(n)]
+    options = {"stride": stride, "dilation": dilation, "groups": groups, "bias": bias}
+    if transposed:
+        options["padding"] = [d.int(0, 1) for _ in range(n)]
+        options["output_padding"] = [d.int(0, s - 1) for s in stride]
+        name, shape = "ConvTranspose%dd" % n, [c, o // groups] + k
+    else:
+        options["padding"] = d.choice([d.int(0, 2) for _ in range(n)], "same", "valid")
+        options["padding_mode"] = d.choice("zeros", "zeros", "reflect", "replicate", "circular")
+        if options["padding"] == "same":
+            options["stride"] = [1] * n
+        name, shape = "Conv%dd" % n, [o, c // groups] + k
+    inputs = [d.input([d.int(1, 3), c] + size, dtype, True), d.input(shape, dtype, True)]
+    inputs += [d.input([o], dtype, True)] if bias else []
+    code = put("ps.nn.%s(%d, %d, %s, %s)" % (name, c, o, lua(k), lua(dict(options, dtype=dtype))), ("weight", 2),
+               *([("bias", 3)] if bias else []))
+
+    def run(x, m):
+        module = getattr(torch.nn, name)(c, o, k, **options)
+        wide = [t if t.dtype == torch.float64 else t.float() for t in x]             # one rounding to a half type
+        return torch.func.functional_call(module, dict(zip(("weight", "bias"), wide[1:])), wide[0]).to(x[0].dtype)
+    return Case(code + " return m(x[1])", run, inputs)
+
+
+def without_parameters(d):
+    """Pooling, Upsample and Flatten, by their constructors."""
+    n, k = d.int(1, 2), d.int(1, 3)
+    size = [d.int(4, 9) for _ in range(n)]
+    shape = [d.int(1, 3), d.int(1, 4)] + size
+    pools = {"stride": d.int(1, 3), "padding": d.int(0, k // 2), "ceil_mode": d.chance(0.4)}
+    out = [d.int(1, 6) for _ in range(n)]
+    kind = d.choice("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Upsample", "Flatten")
+    name = kind if kind in ("Upsample", "Flatten") else "%s%dd" % (kind, n)
+    if kind == "Upsample":
+        given = {"mode": d.choice("nearest", "linear" if n == 1 else "bilinear")}
+        given.update({"size": out} if d.chance(0.5) else {"scale_factor": d.choice(2, 1.5)})
+        code, make = lua(given), lambda: torch.nn.Upsample(**given)
+    elif kind == "Flatten":
+        first, last = d.int(0, 1), d.choice(-1, 1)
+        code, make = "%d, %d" % (first, last), lambda: torch.nn.Flatten(first, last)
+    elif kind.startswith("Adaptive"):
+        code, make = lua(out if n == 2 else out[0]), lambda: getattr(torch.nn, name)(out if n == 2 else out[0])
+    else:
+        code, make = "%d, %s" % (k, lua(pools)), lambda: getattr(torch.nn, name)(k, **pools)
+    return Case("local y = ps.nn.%s(%s)(x[1]) return y" % (name, code), lambda x, m: make()(x[0]), [d.input(shape, d.dtype("fp32", "fp64"), True)])
+
+
+def channel_norm(d):
+    """Batch norms over a few batches, with their running statistics, then in evaluation; group norm."""
+    dtype, c = d.dtype("fp32", "fp64"), d.choice(2, 4, 6)
+    kind = d.choice("BatchNorm1d", "BatchNorm2d", "SyncBatchNorm", "GroupNorm")
+    space = {"BatchNorm1d": d.choice([], [5]), "BatchNorm2d": [3, 4]}.get(kind, d.choice([7], [3, 4]))
+    batches = d.int(1, 3)
+    inputs = [d.input([d.int(2, 4), c] + space, dtype, True, low=-2, high=3) for _ in range(batches)]
+    inputs += [d.input([c], dtype, True), d.input([c], dtype, True)]
+    params = (("weight", batches + 1), ("bias", batches + 2))
+    if kind == "GroupNorm":
+        groups = d.choice(1, 2, c)
+        code = put("ps.nn.GroupNorm(%d, %d, { dtype = %s })" % (groups, c, lua(dtype)), *params)
+        return Case(code + " return m(x[1])", lambda x, m: F.group_norm(x[0], groups, x[batches], x[batches + 1]), inputs)
+    momentum, eps = d.choice(0.1, 0.7, False), d.choice(1e-5, 1e-2)
+    code = put("ps.nn.%s(%d, %s)" % (kind, c, lua({"momentum": momentum, "eps": eps, "dtype": dtype})), *params)
+    code += " local y for i = 1, %d do y = m(x[i]) end m:eval() return y, m(x[1]), m.running_mean, m.running_var, " % batches
+    code += "m.num_batches_tracked:double()"
+
+    def run(x, m):
+        module = getattr(torch.nn, kind if kind != "SyncBatchNorm" else "BatchNorm2d")(c, eps=eps, momentum=momentum or None)
+        module = module.to(x[0].dtype)
+        state = {"weight": x[batches], "bias": x[batches + 1]}
+        one = [t.reshape(list(t.shape) + [1] * (4 - t.dim())) if kind == "SyncBatchNorm" else t for t in x[:batches]]
+        ys = [torch.func.functional_call(module, state, t) for t in one]
+        module.eval()
+        last = torch.func.functional_call(module, state, one[0])
+        tracked = module.num_batches_tracked.double()
+        return [ys[-1].reshape(x[batches - 1].shape), last.reshape(x[0].shape), module.running_mean, module.running_var, tracked]
+    return Case(code, run, inputs)
+
+
 def mlp(d):
     dtype, width, hidden, how = d.dtype("fp32", "fp64"), d.int(1, 17), d.int(1, 33), d.choice("none", "tanh")
     residual = d.chance(0.4)
@@ -223,7 +308,8 @@ def initialisation(d):
 
 ROWS = [Row("Linear", linear, weight=2), Row("LMHead", lm_head), Row("Conv1D", conv1d), Row("Embedding", embedding),
         Row("LayerNorm", layer_norm), Row("RMSNorm", rms_norm), Row("activations", activation, weight=2), Row("Dropout", dropout), Row("containers", stack),
-        Row("MLP", mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
+        Row("convolutions", convolution, weight=3),
+        Row("pooling", without_parameters, weight=2), Row("norms over channels", channel_norm, weight=3), Row("MLP", mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
 OWN = rows_layers.ROWS
 for each in ROWS:
     each.mixes = each.name not in ("activations", "Dropout", "nn.init")

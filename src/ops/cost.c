@@ -9,7 +9,7 @@
     X(moves) X(view) X(writes) X(copy) X(matmul) X(linear) X(linear_grad) X(mlp) X(linear_gelu_backward) X(lm_loss)    \
     X(column_linear) X(row_linear) X(column_linear_grad) X(parallel_lm_loss)                                           \
     X(attention) X(attention_backward) X(attention_packed) X(attention_packed_backward) X(embedding)                   \
-    X(embedding_backward) X(gather) X(adam) X(sgd)
+    X(embedding_backward) X(gather) X(adam) X(sgd) X(conv) X(conv_transpose) X(conv_weight)
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
@@ -118,6 +118,32 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
     if (a->parted) c->bytes += a->size * nbytes(c->in[0]);
     int products = 1 + (c->out[1] != NULL) + (c->out[2] != NULL);
     c->flops += 2 * c->in[2]->numel_ * c->in[1]->numel_ * products;
+}
+
+/* -- convolutions: a product for each element of the kernel -------------------------------------------------------- */
+static int64_t of_kernel(const ps_tensor *w)      /* [O, C / groups, ...]: what an element of the output adds up */
+{
+    return w->shape_[0] > 0 ? w->numel_ / w->shape_[0] : 0;
+}
+
+void cost_conv(ps_cost *c)                        /* x, w -> y */
+{
+    cost_moves(c);
+    if (c->out[0]) c->flops += 2 * c->out[0]->numel_ * of_kernel(c->in[1]);
+}
+
+void cost_conv_transpose(ps_cost *c)              /* x, which has the channels of conv's output, w -> y */
+{
+    cost_moves(c);
+    c->flops += 2 * c->in[0]->numel_ * of_kernel(c->in[1]);
+}
+
+void cost_conv_weight(ps_cost *c)                 /* x, dy -> dw */
+{
+    const ps_attrs_conv_weight *a = c->attrs;
+    cost_moves(c);
+    if (a->accumulate) c->bytes += nbytes(c->out[0]);
+    if (c->out[0]) c->flops += 2 * c->in[1]->numel_ * of_kernel(c->out[0]);
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */

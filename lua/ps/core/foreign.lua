@@ -44,8 +44,7 @@ local NAMES = {
   nn = {
     clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
     utils = "write nn.clip_grad_norm_(model:parameters(), max_norm)", functional = "write ps.F",
-    parallel = ENGINE, DataParallel = ENGINE, Conv1d = LAYERS, Conv2d = LAYERS, LSTM = LAYERS,
-    GRU = LAYERS, BatchNorm1d = LAYERS, BatchNorm2d = LAYERS,
+    parallel = ENGINE, DataParallel = ENGINE, LSTM = LAYERS, GRU = LAYERS,
     Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",
   },
   optim = {

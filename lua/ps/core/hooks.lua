@@ -9,6 +9,8 @@ local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
   memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
   begins = "nothing: a step of an engine is about to begin",
+  stepped = "module, how: a step of the module's engine, which computes, begins (\"begins\"), has ended (\"done\"), or "
+    .. "was given up or skipped (\"given_up\")",
   step = "nothing: a step has ended, and the next has not begun",
   parameter = "parameter: nn.Parameter made it",
   load = "parameter, state, name: the values of that name are about to be loaded. Answer: {to, loaded(self, "

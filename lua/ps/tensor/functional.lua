@@ -5,6 +5,7 @@ local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
 local activations = require "ps.tensor.activations"
+local images = require "ps.tensor.images"
 local hooks = require "ps.core.hooks"
 local scope = require "ps.core.scope"
 local loss_weight = require "ps.core.loss_weight"
@@ -341,5 +342,6 @@ for _, name in ipairs { "mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "
                         "binary_cross_entropy_with_logits", "kl_div", "nll_loss" } do
   F[name] = losses[name]
 end
+for name, fn in pairs(images.functions) do F[name] = fn end
 
 return F

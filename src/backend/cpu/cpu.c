@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Opens the cpu backend: picks the instruction set, fills the kernel table from each family, adds the matrix products
- * of onednn.c. Ops without a kernel here run on ref. PS_CPU_ISA=sse2|avx2|avx512 lowers the choice (the vector kernels
- * give the same bits under each). */
+ * of onednn.c and the convolutions of onednn_conv.c. Ops without a kernel here run on ref. PS_CPU_ISA=sse2|avx2|avx512
+ * lowers the choice (the vector kernels give the same bits under each). */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -94,6 +94,9 @@ static void fill_kernels(const isa *set, ps_kernel *kernel)
     kernel[PS_OP_mlp] = ps_cpu_mlp;
     kernel[PS_OP_sample] = ps_cpu_sample;
     kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;
+    kernel[PS_OP_conv] = ps_cpu_conv;
+    kernel[PS_OP_conv_transpose] = ps_cpu_conv_transpose;
+    kernel[PS_OP_conv_weight] = ps_cpu_conv_weight;
 }
 
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel)
@@ -129,7 +132,9 @@ bool ps_cpu_asks(int op)
     case PS_OP_amin: case PS_OP_argmax: case PS_OP_argmin: case PS_OP_topk: case PS_OP_embedding_backward:
     case PS_OP_sq_norms: case PS_OP_grad_store: case PS_OP_attention: case PS_OP_attention_backward:
     case PS_OP_attention_packed: case PS_OP_attention_packed_backward: case PS_OP_layer_norm:
-    case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: case PS_OP_sample: return true;
+    case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: case PS_OP_sample:
+    case PS_OP_conv: case PS_OP_conv_transpose: case PS_OP_conv_weight: case PS_OP_channel_norm:
+    case PS_OP_channel_norm_backward: case PS_OP_resample: case PS_OP_max_pool_backward: return true;
     default: return false;
     }
 }
@@ -153,6 +158,7 @@ static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 /* -- the backend --------------------------------------------------------------------------------------------------- */
 static void close_cpu(ps_backend *be)
 {
+    ps_cpu_conv_close();
     ps_cpu_gemm_close();
     ps_free(be);
 }

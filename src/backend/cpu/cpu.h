@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Internals of the cpu backend. Kernels are in simd/<family>.c, compiled once per instruction set; each family exports
  * `void PS_ISA_FN(ps_cpu_fill_<family>)(ps_kernel *k)`, which enters its kernels into a table; cpu.c picks the set at
- * run time. Matrix products use onednn.c, the only file that knows oneDNN. All loops run on the OpenMP pool that oneDNN
- * uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work so that sums do not change. */
+ * run time. Matrix products go through onednn.c and convolutions through onednn_conv.c, the files that know oneDNN. All
+ * loops run on the OpenMP pool that oneDNN uses; a loop goes parallel only above PS_PAR_MIN elements, and splits work
+ * so that sums do not change. */
 #ifndef PS_CPU_H
 #define PS_CPU_H
 #include "backend/backend.h"
 
 enum { PS_PAR_MIN = 1 << 14 };        /* for fewer elements a fork and join costs more than it saves */
 
-#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(attention) X(rope)
+#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(attention) X(rope) \
+    X(channel_norm) X(image)
 
 /* A matrix for onednn.c: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one stride 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
@@ -26,6 +28,10 @@ int ps_cpu_sample(ps_call *call);
 int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
 int ps_cpu_mlp(ps_call *call);
 int ps_cpu_linear_gelu_backward(ps_call *call);
+int ps_cpu_conv(ps_call *call);                  /* onednn_conv.c */
+int ps_cpu_conv_transpose(ps_call *call);
+int ps_cpu_conv_weight(ps_call *call);
+void ps_cpu_conv_close(void);                    /* frees cached primitives */
 /* Kernels for chain.c: this backend's own and, for types that these do not support, its fallback's. */
 bool ps_cpu_asks(int op);              /* its kernel uses scratch memory, and supports ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products by oneDNN, and the only file that includes its header; written for the C APIs of 2.x and 3.x, whose
- * differences end with the section "two APIs".
+ * Matrix products by oneDNN (convolutions: onednn_conv.c); written for the C APIs of 2.x and 3.x, whose differences
+ * end with the section "two APIs".
  *
  * A product is described by a key (sizes, strides, types, options, threads). Its primitive and memory objects are made
  * once and kept in a bounded table; later calls only set pointers. oneDNN's scratchpad comes from the call's scratch.

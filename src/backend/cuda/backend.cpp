@@ -503,6 +503,9 @@ static void fill_kernels(void)
     ps_cuda_fill_matmul(kernels);
     ps_cuda_fill_attention(kernels);
     ps_cuda_fill_rope(kernels);
+    ps_cuda_fill_conv(kernels);
+    ps_cuda_fill_image(kernels);
+    ps_cuda_fill_channel_norm(kernels);
     for (int op = 0; op < PS_OP_COUNT; op++) ps_cu->base.kernel[op] = kernels[op] ? run : NULL;
 }
 

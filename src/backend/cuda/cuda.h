@@ -93,6 +93,9 @@ void ps_cuda_fill_optim(ps_kernel *k);
 void ps_cuda_fill_matmul(ps_kernel *k);
 void ps_cuda_fill_attention(ps_kernel *k);
 void ps_cuda_fill_rope(ps_kernel *k);
+void ps_cuda_fill_conv(ps_kernel *k);
+void ps_cuda_fill_image(ps_kernel *k);
+void ps_cuda_fill_channel_norm(ps_kernel *k);
 
 /* -- used by several of them --------------------------------------------------------------------------------------- */
 /* dst = src of the same shape or broadcast, converted; any strides (copy.cu). */

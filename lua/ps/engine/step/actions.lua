@@ -63,6 +63,7 @@ function actions.try(engine, trace, dry)
   config.dry, config.trace = dry and 1 or 0, trace
   local rc = C.ps_step_begin(s.c, config)
   if rc == 0 then s.measures = wants end
+  if rc == 0 and not dry then hooks.tell("stepped", engine.module, "begins") end
   return rc
 end
 
@@ -83,13 +84,18 @@ end
 ---@return integer id of its trace; < 0: the step has none
 function actions.finish(engine)
   native.check(C.ps_step_end(state.of(engine).c, id_out))
+  hooks.tell("stepped", engine.module, "done")
   return id_out[0]
 end
 
 --- Ends a step without its remaining actions.
 ---@param engine ps.Engine
 ---@return boolean clean false: a gradient stays
-function actions.drop(engine) return C.ps_step_end(state.of(engine).c, nil) >= 0 end
+function actions.drop(engine)
+  local clean = C.ps_step_end(state.of(engine).c, nil) >= 0
+  hooks.tell("stepped", engine.module, "given_up")
+  return clean
+end
 
 --- Ends a dry step.
 ---@param engine ps.Engine

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- From the last backward of a step to its end: the norm of the gradients, optimizer:step(), and optimizer:zero_grad().
 local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
 local native = require "ps.core.ffi"
 local types = require "ps.core.types"
 local actions = require "ps.engine.step.actions"
@@ -157,6 +158,7 @@ function step.update(engine)
     error(problem, 0)
   end
   info.skipped, info.grad_norm = s.scale == false, opt.grad_norm
+  if info.skipped then hooks.tell("stepped", engine.module, "given_up") end
   if not info.skipped then opt.steps = opt.steps + 1 end
   ending.finish(engine)
   return info

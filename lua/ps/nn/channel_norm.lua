@@ -1,0 +1,280 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Norms over channels: BatchNorm1d and 2d, SyncBatchNorm (over the batch of all data-parallel ranks), GroupNorm.
+--
+-- The running statistics move once per forward of a micro-batch in training. They do not move when backward recomputes
+-- the forward, or in a dry run. In a step of an engine the first forward keeps a copy of them; a step that is given up
+-- or skipped (an error, an overflow) restores the copy.
+local create = require "ps.tensor.create"
+local functional = require "ps.tensor.functional"
+local images = require "ps.tensor.images"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local hooks = require "ps.core.hooks"
+local scope = require "ps.core.scope"
+local core = require "ps.nn.module"
+local error, ops = caller.error, native.ops
+local F = functional
+
+local exports = {}
+
+-- -- steps ------------------------------------------------------------------------------------------------------------
+local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
+-- By layer: true in a step of its model's engine until its statistics move, then the copies of before.
+local in_step = setmetatable({}, { __mode = "k" })
+local layers = setmetatable({}, { __mode = "k" })                -- all that have running statistics
+
+-- Those of the layers that are part of a model.
+local function layers_in(model)
+  local list = {}
+  if next(layers) == nil then return list end
+  model:apply(function(module) if layers[module] then list[#list + 1] = module end end)
+  return list
+end
+
+-- Keeps the statistics of before the step, once per step.
+local function keep_statistics(layer)
+  if in_step[layer] ~= true then return end
+  local copies = layer.kept or {}
+  rawset(layer, "kept", copies)
+  scope.no_grad(function()
+    for _, name in ipairs(STATISTICS) do
+      if copies[name] then copies[name]:copy_(layer[name]) else copies[name] = layer[name]:clone():keep() end
+    end
+  end)
+  in_step[layer] = copies
+end
+
+local function restore_statistics(layer)
+  local copies = in_step[layer]
+  if type(copies) ~= "table" then return end
+  scope.no_grad(function() for _, name in ipairs(STATISTICS) do layer[name]:copy_(copies[name]) end end)
+end
+
+hooks.on("stepped", function(model, how)
+  for _, layer in ipairs(layers_in(model)) do
+    if how == "given_up" then restore_statistics(layer) end
+    in_step[layer] = how == "begins" or nil
+  end
+end)
+
+-- -- batch norm -------------------------------------------------------------------------------------------------------
+---@class ps.nn.BatchNorm: ps.nn.Module
+---@field weight? ps.Tensor [num_features]
+---@field bias? ps.Tensor [num_features]
+---@field running_mean? ps.Tensor [num_features]
+---@field running_var? ps.Tensor [num_features]
+---@field num_batches_tracked? ps.Tensor int64, of 0 dimensions
+local BatchNorm = core.class("BatchNorm")
+BatchNorm.unscoped = true
+
+local BATCH_NORM = { eps = "number", momentum = "number|boolean", affine = "boolean", track_running_stats = "boolean",
+  dtype = "string", device = "string" }
+
+local function init(self, num_features, options, kinds)
+  local name = "nn." .. self.class_name
+  options = caller.options(options, name, kinds or BATCH_NORM)
+  self.num_features, self.eps = caller.whole(num_features, name .. ": num_features", 1), options.eps or 1e-5
+  self.momentum = options.momentum == nil and 0.1 or options.momentum
+  if self.momentum == true then error(name .. ": momentum is true; it takes a number, or false for the mean of all") end
+  local where = { dtype = options.dtype, device = options.device }
+  if options.affine ~= false then
+    self:param("weight", create.ones({ num_features }, where))
+    self:param("bias", create.zeros({ num_features }, where))
+  end
+  if options.track_running_stats == false then return end
+  local dtype = options.dtype == "fp64" and "fp64" or "fp32"
+  self:buffer("running_mean", create.zeros({ num_features }, { dtype = dtype, device = options.device }))
+  self:buffer("running_var", create.ones({ num_features }, { dtype = dtype, device = options.device }))
+  self:buffer("num_batches_tracked", create.zeros({}, { dtype = "int64", device = options.device }))
+  layers[self] = true
+end
+
+--- Normalises each channel over the batch and all positions: nn.BatchNorm1d and nn.BatchNorm2d say which shapes.
+---@param num_features integer
+---@param options? table
+function BatchNorm:init(num_features, options) init(self, num_features, options) end
+
+local function check_input(self, x)
+  local name = "nn." .. self.class_name
+  if caller.tensor(x, name, "the input") == nil then error(name .. ": no input was given") end
+  if not self.dims[x:dim()] then
+    error(("%s takes %s, not a tensor of %d dimensions, [%s]"):format(name, self.takes, x:dim(),
+      table.concat(x:shape(), ", ")))
+  end
+  if x:size(1) ~= self.num_features then
+    error(("%s: the input has %d channels, num_features is %d"):format(name, x:size(1), self.num_features))
+  end
+end
+
+-- Counts a forward in training; the share that its statistics have in the running ones.
+local function count_batch(self)
+  keep_statistics(self)
+  local n = self.num_batches_tracked
+  scope.no_grad(function() n:add_(1) end)
+  return self.momentum or n:to(self.running_mean:dtype()):reciprocal()
+end
+
+--- Normalises the input. In training by its own mean and variance, which move the running ones; else by those.
+---@param x ps.Tensor [N, num_features, ...]
+---@return ps.Tensor of x's shape
+function BatchNorm:forward(x)
+  check_input(self, x)
+  local mean, var = self.running_mean, self.running_var
+  if not self.training and mean ~= nil then
+    return F.batch_norm(x, mean, var, self.weight, self.bias, { eps = self.eps })
+  end
+  if not self.training or mean == nil or not images.counts() then
+    return F.batch_norm(x, nil, nil, self.weight, self.bias, { training = true, eps = self.eps })
+  end
+  local y, batch_mean, batch_var, count = images.batch_statistics(x, self.weight, self.bias, self.eps)
+  images.move_statistics(batch_mean, batch_var, count, mean, var, count_batch(self))
+  return y
+end
+
+function BatchNorm:extra_repr()
+  return ("%d, eps=%g, momentum=%s, affine=%s, track_running_stats=%s"):format(self.num_features, self.eps,
+    self.momentum and ("%g"):format(self.momentum) or "None", self.weight ~= nil and "True" or "False",
+    self.running_mean ~= nil and "True" or "False")
+end
+
+---@class ps.nn.BatchNorm1d: ps.nn.BatchNorm
+local BatchNorm1d = core.class("BatchNorm1d", BatchNorm)
+BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, [3] = true }, "[N, C] or [N, C, L]"
+
+--- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). weight starts as 1, bias as 0.
+--- Ranks have running statistics of their own rows each, and rank 0's are saved; nn.SyncBatchNorm has those of all.
+---@param num_features integer C
+---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
+---  string, device?: string} eps default 1e-5; momentum default 0.1, false: the mean of all batches (PyTorch's None);
+---  affine = false: no weight and bias; track_running_stats = false: always by the batch
+function BatchNorm1d:init(num_features, options) init(self, num_features, options) end
+exports.BatchNorm1d = BatchNorm1d
+
+---@class ps.nn.BatchNorm2d: ps.nn.BatchNorm
+local BatchNorm2d = core.class("BatchNorm2d", BatchNorm)
+BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }, "[N, C, H, W]"
+
+--- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). weight starts as 1, bias as 0.
+--- Ranks have running statistics of their own rows each, and rank 0's are saved; nn.SyncBatchNorm has those of all.
+---@param num_features integer C
+---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
+---  string, device?: string} eps default 1e-5; momentum default 0.1, false: the mean of all batches (PyTorch's None);
+---  affine = false: no weight and bias; track_running_stats = false: always by the batch
+function BatchNorm2d:init(num_features, options) init(self, num_features, options) end
+exports.BatchNorm2d = BatchNorm2d
+
+-- -- over ranks -------------------------------------------------------------------------------------------------------
+---@class ps.nn.SyncBatchNorm: ps.nn.BatchNorm
+local SyncBatchNorm = core.class("SyncBatchNorm", BatchNorm)
+SyncBatchNorm.dims, SyncBatchNorm.takes = { true, true, true, true, true, true, true, true }, "[N, C, ...]"
+SyncBatchNorm.dims[1] = nil
+SyncBatchNorm.unscoped = false
+
+--- Batch norm whose statistics are those of the batches of all data-parallel ranks together. Running statistics are
+--- equal on all ranks. With one rank it is nn.BatchNorm.
+---@param num_features integer C
+---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
+---  string, device?: string} as those of nn.BatchNorm2d
+function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
+
+-- y of x [N, C, ...] and the mean, variance and count over all ranks, of exchanges with gradients.
+local function over_ranks(self, x, group)
+  local dtype = x:dtype()
+  local wide = (dtype == "fp64" or dtype == "fp32") and x or x:float()
+  local dims, shape, C = { 0 }, { 1, x:size(1) }, x:size(1)
+  for d = 2, x:dim() - 1 do dims[d], shape[d + 1] = d, 1 end
+  local own = create.full({ 1 }, x:numel() / C, { dtype = wide:dtype(), device = wide:device() })
+  local sums = group:sum(ops.concat({ wide:sum(dims), own }, 0))
+  local count = sums:narrow(0, C, 1):detach()
+  local mean = sums:narrow(0, 0, C) / count
+  local d = wide - mean:reshape(shape)
+  local var = group:sum((d * d):sum(dims)) / count
+  local y = d * (var + self.eps):rsqrt():reshape(shape)
+  if self.weight ~= nil then
+    y = y * self.weight:to(y:dtype()):reshape(shape) + self.bias:to(y:dtype()):reshape(shape)
+  end
+  return y:to(dtype), mean:detach(), var:detach(), count:reshape({})
+end
+
+--- Normalises the input. In training by the mean and variance of all ranks' inputs; else by the running ones.
+---@param x ps.Tensor [N, num_features, ...]; N may differ between ranks
+---@return ps.Tensor of x's shape
+function SyncBatchNorm:forward(x)
+  local group = require("ps.dist.mesh").group "dp"
+  if group == nil or not self.training and self.running_mean ~= nil then return BatchNorm.forward(self, x) end
+  check_input(self, x)
+  local y, mean, var, count = over_ranks(self, x, group)
+  if self.training and self.running_mean ~= nil and images.counts() then
+    images.move_statistics(mean, var, count, self.running_mean, self.running_var, count_batch(self))
+  end
+  return y
+end
+
+--- A model with an nn.SyncBatchNorm in the place of each nn.BatchNorm1d and nn.BatchNorm2d, with its parameters,
+--- statistics and settings.
+---@param model ps.nn.Module
+---@return ps.nn.Module model itself, or what takes its place
+function SyncBatchNorm.convert_sync_batchnorm(model)
+  if not core.is_module(model) then error("nn.SyncBatchNorm.convert_sync_batchnorm takes a module") end
+  if model.class_name == "BatchNorm1d" or model.class_name == "BatchNorm2d" then
+    local made = SyncBatchNorm(model.num_features, { eps = model.eps, momentum = model.momentum,
+      affine = false, track_running_stats = false })
+    if model.weight ~= nil then made.weight, made.bias = model.weight, model.bias end
+    if model.running_mean ~= nil then
+      for _, name in ipairs(STATISTICS) do made:buffer(name, model[name]) end
+      layers[made] = true
+    end
+    return made:train(model.training)
+  end
+  for name, child in model:named_children() do
+    local made = SyncBatchNorm.convert_sync_batchnorm(child)
+    if not rawequal(made, child) then
+      local key = model[name] ~= nil and name or tonumber(name)
+      model[key] = made
+    end
+  end
+  return model
+end
+exports.SyncBatchNorm = SyncBatchNorm
+
+-- -- group norm -------------------------------------------------------------------------------------------------------
+---@class ps.nn.GroupNorm: ps.nn.Module
+---@field weight? ps.Tensor [num_channels]
+---@field bias? ps.Tensor [num_channels]
+local GroupNorm = core.class("GroupNorm")
+GroupNorm.unscoped = true
+
+local GROUP_NORM = { eps = "number", affine = "boolean", dtype = "string", device = "string" }
+
+--- Normalises groups of neighbouring channels of each sample over all positions (Wu and He 2018). weight starts as 1,
+--- bias as 0.
+---@param num_groups integer
+---@param num_channels integer
+---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps default 1e-5; affine = false:
+---  no weight and bias
+function GroupNorm:init(num_groups, num_channels, options)
+  options = caller.options(options, "nn.GroupNorm", GROUP_NORM)
+  self.num_groups = caller.whole(num_groups, "nn.GroupNorm: num_groups", 1)
+  self.num_channels = caller.whole(num_channels, "nn.GroupNorm: num_channels", 1)
+  if num_channels % num_groups ~= 0 then
+    error(("nn.GroupNorm: %d channels cannot be divided into %d groups"):format(num_channels, num_groups))
+  end
+  self.eps = options.eps or 1e-5
+  if options.affine == false then return end
+  local where = { dtype = options.dtype, device = options.device }
+  self:param("weight", create.ones({ num_channels }, where))
+  self:param("bias", create.zeros({ num_channels }, where))
+end
+
+--- Normalises the input.
+---@param x ps.Tensor [N, num_channels, ...]
+---@return ps.Tensor of x's shape
+function GroupNorm:forward(x) return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps) end
+
+function GroupNorm:extra_repr()
+  return ("%d, %d, eps=%g, affine=%s"):format(self.num_groups, self.num_channels, self.eps,
+    self.weight ~= nil and "True" or "False")
+end
+exports.GroupNorm = GroupNorm
+
+return exports
