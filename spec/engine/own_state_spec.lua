@@ -152,3 +152,55 @@ describe("the state of a rank", function()
     ]])
   end)
 end)
+
+describe("ps.save of a rank's own state", function()
+  local GPT2 = [[
+    local gpt2 = require "models.gpt2"
+    local function open(layout)
+      local config = { plan_print = false, chunk_size = 1024, optimizer = { type = "SGD", params = { lr = 0 } } }
+      for key, value in pairs(layout) do config[key] = value end
+      return ps.initialize { config = config, model_func = function()
+        return gpt2.new { n_layer = 2, n_embd = 16, n_head = 2, vocab_size = 32, n_positions = 8 }
+      end }
+    end
+  ]]
+
+  for name, layout in pairs { ["ZeRO 3"] = "zero_optimization = { stage = 3 }",
+    ["a pipeline"] = "pipeline = { stages = 2 }" } do
+    it("says that rank 0 alone writes a part: " .. name, function()
+      if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+      for _, saved in ipairs { "model:state_dict()", "{ step = 3, model = model:state_dict() }" } do
+        local said = ranks.check(folder, 2, GPT2 .. ([[
+          local model = open { %s }
+          local count = 0
+          if rank == 0 then
+            local state = model:state_dict()
+            for _ in pairs(state) do count = count + 1 end
+            ps.save(%s, folder .. "/model.pt")
+            ps.save(%s, folder .. "/model.pt")
+          end
+          print("has " .. count)
+          model:close()
+        ]]):format(layout, saved, saved))
+        local have, all = said[0].text:match "model%.pt' gets (%d+) of the model's (%d+) tensors, those of rank 0"
+        assert.equal(said[0].text:match "has (%d+)", have)
+        assert.truthy(tonumber(have) < tonumber(all), said[0].text)
+        assert.equal(1, select(2, said[0].text:gsub("ps%.save: ", "")))
+        assert.is_nil(said[1].text:find("ps.save: ", 1, true))
+      end
+    end)
+  end
+
+  it("is silent of whole states, and where each rank has a file with its number", function()
+    if ranks.no_gloo() then return pending(ranks.no_gloo()) end
+    local said = ranks.check(folder, 2, GPT2 .. [[
+      local model = open { zero_optimization = { stage = 3 } }
+      ps.save(model:state_dict(), folder .. "/part-" .. rank .. ".pt")
+      model:close()
+      model = open {}
+      if rank == 0 then ps.save(model:state_dict(), folder .. "/whole.pt") end
+      model:close()
+    ]])
+    assert.is_nil((said[0].text .. said[1].text):find("ps.save: ", 1, true))
+  end)
+end)

@@ -144,8 +144,7 @@ function Engine:state_dict()
   self:check_whole()
   if not step.is_open(self) then self.masters:sync() end
   local state = self.module:state_dict()
-  if self.zero_stage > 0 then self.ranks:keep_own(state) end
-  if self.stages then self.stages:keep_own(state) end
+  own_state.keep(self, state)
   for _, row in ipairs(self.built.list) do state[row.name] = row.values end
   return state
 end

@@ -3,6 +3,7 @@
 -- returns it: without the tensors that other ranks own. Buffers that all ranks have are only in the state of the first
 -- rank, which sends them to the others.
 local scope = require "ps.core.scope"
+local hooks = require "ps.core.hooks"
 local agree = require "ps.dist.agree"
 local mesh = require "ps.dist.mesh"
 local step = require "ps.engine.step"
@@ -90,5 +91,45 @@ function own_state.load(engine, state, options)
   step.mend(engine, "model")
   return result
 end
+
+-- -- saving -----------------------------------------------------------------------------------------------------------
+---@type table<table, {engine: ps.Engine, have: integer, all: integer}> by state
+local parts = setmetatable({}, { __mode = "k" })
+
+local function count(state)
+  local n = 0
+  for _ in pairs(state) do n = n + 1 end
+  return n
+end
+
+--- Removes from a state the tensors that other ranks own, and remembers that it is a part.
+---@param engine ps.Engine
+---@param state table<string, ps.Tensor> of the module
+function own_state.keep(engine, state)
+  local all = count(state)
+  if engine.zero_stage > 0 then engine.ranks:keep_own(state) end
+  if engine.stages then engine.stages:keep_own(state) end
+  local have = count(state)
+  if have < all then parts[state] = { engine = engine, have = have, all = all } end
+end
+
+-- The part that a value is, or has as a field.
+local function part_in(value)
+  if type(value) ~= "table" then return nil end
+  if parts[value] then return parts[value] end
+  for _, field in pairs(value) do
+    if type(field) == "table" and parts[field] then return parts[field] end
+  end
+end
+
+-- A file that is not named after its rank is meant to be the whole model, or every rank writes it over the others'. The
+-- first rank says so.
+hooks.on("saves", function(value, path)
+  local part, rank = part_in(value), mesh.env() and mesh.env().rank or 0
+  if not part or rank > 0 or path:match("[^/]*$"):find "0" then return end
+  part.engine:note(("ps.save: '%s' gets %d of the model's %d tensors, those of rank 0: model:state_dict() is the part "
+    .. "that a rank owns. Let all ranks save theirs, each with its number in the file's name (docs/zero.md), or write "
+    .. "the whole model by model:save_pretrained or ps.checkpoints.save"):format(path, part.have, part.all))
+end)
 
 return own_state

@@ -14,6 +14,7 @@
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
+local hooks = require "ps.core.hooks"
 local safetensors = require "ps.io.safetensors"
 local shard = require "ps.tensor.shard"
 local torch_pt = require "ps.io.torch_pt"
@@ -56,6 +57,7 @@ end
 function serialize.save(value, path)
   if type(path) ~= "string" then error("ps.save(value, path): the path is a " .. type(path)) end
   local format = by_name(path)
+  hooks.tell("saves", value, path)
   if format == "pt" then
     torch_pt_write.save(path, value)
   elseif format == "safetensors" then
