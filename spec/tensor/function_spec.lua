@@ -202,6 +202,67 @@ describe("a function of a script", function()
   end)
 end)
 
+describe("what C has of functions and hooks", function()
+  local C, ctx = ps.C, ps.ctx
+  local none = ps.ffi.new("ps_tensor *[1]")
+
+  it("refuses calls at the wrong time", function()
+    local function refused(rc) assert.equal(C.PS_ESTATE, rc) end
+    refused(C.ps_call_done(ctx, 0, nil, nil))
+    refused(C.ps_call_saved(ctx, 0, none))
+    refused(C.ps_stop_gradient(ctx, 0, none))
+    refused(C.ps_hook_replace(ctx, 0, ps.ones { 1 }))
+    refused(C.ps_hooks_done(ctx))
+    refused(C.ps_backward_weights(ctx, nil))
+    local x = leaf { 1, 2 }
+    local id, n = ps.ffi.new "int64_t[1]", 0
+    local F = Function { name = "F", forward = function(context, v)
+      context:save_for_backward(v)
+      return v * 1
+    end, backward = function(_, dy)
+      n = n + 1
+      refused(C.ps_hooks_done(ctx))
+      refused(C.ps_hook_replace(ctx, 0, dy))
+      refused(C.ps_backward_next(ctx, id))
+      refused(C.ps_backward_splice(ctx, 0, nil))
+      refused(C.ps_backward_taken(ctx, 0, nil))
+      assert.equal(C.PS_ERANGE, C.ps_call_saved(ctx, 1, none))
+      assert.equal(C.PS_ERANGE, C.ps_stop_gradient(ctx, 1, none))
+      assert.equal(C.PS_EINVAL, C.ps_call_done(ctx, 2, none, nil))
+      return dy
+    end }
+    local y = F(x)
+    y:register_hook(function()
+      n = n + 1
+      refused(C.ps_call_done(ctx, 1, none, nil))
+      refused(C.ps_backward_next(ctx, id))
+      assert.equal(C.PS_EINVAL, C.ps_hook_replace(ctx, 0, ps.ones { 3 }))
+    end)
+    y:sum():backward()
+    assert.equal(2, n)
+    assert.same({ 1, 1 }, x:grad():tolist())
+  end)
+
+  it("refuses functions without what a node needs", function()
+    local one, out, id = ps.ffi.new("ps_tensor *[1]", { leaf { 1 } }), ps.ones { 1 }, ps.ffi.new "int64_t[1]"
+    local function new(n_in, n_out, t) return C.ps_call_new(ctx, "F", n_in, one, n_out, t, 0, nil, id) end
+    assert.equal(C.PS_EINVAL, new(0, 1, one))
+    assert.equal(C.PS_EINVAL, new(1, 0, one))
+    assert.equal(C.PS_EINVAL, new(1, 1, one))                -- a leaf as an output
+    assert.equal(C.PS_EINVAL, new(1, 1, none))
+    assert.equal(C.PS_EINVAL, new(1, 1, ps.ffi.new("ps_tensor *[1]", { out:long() })))
+    assert.is_nil(out.node ~= nil or nil)
+  end)
+
+  it("gives a recorded tensor its gradient", function()
+    local x = leaf { 1, 2 }
+    local inspector = ps.inspect.inspect_tensor(function()
+      ps.inspect.record_tensor(Exp(x * 0), "y"):sum():backward()
+    end)
+    assert.same({ 1, 1 }, select(2, inspector:get_tensor "y"):tolist())
+  end)
+end)
+
 describe("a wrong function", function()
   local x = leaf { { 1, 2, 3 }, { 4, 5, 6 } }
   local function with(backward, forward)

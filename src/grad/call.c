@@ -6,6 +6,7 @@
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
+#include "base/record.h"
 #include "grad/tape.h"
 
 /* -- recording ----------------------------------------------------------------------------------------------------- */
@@ -127,6 +128,7 @@ int ps_call_done(ps_ctx *ctx, int n, ps_tensor *const *gradients, const int32_t 
     if (!din) return ps_fail_nomem(sizeof *din * (size_t)node->n_in);
     for (int i = 0; i < n; i++)
         if (gradients[i] && (node->edges[i].node || node->edges[i].leaf)) din[i] = ps_tensor_hold(gradients[i]);
+    atomic_store_explicit(&ps_record_at.backward, 0, memory_order_relaxed);
     int enabled = ps_set_grad_enabled(ctx, 0);
     int rc = node->holder ? tape_give_holder(ctx, node) : 0;
     w->stopped = NULL;

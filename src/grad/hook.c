@@ -11,11 +11,10 @@
 /* -- registering --------------------------------------------------------------------------------------------------- */
 static int leaf_node(ps_tensor *leaf, ps_node **out)
 {
-    static int64_t made;
     if (!leaf->hook) {
         ps_node *node = tape_node_new(leaf->ctx, LEAF, 1, 1, 0);
         if (!node) return PS_ENOMEM;
-        node->seq = -2 - made++;
+        node->seq = -2 - node->seq;
         node->in_meta[0] = ps_tensor_meta(leaf);
         node->in_meta[0].dtype = tape_leaf_dtype(leaf);
         node->edges[0].leaf = leaf;

@@ -304,6 +304,7 @@ static int visit(ps_ctx *ctx, ps_walk *w, ps_node *node, bool hooks_ran, int64_t
     }
     if (node->op == SEGMENT)
         for (int i = 0; i < node->n_in; i++) PS_TRY(tape_check_version(node, &node->saved_in[i]));
+    if (node->op == CALL) atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
     if (tape_is_callers(node)) return tape_stop(w, node, node->segment, stopped);
     if (node->op != BOUNDARY) return tape_pass(ctx, w, node);
     node->passed = true;                              /* its gradients wait to be taken */
@@ -496,6 +497,7 @@ void ps_backward_end(ps_ctx *ctx)
     if (!w || !w->active) return;
     while (w->n > 0) drop(dequeue(w));
     if (w->stopped) drop(w->stopped);
+    atomic_store_explicit(&ps_record_at.backward, 0, memory_order_relaxed);
     w->stopped = NULL;
     w->at_hooks = w->hooks_ran = w->keeps = false;
     if (w->seeks) targets_drop(w);

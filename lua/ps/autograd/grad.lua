@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd.grad and ps.autograd.backward: gradients of chosen tensors, and backward from several tensors at once.
+-- ps.autograd.grad: gradients of chosen tensors.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"

@@ -82,6 +82,13 @@ local function check_place(engine, s, loss)
   end
 end
 
+-- Rejects retain_graph.
+local function check_kept(options)
+  if type(options) ~= "table" or not options.retain_graph then return end
+  caller.error("backward of a model of ps.initialize with retain_graph = true: its backward updates parameters "
+    .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
+end
+
 --- Runs backward from a loss: scales it for fp16, and accumulates micro-batches. With gradient_accumulation_steps > 1
 --- or several ranks, a micro-batch is weighted by the sum of its targets' weights. F.cross_entropy, F.lm_loss and
 --- F.nll_loss note this sum, with ignore_index and class weights, so that the mean over a batch's tokens does not
@@ -95,6 +102,7 @@ function step.backward(engine, loss, options)
   native.check_running "model:backward"
   state.check_whole(engine)
   if not scope.is_tensor(loss) then caller.error(weigh.no_loss(loss)) end
+  check_kept(options)
   local s = state.of(engine)
   check_place(engine, s, loss)
   local weight, places = step.weight_of(engine, loss, options)
@@ -119,10 +127,7 @@ end
 hooks.on("backward", function(loss, gradient, options)
   for engine, s in state.engines() do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then
-      if options.retain_graph then
-        caller.error("backward of a model of ps.initialize with retain_graph = true: its backward updates parameters "
-          .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
-      end
+      check_kept(options)
       if gradient ~= nil then
         caller.error "backward of a micro-batch's tensor cannot take a gradient g: make a loss, (t * g):sum()"
       end
