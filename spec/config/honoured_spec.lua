@@ -261,7 +261,7 @@ local CASES = {
   gradient_accumulation_steps = { 2, see.updates },
   steps_per_print = { 5, see.printed },
   wall_clock_breakdown = { true, see.printed, differs = function(given)
-    local seconds, speed = given:match("^step 10: .* (%S+) s a step %(forward [%d.e-]+, backward [%d.e-]+, "
+    local seconds, speed = given:match("^step 10: .* (%S+) s per step %(forward [%d.e-]+, backward [%d.e-]+, "
       .. "step [%d.e-]+%), (%S+) TFLOP/s\n$")
     -- products of 16 rows, in four layers of 64 x 64 and one of 64 x 256: of forward, and two of backward
     local flops = seconds * speed * 1e12 / (3 * 2 * 16 * (4 * 64 * 64 + 64 * 256))
@@ -468,7 +468,7 @@ end
 -- Further values of keys that have a case: path, then a case.
 local MORE = {
   { "wall_clock_breakdown", { true, see.printed, base = { train_batch_size = 2 }, differs = function(given)
-    local seconds, rate = given:match("^step 10: .* (%S+) s a step %(.*%), %S+ TFLOP/s, (%S+) samples/s\n$")
+    local seconds, rate = given:match("^step 10: .* (%S+) s per step %(.*%), %S+ TFLOP/s, (%S+) samples/s\n$")
     assert.truthy(math.abs(seconds * rate / 2 - 1) < 0.01, given)
   end } },
   { "eviction", { "lru", see.moved, base = disk } },

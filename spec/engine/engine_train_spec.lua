@@ -230,7 +230,8 @@ describe("an engine's lines", function()
     end
     for _, memory in ipairs { "plain", "chunk" } do
       local text = run { steps_per_print = 2, memory = memory }
-      assert.truthy(text:match("^step 2: loss %d%.%d+, lr [%d.e-]+, [%d.e-]+ s per step\nstep 4: [^\n]*\n$"), text)
+      local first = "^step 2: loss %d%.%d+, accuracy %d%.%d+, lr [%d.e-]+, [%d.e-]+ s per step\n"
+      assert.truthy(text:match(first .. "step 4: [^\n]*\n$"), text)
     end
   end)
 

@@ -334,7 +334,7 @@ optimizer:step()]])
       assert.equal(24e9, hardware.find("good").machine.host_nbytes)
       for name, told in pairs { empty = "it returns nil, not a table", cut = "cut.lua:", slow = "links.up is nil",
         vague = "efficiency.memory.2 is nil", silent = "text is nil" } do
-        check.fails_saying({ ("%s/tools/hardware/%s.lua is no table of a machine: "):format(FOLDER, name), told },
+        check.fails_saying({ ("%s/tools/hardware/%s.lua is not a table of a machine: "):format(FOLDER, name), told },
           function() hardware.find(name) end)
       end
     end)
@@ -478,7 +478,7 @@ optimizer:step()]]):format(target))
     local script = write("whole.lua", SCRIPT)
     local CALL = ('print(pcall(require("ps.planning").plan, { script = "%s", find = "nothing" }))'):format(script)
     local loaded = run { PROGRAM, write("loaded.lua", 'require "ps"\n' .. CALL) }
-    assert.matches('^false\t.*this one has loaded psluajit %(require "ps"%), which a fork does not take along', loaded)
+    assert.matches('^false\t.*this one has loaded psluajit %(require "ps"%), which a fork cannot copy', loaded)
     assert.matches("tools/plan.lua SCRIPT", loaded)
     local threads = write("threads.lua", [[
       local ffi = require "ffi"
@@ -486,6 +486,6 @@ optimizer:step()]]):format(target))
       ffi.C.pthread_create(ffi.new "unsigned long[1]", nil, ffi.cast("void *(*)(void *)", ffi.C.sleep),
         ffi.cast("void *", 30))
     ]] .. CALL)
-    assert.matches("^false\t.*this one has 2 threads, which a fork does not take along", (run { PROGRAM, threads }))
+    assert.matches("^false\t.*this one has 2 threads, which a fork cannot copy", (run { PROGRAM, threads }))
   end)
 end)

@@ -7,9 +7,10 @@ local paths = require "ps.paths"
 local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md", "docs/pipeline.md",
   "docs/tensor_parallel.md", "docs/distributed.md", "docs/checkpoints.md", "docs/pretrained.md", "docs/models.md",
   "docs/conversations.md", "docs/data.md", "docs/planning.md", "docs/inspecting.md", "docs/tensors.md",
-  "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md" }
+  "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
+  "docs/config.md", "spec/README.md" }
 local FOLDERS = {
-  "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/config", "lua/ps/core", "lua/ps/engine", "lua/ps/inspect",
+  "bench", "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/config", "lua/ps/core", "lua/ps/engine", "lua/ps/inspect",
   "lua/ps/launch", "lua/ps/parallel", "lua/ps/planning", "lua/ps/pretrained", "lua/ps/prompt", "lua/ps/tokenizer",
   "lua/ps/train", "models", "src/backend", "src/io", "src/ops", "src/p2p", "src/pipe", "src/tensor", "src/transport",
   "tools" }

@@ -83,14 +83,14 @@ describe("several processes", function()
   for name, case in pairs {
     ["a bit of a parameter"] = { 0, "local m = require('ps.nn.handle').of(model).built.list[2].master; "
       .. "if ps.rank() == 1 then ps.no_grad(function() m[3] = m[3]:item() * 1.0001 end) end",
-      "parameter b of rank 1:" },
+      "parameter b of rank 1 has different bits" },
     ["a learning rate"] = { 3, "if ps.rank() == 2 then optimizer:set_lr(1e-2) end",
-      "learning rate or other setting of the optimizer, loss scale or random numbers of rank 2:" },
+      "learning rate or other setting of the optimizer, loss scale or random numbers of rank 2 has different bits" },
     ["weight decay, where each rank has state of its own"] = { 3, "if ps.rank() == 1 then "
       .. "optimizer.groups[1].weight_decay = 0.5 end",
-      "or other setting of the optimizer, loss scale or random numbers of rank 1:" },
+      "or other setting of the optimizer, loss scale or random numbers of rank 1 has different bits" },
     ["a buffer"] = { 2, "if ps.rank() == 0 then ps.no_grad(function() model.count:add_(1) end) end",
-      "buffer count of rank 0:" },
+      "buffer count of rank 0 has different bits" },
   } do
     it("that drift apart find it: " .. name, function()
       local all = run(3, ([[
