@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Speed of the fused AdamW op on the CPU against the machine's memory, and what others reach beside it.
+-- Compares the speed of the fused AdamW op on the CPU with the bandwidth of memory, PyTorch and DeepSpeed.
 --   psluajit bench/adam.lua --params 50e6 --rounds 9
--- The last line is one JSON object. gparams_per_s, gb_per_s: fp32, 28 bytes a parameter (parameter, gradient and two
--- moments read, all but the gradient written). probe_gb_per_s: the engine's own walk over four streams of which three
--- are written in place, with next to no arithmetic, measured in turn with the op; bandwidth_ratio: the op over it.
--- triad_gb_per_s: a = b + c * s on three arrays, 12 bytes an element (the line fetched before it is written not
--- counted). mixed_*: a bf16 gradient in the bf16 parameter's own memory with fp32 master and moments, 28 bytes again;
--- grad_bf16_*: a bf16 gradient of an fp32 parameter, 26 bytes. torch_*, deepspeed_*: bench/peers/adam_torch.py with
--- the Python of PS_TORCH_PYTHON or python3, absent where it or its packages are. All are medians.
+-- The last line is one JSON object. gparams_per_s, gb_per_s: fp32, 28 bytes per parameter (reads the parameter,
+-- gradient and two moments, writes all but the gradient). probe_gb_per_s: the engine's walk over four streams of which
+-- three are written in place, with almost no arithmetic, measured in turn with the op; bandwidth_ratio: the op over it.
+-- triad_gb_per_s: a = b + c * s on three arrays, 12 bytes per element (not counting the line that is fetched before it
+-- is written). mixed_*: a bf16 gradient in the bf16 parameter's own memory with fp32 master and moments, 28 bytes
+-- again; grad_bf16_*: a bf16 gradient of an fp32 parameter, 26 bytes. torch_*, deepspeed_*: bench/peers/adam_torch.py
+-- with the Python of PS_TORCH_PYTHON or python3, absent if Python or its packages are missing. All are medians.
 local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"
@@ -75,7 +75,7 @@ local function steps(list, n)
   return times
 end
 
---- Median seconds a step, of the probe's GB/s, and of their ratio round by round.
+--- Medians over the rounds: seconds per step, GB/s of the probe, and their ratio in each round.
 local function measure(name)
   local kind = KINDS[name]
   local list = state(kind)

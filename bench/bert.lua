@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How fast BERT is fine-tuned to classify lines of natural length:
+-- Measures how fast BERT is fine-tuned to classify lines of natural length:
 --   psluajit bench/bert.lua --text corpus.txt --dtype bf16 --batch 32 --rounds 8 [--grouped] [--padded]
 --     [--peer bf16|amp|fp32 [--compile] [--packed]]
--- A batch is consecutive lines that are not empty, padded to its longest, with --grouped of lines of like length; words
--- and marks stand for tokens, since speed does not depend on which they are. The model has unpad = true; with --padded
--- it computes padding, too. A round is a step on a batch of its own. Before them a step on each batch warms up,
--- since both make kernels for each size.
--- --peer: transformers takes the same batches in turn (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or
+-- A batch has consecutive non-empty lines, padded to the longest; with --grouped lines of similar length. Each word or
+-- punctuation mark is one token, since speed does not depend on the ids. The model has unpad = true; with --padded it
+-- computes padding, too. Each round is a step on another batch. Before the rounds a step on each batch warms up, since
+-- both programs make kernels for each size.
+-- --peer: transformers runs the same batches in turn (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or
 -- python3), with weights and Adam's state in bf16; with amp in fp32, computed in bf16, as its Trainer does with bf16;
 -- or in fp32. --compile: compiled by PyTorch. --packed: it gets several lines in a row of tokens, hidden from each
 -- other by a mask, in place of padding.
 -- The last line is one JSON object: seconds (of all rounds), step_s (median), tokens_per_s (without padding),
--- padded_share, mfu (6 FLOPs a parameter of the layers and token, with --padded those of padding, too, over
+-- padded_share, mfu (6 FLOPs per parameter of the layers and per token, with --padded also per padding token, over
 -- gemm_peak_gflops of the same run), peer_seconds, peer_step_s and peer_ratio (of all rounds' seconds).
 local ps = require "ps"
 local argparse = require "argparse"

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What chunks cost and what the planner saves, in five sections (all of them, or those that --only names):
---   state   bytes of state a parameter, waste included, bf16 and one micro-batch a step -> state_bytes_per_param (of
+-- Measures the cost of chunks and the savings of the planner, in five sections (all, or those that --only names):
+--   state   bytes of state per parameter with waste, in bf16, one micro-batch per step -> state_bytes_per_param (of
 --           gpt2 as the engine has it, and of gpt2-xl by its layout; the larger)
---   moved   bytes that steady steps of gpt2-medium in bf16 really moved between host and disk over the least that any
---           policy must (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum, lru_over_optimum,
+--   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, over the least that any policy
+--           must move (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum, lru_over_optimum,
 --           fifo_over_optimum (the worst budget of each)
 --   speed   plain memory's step time over that of chunks, where everything fits -> chunked_over_plain_speed (gpt2)
 --   sim     a pretend device whose budget the model exceeds, its bandwidth set so that copies take as long as the
---           computation: step over max(compute, copies) -> sim_step_over_bound (four micro-batches a step), and
+--           computation: step over max(compute, copies) -> sim_step_over_bound (four micro-batches per step), and
 --           sim_one_micro_step_over_bound
 --   exact   many small settings against plain memory
 -- The last line is one JSON object. `exact` is true only if every run of every section gave plain memory's losses and
@@ -59,7 +59,7 @@ end
 
 local plain_prints = {}
 
---- What plain memory comes to after `n` steps of a run (computed once).
+--- Losses and hash of parameters after `n` steps of a run with plain memory (computed once).
 local function plain_print(run, n)
   local key = cjson.encode { run.model, run.batch, run.seq, n, run.config or {}, run.options or {} }
   if not plain_prints[key] then

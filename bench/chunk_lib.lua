@@ -34,7 +34,7 @@ function lib.pluck(list, key)
   return values
 end
 
---- What a run came to, as text: all its losses and the hash of its parameters.
+--- The result of a run as text: all its losses and the hash of its parameters.
 ---@param steps table[]
 ---@param worker bench.Process
 ---@return string

@@ -34,7 +34,7 @@ end
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 
---- What the engine has counted since it was opened; bytes by level, from 1: between that tier and the one below.
+--- The engine's counters since it was opened. Bytes by level, from 1: moved between that tier and the one below.
 local function counters()
   local all = { up = {}, down = {}, wait_s = 0, waits = 0, unplanned = 0 }
   if C.ps_engine_is_open(ps.ctx) == 0 then return all end
@@ -49,8 +49,8 @@ end
 
 local commands = {}
 
---- One step: its seconds, its losses as text with all their digits, and what the counters rose by. Inputs go to the
---- device before it and losses come back after it, since a script's copies wait behind those of chunks.
+--- One step: its seconds, its losses as text with all digits, and by how much the counters rose. Inputs are copied to
+--- the device before the step and losses back after it, since a script's copies wait for those of chunks.
 function commands.step()
   local inputs, losses = {}, {}
   taken = taken + 1

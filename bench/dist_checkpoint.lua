@@ -1,14 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The section `checkpoint` of bench/dist.lua: every rank trains a small GPT-2 with AdamW (all hold all, so each saves
--- its share) and saves in the background in --folder, `rounds` times. In turn with these saves the same bytes are
--- written as a plain file by every rank at once, with O_DIRECT and fsync: that is the disk's own rate. JSON, medians of
--- the rounds:
---   step_s               a step while nothing is saved
---   stall_s              training stands still: in checkpoint.save and, on rank 0, for the commit between two steps
---   first_stall_s        the first time, when the memory for the copy is new
+-- The section `checkpoint` of bench/dist.lua: every rank trains a small GPT-2 with AdamW (each holds everything and
+-- saves its share) and saves in the background in --folder, `rounds` times. In turn with these saves all ranks write
+-- the same bytes at once as plain files, with O_DIRECT and fsync; this measures the disk's rate. JSON, medians of the
+-- rounds: step_s               seconds per step while nothing is saved
+--   stall_s              training waits in checkpoint.save and, on rank 0, for the commit between two steps
+--   first_stall_s        at the first save, which allocates the memory for the copy
 --   stall_percent        of a step, at one save every 50 steps: stall_s / (50 step_s)
---   slowed_s             what steps take longer while the thread writes, all of them together
---   write, disk          bytes a second of all ranks, and write_over_disk
+--   slowed_s             additional time of all steps while the thread writes
+--   write, disk          bytes per second of all ranks, and write_over_disk
 --   sync_s               a save without async
 local ps = require "ps"
 local ffi = require "ffi"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua merge [--parameters 1.56e9] [--ranks 4] [--folder /tmp]
--- Writes the shards of a made-up model in bf16, merges them with tools/merge.lua in a process of its own, and prints
--- the most memory that one held and its seconds. The shards and the result (2 x 2 bytes a parameter) are removed.
+-- Writes the shards of a made-up model in bf16, merges them with tools/merge.lua in another process, and prints
+-- the peak memory and the seconds of that process. It removes the shards and the result (2 x 2 bytes per parameter).
 local ps = require "ps"
 local paths = require "ps.paths"
 local lfs = require "lfs"

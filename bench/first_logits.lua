@@ -1,16 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- From a program's start to the first logits of a model that lies in a folder of Hugging Face's.
+-- Measures the time from a program's start to the first logits of a model in a folder in Hugging Face's format.
 --   psluajit bench/first_logits.lua DIR [--make gpt2-xl] [--dtype bf16] [--ids "1 2"] [--rounds 3] [--mmap] [--cold]
 --     [--peer]
--- Each round starts a process that loads the folder, runs one row of ids, and tells logits. --make: writes
--- the folder first, where it is not there, with random weights of a preset of models/gpt2.lua in --dtype. --mmap: the
--- weights stay in the file (from_pretrained's mmap = true). --cold: the weights' file is dropped from the page cache
--- before each run (`dd iflag=nocache`). --peer: transformers does the same in turn with us
--- (bench/peers/first_logits_torch.py, with the Python of PS_TORCH_PYTHON or python3), and `dd` reads the file. Prints
--- one JSON line; seconds are medians of the rounds:
---   file_bytes, seconds, peak_mib (VmHWM of our process), over_model_mib (peak_mib less the file)
+-- Each round starts a process that loads the folder, runs one row of ids, and reports logits. --make: writes the folder
+-- first if it does not exist, with random weights of a preset of models/gpt2.lua in --dtype. --mmap: the weights stay
+-- in the file (from_pretrained's mmap = true). --cold: the weights' file is dropped from the page cache before each run
+-- (`dd iflag=nocache`). --peer: transformers does the same in turn with us (bench/peers/first_logits_torch.py, with the
+-- Python of PS_TORCH_PYTHON or python3), and `dd` reads the file. Prints one JSON line; seconds are medians of the
+-- rounds: file_bytes, seconds, peak_mib (VmHWM of our process), over_model_mib (peak_mib less the file)
 --   peer_seconds, peer_peak_mib, peer_ratio (theirs over ours), logits_error (largest difference over largest logit)
---   read_bytes_per_s (dd's, through a buffer of 8 MiB), read_share (the file's bytes a second of our whole run over it)
+--   read_bytes_per_s (dd's, through a buffer of 8 MiB), read_share (the file's bytes per second of our run over that)
 local argparse = require "argparse"
 local json = require "cjson"
 local lfs = require "lfs"

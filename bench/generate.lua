@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/generate.lua DIR --ids "1 2 3" --max-new 20 [--num-beams 3] [--json]: continues ids with the model of
--- a folder of Hugging Face's, greedily or by beams, and prints the ids of each sequence, prompt and continuation, and
--- tokens a second. --ids may come several times: prompts of any lengths. --json: one object with ids, tokens_per_s and
--- seconds. --rounds N: the fastest of N runs. Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr:
--- the folder is not supported.
+-- a folder in Hugging Face's format, greedily or by beams. Prints the ids of each sequence (prompt and continuation)
+-- and tokens per second. --ids can be given several times, with prompts of different lengths. --json: one object with
+-- ids, tokens_per_s and seconds. --rounds N: the fastest of N runs. If the folder is not supported, stderr begins with
+-- a line `refused: FIELD = VALUE: why` and the exit status is 2.
 --
--- --peer: transformers continues the same prompts, in a process of its own and in turn with each of our runs, and so
--- does a read of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures,
--- each of its fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; sum_bytes_per_s, of PyTorch's sums of
--- 512 MiB (a stream a thread) for as long as our run took; streams_bytes_per_s, of the engine's own walk over as much,
--- four streams a thread (ps_probe_bandwidth); memory_bytes_per_s, the larger of the two; memory_share, the bytes of
--- weights that our tokens of one row read a second over that; same_ids, whether both gave the same ids.
+-- --peer: in turn with each of our runs another process continues the same prompts with transformers and measures reads
+-- of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures, each of the
+-- fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; sum_bytes_per_s, of PyTorch's sums of
+-- 512 MiB (one stream per thread) for as long as our run took; streams_bytes_per_s, of the engine's reads of as much,
+-- four streams per thread (ps_probe_bandwidth); memory_bytes_per_s, the larger of the two; memory_share, the bytes of
+-- weights that our run reads per second for one row, over that; same_ids, whether both gave the same ids.
 local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
@@ -54,7 +54,7 @@ local function start_peer()
   return peer
 end
 
--- Tokens that were added behind the prompts.
+-- The number of tokens added after the prompts.
 local function added(out, rows)
   local n = 0
   for r, row in ipairs(out) do n = n + #row - #rows[r] end
@@ -68,7 +68,7 @@ local function same(a, b)
   return true
 end
 
--- Bytes a second of the engine's reads of `nbytes` in four streams a thread.
+-- Bytes per second of the engine's reads of `nbytes`, in four streams per thread.
 local function streams(nbytes)
   local out = ffi.new "double[1]"
   ps.check(ps.C.ps_probe_bandwidth(nbytes, 4, 0, 0, 5, out))

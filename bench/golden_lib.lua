@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The comparison behind bench/golden.lua and spec/engine/golden_spec.lua: trains on golden values (float64 losses,
--- gradients of the first step, parameters after the last) and measures the errors. They are a file of spec/golden,
--- which has a seed in the place of weights (spec/oracle/make_golden.py), or a folder with golden.json and
--- model.safetensors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
--- `c_attn.bias` is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
+-- Used by bench/golden.lua and spec/engine/golden_spec.lua: trains a model and measures the errors against golden
+-- values (float64 losses, gradients of the first step, parameters after the last). Golden values are a file of
+-- spec/golden, with a seed in place of weights (spec/oracle/make_golden.py), or a folder with golden.json and
+-- model.safetensors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms. `c_attn.bias`
+-- is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"

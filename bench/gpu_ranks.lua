@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/launch.lua --nproc-per-node N bench/gpu_ranks.lua [--mib M] [--device D]: collectives on the memory of
--- N GPUs. Sums are checked against those of host memory, bit for bit; then M MiB (256) of fp32 a rank are gathered and
--- all-reduced, by the engine and by the library's own calls, in turns. Rank 0 prints a JSON line: GB/s are bytes that a
--- rank has to send at least, over the median time. One rank alone (N = 1) sends nothing: it checks that NCCL loads,
--- connects and copies. p2p: messages between devices, as the stages of a pipeline send them. GB/s are of M MiB in
--- MESSAGES messages, one behind the other; microseconds of a message of one number that the next one waits for.
+-- N GPUs. Sums are checked against those of host memory, bit for bit; then M MiB (256) of fp32 per rank are gathered
+-- and all-reduced, in turns by the engine and by direct calls of the library. Rank 0 prints a JSON line. GB/s: the
+-- least bytes that a rank must send, over the median time. A single rank (N = 1) sends nothing; it checks that NCCL
+-- loads, connects and copies. p2p: messages between devices, as the stages of a pipeline send them; GB/s of M MiB in
+-- MESSAGES consecutive messages, and microseconds per message of one number when each waits for the one before.
 package.path = (arg[0]:match("^(.*)/bench/") or ".") .. "/?.lua;" .. package.path
 local ps = require "ps"
 local json = require "cjson"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rates of single operations on a device: matrix products, attention, copies. One JSON object a line.
+-- Measures rates of single operations on a device: matrix products, attention, copies. Prints one JSON object per line.
 --   psluajit bench/gpu_speed.lua --part matmul|attention|copies [--device cuda] [--dtype bf16] [--small]
--- A rate is the best of a few runs; each run is many operations behind each other, ended by reading one element.
+-- A rate is the best of a few runs. Each run starts many operations in sequence and ends when it has read one element.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"

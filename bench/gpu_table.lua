@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The figures of bench/gpu_check.sh beside what they should reach.
+-- Prints the figures of bench/gpu_check.sh next to their targets.
 --   psluajit bench/gpu_table.lua --figures FILE            each JSON line in short
 --   psluajit bench/gpu_table.lua --part PART PART.tsv      lines "row<TAB>JSON": a table; nothing for other parts
 --   psluajit bench/gpu_table.lua --kernels FILE.csv        kernels that Nsight Compute timed, summed by name and grid
--- A ratio above 1 means psluajit is better. Of several lines the fastest counts, on either side.
+-- A ratio above 1 means that psluajit is better. If there are several lines, the fastest of each program counts.
 local cjson = require "cjson"
 
 local SHOWN = { "how", "kind", "model", "layers", "parameters", "batch", "n", "tflops", "head", "forward_ms", "both_ms",
@@ -40,7 +40,7 @@ local function read(path)
   return rows
 end
 
--- Of the rows that `take` chooses, the one with the largest figure.
+-- The row with the largest figure among those that `take` accepts.
 local function best(rows, key, take)
   local found
   for _, row in ipairs(rows) do

@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Steps of a model whose optimizer state does not fit the device, with its updates split in several ways, at several
--- rates of the link of the pretend device sim: all on the host, as many on the device as stay there (margin), shares of
--- the units on the device, all on the device, and as planned. The runs of a link rate take their steps in turn, so
--- that whatever else runs on the machine is shared out. Adam on the host is slowed down (PS_CPU_ISA=sse2), so that the
--- device updates faster than its host, as an accelerator does.
+-- Times steps of a model whose optimizer state does not fit the device, at several link rates of the pretend device
+-- sim. Updates are split in several ways: all on the host, as many on the device as stay there (margin), shares of the
+-- units on the device, all on the device, and as planned. The runs of a link rate take their steps in turn, so other
+-- load on the machine affects all of them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2): as with an
+-- accelerator, the device updates faster than its host.
 --   psluajit bench/hybrid_adam.lua --links 0.25,0.5,1,2,4
--- A row for each link rate: milliseconds a step (the shortest of each run's: others use the machine, too), and for the
--- planned split its units on the device. The last line is one JSON object; planned_over_best is the planned split's
--- step over the shortest of all others, the worst of the link rates; exact: all runs of a link rate ended with the same
--- bits.
+-- Prints a row for each link rate: milliseconds per step (the shortest of each run, because of other load), and for the
+-- planned split its units on the device. The last line is one JSON object. planned_over_best: the step time of the
+-- planned split over the shortest of the others, at the worst link rate. exact: all runs of a link rate ended with
+-- equal bits.
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 local cjson = require "cjson"

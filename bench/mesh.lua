@@ -1,15 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: a small GPT-2 on ranks that are cut
--- along dp, pp and tp, compared with one rank (bench/mesh_lib.lua). It starts its own ranks, up to 8, and prints one
--- JSON line:
---   layouts              of each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
+-- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: trains a small GPT-2 on meshes
+-- of dp, pp and tp and compares with one rank (bench/mesh_lib.lua). Starts its own ranks, up to 8, and prints one JSON
+-- line:
+--   layouts              for each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
 --                        gradient at the first step, and of the gradients' norm
---   dropout_masks_equal  true: the elements that dropout and attention zero on two ranks of tp are those that they
---                        zero on one rank
+--   dropout_masks_equal  true: dropout and attention zero the same elements on two ranks of tp as on one rank
 --   tp2_parameter_ratio  GPT-2's parameters on one of two ranks, over all
---   sp_activation_ratio  what a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
+--   sp_activation_ratio  bytes that a block keeps for backward on one of two ranks, over all; sp_activation_ratio_kept:
 --                        with tp_keep_gathered; sp_activation_ratio_pieces: with tp_overlap_comm = 4
---   bytes_over_theory    what a rank sends for a layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
+--   bytes_over_theory    bytes that a rank sends per layer and micro-batch over 10 (t - 1) / t times the bytes of B T C
 --                        numbers; tp_pieces: with tp_overlap_comm = 4; tp_kept: with tp_keep_gathered over
 --                        8 (t - 1) / t. dp: in a step of ZeRO's stage 1 over 2 (N - 1) / N times the bytes of all
 --                        parameters; dp_zero_3: 3 (N - 1) / N.
@@ -20,10 +19,10 @@
 --                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
 --                        in turn with them: the medians, and what 99 of 100 take at most;
 --                        small_all_reduce_planned: the share of ours that went as planned
---   overlap_ratio        seconds of a block's forward and backward on two ranks of one thread each, rows in 4 pieces
---                        beside products, over the longer of its computation alone and its exchanges alone, on links
---                        so slow that these take about as long (PS_SIM_LINK); overlap_ratio_composed: with exchanges
---                        before and behind products; overlap_seconds: all four, medians
+--   overlap_ratio        seconds of a block's forward and backward on two ranks of one thread each, rows exchanged in
+--                        4 pieces during products, over the longer of its computation alone and its exchanges
+--                        alone, on links on which both take about as long (PS_SIM_LINK); overlap_ratio_composed:
+--                        with exchanges before and after products; overlap_seconds: all four, medians
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -74,7 +73,7 @@ local function activations_of(model)
   return count.parts(model, { x, x, n = 2 })[2].activations
 end
 
--- What this rank sends along tp in the first micro-batch of a step with so many layers.
+-- Bytes that this rank sends along tp in the first micro-batch of a step, for a number of layers.
 local function sent(layers, how)
   ps.manual_seed(1)
   local model = ps.initialize { quiet = true, model_func = function()
@@ -107,8 +106,9 @@ local function over_theory(kept, pieces)
   return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
 end
 
--- What a rank sends along dp in a step, over what a stage of ZeRO has to send of P numbers: 2 (N - 1) / N times P for
--- the sums of gradients and the updated values; in stage 3 the values go once for each pass, so it is 3 (N - 1) / N.
+-- Bytes that a rank sends along dp in a step, over what a stage of ZeRO must send of P numbers: 2 (N - 1) / N times P
+-- for the sums of gradients and the updated values. Stage 3 sends the values once per pass, so the factor is 3 (N - 1)
+-- / N.
 local function data_parallel(stage)
   ps.manual_seed(1)
   local model, optimizer = ps.initialize { quiet = true, model_func = function()

@@ -134,7 +134,7 @@ function lib.rank(o)
   assert(f:close())
 end
 
--- -- beside the ranks -------------------------------------------------------------------------------------------------
+-- -- outside the ranks ------------------------------------------------------------------------------------------------
 local function read_json(path)
   local f = assert(io.open(path))
   local value = cjson.decode(f:read "*a")
@@ -142,7 +142,7 @@ local function read_json(path)
   return value
 end
 
---- The whole tensors that so many ranks wrote under a name. What several ranks have must have the same bits.
+--- The whole tensors that `size` ranks wrote under a name. Parts that several ranks have must have equal bits.
 ---@param folder string
 ---@param name string
 ---@param size integer

@@ -1,22 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/pipeline.lua [--tick 0.025] [--rounds 2]: what pipelines cost beside computation. Starts 4 ranks whose
--- actions take a modelled time (p = 4, m = 8, forward = input = weight = 1 tick), and prints one JSON line. Of each
--- schedule:
+-- psluajit bench/pipeline.lua [--tick 0.025] [--rounds 2]: measures the cost of pipelines in addition to computation.
+-- Starts 4 ranks whose actions take a modelled time (p = 4, m = 8, forward = input = weight = 1 tick), and prints one
+-- JSON line. For each schedule:
 --   makespan         in ticks, by the executor's virtual clock, free links
---   bubble           share of the makespan in which ranks compute nothing
+--   bubble           share of the makespan in which ranks are idle
 --   bubble_links     the same with links; linked_as_simulated: each rank's times are the simulator's, exactly
 --   bubble_wall      by the wall clock, where actions sleep (the best of --rounds)
---   in_flight        pairs of virtual stage and micro-batch that each rank held at most
+--   in_flight        the most pairs of virtual stage and micro-batch that each rank held
 --   cut_over_best    the cut's simulated makespan over the best of all cuts (GPT-2's 12 layers and head, 8 virtual
 --                    stages); makespan_over_equal: over equal numbers of layers, the head with the last ones;
---                    makespan_over_bound: over what no cut can be below, mostly the head's
+--                    makespan_over_bound: over a lower bound for all cuts, mostly the head's
 -- Of training (a small GPT-2 of 8 layers, untied, 5 steps, in bf16; not with --clock-only):
 --   same_bits_schedules, same_bits_one_rank    parameters and moments are the same under all schedules, and in one
 --                    process; hashes: of each run
---   traffic_mib      a step in fp32 whose state is three times the ranks' budgets: what all ranks move between memory
---                    and disk; bfs_traffic_ratio: looped_bfs over 1f1b and over interleaved
---   traffic_bound_mib    what the same ops in the same memory move at least, whatever moves when (bench/bound_lib.lua;
---                    absent without glpsol)
+--   traffic_mib      MiB that all ranks move between memory and disk in a step in fp32 whose state is three times the
+--                    ranks' budgets; bfs_traffic_ratio: looped_bfs over 1f1b and over interleaved
+--   traffic_bound_mib    a lower bound of that for the same ops in the same memory (bench/bound_lib.lua; absent without
+--                    glpsol)
 local ps = require "ps"
 local engine_of = require("ps.nn.handle").of
 local argparse = require "argparse"
@@ -30,7 +30,7 @@ local pipe_table = require "ps.parallel.pipeline.table"
 local time = require "posix.time"
 local ffi, C, check = ps.ffi, ps.C, ps.check
 
-local parser = argparse("bench/pipeline.lua", "What pipelines cost beside computation.")
+local parser = argparse("bench/pipeline.lua", "Measures the cost of pipelines in addition to computation.")
 command_line.number(parser:option("--tick", "seconds of a forward, where actions sleep", "0.025"), 0.001, 1)
 command_line.whole(parser:option("--rounds", "times that each schedule is run by the wall clock", "2"), 1)
 parser:flag("--clock-only", "no training")
@@ -267,7 +267,7 @@ local function hash_of(name)
   return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
--- What a rank wrote: bytes moved, bytes held, and the fewest bytes that could be moved (nil: nobody can tell).
+-- The figures that a rank wrote: bytes moved, bytes held, and the fewest bytes that could be moved (nil: unknown).
 local function read_traffic(path)
   local f, trace, number = assert(io.open(path)), { sizes = {}, uses = {} }, {}
   local moved, held, capacity, moments = f:read("*n", "*n", "*n", "*n")

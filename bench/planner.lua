@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: plans
--- (tools/plan.lua) beside what happens. Draws settings of a GPT-2 and trains them. Prints a line for each, and ends
--- with one JSON line:
---   settings           of each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
+-- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: compares
+-- plans (tools/plan.lua) with training. Draws settings of a GPT-2 and trains them. Prints a line for each, and at the
+-- end one JSON line:
+--   settings           for each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
 --                      (sim, whose device has 8 GiB: its counter; cpu: the high-water mark of the process less the
 --                      plan's line `process` without tiers, base_mib: what the dry run took, and what its products
 --                      keep);
@@ -18,8 +18,8 @@
 --   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 x tp 8, 32 of these machines, by kinds of
 --                      stage: seconds of it all, and the most that one of its processes took
 --   profiler_cost      what the record of events costs: event_ns, on and off of bench/profiler_cost.lua
---   published          the largest models that others published, in billions, beside ours on the same machine, with
---                      what a rank holds of it (sums), and the tier that refuses one layer more (full_first)
+--   published          the largest models that others published, in billions, and ours on the same machine, with
+--                      the bytes that a rank holds (sums), and the tier that refuses one more layer (full_first)
 -- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
 -- byte. No number is fitted to the settings. --light draws small settings, for a look at the bench itself.
 local argparse = require "argparse"
@@ -34,7 +34,7 @@ local process_lib = require "bench.process_lib"
 local search = require "ps.planning.search"
 local trial = require "ps.planning.trial"
 
-local parser = argparse("bench/planner.lua", "Plans beside what happens.")
+local parser = argparse("bench/planner.lua", "Compares plans with training.")
 command_line.whole(parser:option("--seed", "of the settings", "1"), 0)
 command_line.whole(parser:option("--settings", "how many", "8"), 0)
 command_line.whole(parser:option("--rank-settings", "how many of pipelines, and of tensor parallelism", "1"), 0)
@@ -55,7 +55,7 @@ local function draw(list)
   return list[1 + random % #list]
 end
 
--- What a command printed, and what it wrote to standard error.
+-- The standard output and the standard error of a command.
 local function output(command)
   local errors = os.tmpname()
   local p = assert(io.popen(("%s 2>'%s'"):format(command, errors)))
@@ -118,7 +118,7 @@ local function units_of(ranks)
   return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
 end
 
--- The same of a GPT-2 of fixed sizes. Measured before and behind each setting, since other programs share the machine.
+-- The same for a GPT-2 of fixed sizes. Measured before and after each setting, since other programs share the machine.
 local function probe(device, precision)
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
@@ -203,7 +203,7 @@ local function without_adam(ops)
   return rest, adam
 end
 
--- Of stages it is the simulated course of their schedule, whose messages travel beside the computation; and Adam.
+-- For stages: the simulated time of their schedule, whose messages overlap computation, plus Adam.
 local function predicted_of_ranks(said, probes)
   if not said.cut then return predicted_seconds(said.ops, probes) end
   local by_stage, update = {}, 0
@@ -264,7 +264,7 @@ local PUBLISHED = {
 
 local function gib(nbytes) return nbytes / 2 ^ 30 end
 
--- What a rank holds of the largest model: its state, and of each tier the peak, as sums.
+-- Bytes that a rank holds for the largest model: its state, and the peak of each tier, as sums.
 local function sums(result)
   local parts = { ("%.1f GiB of state a rank (%.2f bytes a parameter of all ranks)"):format(gib(result.state_bytes),
     result.state_bytes * result.world / result.parameters) }

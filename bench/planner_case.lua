@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/planner_case.lua JSON: trains a GPT-2 of the sizes that the JSON names, for bench/planner.lua and dry
--- runs of it. Prints one JSON line: the last loss, seconds a step, and the bytes that it held at most.
+-- runs of it. Prints one JSON line: the last loss, seconds per step, and the peak in bytes.
 local ps = require "ps"
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"

@@ -109,7 +109,7 @@ local function step_cost(train)
   return median(on), median(off) / args.steps, events
 end
 
--- What callgrind counts: its part begins with the call of ps_record_stop and ends with that of ps_record_is_on.
+-- Callgrind counts from the call of ps_record_stop to that of ps_record_is_on.
 local function counted_steps()
   local train = trainer(1)
   train(1)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How fast GPT-2's tokenizer encodes, from a cold process with its files, beside tiktoken:
+-- Compares the speed of GPT-2's tokenizer with tiktoken. Each run is a new process that reads the files first:
 --   psluajit bench/tokenize_speed.lua DIR --text corpus.txt --rounds 5
 -- DIR has vocab.json or encoder.json, and merges.txt or vocab.bpe. Texts: that of --text, random UTF-8, one letter, and
 -- letters without blanks, 1 MiB each. Every round starts a process for each text and each program in turn; figures are
 -- the best of the rounds, wall-clock seconds on one thread. The last line is one JSON object: NAME_s, NAME_tiktoken_s,
--- NAME_ratio (tiktoken's seconds over ours), and letter_rate, solid_rate: bytes a second of those two over those of
--- the text, each less the seconds of an empty text. The peer is bench/peers/tokenize_tiktoken.py with the Python of
+-- NAME_ratio (tiktoken's seconds over ours), and letter_rate, solid_rate: bytes per second of those two over those of
+-- the text, each without the seconds of an empty text. The peer is bench/peers/tokenize_tiktoken.py with the Python of
 -- PS_TORCH_PYTHON or python3, absent where it has no tiktoken.
 local ps = require "ps"
 local argparse = require "argparse"

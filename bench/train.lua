@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training speed on random tokens.
+-- Measures training speed on random tokens.
 --   psluajit bench/train.lua --model gpt2 --dtype bf16 --batch 4 --seq 256 --steps 6
 --   psluajit bench/train.lua --family llama --model llama-110m       (peer: bench/peers/llama_torch.py)
 -- The last line is one JSON object: tokens_per_s and step_s (median of the steps after the second), peak_rss_mib,
 -- losses, gemm_peak_gflops (2048^3, or --gemm, in the same type on the same device, in the same run), mfu (6 N FLOPs
--- a token over that peak). With --paired also mfu_paired: a product runs before the third step and after each from then
--- on, and each step's rate is taken over the mean rate of its two neighbours; the median of these. Where a processor's
--- rate changes by the second, the best product and the median step are of different times.
+-- per token over that peak). With --paired also mfu_paired: a product runs before the third step and after each step
+-- from then on. mfu_paired is the median of each step's rate over the mean rate of the two products next to it. A
+-- processor's rate can change within a second, and then the best product and the median step ran at different rates.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -35,7 +35,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- GFLOP/s of a square product, the best of `tries`; a device that runs behind is waited for, after several at once.
+--- GFLOP/s of a square product, the best of `tries`. On an asynchronous device it starts several and then waits.
 local function gemm_rate(tries)
   local n, best, count = args.gemm, 0, args.device == "cuda" and 10 or 1
   if n == 0 then return 0 end
@@ -75,7 +75,7 @@ for step = 1, args.steps do
   if args.profile and step == 3 then ps.profiler.start() end
   if args.paired and step == 3 then before_step = gemm_rate(PAIR_TRIES) end
   local t = ps.now()
-  optimizer:zero_grad()          -- before the forward, so that old gradients do not lie beside new activations
+  optimizer:zero_grad()          -- before the forward, so that old gradients take no memory next to activations
   local loss = model(x, y)
   local t_forward = ps.now()
   loss:backward()
