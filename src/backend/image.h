@@ -113,7 +113,7 @@ PS_BOTH ps_tap ps_tap_linear(const ps_attrs_resample *a, int64_t in, int64_t out
     return t;
 }
 
-/* Of result i of a map of `in` elements to `out` along dimension d (0: H, 1: W). */
+/* The taps of result i of a map from `in` elements to `out` along dimension d (0: H, 1: W). */
 PS_BOTH ps_tap ps_tap_of(const ps_attrs_resample *a, int d, int64_t in, int64_t out, int64_t i)
 {
     double scale = a->scale[d] > 0 ? a->scale[d] : (double)in / (double)out;

@@ -127,7 +127,7 @@ int ps_stw_meta(ps_stw *w, const char *key, const char *value)
     PS_TRY(check_state(w, DECLARING));
     if (!strcmp(key, ST_SUM_KEY))
         return ps_fail(PS_EINVAL, "writing %s: the metadata key '" ST_SUM_KEY "' is for checksums, which the writer "
-                       "takes itself (ps_stw_checksums)", w->path);
+                       "computes itself (ps_stw_checksums)", w->path);
     PS_TRY(check_text(w, "metadata key", key));
     PS_TRY(check_text(w, "metadata value", value));
     char *v = ps_strdup(value);

@@ -29,7 +29,7 @@ int infer_pad(ps_infer *f)
     return 0;
 }
 
-/* What was cut has no gradient, and what was added takes it along. */
+/* Pads the gradient by the negative widths: elements that were cut get 0, and the gradient of padding is dropped. */
 int grad_pad(ps_grad *g)
 {
     const ps_attrs_pad *a = g->attrs;

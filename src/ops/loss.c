@@ -33,7 +33,7 @@ static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tens
     if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "float rows are needed");
     if (target->dtype_ != PS_I32 && target->dtype_ != PS_I64) return ps_rule_fail(f, "targets must be int32 or int64");
     if (target->ndim != rows->ndim - 1 || memcmp(target->shape_, rows->shape_, sizeof(int64_t) * (size_t)target->ndim))
-        return ps_rule_fail(f, "one target per row is needed");
+        return ps_rule_fail(f, "targets must have the shape of x without its last dimension: one target per row");
     return 0;
 }
 
@@ -212,7 +212,7 @@ int infer_parallel_lm_loss(ps_infer *f)
         return ps_rule_fail(f, "x [N, C] and w [V, C] of one float type are needed");
     int64_t N, coefficients[2];
     if (__builtin_mul_overflow(x->shape_[0], at->parted ? at->size : 1, &N))
-        return ps_rule_fail(f, "x is too large to be gathered");
+        return ps_rule_fail(f, "x is too large to gather: the gathered size overflows 64 bits");
     if ((target->dtype_ != PS_I32 && target->dtype_ != PS_I64) || target->ndim != 1 || target->shape_[0] != N)
         return ps_rule_fail(f, "targets must be int32 or int64 [%lld]", (long long)N);
     if (at->words < 1 || (at->words + at->size - 1) / at->size != w->shape_[0])

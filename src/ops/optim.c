@@ -13,7 +13,7 @@ int infer_grad_store(ps_infer *f);
  * lost. */
 static int check_groups(const ps_infer *f, int size)
 {
-    if (f->n_in % size) return ps_rule_fail(f, "%d tensors are not groups of %d", f->n_in, size);
+    if (f->n_in % size) return ps_rule_fail(f, "%d tensors cannot be divided into groups of %d", f->n_in, size);
     for (int i = 0; i < f->n_in; i++) {
         const ps_tensor *p = f->in[i - i % size], *t = f->in[i];
         int state = p->dtype_ == PS_F64 ? PS_F64 : PS_F32;

@@ -47,7 +47,7 @@ int infer_of_ranks(ps_infer *f)
         return ps_rule_fail(f, "the first dimension of x, %lld, cannot be cut into %d equal parts",
                             (long long)y->shape[0], at->size);
     if (gather && __builtin_mul_overflow(y->shape[0], at->size, &y->shape[0]))
-        return ps_rule_fail(f, "x is too large to be gathered");
+        return ps_rule_fail(f, "x is too large to gather: the gathered size overflows 64 bits");
     if (scatter) y->shape[0] /= at->size;
     if (f->op == PS_OP_scatter_to_tp) y->offset += at->rank * y->shape[0] * y->stride[0];
     if (!view) ps_meta_set_contiguous(y);
@@ -117,7 +117,8 @@ int infer_column_linear(ps_infer *f)
     const ps_tensor *x = f->in[0];
     int64_t out, rows;
     PS_TRY(check_product(f, x, f->in[1], at->out_in, &out));
-    if (__builtin_mul_overflow(x->shape_[0], at->size, &rows)) return ps_rule_fail(f, "x is too large to be gathered");
+    if (__builtin_mul_overflow(x->shape_[0], at->size, &rows))
+        return ps_rule_fail(f, "x is too large to gather: the gathered size overflows 64 bits");
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
         const ps_tensor *w = f->in[1 + 2 * i], *b = f->in[2 + 2 * i];
         ps_meta *y = &f->out[i ? 1 + i : 0];

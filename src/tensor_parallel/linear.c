@@ -73,8 +73,8 @@ static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ?
 static const ps_view *dy_of(const work *w, int i) { return &w->call->in[i ? 2 + 2 * i : 0]; }
 static const ps_view *dy_weight_of(const work *w, int i) { return &w->call->in[i ? 3 + 2 * i : 1]; }
 
-/* Of the weights that want them dw and, where it is wanted, db from x [N, I] and dy [N, O]: as ps_give_weights has them
- * computed. */
+/* Computes dw and, if wanted, db from x [N, I] and dy [N, O], for each weight that needs a gradient. Has the signature
+ * that ps_give_weights calls. */
 static int multiply_weights(const work *w, const ps_view *x, bool dry)
 {
     const ps_attrs_column_linear_grad *at = w->call->attrs;
@@ -318,7 +318,7 @@ static bool gathers_x(const work *w)
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);
 }
 
-/* x is gathered while the products of dx run, and the rows of dx are added up while those of dw do. */
+/* Gathers x during the products of dx, and adds up the rows of dx during the products of dw. */
 static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *more,
                        const ps_view *addends)
 {

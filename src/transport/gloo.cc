@@ -265,7 +265,7 @@ template <typename F> int guarded(Gloo *g, const int &peer, const char *const &w
         rc = ps_watch_verdict(g->comm.watch);
         if (rc == 0) rc = ps_watch_failed_before(g->comm.watch);
     } catch (const std::bad_alloc &) {
-        rc = ps_fail(PS_ENOMEM, "Gloo found no memory for messages to and from rank %d", peer);
+        rc = ps_fail(PS_ENOMEM, "no memory for Gloo's messages to and from rank %d", peer);
     } catch (const std::exception &e) {
         rc = peer_failed(g, peer, what, e.what());
     } catch (...) {
@@ -397,7 +397,7 @@ int post(ps_comm *comm, int slot, int peer, bool out, void *bytes, int64_t nbyte
         *made = p.release();
         return 0;
     } catch (const std::bad_alloc &) {
-        return ps_fail(PS_ENOMEM, "Gloo found no memory for a message");
+        return ps_fail(PS_ENOMEM, "no memory for a message of Gloo");
     } catch (const std::exception &e) {
         return ps_fail(PS_EIO, "%s", plain(e.what()));
     }
@@ -557,7 +557,7 @@ int connect(ps_store *store, const ps_watch_options &options, double timeout_s, 
     } catch (const store_failed &) {
         return view.code;                                   /* this thread's error already has the message */
     } catch (const std::bad_alloc &) {
-        return ps_fail(PS_ENOMEM, "Gloo found no memory for a group of %d ranks", size);
+        return ps_fail(PS_ENOMEM, "no memory for a Gloo group of %d ranks", size);
     } catch (const std::exception &e) {
         PS_TRY(ps_store_ask_fault(store));                  /* another rank's failure may be the cause */
         return ps_fail(late(e.what()) ? PS_ETIME : PS_EIO,

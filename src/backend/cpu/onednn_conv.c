@@ -208,7 +208,7 @@ static dnnl_status_t reorder_new(dnnl_primitive_t *out, const desc *from, const 
     return st;
 }
 
-/* What the chosen implementation wants of its operands, and the copies to and from that. */
+/* Sets the layouts that the chosen implementation needs for its operands, and the copies to and from them. */
 static dnnl_status_t take_layouts(entry *e, dnnl_primitive_desc_t pd)
 {
     static const dnnl_query_t queries[3][ROLES] = {
@@ -264,7 +264,7 @@ static dnnl_status_t entry_fill(entry *e)
     memset(any, 0, sizeof any);
     for (int i = 0; i < 2; i++) {
         z.stride[i] = s->stride[i], z.dilation[i] = s->dilation[i] - 1, z.before[i] = s->before[i];
-        /* What the last output needs; less than 0 where the last elements are not used. */
+        /* The padding for the last output; negative if the last elements of the input are not used. */
         z.after[i] = (s->out[i] - 1) * s->stride[i] + (s->k[i] - 1) * s->dilation[i] + 1 - s->in[i] - s->before[i];
     }
     dnnl_dims_t channels = { s->o };
@@ -623,7 +623,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     float *plain = asked(w, (size_t)dw->numel * 4);
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
-    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* what lies between and behind sums is added, too */
+    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* bytes between and after sums are added, too */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The kernel of the wire (nccl.cpp): adds up what ranks sent, in their order, in fp32 (fp64 of fp64), rounded once, as
- * comm/comm.c does in host memory: the bits are the same. */
+ * The kernel of the wire (nccl.cpp): adds up the bytes of all ranks in the order of ranks, in fp32 (fp64 for fp64),
+ * rounded once. comm/comm.c does the same in host memory, with the same bits. */
 #include "backend/cuda/device.h"
 #include "backend/cuda/nccl.h"
 
-/* at[r] [numel] of rank r; a kernel's arguments have 4 KiB at least. */
+/* at[r] [numel] of rank r; arguments of a kernel can have at least 4 KiB. */
 struct addends { const void *at[PS_CUDA_MOST_RANKS]; };
 
 template <class T> KERNEL_UP_TO(THREADS) add_up(addends in, int n, int64_t packs, int64_t numel, T *to)

@@ -32,10 +32,10 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int32_t first_head;                              /* of this rank, where ranks share out the heads */
+    int32_t first_head;                              /* heads of this rank, if ranks share out the heads */
 };
 
-/* Whether all is plain causal or full attention, or by a mask of 2 dimensions, which is what tensor cores take. */
+/* Whether the call has only causal or full attention, or a mask of 2 dimensions: tensor cores support these. */
 static inline bool is_plain(const attention *t) { return !t->bias && t->window == 0; }
 
 DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
@@ -45,9 +45,9 @@ DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
     return !t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0;
 }
 
-/* How many queries, from the first on, see one key at most; `second`: the second key that is shown. The weight of the
- * one is 1 whatever the score is, so the score has no gradient: not even the rounding that is left of dy . v - delta,
- * which Adam would make a step of. */
+/* The number of queries, from the first on, that see at most one key; `second`: the second key that the mask shows.
+ * The weight of a single key is 1 for any score, so the score has no gradient. It must be exactly 0: Adam would turn
+ * the rounding error of dy . v - delta into a step. */
 static __host__ __device__ inline int32_t sure_before(const attention &t, int64_t second)
 {
     int64_t n = t.causal ? second - (t.S - t.T) : 0;
@@ -55,10 +55,10 @@ static __host__ __device__ inline int32_t sure_before(const attention &t, int64_
 }
 DEV int sure_queries(const attention &t, int64_t b) { return t.sure_of ? t.sure_of[b] : t.sure; }
 
-/* Where the log-sum-exp of query 0 of a head lies. */
+/* The position of the log-sum-exp of query 0 of a head. */
 DEV int64_t lse_at(const attention &t, int64_t b, int64_t h) { return b * t.lse_b + h * t.lse_h; }
 
-/* Draws of dropout for elements that follow each other: one call of Philox gives four. */
+/* Random numbers of dropout for consecutive elements: one call of Philox gives four. */
 struct draws { uint64_t block; ps_philox r; };
 DEV draws no_draws(void)
 {
@@ -77,7 +77,7 @@ DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, 
     return ps_unit_f32(word) < t.p;
 }
 
-/* They return PS_EUNSUP for operands that they do not take, before anything is started. */
+/* These return PS_EUNSUP for operands that they do not support, before they launch anything. */
 int ps_cuda_flash_forward(const attention *t, int dtype);
 int ps_cuda_flash_backward(const attention *t, int dtype);
 int ps_cuda_hopper_forward(const attention *t, int dtype);

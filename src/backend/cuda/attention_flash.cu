@@ -14,7 +14,7 @@ template <int DP, bool LEAN> struct shape {
 };
 #define STEP_UP 8.0f
 
-/* Hides those of the keys first .. of a tile that the queries i .. of this warp do not see. */
+/* Hides keys of the tile that starts at key `first` from those of this warp's queries i .. that do not see them. */
 template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)[N][4], int64_t b, int i, int first)
 {
     int lane = threadIdx.x & 31, S = (int)t.S, off = (int)(t.S - t.T);
@@ -33,8 +33,8 @@ template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)
         }
 }
 
-/* Scores of 16 rows to weights; top: base of the row's exponentials, in powers of two; sum: of this lane's weights.
- * Gives the factors for the rows of o. */
+/* Turns scores of 16 rows into weights. top: base of the row's exponentials, in powers of two; sum: of this lane's
+ * weights. Returns the factors for the rows of o. */
 template <int N, bool LEAN>
 DEV void soften(const attention &t, float (*s)[4], float *top, float *sum, float *shrink, float scale, int64_t b,
                 int64_t h, int i, int first)
@@ -72,7 +72,7 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     PS_DYNAMIC_SHARED(shared);
     uint16_t *q_tile = (uint16_t *)shared, *stages = q_tile + ROWS * DP;         /* two of a K and a V tile each */
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
-    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* the long ones first */
+    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* long rows first */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
@@ -89,7 +89,7 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     keys.next(stages, t, 0, n_k, D, mask);
     for (int first = 0; first < end || first == 0; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
-        async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous one any more */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (KEPT && first == 0) q.open(own);

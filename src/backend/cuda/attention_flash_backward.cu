@@ -65,7 +65,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     PS_DYNAMIC_SHARED(shared);
     uint16_t *q_tile = (uint16_t *)shared, *dy_tile = q_tile + ROWS * DP, *stages = dy_tile + ROWS * DP;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
-    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* the long ones first */
+    int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* long rows first */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
@@ -88,7 +88,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     keys.next(stages, t, 0, n_k, D, mask);
     for (int first = 0; first < end || first == 0; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
-        async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous one any more */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
         if (first >= seen_by_any || w0 >= n_q) continue;
@@ -219,14 +219,14 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     dy_rows.next(stages + (stage * 2 + 1) * QUERIES * DP, t.dy, begin, n_q, D, NULL, 0);
     both_sums.next(sums + stage * 2 * QUERIES, begin, n_q, sure);
     async_commit();
-    async_wait<1>();                                 /* k and v are there */
+    async_wait<1>();                                 /* k and v are complete */
     __syncthreads();
     k.open(own_k), v.open(own_v);
-    for (int first = begin; first < n_q; first += QUERIES) {                     /* once at least: every key is seen */
+    for (int first = begin; first < n_q; first += QUERIES) { /* at least one tile: some query sees every key */
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;
-        async_wait<0>();                             /* this tile is there, and nobody reads the one before any more */
+        async_wait<0>(); /* this tile is complete, and no warp reads the previous one any more */
         __syncthreads();
         if (first + QUERIES < n_q) {
             uint16_t *next = stages + (stage ^ 1) * 2 * QUERIES * DP;

@@ -15,11 +15,11 @@
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* A tile [ROWS, D] is D / 64 panels, one after the other. */
+/* A tile [ROWS, D] is D / 64 consecutive panels. */
 template <int D, int ROWS> struct tile { enum { PANEL = ROWS * PANEL_ROW, NBYTES = D / PANEL_COLS * PANEL }; };
 
-/* Rows first .. first + ROWS of a head into a tile; rows from `limit` on are zero, and FROM_LEAST those before `least`.
- * Asynchronous, without a commit. */
+/* Copies rows first .. first + ROWS of a head to a tile. Rows from `limit` on are zero, with FROM_LEAST also those
+ * before `least`. Asynchronous, without a commit. */
 template <int D, int ROWS, int BLOCK, bool FROM_LEAST = false>
 DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                    int64_t least = 0)
@@ -37,7 +37,7 @@ DEV void load_tile(unsigned char *dst, const heads &x, int64_t b, int64_t h, int
     }
 }
 
-/* c [64, N] = a b^T over D columns; a: of this warpgroup's rows in a tile of A_ROWS, b: a tile of N rows. */
+/* c [64, N] = a b^T over D columns. a: this warpgroup's rows in a tile of A_ROWS, b: a tile of N rows. */
 template <class T, int D, int A_ROWS, int N> DEV void times_transposed(float *c, uint64_t a, uint64_t b)
 {
 #pragma unroll
@@ -55,7 +55,7 @@ template <class T, int D, int KEYS> DEV void times(float *o, const uint32_t *p, 
     for (int k = 0; k < KEYS; k += 16) wgmma_registers<T, D>(o, p + k / 4, descriptor_at(b, k * PANEL_ROW), true);
 }
 
-/* x [64, N] to halves, as A of the next product. */
+/* Rounds x [64, N] to halves, as A of the next product. */
 template <class T, int N> DEV void to_halves(uint32_t *p, const float *x)
 {
 #pragma unroll
@@ -68,8 +68,8 @@ template <int COUNT> DEV void clear(float *x)
     for (int i = 0; i < COUNT; i++) x[i] = 0;
 }
 
-/* 64 rows of a warpgroup to rows first .. of a head, as far as they exist: each warp lays its 16 rows into `own`, 64
- * rows of a tile of A_ROWS that nobody else uses any more, and reads them in pieces of 16 bytes. */
+/* Stores the existing ones of a warpgroup's 64 rows to rows first .. of a head. Each warp writes its 16 rows to
+ * `own`, 64 rows of a tile of A_ROWS that nothing else uses any more, and reads them in pieces of 16 bytes. */
 template <class T, int D, int A_ROWS>
 DEV void store_rows(unsigned char *own, const heads &x, int64_t b, int64_t h, int64_t first, int64_t limit,
                     const float *o, float by0, float by1)
@@ -114,8 +114,8 @@ template <int KEYS> struct sight {
     }
 };
 
-/* Scores of a tile become weights 2^(scale (s - top)); the running top and sum of this thread's two rows go on, and
- * `shrink` is the factor for the sums so far. scale > 0. */
+/* Turns scores of a tile into weights 2^(scale (s - top)) and updates the running top and sum of this thread's two
+ * rows. `shrink` becomes the factor for the previous sums. scale > 0. */
 template <int KEYS>
 DEV void soften(float *s, float *top, float *sum, float *shrink, float scale, const sight<KEYS> &seen)
 {
@@ -161,7 +161,7 @@ template <int D> struct shape;
 template <> struct shape<64> { enum { GROUPS = 3, KEYS = 128 }; };
 template <> struct shape<128> { enum { GROUPS = 2, KEYS = 128 }; };
 
-/* Outputs of a warpgroup's rows from `first` on, and their log-sum-exp. */
+/* Stores outputs of a warpgroup's rows from `first` on, and their log-sum-exp. */
 template <class T, int D, int ROWS>
 DEV void put_out(const attention &t, unsigned char *own, int64_t b, int64_t h, int64_t first, const float *o,
                  const float *top, const float *sum)
@@ -191,9 +191,9 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
     typedef tile<D, KEYS> key_tile;
     PS_DYNAMIC_SHARED(raw);
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *k = q + tile<D, ROWS>::NBYTES;
-    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* two places each, taken in turn */
+    unsigned char *v = k + 2 * key_tile::NBYTES;                     /* two buffers each, used in turn */
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long ones first */
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long rows first */
     int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
@@ -223,8 +223,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<KEYS / 2>(s);
         soften<KEYS>(s, top, sum, shrink, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: weights of tile j; o: of the tiles before it, its product still under way: that wait stands at the loop's head
-     * because ptxas moves it before the softmax where both are in one block. */
+    /* s: weights of tile j. o: output of the tiles before it, whose product still runs. The wait for it is at the head
+     * of the loop: in one block with the softmax, ptxas would move it before the softmax. */
     for (int j = 0; j + 1 < tiles; j++) {
         int here = j & 1, there = here ^ 1;
         int64_t first = (int64_t)(j + 1) * KEYS;
@@ -232,8 +232,8 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
         hold<D / 2>(o);
         shrink_rows<D>(o, shrink);
         to_halves<T, KEYS>(p, s);
-        async_wait<0>();                             /* k of the next tile and v of this one are there; after the  */
-        async_fence();                               /* barrier nobody reads this k and the last v any more */
+        async_wait<0>();                             /* k of the next tile and v of this one are complete; after the */
+        async_fence();                               /* barrier no warp reads this k and the last v any more */
         __syncthreads();
         if (j + 2 < tiles) load_tile<D, KEYS, BLOCK>(k + here * key_tile::NBYTES, t.k, b, kh, first + KEYS, t.S);
         load_tile<D, KEYS, BLOCK>(v + there * key_tile::NBYTES, t.v, b, kh, first, t.S);
@@ -274,7 +274,7 @@ KERNEL_UP_TO(128 * shape<D>::GROUPS, 1) forward_kernel(const __grid_constant__ a
  * it is set to 0: the log-sum-exp of a query without a key to see is -infinity. Queries that see one key (sure_before)
  * are treated as in attention_flash_backward.cu: dq is set to 0, and for dk and dv q and the log-sum-exp are. */
 
-/* For this thread's two rows: the log-sum-exp, times log2 e, and delta. w0: the warp's first query. */
+/* Reads the log-sum-exp, times log2 e, and delta of this thread's two rows. w0: the warp's first query. */
 DEV void read_figures(const attention &t, int64_t b, int64_t h, int64_t w0, float *lse, float *delta)
 {
 #pragma unroll
@@ -309,7 +309,8 @@ template <int D> static size_t dq_nbytes(void)
     return 2 * tile<D, 64 * dq_shape<D>::GROUPS>::NBYTES + 5 * tile<D, dq_shape<D>::KEYS>::NBYTES + PANEL_ALIGN;
 }
 
-/* Rows are queries. Keys have three places: a tile is read for the second time when the next one is for the first. */
+/* Rows are queries. Keys have three buffers, since a tile is read for the second time while the next one is read for
+ * the first. */
 template <class T, int D>
 KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ attention t)
 {
@@ -319,7 +320,7 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
     unsigned char *q = raw + (-shared_address(raw) & (PANEL_ALIGN - 1)), *dy = q + tile<D, ROWS>::NBYTES;
     unsigned char *k = dy + tile<D, ROWS>::NBYTES, *v = k + 3 * key_tile::NBYTES;
     int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
-    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long ones first */
+    int64_t q0 = (int64_t)(gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.z;            /* long rows first */
     int64_t h = blockIdx.y, kh = h / t.group;
     int64_t w0 = q0 + group * 64 + (threadIdx.x >> 5 & 3) * 16, end = t.causal ? min(t.S, q0 + ROWS + t.S - t.T) : t.S;
     int tiles = end > 0 ? (int)((end + KEYS - 1) / KEYS) : 0;
@@ -355,13 +356,13 @@ KERNEL_UP_TO(128 * dq_shape<D>::GROUPS, 1) dq_kernel(const __grid_constant__ att
         hold<KEYS / 2>(d);
         slope_of_rows<KEYS>(s, d, lse, delta, scale, sight<KEYS>::of(t, w0, 0));
     }
-    /* s: ds of tile j; dq: of those before it, its product still under way, as in forward_kernel. */
+    /* s: ds of tile j. dq: sum of the tiles before it, whose product still runs, as in forward_kernel. */
     for (int j = 0; j + 1 < tiles; j++) {
         int64_t first = (int64_t)(j + 1) * KEYS;
         wgmma_wait<0>();
         hold<D / 2>(dq);
         to_halves<T, KEYS>(ds, s);
-        async_wait<0>();                             /* the next tile is there; after the barrier no warp reads the */
+        async_wait<0>(); /* the next tile is complete; after the barrier no warp reads the */
         async_fence();                               /* last k and this v any more */
         __syncthreads();
         if (j + 2 < tiles) {
@@ -431,8 +432,8 @@ DEV void slope_of_columns(const attention &t, uint32_t *w, uint32_t *ds, float *
 }
 
 enum { DKV_GROUPS = 2, DKV_BLOCK = 128 * DKV_GROUPS, DKV_ROWS = 64 * DKV_GROUPS, QUERIES = 64 };
-/* A tile of queries: q, dy, then their log-sum-exp and delta. Three places: while the products with one tile are under
- * way, the next one is read, and one comes. */
+/* A tile of queries: q, dy, then their log-sum-exp and delta. Three buffers: products use one, the next is read, and
+ * a third is being loaded. */
 template <int D> struct query_tile {
     enum { DY = tile<D, QUERIES>::NBYTES, LSE = 2 * DY, DELTA = LSE + QUERIES * 4, NBYTES = LSE + PANEL_ALIGN };
 };
@@ -456,7 +457,7 @@ template <int D> DEV void load_queries(unsigned char *to, const attention &t, in
     async_commit();
 }
 
-/* Rows are keys; of heads that share keys each one's sums go to a place of their own (run_grouped_backward). */
+/* Rows are keys. If heads share keys, the sums of each head go to separate memory (run_grouped_backward). */
 template <class T, int D>
 KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 {
@@ -486,7 +487,7 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
     for (int j = 0; j < tiles; j++) {
         int64_t first = begin + (int64_t)j * QUERIES;
         uint32_t at = j % 3 * place::NBYTES;
-        async_wait<0>();                             /* this tile is there; after the barrier no warp reads the one */
+        async_wait<0>(); /* this tile is complete; after the barrier no warp reads the one */
         async_fence();                               /* before the last any more */
         __syncthreads();
         if (j + 1 < tiles) load_queries<D>(queries + (j + 1) % 3 * place::NBYTES, t, b, h, first + QUERIES);
@@ -516,10 +517,10 @@ KERNEL_UP_TO(DKV_BLOCK, 1) dkv_kernel(const __grid_constant__ attention t)
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* Blocks of `groups` warpgroups, over n rows. */
+/* The number of blocks of `groups` warpgroups for n rows. */
 template <class F> static int start(F kernel, bool *allowed, int64_t n, int groups, size_t nbytes, const attention *t)
 {
-    if (!*allowed)                                   /* more than 48 KiB of shared memory, once for each kernel */
+    if (!*allowed)                                   /* shared memory above 48 KiB must be requested once per kernel */
         CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)nbytes));
     *allowed = true;
     PS_LAUNCH(kernel, dim3((unsigned)ps_cu_div_up(n, 64 * groups), (unsigned)t->H, (unsigned)t->B), 128 * groups,

@@ -29,7 +29,8 @@ template <class A> DEV A bias_of(const attention &t, int64_t b, int64_t h, int64
 }
 
 /* -- forward ------------------------------------------------------------------------------------------------------- */
-/* A block for query i = blockIdx.x of head blockIdx.y, sample blockIdx.z; thread x has D's x, x + TILE, ... */
+/* A block per query i = blockIdx.x of head blockIdx.y, sample blockIdx.z. Thread x has columns x, x + TILE, ... of
+ * D. */
 template <class T> static __global__ void forward_kernel(const __grid_constant__ attention t)
 {
     typedef typename type_info<T>::acc A;
@@ -61,7 +62,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
             int64_t d = threadIdx.x + k * TILE;
             if (d >= t.D) break;
             A part = 0;
-            for (int c = 0; c < n; c++)              /* a hidden key's v may hold anything */
+            for (int c = 0; c < n; c++)              /* v of a hidden key may be NaN or infinite */
                 if (weight[c] != 0) part += weight[c] * up(((const T *)t.v.p)[head_at(t.v, b, g, first + c) + d]);
             o[k] = o[k] * shrink + part;
         }
@@ -76,7 +77,7 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
 }
 
 /* -- backward ------------------------------------------------------------------------------------------------------ */
-/* `lanes` threads of a warp for each row, a power of two: 16 bytes each at a time where the rows are aligned. */
+/* `lanes` threads of a warp per row, a power of two. They read 16 bytes at a time if the rows are aligned. */
 template <class T> static __global__ void delta_kernel(const __grid_constant__ attention t, int lanes)
 {
     typedef typename type_info<T>::acc A;
@@ -98,7 +99,7 @@ template <class T> static __global__ void delta_kernel(const __grid_constant__ a
     if (lane == 0 && i < t.T) ((A *)t.delta)[(b * t.H + h) * t.T + i] = s;
 }
 
-/* A block for each sample, which looks for the first key that the mask shows, then for the next one. */
+/* A block per sample. It finds the first key that the mask shows, then the second. */
 static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t *sure_of)
 {
     int64_t b = blockIdx.x, last = -1;
@@ -251,7 +252,7 @@ static heads heads_of(const ps_view *v)
     return x;
 }
 
-/* Part `part` of x [B, T, parts * C], contiguous, seen as [B, heads, T, C / heads]. */
+/* Part `part` of a contiguous x [B, T, parts * C], as a view [B, heads, T, C / heads]. */
 static heads packed_part(const ps_view *x, int parts, int part, int64_t n_heads)
 {
     int64_t T = x->shape[1], width = x->shape[2], C = width / parts, D = C / n_heads;
@@ -317,7 +318,7 @@ static int run_forward(attention *t, int dtype)
 
 static int run_backward(ps_call *call, attention *t, int dtype);
 
-/* dk, dv of each head by itself, in scratch, then the sums over heads that share keys: FlashAttention-2's way. */
+/* Computes dk and dv of each head in scratch, then sums over heads that share keys, as FlashAttention-2 does. */
 static int run_grouped_backward(ps_call *call, attention *t, int dtype)
 {
     attention each = *t;

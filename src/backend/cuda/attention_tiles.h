@@ -18,7 +18,7 @@ enum { MOST_ROWS = 1 << 29 };
 
 template <class T> DEV uint32_t two(float low, float high) { return two_down(T(), low, high); }
 
-/* Where row r, chunk c of a tile begins. */
+/* The position of row r, chunk c of a tile. */
 template <int DP> DEV int place(int r, int c) { return r * DP + ((c ^ (r & 7)) << 3); }
 
 DEV const uint16_t *head_of(const heads &x, int64_t b, int64_t h)
@@ -60,8 +60,8 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
     }
 };
 
-/* Tiles of keys and their values, one after the other, in two places of shared memory: while one is read, the next is
- * loaded. The values of a tile are stored after its keys. */
+/* Tiles of keys and their values, loaded into two buffers in shared memory: while one is read, the next is loaded.
+ * The values of a tile are stored after its keys. */
 template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
     __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h)
@@ -72,7 +72,7 @@ template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     {
         return stages + (first / KEYS & 1) * 2 * KEYS * DP;
     }
-    /* Begins to copy the tile whose first key is `first`: in order, each once. */
+    /* Starts to copy the tile whose first key is `first`. Tiles are copied in order, each once. */
     __device__ __forceinline__ void next(uint16_t *stages, const attention &t, int first, int n_k, int D,
                                          const uint8_t *mask)
     {
@@ -101,7 +101,7 @@ DEV const uint16_t *across(const uint16_t *tile, int lane, int k)
     return (const uint16_t *)((const char *)tile + (lane ^ (k % 64 * 2))) + k / 64 * 64;
 }
 
-/* The fragments of a warp's rows [16 RT, DP]: read each time from shared memory, or kept in registers. */
+/* The fragments of a warp's rows [16 RT, DP], read from shared memory each time, or kept in registers. */
 template <int DP, int RT> struct rows_shared {
     const uint16_t *p;
     __device__ __forceinline__ void open(const uint16_t *rows) { p = rows; }
@@ -247,8 +247,8 @@ DEV void times(float (*o)[W / 8][4], float (*p)[N][4], const uint16_t *b)
 }
 
 /* -- results ------------------------------------------------------------------------------------------------------- */
-/* A warp's o [16 RT, W], times `by`, to rows first .., columns col .. of a head as far as there are. LEAN: by way of
- * `own`, tile rows in shared memory that nobody else uses any more, to write 16 bytes at once. */
+/* Stores a warp's o [16 RT, W], times `by`, to the existing ones of rows first .., columns col .. of a head. LEAN:
+ * through `own`, tile rows in shared memory that nothing else uses any more, to write 16 bytes at a time. */
 template <class T, int DP, int RT, bool LEAN, int W>
 DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, int col, int D, float (*o)[W / 8][4],
                     float by, uint16_t *own)
@@ -256,7 +256,7 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
     int lane = threadIdx.x & 31, g = lane >> 2, c2 = (lane & 3) * 2;
     uint16_t *base = (uint16_t *)head_of(x, b, h) + col;
     D -= col;
-    if (LEAN) __syncwarp();                          /* the warp itself may still read what was in `own` */
+    if (LEAN) __syncwarp();                          /* the warp may still read `own` */
 #pragma unroll
     for (int m = 0; m < RT; m++)
 #pragma unroll
@@ -287,7 +287,7 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* More than 48 KiB of shared memory must be asked for, once for each kernel. */
+/* Shared memory above 48 KiB must be requested once per kernel. */
 template <class F> static int allow_shared(F kernel, size_t nbytes, bool *done)
 {
     if (*done) return 0;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Opens the cuda backend and holds what is not a kernel: memory, streams, copies, errors. Everything is called from one
- * thread, which runs ahead of the device; it waits only in copy_out, in copy_wait, where memory goes back to the driver
- * and in copy_in when 4 MiB of such copies are still ahead of it.
+ * Opens the cuda backend. Has memory, streams, copies and errors; kernels are in other files. All functions are called
+ * from one thread, which runs ahead of the device. It waits only in copy_out, in copy_wait, when memory goes back to
+ * the driver, and in copy_in while 4 MiB of such copies are pending.
  *
- * Order. Kernels, copy_in and copy_out share the stream `compute`, so memory that dispatch hands from one kernel to the
- * next needs no waiting. A copy of copy_start runs on its direction's own stream, after all that was queued on
- * `compute` when it was asked for: its buffers may have been in use by kernels that the caller does not wait for. The
- * caller uses them again after copy_wait only. */
+ * Order. Kernels, copy_in and copy_out share the stream `compute`, so dispatch can reuse memory of one kernel for the
+ * next without waiting. A copy of copy_start runs on the stream of its direction, after everything that was queued on
+ * `compute` when it was requested, since queued kernels may still use its buffers. The caller may use the buffers again
+ * only after copy_wait. */
 #include "backend/cuda/nccl.h"
 #include "backend/cuda_rules.h"
 #include <atomic>
@@ -24,15 +24,15 @@ struct ps_copy {
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* of the pinned memory that a piece of a copy goes through */
-static const int64_t memory_least = (int64_t)512 << 20;   /* free on the device, or it is not opened */
+static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces of a copy in pinned memory */
+static const int64_t memory_least = (int64_t)512 << 20;   /* least free memory of the device to open it */
 static const int64_t memory_spare = (int64_t)64 << 20;    /* left to the driver: modules, local memory, cuBLASLt */
 
 ps_cuda *ps_cu;
 static ps_copy *spare;
 static ps_kernel kernels[PS_OP_COUNT];
-/* Pinned memory through which copies of copy_in run, in pieces, and the time when a slot's last copy has ended. After
- * those slots there is one more, for small copies to the host. */
+/* Pinned memory through which copies of copy_in run in pieces, and the event at which a slot's last copy ends. One
+ * additional slot is for small copies to the host. */
 static char *slots;
 static cudaEvent_t slot_free[SLOTS];
 static int slot_next;
@@ -52,8 +52,8 @@ static int say_broken(void)
     return ps_fail(PS_EBACKEND, "device cuda cannot be used any more in this process: %s", ps_cu->what_broke);
 }
 
-/* A device that a library or a refused call made unusable may be well, and at work on all that was queued before. From
- * now on nobody waits for copies, and host memory that they write to is soon somebody else's: here they end. */
+/* After an error of a library or a refused call the device may still run the work that was queued before. From now
+ * on nothing waits for copies, and host memory that they write to will be reused. So this waits for them to end. */
 static void come_to_rest(void)
 {
     const cudaStream_t all[3] = { ps_cu->lane[0], ps_cu->lane[1], ps_cu->compute };
@@ -93,7 +93,7 @@ int ps_cuda_trapped(void)
     int kind = *(volatile int *)&ps_cu->trap_host->kind;
     if (kind == TRAP_NONE) return 0;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-    ps_trap t = *ps_cu->trap_host;             /* nothing writes it any more */
+    ps_trap t = *ps_cu->trap_host;             /* no copy writes it any more */
     ps_cu->trap_host->kind = TRAP_NONE;
     CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
     if (kind == TRAP_TARGET)
@@ -111,7 +111,7 @@ int ps_cuda_trapped(void)
 }
 
 static std::mutex lost_lock;
-static std::atomic<int> lost_code;             /* 0: nothing is lost, or whoever used it knows */
+static std::atomic<int> lost_code;             /* 0: no loss, or the loss was reported */
 static char lost_text[1000];
 
 void ps_cuda_lose(int code, const char *why)
@@ -175,7 +175,7 @@ static int check_rules(ps_call *call)
 }
 #endif
 
-/* The kernel of every op: the device must be whole, and what its own kernel started must have been taken. */
+/* Runs the kernel of any op: checks that the device works, and reports errors of the launches. */
 static int run(ps_call *call)
 {
     if (ps_cu->broken) return say_broken();
@@ -193,9 +193,9 @@ static int run(ps_call *call)
 }
 
 /* -- memory -------------------------------------------------------------------------------------------------------- */
-/* Regions come from the device's own pool where it has one (all but some virtual ones do): what is freed there stays in
- * it, in the order of `compute`, so chunks that take each other's place in a step neither wait for the device nor go
- * to the driver. Other streams are done with a region when it is freed: the host waited for their copies. */
+/* Takes regions from the device's own pool if it has one (all but some virtual devices do). Freed memory stays in
+ * the pool, in the order of `compute`, so chunks that replace each other in a step neither wait for the device nor
+ * call the driver. Other streams no longer use a region when it is freed: the host has waited for their copies. */
 static int64_t pool_spare(void)
 {
     uint64_t reserved = 0, used = 0;
@@ -209,7 +209,7 @@ static int64_t bytes_available(ps_backend *be)
 {
     size_t left = 0, total = 0;
     if (ps_cu->broken || ps_cuda_check(cudaMemGetInfo(&left, &total), "cudaMemGetInfo") < 0)
-        return INT64_MAX;                      /* unknown: whoever takes memory of a device that failed hears of it */
+        return INT64_MAX;                      /* unknown: the next allocation reports the failure */
     int64_t all = (int64_t)left + pool_spare();
     return all > memory_spare ? all - memory_spare : 0;
 }
@@ -226,7 +226,7 @@ static cudaError_t take_memory(size_t nbytes, void **out)
     if (!ps_cu->pool) return cudaMalloc(out, nbytes);
     cudaError_t e = cudaMallocAsync(out, nbytes, ps_cu->compute);
     if (e != cudaErrorMemoryAllocation) return e;
-    cudaGetLastError();                        /* pieces of the pool may be in the way: once more without them */
+    cudaGetLastError(); /* free memory may be split by pieces of the pool: release them and try again */
     if (wait_all() < 0) return cudaErrorUnknown;
     cudaMemPoolTrimTo(ps_cu->pool, 0);
     return cudaMallocAsync(out, nbytes, ps_cu->compute);
@@ -239,7 +239,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
     cudaError_t e = take_memory(nbytes ? nbytes : 1, out);
     if (ps_cu->broken) return say_broken();
     if (e == cudaErrorMemoryAllocation) {
-        cudaGetLastError();                    /* not sticky: nothing is broken */
+        cudaGetLastError();                    /* not sticky: the context still works */
         return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
                        "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
                        (double)bytes_available(be) / 1048576.0);
@@ -271,7 +271,7 @@ static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
     return 0;
 }
 
-/* A copy may not take memory that is pinned together with memory that is not, or is as another range. */
+/* One copy must not use memory of two pinned ranges, or of pinned and other memory. */
 static int move(cudaStream_t stream, bool to_device, void *dst, const void *src, size_t nbytes)
 {
     const char *host = (const char *)(to_device ? src : dst);
@@ -361,7 +361,7 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
 {
     cudaError_t e = ps_cu->broken ? cudaSuccess : block ? cudaEventSynchronize(c->done) : cudaEventQuery(c->done);
     if (e == cudaErrorNotReady) {
-        cudaGetLastError();                    /* else the next kernel's start would be taken for what failed */
+        cudaGetLastError();                    /* otherwise the next kernel's launch would report it */
         return 0;
     }
     bool to_device = c->to_device;
@@ -370,7 +370,7 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* it stays: who waits may go on without the copy */
+    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays: waiters could miss the copy */
     return 1;
 }
 
@@ -403,7 +403,7 @@ static void close_cuda(ps_backend *be)
     ps_cu = NULL;
 }
 
-/* Processes of one machine take its devices in turn. The variables: of torchrun, Open MPI, PMI and Slurm. */
+/* Processes of one machine take its devices in turn, by the variables of torchrun, Open MPI, PMI or Slurm. */
 static int device_number(int n, int local_rank)
 {
     static const char *const names[] = { "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
@@ -446,7 +446,7 @@ static int choose_device(int local_rank)
     return 0;
 }
 
-/* Which kernels attention takes where there are two kinds. */
+/* The kind of kernels for attention calls that both kinds support. */
 static int choose_attention(void)
 {
     const char *text = getenv("PS_CUDA_ATTENTION");
@@ -509,7 +509,7 @@ static void fill_kernels(void)
     for (int op = 0; op < PS_OP_COUNT; op++) ps_cu->base.kernel[op] = kernels[op] ? run : NULL;
 }
 
-/* The one door of the plug-in. `layout` is what the program says ps_cuda_layout() of its own build is. */
+/* The entry point of the plug-in. `layout` is ps_cuda_layout() of the program's build. */
 extern "C" __attribute__((visibility("default"))) int ps_cuda_plugin_open(
     const char *layout, const ps_cuda_program *program, int local_rank, ps_backend **out);
 int ps_cuda_plugin_open(const char *layout, const ps_cuda_program *program, int local_rank, ps_backend **out)

@@ -5,7 +5,7 @@
 #define PS_CUDA_COLUMNS_H
 #include "backend/cuda/device.h"
 
-enum { SUM, MAX, MIN };                              /* what a reduction computes */
+enum { SUM, MAX, MIN };                              /* the kind of reduction */
 
 /* The destination of a reduction: part s of kept element i is parts[s * kept + i]; a single part goes to y at once. */
 struct target { void *parts, *y; int y_type, op; bool accumulate; double divide; };
@@ -65,7 +65,7 @@ template <class T, int AHEAD, class F> DEV void sum_columns_of(const target &t, 
     }
 }
 
-/* The grid of such a kernel, with COLUMN_THREADS * ROW_GROUPS threads a block. */
+/* The grid of such a kernel, with COLUMN_THREADS * ROW_GROUPS threads per block. */
 static inline dim3 column_blocks(int64_t packs, int64_t parts)
 {
     return dim3((unsigned)ps_cu_div_up(packs, COLUMN_THREADS), (unsigned)parts);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies between layouts and types, constants, concatenation. Bytes move as they are where the types agree. */
+ * Copies between layouts and types, constants, concatenation. Copies bytes unchanged if the types are equal. */
 #include "backend/cuda/device.h"
 
 /* -- one type: elements of a size as unsigned integers ------------------------------------------------------------- */
@@ -153,7 +153,7 @@ static int fill_(ps_call *call)
     return 0;
 }
 
-/* Whole constants of an integer tensor are added up as integers. */
+/* Adds whole constants to an integer tensor in integers. */
 static __global__ void arange_kernel(void *p, int dtype, int64_t n, double start, double step, bool exact)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {

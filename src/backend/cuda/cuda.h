@@ -22,7 +22,7 @@ struct ps_trap {
 };
 
 /* One device. Kernels and copies run in the order of their stream; `compute` has all kernels. After `broken` is set
- * every call fails: a CUDA error leaves nothing of the context that could be trusted. */
+ * every call fails, since the context is unusable after a CUDA error. */
 enum { WGMMA_NEVER, WGMMA_WHERE_FASTER, WGMMA_ALWAYS };
 struct ps_cuda {
     ps_backend base;
@@ -30,37 +30,37 @@ struct ps_cuda {
     cudaStream_t compute, lane[2];             /* lane: [to_device] */
     cudaEvent_t fence;                         /* recorded on compute when a copy must come after it */
     ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
-    int *trap_taken;                           /* in device memory: somebody trapped */
+    int *trap_taken;                           /* in device memory: a kernel trapped */
     int number;                                /* among this process's devices */
     ps_cuda_card card;
     int capability;                            /* of compute; 90: 9.0 */
-    int wgmma;                                 /* which calls attention_hopper.cu has, of those that it takes */
-    int64_t shared;                            /* bytes that one block may have, asked for by name */
-    bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so that errors name theirs */
-    bool told;                                 /* PS_CUDA_SYNC=trace: and name each one before it begins */
-    bool dry;                                  /* kernels only ask for scratch memory: nothing is started */
+    int wgmma;                                 /* which of its calls attention_hopper.cu computes */
+    int64_t shared;                            /* largest dynamic shared memory of a block, in bytes */
+    bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so errors name the op */
+    bool told;                                 /* PS_CUDA_SYNC=trace: also print each op's name first */
+    bool dry;                                  /* kernels only request scratch memory and launch nothing */
     bool broken;
     char what_broke[512];
     const char *last_op;                       /* name of the op launched last, or NULL */
 };
 extern ps_cuda *ps_cu;
-extern const ps_cuda_program *ps_cuda_host;    /* what the program lends; set when the plug-in is opened */
+extern const ps_cuda_program *ps_cuda_host;    /* functions of the program; set when the plug-in is opened */
 
 /* Turns a CUDA error into the engine's and poisons the device. 0 for cudaSuccess. */
 int ps_cuda_check(cudaError_t e, const char *what);
 #define CU_TRY(call) PS_TRY(ps_cuda_check((call), #call))
 int ps_cuda_launched(void);                    /* after a launch: 0, or the error */
-/* Poisons the device for a reason of a library. */
+/* Poisons the device after a library's error. */
 int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 /* The error that kernels of finished work trapped on; call it after waiting. */
 int ps_cuda_trapped(void);
-/* lose: bytes that kernels take for granted did not come from another rank. lost: that error, or 0; call after waiting.
- * told: whoever asks has it told, so it is forgotten. Any thread. */
+/* ps_cuda_lose records an error: bytes that kernels expect did not arrive from another rank. ps_cuda_lost returns that
+ * error, or 0; call it after waiting. told: the caller reports the error, so it is cleared. Any thread. */
 void ps_cuda_lose(int code, const char *why);
 int ps_cuda_lost(bool told);
 
 const char *ps_cuda_op_name(int op);
-ps_kernel ps_cuda_kernel(int op);              /* for kernels that consist of others */
+ps_kernel ps_cuda_kernel(int op);              /* for kernels that call others */
 /* On the compute stream, unless dry. */
 int ps_cuda_clear(void *p, size_t nbytes);
 int ps_cuda_move(void *dst, const void *src, size_t nbytes);
@@ -68,7 +68,7 @@ int ps_cuda_move(void *dst, const void *src, size_t nbytes);
 /* Pins host memory that copies use, if possible, so that they run at the link's speed while the caller continues
  * (pinned.cpp). Memory that cannot be pinned is still copied, but slower. */
 void ps_cuda_pin_host(const void *p, size_t nbytes);
-/* How many bytes from p on, up to nbytes, are pinned as one, or not at all: what one copy may take. */
+/* The bytes from p, at most nbytes, that one copy may read: in one pinned range, or not pinned. */
 size_t ps_cuda_pinned_run(const void *p, size_t nbytes);
 void ps_cuda_unpin_all(void);
 
@@ -76,9 +76,9 @@ void ps_cuda_unpin_all(void);
 int ps_cuda_time_begin(ps_backend *be, int32_t run);                /* as in backend.h */
 int ps_cuda_time_end(ps_backend *be, const ps_record_event *what);
 int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out);
-struct ps_copy_times { cudaEvent_t from, to; };                     /* of a copy; NULL: nobody wants to know */
+struct ps_copy_times { cudaEvent_t from, to; };                     /* of a copy; NULL: not recorded */
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins);
-int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);       /* of one that is over; 0: not known */
+int ps_cuda_copy_times_read(ps_copy_times *t, int64_t ns[2]);       /* of a finished copy; 0: unknown */
 void ps_cuda_times_close(void);
 
 /* -- kernels, one table per file ----------------------------------------------------------------------------------- */
@@ -100,7 +100,7 @@ void ps_cuda_fill_channel_norm(ps_kernel *k);
 /* -- used by several of them --------------------------------------------------------------------------------------- */
 /* dst = src of the same shape or broadcast, converted; any strides (copy.cu). */
 int ps_cuda_copy(const ps_view *dst, const ps_view *src);
-/* y [rows, O] (fp types) = x w + b + residual etc. (gemm.cu): row-major matrices with a unit stride each. */
+/* Matrix products of fp types (gemm.cu). Each matrix has a unit stride in one dimension. */
 struct ps_cu_mat { void *data; int dtype; int64_t rows, cols, stride_row, stride_col; };
 struct ps_cu_gemm {
     ps_cu_mat a, b, dst;                       /* dst [M, N] = a [M, K] b [K, N]; dst.stride_col is 1 */
@@ -110,8 +110,8 @@ struct ps_cu_gemm {
     int bias_dtype;
     const void *residual;                      /* [M, N] of dst's type, rows ld_residual apart, or NULL */
     int64_t ld_residual;
-    int also;                                  /* what ps_cuda_gemm_fused does with: */
-    void *pre, *sums;                          /* of dst's type, pre [M, N]; may be NULL where it says so */
+    int also;                                  /* PS_CU_GELU, PS_CU_SUM_A or PS_CU_SUM_B, for ps_cuda_gemm_fused */
+    void *pre, *sums;                          /* outputs of `also`, of dst's type; pre is [M, N] */
 };
 enum {
     PS_CU_GELU = 1,                            /* dst = gelu(a b + bias), by tanh; pre (or NULL) = a b + bias */
@@ -119,7 +119,7 @@ enum {
     PS_CU_SUM_B                                /* sums [N] = the sum of b's rows */
 };
 int ps_cuda_gemm(ps_call *call, const ps_cu_gemm *g);
-/* *done false: cuBLASLt does not have it in one pass, nothing was done. */
+/* *done false: cuBLASLt cannot compute this in one pass, and nothing was computed. */
 int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *g, bool *done);
 int ps_cuda_gemm_open(void);
 void ps_cuda_gemm_close(void);
@@ -129,13 +129,13 @@ const char *ps_cuda_gemm_describe(void);
 int ps_cuda_gelu_slope_sums(ps_call *call, const ps_view *pre, const ps_view *d, const ps_view *db, bool add);
 /* Counts targets [n] that are not `ignore` into *count on the device; traps on those outside [0, V) (rows.cu). */
 int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t ignore, long long *count);
-/* Rows of logits [V] to their losses and to the gradient of the logits (rows.cu). */
+/* Computes losses and the gradient of the logits from rows of logits [V] (rows.cu). */
 struct ps_cu_ce {
     void *logits; int dtype; int64_t rows, V;
-    int64_t ld;                                /* elements from row to row, of logits and of grad */
-    int64_t wide;                              /* elements of grad's rows from V to there become 0; up to ld */
+    int64_t ld;                                /* row stride of logits and of grad, in elements */
+    int64_t wide;                              /* at most ld: sets elements V to wide - 1 of grad's rows to 0 */
     const void *target; int target_dtype; int64_t first, ignore;   /* row i has target[first + i] */
-    void *grad; int grad_dtype;                /* as logits, may be logits itself; NULL: not wanted */
+    void *grad; int grad_dtype;                /* shape of logits, may be logits itself; NULL: not wanted */
     double scale;
     const long long *count;                    /* divide the gradient by it; or NULL */
     const void *dloss; int dloss_dtype; bool dloss_per_row;        /* multiply the gradient with it; or NULL */

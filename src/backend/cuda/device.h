@@ -146,7 +146,7 @@ DEV void store_i(void *p, int dtype, int64_t i, int64_t x)
     default: store_d(p, dtype, i, (double)x); break;
     }
 }
-/* By the class of the arithmetic: float, double, int64_t. */
+/* The functions for a class of arithmetic: float, double, int64_t. */
 template <class A> struct access;
 template <> struct access<float> {
     DEV float load(const void *p, int t, int64_t i) { return load_f(p, t, i); }
@@ -175,8 +175,8 @@ template <class T> DEV void store_pack(T *p, const pack<T> &v)
     u.v = v;
     *(uint4 *)p = u.raw;
 }
-/* Element k (a constant, once loops are unrolled) of 16 bytes that stay as they are: a pack that is kept for later has
- * a register for each element, this has four. */
+/* Element k (a constant after unrolling) of 16 bytes that stay packed. A kept pack needs a register per element,
+ * this needs four. */
 template <class T> struct lane_of;
 template <> struct lane_of<float> {
     DEV float get(const uint4 &v, int k) { return __uint_as_float(k == 0 ? v.x : k == 1 ? v.y : k == 2 ? v.z : v.w); }
@@ -200,14 +200,15 @@ template <> struct lane_of<double> {
     }
 };
 template <class T> DEV typename type_info<T>::acc lane(const uint4 &v, int k) { return lane_of<T>::get(v, k); }
-/* Values unpacked from v so far are not worth registers: they are unpacked again at their next use. */
+/* Tells the compiler to unpack values of v again at their next use, since keeping them would take too many
+ * registers. */
 DEV void stay_packed(uint4 &v)
 {
 #ifndef PS_EMULATE_CUDA
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 #endif
 }
-/* Asks for the line of the second cache that p lies in. */
+/* Prefetches the line of the L2 cache with address p. */
 DEV void prefetch_line(const void *p)
 {
 #ifndef PS_EMULATE_CUDA
@@ -217,8 +218,8 @@ DEV void prefetch_line(const void *p)
 static __host__ __device__ inline bool aligned16(const void *p) { return ((uintptr_t)p & 15) == 0; }
 
 /* -- indexing ------------------------------------------------------------------------------------------------------ */
-/* Where element i, counted row-major over a shape, lies in each of N operands. Dimensions of size 1 are gone and those
- * that lie row-major in all operands are merged. */
+/* Positions of element i, counted row-major over a shape, in each of N operands. Dimensions of size 1 are dropped,
+ * and those that are row-major in all operands are merged. */
 template <int N> struct places {
     int ndim;
     int64_t numel;
@@ -227,7 +228,7 @@ template <int N> struct places {
 template <int N> static __host__ __device__ inline void locate(const places<N> &x, int64_t i, int64_t *at)
 {
     for (int k = 0; k < N; k++) at[k] = 0;
-    if (x.numel <= 0xffffffffll) {                   /* short division is several times faster */
+    if (x.numel <= 0xffffffffll) {                   /* 32-bit division is several times faster */
         uint32_t rest = (uint32_t)i;
         for (int d = x.ndim - 1; d > 0; d--) {
             uint32_t size = (uint32_t)x.size[d], q = rest / size, r = rest - q * size;
@@ -269,7 +270,7 @@ template <int N> static inline places<N> make_places(int ndim, const int64_t *sh
     }
     return x;
 }
-/* Operand k lies in memory as it is counted. */
+/* Operand k is contiguous in the counted order. */
 template <int N> static inline bool is_flat(const places<N> &x, int k)
 {
     return x.ndim == 0 || (x.ndim == 1 && x.stride[k][0] == 1);
@@ -292,8 +293,8 @@ static inline dim3 blocks_for(int64_t n)
      : (dtype) == PS_BF16 ? fn<bf16>(__VA_ARGS__)                   \
      : (dtype) == PS_F16 ? fn<f16>(__VA_ARGS__) : fn<double>(__VA_ARGS__))
 
-/* exp to 2 + |1.2 x| units in the last place, in two instructions; 1 / x to 2. For results that are rounded to halves,
- * or weighed by themselves. */
+/* exp to 2 + |1.2 x| units in the last place, in two instructions; 1 / x to 2. For results that are rounded to
+ * halves, or for weights that are divided by their own sum. */
 DEV float quick_exp(float x) { return __expf(x); }
 DEV double quick_exp(double x) { return exp(x); }
 DEV float quick_inverse(float x) { return __fdividef(1.0f, x); }
@@ -313,7 +314,7 @@ template <class Op, class A> DEV A block_all(A v, A empty)
     __shared__ A part[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
     v = warp_all<Op>(v);
-    __syncthreads();                                 /* `part` may still be read from the last time */
+    __syncthreads();                                 /* threads may still read `part` from the last call */
     if (lane == 0) part[warp] = v;
     __syncthreads();
     return warp_all<Op>(lane < warps ? part[lane] : empty);
@@ -322,7 +323,7 @@ template <class A> DEV A block_sum(A v) { return block_all<op_add>(v, (A)0); }
 template <class A> DEV A block_max(A v) { return block_all<op_max>(v, (A)-INFINITY); }
 
 /* -- rows: a block for each, which passes over it a few times ----------------------------------------------------*/
-/* Threads for rows of n elements: enough to have them all at once, up to 1024. */
+/* Threads for rows of n elements: enough to hold a row at once, up to 1024. */
 static inline int threads_for(int64_t n) { return n <= 128 ? 32 : n <= 1024 ? 128 : n <= 8192 ? 256 : 1024; }
 static inline unsigned row_blocks(int64_t rows)
 {
@@ -460,7 +461,7 @@ template <int N, bool TRANSPOSED> DEV void ldmatrix(uint32_t *r, const uint16_t 
 #endif
 
 /* -- four elements ------------------------------------------------------------------------------------------------- */
-/* Four elements that lie together, as they are in memory: all that is loaded is asked for before any of it is used. */
+/* Four adjacent elements, as they are in memory. All loads are issued before any of them is used. */
 template <class T> struct four { typedef uint2 raw; };
 template <> struct four<float> { typedef float4 raw; };
 DEV void unpack(const float4 &v, float, float *x) { x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w; }

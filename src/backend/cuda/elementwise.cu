@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that make each element of the output from one element of each input. One kernel takes any strides and types, in
- * fp32, fp64 or int64 arithmetic; tensors of one float type that lie alike in memory go 16 bytes at a time. The op is
- * chosen at run time by a branch that all threads take alike, except for the ops of a transformer's step, which have
- * kernels of their own. Of half types each result is rounded once. */
+ * Ops that compute each element of the output from one element of each input. One kernel supports any strides and
+ * types, in fp32, fp64 or int64 arithmetic. It processes 16 bytes at a time if all tensors have one float type and the
+ * same layout. The op is chosen at run time by a branch that is the same for all threads, except for the ops of a
+ * transformer's step, which have separate kernels. For half types each result is rounded once. */
 #include "backend/cuda/columns.h"
 
 struct settings { double alpha, beta; };
@@ -13,7 +13,7 @@ struct settings { double alpha, beta; };
 #define INV_SQRT_2PI 0.39894228040143267794
 #define GELU_CUBIC 0.044715
 
-/* 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2u)), which keeps its digits where it is small. */
+/* 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u)), which stays precise for small values. */
 template <class A> DEV A gelu_tanh(A x)
 {
     A u = (A)SQRT_2_OVER_PI * (x + (A)GELU_CUBIC * x * x * x);
@@ -46,7 +46,7 @@ template <class A> DEV A silu_slope(A x)
     return s * (1 + x * (1 - s));
 }
 
-/* By number, as act_mul has it. */
+/* By the numbers of act_mul's activations. */
 template <class A> DEV A act_of(int act, A x)
 {
     return act == 0 ? x / (1 + exp(-x)) : act == 1 ? gelu_erf(x) : gelu_tanh(x);
@@ -111,7 +111,7 @@ template <class A> DEV A of_floats(int op, A a, A b, settings s)
     }
 }
 
-/* Integers wrap around: sums are done unsigned, where that is defined. */
+/* Integers wrap around: sums are computed unsigned, since signed overflow is undefined. */
 DEV int64_t of_ints(int op, int64_t a, int64_t b, settings s)
 {
     switch (op) {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Matrix products: cuBLASLt where it has a kernel for the types and strides, else a plain tiled kernel of this file.
- * What cuBLASLt chose for a problem is kept, so a step after the first asks for nothing. Where it splits a sum, the
- * parts are added in fp32 and in order: reductions in place, and of parts rounded to the output's type, are left
- * out. */
+ * Matrix products: by cuBLASLt if it has a kernel for the types and strides, else by a plain tiled kernel of this file.
+ * cuBLASLt's choice for a problem is kept, so later steps do not ask again. If cuBLASLt splits a sum, it must add the
+ * parts in fp32 and in a fixed order: algorithms that reduce in place, or round parts to the output's type, are
+ * excluded. */
 #include <cublasLt.h>
 #include <stdlib.h>
 #include "backend/cuda/device.h"
@@ -10,7 +10,7 @@
 /* -- the plain kernel: any types, any strides ---------------------------------------------------------------------- */
 enum { TILE = 16 };
 
-/* A block makes TILE x TILE elements of dst. */
+/* A block computes TILE x TILE elements of dst. */
 template <class A> static __global__ void plain_kernel(const __grid_constant__ ps_cu_gemm g)
 {
     __shared__ A sa[TILE][TILE + 1], sb[TILE][TILE + 1];
@@ -60,8 +60,9 @@ static const size_t workspace_nbytes = (size_t)32 << 20;
 static cublasLtHandle_t lt;
 static void *workspace;
 
-/* A problem as cuBLASLt sees it. Matrices are column-major there, so y = a b is asked for as y^T = b^T a^T: its A is
- * our b, its B our a, and m is our number of columns. All that its choice may depend on; bytes are compared. */
+/* A problem as cuBLASLt sees it. Its matrices are column-major, so y = a b is requested as y^T = b^T a^T: its A is
+ * our b, its B our a, and m is our number of columns. Has everything that the choice may depend on; compared byte by
+ * byte. */
 struct lt_key {
     int64_t m, n, k, lda, ldb, ldc, ldd, batch, step_a, step_b, step_d;
     int32_t type_a, type_b, type_d, turn_a, turn_b, epilogue, beta;
@@ -69,13 +70,13 @@ struct lt_key {
 };
 struct lt_entry {
     lt_key key;
-    bool used, none;                                 /* none: cuBLASLt has nothing for it */
+    bool used, none;                                 /* none: cuBLASLt has no algorithm for it */
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
 };
 enum { ENTRIES = 1024 };
-static lt_entry *entries;                            /* open addressing; thrown away when three quarters full */
+static lt_entry *entries;                            /* open addressing; cleared when three quarters full */
 static int n_entries;
 
 static int lt_check(cublasStatus_t s, const char *what)
@@ -90,9 +91,9 @@ static cudaDataType_t data_type(int dtype)
     return dtype == PS_F32 ? CUDA_R_32F : dtype == PS_BF16 ? CUDA_R_16BF : dtype == PS_F16 ? CUDA_R_16F : CUDA_R_64F;
 }
 
-/* The alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256 and slices need not: with a
- * larger alignment in the choice, the product of a slice could run another algorithm than that of a copy, and differ in
- * its last bits. */
+/* The alignment of an address in bytes, at most 16. Whole tensors start at multiples of 256, but slices need not.
+ * With a larger alignment in the key, the product of a slice could use another algorithm than the product of a copy,
+ * with other last bits. */
 static int alignment(const void *p)
 {
     uintptr_t low = (uintptr_t)p & -(uintptr_t)p;    /* the lowest bit that is set */
@@ -120,7 +121,7 @@ static int layout(cublasLtMatrixLayout_t *out, int dtype, int64_t rows, int64_t 
     return 0;
 }
 
-/* Rows of ours are columns of cuBLASLt's, a is its B and b its A. */
+/* Rows are columns for cuBLASLt; our b is its A, our a its B. */
 static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
 {
     switch (g->also) {
@@ -133,7 +134,7 @@ static cublasLtEpilogue_t epilogue_of(const ps_cu_gemm *g)
     }
 }
 
-/* The pointers of a problem, which its description holds: to choose, the library looks at their alignment. */
+/* Sets the pointers of a problem in its description, since the library checks their alignment when it chooses. */
 static int set_pointers(const lt_entry *e, const ps_cu_gemm *g)
 {
     const void *vector = g->bias ? g->bias : g->sums;
@@ -168,7 +169,7 @@ static int describe(lt_entry *e, const ps_cu_gemm *g)
     return layout(&e->d, k->type_d, k->m, k->n, k->ldd, k->batch, k->step_d);
 }
 
-/* Asks for the best algorithm; e->none when there is none. */
+/* Requests the best algorithm; sets e->none if there is none. */
 static int choose(lt_entry *e)
 {
     cublasLtMatmulPreference_t pref;
@@ -238,7 +239,7 @@ static int find(const lt_key *key, const ps_cu_gemm *g, lt_entry **out)
     return 0;
 }
 
-/* One unit stride, lines apart. */
+/* Whether a matrix has one unit stride, and rows that do not overlap. */
 static bool is_plain(ps_cu_mat *m)
 {
     if (m->rows == 1 && m->cols == 1) m->stride_row = m->stride_col = 1;
@@ -247,7 +248,7 @@ static bool is_plain(ps_cu_mat *m)
     return (m->stride_col == 1 && m->stride_row >= m->cols) || (m->stride_row == 1 && m->stride_col >= m->rows);
 }
 
-/* False: not for cuBLASLt. */
+/* Returns false if cuBLASLt cannot compute it. */
 static bool make_key(ps_cu_gemm *g, lt_key *k)
 {
     bool half = g->a.dtype == PS_BF16 || g->a.dtype == PS_F16;
@@ -272,7 +273,7 @@ static bool make_key(ps_cu_gemm *g, lt_key *k)
     return true;
 }
 
-/* e->none where the library refuses its own choice: nothing was done then. */
+/* Sets e->none if the library refuses its own choice; nothing was computed then. */
 static int run_lt(const ps_cu_gemm *g, lt_entry *e)
 {
     const void *c = g->residual ? g->residual : g->dst.data;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul, linear, mlp and their gradients, and lm_loss: operands of any strides become the matrices that
- * gemm.cu takes, by collapsing dimensions where their strides allow, else through a contiguous copy in scratch. */
+ * The ops matmul, linear, mlp and their gradients, and lm_loss. Makes the matrices that gemm.cu takes from operands of
+ * any strides: it collapses dimensions if their strides allow that, else it copies to contiguous scratch memory. */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 #include "backend/dims.h"
@@ -94,7 +94,7 @@ static int linear(ps_call *call)
 }
 
 /* -- products with more in the same pass, where cuBLASLt has that -------------------------------------------------- */
-/* Another op's kernel as a part of this one. */
+/* Runs another op's kernel as a part of this one. */
 static int run_part(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
     ps_call part = *call;
@@ -113,7 +113,7 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
     return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
 }
 
-/* A vector that a product may write: nothing to add to, of the type of its result. */
+/* A vector that a product may write directly: it is not added to, and has the result's type. */
 static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
 
 static int linear_grad(ps_call *call)
@@ -177,7 +177,7 @@ static int mlp(ps_call *call)
     }
     if (h.numel > 0 && !done) {
         ps_attrs_gelu gelu = { 1 };
-        ps_view *before = ps_has(&pre) ? &pre : &h;          /* without one to keep, in place */
+        ps_view *before = ps_has(&pre) ? &pre : &h;          /* without memory to keep it: in place */
         g.dst.data = before->data;
         PS_TRY(ps_cuda_gemm(call, &g));
         PS_TRY(run_part(call, PS_OP_gelu, &gelu, 1, before, &h));
@@ -247,7 +247,7 @@ static bool merge_rows(ps_cu_gemm *g, const batch_dims *bd)
     return true;
 }
 
-/* y is contiguous: dispatch sees to that. */
+/* dispatch makes y contiguous */
 static int matmul(ps_call *call)
 {
     ps_view va = call->in[0], vb = call->in[1];
@@ -291,17 +291,18 @@ static int matmul(ps_call *call)
 }
 
 /* -- lm_loss ------------------------------------------------------------------------------------------------------- */
-/* logits = x w^T + bias, cross entropy, dx, dw and db in panels of rows: only one panel of logits exists. Logits are
- * fp32; their gradient takes the type of x, in memory of its own. dw is summed over panels in fp32 and rounded once, db
- * once per panel. Products are fast where rows begin at multiples of 16 bytes and have as many: rows of logits begin at
- * multiples of 64 elements, and a vocabulary that is not a multiple of 16 bytes (GPT-2's 50257) is filled up with words
- * of zeros, in a copy of w; their logits are not looked at and have no gradient. */
+/* Computes logits = x w^T + bias, the cross entropy, dx, dw and db in panels of rows, so only one panel of logits
+ * exists at a time. Logits are fp32. Their gradient has the type of x and its own memory. dw is summed over panels
+ * in fp32 and rounded once, db is rounded once per panel. Products are fast if rows begin at multiples of 16 bytes
+ * and their length is such a multiple. So rows of logits begin at multiples of 64 elements, and a vocabulary that is
+ * not a multiple of 16 bytes (GPT-2's 50257) is padded with words of zeros in a copy of w. Their logits are ignored
+ * and have no gradient. */
 struct lm_problem {
     int64_t N, V, C;                                         /* x [N, C], w [V, C] */
     ps_cu_lm size;
     int dtype;
     bool want_dx, want_dw, want_db;
-    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: where it is summed */
+    void *logits, *grad, *loss, *w, *dw;                     /* w, dw [wide, C]; dw: the memory of its sum */
     void *bias;                                              /* [wide], or NULL */
     long long *count;
     unsigned long long *hits;                                /* or NULL */

@@ -1,21 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The wire of device cuda: bytes between the GPUs of several processes, over NCCL. The library is loaded when a group
- * first has to do with memory of the device, so a machine without it still has its device.
+ * The wire of device cuda: moves bytes between the GPUs of several processes, over NCCL. The library is loaded when a
+ * group first uses memory of the device, so a machine without NCCL can still use its device.
  *
- * Only sends and receives of NCCL's are used, one group of them for each exchange: its reductions add up in an order of
- * their own and round every partial sum to the type that travels. Its communicators do not block here: each call
- * returns at once, and is asked about until it is through, so a peer that is gone stops nobody.
+ * This file uses only sends and receives of NCCL, one group of them per exchange: NCCL's reductions add up in another
+ * order and round every partial sum to the type that is sent. Communicators are non-blocking: each call returns at once
+ * and is polled until it ends, so a peer that has died blocks no rank.
  *
  * Streams. `moving` has the exchanges, `adding` the sums and copies, which can thus overlap the next exchange. Events
- * order them: a sum comes after the exchange that it follows, an exchange after the sums before it. Both streams begin
- * after what `compute` had when the mark was made that `after` named. `compute` comes after a wire's end by an event
- * (event_follow). Everything but `mark`, event_now and event_follow may be called from another thread than the
- * backend's, and touches nothing of ps_cu but its numbers. An exchange that another rank never joins holds `compute` up
- * until the communicator is aborted; what was computed since is worth nothing, and reads of memory say so (lost).
+ * order them: a sum runs after the exchange that it follows, an exchange after the sums before it. Both streams begin
+ * after the work that `compute` had when the mark named by `after` was made. `compute` waits for the end of a wire's
+ * work by an event (event_follow). All functions but `mark`, event_now and event_follow may be called from other
+ * threads than the backend's, and use nothing of ps_cu but its numbers. An exchange that another rank never joins
+ * blocks `compute` until the communicator is aborted. Results computed after that are invalid, and reads of memory
+ * report it (lost).
  *
- * The end. NCCL's own threads serve peers of the same machine until those have let go, too, so both ways of ending a
- * communicator may wait for other ranks: they run on a separate thread, which is abandoned after a few seconds.
- * A connection that is sound is finalized first, since the last bytes may still be on their way to the network. */
+ * The end. NCCL's threads serve peers of the same machine until those end, too, so both ways of ending a communicator
+ * may wait for other ranks. They run on a separate thread, which is abandoned after a few seconds. A connection without
+ * errors is finalized first, since its last bytes may still be on their way to the network. */
 #include <atomic>
 #include <chrono>
 #include <new>
@@ -57,7 +58,7 @@ enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
     ncclComm_t comm;                           /* NULL: a world of one without NCCL, or aborted */
-    int rank, size, number;                    /* number: the device's; a wire may be closed after the device */
+    int rank, size, number;                    /* number: the device's. A wire may be closed after the device. */
     cudaStream_t moving, adding;
     cudaEvent_t marks[PS_WIRE_MARKS];          /* on compute, in turns */
     int next_mark;
@@ -73,8 +74,7 @@ static int check(cudaError_t e, const char *what)
 }
 #define TRY_CUDA(call) PS_TRY(check((call), #call))
 
-/* NCCL's second text, where there is one, says more. A device that failed takes its connections with it: then that is
- * the cause. */
+/* NCCL's second text has more details, if it has one. If the device failed, that is the cause of failed connections. */
 static int nccl_failed(const ps_wire *w, ncclResult_t r, const char *what)
 {
     cudaError_t e = w && w->ended[0] ? cudaEventQuery(w->ended[0]) : cudaSuccess;
@@ -148,7 +148,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
 {
     typedef std::chrono::steady_clock clock;
     const auto until = clock::now() + std::chrono::milliseconds((int64_t)(seconds * 1e3));
-    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* of two, the second deletes it */
+    std::atomic<int> *told = new (std::nothrow) std::atomic<int>(0);     /* of two threads, the second deletes it */
     if (!told) return;
     auto work = [comm, sound, until, told] {
         ncclResult_t r = sound ? nccl.finalize(comm) : ncclRemoteError;
@@ -162,7 +162,7 @@ static void end_comm(ncclComm_t comm, bool sound, double seconds)
     };
     try {
         std::thread(work).detach();
-    } catch (const std::system_error &) {      /* no thread to be had: the communicator stays as it is */
+    } catch (const std::system_error &) {      /* no thread could be started: the communicator stays */
         delete told;
         return;
     }
@@ -183,7 +183,7 @@ static void let_go(ps_wire *w, bool sound)
 static void lose(ps_backend *be, int code, const char *why) { ps_cuda_lose(code, why); }
 static int lost(ps_backend *be, bool told) { return ps_cuda_lost(told); }
 
-/* Sums and copies go on when the exchanges in front of them have ended, however. They use the callers' memory. */
+/* Sums and copies run when the exchanges before them have ended, even after an error. They use the callers' memory. */
 static void wait_for_local(const ps_wire *w, double seconds)
 {
     typedef std::chrono::steady_clock clock;
@@ -305,7 +305,7 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
-    for (int i = 1; went(r) && i < w->size; i++) {       /* each begins with its neighbour: no rank gets all first */
+    for (int i = 1; went(r) && i < w->size; i++) {       /* starts with the next rank, to spread the load */
         int to = (w->rank + i) % w->size, from = (w->rank - i + w->size) % w->size;
         if (recv[from].nbytes)
             r = nccl.recv(recv[from].address, (size_t)recv[from].nbytes, ncclUint8, from, w->comm, w->moving);
@@ -352,7 +352,7 @@ static int ended(ps_wire *w, int lane)
 /* -- moments ------------------------------------------------------------------------------------------------------- */
 struct ps_wire_event {
     cudaEvent_t at;
-    int number;                                /* the device's; an event may be freed after the device was closed */
+    int number; /* the device's number; an event may be freed after the device was closed */
 };
 
 static int event_new(ps_backend *be, ps_wire_event **out)
@@ -427,7 +427,8 @@ static int memory(ps_wire *w, int64_t nbytes, void **out)
     cudaError_t e = cudaMalloc(out, (size_t)nbytes);
     if (e != cudaErrorMemoryAllocation) return check(e, "cudaMalloc");
     cudaGetLastError();
-    return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB for sums over ranks, which lie outside memory.device; lower that",
+    return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB for sums over ranks, which are not part of memory.device; lower "
+                   "memory.device",
                    (double)nbytes / 1048576.0);
 }
 

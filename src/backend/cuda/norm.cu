@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Layer norm and RMS norm over the last dimension C, in fp32 (fp64 for fp64). The gradients of w and b are summed over
- * rows in parts whose number depends on the shape alone, then over the parts in a fixed order. `dx` may lie in the
- * memory of `add` or of dy: a thread reads its elements of them before it writes the same elements of dx.
+ * rows in parts whose number depends only on the shape, then over the parts in a fixed order. `dx` may share the memory
+ * of `add` or dy: a thread reads its elements of them before it writes the same elements of dx.
  *
- * Where rows are aligned and w and b have their type, a thread owns 16 bytes' worth of columns ("slice") and a block
- * takes up to four rows at a time: all that is read comes once, from registers after that, and the sums for w and b are
- * made in the pass that makes dx. Other problems take a block for each row, which reads it a few times. */
+ * If rows are aligned and w and b have the rows' type, a thread has 16 bytes of columns (a "slice"), and a block
+ * processes up to four rows at a time. All inputs are read once and then kept in registers, and the sums for w and b
+ * are computed in the same pass as dx. Other problems use a block per row, which reads the row several times. */
 #include "backend/cuda/device.h"
 
-/* v[n] summed over the block, each on all its threads, which are full warps. */
+/* Sums v[n] over the block; all threads get the result. Needs full warps. */
 template <int N, class A> DEV void block_sums(A *v)
 {
     __shared__ A part[32][N];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (int)blockDim.x >> 5;
 #pragma unroll
     for (int n = 0; n < N; n++) v[n] = warp_all<op_add>(v[n]);
-    __syncthreads();                                 /* `part` may still be read from the last time */
+    __syncthreads();                                 /* threads may still read `part` from the last call */
     if (lane == 0) {
 #pragma unroll
         for (int n = 0; n < N; n++) part[warp][n] = v[n];
@@ -29,7 +29,7 @@ template <int N, class A> DEV void block_sums(A *v)
     }
 }
 
-/* A vector [C] or nothing. */
+/* A vector [C], or NULL. */
 struct weights { const void *p; int dtype; };
 static weights weights_of(const ps_view *v)
 {
@@ -73,7 +73,7 @@ norm_slices_kernel(T *y, const T *x, const T *w, const T *b, void *mean_out, voi
         uint4 v[ROWS];
         A mean[ROWS], rstd[ROWS];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {             /* the next rows come while these are computed */
+        for (int r = 0; r < ROWS; r++) {             /* loads the next rows while these are computed */
             int64_t later = first + jump + r;
             v[r] = next[r];
             next[r] = slice_of(x, later * C + c, own && later < rows);
@@ -289,8 +289,8 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
     }
 }
 
-/* The sums over parts [.., P, C]: of the first P for dw, of the next for db (blockIdx.y). 32 columns a block; its lines
- * take every LINES-th part each. */
+/* Sums over parts [.., P, C]: of the first P for dw, of the next P for db (blockIdx.y). 32 columns per block; line l
+ * sums parts l, l + LINES, ... */
 enum { LINES = 32 };
 template <class A>
 KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int db_type, const A *parts, int64_t P,
@@ -306,7 +306,7 @@ KERNEL_UP_TO(32 * LINES, 1) dw_total_kernel(void *dw, int dw_type, void *db, int
         if (c < C) sum += from[p * C];
     shared[line][column] = sum;
     __syncthreads();
-    sum = warp_all<op_add>(shared[column][line]);    /* of column `line`, now that all its lines are in one warp */
+    sum = warp_all<op_add>(shared[column][line]);    /* of column `line`, whose lines are all in one warp now */
     c = (int64_t)blockIdx.x * 32 + line;
     if (column != 0 || c >= C) return;
     if (blockIdx.y == 0 && dw) access<A>::store(dw, dw_type, c, sum);
@@ -337,7 +337,7 @@ template <class T, bool RMS> static void run_apart(const problem &p)
     const void *mean = RMS ? NULL : p.mean->data;
     auto sums = dw_kernel<T, RMS>;
     auto kernel = dx_kernel<T, RMS>;
-    if (p.parts)                                     /* before dx, which may lie in dy's stead */
+    if (p.parts)                                     /* before dx, which may overwrite dy */
         PS_LAUNCH(sums, dim3((unsigned)ps_cu_div_up(p.C, 32), (unsigned)p.P), 256, 0, ps_cu->compute, p.parts,
                   (const T *)p.dy->data, (const T *)p.x->data, mean, p.rstd->data, p.rows, p.C);
     if (ps_has(p.dx))

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizers over lists of tensors in one launch, sums of squares, and gradients stored together with theirs.
- * ref/optim.c has the formulas and their sources. The update of an element depends on nothing else. It is written with
- * explicit fused multiply-adds, IEEE division and square root, from constants computed once on the host: its bits are
- * those of the cpu backend. An element is read before it is written, so operands may share memory (master or grad with
- * param). */
+ * Optimizers over lists of tensors in one launch, sums of squares, and gradients stored together with their sums of
+ * squares. ref/optim.c has the formulas and their sources. The update of an element depends only on that element. It
+ * uses explicit fused multiply-adds, IEEE division and square root, and constants computed once on the host, so its
+ * bits are those of the cpu backend. An element is read before it is written, so operands may share memory (master or
+ * grad with param). */
 #include "backend/cuda/device.h"
 
 enum { UNIT = 4 * THREADS, MOST_ITEMS = PS_MAX_IN / 4 };
@@ -54,7 +54,7 @@ DEV void adam_step(const adam_constants &h, float g, float *p, float *m, float *
 {
     g = __fmul_rn(g, h.scale);
     if (h.has_l2) g = __fmaf_rn(h.l2, *p, g);
-    *p = __fmul_rn(*p, h.keep);                      /* 1 unless decoupled decay: exact then */
+    *p = __fmul_rn(*p, h.keep);                      /* keep is 1 (exact) without decoupled decay */
     *m = __fmaf_rn(h.b1, *m, __fmul_rn(h.omb1, g));
     *v = __fmaf_rn(h.b2, *v, __fmul_rn(__fmul_rn(h.omb2, g), g));
     float denominator = __fmaf_rn(__fsqrt_rn(*v), h.inv, h.eps);
@@ -113,7 +113,7 @@ template <class G, class P> KERNEL_UP_TO(THREADS) adam_kernel(adam_constants h, 
     }
 }
 
-/* Any types and places. */
+/* Any types and alignments. */
 static __global__ void adam_any_kernel(adam_constants h, ps_attrs_adam_ a, const __grid_constant__ work w)
 {
     for (int64_t unit = blockIdx.x; unit < w.units; unit += gridDim.x) {
@@ -219,7 +219,7 @@ static int sgd_(ps_call *call)
 }
 
 /* -- sums of squares, and gradients as they are stored ------------------------------------------------------------- */
-/* src [numel] to dst (NULL: it stays) and the sum of squares of the stored values, in units. */
+/* Copies src [numel] to dst (NULL: no copy) and sums the squares of the stored values, in units. */
 struct squares_item { const void *src; void *dst; int64_t numel, first_unit; int src_type, dst_type; };
 struct squares_work {
     int n;
@@ -227,10 +227,10 @@ struct squares_work {
     squares_item it[PS_MAX_IN];
 };
 
-enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements of a block, a thread */
+enum { SQUARES_UNIT = PS_CU_SQUARES_UNIT, SQUARES = SQUARES_UNIT / THREADS };       /* elements per block, per thread */
 
-/* The squares of this thread's elements from `first` on: four that lie together, four more a block's width further. In
- * the same order whatever the alignment. */
+/* The squares of this thread's elements from `first` on: groups of four, one block's width apart. The order does not
+ * depend on the alignment. */
 template <class T> DEV double squares_of(const squares_item &it, int64_t first)
 {
     typedef typename four<T>::raw raw;
@@ -291,7 +291,7 @@ KERNEL_UP_TO(THREADS) squares_kernel(double *parts, const __grid_constant__ squa
     }
 }
 
-/* A block for each tensor. */
+/* A block per tensor. */
 static __global__ void squares_total_kernel(double *out, const double *parts, const __grid_constant__ squares_work w)
 {
     int64_t first = w.it[blockIdx.x].first_unit;

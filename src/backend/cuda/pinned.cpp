@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Pins host memory at its first copy: the whole pages that the copy uses and that are not pinned yet, in ranges that
- * never overlap. Budgets bound how much that is; here it ends at seven eighths of the machine's memory, since what is
- * not pinned is copied at a fraction of the link's rate. A block of an arena need not begin or end with a page, so
- * neighbours share one, and a copy may go over several ranges. Pages that host.c gives back are let go first: it tells
- * of them (ps_host_region_watch), else the device would go on reading pages that the process no longer has. */
+ * never overlap. Budgets bound the pinned bytes; this file also stops at seven eighths of the machine's memory. Copies
+ * of memory that is not pinned run at a fraction of the link's rate. A block of an arena need not begin or end with a
+ * page, so neighbours share pages, and a copy may use several ranges. Before host.c returns pages to the system it
+ * calls ps_host_region_watch, which unpins them; otherwise the device would read pages that the process no longer has.
+ */
 #include <unistd.h>
 #include "backend/cuda/cuda.h"
 
@@ -13,7 +14,7 @@ struct range {
 };
 static range *ranges;                          /* by address */
 static int64_t pinned;
-static bool full;                              /* the system pins no more; until some is let go */
+static bool full;                              /* the system refused to pin more; reset when a range is unpinned */
 
 static void let_go(uintptr_t begin, uintptr_t end)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Random numbers, dropout and sampling: each element's number comes from Philox at its own counter, the same as on
- * every other device. */
+ * Random numbers, dropout and sampling. Each element's number comes from Philox at the element's counter, as on every
+ * other device. */
 #include "backend/cuda/device.h"
 
 /* A number that rounds up to `high` becomes `low`, so that the range stays half-open in every type. */
@@ -94,14 +94,14 @@ static __global__ void dropout_kernel(T *y, const T *x, int64_t first, int64_t l
     }
 }
 
-/* x, y: the rows of these numbers of a whole, each of `width` elements of one sample of n. A thread takes those
- * elements of a row that one counter has. */
+/* x, y: the rows with these numbers of a whole tensor, each of `width` elements of one sample of n. A thread
+ * processes the elements of a row that share one counter. */
 template <class T>
 static __global__ void dropout_rows_kernel(trap_to t, T *y, const T *x, const void *rows, int dtype, int64_t count,
                                            int64_t width, int64_t n, ps_attrs_dropout a, double keep)
 {
     typedef typename type_info<T>::acc A;
-    int64_t fours = (width + 2) / 4 + 1;                            /* counters of a row at most */
+    int64_t fours = (width + 2) / 4 + 1;                            /* at most this many counters per row */
     float p = (float)a.p;
     A scale = (A)keep;
     for (int64_t i = FIRST_ELEMENT; i < count * fours; i += ALL_THREADS) {
@@ -152,8 +152,8 @@ static int dropout(ps_call *call)
 }
 
 /* -- sampling a token ---------------------------------------------------------------------------------------------- */
-/* Candidates are ordered by falling logit, equal ones by rising token. Their keys fall in that order and all differ:
- * the logit's bits, turned so that they compare as numbers, above as many bits of the token as it needs. */
+/* Orders candidates by falling logit, and equal ones by rising token. Their keys fall in that order and are all
+ * different: the high bits are the logit's, changed to compare as integers, the low bits come from the token. */
 template <class A> struct logit_order;
 template <> struct logit_order<float> {
     typedef uint64_t key;
@@ -198,7 +198,7 @@ template <class T> struct logits_row {
     }
 };
 
-/* The weight of the candidates with keys from `least` on; those below least_weight have none. */
+/* The weight of the candidates with keys from `least` on. Weights below least_weight count as 0. */
 template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_row<T>::K least)
 {
     double sum = 0;
@@ -207,9 +207,9 @@ template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_
     return block_sum(sum);
 }
 
-/* The least key of the shortest beginning of those candidates whose weights (COUNT: number) reach `target`, or, `past`,
- * pass it; where rounding leaves all short of it, the least key there is. Four bits of the key are found at a time,
- * from the sums of the sixteen ways it may go on. */
+/* The least key of the shortest prefix of candidates whose weights (COUNT: number) reach `target`, or exceed it if
+ * `past`. If rounding leaves the total below the target, it is the least key of all. Each pass finds four bits of
+ * the key, from the sums for their sixteen values. */
 template <bool COUNT, class T>
 DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
                                          bool past)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reductions over any dimensions, the largest and smallest, running sums, the k largest. Sums of floats run in fp64,
- * of integers in int64; every order of summing is fixed, so results have the same bits each time.
+ * Reductions over any dimensions, the largest and smallest element, running sums, the k largest. Sums of floats run in
+ * fp64, of integers in int64. The order of every sum is fixed, so results have the same bits each time.
  *
- * A reduction sees its input as [kept, reduced], either part of any strides. Threads of a block share one kept element
- * (few of them, or reduced elements that lie together), or take one each (kept elements that lie together). Where that
- * leaves the device idle, the reduced part is split and the parts' results are combined by a second kernel. */
+ * A reduction sees its input as [kept, reduced], with any strides of both. Threads of a block share one kept element
+ * (for few of them, or for adjacent reduced elements), or have one each (for adjacent kept elements). If that does not
+ * use the whole device, the reduced part is split, and a second kernel combines the results. */
 #include "backend/cuda/columns.h"
 
-/* NaN goes before all, then the larger (or smaller). */
+/* NaN precedes every number, then the larger (or smaller) value. */
 DEV bool beats(int op, double a, double b)
 {
     if (a != a) return b == b;
@@ -29,7 +29,7 @@ DEV int64_t combine(int op, int64_t a, int64_t b)
 DEV void nothing(int op, double *v) { *v = op == SUM ? 0 : op == MAX ? -(double)INFINITY : (double)INFINITY; }
 DEV void nothing(int op, int64_t *v) { *v = op == SUM ? 0 : op == MAX ? INT64_MIN : INT64_MAX; }
 
-/* A block for each kept element and part. */
+/* A block per kept element and part. */
 template <class A>
 static __global__ void together_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -56,7 +56,7 @@ static __global__ void together_kernel(target t, const void *x, int dtype, place
     }
 }
 
-/* A thread for each kept element and part. */
+/* A thread per kept element and part. */
 template <class A>
 static __global__ void apart_kernel(target t, const void *x, int dtype, places<1> kept, places<1> reduced)
 {
@@ -122,7 +122,7 @@ static places<1> some_dims(const ps_view *x, uint32_t dims, bool reduced)
     return make_places<1>(v.ndim, v.shape, &p);
 }
 
-/* Starts columns_kernel; false: the sum is another. */
+/* Launches columns_kernel; returns false if it does not support the sum. */
 template <class T>
 static bool sum_columns(const target &t, const ps_view *x, const ps_cu_reduction &r, const places<1> &kept,
                         const places<1> &reduced)
@@ -285,7 +285,7 @@ static int cumsum(ps_call *call)
 }
 
 /* -- the k largest of each lane: k searches for the best that comes after the last one ----------------------------- */
-/* In the order of results: NaN first, then downwards, equal ones by place. */
+/* In the order of results: NaN first, then falling values, equal ones by position. */
 template <class A> DEV bool ahead(A a, int64_t at_a, A b, int64_t at_b)
 {
     if (beats(MAX, a, b)) return true;

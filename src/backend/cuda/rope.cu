@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding. If all columns are turned and rows are aligned, a thread turns as many pairs as 16 bytes
- * have elements; else it turns one pair, or copies a pair of the columns that stay. */
+ * Rotary position embedding. If all columns are rotated and rows are aligned, a thread rotates the pairs in 16 bytes of
+ * each half of a row. Otherwise it rotates one pair, or copies one pair of the other columns. */
 #include "backend/cuda/device.h"
 
 struct rope_call {
@@ -33,7 +33,7 @@ template <class T> static __global__ void rope_kernel(const __grid_constant__ ro
     }
 }
 
-/* 16 bytes of each half of a row. Sizes are below 2^32, where divisions are short. */
+/* A thread has 16 bytes of each half of a row. Sizes are below 2^32, so 32-bit divisions suffice. */
 template <class T> static __global__ void rope_packs_kernel(const __grid_constant__ rope_call p)
 {
     typedef typename type_info<T>::acc A;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Softmax along the last dimension and cross entropy: a block for each row, which it passes over a few times (the row
- * stays in cache), in fp32, or fp64 for fp64. Cross entropy with aligned rows that fit a block's shared memory reads
- * each row once. Losses are added up in fp64 in row order, in one block. */
+ * Softmax over the last dimension and cross entropy: a block per row, which reads the row several times (from cache),
+ * in fp32, or fp64 for fp64. Cross entropy reads each row once if rows are aligned and fit a block's shared memory.
+ * Losses are added up in fp64 in the order of rows, in one block. */
 #include "backend/cuda/device.h"
 
 /* softmax of the row is exp(x - top) / sum, its log-sum-exp top + log(sum). before: this thread's largest element of
@@ -20,8 +20,8 @@ template <class T, class A> DEV void sum_exp(const T *x, int64_t n, A *top_out, 
     *sum_out = block_sum(sum);
 }
 
-/* Whether the first largest element of a row is x_t. All threads of the block call it with the same x_t, top and sum;
- * before: sum_exp's. */
+/* Whether the first largest element of a row is x_t. All threads of the block call it with the same x_t, top and
+ * sum; before: as returned by sum_exp. */
 template <class A> DEV bool is_hit(A x_t, A top, A sum, A before)
 {
     if (x_t != top || sum != sum || top == -(A)INFINITY) return false;
@@ -114,10 +114,10 @@ int ps_cuda_count_targets(int op, const ps_view *target, int64_t V, int64_t igno
 }
 
 /* -- cross entropy ------------------------------------------------------------------------------------------------- */
-/* A target outside [0, V) has trapped in count_kernel; here it is read as one to ignore. */
+/* count_kernel traps on a target outside [0, V); here it counts as ignored. */
 DEV bool is_ignored(const ps_cu_ce &c, int64_t t) { return t == c.ignore || t < 0 || t >= c.V; }
 
-/* Loss and log-sum-exp of the row with target [at]; x_t is 0 where it is ignored. One thread calls it. */
+/* Stores loss and log-sum-exp of the row with target [at]; x_t is 0 for an ignored target. One thread calls it. */
 template <class A> DEV void deliver(const ps_cu_ce &c, int64_t at, bool ignored, A x_t, A top, A sum, bool hit)
 {
     if (hit) atomicAdd(c.hits, 1ull);
@@ -149,7 +149,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
         if (threadIdx.x == 0) deliver(c, at, ignored, x_t, top, sum, hit);
         if (!g) continue;
         A scale = grad_scale<A>(c, at), inverse = 1 / sum;
-        __syncthreads();                             /* g may be x: everyone has read x[t] */
+        __syncthreads();                             /* g may be x: all threads have read x[t] */
         map_row(g, x, V, [&](int64_t j, A v) {
             A p = exp(v - top) * inverse;
             return ignored ? (A)0 : (p - (A)(j == t)) * scale;
@@ -158,7 +158,7 @@ template <class T, class G> KERNEL_UP_TO(1024, 1) ce_kernel(const __grid_constan
     }
 }
 
-/* Pack k of a row of n elements, with -inf after its end: such elements are neither the largest nor add to the sum. */
+/* Pack k of a row of n elements, with -inf after its end, which changes neither the maximum nor the sum. */
 template <class T> DEV uint4 pack_of_row(const T *x, int k, int n)
 {
     const int W = pack<T>::n;
@@ -217,7 +217,7 @@ KERNEL_UP_TO(KEPT_THREADS, 1) ce_kept_kernel(const __grid_constant__ ps_cu_ce c,
                 for (int e = 0; e < W; e++)
                     if (e < t_lane) before = lane<T>(v[q], e) > before ? lane<T>(v[q], e) : before;
             }
-            A base = most == -(A)INFINITY ? (A)0 : most;            /* a NaN still gets into the sum */
+            A base = most == -(A)INFINITY ? (A)0 : most;            /* so a NaN still reaches the sum */
             sum *= quick_exp(top - base);
             top = most;
 #pragma unroll
@@ -268,14 +268,14 @@ template <class T, class G> static int run_ce_as(const ps_cu_ce *c)
     }
     static bool ready;                               /* for each type of kernel */
     auto kernel = ce_kept_kernel<T, G>;
-    int64_t room = ps_cu->shared - 2048;             /* sums over a block need some words, too */
+    int64_t room = ps_cu->shared - 2048;             /* sums over a block need shared memory, too */
     if (!ready && !ps_cu->dry) {
         CU_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room));
         ready = true;
     }
     int64_t packs = ps_cu_div_up(c->V, pack<T>::n), packs_kept = packs * 16 <= room ? packs : room / 16;
     int64_t nbytes = packs_kept * 16, two = 2 * (nbytes + 2048) <= ps_cu->shared ? 2 : 1;
-    int64_t blocks = ps_cu->card.sm_count * two;     /* all of them at once: a multiprocessor has up to 2048 threads */
+    int64_t blocks = ps_cu->card.sm_count * two;     /* a multiprocessor runs up to 2048 threads at once */
     PS_LAUNCH(kernel, (unsigned)(c->rows < blocks ? c->rows : blocks), KEPT_THREADS, (size_t)nbytes, ps_cu->compute,
               *c, (int)packs_kept);
     return ps_cuda_launched();
@@ -369,7 +369,7 @@ static int cross_entropy_backward(ps_call *call)
 struct some_words {
     const void *logits, *target, *mass;              /* [rows, V], [rows], [V] or NULL */
     int target_dtype, ranks, kinds;                  /* kinds: numbers of a row in stats */
-    int64_t rows, V, first, words, next;             /* next: from one of share's rows to the next */
+    int64_t rows, V, first, words, next;             /* next: the stride of share's rows */
     void *stats;                                     /* [kinds, rows] to be written, or all ranks' [ranks, ...] */
     const void *share;                               /* [3, rows] */
     double dloss;                                    /* multiplies grad */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The work space of cuda's kernels, as functions of shapes and of a card's properties. The kernels ask them, and so
- * does cuda_rules.c, which knows what a card takes that is not here. Plain C and C++, without CUDA. */
+ * The work space of cuda's kernels, as functions of shapes and of a card's properties. Used by the kernels and by
+ * cuda_rules.c, which predicts the memory of cards that this machine does not have. Plain C and C++, without CUDA. */
 #ifndef PS_CUDA_RULES_H
 #define PS_CUDA_RULES_H
 #include "backend/backend.h"
@@ -9,7 +9,7 @@
 /* The properties of a card that the rules use. */
 typedef struct ps_cuda_card {
     int sm_count;
-    int64_t memory;                            /* bytes, all that the card has */
+    int64_t memory;                            /* bytes of the card's memory */
 } ps_cuda_card;
 
 static inline int64_t ps_cu_div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -18,7 +18,7 @@ static inline int64_t ps_cu_last(const ps_view *v) { return v->ndim > 0 ? v->sha
 /* -- reductions (reduce.cu) ---------------------------------------------------------------------------------------- */
 enum { PS_CU_REDUCE_THREADS = 256 };
 
-/* How a reduction is done. Parts of more than one meet in fp64, or int64, of [parts, kept]. */
+/* The plan of a reduction. Several parts are combined in fp64 or int64 from [parts, kept]. */
 typedef struct ps_cu_reduction {
     int64_t kept, reduced, blocks, parts;
     bool together;                             /* a block for each kept element and part, else a thread */
@@ -28,7 +28,7 @@ typedef struct ps_cu_reduction {
 static inline ps_cu_reduction ps_cu_reduce(const ps_cuda_card *card, const ps_view *x, uint32_t dims)
 {
     ps_cu_reduction r = { 1, 1, 0, 1, false };
-    int64_t wanted = (int64_t)card->sm_count * 8, inner = 0;     /* blocks that keep the device busy */
+    int64_t wanted = (int64_t)card->sm_count * 8, inner = 0;     /* enough blocks to use the whole device */
     for (int d = 0; d < x->ndim; d++) {
         bool is_reduced = dims == 0 || (dims >> d & 1);
         if (is_reduced) r.reduced *= x->shape[d];
@@ -37,7 +37,7 @@ static inline ps_cu_reduction ps_cu_reduce(const ps_cuda_card *card, const ps_vi
     }
     r.together = r.reduced > 32 && (inner == 1 || r.kept < 64);
     r.blocks = r.together ? r.kept : ps_cu_div_up(r.kept, PS_CU_REDUCE_THREADS);
-    int64_t least = r.together ? 4 * PS_CU_REDUCE_THREADS : 16;  /* reduced elements that a part is worth */
+    int64_t least = r.together ? 4 * PS_CU_REDUCE_THREADS : 16;  /* least number of reduced elements per part */
     if (r.blocks > 0 && r.blocks < wanted) r.parts = wanted / r.blocks;
     if (r.parts > r.reduced / least) r.parts = r.reduced / least;
     r.parts = r.parts < 1 ? 1 : r.parts > 1024 ? 1024 : r.parts;
@@ -65,8 +65,8 @@ enum { PS_CU_SQUARES_UNIT = 16 * 256 };        /* elements of a block, whose sum
 static inline int64_t ps_cu_squares_nbytes(int64_t units) { return (units + 1) * 8; }
 
 /* -- embeddings (table.cu) ----------------------------------------------------------------------------------------- */
-enum { PS_CU_HOT = 64 };                       /* positions of a row from which on a block adds it up */
-/* V rows, n positions; numbers of rows with more than PS_CU_HOT are as many as there can be. */
+enum { PS_CU_HOT = 64 };                       /* a block adds up rows with more positions than this */
+/* V rows, n positions. The largest possible number of rows with more than PS_CU_HOT positions. */
 static inline int64_t ps_cu_embedding_hot(int64_t n) { return n / (PS_CU_HOT + 1) + 1; }
 static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 {
@@ -75,31 +75,32 @@ static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 
 /* -- attention (attention_plain.cu) -------------------------------------------------------------------------------- */
 static inline int64_t ps_cu_delta_nbytes(int64_t rows, int dtype) { return (rows + 1) * (dtype == PS_F64 ? 8 : 4); }
-/* dk, or dv, of each head by itself, where heads share keys; numel: of all these heads. */
+/* dk or dv of each head, if heads share keys; numel: of all these heads. */
 static inline int64_t ps_cu_each_head_nbytes(int64_t numel, int dtype) { return (numel + 1) * ps_dtype_bytes(dtype); }
 
 /* -- matrix products (matmul.cpp, gemm.cu) ------------------------------------------------------------------------- */
-/* One unit stride, lines apart: what a matrix may have without a copy. */
+/* Whether a matrix needs no copy: one unit stride, and rows that do not overlap. */
 static inline bool ps_cu_has_lines(int64_t rows, int64_t cols, int64_t stride_row, int64_t stride_col)
 {
     bool by_row = cols == 1 || stride_col == 1, by_col = rows == 1 || stride_row == 1;
     return (by_row && (rows == 1 || stride_row >= cols)) || (by_col && (cols == 1 || stride_col >= rows));
 }
-/* Whether v [..., cols] is the matrix [rows, cols] as it lies; *stride is from row to row. */
+/* Whether v [..., cols] is the matrix [rows, cols] without a copy; *stride is its row stride. */
 static inline bool ps_cu_is_rows(const ps_view *v, int64_t *stride)
 {
     int last = v->ndim - 1;
     return collapses(v, last, stride) &&
            ps_cu_has_lines(product(v->shape, last), v->shape[last], *stride, v->stride[last]);
 }
-/* Whether a residual [..., cols] can be read as it lies, its rows *ld apart; rows: of the product. */
+/* Whether a residual [..., cols] can be read without a copy, with rows *ld apart; rows: of the product. */
 static inline bool ps_cu_is_residual(const ps_view *v, int64_t rows, int64_t cols, int64_t *ld)
 {
     bool lines = collapses(v, v->ndim - 1, ld) && (cols == 1 || v->stride[v->ndim - 1] == 1);
     if (lines && rows == 1) *ld = cols;
     return lines && *ld >= cols;
 }
-/* cuBLASLt wants a bias of the output's type; at addresses that are not multiples of 16 some of its kernels fail. */
+/* cuBLASLt requires a bias of the output's type. Some of its kernels fail for addresses that are not multiples of
+ * 16. */
 static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 {
     return bias_dtype == dtype && (uintptr_t)bias % 16 == 0;
@@ -108,14 +109,14 @@ static inline bool ps_cu_takes_bias(const void *bias, int bias_dtype, int dtype)
 /* -- lm_loss (matmul.cpp) ------------------------------------------------------------------------------------------ */
 static inline int64_t ps_cu_panel_nbytes(const ps_cuda_card *card)             /* of logits */
 {
-#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests have small ones */
+#ifdef PS_CUDA_PANEL_NBYTES                                   /* tests use small ones */
     return PS_CUDA_PANEL_NBYTES;
 #else
     int64_t part = card->memory / 128, least = (int64_t)256 << 20, most = (int64_t)1 << 30;
     return part < least ? least : part < most ? part : most;
 #endif
 }
-/* Rows of a panel, of N rows of V logits. */
+/* Rows per panel, for N rows of V logits. */
 static inline int64_t ps_cu_panel_rows(const ps_cuda_card *card, int64_t N, int64_t V)
 {
     int64_t rows = ps_cu_panel_nbytes(card) / (V * 4) / 128 * 128;
@@ -130,7 +131,7 @@ static inline int64_t ps_cu_panel_rows(const ps_cuda_card *card, int64_t N, int6
 typedef struct ps_cu_lm {
     int64_t rows, ld, wide;                    /* a panel is [rows, V], ld apart; w has V rows, or wide, with zeros */
     int logits_dtype, dw_dtype;                /* dw_dtype: in which it is summed */
-    /* Bytes; 0: none of its own. grad: a panel's gradient; w, bias: filled up with zeros; dw: where it is summed. */
+    /* Bytes; 0: no separate memory. grad: gradient of a panel; w, bias: padded copies; dw: its sum. */
     int64_t loss_nbytes, logits_nbytes, grad_nbytes, dw_nbytes, w_nbytes, bias_nbytes;
 } ps_cu_lm;
 

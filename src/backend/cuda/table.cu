@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rows and elements picked by index, and sums back into them. Nothing is added by atomics, so sums have the same bits
- * each time. An index outside its range traps: nothing is read or written for it, and the host raises the error when it
- * next looks. */
+ * Gathers rows and elements by index, and adds into them. Nothing is added by atomics, so sums have the same bits each
+ * time. An index outside its range traps: nothing is read or written for it, and the host reports the error at its next
+ * check. */
 #include "backend/cuda/device.h"
 
 /* -- embedding ----------------------------------------------------------------------------------------------------- */
-/* Indices of a table of `total` rows, of which those from `first` on are here. */
+/* Indices of a table of `total` rows. This rank has those from `first` on. */
 struct indices {
     const void *p;
     int dtype;
@@ -17,10 +17,10 @@ static indices indices_of(const ps_view *index, int64_t first, int64_t total)
     indices x = { index->data, index->dtype, first, total };
     return x;
 }
-/* Whether row k, counted from the first that is here, is none of the table. */
+/* Whether row k, counted from this rank's first, is outside the table. */
 DEV bool is_none(const indices &x, int64_t k) { return k < -x.first || k >= x.total - x.first; }
 
-/* Rows of nbytes as units of U; a block for each position. */
+/* Copies rows of nbytes in units of U; a block per position. */
 template <class U> DEV void clear_unit(U *y) { *y = 0; }
 DEV void clear_unit(uint4 *y) { *y = make_uint4(0, 0, 0, 0); }
 template <class U>
@@ -114,7 +114,7 @@ KERNEL_UP_TO(1024, 1) scan_kernel(int *begin, int *cursor, int *hot, int *n_hot,
     *n_hot = hot_part[threadIdx.x];
 }
 
-/* Positions into their row's range, in any order: sort_kernel orders them. */
+/* Puts positions into their row's range, in any order: sort_kernel sorts them. */
 static __global__ void place_kernel(int *mixed, int *cursor, indices index, int64_t n, int64_t V, int64_t padding)
 {
     for (int64_t i = FIRST_ELEMENT; i < n; i += ALL_THREADS) {
@@ -123,7 +123,7 @@ static __global__ void place_kernel(int *mixed, int *cursor, indices index, int6
     }
 }
 
-/* Positions of row v in order, by looking at all: each thread looks at some that lie together. */
+/* Finds the positions of row v in order, by reading all positions. Each thread reads consecutive ones. */
 enum { SORT_THREADS = 128, LOOKS = 8, FEW = 512 };
 DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
 {
@@ -131,7 +131,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     int lane_id = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int64_t first = 0; first < n; first += SORT_THREADS * LOOKS) {
         int64_t own = first + threadIdx.x * LOOKS;
-        unsigned here = 0;                           /* a bit for each of this thread's positions */
+        unsigned here = 0;                           /* a bit per position of this thread */
 #pragma unroll
         for (int k = 0; k < LOOKS; k++)
             if (own + k < n && index[own + k] == v) here |= 1u << k;
@@ -143,7 +143,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
             int other = __shfl_sync(0xffffffffu, upto, lane_id >= step ? lane_id - step : 0);
             if (lane_id >= step) upto += other;
         }
-        __syncthreads();                             /* `found` may still be read from the last time */
+        __syncthreads();                             /* threads may still read `found` from the last round */
         if (lane_id == 31) found[warp] = upto;
         __syncthreads();
         for (int w = 0; w < SORT_THREADS / 32; w++) {
@@ -158,7 +158,7 @@ DEV void find_positions(int *out, const indices &index, int64_t n, int64_t v)
     }
 }
 
-/* A block for each row. Of few positions each one's place is the number of smaller ones. */
+/* A block per row. For a row of few positions, the place of each is the number of smaller ones. */
 KERNEL_UP_TO(SORT_THREADS)
 sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int64_t N, int64_t V)
 {
@@ -173,7 +173,7 @@ sort_kernel(int *sorted, const int *mixed, const int *begin, indices index, int6
     }
 }
 
-/* dw [V, C], dy [n, C]; a thread has W columns at a time: those of 16 bytes, or one. */
+/* dw [V, C], dy [n, C]. A thread has W columns: those of 16 bytes, or one. */
 struct sums_of {
     void *dw;
     int dw_type;
@@ -239,7 +239,7 @@ template <class T, int W> DEV void store_sums(const sums_of &s, int64_t v, int64
     }
 }
 
-/* A warp for each row that is not hot. */
+/* A warp per row that is not hot. */
 template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
 {
     typedef typename type_info<T>::acc A;
@@ -256,7 +256,8 @@ template <class T, int W> KERNEL_UP_TO(THREADS) embedding_sum_kernel(sums_of s)
     }
 }
 
-/* A block for 32 W columns of each hot row: its lines take every LINES-th position, and line 0 adds up the lines. */
+/* A block per 32 W columns of each hot row. Line l adds up positions l, l + LINES, ..., and line 0 adds up the
+ * lines. */
 enum { LINES = 16 };
 template <class T, int W> KERNEL_UP_TO(32 * LINES) embedding_hot_kernel(sums_of s)
 {
@@ -316,7 +317,7 @@ static int embedding_backward(ps_call *call)
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
     int *hot = sorted + n, *hot_count = count + V;
     indices x = indices_of(index, a->first, a->total > 0 ? a->total : V);
-    int64_t padding = a->padding_idx - a->first;     /* negative where it is not here */
+    int64_t padding = a->padding_idx - a->first;     /* negative: the row is on another rank */
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, x, n, V, padding);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
@@ -437,8 +438,9 @@ static int gather(ps_call *call)
     }
 }
 
-/* The elements of an index along dim make a lane, which one thread takes in its order: elements of src that meet do so
- * in one lane. Calls fn(i, k) for element i of src, whose element of the index is k. back: from the last one on. */
+/* The elements of an index along dim form a lane. One thread processes a lane in order, so elements of src that are
+ * added to one element are always in one lane. Calls fn(i, k) for element i of src, whose index is k. back: in
+ * reverse order. */
 template <class F>
 DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lanes, int64_t limit, const shape &s,
                    bool back, F fn)
@@ -455,7 +457,7 @@ DEV void for_lanes(trap_to t, int op, const void *index, int dtype, int64_t lane
     }
 }
 
-/* `sum` is all of x, in A. */
+/* `sum` is a copy of x, in A. */
 template <class A>
 static __global__ void scatter_add_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index,
                                           int dtype, int64_t lanes, int64_t limit, shape s)

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * When kernels and copies ran, by the device's own clock, for the record of events. Each is between two events of its
- * stream, which are read when they are over; nobody waits for them in a step. The clock is aligned with the host's as a
- * record begins: an event is waited for, and its moment lies between those before and after (as for clocks of ranks,
- * lua/ps/profile_clock.lua). */
+ * Times of kernels and copies by the device's clock, for the record of events. Each is between two events of its
+ * stream. They are read when they have ended; a step does not wait for them. The clock is aligned with the host's at
+ * the start of a record: the host waits for an event, whose time is between those before and after the wait (as for
+ * clocks of ranks, lua/ps/profile_clock.lua). */
 #include <string.h>
 #include "backend/cuda/cuda.h"
 
@@ -10,12 +10,13 @@ struct timed { ps_record_event what; cudaEvent_t from, to; };
 static timed *queue;                           /* [room], a ring: `count` from `first` on, in the order of the stream */
 static int64_t first, count, room;
 static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]; begun: of the op under way, or NULL */
-static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's moment by the host's clock */
+static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's time by the host's clock */
 static int32_t aligned;                        /* the record that the clock was aligned for */
 
 enum { TRIES = 8 };
 static const int64_t near_ns = 20000;          /* a round trip that is short enough */
-static const float far_ms = 2000;              /* from there on a float has less than a quarter of a microsecond */
+/* after this the precision of a float would be worse than a quarter of a microsecond */
+static const float far_ms = 2000;
 
 static int take(cudaEvent_t *out)
 {
@@ -58,7 +59,7 @@ static void forget(void)
     begun = NULL;
 }
 
-/* Waits for what the device was asked for, once for a record. */
+/* Waits for all queued work of the device, once per record. */
 static int align(int32_t run)
 {
     int64_t shortest = INT64_MAX;
@@ -83,7 +84,7 @@ static int align(int32_t run)
     return 0;
 }
 
-/* The moment of an event that is over. */
+/* The time of an event that has ended. */
 static int moment(cudaEvent_t e, int64_t *ns)
 {
     float ms = 0;
@@ -92,7 +93,7 @@ static int moment(cudaEvent_t e, int64_t *ns)
     return 0;
 }
 
-/* `to` is the anchor from now on where it is far from the old one. */
+/* Makes `to` the anchor if the old one is far away. */
 static void move_anchor(cudaEvent_t to, int64_t ns)
 {
     if ((double)(ns - anchor_ns) < (double)far_ms * 1e6) return give(to);
@@ -152,7 +153,7 @@ int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out)
 
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins)
 {
-    if (!anchor) return 0;                     /* no record was on yet */
+    if (!anchor) return 0;                     /* there was no record yet */
     return record(lane, begins ? &t->from : &t->to);
 }
 

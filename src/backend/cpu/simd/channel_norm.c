@@ -40,7 +40,7 @@ static int64_t channel(const struct norm *m, int64_t set, int64_t row)
     return m->groups ? set % m->groups * m->rows + row : set;
 }
 
-/* Copies a set of v to its rows, zeros behind each. */
+/* Copies a set of v to rows, each padded with zeros. */
 static void gather(const struct norm *m, int64_t set, const void *v, float *buf)
 {
     if (m->groups) {
@@ -104,7 +104,7 @@ static double row_products(const float *p, const float *q, int64_t n)
     return sum_of(s);
 }
 
-/* p = p * a + b for the n elements of a row; those behind it become 0 again. */
+/* p = p * a + b for the n elements of a row; its padding becomes 0 again. */
 SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
 {
     vf by = vf_set(a), more = vf_set(b);

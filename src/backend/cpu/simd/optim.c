@@ -76,7 +76,7 @@ SIMD void adam_step(const struct adam *h, vf g, vf *p, vf *m, vf *v)
 {
     g = g * h->scale;
     if (h->has_l2) g = vf_fma(vf_set(h->l2), *p, g);
-    *p = *p * h->keep;                                       /* 1 unless decoupled decay: exact then */
+    *p = *p * h->keep;                                       /* keep is 1 (exact) without decoupled decay */
     *m = vf_fma(vf_set(h->b1), *m, g * h->omb1);
     *v = vf_fma(vf_set(h->b2), *v, (g * h->omb2) * g);
     vf denominator = vf_fma(vf_sqrt(*v), vf_set(h->inv_sqrt_bias2), vf_set(h->eps));
