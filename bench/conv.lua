@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Forward and backward of a convolution beside PyTorch's, in turn, each in a process of its own:
+-- Compares forward and backward of a convolution with PyTorch, in turn, each in its own process:
 --   psluajit bench/conv.lua --peer PYTHON [--threads 1 2] [--rounds 15] [--channels 64 ...]
 -- Prints medians for each number of threads; the last line is JSON. A ratio below 1: psluajit is faster. Without --peer
 -- only psluajit is timed.
@@ -9,7 +9,7 @@ local process_lib = require "bench.process_lib"
 local paths = require "ps.paths"
 local whole = require("ps.core.command_line").whole
 
-local parser = argparse("bench/conv.lua", "Convolution, forward and backward, beside PyTorch's.")
+local parser = argparse("bench/conv.lua", "Compares forward and backward of a convolution with PyTorch.")
 parser:option("--peer", "a Python that has PyTorch")
 parser:option("--threads", "numbers of threads", "1"):args "+":convert(tonumber)
 whole(parser:option("--rounds", "times that each process computes", "15"), 1)

@@ -166,7 +166,7 @@ local function masks(tp)
   end
   function F.attention_packed(qkv, heads, options)
     local mask = again(function()
-      -- Values of one position are 1 in one column alone: outputs are the weights.
+      -- The value of position i is 1 in column i and 0 elsewhere, so the output is the weights of attention.
       local B, T, D = qkv:size(0), qkv:size(1), qkv:size(2) / heads / 3
       local eye = ps.zeros { T, D }
       for i = 0, T - 1 do eye[{ i, i }] = 1 end

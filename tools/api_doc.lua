@@ -63,7 +63,7 @@ local complaints = {}                  -- "t:sum: its parameter dims has no @par
 
 local function complain(call, text, ...) complaints[#complaints + 1] = call .. ": " .. text:format(...) end
 
--- Complains where the annotations above a function leave something out that its user needs to know.
+-- Reports annotations that do not describe a function completely.
 local function check_described(call, about, names, text, gives)
   if text == "" then complain(call, "it has no text") end
   local known, there = {}, {}

@@ -99,7 +99,7 @@ local function from_file(spec, where)
   if not chunk then fail(why) end
   local made = chunk()
   if name ~= "" then
-    if type(made) ~= "table" or made[name] == nil then fail(("%s returns nothing called '%s'"):format(path, name)) end
+    if type(made) ~= "table" or made[name] == nil then fail(("%s returns no field '%s'"):format(path, name)) end
     made = made[name]
   end
   if type(made) == "function" then made = made(where) end

@@ -76,15 +76,15 @@ local function shards_of(args)
   return paths
 end
 
--- A checkpoint's folder, or a folder of checkpoints, whose newest is taken.
+-- The folder of a checkpoint. In a folder of checkpoints it is the newest one.
 local function folder_of(path)
   local found = restore.candidates(path)[1]
   if not found then fail(restore.why_none(path)) end
   if lfs.attributes(found, "mode") == "directory" then return found end
-  fail(lfs.attributes(found) and found .. " is one file already" or found .. " is not there")
+  fail(lfs.attributes(found) and found .. " is a file, not the folder of a checkpoint" or found .. " does not exist")
 end
 
--- The files of a folder that save_parallelized wrote; nil: it is none.
+-- The files of a folder that save_parallelized wrote; nil: another kind of folder.
 local function parallelized(path)
   local ok, found = pcall(folder.stages, path)
   if not ok then fail(tostring(found)) end

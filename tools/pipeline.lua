@@ -34,7 +34,7 @@ end
 local function table_of()
   if args.read then
     for _, name in ipairs { "schedule", "stages", "micro_batches", "virtual_stages", "evaluation" } do
-      if args[name] then error(("--read FILE has the table; --%s has no place beside it"):format(
+      if args[name] then error(("--%s does not apply with --read FILE, which has the table"):format(
         (name:gsub("_", "-"))), 0) end
     end
     local f, why = io.open(args.read, "rb")

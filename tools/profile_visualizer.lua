@@ -41,8 +41,8 @@ local function main()
   local warmup = flag(args.rm_warmup)
   local fig = one_of("fig_type", args.fig_type or "memory", "memory", "access")
   local kind = args.memory_type and one_of("memory_type", args.memory_type:upper(), "GPU", "CPU", "DISK")
-  if args.html and args.fig_type then error("--html has both figures: leave --fig_type out", 0) end
-  if fig == "access" and kind then error("--memory_type has no place beside --fig_type access", 0) end
+  if args.html and args.fig_type then error("--html draws both figures: remove --fig_type", 0) end
+  if fig == "access" and kind then error("--memory_type does not apply to --fig_type access: remove one of them", 0) end
   local path = args.html and out_path(".html", ".html") or out_path("_" .. fig .. ".svg", ".svg", ".png")
   local profile = read.file(args.profile)
   if warmup then read.drop_warmup(profile) end

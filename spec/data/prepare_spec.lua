@@ -140,7 +140,7 @@ describe("a file's tokens", function()
         check_lib.fails(function() ids_of(path, { field = "text", block = block }) end, "bad.jsonl: line 4", why)
       end
     end
-    check_lib.fails(function() ids_of(folder .. "/none.txt") end, "no text file", "none.txt")
+    check_lib.fails(function() ids_of(folder .. "/none.txt") end, "cannot open the text file", "none.txt")
   end)
 end)
 

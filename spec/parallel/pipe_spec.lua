@@ -97,7 +97,7 @@ describe("tools/pipeline.lua", function()
       .. "looped_bfs allow any number\n", text)
     assert.truthy(tool("--stages 4 --schedule gpipe"):find("give --schedule, --stages and --micro-batches", 1, true))
     assert.truthy(tool("--read /"):find("/: Is a directory", 1, true))
-    assert.truthy(tool("--read x.csv --stages 3"):find("--stages has no place beside it", 1, true))
+    assert.truthy(tool("--read x.csv --stages 3"):find("--stages does not apply with --read FILE", 1, true))
     assert.truthy(tool("--stages 4 --micro-batches 8 --schedule 1f1b --out a.pdf"):find("ends in .svg or .png", 1,
       true))
   end)

@@ -15,7 +15,8 @@ local modules = {}
 local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
---- A call from outside all modules. For the model that OptimManager trains, this is a forward of its step.
+--- Runs a call that does not come from another module. For the model that OptimManager trains, it is the forward of a
+--- step.
 ---@param run fun(module: ps.nn.Module, ...): any
 ---@param ... any
 ---@return any ...

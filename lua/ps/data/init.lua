@@ -142,7 +142,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
     return
   end
   local file, why = io.open(text_path, "rb")
-  if not file then error("no text file: " .. why) end
+  if not file then error("cannot open the text file: " .. why) end
   local ok, problem = pcall(write_shard, shard_path, width, function(writer)
     while true do
       local text, rest = file:read(2 ^ 24, "*L")

@@ -379,7 +379,7 @@ local function run_model(engine, model_func, to_chunk)
   create.set_default_device(was)
   if not ok then error(module, 0) end
   if not nn_module.is_module(module) then
-    error("ps.initialize: model_func returned a " .. type(module) .. ", no "
+    error("ps.initialize: model_func returned a " .. type(module) .. ", not a "
     .. "module", 0)
   end
   collector.after_making()

@@ -99,8 +99,8 @@ local function append(self, text, first, last, flags, ids, bytes)
   end
 end
 
--- Ids of a rendered conversation. A special token that a message spells is text: the text is cut at those that the
--- template writes, and the rest has none.
+-- Encodes a rendered conversation. Only special tokens that the template writes become their ids; a message that spells
+-- a special token is encoded as text.
 local function ids_of(self, rendered)
   local text, special = rendered.text, rawget(self, "special_ids")
   local ids, bytes, forged = {}, {}, false

@@ -207,7 +207,7 @@ function Tokenizer:encode_file(path, give, options)
   caller.callable(give, "tokenizer:encode_file")
   options = caller.options(options, "tokenizer:encode_file", FILE)
   local file, why = io.open(path, "rb")
-  if not file then error("no text file: " .. why) end
+  if not file then error("cannot open the text file: " .. why) end
   local size = caller.whole(options.block or BLOCK, "tokenizer:encode_file: block", 1)
   local field = options.field
   local block = ffi.new("ps_tok_block", { path = path, field = field, mark = options.mark or -1,

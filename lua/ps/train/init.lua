@@ -281,7 +281,8 @@ function Run:weight(given, loss)
   return found.count / (self.places or 1)
 end
 
--- `for i, loss, given in`: the micro-batches of a step, each of which needs a backward in its turn; and their number.
+-- Returns an iterator for `for i, loss, given in` over the micro-batches of a step, and their number. The loop's body
+-- must run backward for each loss before the next.
 function Run:turns()
   local options, count = self.options, self.options.accumulate or 1
   if loops(options.model, options.loss) then
