@@ -86,8 +86,7 @@ function ps.trace(options)
 end
 
 --- The state of the open engine, as a table that prints as a line; nil if none is open, or if its parameters are in
---- plain
---- memory.
+--- plain memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}? state
 function ps.engine()
@@ -126,11 +125,9 @@ function ps.load(path, options) return require("ps.io.serialize").load(path, opt
 
 --- The model of a folder that Hugging Face's save_pretrained wrote, or that its cache has under that name. Nothing is
 --- downloaded. Every field of its config.json except dtype is applied or refused by name. Weights are read one tensor
---- at
---- a time, in an engine's model_func directly into its chunks; of several ranks each reads the tensors that it owns.
---- The
---- parameters of a head that the files lack start from random values by the seed. A line on standard error names them,
---- and the tensors of the files that are not used.
+--- at a time, in an engine's model_func directly into its chunks; of several ranks each reads the tensors that it owns.
+--- The parameters of a head that the files lack start from random values by the seed. A line on standard error names
+--- them, and the tensors of the files that are not used.
 ---@param name string a folder, or a name: "gpt2", "google-bert/bert-base-uncased"
 ---@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
 ---  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":

@@ -215,7 +215,7 @@ describe("the index of a checkpoint", function()
       require("ps.checkpoints.merge").run({ file }, { out = folder .. "/merged.safetensors" })
     end)
     fails({ "was saved twice", "rank-00001" }, function() save { { 0, 4, 0, 5 }, { 3, 3, 0, 5 } } end)
-    fails({ "20 of its 30 elements" }, function() save { { 0, 2, 0, 5 }, { 4, 2, 0, 5 } } end)
+    fails({ "20 of 30 elements" }, function() save { { 0, 2, 0, 5 }, { 4, 2, 0, 5 } } end)
     fails({ "[6, 5]", "at [6, 0]" }, function()
       write_files(path, 2, { { weight = cut(0, 6, 0, 5) } }, { { pieces = { weight = { offset = { 6, 0 },
         shape = { 6, 5 } } } } })

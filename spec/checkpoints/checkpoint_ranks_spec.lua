@@ -285,7 +285,7 @@ describe("a checkpoint of several processes", function()
     check_cases(out, 2, { missing = { two, "is missing", "files of 2 ranks" },
       older = { two, "does not belong", "it is of step 1, rank 1 of 2", "wanted is step 2" },
       ["other save"] = { one, "does not belong", "save" }, ["other rank"] = { two, "rank 0 of 2", "rank 1 of 2" },
-      ["no index"] = { "not complete", "index.json" }, ["other index"] = { one, "does not belong", "step 1" },
+      ["no index"] = { "is incomplete", "index.json" }, ["other index"] = { one, "does not belong", "step 1" },
       ["damaged index"] = { "index.json is damaged" }, short = { one }, ["flipped 0"] = { one, "tensor '", "damaged" },
       ["flipped 1"] = { two, "tensor '", "damaged" }, ["not one of ours"] = { two },
       nothing = { "holds no checkpoint" }, good = true })
@@ -389,7 +389,7 @@ describe("a checkpoint of several processes", function()
       if rank == 1 then owner[first] = 1 end
       case("owned by two", function() checkpoints.save(folder .. "/none", parts) end)
     ]])
-    check_cases(out, 3, { ["one file"] = { "holds its part", "tools/merge.lua" },
+    check_cases(out, 3, { ["one file"] = { "holds only its part", "tools/merge.lua" },
       ["owned by none"] = { "was saved by no rank" }, ["owned by two"] = { "was saved twice" } })
     local bytes = {}
     for rank = 0, 2 do
@@ -462,7 +462,7 @@ describe("a checkpoint of several processes", function()
     check_cases(out, 2, { load = true })
     for rank = 0, 1 do assert.equal("4", cases(out, 2).load[rank].text) end
     damage "step-00000004"
-    check_cases(works(2, LOAD), 2, { load = { "step-00000003 is of another run; name it to load it", "damaged" } })
+    check_cases(works(2, LOAD), 2, { load = { "step-00000003 belongs to another run; pass its own path", "damaged" } })
 
     out = works(2, MODEL .. [[
       local agree = require "ps.dist.agree"
@@ -491,10 +491,10 @@ describe("a checkpoint of several processes", function()
     local told = cases(out, 2)
     local text0 = told["committed 0"][0].text
     assert.falsy(told["committed 0"][0].ok)
-    assert.truthy(text0:find "the network is down$" and not text0:find "saved" and not text0:find "not known", text0)
+    assert.truthy(text0:find "the network is down$" and not text0:find "saved" and not text0:find "is unknown", text0)
     for _, name in ipairs { "committed 1", "not committed 1" } do
       local text = told[name][1].text
-      assert.truthy(text:find("it is not known whether the checkpoint .* is complete %(the file latest says%): "),
+      assert.truthy(text:find("it is unknown whether the checkpoint .* is complete %(the file latest says%): "),
         text)
     end
     text0 = told["not committed 0"][0].text

@@ -54,7 +54,7 @@ describe("a checkpoint's bytes", function()
     step(run, 2)
     -- as another program writes what it read: the digits are gone
     safetensors.save(path("other.safetensors"), tensors, { format = "pt", psluajit = text })
-    fails(function() checkpoints.load(path("other.safetensors"), run) end, "checksums are gone", "verify = false")
+    fails(function() checkpoints.load(path("other.safetensors"), run) end, "it has no checksums", "verify = false")
     checkpoints.load(path("other.safetensors"), { model = run.model, optimizer = run.optimizer, verify = false })
     assert.equal(wanted, values(run))
     step(run, 2)
@@ -84,7 +84,7 @@ describe("a folder of checkpoints", function()
       assert.equal(2, from.step)
       assert.equal(after[2], values(run))
       assert.truthy(from.skipped[1].file == newest and from.skipped[1].problem:find(name, 1, true))
-      for _, part in ipairs { "tensor '", name, "going on from the checkpoint", "step-00000002" } do
+      for _, part in ipairs { "tensor '", name, "continuing from the checkpoint", "step-00000002" } do
         assert.truthy(text:find(part, 1, true), text)
       end
       step(run, 3)                                                     -- and saves step 3 anew
@@ -144,7 +144,7 @@ describe("a folder of checkpoints", function()
         damage(15, header)
         said(function()
           fails(function() checkpoints.load(folder, run) end, "holds no checkpoint that can be used", "damaged",
-            "step-00000010.safetensors is of another run; name it to load it")
+            "step-00000010.safetensors belongs to another run; pass its own path")
         end)
         write(path "step-00000015.safetensors", good)
       end
@@ -154,7 +154,7 @@ describe("a folder of checkpoints", function()
       local from = loaded()
       assert.equal(10, from.step)                                      -- and not B's 15
       assert.equal(2, #from.skipped)
-      assert.truthy(from.skipped[2].problem:find("00000015.safetensors is of another run", 1, true))
+      assert.truthy(from.skipped[2].problem:find("00000015.safetensors belongs to another run", 1, true))
       save("", "17")                                                   -- run C
       damage(17)
       assert.falsy(pcall(loaded))
@@ -178,7 +178,7 @@ describe("a folder of checkpoints", function()
       write(path "step-00000010.safetensors", good)
       damage(20)
       said(function()
-        fails(function() checkpoints.load(folder, run) end, "step-00000010.safetensors is of another run")
+        fails(function() checkpoints.load(folder, run) end, "step-00000010.safetensors belongs to another run")
       end)
     end)
 
@@ -207,7 +207,7 @@ describe("a folder of checkpoints", function()
       local from, told = said(function() return checkpoints.load(folder, run) end)
       assert.equal(2, from.step)
       assert.equal(after[2], values(run))
-      assert.truthy(told:find("going on from the checkpoint", 1, true), told)
+      assert.truthy(told:find("continuing from the checkpoint", 1, true), told)
     end
     os.remove(path("latest"))
     assert.equal(nil, checkpoints.find(folder))
@@ -229,7 +229,7 @@ describe("a folder of checkpoints", function()
       { { folder, with { keep = "3" } }, "keep is a string, not a whole number" },
       { { folder, with { step = 1.5 } }, "step is 1.5, not a whole number" },
       { { folder, with { loader = {} } }, "loader is a table without " },
-      { { folder, with { extra = { print } } }, "extra holds what JSON cannot: extra[1] is a function" },
+      { { folder, with { extra = { print } } }, "extra has a value that JSON cannot hold: extra[1] is a function" },
     } do
       for _, call in ipairs { "save", "load" } do
         fails(function() checkpoints[call](case[1][1], case[1][2]) end, "checkpoint_spec.lua",
@@ -239,7 +239,7 @@ describe("a folder of checkpoints", function()
     write(path("text"), "words")
     fails(function() checkpoints.load(path("text"), run) end, "/text holds no checkpoint: it is a file, neither a")
     fails(function() checkpoints.load(path("nowhere"), run) end, "there is no such folder")
-    fails(function() checkpoints.save(path("text"), run) end, "cannot make the folder", "/text")
+    fails(function() checkpoints.save(path("text"), run) end, "cannot create the folder", "/text")
     fails(function() run.model:load_state_dict() end, "takes a table of tensors by name, or an open file, not a nil")
   end)
 
@@ -276,7 +276,7 @@ describe("a folder of checkpoints", function()
     } do
       fails(function()
         checkpoints.save(folder, { model = run.model, extra = case[1] })
-      end, "checkpoint_spec.lua", "extra holds what JSON cannot: ", case[2])
+      end, "checkpoint_spec.lua", "extra has a value that JSON cannot hold: ", case[2])
     end
     assert.equal("", names(folder))
     local shared = { 1 }

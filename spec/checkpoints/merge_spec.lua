@@ -220,7 +220,7 @@ describe("tools/merge.lua", function()
     ps.save({ w = ps.zeros { 2, 2 }, step = 2, same = ps.ones { 3 }, a = { x = 1, y = 2 } }, path "c-1.pt")
     fails({ "'step', a value, differs between c-0.pt and c-1.pt" }, "--pattern=c-*.pt --num=2 --strict --out a.pt")
     local out = merges("--pattern=c-*.pt --num=2")
-    assert.truthy(out:find("'w', a tensor, differs between c-0.pt and c-1.pt, whose is taken", 1, true), out)
+    assert.truthy(out:find("'w', a tensor, differs between c-0.pt and c-1.pt; the latter is used", 1, true), out)
     assert.truthy(out:find("'step', a value, differs", 1, true), out)
     local _, lines = out:gsub("\n", "")
     assert.equal(3, lines, out)
@@ -248,17 +248,17 @@ describe("tools/merge.lua", function()
       { { h = { w = ps.ones({ 2, 3 }, { dtype = "bf16" }) } }, h_w .. "bf16 [2, 3] in c-1.pt" },
       { { h = ps.ones {} }, "'h' is a dict in c-0.pt, but a tensor fp32 [] in c-1.pt" },
       { { v = { a = 1 } }, "'v' is a value in c-0.pt, but a dict in c-1.pt" },
-      { { ps.ones {} }, "c-1.pt holds a list" },
-      { 7, "c-1.pt holds a value" },
+      { { ps.ones {} }, "c-1.pt has a list" },
+      { 7, "c-1.pt has a value" },
     } do
       ps.save(case[1], path "c-1.pt")
       fails({ case[2] }, "--pattern=c-*.pt --num=2")
     end
     ps.save({ h = { w = ps.ones { 2, 3 } } }, path "c-1.pt")
-    fails({ "x.safetensors", "name -> tensor only", "'h' of c-1.pt is a dict", "merge to a .pt file" },
+    fails({ "x.safetensors", "holds only tensors by name", "'h' of c-1.pt is a dict", "merge to a .pt file" },
       "--pattern=c-*.pt --num=2 --out=x.safetensors")
     ps.save({}, path "d-0.pt")
-    fails({ "no tensor is in d-0.pt" }, "--pattern=d-*.pt --num=1")
+    fails({ "there is no tensor in d-0.pt" }, "--pattern=d-*.pt --num=1")
   end)
 
   it("refuses missing, foreign and damaged files", function()

@@ -161,7 +161,7 @@ describe("a training", function()
     end
 
     it("warns where there is no secret, and needs none that differ", function()
-      local warning = "psluajit: this run has no secret (PS_SECRET): whoever reaches tcp://10.77.0.1:29500 can take"
+      local warning = "this run has no secret (PS_SECRET): any process that can connect to tcp://10.77.0.1:29500"
       local command = "$LAUNCH --nnodes 2 --master-addr 10.77.0.1 --nproc-per-node 1 --grace 3 --node-rank %d $TRAIN"
       local alpha, beta = launchers("--nproc-per-node 1")
       assert.matches(warning, alpha.text, 1, true)
@@ -177,7 +177,7 @@ describe("a training", function()
       assert.matches("one that came from 10.77.0.2 was turned away: it has another secret", alpha.text, 1, true)
       assert.matches("has another secret; give all ranks the same PS_SECRET", beta.text, 1, true)
       alpha = two("PS_SECRET=required " .. command:format(0), "true")
-      assert.matches("PS_SECRET is 'required', and there is none", alpha.text, 1, true)
+      assert.matches("PS_SECRET is 'required', but there is no secret", alpha.text, 1, true)
       local loopback = "$LAUNCH --nnodes 2 --master-addr 127.0.0.1 --nproc-per-node 1 --grace 3 --node-rank 0 $TRAIN"
       alpha = two(loopback, "true")
       assert.matches("ranks are on several machines, and 127.0.0.1 is a loopback address", alpha.text, 1, true)

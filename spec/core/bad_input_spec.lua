@@ -159,7 +159,7 @@ describe("models and optimizers set up wrongly", function()
     local p = ps.ones({ 4 }, { requires_grad = true })
     local optimizer = ps.optim.AdamW({ p }, { lr = 0.1 })
     p:set_grad(ps.full({ 4 }, 0 / 0))
-    fails({ "gradient norm is", "left as they are" }, function() optimizer:step { max_norm = 1 } end)
+    fails({ "gradient norm is", "not changed" }, function() optimizer:step { max_norm = 1 } end)
     assert.same({ 1, 1, 1, 1 }, p:tolist())
   end)
 end)
@@ -237,16 +237,16 @@ end)
 
 describe("bounds that run the other way", function()
   it("are errors, as in PyTorch", function()
-    fails({ "bad_input_spec.lua", "ps.arange: from 0 to 5 by -1 leads away from the end" },
+    fails({ "bad_input_spec.lua", "ps.arange: from 0 to 5 the step -1 has the wrong sign" },
       function() ps.arange(0, 5, -1) end)
-    fails({ "ps.arange: from 5 to 0 by 1 leads away from the end" }, function() ps.arange(5, 0) end)
-    fails({ "from 0 to -3 by 1" }, function() ps.arange(-3) end)
+    fails({ "ps.arange: from 5 to 0 the step 1 has the wrong sign" }, function() ps.arange(5, 0) end)
+    fails({ "from 0 to -3 the step 1" }, function() ps.arange(-3) end)
     assert.same({ 0 }, ps.arange(5, 5, -1):shape())
     assert.same({ 5, 4, 3, 2, 1 }, ps.arange(5, 0, -1):tolist())
     local x = ps.ones { 2, 3, 4 }
-    fails({ "bad_input_spec.lua", "flatten: the first dimension, 1, lies behind the last, 0" },
+    fails({ "bad_input_spec.lua", "flatten: the first dimension, 1, is after the last, 0" },
       function() x:flatten(1, 0) end)
-    fails({ "the first dimension, 2, lies behind the last, 1" }, function() x:flatten(-1, -2) end)
+    fails({ "the first dimension, 2, is after the last, 1" }, function() x:flatten(-1, -2) end)
     assert.same({ 2, 3, 4 }, x:flatten(1, 1):shape())
     assert.same({ 2, 12 }, x:flatten(1):shape())
     assert.same({ 1 }, ps.tensor(3):flatten(0, -1):shape())
@@ -257,7 +257,7 @@ describe("to", function()
   it("takes one argument: what follows a device is not passed over", function()
     local x, model = ps.ones { 2 }, ps.nn.Linear(1, 1)
     for _, call in ipairs { function() x:to("cpu", "bf16") end, function() model:to("cpu", "bf16") end } do
-      fails({ "bad_input_spec.lua", ":to takes a type, a device, or { dtype = , device = }, and nothing" }, call)
+      fails({ "bad_input_spec.lua", ":to takes a type, a device, or { dtype = , device = }, and no" }, call)
     end
     fails({ "tensor:to takes a type" }, function() x:to() end)
   end)
@@ -295,7 +295,7 @@ end)
 describe("the default type", function()
   it("is one of floats", function()
     for _, name in ipairs { "int32", "int64", "uint8", "bool" } do
-      fails({ "bad_input_spec.lua", "ps.set_default_dtype: " .. name .. " is no type of floats" },
+      fails({ "bad_input_spec.lua", "ps.set_default_dtype: " .. name .. " is not a floating-point type" },
         function() ps.set_default_dtype(name) end)
     end
     assert.equal("fp32", ps.set_default_dtype "bf16")

@@ -108,7 +108,7 @@ describe("errors of a script's mistakes", function()
   it("are moved in a program and at the prompt, which show the way there on demand", function()
     local script = "local ps = require 'ps'\nps.data.windows { shards = { 3 }, batch = 1, seq = 2 }\n"
     local said = check_lib.run("", script)
-    assert.matches("lua_%w+:2: a shard is a path", said)
+    assert.matches("lua_%w+:2: a shard must be a path", said)
     assert.is_nil(said:find("in function", 1, true), said)
     assert.matches("in function 'windows'", check_lib.run("PS_TRACEBACK=all", script), 1, true)
     script = "local ps = require 'ps'\nps.train.evaluate({}, function() end)\n"                 -- a nil is called

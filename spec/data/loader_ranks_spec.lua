@@ -126,7 +126,7 @@ describe("the loader on several ranks", function()
     local x = three:next():tolist()
     for i = 1, 3 do assert.same(want:next():tolist()[1], x[i]) end
     fails({ "24 samples of epoch 0", "3 batches of 8 rows", "10 rows (5 on each of 2 ranks)", "divides 24",
-      "8 as it was" }, function() loader(5, 2):load_state_dict(state) end)
+      "the old 8" }, function() loader(5, 2):load_state_dict(state) end)
     eight:next()                                           -- the epoch has ended, though a 33rd window is left
     local ten, three_again = loader(5, 2, 1), loader(3, 1)
     for _, here in ipairs { ten, three_again } do
@@ -143,7 +143,7 @@ describe("the loader on several ranks", function()
     loader:load_state_dict { position = { epoch = 1, batch = 7 }, batch = 4, seq = 5, shuffle = true, seed = "2",
       first = 0, last = 3000 }
     assert.same({ epoch = 1, batch = 7 }, loader:position())
-    fails({ "seq = 6", "this one 5" }, function()
+    fails({ "seq = 6", "this one has 5" }, function()
       loader:load_state_dict { position = { epoch = 1, batch = 7 }, batch = 4, seq = 6 }
     end)
     fails({ "not the state of a loader" }, function()
@@ -155,7 +155,7 @@ describe("the loader on several ranks", function()
     local function loader(rank, size)
       return function() ps.data.loader { shards = { path }, batch = 2, seq = 5, rank = rank, world_size = size } end
     end
-    fails({ "rank is 0 to world_size - 1, not 2 with a world_size of 2" }, loader(2, 2))
+    fails({ "rank must be 0 to world_size - 1, not 2 with a world_size of 2" }, loader(2, 2))
     fails({ "not -1" }, loader(-1, 2))
     fails({ "not 0 with a world_size of 0" }, loader(0, 0))
     fails({ "rank is 0.5, not a whole number" }, loader(0.5, 2))

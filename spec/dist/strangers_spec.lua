@@ -124,11 +124,11 @@ describe("ranks at a port", function()
     local at = ("PS_RENDEZVOUS=tcp://0.0.0.0:%d"):format(port)
     local a, b = rank(0, port, at), rank(1, port, at)
     local text = said(a)
-    has(text, ("psluajit: this run has no secret (PS_SECRET): whoever reaches tcp://0.0.0.0:%d can take"):format(port),
+    has(text, ("this run has no secret (PS_SECRET): any process that can connect to tcp://0.0.0.0:%d"):format(port),
       "sum 3\n")
     assert.equal(3, select(2, text:gsub("\n", "")))
     assert.equal("sum 3\nin time\n", said(b))
-    has(said(rank(0, port, at .. " PS_SECRET=required")), "PS_SECRET is 'required', and there is none: ranks of "
+    has(said(rank(0, port, at .. " PS_SECRET=required")), "PS_SECRET is 'required', but there is no secret: ranks of "
       .. "several machines meet at tcp://0.0.0.0:" .. port)
     has(said(rank(0, port, at .. " PS_SECRET=")), "PS_SECRET is ''; expected a secret")
   end)
@@ -177,7 +177,7 @@ describe("the secret of a run", function()
     assert.equal(FILE_MODE, stat.stat(folder .. "/psluajit/secret").st_mode % 512)
     assert.equal("secret\n", (said(io.popen("ls " .. folder .. "/psluajit"))))
     check.write(folder .. "/psluajit/secret", "short")
-    check.fails(function() secret.find(get, "tcp://127.0.0.1:1", true) end, "is no secret as psluajit writes them")
+    check.fails(function() secret.find(get, "tcp://127.0.0.1:1", true) end, "is not a secret that psluajit wrote")
     os.execute(("chmod 755 %s/psluajit"):format(folder))
     check.fails(function() secret.find(get, "tcp://127.0.0.1:1", true) end, "not a folder that only user",
       "set PS_SECRET")

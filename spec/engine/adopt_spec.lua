@@ -167,11 +167,11 @@ describe("an optimizer that ps.initialize was not given", function()
       local before = optim.SGD(module, { lr = 0.1 })
       open { model = module, config = config(settings) }
       model:backward(model(ps.ones({ 1, 3 }):to(model.weight:dtype())):sum())
-      fails(function() before:step() end, "adopt_spec.lua", "SGD: ps.initialize took the model, with weight",
+      fails(function() before:step() end, "adopt_spec.lua", "SGD: ps.initialize took over the model, with weight",
         "ps.initialize { model = ..., optimizer = ..., config = ... }")
       if settings.memory ~= "plain" then
         local behind = optim.SGD(model:parameters(), { lr = 0.1 })
-        fails(function() behind:step() end, "SGD: ps.initialize took the model, with ")
+        fails(function() behind:step() end, "SGD: ps.initialize took over the model, with ")
       end
       local other = nn.Linear(2, 2)
       local alone = optim.SGD(other, { lr = 0.1 })

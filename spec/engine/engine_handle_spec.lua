@@ -154,7 +154,7 @@ describe("a model of ps.initialize", function()
   it("refuses assignments to its own names, and says where the module's are", function()
     open("chunk", One())
     for _, name in ipairs { "module", "backward", "close", "micro_batches", "state_dict" } do
-      fails(function() model[name] = 1 end, "model." .. name .. " is the engine's", "model.module." .. name)
+      fails(function() model[name] = 1 end, "model." .. name .. " belongs to the engine", "model.module." .. name)
     end
   end)
 

@@ -103,7 +103,7 @@ describe("SGD of an engine", function()
     assert.same({ 0.1, 0.9, 0.3, 0.2, false }, { torch.param_groups[1].lr, torch.param_groups[1].momentum,
       torch.param_groups[1].dampening, torch.param_groups[1].weight_decay, torch.param_groups[1].nesterov })
     torch.param_groups[1].momentum = nil
-    fails(function() optimizer:load_state_dict(torch) end, "is not of SGD")
+    fails(function() optimizer:load_state_dict(torch) end, "is not SGD's")
     torch.param_groups[1].momentum = 0.9
     local saved = optimizer:state_dict(model)
     optimizer = open { lr = 0.1 }

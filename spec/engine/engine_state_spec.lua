@@ -276,7 +276,7 @@ describe("a checkpoint of an engine", function()
     assert.same(want, train(model, optimizer, data, 3))
   end)
 
-  it("is of the state between steps", function()
+  it("is taken between steps between steps", function()
     for i = 1, 2 do
       local model, optimizer = engine(in_memory(TYPES.bf16, i))
       step(model, optimizer, 1)
@@ -348,7 +348,7 @@ describe("the optimizer's state", function()
     fails(function() optimizer:load_state_dict(bad) end, "exp_avg of parameter", "is [3], the parameter is [")
     bad.state[3] = { step = 1.5, exp_avg = good.state[3].exp_avg, exp_avg_sq = good.state[3].exp_avg_sq }
     fails(function() optimizer:load_state_dict(bad) end, "step of parameter", "1.5, no whole number")
-    fails(function() optimizer:load_state_dict({ state = {}, param_groups = {} }) end, "0 groups, this one has 1")
+    fails(function() optimizer:load_state_dict({ state = {}, param_groups = {} }) end, "0 groups, but this one has 1")
     fails(function() optimizer:load_state_dict({}) end, "no param_groups")
     fails(function() optimizer:load_state_dict(3) end, "not a number")
     local named = optimizer:state_dict(model)

@@ -105,7 +105,7 @@ describe("a loader", function()
     local data = loader { last = 100, shuffle = false }
     data:next()
     local text = tostring(data)
-    assert.truthy(text:find(("batches of %d x %d, %d an epoch; next: batch 1 of epoch 0)"):format(data.batch, data.seq,
+    assert.truthy(text:find(("batches of %d x %d, %d per epoch; next: batch 1 of epoch 0)"):format(data.batch, data.seq,
       data.batches), 1, true), text)
     assert.truthy(tostring(data.shards[1]):find("Tokens(", 1, true))
   end)

@@ -148,7 +148,7 @@ describe("token files that are no good", function()
   in_folder()
 
   it("are named, with what is wrong", function()
-    fails({ "no token file", "none.bin" }, function() ps.data.tokens(folder .. "/none.bin") end)
+    fails({ "cannot open token file", "none.bin" }, function() ps.data.tokens(folder .. "/none.bin") end)
     write("plain.bin", "not a shard")
     local function plain(width)
       return function() ps.data.tokens(folder .. "/plain.bin", { width = width }) end

@@ -132,7 +132,7 @@ describe("ps.load with mmap = true", function()
   it("refuses files of PyTorch's", function()
     local path = place() .. "/x.pt"
     ps.save({ a = ps.ones { 2 } }, path)
-    check.fails_saying({ path, "mmap = true is for safetensors" }, function() ps.load(path, { mmap = true }) end)
+    check.fails_saying({ path, "mmap = true needs a safetensors" }, function() ps.load(path, { mmap = true }) end)
   end)
 end)
 

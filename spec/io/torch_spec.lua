@@ -176,7 +176,7 @@ describe("ps.save and ps.load", function()
     os.rename(path "f.safetensors", path "f.pt")           -- content counts, not the name
     assert.same({ 0 }, ps.load(path "f.pt")["b.c"]:tolist())
     fails({ "'model'", "table" }, ps.save, { model = {} }, path "f.safetensors")
-    fails({ "name -> tensor" }, ps.save, { ps.ones { 1 } }, path "f.safetensors")
+    fails({ "tensors by name" }, ps.save, { ps.ones { 1 } }, path "f.safetensors")
   end)
 
   it("tell files apart by what is in them, whatever the length of a header", function()

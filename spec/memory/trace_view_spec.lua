@@ -162,7 +162,7 @@ describe("the table of ps.trace", function()
       " 0 .. 1  update   device+host  2.0 MiB  exp_avg_sq 1* 2*-",
       "      2  forward  host         1.0 MiB  param 9",
       "3 moments, 5 uses of 3 chunks; at most 2.0 MiB of chunks at once, at moment 0",
-      "besides chunks, at most: device 1.5 MiB, host 0 B",
+      "outside chunks, at most: device 1.5 MiB, host 0 B",
       "*: written; -: the chunk's contents end there",
     }, "\n"), tostring(view.list(list, { device = 1.5 * 2 ^ 20, host = 0 }, {})))
   end)

@@ -260,11 +260,11 @@ describe("what cannot be made again", function()
     function Late:init() self:param("late", ps.zeros { 3 }) end
     model = ps.deferred(Late)
     ps.no_grad(function() model.late:fill_(2) end)                           -- when nobody notes it
-    fails({ "late", "cannot be run again" }, function() ps.materialize(model) end)
+    fails({ "late", "cannot be repeated" }, function() ps.materialize(model) end)
     local outside = ps.zeros({ 3 }, { device = "meta" })
     local Outside = nn.class("Outside")
     function Outside:init() self:param("outside", outside + 1) end
-    fails({ "outside", "cannot be run again" }, function() ps.materialize(ps.deferred(Outside)) end)
+    fails({ "outside", "cannot be repeated" }, function() ps.materialize(ps.deferred(Outside)) end)
     local Asks = nn.class("Asks")
     function Asks:init() self:param("asks", ps.full({ 3 }, ps.randn({ 1 }):item())) end
     fails({ "meta" }, function() ps.deferred(Asks) end)
@@ -281,7 +281,7 @@ describe("what cannot be made again", function()
 
   it("is a model that ps.deferred did not make", function()
     fails({ "ps.deferred" }, function() ps.materialize(nn.Linear(2, 2)) end)
-    fails({ "no module" }, function() ps.deferred(function() return 3 end) end)
+    fails({ "not a module" }, function() ps.deferred(function() return 3 end) end)
     fails({ "inside" }, function() ps.deferred(function() return ps.deferred(nn.Linear, 2, 2) end) end)
   end)
 end)

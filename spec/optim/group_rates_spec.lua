@@ -84,7 +84,7 @@ for name, make in pairs(makers) do
       near({ 1e-4, 1e-5 }, rates(optimizer))
       if model then model:close() end
       optimizer = make(3e-4, 3e-5)
-      fails(function() optimizer:set_lr(1e-4) end, "0.0003, 3e-05", "give the optimizer an lr", "groups[i].lr")
+      fails(function() optimizer:set_lr(1e-4) end, "0.0003, 3e-05", "make the optimizer with an lr", "groups[i].lr")
       near({ 3e-4, 3e-5 }, rates(optimizer))
     end)
 

@@ -63,14 +63,14 @@ describe("a dynamic loss scale", function()
   it("does not fall below its least, and says so when it would", function()
     local s = loss_scaler.new { initial_scale_power = 2, hysteresis = 1, min_loss_scale = 3 }
     assert.same({ 3 }, go(s, "x"))
-    fails(function() s:update(true) end, "step 1 overflowed", "at its least, 3", "min_loss_scale", "learning rate")
+    fails(function() s:update(true) end, "step 1 overflowed", "smallest loss scale, 3", "min_loss_scale")
     assert.equal(3, s.scale)
     assert.equal(1, s.steps)
     assert.same({ 3, 3, 3 }, run({ initial_scale_power = 2, hysteresis = 1, min_loss_scale = 3,
       raise_error_at_min_scale = false }, "xxx"))
     s = loss_scaler.new { initial_scale_power = 0 }
     assert.same({ 1 }, go(s, "x"))                                  -- hysteresis comes before the error
-    fails(function() s:update(true) end, "at its least, 1")
+    fails(function() s:update(true) end, "at the smallest loss scale, 1")
   end)
 end)
 
@@ -104,10 +104,10 @@ describe("a loss scaler", function()
   it("refuses what it cannot mean", function()
     for text, options in pairs {
       ["no option 'window'"] = { window = 3 },
-      ["loss_scale = -1; it takes 0 (dynamic)"] = { loss_scale = -1 },
-      ["loss_scale_window = 0; it takes a whole number"] = { loss_scale_window = 0 },
-      ["hysteresis = 1.5; it takes a whole number"] = { hysteresis = 1.5 },
-      ["min_loss_scale = 0; it takes a number above 0"] = { min_loss_scale = 0 },
+      ["loss_scale = -1; it must be 0 (dynamic)"] = { loss_scale = -1 },
+      ["loss_scale_window = 0; it must be a whole number"] = { loss_scale_window = 0 },
+      ["hysteresis = 1.5; it must be a whole number"] = { hysteresis = 1.5 },
+      ["min_loss_scale = 0; it must be a number above 0"] = { min_loss_scale = 0 },
       ["initial_scale = inf"] = { initial_scale = math.huge },
       ["initial_scale_power = nan"] = { initial_scale_power = 0 / 0 },
       ["consecutive_hysteresis is a number, not a boolean"] = { consecutive_hysteresis = 1 },

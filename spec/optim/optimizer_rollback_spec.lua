@@ -111,7 +111,7 @@ describe("a state in PyTorch's form", function()
       fails(function() optimizer:load_state_dict(group { amsgrad = true }) end, "param_groups[0]", "amsgrad = True",
         "AdamW")
       fails(function() optimizer:load_state_dict(group { maximize = true }) end, "maximize = True")
-      fails(function() optimizer:load_state_dict(group { decoupled_weight_decay = false }) end, "is of Adam (",
+      fails(function() optimizer:load_state_dict(group { decoupled_weight_decay = false }) end, "is Adam's (",
         "this one is AdamW")
       fails(function()
         optimizer:load_state_dict { state = {}, param_groups = { { lr = 0.1, momentum = 0.9, params = { 0, 1 } } } }

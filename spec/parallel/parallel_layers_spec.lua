@@ -417,7 +417,7 @@ local PIECES = [[
   -- what cannot be
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
-    { "pieces is 9; rows travel in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
+    { "pieces is 9; rows are sent in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
     { "pieces is 0", function() group:linear_scattered(x, w, { pieces = 0 }) end },
     { "cannot be cut into " .. size, function() group:linear_scattered(ps.ones { size + 1, 4 }, w) end },
     { "w needs 4", function() group:gathered_linear(ps.ones { 2, 5 }, w) end },

@@ -114,14 +114,14 @@ describe("a profile", function()
     end
     local whole = json.encode(profile_lib.made())
     for _, part in ipairs { 1, 100, math.floor(#whole / 2), #whole - 1 } do
-      fails(whole:sub(1, part), "is no profile")
+      fails(whole:sub(1, part), "is not a profile")
     end
     fails(whole:sub(1, 1000), "cut off after 1000 bytes")
     fails("", "cut off after 0 bytes")
     fails("hello]", "it is not JSON")
-    fails('{"traceEvents":[]}', "no profile of psluajit")                               -- Chrome's, or PyTorch's
-    fails("[1,2]", "no profile of psluajit")
-    fails('"text"', "no profile of psluajit")
+    fails('{"traceEvents":[]}', "not a profile of psluajit")                               -- Chrome's, or PyTorch's
+    fails("[1,2]", "not a profile of psluajit")
+    fails('"text"', "not a profile of psluajit")
     fails('{"psluajit":{"version":2},"traceEvents":[]}', "version 2; this program reads version 1")
     fails('{"psluajit":{"version":1},"traceEvents":[]}', "has no events")
     fails('{"psluajit":{"version":1}}', "traceEvents is nil, not a list")
@@ -265,8 +265,8 @@ describe("tools/profile_visualizer.lua", function()
     end
     assert(require("lfs").link("/dev/full", folder .. "/full.html", true))
     for words, told in pairs {
-      ["cut.json"] = "cut.json is no profile: it is cut off after 500 bytes",
-      ["text.json"] = "text.json is no profile: it is not JSON",
+      ["cut.json"] = "cut.json is not a profile: it is cut off after 500 bytes",
+      ["text.json"] = "text.json is not a profile: it is not JSON",
       ["profile.json --memory_type=DISK"] = "has no memory of type DISK; it has GPU (device), CPU (host)",
       ["profile.json --memory_type=TPU"] = "--memory_type TPU: it takes GPU, CPU, DISK",
       ["profile.json --fig_type=time"] = "--fig_type time: it takes memory, access",

@@ -10,10 +10,11 @@ local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md"
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
   "docs/config.md", "spec/README.md" }
 local FOLDERS = {
-  "bench", "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/config", "lua/ps/core", "lua/ps/engine", "lua/ps/inspect",
-  "lua/ps/launch", "lua/ps/parallel", "lua/ps/planning", "lua/ps/pretrained", "lua/ps/prompt", "lua/ps/tokenizer",
-  "lua/ps/train", "models", "src/backend", "src/io", "src/ops", "src/p2p", "src/pipe", "src/tensor", "src/transport",
-  "tools" }
+  "bench", "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/checkpoints", "lua/ps/config", "lua/ps/core", "lua/ps/data",
+  "lua/ps/dist", "lua/ps/engine", "lua/ps/inspect", "lua/ps/io", "lua/ps/launch", "lua/ps/memory", "lua/ps/monitor",
+  "lua/ps/nn", "lua/ps/optim", "lua/ps/parallel", "lua/ps/planning", "lua/ps/pretrained", "lua/ps/profile",
+  "lua/ps/prompt", "lua/ps/tensor", "lua/ps/tokenizer", "lua/ps/train", "models", "src/backend", "src/io", "src/ops",
+  "src/p2p", "src/pipe", "src/tensor", "src/transport", "tools" }
 
 local WORDS = 35
 

@@ -91,7 +91,7 @@ describe("a shard", function()
     for _, format in ipairs { "pt", "safetensors" } do
       local path = os.tmpname() .. "." .. format
       ps.save(part(1):state_dict(), path)
-      local words = { "'weight' of the state is the part of rank 1 of 2 along tp, and this is rank 0 of 2",
+      local words = { "'weight' of the state is the part of rank 1 of 2 along tp, but this is rank 0 of 2",
         "load this rank's own file" }
       for _, lazy in ipairs { false, true } do
         local own, other = part(1), part(0)

@@ -147,7 +147,7 @@ describe("train_gpt2.lua", function()
     write("short.txt", "a few words")
     text, code = example(SMALL .. "--data short.txt --out few --steps 2")
     assert.equal(1, code, text)
-    has(text, "train_gpt2.lua: few/held_out.bin: 2 tokens hold no window of 16 and its targets, which take 17")
+    has(text, "train_gpt2.lua: few/held_out.bin: 2 tokens are fewer than a window of 16 and its targets, 17 together")
   end)
 
   it("--minutes takes as many steps as fit, and says so", function()

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saving while training goes on. The state is copied to host memory, in the layout of the file, and a thread of the
--- engine (src/io/saver.c) writes it. The memory is a tensor's, so that budgets count it. It stays from save to save
--- until a larger one is needed, or until it is given back. A step that does not fit beside it waits until the file is
--- written.
+-- Saves a checkpoint while training continues. The state is copied to host memory, in the layout of the file, and a
+-- thread of the engine (src/io/saver.c) writes it. The memory is a tensor's, so budgets count it. It is kept between
+-- saves until a larger copy is needed or it is released. A step that does not fit in the remaining memory waits until
+-- the file is written.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local hooks = require "ps.core.hooks"
@@ -12,7 +12,7 @@ local ffi, C = native.ffi, native.C
 
 local background = {}
 
-local ALIGN = 4096                                         -- bytes; writing past the page cache needs it
+local ALIGN = 4096                                         -- bytes; required to bypass the page cache
 local saver, buffer, buffer_nbytes, copying, said, unlisten
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 
@@ -21,7 +21,7 @@ local function shown(nbytes)
   return nbytes >= 2 ^ 20 and ("%.1f MiB"):format(nbytes / 2 ^ 20) or ("%.1f KiB"):format(nbytes / 2 ^ 10)
 end
 
---- Gives the memory back.
+--- Frees the memory of the copy.
 function background.release()
   if not buffer then return end
   native.give_back(buffer)
@@ -29,12 +29,12 @@ function background.release()
   buffer, buffer_nbytes = nil, nil
 end
 
--- Gives the copy's memory back, once the file is written, since somebody else found no memory. `wait` reports how the
--- save ended.
+-- Frees the copy's memory after the file is written, because an allocation found no memory. `wait` reports the result
+-- of the save.
 local function give_way(quiet)
   if copying then return false end
   if not (quiet or said) then
-    io.stderr:write(("psluajit: there is no memory for a step beside the %s that saving in the background holds: it "
+    io.stderr:write(("psluajit: a step does not fit in memory next to the %s that saving in the background holds; it "
       .. "waits until the file is written\n"):format(shown(buffer_nbytes)))
     said = true
   end
@@ -43,14 +43,14 @@ local function give_way(quiet)
   return true
 end
 
--- The address of memory for a copy of nbytes, a multiple of ALIGN.
+-- The address of memory for a copy of nbytes; a multiple of ALIGN.
 local function room(nbytes, quiet)
   if not buffer or buffer_nbytes < nbytes then
     background.release()
     local ok, made = pcall(create.empty, { nbytes + ALIGN }, { dtype = "uint8", device = "cpu" })
     if not ok then
-      error(("saving in the background (async = true) copies %s to host memory, which it does not have: %s. Save "
-        .. "without async"):format(shown(nbytes), tostring(made)), 0)
+      error(("saving in the background (async = true) needs %s of host memory for its copy, which is not available: "
+        .. "%s. Save without async"):format(shown(nbytes), tostring(made)), 0)
     end
     buffer, buffer_nbytes = made:keep(), nbytes
     unlisten = hooks.on("memory", function() return give_way(quiet) end)
@@ -64,16 +64,16 @@ local function room(nbytes, quiet)
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
 
---- Whether a file can be written beside training: not in a dry run of a script, whose tensors have no bytes to copy.
+--- Whether saving can overlap with training: not in a dry run of a script, whose tensors have no bytes to copy.
 ---@return boolean
 function background.possible() return C.ps_machine_pretended() == 0 end
 
---- Copies tensors and begins to write the copy to a file, with checksums. Later writes to the tensors do not show in
---- it.
+--- Copies tensors and begins to write the copy to a file, with checksums. Later writes to the tensors do not affect the
+--- copy.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata table<string, string>
----@param quiet? boolean no message on the memory that the copy takes
+---@param quiet? boolean no message about the memory of the copy
 ---@return integer nbytes
 function background.start(path, tensors, metadata, quiet)
   if not saver then
@@ -96,8 +96,8 @@ end
 ---@return boolean
 function background.busy() return saver ~= nil and C.ps_saver_busy(saver) ~= 0 end
 
---- Waits for the file; its error is raised here.
----@return number seconds that writing took
+--- Waits for the file. Its error is raised here.
+---@return number seconds the time of writing
 function background.wait()
   if not saver then return 0 end
   native.check(C.ps_saver_wait(saver, seconds_out))

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A folder of checkpoints: their names, `latest`, the order in which they are tried, and their removal. It has
+-- A folder of checkpoints: names, `latest`, the order in which checkpoints are tried, and their removal. It contains
 --   step-00000012.safetensors    a whole checkpoint (one process), or
 --   step-00000012/               one of several processes: a file of each rank and index.json
 --   latest                       the name of the newest complete one, and in a second line its run's number
--- and, while one is being written or after a crash, step-00000012.tmp-* and the like. One run at a time writes into a
--- folder. Only the process that commits (rank 0) makes and removes files in it. Where a file system cannot exchange two
--- names (NFS), saving a step again gives the older folder the name step-00000012.tmp-*-aside for a moment
--- (ps_file_swap_folder). A crash at that moment leaves it under that name. It then counts as a checkpoint as long as
--- nothing has the step's own name.
+-- and, while a checkpoint is being written or after a crash, step-00000012.tmp-* and similar names. One run at a time
+-- writes into a folder. Only the process that commits (rank 0) creates and removes files in it. If a file system cannot
+-- exchange two names (NFS), saving a step again renames the older folder to step-00000012.tmp-*-aside for a moment
+-- (ps_file_swap_folder). After a crash at that moment it still has that name. It then counts as a checkpoint until
+-- another one gets the step's own name.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local lfs = require "lfs"
@@ -15,7 +15,7 @@ local C = native.C
 
 local folder = {}
 
---- Makes a folder and those above it, on their disk.
+--- Creates a folder and missing parents, and syncs them to disk.
 ---@param path string
 function folder.make(path)
   if caller.typed(path, "string", "make_folder: the path") == "" then caller.error("make_folder: the path is empty") end
@@ -26,7 +26,7 @@ function folder.make(path)
     if lfs.attributes(at, "mode") ~= "directory" then
       local ok, why = lfs.mkdir(at)
       if not ok and lfs.attributes(at, "mode") ~= "directory" then
-        error(("cannot make the folder %s: %s"):format(at, why), 0)
+        error(("cannot create the folder %s: %s"):format(at, why), 0)
       end
       native.check(C.ps_file_fsync_dir(above))
     end
@@ -56,13 +56,13 @@ local function step_of(name)
   return tonumber(name:match("^step%-(%d+)$") or name:match("^step%-(%d+)%.safetensors$"))
 end
 
--- The step of a checkpoint that a crash left under its name ...-aside, or nil.
+-- The step of a checkpoint that has the name ...-aside after a crash, or nil.
 local function step_aside(path, name)
   local proper, step = name:match("^(step%-(%d+))%.tmp%-%x+%-aside$")
   if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
 end
 
--- Files and folders that a crash leaves.
+-- Whether a file or folder is the leftover of a crash.
 local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
 end
@@ -99,7 +99,7 @@ local function read_latest(path)
   return name, run and run:match("^%x+$")
 end
 
---- Writes `latest`: `name` is the newest complete checkpoint.
+--- Writes `latest`; `name` is the newest complete checkpoint.
 ---@param path string
 ---@param name string
 ---@param run string
@@ -108,12 +108,12 @@ function folder.set_latest(path, name, run)
   native.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
---- The checkpoints to try, in order: the latest, then those before it. Checkpoints of later steps are another run's.
---- Without the file `latest` there are none. Where that file is damaged, all are tried, and `problem` says so.
+--- The checkpoints to try, in order: the latest, then earlier ones. Checkpoints of later steps belong to another run.
+--- Without the file `latest` there are none. If that file is damaged, all are tried, and `problem` says so.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
----@return string? run of the latest, where the file says it
+---@return string? run of the latest, if the file has it
 function folder.candidates(path)
   local latest, run = read_latest(path)
   local all, names, problem = list(path), {}, nil
@@ -130,8 +130,9 @@ function folder.candidates(path)
   return names, problem, newest and run
 end
 
---- Called when `name`, of step `step`, is complete. Removes checkpoints of earlier steps, so that `keep` are left with
---- the new one, the same step in the other form, and the leftovers of crashes. Later steps are another run's and stay.
+--- Called when checkpoint `name` of step `step` is complete. Keeps it and the newest earlier ones, `keep` in all, and
+--- removes older ones, the same step in the other form, and leftovers of crashes. Later steps belong to another run and
+--- stay.
 ---@param path string
 ---@param step integer
 ---@param keep integer
@@ -150,7 +151,7 @@ function folder.prune(path, step, keep, name)
     if goes then
       local at, aside = path .. "/" .. entry.name, ("%s/%s.tmp-old"):format(path, folder.name(entry.step, true))
       if lfs.attributes(at, "mode") == "directory" and os.rename(at, aside) then at = aside end
-      folder.remove(at)                                    -- a folder half removed must not look like a checkpoint
+      folder.remove(at)                                    -- a half-removed folder must not look like a checkpoint
     end
   end
 end

@@ -1,19 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints: everything a run needs to go on bit for bit, on any number of ranks, with a checksum for every byte.
+-- Checkpoints: everything a run needs to continue bit for bit, on any number of ranks, with a checksum for every byte.
 -- One process writes ONE safetensors file, atomically:
---   tensors    the model's by name; "optimizer.<parameter>.<state>" beside them
---   metadata   "format" = "pt" (so that Hugging Face's readers take it) and "psluajit": JSON with the step, optimizer
+--   tensors    the model's by name, and "optimizer.<parameter>.<state>"
+--   metadata   "format" = "pt" (required by Hugging Face's readers) and "psluajit": JSON with the step, optimizer
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
 -- Several processes write a folder together, each its share of these tensors (checkpoints/rank_files.lua): the tensors
--- that it owns, or, where all hold all, those dealt to it. The folder gets its name when all of it is on disk.
+-- that it owns, or if all hold all tensors, those assigned to it. The folder gets its name when all files are on disk.
 -- In a folder of checkpoints each has the number of its run. A process draws that number at its first save (rank 0, for
--- all) or takes it over from the checkpoint that it loads. A single file there has it as "psluajit_run" in its
--- metadata, the folder of several processes in its index. A file that is saved or merged elsewhere has no such number,
--- so that its bytes depend on the state alone.
+-- all), or gets it from the checkpoint that it loads. A single file there has it as "psluajit_run" in its metadata, the
+-- folder of several processes in its index. A file that is saved or merged elsewhere has no such number, so its bytes
+-- depend only on the state.
 -- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
--- and loss scale go along. A checkpoint fits every budget, policy, chunk size and device, plain memory and ps.optim.
--- With `async` the state is copied, and a thread writes it (checkpoints/background.lua). Rank 0 sees in the folder that
--- the others' files are complete, and commits between two steps, in wait, in the next save or when the script ends.
+-- and loss scale are included. A checkpoint fits every budget, policy, chunk size and device, plain memory and
+-- ps.optim. With `async` the state is copied, and a thread writes the copy (checkpoints/background.lua). Rank 0 checks
+-- in the folder that the others' files are complete, and commits between two steps, in wait, in the next save or when
+-- the script ends.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -35,12 +36,12 @@ local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
 local EXIT_S, FAILED_S = 10, 1                             -- seconds that a script's end waits for other ranks' files
-local pending, unlisten                                    -- the save under way; a function: it hears of steps no more
+local pending, unlisten                                    -- the running save; a function that unsubscribes from steps
 local run                                                  -- this process's run, from its first save or load on
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- The keys that save and load take: parts, which have a state, and options. One table serves both calls of a script.
+-- The keys of save and load: parts, which have a state, and options. One table can be passed to both calls.
 local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
 local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
   shards = "boolean", verify = "boolean", fallback = "boolean" }
@@ -49,21 +50,22 @@ for _, part in ipairs(PARTS) do OPTIONS[part] = "table" end
 local function check_parts(call, path, parts)
   local function refuse(text, ...) caller.error(("ps.checkpoints." .. call .. ": " .. text):format(...)) end
   if type(path) ~= "string" or path == "" then
-    refuse("the path is %s; it takes that of a folder, or of a .safetensors file", path == "" and "empty" or type(path))
+    refuse("the path is %s; it must be the path of a folder or of a .safetensors "
+      .. "file", path == "" and "empty" or type(path))
   end
   local model, method = type(parts) == "table" and rawget(parts, "model"), call == "save" and "state_dict"
     or "load_state_dict"
   if type(model) ~= "table" or not model[method] then
-    refuse("behind the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
+    refuse("after the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
       .. "%s", type(model or nil))
   end
   caller.options(parts, "ps.checkpoints." .. call, OPTIONS)
   for _, part in ipairs(PARTS) do
     if parts[part] and not parts[part][method] then refuse("%s is a table without %s", part, method) end
   end
-  if parts.step and parts.step < 0 then refuse("step is %d; it is 0 or more", parts.step) end
+  if parts.step and parts.step < 0 then refuse("step is %d; it must be at least 0", parts.step) end
   local ok, why = pcall(encode, parts.extra, "extra")
-  if parts.extra ~= nil and not ok then refuse("extra holds what JSON cannot: %s", tostring(why)) end
+  if parts.extra ~= nil and not ok then refuse("extra has a value that JSON cannot hold: %s", tostring(why)) end
 end
 
 ---@class ps.CheckpointParts
@@ -73,15 +75,15 @@ end
 ---@field loader? ps.Loader
 ---@field scaler? ps.LossScaler default: the engine's
 ---@field step? integer default: the optimizer's
----@field extra? table anything JSON can hold
----@field keep? integer in a folder: how many of the newest checkpoints stay (default 2)
+---@field extra? table any value that JSON can hold
+---@field keep? integer in a folder: number of newest checkpoints to keep (default 2)
 ---@field async? boolean save returns once the state is copied to host memory
----@field quiet? boolean no message on the memory that async takes
+---@field quiet? boolean no message about the memory that async takes
 ---@field shards? boolean one process writes a folder, too
----@field verify? boolean of load: false does not compare checksums
----@field fallback? boolean of load: false makes a damaged checkpoint an error even where there is one before it
+---@field verify? boolean for load: false does not compare checksums
+---@field fallback? boolean for load: false makes a damaged checkpoint an error even if there is an earlier one
 
--- The schedule and the loss scale: those given, or the engine's.
+-- The schedule and the loss scale: those passed, or the engine's.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
   local engine = optimizer ~= nil and handle.of(model)
@@ -90,7 +92,7 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
--- The state that this rank holds: tensors by name, and the rest as a table.
+-- The state on this rank: tensors by name, and the rest as a table.
 local function gather(parts, step)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
@@ -106,7 +108,7 @@ local function gather(parts, step)
   return tensors, state
 end
 
--- Whether parameters have one owner each, so that state_dict gives those of this rank alone.
+-- Whether each parameter has one owner, so that state_dict returns only this rank's.
 local function are_owned(model)
   local engine = handle.of(model)
   local built = engine and engine.built
@@ -116,7 +118,7 @@ local function are_owned(model)
   return false
 end
 
--- The names of all parameters, where no rank holds the whole model; nil: each rank does.
+-- The names of all parameters if no rank holds the whole model; nil: each rank does.
 local function names_of(model)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
@@ -131,8 +133,9 @@ local function parameter_of(name)
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
--- Leaves what this rank along tp saves of the tensors: of cut ones its pieces, without padding, and on rank 0 those
--- that are whole on all ranks. Gives the places of the pieces, for the file's metadata; nil: nothing is cut.
+-- Reduces the tensors to those that this rank along tp saves: its pieces of cut ones, without padding, and on rank 0
+-- the tensors that are whole on all ranks. Returns the places of the pieces, for the file's metadata; nil: nothing is
+-- cut.
 local function keep_pieces(tensors, model)
   local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
@@ -149,8 +152,8 @@ local function keep_pieces(tensors, model)
   return pieces
 end
 
--- This rank's share of the tensors, and the names that all shares together must have. Ranks that hold the same tensors
--- get a part of them each. Of stages that share a table, one has it in its share.
+-- This rank's share of the tensors, and the names that all shares together must have. Ranks with the same tensors get
+-- disjoint shares. If stages share a table, one of them saves it.
 local function share(job, tensors, model)
   local engine = handle.of(model)
   local stages = engine and engine.stages
@@ -171,7 +174,7 @@ local function share(job, tensors, model)
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
--- The files of a save and their writers. form "file": by rank 0 alone; "shards": a folder, by all.
+-- The files of a save and their writers. form "file": written by rank 0 alone; "shards": a folder, written by all.
 local function new_job(path, parts)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -181,7 +184,7 @@ local function new_job(path, parts)
   job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
   if is_file_path(path) then
     if job.names then
-      error(("%s: every rank holds its part of this model only, so a checkpoint is a folder: give a path without "
+      error(("%s: every rank holds only its part of this model, so a checkpoint must be a folder: pass a path without "
         .. ".safetensors (tools/merge.lua makes one file of it)"):format(path))
     end
     job.final = path
@@ -200,8 +203,8 @@ local function random_number()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- Rank 0 makes the folders, and draws the number of this save. All ranks then know it, the number of the run, and where
--- their files go.
+-- Rank 0 creates the folders and draws the number of this save. Afterwards all ranks know it, the number of the run,
+-- and the paths of their files.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
     { "option async", tostring(job.async or false) } })
@@ -245,7 +248,7 @@ local function write(job, parts)
   end
 end
 
--- Makes the checkpoint valid. Called by rank 0 when all files are there.
+-- Makes the checkpoint valid. Called by rank 0 when all files exist.
 local function commit(job)
   if job.form == "shards" then
     rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
@@ -274,7 +277,7 @@ end
 
 local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
 
--- Called between two steps: rank 0 commits as soon as all files are complete. `wait` reports problems.
+-- Called between two steps. Rank 0 commits once all files are complete. `wait` reports problems.
 local function between_steps()
   local job = pending
   if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
@@ -292,8 +295,8 @@ local function take_pending()
   return job
 end
 
--- Waits with the other ranks, and commits. job.unsure: this rank has not heard of the others, so it does not know
--- whether rank 0 has committed.
+-- Waits with the other ranks, and commits. job.unsure: this rank has not received the others' results, so it does not
+-- know whether rank 0 has committed.
 local function finish(job)
   local function heard() job.unsure = false end
   job.unsure = job.rank > 0
@@ -305,8 +308,8 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- The same by the files alone, when other ranks cannot be asked any more. They began when this rank did, so they need
--- about as long as it did. A rank that died never completes its file, so the wait has a limit.
+-- The same using only the files, when the other ranks can no longer be reached. They began when this rank did, so they
+-- need about as long. A rank that died never completes its file, so the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
@@ -315,7 +318,7 @@ local function finish_alone(job, patience)
   local until_s = native.C.ps_now() + limit
   while not ready(job) do
     if native.C.ps_now() > until_s then
-      error(("after %.0f s not all files of the %d ranks are there"):format(limit, job.size), 0)
+        error(("after %.0f s not all files of the %d ranks exist"):format(limit, job.size), 0)
     end
     time.nanosleep { tv_sec = 0, tv_nsec = 2e7 }
   end
@@ -325,27 +328,27 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
-  if job.committed then error(problem, 0) end              -- complete; another thing went wrong
+  if job.committed then error(problem, 0) end              -- the checkpoint is complete; the error is about removal
   clean(job)
   local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
   if job.unsure then
-    text = "it is not known whether the checkpoint %s, which was being written in the background, is complete"
-      .. (job.folder and " (the file latest says): %s" or " (loading it says): %s")
+    text = "it is unknown whether the checkpoint %s, which was being written in the background, is complete"
+      .. (job.folder and " (the file latest tells): %s" or " (loading it tells): %s")
   end
   error(text:format(job.final, tostring(problem)), 0)
 end
 
---- Waits for a save with `async` that is under way, and commits it; its error is raised here. All ranks call it.
----@return string? path of the checkpoint; nil when there was nothing to wait for
----@return number? seconds that the thread took
+--- Waits for a running save with `async`, and commits it. Its error is raised here. All ranks call it.
+---@return string? path of the checkpoint; nil if no save was running
+---@return number? seconds of the thread
 function checkpoint.wait()
   local job = take_pending()
   if not job then return nil end
   return finished(job, job.group and not job.group.c and finish_alone or finish)
 end
 
---- Ends a save that is under way when the script ends. The program calls it.
----@param failed boolean the script ends with an error
+--- Completes a running save when the script ends. The program calls it.
+---@param failed boolean whether the script ends with an error
 ---@return string? problem
 function checkpoint.at_exit(failed)
   local job = take_pending()
@@ -355,9 +358,9 @@ function checkpoint.at_exit(failed)
 end
 
 -- -- the calls ------------------------------------------------------------------------------------------------------
---- Writes a checkpoint. Earlier ones are untouched until the new one is complete. With several processes all call it;
---- an error of one is an error of all. With async = true it returns when the state has been copied to host memory. The
---- checkpoint is then complete some steps later, or after checkpoints.wait().
+--- Writes a checkpoint. Earlier ones are kept until the new one is complete. All ranks call it; an error of one is
+--- raised on all. With async = true it returns when the state has been copied to host memory. The checkpoint is then
+--- complete some steps later, or after checkpoints.wait().
 ---@param path string a folder, or a .safetensors file (which rank 0 writes alone)
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
@@ -365,7 +368,7 @@ function checkpoint.save(path, parts)
   agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
   local engine = handle.of(parts.model)
   if engine and engine.micro > 0 and not engine.torn then
-    error("a checkpoint is of the state between steps: save after optimizer:step(), or call optimizer:zero_grad()")
+    error("a checkpoint is taken between steps: save after optimizer:step(), or call optimizer:zero_grad() first")
   end
   checkpoint.wait()
   if not parts.async then background.release() end
@@ -376,7 +379,7 @@ function checkpoint.save(path, parts)
     if not job.async then agree.run(job.group, function() if job.rank == 0 then commit(job) end end) end
   end)
   if not ok then
-    pcall(end_writing, job)                                -- its error does not hide the first one
+    pcall(end_writing, job)                                -- its error must not hide the first one
     clean(job)
     error(problem, 0)
   end
@@ -384,10 +387,10 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- The checkpoint that a path means: the path itself, or the newest of a folder; nil when the folder has none.
+--- The checkpoint at a path: the path itself, or the newest of a folder; nil if the folder has none.
 ---@param path string
 ---@return string?
----@return string? why there is none
+---@return string? why the reason why there is none
 function checkpoint.find(path)
   caller.typed(path, "string", "ps.checkpoints.find: the path")
   local found = restore.candidates(path)[1]
@@ -395,7 +398,7 @@ function checkpoint.find(path)
   return nil, restore.why_none(path)
 end
 
---- A checkpoint's step and `extra`, without its tensors. Of a folder it takes the newest checkpoint that can be read.
+--- A checkpoint's step and `extra`, without its tensors. In a folder it is the newest checkpoint that can be read.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@return {step: integer, extra?: table, file: string}
 function checkpoint.info(path)
@@ -403,8 +406,8 @@ function checkpoint.info(path)
 end
 
 --- Restores the given parts, and the random numbers, on any number of ranks. A part that the checkpoint lacks is an
---- error. Where the newest checkpoint of a folder is damaged or not complete, load says so and takes the one before it
---- of the same run. All ranks call it; an error of one is an error of all.
+--- error. If the newest checkpoint of a folder is damaged or incomplete, load prints a message and uses the one before
+--- it of the same run. All ranks call it; an error of one is raised on all.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
@@ -412,7 +415,7 @@ function checkpoint.load(path, parts)
   agree.run(mesh.group "world", function() check_parts("load", path, parts) end)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
-  run = its_run                                            -- nil: an older one without a run; save draws one
+  run = its_run                                            -- nil: an older checkpoint without a run; save draws one
   return from
 end
 

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merging the shards of a checkpoint, files that each rank wrote with its part of the state, into one file
--- (tools/merge.lua). It is as if each shard's tables were put over those of the ranks before:
+-- Merges the shards of a checkpoint (files that each rank wrote with its part of the state) into one file
+-- (tools/merge.lua). Each shard's tables are laid over those of the ranks before it:
 --   tables    are joined key by key, at every depth: dicts, and lists as the Lua tables 1 .. n
---   tensors   in several shards must agree in type and shape; equal ones are one, of others the last counts (noted)
---   values    numbers, strings: the last one counts, noted where they differ; None is as if it were not there
---   metadata  of safetensors likewise, where the result is one, too; where a shard has checksums the result has its own
--- Tensors of which shards have pieces (ps.tensor.shard) are put together where it is known which piece is where, as in
--- a checkpoint's folder and in one of save_parallelized; files that do not tell are refused.
+--   tensors   in several shards must agree in type and shape; if their values differ, the last one is used (noted)
+--   values    numbers, strings: the last one is used, noted if they differ; None counts as absent
+--   metadata  of safetensors likewise, if the result is one, too; if a shard has checksums, the result has its own
+-- Tensors whose pieces are in several shards (ps.tensor.shard) are assembled if the places of the pieces are known, as
+-- in a checkpoint's folder and in one of save_parallelized; files without places are refused.
 -- A checkpoint's folder (ps.checkpoints of several processes) becomes the one file that one process would have written.
 -- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
--- (expand) stays one there. Memory: some hundred bytes a tensor, and of their bytes a piece at a time. The result
--- appears only when it is complete.
+-- (expand) stays one there. Memory: a few hundred bytes per tensor, and one piece of tensors' bytes at a time. The
+-- result appears only when it is complete.
 local native = require "ps.core.ffi"
 local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
@@ -34,7 +34,7 @@ local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. sha
 
 local join
 
--- Tables that were joined are new, since others may share the old ones.
+-- Joined tables are new, since the old ones may be shared.
 local function join_lists(a, b, label, state)
   local both = { kind = b.kind, file = b.file, items = {} }
   for i = 1, math.max(#a.items, #b.items) do
@@ -76,7 +76,7 @@ local function joined(a, b, label, state)
   return b
 end
 
--- `b` put over `a`. state: differ, called where they differ; known[a][b]: the result for two nodes, which may meet at
+-- Lays `b` over `a`. state: differ, called if they differ; known[a][b]: the result for two nodes, which may meet at
 -- many paths.
 function join(a, b, label, state)
   local known = state.known[a] or {}
@@ -157,10 +157,11 @@ local function check_flat(root, path)
     local entry = root.entries[token]
     local node, key = entry.value, entry.key
     if node.kind ~= KIND.TENSOR or key.kind ~= KIND.STRING then
-      error(("%s: a safetensors file holds name -> tensor only, '%s' of %s is %s%s; merge to a .pt file"):format(path,
-        entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " whose key is no text" or ""), 0)
+      error(("%s: a safetensors file holds only tensors by name, but '%s' of %s is %s%s; merge to a .pt "
+        .. "file"):format(path,
+        entry.text, node.file.path, class(node), key.kind ~= KIND.STRING and " with a key that is not a text" or ""), 0)
     elseif node.span then
-      error(("%s: '%s' of %s is a view that shows the same elements several times, which a safetensors file cannot "
+      error(("%s: '%s' of %s is a view that repeats elements, which a safetensors file cannot "
         .. "hold; merge to a .pt file, or save it in PyTorch as .contiguous()"):format(path, entry.text,
         node.file.path), 0)
     end
@@ -197,11 +198,11 @@ local function write(format, root, path, metadata)
   check(format.new(path, out))
   local writer = ffi.gc(out[0], format.free)
   local ok, problem = pcall(format.write, writer, root, path, metadata)
-  format.free(ffi.gc(writer, nil))                         -- at once: it removes the temporary file
+  format.free(ffi.gc(writer, nil))                         -- immediately, because it removes the temporary file
   if not ok then error(problem, 0) end
 end
 
--- Tensors, each counted once, and their bytes.
+-- The number of tensors, each counted once, and their bytes.
 local function count(node, seen, total)
   if seen[node] then return total end
   seen[node] = true
@@ -218,7 +219,7 @@ local function count(node, seen, total)
   return total
 end
 
--- Takes a tensor out of the shards' dicts; gives it by the shard's path, as a node.
+-- Removes a tensor from the shards' dicts. Returns its entries by the shard's path.
 local function take_out(shards, name)
   local token, found = KIND.STRING .. ":" .. name, {}
   for _, file in ipairs(shards) do
@@ -233,7 +234,7 @@ local function take_out(shards, name)
   return found
 end
 
--- Puts tensors in pieces together: they leave the shards' dicts, and the first shard gets the whole ones.
+-- Assembles tensors from pieces: they are removed from the shards' dicts, and the first shard gets the whole ones.
 local function put_together(shards, pieced)
   local names, whole = {}, {}
   for name in pairs(pieced) do names[#names + 1] = name end
@@ -243,7 +244,8 @@ local function put_together(shards, pieced)
     local found = take_out(shards, name)
     for k, piece in ipairs(entry.pieces) do
       local at = found[piece.path]
-      if not at then error(("%s has no tensor '%s', a piece of which is there"):format(piece.path, name), 0) end
+      if not at then error(("%s has no tensor '%s', although a piece of it should be "
+        .. "there"):format(piece.path, name), 0) end
       key = key or at
       parts[k] = { node = at.value, offset = piece.offset, shape = piece.shape,
         at = piece.at or rectangles.zeros(piece.shape) }
@@ -256,25 +258,27 @@ local function put_together(shards, pieced)
   end
 end
 
--- Refuses files of which each has parts of the same layers: put over each other they would be a wrong model.
+-- Refuses files that each have parts of the same layers: laid over each other they would give a wrong model.
 local function refuse_parts(paths, shards)
   local ranks = {}
   for i, path in ipairs(paths) do
     local pieces = rank_files.pieces_in(shards[i].metadata)
     if pieces then
-      error(("%s has pieces of tensors ('%s'), not whole ones, which its folder's index.json places: merge the folder"
+      error(("%s has pieces of tensors ('%s'), not whole ones; its folder's index.json has their places: merge the "
+        .. "folder"
         ):format(path, pieces[1]), 0)
     end
     local name = #paths > 1 and next(shard_note.entries(shards[i].metadata.psluajit_shards))
     if name then
-      error(("%s has a part of '%s', which ranks of tensor parallelism share out; merge a folder of "
-        .. "ps.checkpoints.save or of save_parallelized, which says what is where"):format(path, tostring(name)), 0)
+      error(("%s has a part of '%s', which ranks of tensor parallelism share; merge a folder of ps.checkpoints.save or "
+        .. "of save_parallelized, which has the places of the parts"):format(path, tostring(name)), 0)
     end
     local tp = path:match "pytorch_model_tp_(%d+)_pp_%d+%.bin$"
     if tp then ranks[#ranks + 1] = tp end
     if tp and tp ~= ranks[1] then
-      error(("%s is of a rank that has parts of layers (tensor parallelism), as %s is; without the placement.json of "
-        .. "their folder nothing says which part is where, so they are not merged"):format(path, paths[1]), 0)
+      error(("%s belongs to a rank with parts of layers (tensor parallelism), and so does %s; without the "
+        .. "placement.json "
+        .. "of their folder the places of the parts are unknown, so they cannot be merged"):format(path, paths[1]), 0)
     end
   end
 end
@@ -283,7 +287,7 @@ local function merged(shards, paths, options)
   local function differ(label, kind, from, to)
     local text = ("'%s', %s, differs between %s and %s"):format(label, kind, from, to)
     if options.strict then error(text, 0) end
-    if options.note then options.note(text .. ", whose is taken") end
+    if options.note then options.note(text .. "; the latter is used") end
   end
   local root, metadata = nil, {}
   for i, path in ipairs(paths) do shards[i] = tree.open(path) end
@@ -298,7 +302,9 @@ local function merged(shards, paths, options)
     end
   end
   local total = count(root, {}, { tensors = 0, nbytes = 0 })
-  if total.tensors == 0 then error(("%s: no tensor is in %s"):format(options.out, table.concat(paths, ", ")), 0) end
+  if total.tensors == 0 then
+    error(("%s: there is no tensor in %s"):format(options.out, table.concat(paths, ", ")), 0)
+  end
   local texts = {}
   for key, entry in pairs(metadata) do texts[key] = entry.value end
   texts = options.metadata or texts
@@ -306,7 +312,7 @@ local function merged(shards, paths, options)
   return total
 end
 
---- The format that a name asks for, or nil.
+--- The format for a name, or nil.
 ---@param path string
 ---@return string?
 function merge.format(path)
@@ -317,8 +323,8 @@ end
 
 local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table", pieces = "table" }
 
---- Merges files, in the order of ranks, into options.out, replacing an older file only when all is on disk.
----@param paths string[] .pt or safetensors files, told apart by their contents
+--- Merges files, in the order of ranks, into options.out. An older file is replaced only when all is on disk.
+---@param paths string[] .pt or safetensors files, recognized by their contents
 ---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>?,
 ---  pieces: table<string, table>? } strict: a difference is an error; else note is called for it; metadata: of a
 ---  safetensors result, instead of the shards'; pieces: tensors of which files have rectangles, by name: { dtype,
@@ -330,7 +336,7 @@ function merge.run(paths, options)
   if #paths == 0 then caller.error("merge.run: the list of files is empty") end
   caller.typed(caller.options(options, "merge.run", OPTIONS).out, "string", "merge.run: out")
   if not merge.format(options.out) then
-    error(("the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(options.out))
+    error(("the name '%s' has no known format; end it in .pt (PyTorch) or .safetensors"):format(options.out))
   end
   local shards = {}
   local ok, result = pcall(merged, shards, paths, options)
@@ -339,7 +345,7 @@ function merge.run(paths, options)
   return result
 end
 
---- Makes one file of a checkpoint's folder, which ps.checkpoints.load takes as it takes the folder.
+--- Makes one file of a checkpoint's folder. ps.checkpoints.load accepts it like the folder.
 ---@param path string the checkpoint's own folder
 ---@param out string a .safetensors file
 ---@return { tensors: integer, nbytes: integer } total
@@ -348,7 +354,7 @@ function merge.folder(path, out)
   caller.typed(path, "string", "merge.folder: the checkpoint's folder")
   caller.typed(out, "string", "merge.folder: the file to write")
   if merge.format(out) ~= "safetensors" then
-    error(("a checkpoint's folder becomes a .safetensors file, not %s"):format(out))
+    error(("a checkpoint's folder can be merged only to a .safetensors file, not to %s"):format(out))
   end
   local opened = restore.open_folder(path)
   opened.tensors:close()

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A file of a checkpoint as a tree of its values, and tensors' bytes a piece at a time.
--- A value that occurs several times is one node, so that the tree may have far more paths than nodes, and walks record
--- the nodes that they have visited. Memory: a few hundred bytes per tensor, and the buffer of one piece.
+-- A file of a checkpoint as a tree of its values, and access to tensors' bytes a piece at a time.
+-- A value that occurs several times is one node, so the tree may have far more paths than nodes, and walks record the
+-- visited nodes. Memory: a few hundred bytes per tensor, and the buffer of one piece.
 local native = require "ps.core.ffi"
 local ffi = require "ffi"
 local array = require "ps.core.array"
@@ -11,7 +11,7 @@ local C, check = native.C, native.check
 
 local tree = {}
 
-local PIECE = 8 * 2 ^ 20                                   -- bytes that are in memory at a time
+local PIECE = 8 * 2 ^ 20                                   -- most bytes in memory at a time
 ffi.cdef "int memcmp(const void *a, const void *b, size_t n);"
 
 local KIND = {}
@@ -36,20 +36,20 @@ local byte_array = array "uint8_t"
 ---@field kind integer PS_PT_*
 ---@field file ps.merge.File
 ---@field id integer of the value in its file
----@field text string? of a key that is in no file; or `number`
+---@field text string? of a key that is not in a file; or `number`
 ---@field keys string[]? of a dict: tokens, in order
 ---@field entries table<string, { key: ps.merge.Node, value: ps.merge.Node }>?
 ---@field items ps.merge.Node[]? of a list
 ---@field dtype integer? of a tensor; with shape, numel, nbytes
 ---@field tensor ffi.cdata*? ps_pt_tensor, of a tensor in a .pt file
----@field dense boolean? its elements lie in the file as they are to be written
----@field span integer? elements from its first to its last in the file, where it has more than these: a view whose
----  elements share bytes, which stays one
----@field identity string? equal for tensors of a file that are one
+---@field dense boolean? its elements are in the file in the order in which they are written
+---@field span integer? for a view whose elements share bytes, which stays a view: elements from its first to its last
+---  in the file
+---@field identity string? equal for entries of a file that are one tensor
 ---@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? of a tensor whose pieces
----  are in several tensors: rectangles of it, each with its place in the node's tensor
+---  are in several tensors: its rectangles, each with its place in the node's tensor
 
--- Raises `problem` with words before its own.
+-- Raises `problem` with a text before its own.
 local function raise(problem, ...)
   error(("%s: %s"):format(string.format(...), tostring(problem)), 0)
 end
@@ -58,7 +58,7 @@ end
 --- "a.b" for the item b of a.
 function tree.inside(label, key) return label == "" and key or label .. "." .. key end
 
---- Type and shape of a tensor, to compare and to show: "fp32 [2, 3]".
+--- Type and shape of a tensor, for comparison and messages: "fp32 [2, 3]".
 function tree.shape_text(node)
   return ("%s [%s]"):format(ffi.string(C.ps_dtype_name(node.dtype)), table.concat(node.shape, ", "))
 end
@@ -92,7 +92,7 @@ local function pt_tensor(node, label)
   return node
 end
 
--- The name of a key for errors, and the text that tells it from other keys.
+-- The name of a key for errors, and a text that is unique for the key.
 local function key_text(key, label)
   local v, kind, text = value_out, key.kind, nil
   check(C.ps_pt_get(key.file.pt, key.id, v))
@@ -101,7 +101,7 @@ local function key_text(key, label)
   elseif kind == KIND.FLOAT then text = ("%.17g"):format(v.number)
   elseif kind == KIND.STRING or kind == KIND.BYTES then text = ffi.string(v.text, v.integer)
   else
-    error(("%s: a dict%s has a key that is no string, number or boolean"):format(key.file.path,
+    error(("%s: a dict%s has a key that is not a string, number or boolean"):format(key.file.path,
       label == "" and "" or " in '" .. label .. "'"), 0)
   end
   return text, kind .. ":" .. text
@@ -163,7 +163,7 @@ function tree.pieced(name, entry, parts)
   for _, part in ipairs(parts) do
     if part.node.kind ~= KIND.TENSOR or part.node.dtype ~= node.dtype or not rectangles.inside(part.node.shape, part.at,
       part.shape) then
-      error(("%s: '%s' is %s, without [%s] from [%s] on of %s"):format(part.node.file.path, name,
+      error(("%s: '%s' is %s, without a part of shape [%s] at [%s] of the whole, %s"):format(part.node.file.path, name,
         part.node.kind == KIND.TENSOR and tree.shape_text(part.node) or tree.class(part.node),
         rectangles.text(part.shape), rectangles.text(part.at), tree.shape_text(node)), 0)
     end
@@ -175,7 +175,7 @@ end
 local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "a list", [KIND.SET] = "a list",
   [KIND.TENSOR] = "a tensor" }
 
---- A list as the dict it is as a Lua table, with the keys 1 .. n.
+--- A list as a dict with the keys 1 .. n, like its Lua table.
 ---@param node ps.merge.Node
 ---@return ps.merge.Node
 function tree.as_dict(node)
@@ -192,7 +192,7 @@ end
 ---@return string "a dict", "a list", "a tensor" or "a value"
 function tree.class(node) return CLASS[node.kind] or "a value" end
 
---- Opens a .pt or safetensors file and reads all of it but tensors' bytes.
+--- Opens a .pt or safetensors file and reads all of it except tensors' bytes.
 ---@param path string
 ---@return ps.merge.File
 function tree.open(path)
@@ -213,13 +213,13 @@ function tree.open(path)
     if nbytes > 0 then file.metadata.psluajit_shards = ffi.string(text_out[0], nbytes) end
     file.root = pt_node(file, C.ps_pt_root(file.pt), "", {})
     if file.root.kind ~= KIND.DICT then
-      error(("%s holds %s, not the dict of a state"):format(path, tree.class(file.root)), 0)
+      error(("%s has %s at its top level, not the dict of a state"):format(path, tree.class(file.root)), 0)
     end
   end
   return file
 end
 
---- Unmaps a file.
+--- Closes a file.
 ---@param file ps.merge.File
 function tree.close(file)
   if file.pt then C.ps_pt_close(ffi.gc(file.pt, nil)) end
@@ -232,8 +232,8 @@ end
 
 local lender_of
 
--- Compares a tensor with its checksum and gives what lends its bytes: lend(at, n) is n bytes from byte `at` on, valid
--- until the next call; done() gives their pages back. as_is: as they lie in the file, from the first element on; else
+-- Compares a tensor with its checksum, and returns two functions: lend(at, n) returns n bytes from byte `at` on, valid
+-- until the next call; done() releases their pages. as_is: in the file's order, from the first element on; else
 -- row-major.
 local function lender(node, as_is)
   if node.parts then return tree.lend_parts(node) end
@@ -248,7 +248,7 @@ local function lender(node, as_is)
   end
   local rc = C.ps_pt_verify(file.pt, node.id)
   if rc == C.PS_EFORMAT then
-    error("its bytes were damaged, their checksum is not the one that the file holds; copy the file again", 0)
+    error("its bytes are damaged: their checksum differs from the one in the file; copy the file again", 0)
   end
   check(rc)
   local function done() C.ps_pt_drop(file.pt, node.id) end
@@ -266,8 +266,8 @@ local function lender(node, as_is)
   end, done
 end
 
--- The runs of a part that lie one behind the other both in the whole tensor and in the part's own: their length, how
--- many there are, and place(i): the first element of run i, from 0, in the whole and in the part's own tensor.
+-- The runs of a part that are contiguous both in the whole tensor and in the part's own tensor: their length, their
+-- number, and place(i): the first element of run i, from 0, in the whole and in the part's own tensor.
 local function runs_of(node, part)
   local d, length, count = #node.shape, 1, 1
   while d > 0 do
@@ -292,10 +292,10 @@ local function runs_of(node, part)
   return length, count, place
 end
 
--- Puts the elements of a part that are among the whole's n from `first` on into the buffer, which has these.
+-- Copies a part's elements among the n elements of the whole from `first` on into the buffer, which holds these n.
 local function take_part(part, buffer, first, n, each)
   local length, low, high = part.length, 0, part.count
-  while low < high do                                      -- the first run that ends behind `first`
+  while low < high do                                      -- the first run that ends after `first`
     local middle = math.floor((low + high) / 2)
     if part.place(middle) + length > first then high = middle else low = middle + 1 end
   end
@@ -312,7 +312,7 @@ local function take_part(part, buffer, first, n, each)
   end
 end
 
--- As lender, of a tensor in pieces: each call puts the bytes that are asked for together.
+-- Like lender, for a tensor in pieces: each call assembles the requested bytes.
 function tree.lend_parts(node)
   local each, parts = tonumber(C.ps_dtype_size(node.dtype)), {}
   for i, part in ipairs(node.parts) do
@@ -333,7 +333,7 @@ function lender_of(node, label, as_is)
   return lend, done
 end
 
--- Calls fn(at, n) for the pieces of so many bytes.
+-- Calls fn(at, n) for pieces of at most PIECE bytes.
 local function each_piece(nbytes, fn)
   for at = 0, nbytes - 1, PIECE do
     if C.ps_interrupts() > 0 then error("interrupted", 0) end
@@ -360,7 +360,8 @@ tree.kept_nbytes = kept_nbytes
 
 local function same_tensors(a, b, label)
   if a.nbytes == 0 then return true end
-  -- Views of one form are the same where all between their first and last elements is; else each element counts.
+  -- Two views of the same strides are equal if everything between their first and last elements is; else compare each
+  -- element.
   if a.span and b.span and C.memcmp(a.tensor.stride, b.tensor.stride, ffi.sizeof(a.tensor.stride)) == 0
     and same_bytes(a, b, label, kept_nbytes(a), true) then return true end
   return same_bytes(a, b, label, a.nbytes, false)
@@ -382,8 +383,8 @@ function tree.same(a, b, label)
   return v.integer == w.integer and (v.number == w.number or v.number ~= v.number and w.number ~= w.number)
 end
 
---- Writes a tensor's bytes by put(pointer, nbytes) to the file `path`: row-major, or, of a view that stays one
---- (node.span), as they lie in the file.
+--- Writes a tensor's bytes with put(pointer, nbytes) to the file `path`: row-major, or, for a view that stays one
+--- (node.span), in the file's order.
 ---@param node ps.merge.Node
 ---@param label string
 ---@param path string

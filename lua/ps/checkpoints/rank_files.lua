@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
--- metadata ("psluajit_shard") say of which save, step and rank the file is, so that files of two checkpoints cannot be
--- taken for one. The index says where each tensor is, and has all state that is no tensor:
+-- metadata ("psluajit_shard") has the save, step and rank of the file, so that files of two checkpoints are never
+-- mixed. The index has the place of each tensor, and all state that is not a tensor:
 --   { "xxh3_64": of all that follows this value, "version": 3, "save": a number of this save alone,
 --     "run": of its run, "step", "world_size", "mesh": { axis: ranks }, "files": [...],
 --     "tensors": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in
@@ -9,11 +9,11 @@
 --     tensor } ] } },
 --     "rng": [of each rank], "updates": { parameter: number of its updates }, "state": as in a single file, under
 --     "psluajit" }
--- Pieces make up the whole tensor, each element once, and the tensors of the files, too. A rank's file has its pieces
--- under the tensor's name. Where they are not the whole tensor, the file's metadata has "pieces": { tensor: { "shape":
--- of the whole, "parts": [ { "offset", "shape", "at" } ] } }.
--- Versions 1 and 2 are read as well. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
--- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written where nothing is cut.
+-- Pieces cover the whole tensor, each element once, and they cover the tensors of the files, too. A rank's file has its
+-- pieces under the tensor's name. If they are not the whole tensor, the file's metadata has "pieces": { tensor: {
+-- "shape": of the whole, "parts": [ { "offset", "shape", "at" } ] } }.
+-- Versions 1 and 2 are also read. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
+-- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written if nothing is cut.
 -- Version 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
 local native = require "ps.core.ffi"
 local json = require("cjson").new()
@@ -36,7 +36,7 @@ local HEAD = "{\"xxh3_64\":\""
 ---@return string
 function rank_files.file_name(rank, size) return ("rank-%05d-of-%05d.safetensors"):format(rank, size) end
 
---- Deals items out among ranks, balanced by bytes. Ranks with the same items find the same.
+--- Assigns items to ranks, balanced by bytes. Ranks with the same items compute the same result.
 ---@param nbytes table<string, integer>
 ---@param size integer
 ---@return table<string, integer> rank_of
@@ -57,7 +57,7 @@ function rank_files.deal(nbytes, size)
 end
 
 --- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }; pieces: { tensor =
---- { shape, parts } } of cut tensors, nil where there are none.
+--- { shape, parts } } of cut tensors, nil if there are none.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)
@@ -68,7 +68,7 @@ end
 -- Refuses a file of a later version.
 local function check_version(path, version)
   if version == 1 or version == UNCUT or version == VERSION then return end
-  error(("%s is of version %s of checkpoints; this psluajit reads versions 1 to %d"):format(path, tostring(version),
+  error(("%s has version %s of checkpoints; this psluajit reads versions 1 to %d"):format(path, tostring(version),
     VERSION), 0)
 end
 
@@ -80,7 +80,7 @@ local function about_of(file)
   return about
 end
 
---- The names of the tensors of which a file, by its metadata, has a piece alone; nil: the file is no rank's, or has
+--- The names of the tensors of which a file, by its metadata, has only a piece; nil: the file is not a rank's, or has
 --- only whole tensors.
 ---@param metadata table<string, string>
 ---@return string[]?
@@ -92,12 +92,14 @@ function rank_files.pieces_in(metadata)
   return #names > 0 and names or nil
 end
 
--- Opens rank `rank`'s file in `folder` and checks that it is of this checkpoint; wanted: { save, step, world_size }.
+-- Opens rank `rank`'s file in `folder` and checks that it belongs to this checkpoint; wanted: { save, step, world_size
+-- }.
 local function open_shard(folder, rank, wanted, options)
   local path = folder .. "/" .. rank_files.file_name(rank, wanted.world_size)
   local there = io.open(path, "rb")
   if not there then
-    error(("%s is missing: the checkpoint has files of %d ranks, all in one folder that every rank sees"):format(path,
+    error(("%s is missing: the checkpoint has files of %d ranks, which must all be in one folder that every rank sees")
+      :format(path,
       wanted.world_size), 0)
   end
   there:close()
@@ -113,13 +115,13 @@ local function open_shard(folder, rank, wanted, options)
   if ok and not differs then return file, about end
   file:close()
   if not ok then error(about, 0) end
-  error(("%s does not belong to this checkpoint: it is of step %s, rank %s of %s, save %s; wanted is step %d, "
-    .. "rank %d of %d, save %s"):format(path, tostring(about.step), tostring(about.rank), tostring(about.world_size),
+  error(("%s does not belong to this checkpoint: it is of step %s, rank %s of %s, save %s, not of step %d, rank %d of "
+    .. "%d, save %s"):format(path, tostring(about.step), tostring(about.rank), tostring(about.world_size),
     tostring(about.save), wanted.step, rank, wanted.world_size, wanted.save), 0)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
---- Whether every rank's file has appeared, complete.
+--- Whether every rank's file exists, complete.
 ---@param folder string
 ---@param size integer
 ---@return boolean
@@ -136,10 +138,10 @@ local list_text, zeros = rectangles.text, rectangles.zeros
 
 local function file_of(piece) return piece.file end
 
--- Checks that pieces make up the whole tensor.
+-- Checks that pieces cover the whole tensor.
 local function check_pieces(name, entry) rectangles.check(name, entry.shape, entry.pieces, file_of) end
 
--- Where each part of a file's tensor belongs: a list of { offset, shape, at }, and the shape of the whole.
+-- The place of each part of a file's tensor, a list of { offset, shape, at }, and the shape of the whole.
 local function parts_of(file, tensor, of)
   local shape = file:shape(tensor)
   if not of then return { { offset = zeros(shape), shape = shape } }, shape end
@@ -164,7 +166,7 @@ local function add(index, file, about)
     local entry = index.tensors[tensor] or { dtype = dtype, shape = whole, pieces = {} }
     index.tensors[tensor] = entry
     if entry.dtype ~= dtype or not rectangles.same(entry.shape, whole) then
-      error(("tensor '%s' is %s [%s] in %s, and %s [%s] in %s"):format(tensor, entry.dtype, list_text(entry.shape),
+      error(("tensor '%s' is %s [%s] in %s, but %s [%s] in %s"):format(tensor, entry.dtype, list_text(entry.shape),
         entry.pieces[1].file, dtype, list_text(whole), name), 0)
     end
     for _, part in ipairs(parts) do
@@ -204,7 +206,7 @@ end
 local RankFiles = setmetatable({}, { __index = Pieced })
 RankFiles.__index = RankFiles
 
---- The tensors that are in several pieces: what ps.merge puts together.
+--- The tensors that are in several pieces, for ps.merge to assemble.
 ---@return table<string, {dtype: string, shape: integer[], pieces: {path: string, offset: integer[], shape: integer[],
 ---  at?: integer[]}[]}>
 function RankFiles:divided()
@@ -225,25 +227,25 @@ function RankFiles:close()
   for _, file in ipairs(self.files) do file:close() end
 end
 
---- The index of a checkpoint's folder; an error where it is missing or damaged.
+--- The index of a checkpoint's folder. It is an error if it is missing or damaged.
 ---@param folder string
 ---@return table
 function rank_files.index(folder)
   local path = folder .. INDEX
   local file, why = io.open(path, "rb")
-  if not file then error(("this checkpoint is not complete: cannot open %s"):format(why), 0) end
+  if not file then error(("this checkpoint is incomplete: cannot open %s"):format(why), 0) end
   local text = file:read("*a")
   file:close()
   local digits, rest = (text or ""):sub(#HEAD + 1, #HEAD + 16), (text or ""):sub(#HEAD + 17)
   if text:sub(1, #HEAD) ~= HEAD or bit.tohex(C.ps_xxh3(rest, #rest), 16) ~= digits then
-    error(path .. " is damaged: its checksum is not the one that it holds", 0)
+    error(path .. " is damaged: its checksum differs from the one in it", 0)
   end
   local index = json.decode(text)
   check_version(path, index.version)
   return index
 end
 
--- The tensors of a version 1 index in the form of version 2. Shapes and types come from the files.
+-- The tensors of a version 1 index in the form of version 2. Shapes and types are read from the files.
 local function of_version_1(index, files)
   local tensors = {}
   for tensor, name in pairs(index.weight_map) do
@@ -259,17 +261,17 @@ local function of_version_1(index, files)
   return tensors
 end
 
--- Checks a file's tensor against the pieces that the index says are in it.
+-- Checks a file's tensor against its pieces in the index.
 local function check_pieces_of(self, file, tensor, pieces)
   local first = pieces and pieces[1]
   if not first or first.xxh3_64 ~= file:checksum(tensor) then
-    error(("%s has tensor '%s' with checksum %s, index.json says %s"):format(file.path, tensor,
-      tostring(file:checksum(tensor)), first and tostring(first.xxh3_64) or "that it is not there"), 0)
+    error(("%s has tensor '%s' with checksum %s, but index.json has %s"):format(file.path, tensor,
+      tostring(file:checksum(tensor)), first and tostring(first.xxh3_64) or "no such tensor"), 0)
   end
   local shape, dtype = file:shape(tensor), self.tensors[tensor].dtype
   local whole = #pieces == 1 and not first.at
   if whole and not rectangles.same(first.shape, shape) or dtype ~= file:dtype(tensor) then
-    error(("%s has tensor '%s' as %s [%s], index.json says %s [%s]"):format(file.path, tensor, file:dtype(tensor),
+    error(("%s has tensor '%s' as %s [%s], but index.json as %s [%s]"):format(file.path, tensor, file:dtype(tensor),
       list_text(shape), tostring(dtype), list_text(first.shape)), 0)
   end
   if whole then return end
@@ -278,7 +280,7 @@ local function check_pieces_of(self, file, tensor, pieces)
   rectangles.check(tensor, shape, places, function() return file.path end)
 end
 
--- Checks that every piece of the index is in its file with that checksum, and that no file has other tensors.
+-- Checks that every piece in the index is in its file with the same checksum, and that no file has other tensors.
 local function check_tensors(self, index)
   local files, pieces = {}, {}
   for _, file in ipairs(self.files) do files[file.path:match("[^/]+$")] = file end
@@ -287,7 +289,7 @@ local function check_tensors(self, index)
     for _, piece in ipairs(entry.pieces) do
       local file = files[piece.file]
       if not file or not file:has(tensor) then
-        error(("%s/%s has no tensor '%s', which index.json says is there"):format(self.path, piece.file, tensor), 0)
+        error(("%s/%s has no tensor '%s', although index.json lists it there"):format(self.path, piece.file, tensor), 0)
       end
       piece.from, piece.name = file, tensor
       local key = piece.file .. "\n" .. tensor

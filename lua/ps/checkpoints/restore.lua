@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The reading half of ps.checkpoints: opens a checkpoint of either form, compares checksums (each rank a share of
--- them), falls back to an earlier checkpoint where one is damaged, and loads the state into the parts.
+-- them), falls back to an earlier checkpoint if one is damaged, and loads the state into the parts.
 local dist = require "ps.dist"
 local handle = require "ps.nn.handle"
 local json = require("cjson").new()
@@ -23,7 +23,7 @@ local PREFIX = "optimizer."
 ---@field state table
 ---@field run? string
 ---@field rng table[] of each rank that saved
----@field mesh? table<string, integer> the ranks along each axis, where a folder's index has them
+---@field mesh? table<string, integer> the ranks along each axis, if a folder's index has them
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -32,7 +32,7 @@ local function open_file(path, options)
   if not ok or type(state) ~= "table" or state.version ~= 1 and state.version ~= 2 then
     file:close()
     if not text then error(path .. ": not a checkpoint of psluajit (load_state_dict reads plain weights)", 0) end
-    error(path .. ": the state in this checkpoint is not readable", 0)
+    error(path .. ": the state in this checkpoint cannot be read", 0)
   end
   return { path = path, tensors = file, state = state, run = file.metadata.psluajit_run, rng = { state.rng } }
 end
@@ -53,7 +53,7 @@ local function open_at(path, options)
   return (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
 end
 
--- The run of a checkpoint; "": it has none (an older one); nil: it cannot be read.
+-- The run of a checkpoint; "": it has none (an older version); nil: it cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
     if lfs.attributes(path, "mode") == "directory" then return rank_files.index(path) end
@@ -72,22 +72,22 @@ local function verify(opened, group)
   local rank_of = rank_files.deal(nbytes, size)
   for _, name in ipairs(tensors:names()) do
     if rank_of[name] == rank and not tensors:verify(name) and opened.state.version > 1 then
-      error(("%s: its checksums are gone, another program wrote this file; load it with verify = false"):format(
+      error(("%s: it has no checksums, so another program wrote this file; load it with verify = false"):format(
         opened.path), 0)
     end
   end
 end
 
--- Opens one checkpoint and compares its checksums, on all ranks. Returns it, or nil and the problem, which all ranks
--- have if one has it. A lack of memory is raised, since it does not mean that the checkpoint is damaged. run: that of
--- the checkpoint, if given.
+-- Opens one checkpoint and compares its checksums, on all ranks. Returns it, or nil and the problem; if one rank has a
+-- problem, all get it. Lack of memory is raised, since it does not mean that the checkpoint is damaged. run: the run
+-- that the checkpoint must have, if given.
 local function open(path, group, options, run)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
     local fine, why = pcall(function()
       opened = open_at(path, options)
       if run and (opened.run or "") ~= run then
-        error(path .. " is of another run; name it to load it", 0)
+        error(path .. " belongs to another run; pass its own path to load it", 0)
       end
       if options.verify then verify(opened, group) end
     end)
@@ -102,11 +102,11 @@ local function open(path, group, options, run)
   return nil, problem
 end
 
---- A path's checkpoints in the order in which they are tried: the path itself, or those of the folder.
+--- The checkpoints at a path in the order in which they are tried: the path itself, or those of the folder.
 ---@param path string
 ---@return string[] paths
 ---@return string? problem
----@return string? run of the newest, where it is known without opening it
+---@return string? run of the newest, if it is known without opening it
 function restore.candidates(path)
   path = path:gsub("(.)/+$", "%1")
   local name = path:match("[^/]*$")
@@ -116,9 +116,8 @@ function restore.candidates(path)
   return names, problem, run
 end
 
--- Rank 0's list of candidates, for all ranks, and the run of the first, of which the others in the list must be, too.
--- The run is unknown only where the first cannot be read and `latest` was written by hand or by an older version, or is
--- damaged.
+-- Rank 0's list of candidates, for all ranks, and the run of the first, to which the others must belong, too. The run
+-- is unknown only if the first cannot be read and `latest` was written by hand or by an older version, or is damaged.
 local function agreed_candidates(path, group)
   local problem
   local text = agree.first(group, function()
@@ -148,12 +147,12 @@ function restore.why_none(path)
     return ("%s holds no checkpoint: it is a %s, neither a folder nor a .safetensors file"):format(path, mode)
   end
   if #there == 0 then return path .. " holds no checkpoint (no file `latest`)" end
-  return ("%s has no file `latest`, which names the newest complete checkpoint, so that none counts; there %s %s%s: "
-    .. "name one by its own path, or write its name into %s/latest"):format(path, #there == 1 and "is" or "are",
+  return ("%s has no file `latest`, which names the newest complete checkpoint, so none is used; there %s %s%s: "
+    .. "pass a checkpoint's own path, or write its name into %s/latest"):format(path, #there == 1 and "is" or "are",
     there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path)
 end
 
--- The first checkpoint that can be used, and those that cannot, with the reasons.
+-- The first checkpoint that can be used, and the skipped ones with the reasons.
 local function open_first(path, parts, group)
   local names, problem, run = agreed_candidates(path, group)
   if #names == 0 then error(restore.why_none(path), 0) end
@@ -161,7 +160,7 @@ local function open_first(path, parts, group)
   for i, name in ipairs(names) do
     local opened, why = open(name, group, options, i > 1 and run or nil)
     if opened then
-      if #skipped > 0 or problem then say("going on from the checkpoint " .. name) end
+      if #skipped > 0 or problem then say("continuing from the checkpoint " .. name) end
       return opened, skipped
     end
     skipped[#skipped + 1] = { file = name, problem = tostring(why) }
@@ -176,9 +175,9 @@ local function open_first(path, parts, group)
   error(("%s holds no checkpoint that can be used:\n%s"):format(path, table.concat(lines, "\n")), 0)
 end
 
--- -- putting in place -------------------------------------------------------------------------------------------------
--- The optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. A file without
--- masters (an engine wrote it) has their values as the model's tensors.
+-- -- loading ----------------------------------------------------------------------------------------------------------
+-- The optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. If the file has no
+-- masters (an engine wrote it), the model's tensors have their values.
 local function optimizer_tensors(file)
   local view = { whole = true }
   function view.has(_, name) return file:has(PREFIX .. name) end
@@ -193,7 +192,7 @@ local function optimizer_tensors(file)
 end
 
 -- The model's tensors of a file, with the methods that Module:load_state_dict calls. For an engine, whose parameters
--- have their masters from the start, a master in the file is read in the place of the rounded parameter.
+-- have masters from the start, a master in the file is read instead of the rounded parameter.
 local function model_view(file, for_engine)
   local function source(name)
     local master = PREFIX .. name .. ".master"
@@ -224,7 +223,7 @@ function restore.mesh_sizes()
   return sizes
 end
 
--- Whether as many ranks saved, cut along the same axes. A checkpoint without a mesh is of ranks along dp alone.
+-- Whether the same number of ranks saved, cut along the same axes. A checkpoint without a mesh has ranks only along dp.
 local function same_mesh(opened, group)
   local sizes = restore.mesh_sizes()
   local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
@@ -232,14 +231,14 @@ local function same_mesh(opened, group)
   return #opened.rng == (group and group:size() or 1)
 end
 
--- The random numbers for this rank: its own where the mesh is the same as that of the ranks that saved, else rank 0's.
+-- The random numbers for this rank: its own if the mesh equals that of the ranks that saved, else rank 0's.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
   for i = 2, #all do
     for _, key in ipairs { "seed", "offset", "step" } do
       if all[i][key] ~= all[1][key] then
-        say(("%s was saved by %d ranks with different random numbers (%s); all go on with those of rank 0"):format(
+        say(("%s was saved by %d ranks with different random numbers (%s); all continue with those of rank 0"):format(
           opened.path, #all, key))
         return all[1]
       end
@@ -269,7 +268,7 @@ local function apply(opened, parts, with, group)
   random_state.set(own_rng(opened, group))
 end
 
---- As checkpoint.info. A checkpoint that cannot be opened is passed over, as restore.load does, but without a message.
+--- Like checkpoint.info. A checkpoint that cannot be opened is skipped, as in restore.load, but without a message.
 ---@param path string
 ---@return {step: integer, extra?: table, file: string}
 function restore.info(path)
@@ -285,7 +284,7 @@ function restore.info(path)
   error(problem or restore.why_none(path), 0)
 end
 
---- As checkpoint.load; with: the parts to restore besides the model.
+--- Like checkpoint.load. with: the parts to restore in addition to the model.
 ---@param path string
 ---@param parts ps.CheckpointParts
 ---@param with table

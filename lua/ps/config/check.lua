@@ -69,8 +69,7 @@ function check.show(value)
 end
 
 --- An error's text about a value that is not of a type: "is -1; expected a number of at least 0". Nil for a value of
---- the
---- type.
+--- the type.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?

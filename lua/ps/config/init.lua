@@ -4,8 +4,7 @@
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
 -- The keys are the rows of config/schema.lua, which docs/config.md lists. Names and nesting are DeepSpeed's. `notes`
--- are
--- texts about keys that were accepted but have no effect, and about decisions made for the user. Print each once.
+-- are texts about keys that were accepted but have no effect, and about decisions made for the user. Print each once.
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"

@@ -1,9 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every key of a configuration. This table is the only source for reading, errors and docs/config.md. The sections
--- below
--- have keys that act here. schema_mesh.lua has those that cut a model among processes, and schema_deepspeed.lua the
--- rest
--- of DeepSpeed's. They are joined into one list.
+-- below have keys that act here. schema_mesh.lua has those that cut a model among processes, and schema_deepspeed.lua
+-- the rest of DeepSpeed's. They are joined into one list.
 --
 -- A section: { path, its description, rows }. `of`: the rows apply only if the parent's `type` has this value. `acts`:
 -- the default of `acts` for honoured rows.

@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- DeepSpeed's remaining keys: those without an effect here, and those that would change the result. A part of
--- schema.lua,
--- in its form.
+-- schema.lua, in its form.
 local call_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"

@@ -8,8 +8,7 @@ local caller = require "ps.core.caller"
 local MOST = 2 ^ 31 - 1                                    -- bytes; larger data is processed in pieces
 
 --- Returns a function that makes arrays of a C type: array "int32_t" (n, { first, ... }). The arrays are zeroed, and
---- the
---- garbage collector frees them. An array of more than 2 GiB is an error.
+--- the garbage collector frees them. An array of more than 2 GiB is an error.
 ---@param element string
 ---@return fun(n: integer, values?: number[]): ffi.cdata*
 local function array(element)

@@ -2,8 +2,7 @@
 -- Errors about a script's mistake. Their messages begin with the script's position instead of one in psluajit's own
 -- files, however deep in them the mistake was found. Only this file knows how to find that position. Modules raise a
 -- script's mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua
--- itself
--- also raises errors in these files (an index of nil, a conversion). The program's handler passes them through
+-- itself also raises errors in these files (an index of nil, a conversion). The program's handler passes them through
 -- caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
@@ -57,8 +56,7 @@ function caller.pauses(func) pause = func end
 function caller.where() return (position():gsub(": $", "")) end
 
 -- The last error that psluajit caught on its way to the script: its value, its text, and the traceback of the place
--- that
--- raised it. passing: whether it has been raised again since.
+-- that raised it. passing: whether it has been raised again since.
 local noted
 
 --- Raises an error at the script's line. With level 0, or if the message is a table, it is raised unchanged.

@@ -157,9 +157,8 @@ local function refuse(rc, n_in, ins)
 end
 
 -- Lines of scripts by number, for reports of what holds memory (ps/memory/holders.lua). Only tensors that a script
--- makes
--- itself are noted, since a module's name identifies the others. Small tensors have no line, since reading Lua's stack
--- takes microseconds.
+-- makes itself are noted, since a module's name identifies the others. Small tensors have no line, since reading Lua's
+-- stack takes microseconds.
 local LINED_NUMEL = 2 ^ 16
 local line_numbers = {}
 M.lines = {}

@@ -1,10 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, each with the psluajit call
--- that
--- does the same. A ported script that reads such a name gets a stand-in. Calling the stand-in, or reading a field of
--- it,
--- is an error that names the right call. Other unknown names stay nil. A name that a script's own module defines is the
--- module's.
+-- that does the same. A ported script that reads such a name gets a stand-in. Calling the stand-in, or reading a field
+-- of it, is an error that names the right call. Other unknown names stay nil. A name that a script's own module defines
+-- is the module's.
 local caller = require "ps.core.caller"
 
 local foreign = {}

@@ -2,8 +2,7 @@
 -- Lua's functions on lists, extended to lists of modules (ps.nn.ModuleList), whose items count from 0: ipairs and pairs
 -- return 0, first; 1, second; and so on, unpack returns the modules, and table.insert and table.remove call the list's
 -- methods. Without this file Lua's functions would read the table that stands for the list, which is empty, and raise
--- no
--- error. The program loads this file before the script. Other values are passed to Lua's own functions.
+-- no error. The program loads this file before the script. Other values are passed to Lua's own functions.
 --
 -- A list's metatable holds its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be
 -- changed: it returns 0 for every list (ps.nn.container).
@@ -15,8 +14,7 @@ local getmetatable, type, select = getmetatable, type, select
 local lists = {}
 
 -- The functions of a list of modules, and the list; nil for all other values. If ps.initialize got a list as its
--- module,
--- the model that it returned counts as that list (ps_module_of).
+-- module, the model that it returned counts as that list (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)

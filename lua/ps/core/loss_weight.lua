@@ -5,8 +5,8 @@
 -- ones, by factors or as a sum, has their weight: the tape knows which ops made it. A loss made of losses with
 -- different weights has no weight.
 --
--- A note also has the hits of a loss: the number of targets whose logit is the first largest of its row, which the ops
--- count while they look for the largest. They are counted only while somebody watches for hits.
+-- A note also has the hits of a loss: the number of targets whose logit is the first largest of its row. The ops count
+-- them while they compute the largest logit. They are counted only while a user of loss_weight.watch reads hits.
 --
 -- A note stores the number of the op that made the loss, since a script's inner losses may be collected before
 -- backward. It holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
@@ -64,8 +64,7 @@ local function add_pairs(list, there, here, depth)
 end
 
 --- Begins a batch. Targets that the model gets are counted on the host, where the script has them, so that the host
---- need
---- not wait for a device.
+--- need not wait for a device.
 ---@param given any[] the model's arguments as the script passed them, and their number n
 ---@param args any[] the same on the device
 function loss_weight.begin(given, args)

@@ -134,7 +134,7 @@ function rectangles.check(name, shape, pieces, named)
     sum = sum + rectangles.numel(piece.shape)
   end
   if sum ~= rectangles.numel(shape) then
-    error(("tensor '%s' of shape [%s] is incomplete: the ranks saved %.0f of its %.0f elements"):format(name,
+    error(("tensor '%s' of shape [%s] is incomplete: the ranks saved %.0f of %.0f elements"):format(name,
       text(shape), sum, rectangles.numel(shape)), 0)
   end
 end

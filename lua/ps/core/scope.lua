@@ -97,8 +97,7 @@ function M.collect()
 end
 
 --- Like M.collect, but also frees what compiled code holds: LuaJIT's traces keep the closures and tables that they
---- used,
---- and so a whole model that nothing else refers to. The traces are compiled again, which takes milliseconds.
+--- used, and so a whole model that nothing else refers to. The traces are compiled again, which takes milliseconds.
 function M.collect_all()
   jit.flush()
   M.collect()
@@ -144,8 +143,7 @@ local function finish_scope(id, ok, ...)
 end
 
 --- A handler for xpcall: notes the frames of an error, and adds a traceback to an error table of C. M.caught, if set,
---- is
---- called when an error is noted.
+--- is called when an error is noted.
 local function trace(e)
   if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
   e = caller.note(e, M.caught)
@@ -190,10 +188,8 @@ function M.enable_grad(fn, ...)
 end
 
 --- Sets whether the outputs of norms, GELU and SwiGLU are kept for backward (true), or whether backward recomputes
---- those
---- of 1 MiB and more (false, the default). Both give the same bits. Keeping them takes more memory and saves 1 to 2 %
---- of
---- the time on a GPU. The setting applies to ops that run from now on.
+--- those of 1 MiB and more (false, the default). Both give the same bits. Keeping them takes more memory and saves 1 to
+--- 2 % of the time on a GPU. The setting applies to ops that run from now on.
 ---@param on boolean
 ---@return boolean was the setting before
 function M.keep_cheap_outputs(on)
@@ -213,8 +209,7 @@ end
 
 --- Runs fn(...) and keeps the activations that its backward needs in host memory. The inputs of a function that
 --- ps.recompute runs are evicted once it has run. Other tensors that the tape holds are evicted when the scope that
---- made
---- them ends (a module call, for example). All of them return before backward needs them, and copies run while ops
+--- made them ends (a module call, for example). All of them return before backward needs them, and copies run while ops
 --- compute. Gradients are the same. Tensors under 64 KiB are not moved, and on the cpu nothing changes.
 ---@param fn function
 ---@param ... any for fn
@@ -258,8 +253,7 @@ local function leave() M.segment = M.segment.outer end
 local carried = setmetatable({}, { __mode = "k" })   -- objects whose state is restored for a segment's second run
 
 --- Registers an object whose state affects recomputed functions. Each segment stores state() in its first run, and
---- calls
---- restore(state) before it runs again.
+--- calls restore(state) before it runs again.
 ---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
 function M.carry_state(object) carried[object] = true end
 
@@ -277,9 +271,8 @@ end
 --- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
 --- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
 --- give the same outputs. Dropout draws the same numbers again. fn, and all that it refers to, is kept until backward
---- has
---- passed it or failed, or until its outputs are freed. If fn refers to an object that holds such an output (self.last,
---- for example), only backward ends this, or model:close() of ps.initialize's model.
+--- has passed it or failed, or until its outputs are freed. If fn refers to an object that holds such an output
+--- (self.last, for example), only backward ends this, or model:close() of ps.initialize's model.
 ---@param fn function returns tensors only
 ---@param ... any tensors and other values for fn
 ---@return ps.Tensor ... the results of fn

@@ -83,8 +83,7 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
 end)
 
 --- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters. Outside them
---- an
---- update would go uphill, or make NaN.
+--- an update would go uphill, or make NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 

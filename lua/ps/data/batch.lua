@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches as models take them, and the outputs of models. A batch is positional (inputs x and targets y, where y[i] is
--- the target of x[i]), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as `loss`.
+-- Batches, the arguments of models, and the outputs of models. A batch is positional (inputs x and targets y, where
+-- y[i] is the target of x[i]), or one table with names: { input_ids =, labels =, ... }. A named output has its loss as
+-- `loss`.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -10,26 +11,26 @@ local caller = require "ps.core.caller"
 
 local batch = {}
 
---- Targets that do not count have this value, as in PyTorch and transformers.
+--- The value of targets that do not count, as in PyTorch and transformers.
 batch.IGNORED = -100
 
-local DEPTH = 6                    -- of tables in tables that are looked into
+local DEPTH = 6                    -- levels of nested tables that are searched
 
--- What a model gave of a batch by names is a loop of one turn, too: `for out in model(batch) do`.
+-- The output for a named batch can also be used as a loop of one turn: `for out in model(batch) do`.
 local turned = setmetatable({}, { __mode = "k" })
 local Output = { __call = function(out)
   turned[out] = not turned[out] or nil
   if turned[out] then return out end
 end }
 
--- The same of a pipeline, on a rank that does not have the model's tensors.
+-- Such an output of a pipeline, on a rank that does not have the model's tensors.
 local Partial = { __call = Output.__call, __index = function(_, name)
   if type(name) ~= "string" then return nil end
-  caller.error(("out.%s: of a pipeline the last stage alone has more than out.loss: { gather = true } brings tensors "
+  caller.error(("out.%s: in a pipeline only the last stage has more than out.loss; { gather = true } sends the tensors "
     .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
 end }
 
--- The same of a call without targets, whose loss is made when a script asks for it.
+-- Such an output of a call without targets, whose loss is computed when a script reads it.
 local pending = setmetatable({}, { __mode = "k" })
 local Later = { __call = Output.__call, __index = function(out, name)
   local make = name == "loss" and pending[out]
@@ -40,14 +41,14 @@ local Later = { __call = Output.__call, __index = function(out, name)
   return value
 end }
 
--- A table of a script, which may hold tensors: no module, nor any other object.
+-- Whether a value is a script's plain table, which may hold tensors: not a module, nor any other object.
 local function is_plain_table(value)
   local mt = type(value) == "table" and getmetatable(value)
   return mt == nil or mt == Output or mt == Partial or mt == Later
 end
 
---- The arguments of a model's call, and their number n: a list of tensors in one table is spread. A nil behind it is
---- the y of `for x, y in loader do`, whose turns give one table.
+--- The arguments of a model's call, and their number n. A list of tensors in one table is unpacked. A nil after the
+--- table is ignored: it is the y of `for x, y in loader do` if a turn of the loop returns one table.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
@@ -75,8 +76,8 @@ local function moved(value, device, name, depth)
   return copy
 end
 
---- The same arguments with tensors on a device, also those in tables. A tensor that lies there already is not copied.
----@param given any[] and n
+--- The same arguments with tensors moved to a device, also those in tables. A tensor already there is not copied.
+---@param given any[] the arguments, and their number n
 ---@param device integer
 ---@param name string
 ---@return any[]
@@ -108,8 +109,8 @@ local function describe(parts, value, depth)
   end
 end
 
---- Names, shapes and types of the tensors, and the other values: together they decide which ops run.
----@param given any[] and n
+--- Names, shapes and types of the tensors, and the other values. Together they determine which ops run.
+---@param given any[] the arguments, and their number n
 ---@return string
 function batch.signature(given)
   local parts = {}
@@ -119,8 +120,8 @@ end
 
 local hash_out = native.ffi.new("uint64_t[1]")
 
---- Appends the hashes of the tensors of a value, in order: ranks that must have the same batch compare them. The host
---- waits for tensors that lie on a device.
+--- Appends the hashes of the tensors in a value, in order, for ranks that must have the same batch. The host waits for
+--- tensors on a device.
 ---@param said string[]
 ---@param value any
 function batch.add_hashes(said, value)
@@ -140,7 +141,7 @@ local function are_classes(t)
   return dtype == "int32" or dtype == "int64"
 end
 
--- The targets: y of (x, y), which has the shape of x, or the labels of a named batch; nil where there are none.
+-- The targets: y of (x, y), which has the shape of x, or the labels of a named batch; nil if there are none.
 local function find(given)
   local x, y = given[1], given[2]
   if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
@@ -149,13 +150,13 @@ end
 
 ---@class ps.Targets
 ---@field count number targets that count
----@field places number all of them, ignored ones too
----@field explicit? boolean the model's count_targets gave the number
+---@field places number all targets, ignored ones included
+---@field explicit? boolean the model's count_targets returned the number
 
 -- The result of fn(...) without gradients; nil if it reads values that a dry run of a script does not know.
 local function known(fn, ...) return devices.known(scope.no_grad, fn, ...) end
 
--- The metatable of targets whose count is computed when it is read first.
+-- The metatable of targets whose count is computed at its first read.
 local function later(counted)
   return { __index = function(found, name)
     if name ~= "count" then return nil end
@@ -164,13 +165,13 @@ local function later(counted)
   end }
 end
 
---- The targets of a batch: how many are not -100. A model whose loss is the mean of other targets has a method
---- count_targets(...). It takes the model's arguments and gives the number of these targets, or nil for the rule above.
---- Models of transformers need it: they shift their labels, so that a row's first does not count. The result is nil
---- where there are no targets to count. Targets that lie on a device are counted when `count` is read, and the host
---- waits for them then. In a dry run of a script that did not write the targets itself, all of them count.
+--- The targets of a batch: the number that is not -100. A model whose loss is the mean over other targets has a method
+--- count_targets(...). It gets the model's arguments and returns the number of these targets, or nil for the default.
+--- Models of transformers need it: they shift their labels, so a row's first label does not count. The result is nil if
+--- there are no targets to count. Targets on a device are counted when `count` is read, and then the host waits for
+--- them. In a dry run of a script whose targets were computed by ops, all of them count.
 ---@param model ps.nn.Module
----@param given any[] and n
+---@param given any[] the arguments, and their number n
 ---@return ps.Targets?
 function batch.targets(model, given)
   local labels = find(given)
@@ -178,7 +179,7 @@ function batch.targets(model, given)
   if type(model.count_targets) == "function" then
     count = known(model.count_targets, model, unpack(given, 1, given.n))
     if count ~= nil and not (type(count) == "number" and count >= 0 and count < math.huge) then
-      caller.error(("the model's count_targets gave %s, not a number of targets"):format(tostring(count)))
+      caller.error(("the model's count_targets returned %s, not a number of targets"):format(tostring(count)))
     end
   end
   if labels == nil and count == nil then return nil end
@@ -197,8 +198,8 @@ end
 local function is_named(given) return given.n == 1 and is_plain_table(given[1]) end
 batch.is_named = is_named
 
--- A copy in which fn(tensor, rule, name) is in the place of each tensor. The rule says whether a tensor has a row for
--- each sample: "rows"; "rows or one", where all samples may share one row; nil: it has none.
+-- A copy in which fn(tensor, rule, name) replaces each tensor. The rule says whether a tensor has a row for each
+-- sample: "rows"; "rows or one": all samples may share one row; nil: it has none.
 local function with_tensors(value, rule, name, fn, depth)
   if scope.is_tensor(value) then return fn(value, rule, name) end
   if depth == 0 or not is_plain_table(value) then return value end
@@ -207,8 +208,8 @@ local function with_tensors(value, rule, name, fn, depth)
   return copy
 end
 
--- The same of a batch. The model's table split_inputs (name -> rule) has the rules of a batch by names; without it, and
--- in a positional batch, every tensor has rows.
+-- Such a copy of a batch. The model's table split_inputs (name -> rule) has the rules for a named batch. Without it,
+-- and in a positional batch, every tensor has rows.
 local function with_rules(model, given, fn)
   if not is_named(given) then
     local copy = { n = given.n }
@@ -224,9 +225,10 @@ local function with_rules(model, given, fn)
   return { n = 1, copy }
 end
 
---- Rows (samples) of a batch: the first dimension of the tensors that have one for each sample, which must agree.
+--- The number of rows (samples) of a batch: the first dimension of the tensors that have one row per sample. They must
+--- agree.
 ---@param model ps.nn.Module
----@param given any[] and n
+---@param given any[] the arguments, and their number n
 ---@return integer rows
 function batch.rows(model, given)
   local rows, of
@@ -234,7 +236,8 @@ function batch.rows(model, given)
     if rule ~= "rows" then return end
     local n = t:dim() > 0 and t:size(0) or nil
     if not n or rows and n ~= rows then
-      caller.error(("a batch is cut along the first dimension of its tensors: %s is of shape [%s]%s; the model's table "
+      caller.error(("a batch is cut along the first dimension of its tensors, but %s has shape [%s]%s; the model's "
+        .. "table "
         .. "split_inputs says which inputs have a row for each sample"):format(name, table.concat(t:shape(), ", "),
         rows and (", %s has %d rows"):format(of, rows) or ""))
     end
@@ -244,9 +247,9 @@ function batch.rows(model, given)
   return rows
 end
 
---- Some rows of a batch, as views: `count` of its `rows`, from row `first` on (from 0).
+--- Some rows of a batch, as views: `count` of its `rows` rows, beginning at row `first` (from 0).
 ---@param model ps.nn.Module
----@param given any[] and n
+---@param given any[] the arguments, and their number n
 ---@param rows integer
 ---@param first integer
 ---@param count integer
@@ -259,9 +262,9 @@ function batch.narrow(model, given, rows, first, count)
   end)
 end
 
---- A batch of as many rows with nothing in them: for dry runs, in which shapes alone count.
+--- A batch with another number of rows and undefined values, for dry runs, in which only shapes matter.
 ---@param model ps.nn.Module
----@param given any[] and n
+---@param given any[] the arguments, and their number n
 ---@param rows integer
 ---@return any[]
 function batch.resized(model, given, rows)
@@ -276,8 +279,8 @@ function batch.resized(model, given, rows)
 end
 
 -- -- outputs --------------------------------------------------------------------------------------------------------
---- The tensor that backward starts from: the model's output itself, its `loss`, or the first of a list. Of other tables
---- it is the first tensor in the order of names, which is the same on all ranks. Nil where there is none.
+--- The tensor from which backward starts: the model's output itself, its `loss`, or the first of a list. For other
+--- tables it is the first tensor in the order of names, which is the same on all ranks. Nil if there is none.
 ---@param output any
 ---@return ps.Tensor?
 function batch.loss(output)
@@ -290,7 +293,7 @@ function batch.loss(output)
   end
 end
 
---- A plain table becomes a loop of one turn, too; other values are left alone.
+--- Makes a plain table usable as a loop of one turn. Other values are not changed.
 ---@param result any
 ---@param ... any
 ---@return any ... the same
@@ -299,8 +302,8 @@ function batch.turning(result, ...)
   return result, ...
 end
 
---- What a model gave, by names: a tensor of one element is `loss`, another tensor `logits`, and a list of both has them
---- at 1, 2, ..., too; a plain table is taken as it is. Other objects are left alone.
+--- A model's results by name. A tensor of one element is `loss`, another tensor `logits`; they are also at 1, 2, ... A
+--- plain table is returned as it is. Other objects are not changed.
 ---@param result any
 ---@param ... any the model's further results
 ---@return table
@@ -311,12 +314,12 @@ function batch.output(result, ...)
   return setmetatable(out, Output)
 end
 
---- An output whose other tensors are elsewhere: asking for one by name is an error that says so.
+--- An output whose other tensors are on other ranks. Reading one by name is an error that says so.
 ---@param out table<string, ps.Tensor>
 ---@return table out
 function batch.partial(out) return setmetatable(out, Partial) end
 
---- An output whose loss is made, without gradients, when a script asks for it.
+--- An output whose loss is computed, without gradients, when a script reads it.
 ---@param out table
 ---@param make fun(): ps.Tensor
 ---@return table out
@@ -326,8 +329,8 @@ function batch.later(out, make)
   return setmetatable(out, Later)
 end
 
---- Whether a batch has targets: `labels` of a batch by names, else a second argument.
----@param given any[] and n
+--- Whether a batch has targets: `labels` in a named batch, else a second argument.
+---@param given any[] the arguments, and their number n
 ---@return boolean
 function batch.has_targets(given)
   if batch.is_named(given) then return given[1].labels ~= nil end

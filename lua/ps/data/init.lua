@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Token shards (memory-mapped), text to shards, the shuffling loader and the sequential reader for evaluation. A loader
--- reads shards in C, or a list of texts (text_rows.lua).
--- Each turn of a loader ends the scope of the turn before: it drops the tensors of a training step that nothing kept.
+-- Token shards (memory-mapped), text to shards, the shuffling loader, and the sequential reader for evaluation. A
+-- loader reads shards in C, or a list of texts (text_rows.lua). Each turn of a loader ends the scope of the turn
+-- before, which frees the tensors of a training step that were not kept.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -33,7 +33,7 @@ local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- 20
 
 local function has_header(path)
   local file, why = io.open(path, "rb")
-  if not file then error("no token file: " .. why) end
+  if not file then error("cannot open token file " .. why) end
   local head = file:read(4)
   file:close()
   return MAGIC[head] or false
@@ -41,10 +41,10 @@ end
 
 local TOKENS = { width = "whole" }
 
---- Maps a token file. A file with llm.c's header says its width itself; elsewhere `width` bytes make a token. Without
---- header and width, a .bin file is an error and any other file is text, one token a byte.
+--- Maps a token file. A file with llm.c's header has its token width there; for other files `width` is the bytes of a
+--- token. Without header and width, a .bin file is an error, and any other file is text with one token per byte.
 ---@param path string
----@param options? {width?: 1|2|4} bytes of a token
+---@param options? {width?: 1|2|4} bytes per token
 ---@return ps.Tokens
 function data.tokens(path, options)
   caller.typed(path, "string", "ps.data.tokens: the path")
@@ -66,7 +66,7 @@ function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
 function Tokens:read(first, n)
   caller.whole(first, "tokens:read: the first token")
   if caller.whole(n, "tokens:read: the count") > self:count() then
-    error(("tokens:read: %.0f tokens, the file has %.0f"):format(n, self:count()))
+    error(("tokens:read: %.0f tokens requested, but the file has %.0f"):format(n, self:count()))
   end
   local ids = int_array(math.max(n, 1))
   check(C.ps_tokens_read(self.handle, first, n, ids))
@@ -126,7 +126,7 @@ function data.encode_text(text, shard_path, tokenizer)
   write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
 end
 
---- Writes a text file's tokens to a shard. Text is cut into pieces at line ends, so a file of any size passes through.
+--- Writes a text file's tokens to a shard. The text is split at line ends, so the file may be of any size.
 ---@param text_path string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
@@ -135,7 +135,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
   caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
   caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
   local width = tokenizer.vocab_size > 65536 and 4 or 2
-  if tokenizer.encode_file then                            -- it knows where a text may be cut
+  if tokenizer.encode_file then                            -- it knows where a text may be split
     write_shard(shard_path, width, function(writer)
       tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end)
     end)
@@ -161,13 +161,13 @@ local function shards_of(options)
   local shards = {}
   for i, shard in ipairs(given) do
     shards[i] = type(shard) == "string" and data.tokens(shard, { width = options.width }) or shard
-    if getmetatable(shards[i]) ~= Tokens then error("a shard is a path or what ps.data.tokens gives") end
+    if getmetatable(shards[i]) ~= Tokens then error("a shard must be a path or a result of ps.data.tokens") end
   end
   if #shards == 0 then error("the loader needs shards = { paths } or file = path") end
   return shards
 end
 
--- The range of tokens to use, half-open: first/last, or split = { from, to } in shares of the whole.
+-- The range of tokens to use, half-open: first/last, or split = { from, to } as shares of the whole.
 local function range_of(options, shards)
   local total = 0
   for _, shard in ipairs(shards) do total = total + shard:count() end
@@ -178,11 +178,11 @@ local function range_of(options, shards)
   return options.first or 0, options.last or total
 end
 
--- The batches that loaders gave out last. A loader that ends its turn may end the scopes of others begun inside it;
--- their batches live on.
+-- The last batches of all loaders. A loader that ends its turn may end the scopes of other loaders that began inside
+-- it; their batches are kept.
 local given_out = setmetatable({}, { __mode = "k" })
 
--- Ends the scope of the turn before, if it is still open (an outer scope that ended took it along).
+-- Ends the scope of the turn before, unless an outer scope has ended it.
 local function end_turn(self)
   given_out[self] = nil
   if not self.scope then return end
@@ -204,8 +204,9 @@ local function batch_tensor(ids, rows, seq, device)
   return tensor
 end
 
--- The rows of a loader of texts that are this rank's in the batch at a position, and the place of the first of them
--- among the texts of the epoch, from 1. Of a last batch that is not full each rank takes as even a share as there is.
+-- The number of this rank's rows in the batch at a position of a loader of texts, and the place of the first of them
+-- among the texts of the epoch, from 1. A last batch that is not full is shared between the ranks as evenly as
+-- possible.
 local function own_rows(self, at)
   local first = at.batch * self.global_batch
   local there = math.min(self.global_batch, self.rows.count - first)
@@ -213,7 +214,7 @@ local function own_rows(self, at)
   return math.floor(there * (self.rank + 1) / self.world_size) - from, first + from + 1
 end
 
--- The next batch of texts; nil at the end of an epoch, which begins the next one.
+-- The next batch of texts; nil at the end of an epoch, after which the next one begins.
 local function give_rows(self)
   local at = self.at
   if at.batch >= self.batches then
@@ -239,12 +240,12 @@ local function give(self, x, y, rows, seq)
   return batch[1], batch[2]
 end
 
--- Of each group of ranks: the first loader that gave a batch and takes its rank from the group.
+-- For each group of ranks, the first loader that returned a batch and takes its rank from the group.
 local read_by = setmetatable({}, { __mode = "k" })
-local SAMPLE = 1024                      -- tokens of a shard's beginning and end that are compared
+local SAMPLE = 1024                      -- tokens compared at the beginning and the end of a shard
 
---- A text that must be equal on all ranks: the loader's tokens, their beginning and their order. nil while no loader
---- that takes its rank from the mesh has given a batch.
+--- A text that must be equal on all ranks: the loader's tokens, their beginning and their order. nil until a loader
+--- that takes its rank from the mesh has returned a batch.
 ---@param group ps.Group of all ranks
 ---@return string?
 function data.read_by(group)
@@ -286,12 +287,12 @@ function Loader:__tostring()
   local tokens, at = 0, self:position()
   if self.rows then
     local rows = self.rows
-    return ("Loader(%d texts, %d of them cut to %d tokens, %sbatches of %d, %d an epoch; next: batch %d of epoch %d)")
+    return ("Loader(%d texts, %d of them cut to %d tokens, %sbatches of %d, %d per epoch; next: batch %d of epoch %d)")
       :format(rows.count, rows.cut, self.seq, rows.dropped > 0 and ("%d left out, "):format(rows.dropped) or "",
       self.batch, self.batches, at.batch, at.epoch)
   end
   for _, shard in ipairs(self.shards) do tokens = tokens + shard:count() end
-  return ("Loader(%.0f tokens of %s, batches of %d x %d, %d an epoch; next: batch %d of epoch %d)"):format(tokens,
+  return ("Loader(%.0f tokens of %s, batches of %d x %d, %d per epoch; next: batch %d of epoch %d)"):format(tokens,
     #self.shards == 1 and self.shards[1].path or #self.shards .. " shards", self.batch, self.seq, self.batches,
     at.batch, at.epoch)
 end
@@ -307,47 +308,49 @@ end
 local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
   world_size = "whole", texts = "table", table = "cdata", tokenizer = "table", padding = "string",
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string" }
--- Options of loaders of texts and of tables.
+-- Options that only loaders of texts have, and those that only loaders of tables have.
 local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long" }
 local OF_TABLES = { "train_on", "date" }
 local WINDOWS = and_also { limit = "whole" }
 
--- An int32 of the C interface.
+-- An option that is an int32 in C.
 local function small(options, name, default)
   local value = options[name]
   if value == nil then return default end
   if math.abs(tonumber(value)) >= 2 ^ 31 then
-    error(("ps.data.loader: %s is %.14g; it is below 2^31"):format(name, tonumber(value)))
+    error(("ps.data.loader: %s is %.14g; it must be below 2^31"):format(name, tonumber(value)))
   end
   return value
 end
 
---- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared ahead by a background thread. With several
---- ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with batch *
---- world_size; rank r takes the rows from r * batch on. Ranks that share a model's stages or layers take the same rows.
+--- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared in advance by a background thread. With
+--- several ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with
+--- batch * world_size; rank r gets the rows from r * batch on. Ranks that share a model's stages or layers get the same
+--- rows.
 ---
---- Of texts a batch is one table { input_ids, attention_mask, labels }, int32 [batch, tokens], as models by names take
---- it. A text is a row, with the special tokens of its tokenizer; one of more than seq tokens loses its last ones, and
---- `tostring(loader)` tells how many did. Rows are padded behind, with labels of -100, with the tokenizer's pad token
---- (else its end token, else 0). Of a table of examples (ps.data.table) it is the same: conversations become ids by the
---- tokenizer's chat template, and tokens that the model does not have to produce have labels of -100.
+--- For texts a batch is one table { input_ids, attention_mask, labels }, int32 [batch, tokens], for models with named
+--- inputs. A text is a row, with the special tokens of its tokenizer. A text of more than seq tokens loses its last
+--- ones, and `tostring(loader)` has the number of such texts. Rows are padded at their ends with the tokenizer's pad
+--- token (else its end token, else 0) and labels of -100. A table of examples (ps.data.table) gives the same batches:
+--- the tokenizer's chat template turns conversations into ids, and tokens that the model must not produce have labels
+--- of -100.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
 ---  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?:
 ---  integer, rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer,
 ---  padding?: "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "cut"|"drop"|"error",
 ---  train_on?: string|fun(i: integer, role: string): boolean, date?: string} shuffle: default true; split: { 0, 0.9 }
----  uses the first nine tenths; vocab: larger ids are errors; ahead: batches prepared ahead, default 2; rank and
+---  uses the first nine tenths; vocab: larger ids are errors; ahead: batches prepared in advance, default 2; rank and
 ---  world_size: default those of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an
----  engine takes them from anywhere); texts: instead of shards, with their tokenizer; padding: to the longest row of
----  the batch (default), or to seq; drop_last: false: an epoch of texts ends with a batch of fewer rows where some are
----  left (default true); table: instead of texts; too_long: of more than seq tokens (default "cut"; a row that then
----  trains no token is dropped); train_on and date: as of tokenizer:apply_chat_template, default "assistant"
+---  engine accepts any); texts: instead of shards, with their tokenizer; padding: to the longest row of the batch
+---  (default), or to seq; drop_last: false: an epoch of texts ends with a smaller batch if rows are left (default
+---  true); table: instead of texts; too_long: for rows of more than seq tokens, default "cut" (a row that is left
+---  without a trained token is dropped); train_on and date: as in tokenizer:apply_chat_template, default "assistant"
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
   for _, name in ipairs(OF_TEXTS) do
     if options[name] ~= nil and not (options.texts or options.table) then
-      error(("ps.data.loader: %s is for texts: give texts = { strings }, or table = ps.data.table(path)"):format(name))
+      error(("ps.data.loader: %s is for texts: pass texts = { strings }, or table = ps.data.table(path)"):format(name))
     end
   end
   for _, name in ipairs(OF_TABLES) do
@@ -365,7 +368,7 @@ function data.loader(options)
   local rank = small(options, "rank", of_mesh and mesh.rank "dp" or 0)
   local world_size = small(options, "world_size", of_mesh and mesh.size "dp" or 1)
   if rank < 0 or rank >= world_size then
-    error(("the loader's rank is 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
+    error(("the loader's rank must be 0 to world_size - 1, not %d with a world_size of %d"):format(rank, world_size))
   end
   local self = { batch = options.batch, seq = options.seq, shuffle = shuffle, rank = rank, world_size = world_size,
     global_batch = options.batch * world_size, seed = seed, device = options.device, of_mesh = of_mesh,
@@ -390,8 +393,8 @@ end
 -- The next batch, or nothing at the end of an epoch.
 local function turn(self)
   if self.of_mesh and mesh.is_open() and mesh.group "dp" ~= self.group then
-    error("the loader was made before processes joined, or were cut into stages, and reads rows of others: make it "
-      .. "behind ps.initialize, or call ps.mesh { pp = ... } first")
+    error("the loader was made before the processes joined or were cut into stages, and would read other ranks' rows: "
+      .. "make it after ps.initialize, or call ps.mesh { pp = ... } first")
   end
   begin_turn(self)
   if self.rows then
@@ -410,8 +413,8 @@ local function turn(self)
   return give(self, self.x, self.y, self.batch, self.seq)
 end
 
---- The next batch; epochs follow one another without end.
----@return ps.Tensor|table x int32 [batch, seq]; of texts the batch
+--- The next batch; the next epoch follows without a break.
+---@return ps.Tensor|table x int32 [batch, seq]; with texts the batch
 ---@return ps.Tensor? y int32 [batch, seq], the tokens that follow those of x
 function Loader:next()
   local x, y = turn(self)
@@ -419,7 +422,8 @@ function Loader:next()
   return x, y
 end
 
---- `for batch in loader do`: the rest of the current epoch as tables {x, y}, which an engine's model takes as they are.
+--- `for batch in loader do`: the rest of the current epoch as tables {x, y}, which an engine's model accepts as they
+--- are.
 ---@return ps.Tensor[]|table? batch nil at the end of the epoch
 function Loader:__call()
   local x, y = turn(self)
@@ -428,7 +432,7 @@ function Loader:__call()
 end
 
 --- `for x, y in loader:epoch() do`: the rest of the current epoch.
----@return fun(): ps.Tensor|table?, ps.Tensor? x and y, int32 [batch, seq] each; of texts the batch
+---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, int32 [batch, seq] each; with texts the batch
 function Loader:epoch()
   return function()
     local x, y = turn(self)
@@ -441,7 +445,7 @@ end
 ---@return integer
 function Loader:size() return self.batches end
 
---- The place of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
+--- The position of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
 ---@return {epoch: integer, batch: integer}
 function Loader:position()
   if self.rows then return { epoch = self.at.epoch, batch = self.at.batch } end
@@ -449,7 +453,7 @@ function Loader:position()
   return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
 end
 
---- Goes on at a position that Loader:position gave.
+--- Continues at a position that Loader:position returned.
 ---@param position {epoch: integer, batch: integer}
 function Loader:seek(position)
   caller.typed(position, "table", "loader:seek: the position")
@@ -459,7 +463,8 @@ function Loader:seek(position)
   if self.rows then
     local epoch, batch = tonumber(position.epoch), tonumber(position.batch)
     if epoch < 0 or batch < 0 or batch > self.batches then
-      error(("loader:seek: there is no batch %d of epoch %d; an epoch has %d"):format(batch, epoch, self.batches))
+      error(("loader:seek: there is no batch %d of epoch %d; an epoch has %d batches"):format(batch, epoch,
+        self.batches))
     end
     self.at = { epoch = epoch, batch = batch }
     return
@@ -468,10 +473,10 @@ function Loader:seek(position)
   check(C.ps_loader_set_position(self.handle, at))
 end
 
--- What must be equal for a position to mean the same samples.
+-- Fields that must be equal for a position to select the same samples.
 local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last" }
 
---- The position of all ranks, the same on each: any number of ranks resumes from it (see load_state_dict).
+--- The position of all ranks, the same on each. Any number of ranks can resume from it (see load_state_dict).
 ---@return table state `batch` is the global batch
 function Loader:state_dict()
   local state = { position = self:position(), batch = self.global_batch, batches = self.batches }
@@ -480,8 +485,8 @@ function Loader:state_dict()
   return state
 end
 
--- The saved position in batches of this loader. An epoch that had ended has ended; within one, the samples given so far
--- must be a number of whole batches here, for else some would come twice or never.
+-- The saved position in batches of this loader. If an epoch had ended, it has ended here. Within an epoch, the samples
+-- used so far must be a whole number of batches here, since otherwise some would be repeated or skipped.
 local function position_here(self, state)
   local at, here = state.position, self.global_batch
   if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch) or not tonumber(at.batch) then
@@ -491,23 +496,26 @@ local function position_here(self, state)
   if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
   local given = at.batch * state.batch
   if given % here ~= 0 then
-    error(("the saved loader has given %d samples of epoch %d, %d batches of %d rows; with batches of %d rows (%d " ..
-      "on each of %d ranks) it cannot go on there without repeating or skipping some: use a batch times world_size " ..
-      "that divides %d, %d as it was, or save at the end of an epoch"):format(given, at.epoch, at.batch, state.batch,
+    error(("the saved loader has used %d samples of epoch %d, %d batches of %d rows; with batches of %d rows (%d " ..
+      "on each of %d ranks) it cannot continue there without repeating or skipping some: use a batch times world_size "
+        .. "" ..
+      "that divides %d, such as the old %d, or save at the end of an "
+        .. "epoch"):format(given, at.epoch, at.batch, state.batch,
       here, self.batch, self.world_size, given, state.batch))
   end
   return { epoch = at.epoch, batch = given / here }
 end
 
---- Goes on where the saved loader was, on another number of ranks, too. The global batch (batch * world_size) may be
---- another one at the end of an epoch and where it divides the samples given so far, else it is an error.
+--- Continues where the saved loader was, also on another number of ranks. The global batch (batch * world_size) may
+--- differ at the end of an epoch, or if it divides the number of samples used so far; else it is an error.
 ---@param state table
 function Loader:load_state_dict(state)
   caller.typed(state, "table", "the saved state of a loader")
   for _, key in ipairs(IDENTITY) do
     if tostring(state[key]) ~= tostring(self[key]) then
-      error(("the saved loader has %s = %s, this one %s: its position would mean other data; give the data and " ..
-        "settings it was saved with"):format(key, tostring(state[key]), tostring(self[key])))
+      error(("the saved loader has %s = %s, but this one has %s, so its position would select other data; use the "
+        .. "data and " ..
+        "settings with which it was saved"):format(key, tostring(state[key]), tostring(self[key])))
     end
   end
   self:seek(position_here(self, state))
@@ -522,14 +530,14 @@ end
 function data.windows(options)
   options = caller.options(options, "ps.data.windows", WINDOWS)
   local shards = shards_of(options)
-  if #shards > 1 then error("ps.data.windows reads one shard") end
+  if #shards > 1 then error("ps.data.windows reads only one shard; pass one") end
   for _, name in ipairs { "batch", "seq" } do caller.whole(options[name], "ps.data.windows: " .. name) end
   local first, last = range_of(options, shards)
   local tokens, seq = shards[1], options.seq
   local count = math.floor((last - first - 1) / seq)
   local given = math.min(count, options.limit or count)
   if given < 1 then
-    error(("%s: %d tokens hold no window of %d and its targets, which take %d; give more text, or a smaller seq")
+    error(("%s: %d tokens are fewer than a window of %d and its targets, %d together; use more text, or a smaller seq")
       :format(tokens.path, last - first, seq, seq + 1))
   end
   if options.device ~= nil then devices.open(options.device) end

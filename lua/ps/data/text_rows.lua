@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rows of texts or of conversations for ps.data.loader: each becomes ids and labels once, when the loader is made. A
--- batch is the rows of some of them, padded at the end to the longest, with labels for a causal language model. Which
--- rows come when depends on the seed and the epoch alone.
+-- Rows of texts or of conversations for ps.data.loader. Each is encoded to ids and labels once, when the loader is
+-- made. A batch is some of the rows, padded at their ends to the longest of them, with labels for a causal language
+-- model. The order of the rows depends only on the seed and the epoch.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -17,13 +17,13 @@ local IGNORED = require("ps.data.batch").IGNORED
 
 ---@class ps.TextRows
 ---@field count integer texts
----@field seq integer tokens of a row at most
----@field cut integer texts that were longer, and lost their last tokens
----@field dropped integer rows that were left out: longer than seq, or without a trained token once they were cut
+---@field seq integer most tokens of a row
+---@field cut integer number of texts that were longer, and lost their last tokens
+---@field dropped integer number of rows left out: longer than seq, or without a trained token after the cut
 ---@field private ids ffi.cdata* int32_t[], all texts one after the other
----@field private labels ffi.cdata* int32_t[], likewise; -100 for a token that is not trained
----@field private starts integer[] where text i begins in `ids`, from 0; one more at the end
----@field private masked boolean some labels are not the ids
+---@field private labels ffi.cdata* int32_t[] by id; -100 for a token that is not trained
+---@field private starts integer[] where text i begins in `ids`, from 0; the last entry is the end
+---@field private masked boolean some labels differ from the ids
 ---@field private pad integer
 ---@field private to_seq boolean every row has seq tokens
 local Rows = {}
@@ -31,7 +31,7 @@ Rows.__index = Rows
 
 local rows = {}
 
--- Two buffers that grow together: ids and labels.
+-- Two buffers of the same length that grow: ids and labels.
 local function buffers()
   local self = { room = 4096, n = 0, ids = int_array(4096), labels = int_array(4096) }
   function self.reserve(n)
@@ -46,8 +46,8 @@ local function buffers()
   return self
 end
 
--- Rows of n examples. example(i) gives the ids of example i and the label of each, nil: the ids themselves; and why no
--- row may be made of it, which is an error. too_long: what becomes of one with more than seq tokens.
+-- Makes rows of n examples. example(i) returns the ids of example i, their labels (nil: the ids themselves), and a
+-- function that returns the example's place for errors. too_long: the treatment of rows of more than seq tokens.
 local function collected(n, example, seq, too_long)
   local all, starts, cut, dropped, masked = buffers(), { 0 }, 0, 0, false
   for i = 1, n do
@@ -82,7 +82,7 @@ end
 ---@param texts string[]
 ---@param tokenizer ps.Tokenizer
 ---@param seq integer
----@param to_seq boolean rows are padded to seq, not to the longest of their batch
+---@param to_seq boolean pad rows to seq, not to the longest of their batch
 ---@param too_long "cut"|"drop"|"error"
 ---@return ps.TextRows
 function rows.read(texts, tokenizer, seq, to_seq, too_long)
@@ -90,12 +90,13 @@ function rows.read(texts, tokenizer, seq, to_seq, too_long)
     local text = texts[i]
     if type(text) ~= "string" then error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text))) end
     local ids = tokenizer:encode(text)
-    if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens: take it out of the list"):format(i)) end
+    if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens; remove it from the list"):format(i)) end
     return ids, nil, function() return ("texts[%d]"):format(i) end
   end, seq, too_long), tokenizer, to_seq)
 end
 
--- Labels of ids by a mask of 1 and 0, which must train some ids and, of the assistant's turns, not all.
+-- Returns labels for ids by a mask: 1 trains an id, 0 does not. At least one id must be trained, and with train_on =
+-- "assistant" not all of them.
 local function labels_of(ids, mask, place, train_on)
   local labels, trained = {}, 0
   for k, id in ipairs(ids) do
@@ -103,20 +104,20 @@ local function labels_of(ids, mask, place, train_on)
     trained = trained + mask[k]
   end
   if trained == 0 or train_on == "assistant" and trained == #ids then
-    error(("ps.data.loader: %s: %s of its %d tokens are trained; `psluajit tools/data.lua show` prints it as the model "
-      .. "sees it"):format(place, trained == 0 and "none" or "all", #ids))
+    error(("ps.data.loader: %s: %s of its %d tokens are trained; `psluajit tools/data.lua show` prints what the model "
+      .. "sees"):format(place, trained == 0 and "none" or "all", #ids))
   end
   return labels
 end
 
---- Reads the rows of a table of examples: conversations by the tokenizer's chat template, of which the turns that
---- train_on names are trained; texts; or ids with labels.
+--- Reads the rows of a table of examples: conversations (encoded by the tokenizer's chat template; the turns that
+--- train_on names are trained), texts, or ids with labels.
 ---@param examples ps.DataTable
 ---@param tokenizer ps.TextTokenizer
 ---@param seq integer
 ---@param to_seq boolean
 ---@param too_long "cut"|"drop"|"error"
----@param options {train_on?: string|function, date?: string} as of tokenizer:apply_chat_template
+---@param options {train_on?: string|function, date?: string} as in tokenizer:apply_chat_template
 ---@return ps.TextRows
 function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
   local form, train_on = formats.recognise(examples), options.train_on or "assistant"
@@ -132,7 +133,7 @@ function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
     elseif form == "ids" then
       local ids, labels = caller.list(examples[i].input_ids, place() .. ": input_ids"), examples[i].labels
       if labels and #labels ~= #ids then
-        error(("%s: %d labels of %d input_ids"):format(place(), #labels, #ids))
+        error(("%s: %d labels for %d input_ids: give one label for each"):format(place(), #labels, #ids))
       end
       return ids, labels, place
     end
@@ -142,7 +143,7 @@ function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
   end, seq, too_long), tokenizer, to_seq)
 end
 
---- What is equal for two lists of the same rows: a hash of all ids and lengths.
+--- A hash of all ids and lengths, which is equal for two lists with the same rows.
 ---@return string
 function Rows:hash()
   local lengths = int_array(self.count)
@@ -167,7 +168,7 @@ function Rows:order(seed, epoch, shuffle)
   for i = 1, self.count do order[i] = i end
   if not shuffle then return order end
   word[0], word[1] = seed, epoch
-  for i = 1, self.count do                                   -- each text draws a number, and they are sorted by it
+  for i = 1, self.count do                                   -- each text draws a number, by which the texts are sorted
     word[2] = i
     keys[i] = tonumber(bit.rshift(C.ps_xxh3(word, 24), 11))
   end
@@ -180,7 +181,7 @@ end
 
 --- The batch of some texts.
 ---@param order integer[]
----@param first integer the first one's place in `order`, from 1
+---@param first integer the place of the first text in `order`, from 1
 ---@param n integer
 ---@param device? string
 ---@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, labels: ps.Tensor} batch int32 [n, tokens] each

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Short messages between ranks. All ranks hear each rank's message, and an error of one is an error of all, so that
--- nobody waits for a rank that gave up. Every rank makes the same calls; `group` nil: one process. A call is one
--- exchange of short messages, or two where a message is long.
+-- Short messages between ranks. All ranks receive each rank's message, and an error of one rank is raised on all, so no
+-- rank waits for one that has failed. Every rank makes the same calls; `group` nil: one process. A call is one exchange
+-- of short messages, or two if a message is long.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
@@ -12,16 +12,16 @@ local ffi, C = native.ffi, native.C
 
 local agree = {}
 
-local SHORT = 192                                          -- bytes of a message that go in the first exchange
+local SHORT = 192                                          -- bytes of a message sent in the first exchange
 local SILENT = "an error without words"
-local NO = "\0no"                                          -- no error's text
+local NO = "\0no"                                          -- differs from every error's text
 
---- 53 bits of a hash, which a double, and so a tensor made of numbers, holds.
+--- The upper 53 bits of a hash, which a double, and so a tensor made from numbers, holds exactly.
 ---@param hash ffi.cdata* uint64_t
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
 
---- A number that texts hardly share.
+--- A number that different texts share only by a hash collision.
 ---@param text string
 ---@return number
 function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end
@@ -68,7 +68,7 @@ function agree.texts(group, text)
   return texts
 end
 
--- Ranks that say the same are named together, by their numbers among all ranks.
+-- Joins the ranks' texts. Ranks with equal texts are named together, by their numbers among all ranks.
 local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do
@@ -94,11 +94,11 @@ local function words(problem)
   return text == "" and SILENT or text
 end
 
---- Runs fn on every rank; where it failed on any, all get the same error, which says on which.
+--- Runs fn on every rank. If it fails on any rank, all raise the same error, which names the failed ranks.
 ---@generic T
 ---@param group? ps.Group
 ---@param fn fun(): T
----@param heard? fun() called once all ranks have said how they fared; not where the exchange itself fails
+---@param heard? fun() called once all ranks have sent their results; not called if the exchange itself fails
 ---@return T
 function agree.run(group, fn, heard)
   local ok, result = pcall(fn)
@@ -112,7 +112,7 @@ function agree.run(group, fn, heard)
   return result
 end
 
---- Runs fn on every rank, as run does, and returns whether it gave true on all of them.
+--- Runs fn on every rank, as run does, and returns whether it returned true on all of them.
 ---@param group? ps.Group
 ---@param fn fun(): boolean?
 ---@return boolean
@@ -131,14 +131,14 @@ function agree.all(group, fn)
   return all
 end
 
---- What the group's rank 0 does alone; its text is everybody's result.
+--- Runs fn on the group's rank 0 only. All ranks get its text.
 ---@param group? ps.Group
 ---@param fn fun(): string?
 ---@return string
 function agree.first(group, fn)
   if not group then return fn() or "" end
   local text = ""
-  if group:rank() == 0 or not devices.computes then                 -- in a dry run rank 0 may be one that is not here
+  if group:rank() == 0 or not devices.computes then                 -- in a dry run rank 0 may not exist as a process
     local ok, result = pcall(fn)
     text = ok and "+" .. (result or "") or "-" .. words(result)
   end
@@ -147,8 +147,7 @@ function agree.first(group, fn)
   return answer:sub(2)
 end
 
---- Compares pairs of { name, value }; where ranks have different values, it fails on every rank. `what` begins the
---- error.
+--- Compares pairs of { name, value }. If ranks have different values, it fails on every rank. `what` begins the error.
 ---@param group? ps.Group
 ---@param what string
 ---@param list string[][]
@@ -170,9 +169,9 @@ function agree.same(group, what, list)
 end
 
 -- -- numbers ----------------------------------------------------------------------------------------------------------
---- The numbers of every rank, in the order of ranks. All ranks give as many.
+--- The numbers of every rank, in the order of ranks. All ranks pass the same count.
 ---@param group ps.Group
----@param mine number[]
+---@param mine number[] this rank's numbers
 ---@param dtype? string of the message, default "fp64"
 ---@return number[][] rows
 function agree.numbers(group, mine, dtype)
@@ -183,8 +182,8 @@ end
 
 --- The records of every rank, in the order of ranks: tables of numbers by name.
 ---@param group ps.Group
----@param fields string[] the names, in the order in which they travel; alike on all ranks
----@param mine table<string, number> a field that it lacks is 0
+---@param fields string[] the names, in the order in which the values are sent; equal on all ranks
+---@param mine table<string, number> a missing field is 0
 ---@return table<string, number>[] records
 function agree.gather(group, fields, mine)
   local values, known = {}, {}
@@ -198,7 +197,7 @@ function agree.gather(group, fields, mine)
   return records
 end
 
---- The least of every rank's whole number.
+--- The smallest of all ranks' whole numbers.
 ---@param group ps.Group
 ---@param value integer
 ---@return integer
@@ -207,7 +206,7 @@ function agree.least(group, value)
   return value
 end
 
---- The first rank whose text is another one than rank 0's; nil: there is none. Hashes travel, and texts only if these
+--- The first rank whose text differs from rank 0's; nil: none does. Hashes are sent first, and texts only if the hashes
 --- differ.
 ---@param group ps.Group
 ---@param text string

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks of a group's methods: the group is open, and an argument is a tensor or a rank. An error begins with the
--- script's line.
+-- Checks for a group's methods: that the group is open, and that an argument is a tensor or a rank. Errors begin with
+-- the script's line.
 local ffi = require "ffi"
 local error = require("ps.core.caller").error
 

@@ -1,26 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- This process's rank and the number of ranks, from the variables that a launcher set. The first of these sources that
--- has values counts: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) >
--- Open MPI's > PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a value that is malformed or
--- missing is an error that names the variable, its value and the expected form. docs/distributed.md has the same for
--- users.
+-- This process's rank and the number of ranks, from the variables that a launcher set. The first of these sources with
+-- values is used: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) >
+-- Open MPI's > PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a malformed or missing value is an
+-- error that names the variable, its value and the expected form. docs/distributed.md describes this for users.
 local env = {}
 
 ---@class ps.dist.Env
 ---@field rank integer
 ---@field world_size integer
 ---@field local_rank integer
----@field local_world_size integer?    nil when no variable tells it
----@field master_addr string?          where rank 0's store listens; nil when there is none (one process, a file)
+---@field local_world_size integer?    nil: no variable has it
+---@field master_addr string?          the host of rank 0's store; nil if there is none (one process, a file)
 ---@field master_port integer?
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
----@field restart_count integer        how often the launcher has started these ranks again
----@field run string?                  the run's name, which tells it from others
----@field machines integer             1: all ranks are on this machine; 2: on several; 0: nothing tells
+---@field restart_count integer        number of restarts of these ranks by the launcher
+---@field run string?                  the run's name, which distinguishes it from others
+---@field machines integer             1: all ranks are on this machine; 2: on several; 0: unknown
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
-local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those the system gives out itself
-local USUAL_PORT = 29500                     -- where MASTER_ADDR is set and MASTER_PORT is not, as with DeepSpeed
+local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those that the system assigns
+local USUAL_PORT = 29500                     -- if MASTER_ADDR is set and MASTER_PORT is not, as in DeepSpeed
 local MOST_HOSTS = 65536
 
 local function fail(text, ...) error(text:format(...), 0) end
@@ -32,7 +31,7 @@ local function wrong(name, value, expected) fail("%s is '%s'; expected %s", name
 
 -- -- reading values ---------------------------------------------------------------------------------------------------
 
--- A number of digits only ("1e3", "0x1" and " 1" are none) in a range.
+-- A number in a range, written with digits only ("1e3", "0x1" and " 1" are refused).
 local function whole(name, value, low, high, note)
   local n = tostring(value):match("^%d+$") and tonumber(value)
   if not n or n < low or n > high then
@@ -54,7 +53,7 @@ local function pair(get, rank_name, size_name)
   return number(get, rank_name, 0, size - 1, (" (%s is %d)"):format(size_name, size)), size
 end
 
--- The same within a node: either may be missing.
+-- Rank and size within a node. Either variable may be missing.
 local function local_pair(get, rank_name, size_name, world_size)
   local size = number(get, size_name, 1, world_size, (" (there are %d ranks)"):format(world_size))
   local high = (size or world_size) - 1
@@ -64,7 +63,7 @@ end
 
 -- -- Slurm's lists ----------------------------------------------------------------------------------------------------
 
--- Appends the names that one element of a list stands for: text with any number of [1-3,07] in it.
+-- Appends the names that one element of a list expands to: text with any number of [1-3,07] in it.
 local function expand(list, head, rest, bad)
   local plain, ranges, tail = rest:match("^([^%[%]]*)%[([^%[%]]+)%](.*)$")
   if not plain then
@@ -90,7 +89,7 @@ end
 ---@return string[]
 function env.hosts(text, name)
   local function bad()
-    wrong(name or "the node list", text, ("hosts as Slurm lists them, such as node[1-3,7],big1, %d at most")
+    wrong(name or "the node list", text, ("hosts in Slurm's form, such as node[1-3,7],big1, at most %d")
       :format(MOST_HOSTS))
   end
   if not text:match("^[%w%.%-_%[%],]+$") then bad() end
@@ -108,13 +107,13 @@ function env.hosts(text, name)
   return list
 end
 
--- How many tasks run on node `index` (from 0), from "2(x3),1"; nil when the list is shorter.
+-- The number of tasks on node `index` (from 0), from "2(x3),1"; nil if the list is shorter.
 local function tasks_on(text, index, name)
   local seen = 0
   for part in (text .. ","):gmatch("([^,]*),") do
     local tasks, times = part:match("^(%d+)%(x(%d+)%)$")
     if not tasks then tasks, times = part:match("^%d+$"), "1" end
-    if not tasks then wrong(name, text, "counts as Slurm lists them, such as 2(x3),1") end
+    if not tasks then wrong(name, text, "counts in Slurm's form, such as 2(x3),1") end
     seen = seen + tonumber(times)
     if index < seen then return tonumber(tasks) end
   end
@@ -126,7 +125,7 @@ local function first_set(get, ...)
   end
 end
 
--- What Slurm knows of this task's place on its node.
+-- The place of this task on its node, from Slurm's variables.
 local function slurm_local(get, world_size)
   local node = number(get, "SLURM_NODEID", 0) or 0
   local name, text = first_set(get, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -134,19 +133,19 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end                -- counts of the job, where a step has fewer tasks
+  if size and size > world_size then size = nil end                -- counts of the whole job; this step has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
 
--- One run of srun.
+-- The id of one run of srun.
 local function slurm_step(get)
   return get("SLURM_JOB_ID") and get("SLURM_JOB_ID") .. "." .. (get("SLURM_STEP_ID") or "")
 end
 
 -- -- the launchers ----------------------------------------------------------------------------------------------------
 
--- Each returns nil when its variables are not set, else their values.
+-- Each returns nil if its variables are not set, else their values.
 local sources = {}
 
 function sources.torchrun(get)
@@ -156,12 +155,12 @@ function sources.torchrun(get)
     or "LOCAL_SIZE", size)
   local assumed = not local_rank
   if assumed then
-    -- One process a pod (PyTorchJob) has no LOCAL_RANK: it is alone on its node. Where the job says that pods have
-    -- several, a launcher should have started this one: alone, it would wait for ranks that nobody starts.
+    -- One process per pod (PyTorchJob) has no LOCAL_RANK, since it is alone on its node. If the job sets several per
+    -- pod, a launcher should have started this process; without one, it would wait for ranks that nobody starts.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
     if a_pod and a_pod > 1 then
-      fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script by tools/launch.lua in each pod, "
-        .. "or give the job one process a pod", a_pod)
+      fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script with tools/launch.lua in each pod, "
+        .. "or set one process per pod in the job", a_pod)
     end
     local_rank, local_size = 0, local_size or 1
   end
@@ -195,7 +194,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script has SLURM_PROCID too, but is one process: ranks are what srun starts.
+  -- A batch script has SLURM_PROCID, too, but is one process: only srun starts ranks.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -208,11 +207,11 @@ end
 
 local ORDER = { "torchrun", "OpenMPI", "PMI", "Slurm" }
 
--- Half of a pair, and nobody to complete it: starting alone would make N runs of one instead of one of N.
+-- Refuses half of a pair of variables. Starting without the other would make N runs of one rank instead of one of N.
 local function check_halves(get, found)
   if get("RANK") and get("WORLD_SIZE") then return end
   local size = number(get, "WORLD_SIZE", 1)
-  if found then                                  -- scripts for Slurm often export WORLD_SIZE alone
+  if found then                                  -- scripts for Slurm often export only WORLD_SIZE
     if size and size ~= found.world_size then
       fail("WORLD_SIZE is '%d', but %s started %d ranks; unset WORLD_SIZE, or set RANK as well", size, found.source,
         found.world_size)
@@ -224,19 +223,19 @@ local function check_halves(get, found)
     for i, name in ipairs(names) do
       local other = names[3 - i]
       if get(name) and not (name == "WORLD_SIZE" and size == 1) then
-        fail("%s is '%s', but %s is not set; set both or none", name, get(name), other)
+        fail("%s is '%s', but %s is not set; set both or neither", name, get(name), other)
       end
     end
   end
   if get("PMIX_RANK") then
-    fail("PMIX_RANK is '%s', but nothing tells how many ranks there are; set RANK and WORLD_SIZE", get("PMIX_RANK"))
+    fail("PMIX_RANK is '%s', but no variable has the number of ranks; set RANK and WORLD_SIZE", get("PMIX_RANK"))
   end
 end
 
 local function from_flags(get, o)
   local given, other = o.rank and "rank" or "world_size", o.rank and "world_size" or "rank"
   if not (o.rank and o.world_size) then
-    fail("%s is given (%s), but %s is not; give both or none", given, tostring(o[given]), other)
+    fail("%s is given (%s), but %s is not; give both or neither", given, tostring(o[given]), other)
   end
   local size = whole("world_size", o.world_size, 1, 2 ^ 31 - 1)
   local rank = whole("rank", o.rank, 0, size - 1, (" (world_size is %d)"):format(size))
@@ -248,8 +247,8 @@ end
 
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
--- The process that started all ranks of this node: the nearest ancestor that is an MPI's or Slurm's, so that a shell
--- between it and the rank does not matter; else the parent.
+-- The process that started all ranks of this node: the nearest ancestor that belongs to an MPI or Slurm, so that shells
+-- in between do not matter; else the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent
@@ -265,7 +264,7 @@ local function starter()
   return parent
 end
 
--- On how many machines the ranks are, as far as variables tell. One process a pod says nothing of its neighbours.
+-- 1, 2 (several) or 0 (unknown) machines, from the variables. One process per pod does not tell where other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end
@@ -284,7 +283,7 @@ local HOST = "the name or the address of rank 0's host, without a port"
 local function host(get, name)
   local value = get(name)
   if not value then return nil end
-  local _, colons = value:gsub(":", "")                          -- two and more: IPv6
+  local _, colons = value:gsub(":", "")                          -- two or more: IPv6
   if not value:match("^[%w%.%-_:%%]+$") or colons == 1 then wrong(name, value, HOST) end
   return value
 end
@@ -304,20 +303,20 @@ local function check_rendezvous(name, value)
   return value
 end
 
--- master_addr, master_port and rendezvous, from the values that were found.
+-- master_addr, master_port and rendezvous, from the values found.
 local function meet(get, found, ppid)
   local addr = host(get, "PS_MASTER_ADDR") or host(get, "MASTER_ADDR")
   local addr_given = addr ~= nil
   local own = number(get, "PS_MASTER_PORT", 1, 65535)
   local port = number(get, "MASTER_PORT", 1, 65535)
-  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end   -- torchrun's agent holds it
+  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end   -- the agent uses MASTER_PORT
   port = own or port
   if found.world_size == 1 then return addr, port, nil end
   local one_node = machines_of(found) == 1
   if not addr and one_node then addr = "127.0.0.1" end
   if not addr and found.source ~= "torchrun" and found.source ~= "flags" then addr = slurm_first_host(get) end
   if not addr then
-    fail("MASTER_ADDR is not set, and nothing in %s tells where rank 0 runs; expected %s%s, or "
+    fail("MASTER_ADDR is not set, and %s do not tell where rank 0 runs; expected %s%s, or "
       .. "PS_RENDEZVOUS=file:///PATH on a file system that all ranks share", found.source == "flags"
       and "rank and world_size" or found.source .. "'s variables", HOST, found.how and (" (" .. found.how .. ")") or "")
   end
@@ -333,10 +332,10 @@ local function meet(get, found, ppid)
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
---- This process's place among the ranks. Raises a string when the environment contradicts itself or lacks a value.
+--- The place of this process among the ranks. Raises a string if the environment contradicts itself or lacks a value.
 ---@param getenv? fun(name: string): string?
 ---@param o? { rank?: integer, world_size?: integer, local_rank?: integer, rendezvous?: string, ppid?: integer }
----  explicit values, which win over variables; ppid stands in for the process that started the ranks
+---  explicit values, which override variables; ppid replaces the process that started the ranks
 ---@return ps.dist.Env
 function env.read(getenv, o)
   local get = getenv or os.getenv
@@ -355,7 +354,7 @@ function env.read(getenv, o)
   end
   if not found.local_rank then
     if found.world_size > 1 then
-      fail("%s is not set, so that rank %d's place on its node is unknown; set it, or RANK, LOCAL_RANK and WORLD_SIZE",
+      fail("%s is not set, so rank %d's place on its node is unknown; set it, or RANK, LOCAL_RANK and WORLD_SIZE",
         found.local_name, found.rank)
     end
     found.local_rank, found.local_world_size = 0, 1
@@ -367,7 +366,7 @@ function env.read(getenv, o)
   if rendezvous then
     addr, port = rendezvous:match("^tcp://%[?(.-)%]?:(%d+)$")
     port = tonumber(port)
-    if addr then machines = 0 end                                    -- who gives it knows who reaches it
+    if addr then machines = 0 end                                    -- an explicit address may be for other machines
   else
     addr, port, rendezvous = meet(get, found, o.ppid)
   end
@@ -376,7 +375,7 @@ function env.read(getenv, o)
     restart_count = found.restart_count or 0, run = get("PS_RUN_ID") or found.id, machines = machines }
 end
 
---- One line about the values that were found, for logs.
+--- One line about the values found, for logs.
 ---@param e ps.dist.Env
 ---@return string
 function env.describe(e)

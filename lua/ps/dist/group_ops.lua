@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of ps.Group that are ops: each makes a new tensor, with a gradient (src/tensor_parallel/). dist/init.lua puts
--- them into the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
+-- Methods of ps.Group that are ops: each returns a new tensor with a gradient (src/tensor_parallel/). dist/init.lua
+-- adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local arguments = require "ps.dist.arguments"
@@ -22,7 +22,7 @@ local function attributes(self, call, t)
   local c = open(self)
   tensor(t, "x", call)
   local number = C.ps_group_number(c)
-  if number < 0 then error(("group:%s: at most 64 groups at a time have ops"):format(call)) end
+  if number < 0 then error(("group:%s: at most 64 groups can have ops at a time; close others first"):format(call)) end
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
@@ -31,37 +31,39 @@ end
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
 
---- The ranks' tensors [n, ...] one after the other, [size n, ...]. Gradient [n, ...]: this rank's part of the sum of
---- all ranks' gradients.
+--- Concatenates the ranks' tensors [n, ...] to [size n, ...]. Gradient [n, ...]: this rank's part of the sum of all
+--- ranks' gradients.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
 
 --- This rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient [size n, ...]: all ranks' gradients,
---- one after the other.
+--- concatenated.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- As `gathered`. Of a result of 1 MiB and more backward keeps x alone, and gathers again what it needs.
+--- Like `gathered`, but for a result of 1 MiB and more backward keeps only x, and gathers again what it needs.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
 
--- What a product of several ranks takes.
+-- Checks the arguments of a product over several ranks.
 local function of_product(self, call, x, w, how)
   local number, size, rank = attributes(self, call, x)
   tensor(w, "w", call)
   how = caller.options(how, "group:" .. call, PRODUCT[call])
-  if x:dim() < 2 then error(("group:%s: x has no rows: it has %d dimensions"):format(call, x:dim())) end
+  if x:dim() < 2 then
+    error(("group:%s: x has %d dimensions; it must have rows, so at least 2"):format(call, x:dim()))
+  end
   local pieces = how.pieces or 1
   if pieces < 1 or pieces > mesh.MOST_PIECES then
-    error(("group:%s: pieces is %d; rows travel in 1 to %d"):format(call, pieces, mesh.MOST_PIECES))
+    error(("group:%s: pieces is %d; rows are sent in 1 to %d pieces"):format(call, pieces, mesh.MOST_PIECES))
   end
   return how, pieces, how.out_in == false and 0 or 1, number, size, rank
 end
 
--- The rows y [size n ..., O] of an x of `shape`, [n, ..., I], with x's other dimensions.
+-- Reshapes rows y [size n ..., O] to the dimensions of an x of `shape`, [n, ..., I].
 local function with_dims(y, shape)
   local rows, to = 1, { unpack(shape) }
   for i = 2, #shape - 1 do rows = rows * shape[i] end
@@ -69,7 +71,7 @@ local function with_dims(y, shape)
   return y:reshape(to)
 end
 
--- `gathered(x)` times the w of each layer, plus its b, as several results. `call`: the function that a script called.
+-- `gathered(x)` times the w of each layer, plus its b, as several results. `call`: the function in the script.
 local function gathered_linears(self, call, x, layers, how)
   local shape, given, pieces, out_in, number, size, rank
   for _, layer in ipairs(layers) do
@@ -88,25 +90,25 @@ local function gathered_linears(self, call, x, layers, how)
   return unpack(y, 1, #layers)
 end
 
---- `gathered(x)` times w, plus b. In pieces it is one op: rows travel beside the products of others, and in backward
---- those of x's gradient, and x, which is gathered again.
+--- `gathered(x)` times w, plus b. With several pieces it is one op, and the communication of a piece overlaps with the
+--- product of another. In backward, x's gradient and the repeated gathering of x overlap in the same way.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param b? ps.Tensor [O]
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false: w is [I, O]; pieces: 1 to 8, default
----  1: all rows are gathered before the product begins; keep: backward keeps the rows that were gathered, as it does
----  below 1 MiB
+---  1: all rows are gathered before the product begins; keep: backward keeps the gathered rows, as it always does below
+---  1 MiB
 ---@return ps.Tensor [size n, ..., O]
 function Group:gathered_linear(x, w, b, how)
   return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
 end
 
---- As `gathered_linear` with up to three weights, for which the rows are gathered once. What the products add to x's
---- gradient is added up from the last to the first.
+--- Like `gathered_linear`, with up to three weights, for which the rows are gathered once. The products' contributions
+--- to x's gradient are added from the last to the first.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
----@return ps.Tensor ... [size n, ..., O], one of each pair
+---@return ps.Tensor ... [size n, ..., O], one for each pair
 function Group:gathered_linears(x, layers, how)
   local call = "gathered_linears"
   if type(layers) ~= "table" or #layers < 1 or #layers > C.PS_MAX_COLUMNS then
@@ -114,18 +116,18 @@ function Group:gathered_linears(x, layers, how)
   end
   for i, layer in ipairs(layers) do
     if type(layer) ~= "table" then
-      error(("group:%s: layer %d is a %s, no pair {w, b}"):format(call, i, type(layer)))
+      error(("group:%s: layer %d is a %s; it must be a pair {w, b}"):format(call, i, type(layer)))
     end
   end
   return gathered_linears(self, call, x, layers, how)
 end
 
---- `scattered(x times w)`. In pieces it is one op: rows of the product travel beside the products of others, and in
---- backward those that it gathers.
+--- `scattered(x times w)`. With several pieces it is one op, and the communication of a piece overlaps with the product
+--- of another, in backward, too.
 ---@param x ps.Tensor [size n, ..., I]
 ---@param w ps.Tensor [O, I], or [I, O]
----@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} as in gathered_linear; 1: the whole product comes
----  first. flat: rows are those of all dimensions of x but the last
+---@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} as in gathered_linear; with pieces 1 the whole
+---  product is computed first. flat: all dimensions of x but the last are rows
 ---@return ps.Tensor [n, ..., O]; with flat [rows / size, O]
 function Group:linear_scattered(x, w, how)
   local pieces, out_in, number, size, rank
@@ -139,7 +141,7 @@ function Group:linear_scattered(x, w, how)
     error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
       size))
   end
-  -- x as it comes: what backward can make again, as gelu's output, is not kept behind a reshape.
+  -- x without a reshape: backward can recompute x (a gelu's output, for example) instead of keeping it.
   local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
   if how.flat or #shape == 2 then return y end
   shape[1], shape[#shape] = shape[1] / size, y:size(1)
@@ -149,23 +151,22 @@ end
 local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number",
   hits = "boolean" }
 
---- The cross entropy of logits x w^T + bias, of which each rank has those of its V words. The logits exist in panels of
---- rows, in which the ranks tell each other three numbers a row, or four with `mass`; gradients are made with them, as
---- in F.lm_loss. With lse the log-sum-exp of a row's logits over all words, its loss is
---- share[0] lse - share[1] logit(target) - share[2] sum(mass logit). The result is the sum over the rows, the same on
---- all ranks, and one loss for all of them. Gradients: of w and bias those of this rank's words, of x the sum over the
---- ranks.
----@param x ps.Tensor [N, C], the same on all ranks; `parted`: [N / size, C], this rank's rows
+--- The cross entropy of logits x w^T + bias. Each rank has the logits of its V words, in panels of rows. For each row
+--- the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss, as in
+--- F.lm_loss. With lse the log-sum-exp of a row's logits over all words, its loss is share[0] lse - share[1]
+--- logit(target) - share[2] sum(mass logit). The result is the sum over the rows; it is the same on all ranks, and
+--- counts once. Gradients: w and bias get those of this rank's words, x the sum over the ranks.
+---@param x ps.Tensor [N, C], the same on all ranks; with `parted` [N / size, C], this rank's rows
 ---@param w ps.Tensor [V, C], this rank's words
----@param targets ps.Tensor integers [N], the same on all ranks, as `share` is
----@param share ps.Tensor fp32 (fp64 where x is) [3, N]; 0 of rows that do not count
+---@param targets ps.Tensor integers [N], the same on all ranks, like `share`
+---@param share ps.Tensor fp32 (fp64 if x is) [3, N]; 0 for rows that do not count
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
----  words: those of all ranks, which have ceil(words / size) each; what lies behind the last one is padding. bias [V].
----  mass: [V], of share's type. dloss: gradients are made for a loss whose own gradient is this power of two, and
----  divided by it: against underflow of fp16; default 1. hits: count them
+---  words: the words of all ranks together, which have ceil(words / size) each; the rest is padding. bias [V]. mass:
+---  [V], of share's type. dloss: a power of two by which the loss is multiplied for the computation of gradients, which
+---  are divided by it afterwards, against underflow in fp16; default 1. hits: count them
 ---@return ps.Tensor of 0 dimensions
----@return ps.Tensor? hits int64 [2], with `hits`: rows whose first largest logit of all words is the target's, and rows
----  that count
+---@return ps.Tensor? hits int64 [2], with `hits`: number of rows whose first largest logit over all words is the
+---  target's, and number of rows that count
 function Group:lm_loss(x, w, targets, share, options)
   local number, size, rank = attributes(self, "lm_loss", x)
   local given = caller.options(options, "group:lm_loss", LM_LOSS)
@@ -174,8 +175,8 @@ function Group:lm_loss(x, w, targets, share, options)
     whole(given.words, "words", "lm_loss"), given.dloss, given.hits and 1 or 0)
 end
 
---- The root's tensor, on all ranks; the x of other ranks has the same shape. Gradient: the sum of all ranks' gradients
---- at the root, zeros elsewhere.
+--- The root's tensor, on all ranks; the x of other ranks must have the same shape. Gradient: the sum of all ranks'
+--- gradients at the root, zeros elsewhere.
 ---@param x ps.Tensor
 ---@param root? integer 0 when absent
 ---@return ps.Tensor
@@ -185,20 +186,22 @@ function Group:copied(x, root)
 end
 
 -- -- for layers of which each rank has a part -----------------------------------------------------------------------
--- One loss, which all ranks compute alike: outside of such a layer every tensor and its gradient is the same on all.
+-- There is one loss, computed equally by all ranks: outside such a layer, every tensor and its gradient is the same on
+-- all ranks.
 
---- x itself, where products with a part of the outputs on each rank begin. Gradient: the sum of all ranks', since each
---- has that of its part.
+--- Returns x itself. For the input of products with a part of the outputs on each rank. Gradient: the sum of all ranks'
+--- gradients, since each has the gradient of its part.
 ---@param x ps.Tensor the same on all ranks
 ---@return ps.Tensor
 function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
 
---- The sum of all ranks' tensors, behind products with a part of the inputs on each rank. Gradient: as given.
+--- The sum of all ranks' tensors. For the output of products with a part of the inputs on each rank. Gradient: passed
+--- unchanged.
 ---@param x ps.Tensor
 ---@return ps.Tensor the same on all ranks
 function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
 
---- x itself. Gradient: as given on rank 0, zeros elsewhere: the sum over the ranks of what all computed alike.
+--- Returns x itself. Gradient: unchanged on rank 0, zeros elsewhere, so that a sum over the ranks counts x once.
 ---@param x ps.Tensor the same on all ranks
 ---@return ps.Tensor
 function Group:counted_once(x) return ops.counted_once(x, attributes(self, "counted_once", x)) end
@@ -212,7 +215,7 @@ local function dimension(x, dim, call)
   return dim < 0 and dim + n or dim
 end
 
--- The dimensions of n from 0 on, with `from` at place `to`.
+-- The dimensions 0 to n - 1, with `from` moved to place `to`.
 local function moved(n, from, to)
   local axes = {}
   for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end
@@ -220,8 +223,8 @@ local function moved(n, from, to)
   return axes
 end
 
---- This rank's part of x along a dimension, which it cuts into as many equal parts as there are ranks. Gradient: all
---- ranks' parts, one after the other.
+--- This rank's part of x along a dimension, which is cut into one equal part per rank. Gradient: all ranks' parts,
+--- concatenated.
 ---@param x ps.Tensor the same on all ranks
 ---@param dim? integer default -1, the last
 ---@return ps.Tensor a view of x
@@ -239,7 +242,7 @@ function Group:scatter_to(x, dim)
   return ops.scatter_to_tp(x:reshape(shape):permute(moved(#shape, dim, 0)), number, size, rank):squeeze(0)
 end
 
---- The ranks' tensors one after the other along a dimension. Gradient: this rank's part.
+--- Concatenates the ranks' tensors along a dimension. Gradient: this rank's part.
 ---@param x ps.Tensor
 ---@param dim? integer default -1, the last
 ---@return ps.Tensor the same on all ranks

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Many processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua) or
--- from explicit values. Groups carry tensors between ranks (see "groups of ranks" in ps.h): those in host memory over
--- Gloo, those of NVIDIA GPUs over NCCL. The groups' collectives with gradients are in group_ops.lua.
+-- Several processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua)
+-- or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h): Gloo sends those in host
+-- memory, NCCL those on NVIDIA GPUs. The groups' collectives with gradients are in group_ops.lua.
 local native = require "ps.core.ffi"
 local environment = require "ps.core.environment"
 local array = require "ps.core.array"
@@ -25,19 +25,19 @@ local rank_array = array "int32_t"
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
                   local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean",
                   pipe_size = "whole", tp_size = "whole", num_micro_batches = "whole" }
--- Options that are keys of a configuration, as BMTrain has them.
+-- Options that are keys of a configuration, with BMTrain's names.
 local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
   num_micro_batches = "gradient_accumulation_steps" }
--- Backends: whether device memory may not, or must, go from device to device. "cpu:gloo,cuda:nccl" is PyTorch's word.
+-- Backends: whether direct transfers between devices are forbidden or required. "cpu:gloo,cuda:nccl" is PyTorch's name.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
-local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks know of a silent one in less than 10 s
+local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks detect a silent one in less than 10 s
 
 ---@class ps.dist.Options
 ---@field seed? integer
----@field backend? string "nccl": memory of GPUs goes over NCCL, or it is an error; "gloo": it never does (and even one
---- process gets a group of Gloo's); absent: it does where all ranks have NCCL
+---@field backend? string "nccl": memory of GPUs is sent over NCCL, or it is an error; "gloo": it never is (and even one
+---  process gets a Gloo group); absent: it is if all ranks have NCCL
 ---@field pipe_size? integer as pipeline.stages of a configuration
 ---@field tp_size? integer as tensor_parallel.size
 ---@field num_micro_batches? integer as gradient_accumulation_steps
@@ -45,14 +45,14 @@ local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks k
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
----@field timeout? number seconds that making the group, and each call, may wait; 600 when absent
----@field heartbeat? number seconds after which a silent rank is given up; 7 when absent; the same on all ranks
+---@field timeout? number seconds that making the group, and each call, may wait; default 600
+---@field heartbeat? number seconds after which a silent rank counts as dead; default 7; the same on all ranks
 ---@field quiet? boolean
 
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
----@field devices {never?: boolean, must?: boolean} whether memory of devices may, or must, be connected
----@field private parts table<ps.Group, true> the groups that were cut from it
+---@field devices {never?: boolean, must?: boolean} whether devices must not, or must, be connected
+---@field private parts table<ps.Group, true> the groups that were split from it
 ---@field private c ffi.cdata*|nil ps_group *, nil once closed
 local Group = {}
 Group.__index = Group
@@ -68,31 +68,31 @@ function Group:size() return C.ps_group_size(open(self)) end
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
---- Of `bytes_sent` those of rows that travelled in pieces beside products.
+--- The part of `bytes_sent` that was sent in pieces while products ran.
 ---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
---- Connects the ranks' devices of this name, so that the calls below take tensors there. All ranks call it. The first
---- collective below with such tensors connects the devices by itself. An error named EUNSUP: some rank cannot connect,
---- and the group goes on with host memory.
+--- Connects the ranks' devices of this name, so that the calls below accept tensors there. All ranks call it. The first
+--- collective below with such tensors also connects the devices. An error named EUNSUP means that some rank cannot
+--- connect, and the group continues with host memory.
 ---@param device string
----@return string carrier the library that carries the bytes: "nccl", "gloo" ("self" in a world of one)
+---@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one)
 function Group:connect(device)
   check(C.ps_group_connect(open(self), native.ctx, native.device_index(device)))
   return self:carrier()
 end
 
---- The library that carries devices' memory: "nccl", ...; nil: no devices are connected.
+--- The library that sends devices' memory: "nccl", ...; nil: no devices are connected.
 ---@return string?
 function Group:carrier()
   local name = ffi.string(C.ps_group_carrier(open(self)))
   return name ~= "" and name or nil
 end
 
---- The sum of all ranks' tensors, in place, in fp32 (fp64: in fp64) and in the order of ranks; or the greatest or least
---- of their elements. max and min, and sums of int32 and int64, take tensors in host memory alone.
+--- The sum of all ranks' tensors, in place, in fp32 (fp64 for fp64) and in the order of ranks; or the maximum or
+--- minimum of their elements. max and min, and sums of int32 and int64, need tensors in host memory.
 ---@param t ps.Tensor of one shape and type on all ranks
----@param reduce? "sum"|"max"|"min" default "sum"; in max and min a NaN of any rank stays NaN
+---@param reduce? "sum"|"max"|"min" default "sum"; in max and min a NaN of any rank gives NaN
 ---@return ps.Tensor t
 function Group:all_reduce(t, reduce)
   local number = REDUCTIONS[reduce or "sum"]
@@ -103,7 +103,7 @@ function Group:all_reduce(t, reduce)
   return t
 end
 
---- This rank's part of the sum of all ranks' `input`, which has as many equal parts as there are ranks.
+--- This rank's part of the sum of all ranks' `input`, which consists of one equal part per rank.
 ---@param out ps.Tensor [n, ...], overwritten
 ---@param input ps.Tensor [size n, ...]
 ---@return ps.Tensor out
@@ -113,7 +113,7 @@ function Group:reduce_scatter(out, input)
   return out
 end
 
---- All ranks' `input`, one after the other in the order of ranks.
+--- Concatenates all ranks' `input` in the order of ranks.
 ---@param out ps.Tensor [size n, ...], overwritten
 ---@param input ps.Tensor [n, ...]
 ---@return ps.Tensor out
@@ -150,9 +150,9 @@ function Group:recv(t, peer)
   return t
 end
 
---- Closes the group and the groups that were cut from it, which cannot be used any more. Closing twice does nothing.
---- Waits for bytes that calls on memory of a GPU still move, in all groups of the process; if they do not come, that is
---- an error, once the group is closed.
+--- Closes the group and the groups that were split from it, which cannot be used afterwards. Closing twice does
+--- nothing. Waits for transfers of GPU memory that are still running, in all groups of the process. If one does not
+--- complete, that is an error, raised after the group is closed.
 function Group:close()
   if not self.c then return end
   local ended, why = pcall(check, C.ps_groups_settle())
@@ -173,15 +173,15 @@ local function own(backend)
                         parts = setmetatable({}, { __mode = "k" }) }, Group)
 end
 
---- A group of some of these ranks, over the same connections. A failure in one group ends all that share them. All
---- ranks of this group call it at the same time, each with the list of the new group that it is in.
----@param ranks integer[] numbers in this group, in the order that they have in the new one
+--- A group of some of these ranks, over the same connections. A failure in one group ends all groups that share them.
+--- All ranks of this group call it at the same time, each with the list of the new group that it belongs to.
+---@param ranks integer[] numbers in this group, in the order of the new group
 ---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
 function Group:split(ranks, axis)
   local c = open(self)
-  if type(ranks) ~= "table" then error(("group:split: ranks is a %s; it takes a list"):format(type(ranks))) end
-  if type(axis) ~= "string" then error(("group:split: axis is a %s; it takes a name"):format(type(axis))) end
+  if type(ranks) ~= "table" then error(("group:split: ranks is a %s; it must be a list"):format(type(ranks))) end
+  if type(axis) ~= "string" then error(("group:split: axis is a %s; it must be a name"):format(type(axis))) end
   local list = rank_array(#ranks + 1)
   for i, rank in ipairs(ranks) do list[i - 1] = whole(rank, ("ranks[%d]"):format(i), "split") end
   check(C.ps_group_split(c, #ranks, list, axis, out))
@@ -198,7 +198,7 @@ function Group:axis()
   return axis ~= "" and axis or nil
 end
 
---- The number that one of this group's ranks has among all ranks.
+--- The number among all ranks of one of this group's ranks.
 ---@param rank? integer default this one
 ---@return integer
 function Group:world_rank(rank)
@@ -206,10 +206,10 @@ function Group:world_rank(rank)
   return check(C.ps_group_world_rank(c, whole(rank or C.ps_group_rank(c), "rank", "world_rank")))
 end
 
---- A group of this process alone, for scripts that run with and without others.
+--- A group of only this process, for scripts that run with and without others.
 ---@return ps.Group
 function dist.self()
-  if C.ps_machine_pretended() ~= 0 then                     -- memory of devices that are not here has no bytes to move
+  if C.ps_machine_pretended() ~= 0 then                     -- pretended devices have no bytes to send
     check(C.ps_group_pretend(native.ctx, 0, 1, out))
     return own "nobody"
   end
@@ -217,7 +217,7 @@ function dist.self()
   return own "self"
 end
 
--- Whether all ranks are certain to be on this machine.
+-- Whether all ranks are certainly on this machine.
 local function all_here(rendezvous, machines)
   local host = rendezvous:match("^tcp://%[?(.-)%]?:%d+$")
   if not host then return machines == 1 end
@@ -230,9 +230,9 @@ end
 ---@param rank integer
 ---@param size integer
 ---@param timeout? number seconds that making the group, and each call, may wait
----@param heartbeat? number seconds after which a silent rank is given up
----@param run? string the run's name; PS_RUN_ID when absent
----@param machines? integer 1: all ranks are on this machine; 2: on several; 0 or absent: nobody knows
+---@param heartbeat? number seconds after which a silent rank counts as dead
+---@param run? string the run's name; default PS_RUN_ID
+---@param machines? integer 1: all ranks are on this machine; 2: on several; 0 or absent: unknown
 ---@return ps.Group
 function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
   if C.ps_machine_pretended() ~= 0 then                     -- a dry run opens no port
@@ -241,8 +241,8 @@ function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
   end
   local known = secret.find(os.getenv, rendezvous, all_here(rendezvous, machines))
   if not known and rank == 0 and size > 1 and rendezvous:match("^tcp:") then
-    io.stderr:write(("psluajit: this run has no secret (PS_SECRET): whoever reaches %s can take the place of a rank "
-      .. "that has not come yet; docs/distributed.md tells how to keep others out\n"):format(rendezvous))
+    io.stderr:write(("psluajit: this run has no secret (PS_SECRET): any process that can connect to %s can take the "
+      .. "place of a rank that has not joined yet; docs/distributed.md says how to prevent that\n"):format(rendezvous))
   end
   run = run or environment.get "PS_RUN_ID"
   local meeting = ffi.new("ps_meeting", { rendezvous = rendezvous, run = run, secret = known, rank = rank, size = size,
@@ -272,8 +272,8 @@ local function asked(o)
   return keys
 end
 
---- Joins the other ranks. A process that no launcher started, and that is given no values, is a world of one. Rank 0
---- prints once where the ranks came from, unless quiet.
+--- Joins the other ranks. Without a launcher and without explicit values, the process is a world of one. Rank 0 prints
+--- once from which source the ranks were read, unless quiet.
 ---@param options? ps.dist.Options seed: for ps.manual_seed, the same on all ranks
 ---@return ps.Group
 function dist.init_distributed(options)
@@ -290,8 +290,8 @@ function dist.init_distributed(options)
     local rendezvous = o.rendezvous or e.rendezvous
       or e.master_addr and ("tcp://%s:%d"):format(e.master_addr, e.master_port)
     if not rendezvous then
-      error("ps.init_distributed: nothing says where the ranks meet; give rendezvous = \"tcp://HOST:PORT\", or set "
-        .. "MASTER_ADDR and MASTER_PORT")
+      error("ps.init_distributed: the meeting point of the ranks is unknown; pass rendezvous = \"tcp://HOST:PORT\", or "
+        .. "set MASTER_ADDR and MASTER_PORT")
     end
     group = dist.gloo(rendezvous, e.rank, e.world_size, o.timeout, o.heartbeat, e.run, e.machines)
   end
@@ -301,7 +301,7 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
-  if devices.must then                            -- an error here rather than in the first step
+  if devices.must then                            -- fail here instead of in the first step
     local ok, problem = pcall(group.connect, group, "cuda")
     if not ok then
       group:close()
@@ -313,19 +313,19 @@ function dist.init_distributed(options)
   return group
 end
 
---- This process's number among all ranks; 0 while there is no group.
+--- This process's number among all ranks; 0 before ps.init_distributed.
 ---@return integer
 function dist.rank() return mesh.env() and mesh.env().rank or 0 end
 --- The number of ranks; 1 without ps.init_distributed.
 ---@return integer
 function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
---- This process's number among those on its machine; 0 while there is no group.
+--- This process's number among those on its machine; 0 before ps.init_distributed.
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
---- Prints on one rank only (0 when absent).
+--- Prints on one rank only.
 ---@param text any
----@param rank? integer
+---@param rank? integer default 0
 function dist.print_rank(text, rank)
   if dist.rank() ~= (rank or 0) then return end
   print(text)

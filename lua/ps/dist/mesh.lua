@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The mesh of ranks (ps.mesh): the ranks that are together along an axis. Code that talks to other ranks asks here for
--- their group, by axis:
---   world   all ranks: configurations, checkpoints, the end of a run, and whatever fails
---   dp      ranks that train the same parameters (copies of them, or, with ZeRO, shares), each with other rows of every
---           batch: loaders, gradients, losses
---   pp      ranks that have a stage each of one model, in the order of the model
---   tp      ranks that have a part each of the same layers
+-- The mesh of ranks (ps.mesh): which ranks form a group along each axis. Code that communicates gets its group here, by
+-- axis:
+--   world   all ranks: configurations, checkpoints, the end of a run, and failures
+--   dp      ranks that train the same parameters (replicas, or shards with ZeRO) on different rows of every batch:
+--           loaders, gradients, losses
+--   pp      ranks with one stage each of a model, in the order of the model
+--   tp      ranks with one part each of the same layers
 -- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is cut, dp is all of it.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
@@ -13,12 +13,12 @@ local error = caller.error
 
 local mesh = {}
 
-mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: in which rows travel between ranks of tp beside products
-local PIECES = 4                -- where a configuration says that they do
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces in which rows are sent while products run
+local PIECES = 4                -- the number for tp_overlap_comm = true
 
---- The pieces that tensor_parallel.tp_overlap_comm asks for.
+--- The number of pieces that tensor_parallel.tp_overlap_comm selects.
 ---@param overlap? boolean|integer
----@return integer 1: none travels beside a product
+---@return integer 1: no overlap of communication and products
 function mesh.pieces(overlap)
   if type(overlap) == "number" then return overlap end
   return overlap and PIECES or 1
@@ -29,11 +29,11 @@ local CUTS = { "tp", "dp", "pp" }                          -- the fastest first
 local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- an axis's size in a configuration
 local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
 local joined, env               -- the group of ps.init_distributed; this process's place (ps.dist.Env)
-local wanted = {}               -- settings that scripts made, by keys of configurations: {value, its name in messages}
+local wanted = {}               -- settings that scripts made, by configuration key: {value, its name in messages}
 local sizes                     -- of the axes, once the world is cut; nil before
 local groups = {}               -- by axis; groups of one rank are absent
 
---- Called by ps.init_distributed, when it has joined the other ranks.
+--- Called by ps.init_distributed after it has joined the other ranks.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -41,7 +41,7 @@ function mesh.open(group, where, asked)
   joined, env, wanted, sizes, groups = group, where, asked or {}, nil, {}
 end
 
---- Settings that a configuration has to agree with, by its keys.
+--- Settings with which a configuration must agree, by its keys.
 ---@return table<string, any[]>
 function mesh.asked() return wanted end
 
@@ -51,11 +51,11 @@ function mesh.close(group)
   if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end
 end
 
---- Whether ps.init_distributed was called, also where it found one process.
+--- Whether ps.init_distributed was called, even if it found only one process.
 ---@return boolean
 function mesh.is_open() return joined ~= nil end
 
---- Where this process is among all ranks and on its machine; nil before ps.init_distributed.
+--- The place of this process among all ranks and on its machine; nil before ps.init_distributed.
 ---@return ps.dist.Env?
 function mesh.env() return env end
 
@@ -65,7 +65,7 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- The first of the ranks that differ from a rank along one axis alone, and the distance from one to the next.
+-- The first of the ranks that differ from a rank only along one axis, and the distance between neighbours.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -75,7 +75,7 @@ local function first_of_line(axis, all, rank)
   return rank - math.floor(rank / stride) % all[axis] * stride, stride
 end
 
--- This rank and those that differ from it along one axis alone, in order.
+-- This rank and those that differ from it only along one axis, in order.
 local function line(axis, all)
   local first, stride = first_of_line(axis, all, joined:rank())
   local list = {}
@@ -83,7 +83,7 @@ local function line(axis, all)
   return list
 end
 
--- The sizes of all axes. pp and tp are 1 where they are not given, and dp is then the world's size divided by both.
+-- The sizes of all axes. pp and tp default to 1, and dp to the world's size divided by both.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do
@@ -95,7 +95,7 @@ local function complete(given, world)
       error(("ps.mesh: no axis '%s'; there are dp, pp and tp"):format(tostring(axis)))
     end
     if type(size) ~= "number" or size < 1 or size % 1 ~= 0 then
-      error(("ps.mesh: %s is %s; it takes a whole number from 1 on"):format(axis, tostring(size)))
+      error(("ps.mesh: %s is %s; it must be a whole number of at least 1"):format(axis, tostring(size)))
     end
   end
   for axis, key in pairs(KEYS) do
@@ -109,17 +109,17 @@ local function complete(given, world)
   if all.dp * all.pp * all.tp ~= world or all.dp % 1 ~= 0 then
     local ranks = (given.dp or 1) * all.pp * all.tp
     error(("ps.mesh: dp = %s, pp = %d, tp = %d do not fit %d processes: the product must be their number; %s"):format(
-      given.dp and tostring(given.dp) or "what is left", all.pp, all.tp, world, hooks.ask("ranks_wanted", ranks)
-      or ("start so many: psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() "
+      given.dp and tostring(given.dp) or "the rest", all.pp, all.tp, world, hooks.ask("ranks_wanted", ranks)
+      or ("start them with psluajit tools/launch.lua --nproc-per-node %d SCRIPT, which calls ps.init_distributed() "
       .. "first"):format(ranks)))
   end
   return all
 end
 
---- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world's size. dp is by
---- default the size divided by the others. All ranks call it at the same time. A second call with the same sizes does
---- nothing. A loader must be made behind the call.
----@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep are 1
+--- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world's size. dp defaults to
+--- the size divided by the others. All ranks call it at the same time. A second call with the same sizes does nothing.
+--- Make loaders after the call.
+---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep must be 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
   if type(given) ~= "table" then error(("ps.mesh takes a table of sizes, not a %s"):format(type(given))) end
@@ -128,7 +128,8 @@ function mesh.cut(given)
   local was = sizes or { dp = world_size(), pp = 1, tp = 1 }
   if was.dp == all.dp and was.pp == all.pp and was.tp == all.tp then return all end
   if sizes then
-    error(("the processes are cut into dp = %d, pp = %d, tp = %d already, and dp = %d, pp = %d, tp = %d is asked for")
+    error(("the processes are already cut into dp = %d, pp = %d, tp = %d; they cannot be cut into dp = %d, pp = %d, "
+      .. "tp = %d")
       :format(was.dp, was.pp, was.tp, all.dp, all.pp, all.tp))
   end
   local made = {}
@@ -162,7 +163,7 @@ function mesh.rank(axis)
   return rest
 end
 
---- The first of the ranks that are together with a rank along an axis: its own number where it is alone.
+--- The first of the ranks that form a group with a rank along an axis; the rank itself if it is alone.
 ---@param axis "dp"|"pp"|"tp"
 ---@param rank integer among all ranks
 ---@return integer
@@ -171,7 +172,7 @@ function mesh.line_of(axis, rank)
   return sizes and (first_of_line(axis, sizes, rank)) or 0
 end
 
---- The ranks that are together with this one along an axis; nil: this process is the only one.
+--- The group of this rank along an axis; nil: this process is its only member.
 ---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return ps.Group?
 function mesh.group(axis)
@@ -179,8 +180,8 @@ function mesh.group(axis)
   return axis ~= "world" and groups[axis] or joined
 end
 
---- Raises an error where a launcher started several processes and the script has not joined them.
----@param what string what the script calls
+--- Raises an error if a launcher started several processes and the script has not joined them.
+---@param what string the call of the script
 function mesh.check_joined(what)
   if joined then return end
   local size = os.getenv "RANK" and os.getenv "WORLD_SIZE" or "1"
@@ -190,7 +191,7 @@ function mesh.check_joined(what)
   end
 end
 
---- ps.mesh { pp = 2 } cuts, and gives the mesh.
+--- ps.mesh { pp = 2 } cuts the world, and returns the mesh.
 return setmetatable(mesh, { __call = function(_, given)
   mesh.cut(given)
   return mesh

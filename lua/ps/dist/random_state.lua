@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The state of the random numbers as a whole (ps.rng): kept and put back, as text for files, and the same on all ranks.
--- Its numbers are 64 bits wide, which neither Lua's nor JSON's hold, so that outside they are decimal text.
+-- The whole state of the random numbers (ps.rng): saved and restored, as text for files, and shared by all ranks. Its
+-- numbers have 64 bits, more than numbers in Lua or JSON hold exactly, so they are saved as decimal text.
 local random = require "ps.core.random"
 local agree = require "ps.dist.agree"
 
@@ -14,7 +14,7 @@ local function u64(text)
   return value
 end
 
---- {seed = "17", ...}
+--- The state as decimal text: {seed = "17", ...}
 ---@return table<string, string>
 function random_state.get()
   local rng, state = random.state(), {}
@@ -22,14 +22,14 @@ function random_state.get()
   return state
 end
 
---- Sets what `get` gave; fields that are not in it stay.
+--- Sets a state that `get` returned. Fields that are missing in it stay.
 ---@param state table<string, string>
 function random_state.set(state)
   local rng = random.state()
   for _, key in ipairs(FIELDS) do if state[key] then rng[key] = u64(state[key]) end end
 end
 
---- A function that puts the present state back.
+--- A function that restores the present state.
 ---@return fun()
 function random_state.keep()
   local rng, kept = random.state(), {}
@@ -37,7 +37,7 @@ function random_state.keep()
   return function() for i, key in ipairs(FIELDS) do rng[key] = kept[i] end end
 end
 
---- All ranks go on with rank 0's.
+--- Sets the state of all ranks to rank 0's.
 ---@param group ps.Group
 function random_state.share(group)
   local text = agree.first(group, function()

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The secret that the ranks of a run know and nobody else (docs/distributed.md, "Who may talk to a run"). It is
--- PS_SECRET, else, where all ranks are on this machine, the contents of a file that all runs of this user on this
--- machine share. src/rendezvous/proof.c proves it and never sends it.
+-- The secret that only the ranks of a run know (docs/distributed.md, "Who may talk to a run"). It is PS_SECRET. Without
+-- PS_SECRET, if all ranks are on this machine, it is the contents of a file that all runs of this user on this machine
+-- share. src/rendezvous/proof.c proves knowledge of the secret and never sends it.
 local bit = require "bit"
 local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"
@@ -23,7 +23,7 @@ function secret.random()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- A folder that nobody else can look into or exchange.
+-- A folder that no other user can read or replace.
 local function own_folder(getenv)
   local runtime, me = getenv("XDG_RUNTIME_DIR"), unistd.geteuid()
   local at = runtime and runtime:sub(1, 1) == "/" and stat.stat(runtime)
@@ -31,11 +31,11 @@ local function own_folder(getenv)
     or ("/tmp/psluajit-%d"):format(me)
   local made, why, code = stat.mkdir(path, FOLDER_MODE)
   if not made and code ~= EEXIST then
-    fail("no folder %s for the secret of this user's runs: %s; set PS_SECRET to a secret", path, why)
+    fail("cannot create folder %s for the secret of this user's runs: %s; set PS_SECRET to a secret", path, why)
   end
   local s = stat.lstat(path)
   if not s or stat.S_ISDIR(s.st_mode) == 0 or s.st_uid ~= me or bit.band(s.st_mode, OTHERS) ~= 0 then
-    fail("%s is for the secret of this user's runs, but it is not a folder that only user %d can look into; remove it, "
+    fail("%s is for the secret of this user's runs, but it is not a folder that only user %d can open; remove it, "
       .. "or set PS_SECRET to a secret", path, me)
   end
   return path
@@ -49,7 +49,7 @@ local function read(path)
   return text
 end
 
--- Whoever comes first makes it; it is complete when it has its name.
+-- Creates the file. The first process wins. The file is complete when it gets its name.
 local function make(path)
   local temp = ("%s.%d-%s"):format(path, unistd.getpid(), secret.random():sub(1, 8))
   local fd, why = fcntl.open(temp, fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_EXCL, FILE_MODE)
@@ -65,7 +65,7 @@ local function make(path)
   end
 end
 
---- The secret of all runs of this user on this machine, which the first of them makes.
+--- The secret of all runs of this user on this machine. The first run creates it.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_this_machine(getenv)
@@ -73,7 +73,9 @@ function secret.of_this_machine(getenv)
   if not stat.stat(path) then make(path) end
   local text, why = read(path)
   if not text then fail("cannot read the secret of this user's runs: %s", why) end
-  if not text:match("^%x+$") or #text ~= 64 then fail("%s is no secret as psluajit writes them; remove it", path) end
+  if not text:match("^%x+$") or #text ~= 64 then
+    fail("%s is not a secret that psluajit wrote (64 hexadecimal digits); remove it", path)
+  end
   return text
 end
 
@@ -81,12 +83,12 @@ local function of_file(path)
   local text, why = read(path)
   if not text then fail("PS_SECRET names a file that cannot be read: %s", why) end
   text = text:gsub("%s+$", "")
-  if text == "" then fail("PS_SECRET names %s, which is empty", path) end
+  if text == "" then fail("PS_SECRET names %s, which is empty; write a secret into it", path) end
   return text
 end
 
---- The secret of a run whose ranks meet at `rendezvous`; nil where there is none to be had, or a file to meet by brings
---- one. Raises a string.
+--- The secret of a run whose ranks meet at `rendezvous`. nil: there is none, or the ranks meet by a file, which brings
+--- its own. Raises a string.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
 ---@param here boolean all ranks are on this machine
@@ -101,12 +103,12 @@ function secret.find(getenv, rendezvous, here)
   if rendezvous:match("^file:") then return nil end
   if here then return secret.of_this_machine(getenv) end
   if given then
-    fail("PS_SECRET is 'required', and there is none: ranks of several machines meet at %s; set PS_SECRET on all of "
-      .. "them to one secret (openssl rand -hex 32 makes one), or to file:///PATH of it", rendezvous)
+    fail("PS_SECRET is 'required', but there is no secret: ranks of several machines meet at %s; set PS_SECRET on all "
+      .. "of them to one secret (openssl rand -hex 32 makes one), or to file:///PATH of it", rendezvous)
   end
 end
 
---- What the launcher gives the ranks of one attempt on this machine: a secret of its own, unless one is set.
+--- The secret that the launcher passes to the ranks of one attempt on this machine: a new one, unless PS_SECRET is set.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_attempt(getenv)

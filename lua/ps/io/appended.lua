@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A file that a run adds to: its log, the events of a monitor. What the disk does not take stays in memory and is tried
--- again with each later write, since no run should end for its log.
+-- A file that a run appends to: its log, or the events of a monitor. Bytes that cannot be written stay in memory, and
+-- are tried again at each later write, since a full disk under the log should not end a run.
 local fcntl = require "posix.fcntl"
 local unistd = require "posix.unistd"
 local EINTR = require("posix.errno").EINTR
@@ -9,14 +9,14 @@ local appended = {}
 
 ---@class ps.Appended
 ---@field path string
----@field private what string what the file is, for messages: "log"
+---@field private what string the kind of file, for messages: "log"
 ---@field private fd integer
----@field private unwritten string what the file has not taken yet
----@field private problem string? why not
+---@field private unwritten string bytes that are not in the file yet
+---@field private problem string? the reason
 local Appended = {}
 Appended.__index = Appended
 
--- Hands what is unwritten to the file.
+-- Writes the pending bytes to the file.
 local function flush(self)
   self.problem = nil
   while self.unwritten ~= "" do
@@ -30,11 +30,11 @@ local function flush(self)
   end
 end
 
---- Opens a file at its end, and writes its first bytes. An error where it cannot be written.
+--- Opens a file at its end, and writes its first bytes. It is an error if it cannot be written.
 ---@param path string
----@param what string what the file is, for messages: "log"
+---@param what string the kind of file, for messages: "log"
 ---@param first? string
----@param create? boolean makes the file where there is none
+---@param create? boolean creates a missing file
 ---@return ps.Appended
 function appended.open(path, what, first, create)
   local self = setmetatable({ path = path, what = what, unwritten = first or "" }, Appended)
@@ -52,23 +52,23 @@ end
 
 --- Adds lines or bytes.
 ---@param text string
----@return string? problem when the file stops to take them; nil while it takes them, and while it still does not
+---@return string? problem at the first write that fails; nil on success, and for later failures in a row
 function Appended:write(text)
   local failed = self.problem ~= nil
   self.unwritten = self.unwritten .. text
   flush(self)
   if self.problem and not failed then
-    return ("cannot write the %s %s: %s; what it lacks is kept and tried again after each step"):format(self.what,
+    return ("cannot write the %s %s: %s; the missing part is kept and tried again after each step"):format(self.what,
       self.path, self.problem)
   end
 end
 
 --- Closes the file. A second call does nothing.
----@return string? problem that something was lost, and why
+---@return string? problem what was lost, and why
 function Appended:close()
   if not self.fd then return nil end
   flush(self)
-  local closed, why = unistd.close(self.fd)                -- NFS and quotas may say only now that there is no room
+  local closed, why = unistd.close(self.fd)                -- NFS and quotas may report only now that there is no room
   self.fd = nil
   if self.unwritten == "" and closed then return nil end
   local _, lines = self.unwritten:gsub("\n", "")

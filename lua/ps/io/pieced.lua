@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors whose pieces are in several open files, as one file with the methods that readers call. A read takes from
--- each file what it needs of it.
+-- Tensors whose pieces are in several open files, with the methods of one file. A read gets from each file only the
+-- part that it needs.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local rectangles = require "ps.core.rectangles"
@@ -8,11 +8,11 @@ local error = require("ps.core.caller").error
 
 ---@class ps.PieceInFile: ps.Rectangle of the whole tensor
 ---@field from table the open file (ps.SafeTensors, ps.TorchFile)
----@field name string of the tensor there that has the piece
----@field at? integer[] the place of the piece in that tensor; absent: its first element
+---@field name string of the tensor in that file that has the piece
+---@field at? integer[] the place of the piece in that tensor; default: its first element
 
 ---@class ps.PiecedTensor
----@field shape integer[] of the whole
+---@field shape integer[] of the whole tensor
 ---@field dtype string
 ---@field pieces ps.PieceInFile[]
 
@@ -42,7 +42,7 @@ local function entry_of(self, name)
 end
 
 ---@param name string
----@return integer[] shape of the whole
+---@return integer[] shape of the whole tensor
 function Pieced:shape(name) return { unpack(entry_of(self, name).shape) } end
 
 ---@param name string
@@ -56,7 +56,7 @@ function Pieced:nbytes(name)
   return rectangles.numel(entry.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(entry.dtype)))
 end
 
---- Fails where a piece is not there, or of a type that this engine lacks.
+--- Fails if a piece is missing or has a type that this engine lacks.
 ---@param name string
 function Pieced:check(name)
   for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(piece.name) end
@@ -64,21 +64,21 @@ end
 
 --- Compares the bytes of all pieces with their checksums.
 ---@param name string
----@return boolean has false: a piece has none
+---@return boolean has false: a piece has no checksum
 function Pieced:verify(name)
   local all = true
   for _, piece in ipairs(entry_of(self, name).pieces) do all = piece.from:verify(piece.name) and all end
   return all
 end
 
---- Writes a rectangle of a tensor into another of its shape, converting the type where it differs.
+--- Reads a rectangle of a tensor into a tensor of the rectangle's shape, and converts the type if it differs.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] of the rectangle
 function Pieced:read_part(name, tensor, offset)
   local entry, wanted = entry_of(self, name), { offset = offset, shape = tensor:shape() }
   if not rectangles.inside(entry.shape, offset, wanted.shape) then
-    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
       rectangles.text(entry.shape), rectangles.text(wanted.shape), rectangles.text(offset)))
   end
   if tensor:numel() == 0 then return end
@@ -91,13 +91,13 @@ function Pieced:read_part(name, tensor, offset)
   end
 end
 
---- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
+--- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
 ---@param name string
 ---@param tensor ps.Tensor
 function Pieced:read_into(name, tensor)
   local entry = entry_of(self, name)
   if not rectangles.same(entry.shape, tensor:shape()) then
-    error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+    error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
       rectangles.text(entry.shape), rectangles.text(tensor:shape())))
   end
   local only = entry.pieces[1]
@@ -105,7 +105,7 @@ function Pieced:read_into(name, tensor)
   self:read_part(name, tensor, rectangles.zeros(entry.shape))
 end
 
---- A new tensor with the values of `name`; it outlives scopes.
+--- A new tensor with the values of `name`. It outlives scopes.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A tensor's bytes between it and a file, through a buffer of host memory that is small whatever the tensor's size.
+-- Copies a tensor's bytes to and from a file, through a buffer of host memory whose size is bounded for any tensor.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -12,17 +12,17 @@ local pieces = {}
 local PIECE = 2 ^ 21                                       -- bytes
 local byte_array = array "uint8_t"
 
---- The buffer that tensors of up to `nbytes` need.
+--- The buffer for tensors of up to `nbytes` bytes.
 ---@param nbytes integer
 ---@return ffi.cdata*
 function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
 
---- Elements of a type in a piece.
+--- The number of elements of a type in a piece.
 ---@param dtype string
 ---@return integer
 function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
--- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on; part: these as a tensor.
+-- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on. part: the run as a tensor.
 local function each(tensor, fn)
   local flat = tensor:detach():reshape(-1)
   local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
@@ -32,7 +32,7 @@ local function each(tensor, fn)
   end
 end
 
---- Takes a tensor's bytes, row-major: put(buffer, nbytes) is called for each piece, in order.
+--- Copies a tensor's bytes in row-major order: put(buffer, nbytes) is called for each piece, in order.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(buffer: ffi.cdata*, nbytes: integer)
@@ -46,7 +46,7 @@ function pieces.read(tensor, buffer, put)
   end)
 end
 
---- Fills a contiguous tensor: get(buffer, first, n) puts n elements, from `first` on, into the buffer.
+--- Fills a contiguous tensor. get(buffer, first, n) copies n elements, from `first` on, into the buffer.
 ---@param tensor ps.Tensor
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)
 function pieces.write(tensor, get)
@@ -59,9 +59,9 @@ function pieces.write(tensor, get)
   end)
 end
 
---- Fills any tensor from values of a type: get(buffer, first, n) puts n elements of the type, from `first` on in the
---- tensor's row-major order, into the buffer. It takes the memory of one piece more, or of two if the
---- tensor is not contiguous or has another type.
+--- Fills any tensor with values of a type. get(buffer, first, n) copies n elements of the type, from `first` on in the
+--- tensor's row-major order, into the buffer. It needs the memory of one extra piece, or of two if the tensor is not
+--- contiguous or has another type.
 ---@param tensor ps.Tensor
 ---@param dtype string
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- safetensors files. A whole tensor is read straight into its memory, a part of one by memory map. With mmap = true a
--- tensor's bytes are those of the map itself: nothing is read before it is used. Files are written
--- whole or not at all (a temporary file, fsync, rename). Files with checksums (checkpoints have them) are compared with
--- these when they are opened and as tensors are read.
+-- safetensors files. A whole tensor is read directly into its memory, a part of one through the memory map. With mmap =
+-- true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are written completely
+-- or not at all (a temporary file, fsync, rename). If a file has checksums (checkpoints do), they are compared when it
+-- is opened and as tensors are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -25,8 +25,8 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 ---@field path string
 ---@field metadata table<string, string>
 ---@field private compares boolean tensors are compared with their checksums
----@field private mmap boolean tensors have their bytes in the file, where they can
----@field private compared table<integer, boolean> those that were
+---@field private mmap boolean tensors have their bytes in the file, if possible
+---@field private compared table<integer, boolean> the tensors that were compared
 local File = {}
 File.__index = File
 
@@ -50,7 +50,7 @@ function safetensors.open(path, options)
 end
 
 local function opened(self)
-  if getmetatable(self) ~= File then error("a file's methods are called with a colon: file:tensor(name)") end
+  if getmetatable(self) ~= File then error("call a file's methods with a colon: file:tensor(name)") end
   if not self.st then error(self.path .. ": this file was closed") end
   return self.st
 end
@@ -64,7 +64,7 @@ local function entry_of(self, name)
   return entry, i
 end
 
---- Which tensors are shards of tensor parallelism, by name (ps.save notes it).
+--- The tensors that are shards of tensor parallelism, by name (ps.save notes them).
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   opened(self)
@@ -97,7 +97,7 @@ function File:shape(name)
   return shape
 end
 
---- The type as this engine calls it, or nil and the file's word for one it lacks.
+--- The type by this engine's name; for a type that it lacks, nil and the file's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -113,11 +113,11 @@ local function known_dtype(self, name)
   return dtype
 end
 
---- Fails when `name` is not there or of a type that this engine lacks.
+--- Fails if `name` is missing or has a type that this engine lacks.
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
---- Compares a tensor's bytes with their checksum, once; a damaged one is an error that names it and the file.
+--- Compares a tensor's bytes with their checksum, once. A damaged tensor is an error that names it and the file.
 ---@param name string
 ---@return boolean has false: the file has no checksums
 function File:verify(name)
@@ -126,7 +126,7 @@ function File:verify(name)
   return self.compared[i]
 end
 
---- A tensor's checksum as the file has it, 16 hexadecimal digits; nil when it has none.
+--- A tensor's checksum in the file, 16 hexadecimal digits; nil if it has none.
 ---@param name string
 ---@return string?
 function File:checksum(name)
@@ -135,7 +135,7 @@ function File:checksum(name)
   return #digits == 16 and digits or nil
 end
 
---- The bytes of a tensor.
+--- The size of a tensor in bytes.
 ---@param name string
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
@@ -145,17 +145,17 @@ local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
-    if rc ~= C.PS_EUNSUP then return check(rc) end         -- else it is read: of another device, or a part of a tensor
+    if rc ~= C.PS_EUNSUP then return check(rc) end         -- EUNSUP: on another device, or a part of a tensor; read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
 end
 
--- Integers that no tensor here has: the type of C, and the next type here that has all their values.
+-- Integer types that no tensor here has: their C type, and the next type here that holds all their values.
 local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = { "uint16_t", "int32" },
   U32 = { "uint32_t", "int64" } }
 local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
 
--- All of `name`, whose integers are of a type that no tensor here has, as wider ones.
+-- All of `name`, converted from an integer type that no tensor here has to a wider one.
 local function widened(self, name, wider, device)
   local st = opened(self)
   local _, i = entry_of(self, name)
@@ -177,33 +177,33 @@ local function new_tensor(self, name, device)
   return tensor
 end
 
---- A new tensor with the values of `name`; it outlives scopes. Of integers of a type that this engine lacks it has the
---- next larger: int32 for I8, I16 and U16, int64 for U32.
+--- A new tensor with the values of `name`. It outlives scopes. Integers of a type that this engine lacks are converted
+--- to the next larger one: int32 for I8, I16 and U16, int64 for U32.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
 function File:tensor(name, device) return new_tensor(self, name, device):keep() end
 
---- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
+--- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local entry = entry_of(self, name)
-  if not scope.is_tensor(tensor) then error("read_into takes a tensor behind the name, not a " .. type(tensor)) end
+  if not scope.is_tensor(tensor) then error("read_into takes a tensor after the name, not a " .. type(tensor)) end
   if known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     fill(self, name, entry, tensor)
   else
     local shape = self:shape(name)
     if not rectangles.same(shape, tensor:shape()) then
-      error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+      error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
         rectangles.text(shape), rectangles.text(tensor:shape())))
     end
     self:read_part(name, tensor, rectangles.zeros(shape))
   end
 end
 
---- Writes a rectangle of `name` into a tensor of its shape, converting the type where it differs. Only the rectangle is
---- read, but where the file has checksums, all of `name`, once.
+--- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
+--- read; if the file has checksums, all of `name` is read once.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] of the rectangle
@@ -212,7 +212,7 @@ function File:read_part(name, tensor, offset)
   local entry, i = entry_of(self, name)
   local dtype, shape = known_dtype(self, name), tensor:shape()
   if not rectangles.inside(self:shape(name), offset, shape) then
-    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
       rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
   end
   local whole = rectangles.same(shape, self:shape(name))
@@ -227,7 +227,7 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
 end
 
---- Unmaps the file; tensors read from it stay, and so does the map for tensors that have their bytes in it.
+--- Closes the file. Tensors read from it stay, and the map stays for tensors that have their bytes in it.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.st then
@@ -241,7 +241,7 @@ end
 ---@field dtype string
 ---@field shape integer[]
 
--- Declares all and begins.
+-- Declares all entries and begins the file.
 local function declare(writer, entries, metadata, checksums)
   local keys = {}
   for key, value in pairs(metadata or {}) do
@@ -257,12 +257,12 @@ local function declare(writer, entries, metadata, checksums)
   check(C.ps_stw_begin(writer))
 end
 
--- Tensors by name as entries, in order of name.
+-- Tensors by name as entries, sorted by name.
 local function entries_of(tensors)
   local entries = {}
   for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
     if type(name) ~= "string" or not scope.is_tensor(t) then
-      error(("ps.safetensors.save: it takes tensors by name, '%s' is a %s"):format(tostring(name),
+      error(("ps.safetensors.save needs tensors by name, but '%s' is a %s"):format(tostring(name),
         type(name) ~= "string" and "name of type " .. type(name) or type(t)))
     end
     entries[#entries + 1] = { name = name, dtype = t:dtype(), shape = t:shape(), tensor = t }
@@ -271,7 +271,7 @@ local function entries_of(tensors)
   return entries
 end
 
--- Calls fn(writer) with a new writer, which is freed when fn fails, so that its temporary file goes.
+-- Calls fn(writer) with a new writer. If fn fails, the writer is freed, which removes its temporary file.
 local function with_writer(path, fn)
   local out = ffi.new("ps_stw *[1]")
   check(C.ps_stw_new(caller.typed(path, "string", "a safetensors file to write: the path"), out))
@@ -289,38 +289,37 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file that holds these entries. It appears, and an older one goes, with commit; close it in any case.
+--- Begins a file with these entries. It replaces an older one only at commit. Close the writer in any case.
 ---@param path string
 ---@param entries ps.SafeTensorsEntry[]
 ---@param metadata? table<string, string>
----@param checksums? boolean the file has one for each tensor
+---@param checksums? boolean writes a checksum for each tensor
 ---@return ps.SafeTensorsWriter
 function safetensors.writer(path, entries, metadata, checksums)
   caller.typed(entries, "table", "ps.safetensors.writer: the list of tensors")
   return setmetatable({ w = with_writer(path, function(w) declare(w, entries, metadata, checksums) end) }, Writer)
 end
 
---- The next bytes of a tensor.
+--- Appends the next bytes of a tensor.
 ---@param name string
 ---@param data ffi.cdata*
 ---@param nbytes integer
 function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
 
---- All tensors are there: the file gets its name, complete and on its disk.
+--- Ends the file after all tensors: it is complete on disk, and gets its name.
 function Writer:commit() check(C.ps_stw_commit(self.w)) end
 
---- Ends the writer; without commit nothing stays of its file.
+--- Closes the writer. Without commit, its file is removed.
 function Writer:close()
   if self.w then C.ps_stw_free(ffi.gc(self.w, nil)) end
   self.w = nil
 end
 
---- Writes tensors to a file, in order of name, a piece of them at a time, replacing an older file only when all is on
---- disk.
+--- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when all is on disk.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata? table<string, string>
----@param options? {checksums?: boolean} checksums: the file has one for each tensor
+---@param options? {checksums?: boolean} checksums: writes a checksum for each tensor
 function safetensors.save(path, tensors, metadata, options)
   local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
   if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
@@ -346,15 +345,15 @@ local function copy_out(tensor, to)
   end)
 end
 
---- Copies tensors to memory as they are to lie in a file, for ps_saver_start. The file has its space by then.
+--- Copies tensors to memory in the layout of a file, for ps_saver_start. The file's space is reserved afterwards.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata table<string, string>
----@param room fun(nbytes: integer): ffi.cdata* gives the memory
----@return ffi.cdata* writer ps_stw, the caller's
+---@param room fun(nbytes: integer): ffi.cdata* returns the memory
+---@return ffi.cdata* writer ps_stw, owned by the caller
 ---@return ffi.cdata* data
 function safetensors.copy(path, tensors, metadata, room)
-  caller.callable(room, "ps.safetensors.copy, behind the metadata,")
+  caller.callable(room, "ps.safetensors.copy, after the metadata,")
   local data
   local writer = with_writer(path, function(writer)
     local entries, place = entries_of(tensors), ffi.new("int64_t[1]")

@@ -6,11 +6,11 @@
 --   local state = ps.load "run.pt"                        -- tables and tensors on "cpu"
 --   model:load_state_dict(ps.load("run.pt", { lazy = true }):at "model")       -- one tensor at a time
 --
--- As values cross: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is a dict;
--- serialize.list {} makes it a list). Whole numbers are ints, others floats; ints from 2^53 on are int64_t. Tuples and
--- sets are read as lists; None is an absent key, in a list serialize.none. A tensor that occurs twice stays one tensor;
--- other views of one storage become tensors of their own, but one that repeats its elements (expand) stays small, in
--- the file and in memory. A table that occurs twice stays one table. requires_grad is not kept.
+-- How values are converted: sequences 1 .. n are lists, other tables dicts with string or integer keys (an empty one is
+-- a dict; serialize.list {} makes it a list). Whole numbers are ints, others floats; ints from 2^53 on are int64_t.
+-- Tuples and sets are read as lists; None is an absent key, and in a list serialize.none. A tensor that occurs twice
+-- stays one tensor. Other views of one storage become separate tensors, but one that repeats its elements (expand)
+-- stays small, in the file and in memory. A table that occurs twice stays one table. requires_grad is not saved.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local encode = require "ps.core.encode"
@@ -24,11 +24,11 @@ local error = caller.error
 
 local serialize = { none = torch_pt.none, keys = torch_pt.keys }
 
---- Marks a table (empty, most likely) to be saved as a list.
+--- Marks a table, usually an empty one, to be saved as a list.
 ---@param t table
 ---@return table t
 function serialize.list(t) return torch_pt.mark("list", caller.typed(t, "table", "ps.serialize.list: its argument")) end
---- Marks a table (with keys 1 .. n, most likely) to be saved as a dict.
+--- Marks a table, usually one with keys 1 .. n, to be saved as a dict.
 ---@param t table
 ---@return table t
 function serialize.dict(t) return torch_pt.mark("dict", caller.typed(t, "table", "ps.serialize.dict: its argument")) end
@@ -45,17 +45,17 @@ local function check_flat(path, value)
     elseif not scope.is_tensor(item) then what = ("'%s', a %s"):format(name, type(item)) end
   end
   if what then
-    error(("%s: a safetensors file holds name -> tensor only, this is %s; save it as .pt, or call save with a flat " ..
+    error(("%s: a safetensors file holds only tensors by name, but this is %s; save it as .pt, or pass a flat " ..
       "table of tensors"):format(path, what))
   end
 end
 
---- Writes a value to a file. An older file is replaced only when the new one is complete and on its disk. Tensors are
+--- Writes a value to a file. An older file is replaced only when the new one is complete on disk. Tensors are
 --- written one at a time.
 ---@param value any for .safetensors: table<string, ps.Tensor>
 ---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
 function serialize.save(value, path)
-  if type(path) ~= "string" then error("ps.save(value, path): the path is a " .. type(path)) end
+  if type(path) ~= "string" then error("ps.save(value, path): the path must be a string, not a " .. type(path)) end
   local format = by_name(path)
   hooks.tell("saves", value, path)
   if format == "pt" then
@@ -67,13 +67,14 @@ function serialize.save(value, path)
     local note = next(shards) and { psluajit_shards = encode({ shards = shards }, "the shards") } or nil
     safetensors.save(path, value, note)
   else
-    error(("ps.save: the format of '%s' is not clear; end the name in .pt (PyTorch) or .safetensors"):format(path))
+    error(("ps.save: the name '%s' has no known format; end it in .pt (PyTorch) or .safetensors"):format(path))
   end
 end
 
---- A file's format by its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the reader refuses by
---- name); nil: neither, or no such file. Byte 9 of a safetensors file, behind the length of its header, is the header's
---- "{". Bytes 5 to 8 are 0, as that length is below 2^32. The length may begin like an archive or a pickle.
+--- The format of a file, from its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the reader
+--- refuses by name); nil: neither, or no such file. Byte 9 of a safetensors file, after the length of its header, is
+--- the header's "{". Bytes 5 to 8 are 0, because that length is below 2^32. The length may begin like an archive or a
+--- pickle.
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)
@@ -87,22 +88,22 @@ end
 
 local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap = "boolean" }
 
---- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and gives
---- the open file, a ps.TorchFile or ps.SafeTensors that Module:load_state_dict streams from.
---- With mmap = true tensors on the cpu have their bytes in a safetensors file: its pages come into memory as they are
---- used, the system may take them back, processes share them, and no budget counts them. What is written to such a
---- tensor stays in memory, and the file as it is. Once somebody writes to the file, using the tensors is an error; to
---- replace the file by another is none.
+--- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and
+--- returns the open file, a ps.TorchFile or ps.SafeTensors, from which Module:load_state_dict streams. With mmap = true
+--- tensors on the cpu have their bytes in a safetensors file. Its pages are loaded as they are used, the system may
+--- evict them, processes share them, and no budget counts them. Writes to such a tensor stay in memory and do not
+--- change the file. If another program writes to the file, using the tensors is an error. Replacing the file by another
+--- is not.
 ---@param path string
 ---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: of the tensors, default
 ---  "cpu"; verify = false: checksums are not compared
 ---@return any
 function serialize.load(path, options)
-  if type(path) ~= "string" then error("ps.load(path): the path is a " .. type(path)) end
+  if type(path) ~= "string" then error("ps.load(path): the path must be a string, not a " .. type(path)) end
   options = caller.options(options, "ps.load", OPTIONS)
   local format = serialize.format(path) or by_name(path) or "pt"
   if options.mmap and format == "pt" then
-    error(("ps.load: mmap = true is for safetensors, and %s is a file of PyTorch's; leave it out"):format(path))
+    error(("ps.load: mmap = true needs a safetensors file, but %s is a .pt file; remove mmap"):format(path))
   end
   local file
   if format == "pt" then file = torch_pt.open(path, { verify = options.verify })

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The note in a file of ps.save that says which of its tensors are shards of tensor parallelism (ps.tensor.shard), by
--- their places in the saved value ("wte.weight", "model.wte.weight", "list[1]").
+-- The note in a file of ps.save about which of its tensors are shards of tensor parallelism (ps.tensor.shard), by their
+-- places in the saved value ("wte.weight", "model.wte.weight", "list[1]").
 local json = require("cjson").new()
 local scope = require "ps.core.scope"
 local shard = require "ps.tensor.shard"
 
 local shard_note = {}
 
---- The descriptions in a note as they stand there, by place. A note that is damaged or of something else has none.
+--- The raw descriptions in a note, by place. A damaged note, or a note of another kind, has none.
 ---@param text? string
 ---@return table<string, any>
 function shard_note.entries(text)
@@ -15,7 +15,7 @@ function shard_note.entries(text)
   return ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
 end
 
---- The shards of a note, by place, without descriptions that describe no shard.
+--- The shards of a note, by place, without invalid descriptions.
 ---@param text? string
 ---@return table<string, ps.nn.Shard>
 function shard_note.read(text)
@@ -27,7 +27,7 @@ function shard_note.read(text)
   return found
 end
 
---- Notes of each tensor in a value which shard it is.
+--- Attaches to each tensor in a value the description of its shard.
 ---@param value any
 ---@param shards table<string, ps.nn.Shard> by place
 ---@param place? string of the value
@@ -35,7 +35,7 @@ function shard_note.mark(value, shards, place)
   if next(shards) == nil then return end
   if scope.is_tensor(value) then
     local desc = shards[place or ""]
-    if desc then pcall(shard.set, value, desc) end         -- a tensor of another shape is not that shard
+    if desc then pcall(shard.set, value, desc) end         -- fails for a tensor of another shape
   elseif type(value) == "table" then
     for key, item in pairs(value) do
       local inside = place and ("%s.%s"):format(place, tostring(key)) or tostring(key)

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's .pt files, read: an open file lends its values and reads its tensors one at a time (torch_pt_write.lua
--- writes them). Nothing in a file is ever run. Memory: an open file costs some hundred bytes a tensor; bytes of tensors
--- go from the map straight into the tensor that is read, those of strided ones by way of a small buffer. A tensor that
--- repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is expanded, as in PyTorch.
+-- Reads PyTorch's .pt files; torch_pt_write.lua writes them. An open file reads its values and tensors one at a time.
+-- Nothing in a file is ever executed. Memory: an open file needs a few hundred bytes per tensor. Bytes of tensors are
+-- copied from the map directly into the tensor that is read, those of strided ones through a small buffer. A tensor
+-- that repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is expanded, as in
+-- PyTorch.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -18,13 +19,13 @@ local torch_pt = {}
 
 local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
 
---- Stands for None inside lists (in a dict its key is absent), and is written as None.
+--- Represents None inside lists, and is written as None. In a dict, a key whose value is None is absent.
 torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
 
 -- The kind of a table in the file, or as marked: { kind = "list" or "dict", keys = keys in order }.
 local marks = setmetatable({}, { __mode = "k" })
 
---- Marks a table as a list or dict where its keys do not tell: an empty one (a dict unless marked), or a dict with the
+--- Marks a table as a list or dict if its keys are ambiguous: an empty one (a dict unless marked), or a dict with the
 --- keys 1 .. n.
 ---@param kind "list"|"dict"
 ---@param value table
@@ -35,7 +36,7 @@ function torch_pt.mark(kind, value, keys)
   return value
 end
 
---- "list" or "dict" when the table was read from a file or marked.
+--- "list" or "dict" if the table was read from a file or marked.
 ---@param value table
 ---@return string?
 function torch_pt.kind(value) return marks[value] and marks[value].kind end
@@ -48,7 +49,7 @@ function torch_pt.keys(value) return marks[value] and marks[value].keys end
 -- -- reading --------------------------------------------------------------------------------------------------------
 ---@class ps.TorchFile an open .pt file, or one dict in it (see at)
 ---@field path string
----@field place string "" or how this dict is reached: "model.encoder"
+---@field place string "" or the path of this dict: "model.encoder"
 local File = {}
 File.__index = File
 
@@ -61,7 +62,7 @@ for _, name in ipairs { "NONE", "BOOL", "INT", "FLOAT", "STRING", "BYTES", "NAME
 end
 
 local function opened(self)
-  if getmetatable(self) ~= File then caller.error("a file's methods are called with a colon: file:tensor(name)") end
+  if getmetatable(self) ~= File then caller.error("call a file's methods with a colon: file:tensor(name)") end
   if not self.file.pt then error(self.path .. ": this file was closed") end
   return self.file.pt
 end
@@ -72,7 +73,7 @@ local function whole(n)
   return n + 0LL                                           -- exact as an int64_t
 end
 
--- A value without items: the Lua value and its kind; nil and the kind for others.
+-- A value without items: the Lua value and its kind. For other values: nil, the kind, and the number of items.
 local function plain(pt, id)
   check(C.ps_pt_get(pt, id, value_out))
   local v = value_out
@@ -87,14 +88,14 @@ end
 local function key_of(self, pt, id)
   local key, kind = plain(pt, id)
   if key == nil or key ~= key then
-    error(("%s: a dict%s has a key that is no string, number or boolean"):format(self.path,
+    error(("%s: a dict%s has a key that is not a string, number or boolean"):format(self.path,
       self.place == "" and "" or " in " .. self.place), 0)
   end
   if kind == KIND.INT then return tonumber(key) end
   return key
 end
 
--- The dict's keys (each once, the last value of a key counts) and key -> value.
+-- The dict's keys, each once, and key -> value. For a duplicate key the last value counts.
 local function dict_items(self, pt, id, count)
   local keys, values = {}, {}
   for i = 0, count - 2, 2 do
@@ -130,7 +131,7 @@ local function is_dense(t)
   return true
 end
 
--- Fills a contiguous tensor of the file's type and of the sizes of `t`; dense ones straight from the map.
+-- Fills a contiguous tensor of the file's type and of the sizes of `t`; dense ones directly from the map.
 local function fill(self, pt, id, t, tensor)
   if self.file.verify then check(C.ps_pt_verify(pt, id)) end
   local nbytes = C.ps_tensor_nbytes(tensor)
@@ -144,9 +145,9 @@ local function fill(self, pt, id, t, tensor)
   C.ps_pt_drop(pt, id)
 end
 
--- A tensor whose strides let elements share their bytes is a view in PyTorch. Those with strides of 0 are views here,
--- too (expand); others have to become tensors with all their elements. A file of a few bytes can ask for any number of
--- these, so they may take so many bytes in all.
+-- A tensor whose strides let elements share bytes is a view in PyTorch. Strides of 0 give a view here, too (expand).
+-- Other such tensors become tensors with all their elements. A file of a few bytes can declare any number of these, so
+-- their total size is limited.
 local MOST_SHARED = 2 ^ 28
 
 local function check_shared(self, t, nbytes, label, made)
@@ -155,8 +156,8 @@ local function check_shared(self, t, nbytes, label, made)
   if nbytes <= span * tonumber(C.ps_dtype_size(t.dtype)) then return end
   made.shared = (made.shared or 0) + nbytes
   if made.shared > MOST_SHARED then
-    error(("%s: tensor '%s' is a view whose elements overlap: %.0f bytes of the file would become %.0f (%.0f with "
-      .. "those before it), at most %.0f are read this way; save it in PyTorch as .contiguous()"):format(self.path,
+      error(("%s: tensor '%s' is a view whose elements overlap: %.0f bytes of the file would become %.0f (%.0f with "
+        .. "those before it), more than the limit of %.0f; save it in PyTorch as .contiguous()"):format(self.path,
       label, span * tonumber(C.ps_dtype_size(t.dtype)), nbytes, made.shared, MOST_SHARED), 0)
   end
 end
@@ -164,7 +165,7 @@ end
 -- made: the tensors and bytes that this call has read (see build).
 local function new_tensor(self, pt, id, label, made)
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
-  local shape, once, repeats = {}, {}, false               -- once: the sizes without those that repeat
+  local shape, once, repeats = {}, {}, false               -- once: the sizes without repetitions
   local nbytes = tonumber(C.ps_dtype_size(t.dtype))
   for d = 0, t.ndim - 1 do
     shape[d + 1] = tonumber(t.shape[d])
@@ -178,7 +179,8 @@ local function new_tensor(self, pt, id, label, made)
   return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
--- A key that two tensors of a file share if they are one: they become one tensor, so that tied weights stay tied.
+-- A key that is equal for two entries of a file if they are one tensor. They become one tensor, so tied weights stay
+-- tied.
 local function identity(pt, id)
   check(C.ps_pt_tensor_get(pt, id, tensor_out))
   local t = tensor_out
@@ -189,7 +191,7 @@ local function identity(pt, id)
   return table.concat(parts, ":")
 end
 
--- A whole value; one that the file shares is one value here, too.
+-- A whole value. A value that the file shares is shared here, too.
 local function build(self, pt, id, label, made)
   if made[id] ~= nil then return made[id] end
   local value, kind, count = plain(pt, id)
@@ -221,7 +223,7 @@ end
 
 local OPEN = { verify = "boolean" }
 
---- Opens a file and checks all of it but the tensors' bytes, which are checked as they are read.
+--- Opens a file and checks all of it except the tensors' bytes, which are checked as they are read.
 ---@param path string
 ---@param options? { verify: boolean? } verify = false: checksums are not compared
 ---@return ps.TorchFile
@@ -251,12 +253,12 @@ local function kind_of(pt, id)
   return value_out.kind
 end
 
---- The file's value as Lua tables, numbers, strings, booleans and tensors (all of them are read).
+--- The file's value as Lua tables, numbers, strings, booleans and tensors. All of it is read.
 ---@param device? string of the tensors, default "cpu"
 ---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
 
---- Which tensors are shards of tensor parallelism, by their places below this dict (ps.save notes it).
+--- The tensors that are shards of tensor parallelism, by their places below this dict (ps.save notes them).
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   local nbytes = check(C.ps_pt_note(opened(self), note_out))
@@ -280,7 +282,7 @@ function File:holds(key)
   return items[key] ~= nil
 end
 
---- The value of one key, whole; nil when there is none.
+--- The whole value of one key; nil if there is none.
 ---@param key any
 ---@param device? string of the tensors in it, default "cpu"
 ---@return any
@@ -291,7 +293,7 @@ function File:get(key, device)
   return build(self, self.file.pt, items[key], place, { device = device })
 end
 
---- A dict inside this one as a file of its own: file:at("model"), file:at("a", "b"). Closing one closes all.
+--- A dict inside this one as a file object: file:at("model"), file:at("a", "b"). Closing one of them closes all.
 ---@param key any
 ---@param ... any
 ---@return ps.TorchFile
@@ -317,7 +319,8 @@ function File:names()
     if kind == KIND.DICT then dicts[#dicts + 1] = tostring(key) end
   end
   if #names == 0 and #dicts > 0 then
-    error(("%s holds no tensors at its top but dicts of them: %s; choose one with :at(\"%s\")"):format(self.path,
+      error(("%s has no tensors at its top level, only dicts of them: %s; choose one with "
+        .. ":at(\"%s\")"):format(self.path,
       table.concat(dicts, ", ", 1, math.min(#dicts, 8)), dicts[1]))
   end
   return names
@@ -347,7 +350,7 @@ function File:shape(name)
   return shape_at(pt, id)
 end
 
---- The type as this engine calls it, or nil and PyTorch's word for one it lacks.
+--- The type by this engine's name; for a type that it lacks, nil and PyTorch's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -358,14 +361,14 @@ function File:dtype(name)
   return ffi.string(C.ps_dtype_name(tensor_out.dtype))
 end
 
---- Fails when `name` is not there or of a type that this engine lacks.
+--- Fails if `name` is missing or has a type that this engine lacks.
 ---@param name string
 function File:check(name)
   local id, pt = id_of(self, name)
   entry_at(self, pt, id, name)
 end
 
---- A new tensor with the values of `name`; it outlives scopes.
+--- A new tensor with the values of `name`. It outlives scopes.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
@@ -374,18 +377,18 @@ function File:tensor(name, device)
   return new_tensor(self, pt, id, name, { device = device }):keep()
 end
 
---- Writes the values of `name` into a tensor of the same shape, converting the type where it differs.
+--- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
 ---@param name string
 ---@param tensor ps.Tensor
 function File:read_into(name, tensor)
   local id, pt = id_of(self, name)
   if not scope.is_tensor(tensor) then
-    caller.error("read_into takes a tensor behind the name, not a " .. type(tensor))
+    caller.error("read_into takes a tensor after the name, not a " .. type(tensor))
   end
   local entry = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
   if entry.dtype == tensor.dtype_ and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     if entry.nbytes ~= C.ps_tensor_nbytes(tensor) then
-      error(("%s: tensor '%s' is [%s], the one to read into is [%s]"):format(self.path, name,
+      error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
         table.concat(shape_at(pt, id), ", "), table.concat(tensor:shape(), ", ")))
     end
     fill(self, pt, id, entry, tensor)
@@ -397,8 +400,8 @@ function File:read_into(name, tensor)
   end
 end
 
---- Writes a rectangle of `name` into a tensor of its shape, converting the type where it differs. Only the rectangle is
---- read, but for comparing the checksum of all of `name`, once.
+--- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
+--- read; to compare the checksum, all of `name` is read once.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param offset integer[] of the rectangle
@@ -406,7 +409,7 @@ function File:read_part(name, tensor, offset)
   local id, pt = id_of(self, name)
   local shape = tensor:shape()
   if not rectangles.inside(shape_at(pt, id), offset, shape) then
-    error(("%s: tensor '%s' is [%s], without a part [%s] from [%s] on"):format(self.path, name,
+    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
       rectangles.text(shape_at(pt, id)), rectangles.text(shape), rectangles.text(offset)))
   end
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, name))
@@ -423,7 +426,7 @@ function File:read_part(name, tensor, offset)
   C.ps_pt_drop(pt, id)
 end
 
---- Unmaps the file; tensors read from it stay.
+--- Closes the file. Tensors read from it stay.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.file.pt then

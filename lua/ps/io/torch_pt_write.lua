@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's .pt files, written. The value is declared whole, which gives the file its size; then each tensor's bytes
--- follow. Memory: a small buffer and a few hundred bytes per tensor. A table that occurs twice in the value is stored
--- once, and so are the elements of an expanded tensor, as PyTorch does. A text next to the value says which parameters
--- are shards (ps.tensor.shard), so that nobody takes one rank's part for another's.
+-- Writes PyTorch's .pt files. The whole value is declared first, which gives the file its size; then each tensor's
+-- bytes follow. Memory: a small buffer and a few hundred bytes per tensor. A table that occurs twice in the value is
+-- stored once, and so are the elements of an expanded tensor, as in PyTorch. A text next to the value says which
+-- parameters are shards (ps.tensor.shard), so that no reader takes one rank's part for another's.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ffi = require "ffi"
@@ -14,14 +14,14 @@ local torch_pt = require "ps.io.torch_pt"
 local utf8 = require "ps.core.utf8"
 local C, check = native.C, native.check
 
-local MAX_DEPTH = 200                                      -- src/io/pickle.h's; a path for the message is known here
+local MAX_DEPTH = 200                                      -- as in src/io/pickle.h; here the error can name the place
 local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
 
 local function refuse(label, what)
   error(("cannot save %s: %s"):format(label == "" and "this value" or "'" .. label .. "'", what), 0)
 end
 
--- Gives a container's number in the file.
+-- Returns a container's number in the file.
 local function put(writer, kind, fields)
   fields = fields or {}
   fields.kind = kind
@@ -42,9 +42,9 @@ end
 
 local int64_t, uint64_t = ffi.typeof("int64_t"), ffi.typeof("uint64_t")
 
--- Declares a tensor's bytes once, however often they occur.
+-- Declares a tensor's bytes once, even if the tensor occurs several times.
 local function put_tensor(state, t, label)
-  if not t:alive() then refuse(label, "this tensor's bytes are gone: the scope that made it has ended") end
+  if not t:alive() then refuse(label, "this tensor's bytes were freed: the scope that made it has ended") end
   local shape = t:shape()
   local same = ("%s:%d:%s:%s:%s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
     table.concat(shape, ","), table.concat(t:stride(), ","))
@@ -67,7 +67,7 @@ local function put_tensor(state, t, label)
   check(C.ps_ptw_tensor(state.writer, entry))
 end
 
--- Keys in an order that does not change from run to run: the file's where the table came from one, else sorted.
+-- Keys in an order that is the same in every run: the file's order if the table was read from one, else sorted.
 local function ordered_keys(t)
   local keys, known = {}, {}
   for _, key in ipairs(torch_pt.keys(t) or {}) do
@@ -106,7 +106,7 @@ end
 local function put_dict(state, t, label, depth)
   for key in pairs(t) do
     if type(key) ~= "string" and (type(key) ~= "number" or key ~= math.floor(key)) then
-      refuse(label, ("a table with the key %s; keys are strings or whole numbers"):format(tostring(key)))
+      refuse(label, ("a table with the key %s; keys must be strings or whole numbers"):format(tostring(key)))
     end
   end
   local height, keys = 0, ordered_keys(t)
@@ -119,7 +119,7 @@ local function put_dict(state, t, label, depth)
   return height
 end
 
--- `height`: how deep the tables in a table are nested, itself counted.
+-- `height`: the depth of nested tables in a table, including itself.
 local function put_table(state, t, label, depth)
   local meta, height = getmetatable(t), state.height
   if meta and meta.ps_module then refuse(label, "a module; save its state_dict()") end
@@ -137,7 +137,7 @@ local function put_table(state, t, label, depth)
   return height[t]
 end
 
--- Gives the height of tables, 0 for other values.
+-- Returns the height of tables, 0 for other values.
 function put_value(state, value, label, depth)
   local kind, writer = type(value), state.writer
   if scope.is_tensor(value) then put_tensor(state, value, label)
@@ -150,7 +150,7 @@ function put_value(state, value, label, depth)
   elseif ffi.istype(uint64_t, value) and bit.rshift(value, 63) == 0 then
     put(writer, C.PS_PT_INT, { integer = ffi.cast(int64_t, value) })
   else
-    refuse(label, ("a %s (%s); files hold tensors, numbers, strings, booleans and tables of these"):format(kind,
+    refuse(label, ("a %s (%s); files can hold tensors, numbers, strings, booleans and tables of these"):format(kind,
       tostring(value)))
   end
   return 0
@@ -174,7 +174,7 @@ local function write(writer, value)
   check(C.ps_ptw_commit(writer))
 end
 
---- Writes a value, replacing an older file only when all is on disk. A tensor that occurs twice is written once.
+--- Writes a value. An older file is replaced only when all is on disk. A tensor that occurs twice is written once.
 ---@param path string
 ---@param value any tensors, numbers, strings, booleans and tables of these
 local function save(path, value)

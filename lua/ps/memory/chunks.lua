@@ -14,7 +14,7 @@ local ACTIONS = { [C.PS_ACT_NONE] = "-", [C.PS_ACT_FORWARD] = "forward", [C.PS_A
   [C.PS_ACT_UPDATE] = "update" }
 local STATES = { [0] = "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD" }
 
---- The tiers, fastest first; nil when no engine is open.
+--- The tiers, fastest first; nil if no engine is open.
 ---@return ps.view.Tier[]?
 function look.tiers()
   local count = C.ps_engine_tier_count(native.ctx)
@@ -37,7 +37,7 @@ local function known(moment)
 end
 
 --- All chunks.
----@return ps.view.Chunk[] list with open = true where an engine with chunks is open, of which other ranks may have all
+---@return ps.view.Chunk[] list with open = true if an engine with chunks is open; other ranks may own all its chunks
 function look.chunks()
   local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
   list.open, tiers = tiers ~= nil, tiers or {}
@@ -57,10 +57,10 @@ function look.chunks()
   return list
 end
 
---- A trace of a step: its moments in order, with the chunks that each uses.
+--- The trace of a step: its trace indices in order, with the chunks that each uses.
 ---@param id integer
----@return ps.view.Moment[]? moments nil: other traces took its place
----@return table<string, integer>? other by tier: the most bytes besides chunks at once
+---@return ps.view.Moment[]? moments nil: newer traces have replaced it
+---@return table<string, integer>? other by tier: the peak of bytes outside chunks
 function look.trace(id)
   local info, tiers, chunks, moments, other = ffi.new("ps_trace_info"), look.tiers(), {}, {}, {}
   local rc = C.ps_engine_trace_get(native.ctx, id, info, 0, nil)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with the op and
--- the module that made it and the script's line. Errors of memory list those of their moment.
+-- Reports what holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with
+-- the op and the module that made it and the script's line. Errors about memory list the tensors at that time.
 local native = require "ps.core.ffi"
 local readable = require "ps.core.readable"
 local ffi, C = native.ffi, native.C
@@ -8,21 +8,21 @@ local ffi, C = native.ffi, native.C
 local holders = {}
 
 local WHEN = { now = C.PS_HOLD_NOW, peak = C.PS_HOLD_PEAK, failed = C.PS_HOLD_FAILED }
-local LEAST = 2 ^ 12           -- bytes from which a tensor is listed
-local SHOWN = 6                -- of an error
+local LEAST = 2 ^ 12           -- bytes of the smallest tensor that is listed
+local SHOWN = 6                -- tensors in an error
 
 ---@class ps.Holder
 ---@field nbytes integer
----@field op? string that made it; nil of what ps.zeros and its like make, and of parameters
----@field module? string path of the module under way; of a backward op that of its forward; "" is the outermost one
+---@field op? string that made it; nil for ps.zeros and similar functions, and for parameters
+---@field module? string path of the running module; for a backward op that of its forward; "" is the outermost one
 ---@field class? string of that module
----@field line? string "train.lua:12": of a tensor made outside of modules, the line that made it; else the line that
----  called its module first
+---@field line? string "train.lua:12": for a tensor made outside modules, the line that made it; else the line that
+---  first called its module
 ---@field backward boolean a gradient rule made it
----@field scratch boolean work space of a kernel
+---@field scratch boolean workspace of a kernel
 
 local function text(h)
-  local what = h.scratch and "work space of " .. (h.op or "an op") or h.op or "a tensor made without an op"
+  local what = h.scratch and "workspace of " .. (h.op or "an op") or h.op or "a tensor made without an op"
   if h.backward then what = what .. " in backward" end
   if h.module then what = ("%s of %s"):format(what, h.module == "" and h.class or h.module) end
   return h.line and ("%s, %s"):format(what, h.line) or what
@@ -43,8 +43,8 @@ local list_t, used = ffi.typeof("ps_holder[$]", C.PS_HOLDERS), ffi.new "int64_t[
 
 --- The largest tensors, as a list that prints as lines.
 ---@param when "now"|"peak"|"failed"
----@param device integer number of the device; -1 with "failed": the one that refused memory
----@return ps.Holder[] list with `used`, the bytes in use then
+---@param device integer number of the device; -1 with "failed": the device that ran out of memory
+---@return ps.Holder[] list with `used`, the bytes in use at that time
 function holders.list(when, device)
   local found = list_t()
   local n = C.ps_memory_holders(native.ctx, device, WHEN[when], found, used)
@@ -64,7 +64,7 @@ function holders.list(when, device)
   return list
 end
 
---- Those of when memory last ran out, for its error; nil when no tensor is as large as a page.
+--- The largest tensors when memory last ran out, for its error; nil if no tensor is as large as a page.
 ---@return ps.Holder[]?
 function holders.refused()
   local list = holders.list("failed", -1)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What ps.trace() gives: the moments of a step as a list that scripts can index and that prints as a table of at most
--- 100 columns.
+-- The result of ps.trace(): the trace indices of a step as a list that scripts can index and that prints as a table of
+-- at most 100 columns.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local view = require "ps.memory.view"
@@ -9,25 +9,25 @@ local error = caller.error
 local trace = {}
 
 local WIDTH = 100
-local MOST = 40                -- rows shown of a trace unless all are asked for
-local EDGE = 16                -- rows shown at each end of a longer one
+local MOST = 40                -- most rows of a trace that are printed without all = true
+local EDGE = 16                -- rows printed at each end of a longer trace
 
 ---@class ps.view.Use one use of a chunk
 ---@field chunk integer id
 ---@field kind string
 ---@field nbytes integer of the chunk
----@field tier string where the op has it
----@field write boolean its bytes change
+---@field tier string the chunk's tier during the op
+---@field write boolean the op changes its bytes
 ---@field ends boolean its contents end with this use
 
 ---@class ps.view.Moment
----@field moment integer from 0
+---@field moment integer trace index, from 0
 ---@field action string "forward", "backward", "update", "reduce", "norm", and "input" or "weight" of a backward that is
 ---  cut in two
 ---@field nbytes integer of all chunks that it uses
 ---@field uses ps.view.Use[]
 
-local EMPTY = "no trace: no step was planned, or the model's forward reads values and its first step is not over"
+local EMPTY = "no trace: no step was planned, or the model's forward reads values and its first step has not ended"
 
 -- "param 0 1*, grad 7-": ids by kind, in the order of the uses.
 local function uses_text(uses)
@@ -48,7 +48,7 @@ local function tiers_text(uses)
   return table.concat(names, "+")
 end
 
--- Moments in a row with the same action and uses, as one row: its first and last moment, and its cells.
+-- Consecutive indices with the same action and uses, as one row: its first and last index, and its cells.
 local function rows_of(moments)
   local rows = {}
   for _, m in ipairs(moments) do
@@ -97,7 +97,7 @@ local function summary(self)
   for _, name in ipairs { "device", "host" } do
     if self.other[name] then parts[#parts + 1] = ("%s %s"):format(name, readable.bytes(self.other[name])) end
   end
-  lines[2] = "besides chunks, at most: " .. table.concat(parts, ", ")
+  lines[2] = "outside chunks, at most: " .. table.concat(parts, ", ")
   local notes = {}
   if marks.write then notes[1] = "*: written" end
   if marks.ends then notes[#notes + 1] = "-: the chunk's contents end there" end
@@ -132,7 +132,7 @@ local Trace = { __tostring = show, prints_rows = true }
 
 local OPTIONS = { all = "boolean", action = "string" }
 
--- The chunks asked for by an id or a tensor's name, as a set.
+-- The chunks selected by an id or a tensor's name, as a set.
 local function asked(chunks, which)
   local found = view.chunks(chunks, which, "ps.trace")
   local set = {}
@@ -156,11 +156,11 @@ local function check_action(moments, action)
   error(("ps.trace: the step has no action '%s' (it has %s)"):format(action, table.concat(names, ", ")))
 end
 
---- Moments as a list that prints as a table.
+--- Trace indices as a list that prints as a table.
 ---@param moments ps.view.Moment[]
----@param other table<string, integer> by tier: the most bytes besides chunks at once
+---@param other table<string, integer> by tier: the peak of bytes outside chunks
 ---@param chunks ps.view.Chunk[]
----@param options? integer|string|{all?: boolean, action?: string} as of ps.trace
+---@param options? integer|string|{all?: boolean, action?: string} as in ps.trace
 ---@return ps.view.Moment[]
 function trace.list(moments, other, chunks, options)
   local set, filter
@@ -178,8 +178,8 @@ function trace.list(moments, other, chunks, options)
   return setmetatable(list, Trace)
 end
 
---- What ps.trace gives.
----@param id? integer of the trace of the engine that is open; nil: there is none
+--- The result of ps.trace.
+---@param id? integer of the open engine's trace; nil: there is none
 ---@param options? integer|string|{all?: boolean, action?: string}
 ---@return ps.view.Moment[]
 function trace.trace(id, options)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What ps.chunks() and ps.memory() give: lists that scripts can index and that print as tables of at most 100 columns.
--- Takes plain lists and changes none of their rows; it knows neither the engine nor where the numbers come from.
+-- The results of ps.chunks() and ps.memory(): lists that scripts can index and that print as tables of at most 100
+-- columns. Works on plain lists and changes none of their rows. It does not depend on the engine.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local nearest = require "ps.core.nearest"
@@ -9,10 +9,10 @@ local error = caller.error
 local view = {}
 
 local WIDTH = 100
-local MOST = 40                -- rows shown of a list unless all are asked for
-local EDGE = 16                -- rows shown at each end of a longer one
+local MOST = 40                -- most rows of a list that are printed without all = true
+local EDGE = 16                -- rows printed at each end of a longer list
 local TIERS = { "device", "host", "disk" }
-local LEAST_NAMES = 12         -- columns for names, however wide the rest is
+local LEAST_NAMES = 12         -- smallest number of columns for names
 
 ---@class ps.view.Chunk
 ---@field id integer
@@ -24,8 +24,8 @@ local LEAST_NAMES = 12         -- columns for names, however wide the rest is
 ---@field state string "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD" or "HOLD_AFTER_BWD"
 ---@field pins integer
 ---@field tensors string[] names
----@field last_use? integer moments of this step
----@field next_use? integer
+---@field last_use? integer trace index of this step
+---@field next_use? integer trace index of this step
 
 ---@class ps.view.Tier
 ---@field name string
@@ -35,14 +35,14 @@ local LEAST_NAMES = 12         -- columns for names, however wide the rest is
 ---@field free integer
 ---@field peak integer
 
--- What two names begin with, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
+-- The common prefix of two names, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
 local function common_part(a, b)
   local part = a:match("^(.*%.)") or ""
   while b:sub(1, #part) ~= part do part = part:sub(1, -2):match("^(.*%.)") or "" end
   return part
 end
 
--- The same of all names; "" when there are fewer than two.
+-- The common prefix of all names; "" if there are fewer than two.
 local function common_prefix(chunks)
   local prefix, count
   for _, chunk in ipairs(chunks) do
@@ -63,8 +63,8 @@ local function shorten(name, width)
   return name
 end
 
--- "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)" in at most `width` columns. Where room is short, the last name is told
--- without what it shares with the first, and both without their ends: "h.0.ln_1 .. mlp (12)".
+-- "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)" in at most `width` columns. If room is short, the last name is printed
+-- without the prefix that it shares with the first, and both without their ends: "h.0.ln_1 .. mlp (12)".
 local function names_text(tensors, prefix, width)
   local function name(i) return tensors[i]:sub(#prefix + 1) end
   if #tensors == 0 then return "-" end
@@ -95,7 +95,7 @@ end
 local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
 
 -- "title: param 2.90 GiB, exp_avg 5.80 GiB": sums of bytes by key, in the order of first appearance or of `order`, on
--- as many lines as they take. each(chunk, add) calls add(key) for every key that the chunk counts for.
+-- as many lines as needed. each(chunk, add) calls add(key) for every key to which the chunk counts.
 local function sums(title, chunks, order, each)
   local names, total = order or {}, {}
   for _, chunk in ipairs(chunks) do
@@ -141,10 +141,10 @@ local COLUMNS = {
   end },
   { title = "last", text = function(c) return moment(c.last_use) end },
   { title = "next", text = function(c) return moment(c.next_use) end },
-  { title = "tensors", left = true },                       -- takes the room that is left
+  { title = "tensors", left = true },                       -- gets the remaining columns
 }
 
-local OWNS_NONE = "this rank owns no chunk, other ranks have them all"
+local OWNS_NONE = "this rank owns no chunk; other ranks own all of them"
 
 local function show_chunks(self)
   if #self == 0 then
@@ -221,7 +221,7 @@ end
 
 local Chunk = { __tostring = show_chunk, prints_rows = true }
 
--- "0 to 4, 20, 22 to 29" of the chunks' ids, which rise.
+-- "0 to 4, 20, 22 to 29": the chunks' ids, which must be sorted.
 local function ids_text(chunks)
   local parts, i = {}, 1
   while chunks[i] do
@@ -246,7 +246,7 @@ local function one_chunk(chunks, id, who)
   error(("%s: there is no chunk %g%s"):format(who, id, why))
 end
 
--- The chunks that hold a tensor which `is` says yes to, and the names of these tensors.
+-- The chunks that hold a tensor for which `is` returns true, and the names of these tensors.
 local function chunks_with(chunks, is)
   local list, names, known = {}, {}, {}
   for _, chunk in ipairs(chunks) do
@@ -262,8 +262,8 @@ local function chunks_with(chunks, is)
   return list, names
 end
 
--- The chunks that hold a tensor: of a parameter its value, master, state and gradient. The name may lack its first
--- parts where one tensor alone ends so, or be that of a module: tables show names in both ways.
+-- The chunks that hold a tensor: for a parameter its value, master, state and gradient. The name may lack its first
+-- components if only one tensor has this end, or be a module's, since tables print names in both ways.
 local function holding(chunks, name, who)
   local function shown(list)
     list.all, list.filter = true, "with " .. name
@@ -274,7 +274,8 @@ local function holding(chunks, name, who)
   local found, names = chunks_with(chunks, function(tensor) return tensor:sub(-#name - 1) == "." .. name end)
   if #names == 1 then return shown(found) end
   if #names > 1 then
-    error(("%s: '%s' is the end of %d tensors' names: '%s', '%s'%s"):format(who, name, #names, names[1], names[2],
+    error(("%s: '%s' is the end of %d tensors' names, '%s', '%s'%s; give more of the name"):format(who, name, #names,
+      names[1], names[2],
       #names > 2 and ", ..." or ""))
   end
   found = chunks_with(chunks, function(tensor) return ("." .. tensor):find("." .. name .. ".", 1, true) ~= nil end)
@@ -290,8 +291,8 @@ end
 --- The chunks as a list that prints as a table.
 ---@param chunks ps.view.Chunk[]
 ---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id, for that chunk; a
----  tensor's name, for those that hold it; only those of a kind, with a valid copy on a tier, in a state; all: print
----  every row
+---  tensor's name, for the chunks that hold it; kind, tier and state: only chunks of a kind, with a valid copy on a
+---  tier, in a state; all: print every row
 ---@param who? string the caller's name in errors of an id or a tensor's name, default "ps.chunks"
 ---@return ps.view.Chunk[]
 function view.chunks(chunks, options, who)

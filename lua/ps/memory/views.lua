@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What ps.memory and ps.chunks show: the memory in use on a device and its tiers, and the chunks of the open engine.
+-- The results of ps.memory and ps.chunks: the memory in use on a device and its tiers, and the open engine's chunks.
 local caller = require "ps.core.caller"
 local chunks = require "ps.memory.chunks"
 local holders = require "ps.memory.holders"
@@ -11,8 +11,8 @@ local views = {}
 
 local MEMORY = { at = "string", device = "string" }
 
---- A device's memory in bytes, and the tiers of the engine that is open. It prints as a table. With `at`, the largest
---- tensors that lie there outside of chunks, each with its bytes, op, module and line: now, or when most was in use.
+--- A device's memory in bytes, and the tiers of the open engine. It prints as a table. With `at`, the largest tensors
+--- outside chunks, each with its bytes, op, module and line: now, or at the peak.
 ---@param device? string|{at?: "peak"|"now", device?: string} default the first device, "cpu"
 ---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
 ---  limit 0: none; with `at` a list, largest first
@@ -21,7 +21,7 @@ function views.memory(device)
     local options = caller.options(device, "ps.memory", MEMORY)
     device = options.device
     if options.at and options.at ~= "peak" and options.at ~= "now" then
-      error(("ps.memory: at is '%s'; it is 'peak' or 'now'"):format(options.at))
+      error(("ps.memory: at is '%s'; it must be 'peak' or 'now'"):format(options.at))
     end
     if options.at then return holders.list(options.at, device and native.device_index(device) or 0) end
   end
@@ -32,10 +32,10 @@ function views.memory(device)
     chunks.tiers())
 end
 
---- The chunks of the engine that is open, as a list that prints as a table; an empty list without an engine.
----@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for that
----  one with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; only
----  those of a kind, with a valid copy on a tier, in a state; all = true prints every row
+--- The chunks of the open engine, as a list that prints as a table; an empty list without an engine.
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for this
+---  chunk with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; kind,
+---  tier and state: only chunks of a kind, with a valid copy on a tier, in a state; all = true prints every row
 ---@return table[] chunks
 function views.chunks(options)
   return view.chunks(chunks.chunks(), options)

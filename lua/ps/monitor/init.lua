@@ -1,9 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Monitors of an engine, after DeepSpeed's: `tensorboard` writes event files, `csv_monitor` a CSV file for each tag,
--- both below output_path/job_name, with DeepSpeed's names of events. An event's x is the number of samples that all
--- ranks have trained on: steps times train_batch_size. Rank 0 writes.
--- A run that goes on adds to what is there: a new event file, which tells TensorBoard where it begins, and further rows
--- of the CSV files.
+-- Monitors of an engine, modelled on DeepSpeed's: `tensorboard` writes event files, and `csv_monitor` a CSV file for
+-- each tag, both below output_path/job_name, with DeepSpeed's names of events. An event's x is the number of samples on
+-- which all ranks have trained: steps times train_batch_size. Rank 0 writes.
+-- A resumed run appends: a new event file, which tells TensorBoard where it begins, and further rows of the CSV files.
 local appended = require "ps.io.appended"
 local folder = require "ps.checkpoints.folder"
 local lfs = require "lfs"
@@ -15,9 +14,9 @@ local utsname = require "posix.sys.utsname"
 local monitor = {}
 
 ---@class ps.Monitor
----@field private batch integer samples a step
----@field private sinks table[] each takes events by write(seconds, x, list)
----@field private said table<string, boolean> what was warned of
+---@field private batch integer samples per step
+---@field private sinks table[] each has a method write(seconds, x, list)
+---@field private said table<string, boolean> warnings that were printed
 ---@field private warn fun(text: string)
 local Monitor = {}
 Monitor.__index = Monitor
@@ -27,7 +26,7 @@ local function now()
   return t.tv_sec + t.tv_nsec / 1e9
 end
 
--- The folder of a section, made.
+-- The folder of a section, created if missing.
 local function folder_of(section)
   local path = (section.output_path ~= "" and section.output_path:gsub("/*$", "/") or "") .. section.job_name
   folder.make(path)
@@ -38,7 +37,7 @@ end
 local Events = {}
 Events.__index = Events
 
-local files = 0                          -- event files that this process has opened; TensorBoard reads them by name
+local files = 0                          -- event files opened by this process; their names have this number
 
 local function open_events(section)
   local seconds = now()
@@ -65,7 +64,7 @@ local function open_csv(section)
   return setmetatable({ folder = folder_of(section), files = {}, waiting = {} }, Csv)
 end
 
--- Adds text to a tag's file; it waits where the file cannot be opened yet.
+-- Appends text to a tag's file. If the file cannot be opened yet, the text is kept.
 function Csv:add(tag, text)
   local path = ("%s/%s.csv"):format(self.folder, (tag:gsub("[/ ]", "_")))          -- DeepSpeed's name
   if not self.files[tag] then
@@ -102,11 +101,11 @@ end
 -- -- both -------------------------------------------------------------------------------------------------------------
 local OPEN = { tensorboard = open_events, csv_monitor = open_csv }
 
---- The monitors that a configuration asks for; nil: none. An error where a file cannot be made, and where the number of
---- samples a step is not known.
+--- The monitors that a configuration enables; nil: none. It is an error if a file cannot be created, or if the number
+--- of samples per step is unknown.
 ---@param cfg ps.Config
----@param writes boolean this process has the files
----@param warn fun(text: string) says what went wrong later
+---@param writes boolean this process writes the files
+---@param warn fun(text: string) reports later failures
 ---@return ps.Monitor?
 function monitor.new(cfg, writes, warn)
   local self = setmetatable({ batch = cfg.train_batch_size, sinks = {}, said = {}, warn = warn }, Monitor)
@@ -116,7 +115,7 @@ function monitor.new(cfg, writes, warn)
     if section.enabled then
       any = true
       if not self.batch then
-        error(("%s.enabled: events are told by the number of samples: give train_batch_size or "
+        error(("%s.enabled needs the number of samples per step: set train_batch_size or "
           .. "train_micro_batch_size_per_gpu"):format(name), 0)
       end
       if writes then self.sinks[#self.sinks + 1] = OPEN[name](section) end
@@ -126,7 +125,7 @@ function monitor.new(cfg, writes, warn)
 end
 
 --- Writes the events of a step.
----@param steps integer steps that have ended
+---@param steps integer completed steps
 ---@param list {[1]: string, [2]: number}[] tags and values
 function Monitor:write(steps, list)
   local seconds = now()

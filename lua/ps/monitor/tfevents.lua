@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Event files of TensorBoard: records in the framing of TFRecord, each a protocol buffer of the type Event
--- (tensorflow/core/util/event.proto, summary.proto, framework of tensorflow/core/lib/io/record_writer). A record is
+-- (tensorflow/core/util/event.proto, summary.proto, framing of tensorflow/core/lib/io/record_writer). A record is
 --   uint64 length, uint32 masked CRC of these 8 bytes, the bytes, uint32 masked CRC of the bytes;    little-endian
--- The CRC is CRC-32C (Castagnoli); masked, it is rotated right by 15 bits, plus 0xa282ead8.
+-- The CRC is CRC-32C (Castagnoli). The masked CRC is the CRC rotated right by 15 bits, plus 0xa282ead8.
 -- Fields written: Event.wall_time 1, step 2, file_version 3, summary 5, session_log 7; Summary.value 1; Value.tag 1,
 -- simple_value 2; SessionLog.status 1.
 local ffi = require "ffi"
@@ -20,7 +20,7 @@ end
 
 --- CRC-32C of a text.
 ---@param text string
----@return integer crc signed, as the functions of `bit` give it
+---@return integer crc signed, like the results of `bit`
 function tfevents.crc32c(text)
   local crc = -1
   for i = 1, #text do crc = bxor(rshift(crc, 8), table_of_crc[band(bxor(crc, text:byte(i)), 255)]) end
@@ -41,7 +41,7 @@ function tfevents.record(data)
   return length .. masked(length) .. data .. masked(data)
 end
 
--- A whole number from 0 to 2^53 in groups of 7 bits, the lowest first.
+-- A whole number from 0 to 2^53 in groups of 7 bits, lowest first.
 local function varint(value)
   local bytes = {}
   while value >= 128 do
@@ -68,7 +68,7 @@ end
 ---@return string
 function tfevents.version(seconds) return event(seconds, nil, field(3, BYTES, "brain.Event:2")) end
 
---- The record of a run that begins, or goes on, at `step`: TensorBoard drops what files before it have from there on.
+--- The record of a run that begins or continues at `step`. TensorBoard drops the events of earlier files from there on.
 ---@param seconds number since 1970
 ---@param step integer
 ---@return string

@@ -77,7 +77,8 @@ GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
 
---- x times the normal distribution's share below x (Hendrycks and Gimpel 2016), exact or approximated by tanh.
+--- x times the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), exact or approximated by
+--- tanh.
 ---@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
@@ -102,7 +103,7 @@ function Dropout:init(p)
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Whether a call now would drop anything: in training, with p above 0.
+--- Whether a call drops anything now: in training, if p is above 0.
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end
@@ -110,10 +111,10 @@ function Dropout:active()
   return false
 end
 
---- Drops elements in training; gives x itself in evaluation.
+--- Drops elements in training; returns x itself in evaluation.
 ---@param x ps.Tensor
----@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} where x is a part of a larger tensor: which
----  one, as in F.dropout
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} if x is a part of a larger tensor: which part,
+---  as in F.dropout
 ---@return ps.Tensor of x's shape
 function Dropout:forward(x, part)
   if not self:active() then return x end

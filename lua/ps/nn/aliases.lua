@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of modules that PyTorch has and that say in one call what others here say: lists, types, devices.
+-- Methods of modules for which PyTorch has one call and this engine another: lists, types, devices.
 
 -- The values of an iterator of names and values, as a list.
 local function values(next_one)
@@ -8,19 +8,19 @@ local function values(next_one)
   return list
 end
 
----@param Module ps.nn.Module the class, which gets them
+---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- The modules directly below, as a list.
+  --- The direct child modules, as a list.
   ---@return ps.nn.Module[]
   function Module:children() return values(self:named_children()) end
-  --- The module itself and all below, as a list.
+  --- The module itself and all modules in it, as a list.
   ---@return ps.nn.Module[]
   function Module:modules() return values(self:named_modules()) end
   --- All buffers, each once, in the order of named_buffers.
   ---@return ps.Tensor[]
   function Module:buffers() return values(self:named_buffers()) end
 
-  --- Sets whether backward computes gradients of the parameters, all of them: PyTorch's way to freeze a module.
+  --- Sets whether backward computes gradients of all parameters: PyTorch's way to freeze a module.
   ---@param on? boolean default true
   ---@return ps.nn.Module self
   function Module:requires_grad_(on)
@@ -44,7 +44,7 @@ return function(Module)
   ---@return ps.nn.Module self
   function Module:cpu() return self:to "cpu" end
   --- The same as module:to("cuda").
-  ---@param n? integer of several devices the one with this number, "cuda:n"
+  ---@param n? integer number of the device, "cuda:n"
   ---@return ps.nn.Module self
   function Module:cuda(n) return self:to(n and ("cuda:%d"):format(n) or "cuda") end
 end

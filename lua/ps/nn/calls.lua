@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names for the modules that were called, which events and tensors have by number.
+-- Names of the modules that were called. Events and tensors refer to modules by number.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 
---- The modules that were called, by number: path below the outermost module that was called, and class.
+--- The modules that were called, by number: their path from the outermost module that was called, and their class.
 ---@return table<integer, { path: string, class: string }>
 return function()
   local called, above, names = nn_module.called, {}, {}

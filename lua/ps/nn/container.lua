@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ModuleList and Sequential. Their items count from 0, as names and PyTorch do; list[-1] is the last. ipairs, pairs,
--- unpack, table.insert and table.remove know them (ps.lists). The operator # does not: LuaJIT asks no metatable for the
--- length of a table, so it is 0 of every list; list:size() is the number of modules.
+-- ModuleList and Sequential. Their items count from 0, as in names and in PyTorch; list[-1] is the last. ipairs, pairs,
+-- unpack, table.insert and table.remove work on them (ps.lists). The operator # does not: LuaJIT calls no metamethod
+-- for the length of a table, so it is 0 for every list. list:size() is the number of modules.
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local caller = require "ps.core.caller"
@@ -26,7 +26,7 @@ local function items_of(self)
   return items
 end
 
--- Registers these items, from 0, in the place of those there are.
+-- Registers these items, from 0, in place of the present ones.
 local function set_items(self, items)
   for i = 0, self.length - 1 do
     registry.remove(self, i)
@@ -36,16 +36,16 @@ local function set_items(self, items)
   self.length = #items
 end
 
--- The place of an index, which from -1 down counts from the end; `last` is the greatest place.
+-- The place of an index; indices from -1 down count from the end. `last` is the largest valid place.
 local function place(self, index, last, call)
   caller.whole(index, call .. ": the index")
   local at = index < 0 and self.length + index or index
   if at >= 0 and at <= last then return at end
-  error(("%s: there is no place %d in a list of %d modules, which count from 0; list:append(module) adds one"):format(
+  error(("%s: there is no index %d in a list of %d modules, which count from 0; list:append(module) adds one"):format(
     call, index, self.length))
 end
 
--- list[index] = value: another module in its place, one behind the last, or nil, which removes.
+-- list[index] = value: replaces a module, appends one, or removes one (nil).
 local function set(self, index, value)
   local call = ("%s[%s] = value"):format(self.class_name, tostring(index))
   if rawequal(value, nil) then return self:remove(index) end
@@ -55,7 +55,7 @@ local function set(self, index, value)
   if at == self.length then self.length = at + 1 end
 end
 
--- Makes the objects of a class lists: of ModuleList, and of each class that derives from it.
+-- Makes the objects of a class lists, for ModuleList and each class derived from it.
 nn_module.adapt(ModuleList, function(class)
   local instance = class.instance
   local assign = instance.__newindex
@@ -68,7 +68,7 @@ nn_module.adapt(ModuleList, function(class)
   end
   function instance.__newindex(self, key, value)
     if type(key) == "number" then return set(self, key, value) end
-    return assign(self, key, value)                        -- a tail call: it looks for the line that assigns
+    return assign(self, key, value)                        -- a tail call, because assign reads the line of its caller
   end
   instance.ps_list = { each = function(self) return self:each() end, size = function(self) return self.length end,
     get = function(self, i) return self._fields[i] end,
@@ -76,7 +76,7 @@ nn_module.adapt(ModuleList, function(class)
     remove = function(self, index) return self:remove(index) end }
 end)
 
--- The modules of a constructor's list; others are what came behind it.
+-- The modules of a constructor's list. `...`: surplus arguments.
 local function given_modules(call, modules, ...)
   if select("#", ...) > 0 or nn_module.is_module(modules) and not lists.is_list(modules) then
     error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
@@ -89,23 +89,24 @@ local function given_modules(call, modules, ...)
   if lists.is_list(modules) then return items_of(modules) end
   for key in pairs(modules) do
     if type(key) ~= "number" then
-      error(("%s takes a list of modules, and this one has the name '%s': give modules with names to a module's fields")
+      error(("%s takes a list of modules, but this one has the key '%s'; assign modules with names to a module's "
+        .. "fields")
         :format(call, tostring(key)))
     end
     n = math.max(n, key)
   end
   for i = 1, n do
     if not nn_module.is_module(modules[i]) then
-      error(("%s: number %d of its list is %s, not a module"):format(call, i, shown(modules[i])))
+      error(("%s: item %d of the list is %s, not a module"):format(call, i, shown(modules[i])))
     end
     list[i] = modules[i]
   end
   return list
 end
 
---- A list of modules, which count from 0; list[-1] is the last. `for i, module in ipairs(list) do` goes over them, i
---- from 0; list:size() is their number.
----@param modules? ps.nn.Module[] a plain Lua list, whose first module becomes number 0, or another nn.ModuleList
+--- A list of modules, which count from 0; list[-1] is the last. `for i, module in ipairs(list) do` iterates over them
+--- with i from 0; list:size() is their number.
+---@param modules? ps.nn.Module[] a plain Lua list, whose first module gets number 0, or another nn.ModuleList
 ---@param ... any refused
 function ModuleList:init(modules, ...)
   self:extend(given_modules("nn." .. self.class_name, modules, ...))
@@ -129,8 +130,8 @@ function ModuleList:extend(modules)
   return self
 end
 
---- Puts a module before that of a number; the modules from there on get the next numbers.
----@param index integer from 0; the number of modules: at the end
+--- Inserts a module before the module at `index`. The modules from there on move up by one.
+---@param index integer from 0; the number of modules appends
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
 function ModuleList:insert(index, module)
@@ -143,7 +144,7 @@ function ModuleList:insert(index, module)
   return self
 end
 
---- Takes a module out; the modules behind it get the numbers before theirs.
+--- Removes a module and returns it. The modules after it move down by one.
 ---@param index? integer default -1, the last
 ---@return ps.nn.Module module
 function ModuleList:remove(index)
@@ -153,7 +154,7 @@ function ModuleList:remove(index)
   return module
 end
 
---- Whether Module:recompute_blocks takes an element for a block: always.
+--- Whether Module:recompute_blocks treats an element as a block: always.
 ---@return boolean
 function ModuleList:holds_blocks() return true end
 
@@ -183,14 +184,14 @@ function Sequential:init(...)
   for i = 1, select("#", ...) do
     local module = select(i, ...)
     if not nn_module.is_module(module) then
-      error(("nn.%s takes modules, %s(a, b): number %d is %s"):format(self.class_name, self.class_name, i,
+      error(("nn.%s takes modules, %s(a, b), but argument %d is %s"):format(self.class_name, self.class_name, i,
         shown(module)))
     end
     self:append(module)
   end
 end
 
---- Whether Module:recompute_blocks takes an element for a block: one that has modules of its own.
+--- Whether Module:recompute_blocks treats an element as a block: if it contains modules.
 ---@param element ps.nn.Module
 ---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models that are made without data, and get it later, each process only what it holds:
+-- Models that are made without data and get it later. Each process gets only the data of its own tensors:
 --
 --   local model = ps.deferred(function() return gpt2.new("gpt2-xl") end)       -- on meta: names and shapes
 --   ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 1 (stage 1)" end })
 --
--- While the function runs, each op on meta is noted: its attributes, which have seed and offset of random numbers, and
--- its tensors. The offsets of random numbers (Philox) advance as they would with data. ps.materialize runs the ops
--- again that a parameter's bytes came from, so they are the bits that the function makes with data. An op that cannot
--- be run again is an error that names the parameter. The idea is that of torchdistx's deferred_init.
+-- While the function runs, each op on meta is recorded: its attributes, which contain seed and offset of random
+-- numbers, and its tensors. The offsets of random numbers (Philox) advance as with data. ps.materialize repeats the ops
+-- that computed a parameter's bytes, so the bits are those that the function would make with data. An op that cannot be
+-- repeated is an error that names the parameter. The idea is that of torchdistx's deferred_init.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
@@ -26,7 +26,7 @@ local error = caller.error
 
 local deferred = {}
 
--- Compiled code keeps closures that it met, and those of a record hold the model's tensors. What runs here is short.
+-- Compiled code would keep closures, and those of a record hold the model's tensors. The code here runs only briefly.
 jit.off(true, true)
 
 local META = native.device_index "meta"
@@ -36,37 +36,37 @@ local address = nn_module.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
--- Another Lua object for a tensor's header, which it retains.
+-- A second Lua object for a tensor's header, which it retains.
 local function held(t)
   C.ps_tensor_retain(t)
   return own(ffi.cast("ps_tensor *", t))
 end
 
--- -- noting ---------------------------------------------------------------------------------------------------------
--- The record of all that was done on meta, in order. A node is an op, or another way in which a tensor gets values
--- (`run`). All headers are held, so that no address is used twice.
+-- -- recording ------------------------------------------------------------------------------------------------------
+-- The record of everything done on meta, in order. A node is an op, or another source of a tensor's values (`run`). All
+-- headers are held, so that no address is used twice.
 ---@class ps.deferred.Record
 ---@field nodes table[]
----@field maker table<integer, table> by a header's address: the node that made it; EMPTY: it was made without values
+---@field maker table<integer, table> by a header's address: the node that made it; EMPTY: made without values
 ---@field storage table<integer, integer> by a header's address: the address of its storage when it was on meta
 ---@field writers table<integer, table[]> by a storage's address: the nodes that wrote into it
----@field versions table<integer, integer> by a storage's address: its version after the last write that was noted
+---@field versions table<integer, integer> by a storage's address: its version after the last recorded write
 ---@field whole table<integer, ps.Tensor> by the address of a shard's header: the whole tensor's
 local Record = {}
 Record.__index = Record
 
-local EMPTY = {}                                  -- the maker of a tensor without values
+local EMPTY = {}                                  -- the maker of tensors without values
 
 local function new_record()
   return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {}, whole = {} },
     Record)
 end
 
--- A function that raises an error if a tensor has been written to since now.
+-- A function that raises an error if the tensor was written to after this call.
 local function unchanged(t)
   local version = C.ps_tensor_version(t)
   return function()
-    if C.ps_tensor_version(t) ~= version then error("a tensor that it is a copy of has changed since", 0) end
+    if C.ps_tensor_version(t) ~= version then error("the tensor from which it was copied has changed since", 0) end
   end
 end
 
@@ -80,16 +80,16 @@ function Record:wrote(storage, node)
   table.insert(self.writers[storage], node)
 end
 
--- Called when an op with the input t has run: notes the op if it wrote into t's storage.
+-- Called after an op with the input t. Records the op as a writer if it wrote into t's storage.
 function Record:touched(node, t)
   local storage, version = storage_of(t), C.ps_tensor_version(t)
   local before = node.before[storage]
   if version == before then return end
-  if self.versions[storage] == before then self.versions[storage] = version end    -- else a write was not noted
+  if self.versions[storage] == before then self.versions[storage] = version end    -- else a write was not recorded
   self:wrote(storage, node)
 end
 
--- Notes the node that made a header, or EMPTY.
+-- Records the node that made a header, or EMPTY.
 function Record:makes(header, node)
   local storage = storage_of(header)
   self.maker[address(header)], self.storage[address(header)] = node, storage
@@ -99,7 +99,7 @@ end
 --- Called before an op runs (E.recorder).
 ---@return table node
 function Record:begin(op, n_in, ins, attrs, nbytes)
-  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua collects anything
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua's next collection
   local node = { op = op, n_in = n_in, ins = {}, attrs = ffi.string(attrs, nbytes), nbytes = nbytes, before = {} }
   for i = 0, n_in - 1 do
     if ins[i] ~= nil then
@@ -110,7 +110,7 @@ function Record:begin(op, n_in, ins, attrs, nbytes)
   return node
 end
 
---- Called when the op has run. Ops whose results have data are not noted.
+--- Called after the op. Ops whose results have data are not recorded.
 function Record:finish(node, results)
   node.outs = {}
   for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
@@ -124,14 +124,14 @@ function Record:finish(node, results)
   end
 end
 
---- Called when a tensor was made without values.
+--- Called after a tensor was made without values.
 function Record:empty(t)
   if t.device_ ~= META then return end
   self:makes(t, EMPTY)
   self.held[#self.held + 1] = held(t)
 end
 
---- Called when `to` was made: a copy of `from` to meta, or another header of the same bytes on meta.
+--- Called after `to` was made: a copy of `from` on meta, or another header of the same bytes on meta.
 function Record:copied(from, to)
   if to.device_ ~= META then return end
   from = held(from)
@@ -151,7 +151,7 @@ function Record:copied(from, to)
   self:makes(to, node)
 end
 
--- Notes that all values of t come from a file, or from a table of tensors.
+-- Records that all values of t are read from a file, or from a table of tensors.
 function Record:loads(t, state, name)
   local node = { ins = { [0] = held(t) }, n_in = 1, outs = {}, whole = true }
   local path, own_name, open = deferred.origin(state, name)
@@ -174,20 +174,20 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- The file that has a tensor of an open state, and the tensor's name there; nil: the state is a table of tensors.
+--- The file and the name there of a tensor in an open state; nil: the state is a table of tensors.
 ---@param state table
 ---@param name string
 ---@return string? path
 ---@return string? name
----@return function? open gives the open file; absent: ps.load opens it
+---@return function? open returns the open file; absent: ps.load opens it
 function deferred.origin(state, name)
   if not state.read_into then return nil end
   if state.origin then return state:origin(name) end
   return state.path, name
 end
 
--- -- running again --------------------------------------------------------------------------------------------------
--- The nodes from which the values of t came, in the order in which they ran.
+-- -- repeating ------------------------------------------------------------------------------------------------------
+-- The nodes that computed the values of t, in the order in which they ran.
 local function nodes_for(record, t)
   local chosen, seen, list = {}, {}, {}
   local need_header
@@ -201,10 +201,10 @@ local function nodes_for(record, t)
     local maker, storage = record.maker[at], record.storage[at]
     if seen[at] or not maker and header.device_ ~= META then return end
     seen[at] = true
-    if not maker then error("it was made in a way that cannot be run again", 0) end
+    if not maker then error("it was made in a way that cannot be repeated", 0) end
     if maker ~= EMPTY then include(maker) end
     if header.device_ == META and C.ps_tensor_version(header) ~= record.versions[storage] then
-      error("it was written in a way that cannot be run again", 0)
+      error("it was written in a way that cannot be repeated", 0)
     end
     local writers, from = record.writers[storage] or {}, 1
     for i, node in ipairs(writers) do if node.whole then from = i end end           -- it overwrote all earlier writes
@@ -215,8 +215,8 @@ local function nodes_for(record, t)
   return list
 end
 
--- The tensor with data that stands for a header. Where there is none yet, an empty one is made. A noted header is not
--- used itself: it may have got values meanwhile, from which the other tensors were not computed.
+-- The tensor with data for a header. If there is none yet, an empty one is made. The recorded header itself is not
+-- used: it may have got values in the meantime, while the other tensors were computed from its old ones.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -241,21 +241,21 @@ local function run_node(record, env, node, device, files)
   for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
 end
 
--- The values of a tensor on a device, which the nodes of `list` made.
+-- The values of a tensor on a device, computed by the nodes of `list`.
 local function compute(record, list, env, t, device, files)
   for _, node in ipairs(list) do run_node(record, env, node, device, files) end
   return real(record, env, t, device)
 end
 
--- Ops that fill a tensor in place, by number: the bytes of their attributes, and whether these have the number of the
--- first element's random number, `offset`. Element i then gets number offset + i.
+-- Ops that fill a tensor in place, by number: the type of their attributes, and whether these have the number of the
+-- first element's random number, `offset`. Element i gets number offset + i.
 local FILLS = {
   [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
   [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
   [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
 }
 
--- Whether a tensor's values come from fills of all of it alone, which can make a part of it without the rest.
+-- Whether a tensor's values come only from fills of the whole tensor. Then a part can be filled without the rest.
 local function is_filled(record, list, t)
   if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
   for _, node in ipairs(list) do
@@ -264,7 +264,7 @@ local function is_filled(record, list, t)
   return true
 end
 
--- Fills `numel` elements of t, from element `at` on, which are those from `first` on in the whole tensor.
+-- Fills `numel` elements of t, from element `at` on. They are the elements from `first` on of the whole tensor.
 local function fill_run(t, at, numel, node, first)
   local how, ins = FILLS[node.op], pointer_array(1)
   local attributes = how.attributes()
@@ -278,8 +278,8 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- The same values of a shard alone, by the fills that make the whole tensor. They are many where the cut goes through
--- its rows.
+-- The values of only a shard, by the fills that make the whole tensor. If the cut divides rows, each row is filled by
+-- itself.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   if not devices.computes then return t end                             -- a dry run of a script has no values
@@ -299,7 +299,7 @@ local function fill_shard(list, whole, desc, device)
   return t
 end
 
--- The same from a file, of which the rest is not read. node: the load of the whole tensor.
+-- The values of only a shard from a file, without reading the rest. node: the load of the whole tensor.
 local function read_shard(node, whole, desc, device, files)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   for _, piece in ipairs(shard.pieces(desc)) do
@@ -308,7 +308,7 @@ local function read_shard(node, whole, desc, device, files)
   return t
 end
 
--- Gives t its values on a device. Where t stands for a shard of another tensor, it gets the shard's values.
+-- Gives t its values on a device. If t is a shard of another tensor, it gets the shard's values.
 local function fill(record, t, device, files)
   local whole, desc = record.whole[address(t)], nil
   if whole then desc = shard.of(t) else whole = t end
@@ -323,16 +323,16 @@ local function fill(record, t, device, files)
     end
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
     native.check(C.ps_tensor_set_data(t, value:keep()))
-    for _, made in pairs(env) do native.give_back(made) end     -- now, so that the bytes are t's alone
+    for _, made in pairs(env) do native.give_back(made) end     -- now, so that only t holds the bytes
     if desc then native.give_back(value) end
   end)
 end
 
 -- -- models ---------------------------------------------------------------------------------------------------------
 local records = setmetatable({}, { __mode = "k" })          -- of models: {record, device}
-local absent = setmetatable({}, { __mode = "k" })           -- parameters that lie elsewhere: tensor -> text
+local absent = setmetatable({}, { __mode = "k" })           -- parameters on other processes: tensor -> text
 
--- An op failed: gives the reason, if it is an input that lies elsewhere.
+-- When an op fails: returns the reason, if an input is on another process.
 hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
@@ -341,18 +341,17 @@ hooks.on("op_failed", function(n_in, ins)
   end
 end)
 
--- Nobody loads values here into a tensor that lies elsewhere.
+-- Values of a tensor that is on another process are not loaded here.
 hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
 
---- Runs a function that makes a model, without data. Tensors lie on meta where the function names no device, and random
---- numbers advance as they would with data. ps.materialize gives the model its values, the bits that fn() makes with
---- data.
+--- Runs a function that makes a model, without data. Tensors are on meta unless the function names a device, and random
+--- numbers advance as with data. ps.materialize gives the model its values, the bits that fn() would make with data.
 ---@param fn fun(...): ps.nn.Module
 ---@param ... any for fn
 ---@return ps.nn.Module model
 function deferred.make(fn, ...)
   caller.callable(fn, "ps.deferred")
-  if native.recorder then error("ps.deferred inside of ps.deferred") end
+  if native.recorder then error("ps.deferred cannot be called inside ps.deferred") end
   local record = new_record()
   local device = create.set_default_device("meta")
   local off = hooks.on("load", function(t, state, name)
@@ -366,7 +365,7 @@ function deferred.make(fn, ...)
   off()
   create.set_default_device(device)
   if not ok then error(model, 0) end
-  if not nn_module.is_module(model) then error("ps.deferred: the function gave a " .. type(model) .. ", no module") end
+  if not nn_module.is_module(model) then error("ps.deferred: it returned a " .. type(model) .. ", not a module") end
   records[model] = { record = record, device = device }
   return model
 end
@@ -394,12 +393,12 @@ local function tensors_of(model)
   return list
 end
 
--- Gives a tensor of the model its values, or an error that names it.
+-- Gives a tensor of the model its values. An error names the tensor.
 local function give_values(record, entry, device, files)
   local ok, why = pcall(fill, record, entry.tensor, device, files)
   if not ok then
     if getmetatable(why) ~= native.Error then
-      error(("ps.materialize: %s: %s; make it on a device that has data, { device = \"cpu\" }, or in the model's "
+      error(("ps.materialize: %s: %s; make it on a device with data, { device = \"cpu\" }, or in the model's "
         .. "forward"):format(entry.name, tostring(why)), 0)
     end
     why.msg = ("%s: %s"):format(entry.name, why.msg)
@@ -408,17 +407,17 @@ local function give_values(record, entry, device, files)
   if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
 end
 
---- Makes a parameter that is a shard of one of the model's parameters, and is to take its place in the modules.
---- ps.materialize gives it the shard's values, those of the whole parameter.
----@param model ps.nn.Module which ps.deferred made
+--- Makes a parameter that is a shard of one of the model's parameters and will replace it in the modules.
+--- ps.materialize gives it the shard's values, a part of the whole parameter's.
+---@param model ps.nn.Module made by ps.deferred
 ---@param parameter ps.Tensor without values yet
 ---@param desc ps.nn.Shard
 ---@return ps.Tensor
 function deferred.cut(model, parameter, desc)
   local record = records[model] and records[model].record
   if not record or parameter.device_ ~= META then
-    error("a parameter is cut while it has no values, and this one of a " .. model.class_name .. " has: make the model "
-      .. "within the function, model_func = function() return MODEL_CLASS(...) end, and name no device there", 0)
+    error("a parameter can be cut only before it has values, and this one of a " .. model.class_name .. " has values: "
+      .. "make the model within the function, model_func = function() return MODEL_CLASS(...) end, without a device", 0)
   end
   local part = create.empty(shard.shape(desc), { dtype = parameter:dtype(), device = "meta" })
   nn_module.Parameter(part)
@@ -427,27 +426,27 @@ function deferred.cut(model, parameter, desc)
   return shard.set(part, desc)
 end
 
--- Drops the bytes here of a tensor that lies elsewhere.
+-- Frees the bytes here of a tensor that is on another process.
 local function leave(t)
   if t.device_ == META then return end
   native.check(C.ps_tensor_set_data(t, create.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
---- Drops the bytes here of a parameter that lies elsewhere, and keeps its shape and type.
+--- Frees the bytes here of a parameter that is on another process, and keeps its shape and type.
 ---@param parameter ps.Tensor
----@param text string for the error of using it: what it is and where it lies
+---@param text string for the error when it is used: what it is, and where its values are
 function deferred.leave(parameter, text)
   absent[parameter] = text
   leave(parameter)
 end
 
---- Gives a model that ps.deferred made its values, one tensor after the other. With the option `elsewhere` some tensors
---- get none: that function is called with each tensor's name (of a tied tensor, the first one) and the tensor. Where it
---- returns nil or false, the tensor gets values. Else it returns a text that says where the values lie, such as
---- "rank 1 (stage 1)": the tensor has its shape and type alone, and the error of using it has that text.
+--- Gives a model that ps.deferred made its values, one tensor after the other. The option `elsewhere` is called with
+--- each tensor's name (for a tied tensor, the first one) and the tensor. If it returns nil or false, the tensor gets
+--- values. Else it returns a text that says where the values are, such as "rank 1 (stage 1)": the tensor gets none, and
+--- keeps only its shape and type. The error of using it contains that text.
 ---@param model ps.nn.Module
 ---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
----  that of new tensors when ps.deferred was called
+---  that of new tensors at the time of ps.deferred
 ---@return ps.nn.Module model
 function deferred.materialize(model, options)
   options = caller.options(options, "ps.materialize", OPTIONS)
@@ -458,7 +457,7 @@ function deferred.materialize(model, options)
     for _, entry in ipairs(tensors_of(model)) do
       local name, t = entry.name, entry.tensor
       local where = options.elsewhere and options.elsewhere(name, t)
-      absent[t] = where and ("%s lies on %s; here are its shape and type alone"):format(name, where) or nil
+      absent[t] = where and ("%s is on %s; only its shape and type are known here"):format(name, where) or nil
       if where then
         left = true
         leave(t)

@@ -13,29 +13,29 @@ local init = require "ps.nn.weights"
 local Embedding = nn_module.class("Embedding")
 Embedding.unscoped = true
 
-local META = native.device_index "meta"                        -- a table there has no rows to send
+local META = native.device_index "meta"                        -- a table on meta has no rows to send
 local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
 --- A table of vectors, looked up by integer.
 ---@param rows integer V, the number of vectors
 ---@param width integer C, the size of each
----@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std of the normal start,
----  default 1; padding_idx: a row that begins as zeros and gets no gradient from lookups
+---@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std of the initial values,
+---  default 1; padding_idx: a row that starts as zeros and gets no gradient from lookups
 function Embedding:init(rows, width, options)
   options = caller.options(options, "nn.Embedding", OPTIONS)
   caller.whole(rows, "nn.Embedding: the number of rows")
   caller.whole(width, "nn.Embedding: the width")
   self.rows, self.width, self.padding_idx = rows, width, options.padding_idx
   if self.padding_idx and not (self.padding_idx >= 0 and self.padding_idx < rows) then
-    caller.error(("nn.Embedding: padding_idx = %.14g is none of its %.14g rows"):format(self.padding_idx, rows))
+    caller.error(("nn.Embedding: padding_idx is %.14g, but the rows are 0 to %.14g - 1"):format(self.padding_idx, rows))
   end
   local where = { dtype = options.dtype, device = options.device }
   self:param("weight", init.normal_(create.empty({ rows, width }, where), 0, options.std or 1))
   if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
---- The vectors at some indices. The table may lie on another device than the indices: it is looked up there, and the
---- vectors come to the indices' device.
+--- The vectors at some indices. If the table is on another device than the indices, it is looked up on its device, and
+--- the vectors are copied to the indices' device.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)

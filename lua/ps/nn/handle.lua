@@ -1,20 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The model that ps.initialize returns. It is a handle: a table that holds the engine under a key which no script can
--- name, so that a field of the module never changes the engine, and a field of the engine never hides the module's.
--- Engine.PUBLIC lists the handle's own names; every other name is read from the module and written to it. Files of the
--- program pass the engine itself, and get it from a script's model by handle.of.
+-- The model that ps.initialize returns. It is a handle: a table that holds the engine under a key that no script can
+-- name, so a field of the module never changes the engine, and a field of the engine never hides the module's.
+-- Engine.PUBLIC lists the handle's own names; every other name is read from the module and written to it. The library
+-- passes the engine itself, and gets it from a script's model with handle.of.
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
 
 local handle = {}
 
 local ENGINE = {}                                             -- the key
-local engines = setmetatable({}, { __mode = "kv" })           -- every engine, by itself
-local originals = setmetatable({}, { __mode = "k" })          -- the module's function, by the handle's wrapper of it
+local engines = setmetatable({}, { __mode = "kv" })           -- engine -> the same engine
+local originals = setmetatable({}, { __mode = "k" })          -- the handle's wrapper -> the module's function
 
 --- The engine of a model.
 ---@param model any
----@return ps.Engine? engine nil: this is neither a model of ps.initialize nor an engine
+---@return ps.Engine? engine nil: `model` is neither a model of ps.initialize nor an engine
 function handle.of(model)
   if type(model) ~= "table" then return nil end
   return rawget(model, ENGINE) or engines[model]
@@ -22,14 +22,14 @@ end
 
 --- The engine of the model that a method was called on.
 ---@param model any
----@param name string the method's
+---@param name string the method's name
 ---@return ps.Engine
 function handle.own(model, name)
   return handle.of(model) or caller.error(("%s is a method of a model that ps.initialize made, not of a %s: write "
     .. "model:%s(...)"):format(name, type(model), name))
 end
 
---- The module of a model; a module is its own.
+--- The module of a model; for a module, the module itself.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.nn.Module
 function handle.module(model)
@@ -37,18 +37,18 @@ function handle.module(model)
   return engine and engine.module or model
 end
 
---- The module's function that a handle's wrapper calls; another function is its own.
+--- The module's function that a handle's wrapper calls; any other function is returned as it is.
 ---@param fn function
 ---@return function
 function handle.original(fn) return originals[fn] or fn end
 
--- Gives results of a method of the module. A method that returns its module returns the model.
+-- Returns the results of a module's method. A method that returns its module returns the model.
 local function returned(self, first, ...)
   if first ~= nil and rawequal(first, rawget(self, ENGINE).module) then return self, ... end
   return first, ...
 end
 
--- A function of the module, found by way of the handle: a call on the handle is one on the module.
+-- Wraps a function of the module: a call on the handle becomes a call on the module.
 local function bound(self, fn)
   local engine = rawget(self, ENGINE)
   local wrapper = engine.bound[fn]
@@ -61,7 +61,7 @@ local function bound(self, fn)
   return wrapper
 end
 
--- The handle's own value of a name; nil: the module has the name.
+-- The handle's own value of a name; nil: the name is the module's.
 local function own_value(self, methods, key)
   local engine = rawget(self, ENGINE)
   if key == "module" then return engine.module end
@@ -86,7 +86,8 @@ function handle.instance(methods, call)
     end,
     __newindex = function(self, key, value)
       if own_value(self, methods, key) ~= nil then
-        caller.error(("model.%s is the engine's; what the module has by this name is model.module.%s"):format(key, key))
+        caller.error(("model.%s belongs to the engine; the module's field of this name is model.module.%s"):format(key,
+          key))
       end
       rawget(self, ENGINE).module[key] = value
     end,

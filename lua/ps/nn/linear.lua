@@ -35,7 +35,7 @@ function Linear:init(inputs, outputs, options)
   self:param("bias", std and init.zeros_(bias) or init.uniform_(bias, -bound, bound))
 end
 
---- x weight^T + bias, plus a residual that is added while the product is written.
+--- x weight^T + bias, plus a residual that is added as the product is written.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -70,7 +70,7 @@ function Conv1D:init(inputs, outputs, options)
   self:param("bias", create.zeros({ outputs }, where))
 end
 
---- x weight + bias, plus a residual that is added while the product is written.
+--- x weight + bias, plus a residual that is added as the product is written.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -88,7 +88,7 @@ LMHead.unscoped = true
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
 
 --- The head of a language model: logits over a vocabulary, or their loss. Its weight is normal with deviation `std`.
---- With `tied` it is that of a table of tokens, and stays the table's parameter.
+--- With `tied` the weight is that of a table of tokens, and remains the table's parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std default 0.02
@@ -98,7 +98,7 @@ function LMHead:init(width, words, options)
   caller.whole(words, "nn.LMHead: the number of words")
   self.inputs, self.outputs = width, words
   if options.tied then
-    rawset(self, "tied", options.tied)               -- not a module of this one: the parameter has one name
+    rawset(self, "tied", options.tied)               -- not registered as a child, so that the parameter has one name
     return
   end
   local weight = create.empty({ words, width }, { dtype = options.dtype, device = options.device })
@@ -113,7 +113,7 @@ local function weight_of(head) return (rawget(head, "tied") or head).weight end
 ---@return ps.Tensor [..., V]
 function LMHead:forward(x) return native.ops.linear(x, weight_of(self), nil, nil, 1) end
 
---- The mean cross entropy of the logits, computed without ever holding all of them.
+--- The mean cross entropy of the logits, computed without holding all of them at once.
 ---@param x ps.Tensor [..., C]
 ---@param targets ps.Tensor integers [...]; -100: ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.lm_loss's

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The plan of load_state_dict: which tensor of a state goes to which tensor of a module, and what does not fit.
+-- The plan of load_state_dict: which tensor of a state is read into which tensor of a module, and what does not match.
 local sharded = require "ps.nn.sharded"
 local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
@@ -8,7 +8,7 @@ local shard = require "ps.tensor.shard"
 
 local load_plan = {}
 
---- The first five names of a list, and how many more there are.
+--- The first five names of a list, and the number of others.
 ---@param list string[]
 ---@return string
 function load_plan.some(list)
@@ -18,23 +18,25 @@ function load_plan.some(list)
   return table.concat(shown, ", ")
 end
 
--- Notes whether a state has whole tensors or a rank's own shards (ps.nn.sharded), the names of the first of each: a
--- state has one kind. What says of itself that it is whole has no shards.
+-- Notes the first whole tensor and the first shard of a rank (ps.nn.sharded) in a state, which must not have both. A
+-- state that is marked as whole has no shards.
 local function fits(shape, tensor, name, kinds, is_whole)
   local kind = sharded.fit(shape, tensor)
   if kind == "own" and is_whole then return false end
   if kind and not rectangles.same(sharded.shape(tensor), tensor:shape()) then
     kinds[kind] = kinds[kind] or name
     if kinds.own and kinds.whole then
-      error(("load_state_dict: the state has the whole tensor '%s', and of '%s' a rank's part alone"):format(
+      error(("load_state_dict: the state has the whole tensor '%s', but only a rank's part of '%s'; use a state of "
+        .. "whole "
+        .. "tensors, or one of parts"):format(
         kinds.whole, kinds.own), 0)
     end
   end
   return kind ~= nil
 end
 
--- The names of entries without a source. A source that has no tensor of another process is this process's own, and need
--- not have theirs.
+-- The names of entries without a source. If a source has no tensor of another process, it is this process's own state,
+-- and other processes' tensors are not missing.
 local function missing_of(entries, elsewhere)
   local missing, absent = {}, {}
   local own = true
@@ -49,8 +51,8 @@ local function missing_of(entries, elsewhere)
   return missing
 end
 
---- Plans a load: entries {tensor =, name =, from = source name or nil}, one a distinct tensor, and lists of what is
---- missing, unexpected and of another shape. A tied tensor takes the first of its names that the source has.
+--- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one for each distinct tensor, and the
+--- lists of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source.
 ---@param self ps.nn.Module
 ---@param source table<string, boolean> the names that the state has
 ---@param shape_of fun(name: string): integer[]

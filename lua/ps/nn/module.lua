@@ -9,11 +9,10 @@
 --   function Net:forward(x) return self.fc(x) * self.scale end
 --   local net = Net(64); local y = net(x)
 --
--- Calling a module runs :forward inside a scope: temporaries that neither the result nor the tape needs are dropped
--- when it returns. If a class's forward makes no temporaries, `Class.unscoped = true` leaves the scope out.
--- Names and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own
--- tensors come before those of its modules. A tied tensor is listed once, under its first name. Modules keep no
--- activations.
+-- Calling a module runs :forward inside a scope: when it returns, temporaries that neither the result nor the tape
+-- needs are freed. If a class's forward makes no temporaries, `Class.unscoped = true` omits the scope. Names and their
+-- order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own tensors come before
+-- those of its modules. A tied tensor is listed once, under its first name. Modules keep no activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -32,9 +31,9 @@ local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
--- changes: how often a parameter or module was registered, or made anew. optimizers: those of ps.optim that live, each
--- with `trained` (address -> true). updated: by address of a parameter that an engine updates: {engine, name}, which
--- the engine keeps.
+-- changes: number of registrations and replacements of parameters and modules so far. optimizers: the live optimizers
+-- of ps.optim, each with `trained` (address -> true). updated: by address of a parameter that an engine updates:
+-- {engine, name}, which the engine keeps alive.
 local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
@@ -44,8 +43,8 @@ local made_by_parameter = setmetatable({}, { __mode = "k" })
 ---@field recomputes boolean? calls are recomputed in backward
 ---@field package _names any[] registered names, in order
 ---@field package _kind table<any, string> "module", "param" or "buffer"
----@field package _fields table<any, any> what is registered, and all else that was assigned: not in the object itself,
----  so that each assignment is seen
+---@field package _fields table<any, any> registered values and all other assigned values; the object itself stays
+---  empty, so that each assignment calls __newindex
 local Module = foreign.stand({ class_name = "Module" }, "module")
 
 local is_tensor, walk, address = scope.is_tensor, registry.walk, registry.address
@@ -58,14 +57,14 @@ local function is_module(value)
   return meta and meta.ps_module or false
 end
 
--- level: of the function whose assignment registers the value; nil: a call registers it.
+-- level: of the function whose assignment registers the value; nil: a method registers it.
 local function register(self, name, kind, value, level)
   registry.add(self, name, kind, value, level and level + 1)
   exports.changes = exports.changes + 1
 end
 
--- self.name = value, with PyTorch's rules: a module or parameter registers itself, nil removes, and what is registered
--- takes only its like.
+-- self.name = value, with PyTorch's rules: a module or parameter registers itself, nil removes, and a registered name
+-- accepts only values of its kind.
 local function assign(self, name, value)
   local kind = self._kind[name]
   if rawequal(value, nil) then
@@ -75,15 +74,15 @@ local function assign(self, name, value)
   elseif is_tensor(value) and made_by_parameter[value] then
     register(self, name, "param", value, 2)
   elseif kind == "param" then
-    error(("%s.%s is a parameter, and a %s that took its place would not be trained: write into it with "
+    error(("%s.%s is a parameter, and a %s in its place would not be trained: write into it with "
       .. "ps.no_grad(function() module.%s:copy_(value) end), or assign ps.nn.Parameter(tensor), or nil to remove it")
       :format(self.class_name, tostring(name), is_tensor(value) and "tensor" or type(value), tostring(name)))
   elseif kind == "module" then
-    error(("%s.%s is a module; it takes another one, or nil, not a %s"):format(self.class_name, tostring(name),
+    error(("%s.%s is a module; assign another module, or nil, not a %s"):format(self.class_name, tostring(name),
       is_tensor(value) and "tensor" or type(value)))
   elseif kind == "buffer" then
     if not is_tensor(value) then
-      error(("%s.%s is a buffer; it takes a tensor, or nil, not a %s"):format(self.class_name, tostring(name),
+      error(("%s.%s is a buffer; assign a tensor, or nil, not a %s"):format(self.class_name, tostring(name),
         type(value)))
     end
     value:keep()
@@ -91,10 +90,10 @@ local function assign(self, name, value)
   self._fields[name] = value
 end
 
--- Modules that were called, by the number that the record of events has for them (C.ps_module_enter).
+-- Modules that were called, by their number in the record of events (C.ps_module_enter).
 local called, last_number, called_at = setmetatable({}, { __mode = "v" }), 0, {}
 exports.called = called
-exports.called_at = called_at                      -- by number: the script's line that called it first
+exports.called_at = called_at                      -- by number: the script's line of the first call
 
 local function number(self)
   last_number = last_number + 1
@@ -123,11 +122,11 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- An error leaves the modules that it came through entered, and a scope's end leaves those that were entered in it. So
--- the outermost call, within which all others are, has a scope around it.
+-- An error does not leave the modules that it passes through. A scope's end leaves those entered in it, so the
+-- outermost call, which contains all others, has a scope around it.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
--- How a module is called, for the error of an argument too many; what to write instead.
+-- The name of a module's call and a hint, for the error about a surplus argument.
 local function input_names(self)
   local names = {}
   for name in pairs(self.split_inputs or {}) do names[#names + 1] = name .. " =" end
@@ -135,8 +134,8 @@ local function input_names(self)
   return self.class_name, names[1] and ("; other inputs go by name: model { %s }"):format(table.concat(names, ", "))
 end
 
--- A class may have a function outermost(self, run, ...), which is called in the place of a call from outside of all
--- modules; run(self, ...) is that call.
+-- A class may have a function outermost(self, run, ...). It replaces a call from outside all modules; run(self, ...) is
+-- that call.
 local function call(self, ...)
   exact.arguments(self.forward, input_names, self, ...)
   if C.ps_module_now() ~= 0 then return entered(self, ...) end
@@ -149,13 +148,13 @@ local function class_name(class) return class.class_name end
 
 local function construct(class, ...)
   if type(class) ~= "table" or not rawget(class, "instance") then
-    error("new is a class's: Class:new(...) or Class(...), not of a " .. type(class))
+    error("new is a method of a class: call Class:new(...) or Class(...), not new of a " .. type(class))
   end
   exact.arguments(class.init, class_name, class, ...)
   local object = setmetatable({ _names = {}, _kind = {}, _fields = {}, training = true }, class.instance)
   registry.made(object)
   object:init(...)
-  local made = class.instance.ps_made                         -- of a class that wants to know
+  local made = class.instance.ps_made                         -- optional, called for each new object
   if made then made(object) end
   return object
 end
@@ -171,7 +170,7 @@ local function show(self, indent)
   return ("%s(%s\n%s\n%s)"):format(self.class_name, extra, table.concat(lines, "\n"), indent)
 end
 
-local adapters = {}                                -- by class: what makes its objects other than a module's
+local adapters = {}                                -- by class: functions that change the metatable of its objects
 
 function exports.adapt(made, adapter)
   adapters[made] = adapter
@@ -185,7 +184,7 @@ end
 local function class(name, base)
   caller.typed(name, "string", "nn.class: the name")
   if base ~= nil and (type(base) ~= "table" or base ~= Module and not rawget(base, "instance")) then
-    error("nn.class: what it derives from is a " .. type(base) .. "; it takes a class")
+    error("nn.class: the base class is a " .. type(base) .. ", not a class")
   end
   local self = setmetatable({ class_name = name }, { __index = base or Module, __call = construct })
   local function index(object, key)
@@ -210,12 +209,12 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
---- Runs when the module is called. A class defines its own.
+--- Runs when the module is called. Each class defines its own.
 function Module:forward()
   error(self.class_name .. " has no forward method")
 end
 
---- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and registers where it is assigned.
+--- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and is registered when it is assigned.
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 local function Parameter(tensor)
@@ -261,7 +260,7 @@ function Module:buffer(name, tensor)
   return tensor
 end
 
--- Refuses modules and parameters in plain tables. Looks again only when something was registered since.
+-- Refuses modules and parameters in plain tables. Checks again only after new registrations.
 local function check_owned(self)
   if rawget(self, "_checked") == exports.changes then return end
   local function check(module, path)
@@ -269,7 +268,7 @@ local function check_owned(self)
     if key ~= nil then
       local field = (path == "" and "" or path .. ".") .. tostring(key)
       error(("%s.%s%s is a %s in a plain Lua table, where it is neither trained nor saved. Assign ps.nn.ModuleList "
-        .. "{ ... }, or a field for each (of a parameter module:param); rawset(module, \"%s\", table) keeps it out on "
+        .. "{ ... }, or one field each (module:param for a parameter); rawset(module, \"%s\", table) excludes it on "
         .. "purpose"):format(self.class_name, field, place, is_module(found) and found.class_name or "parameter",
         tostring(key)))
     end
@@ -279,7 +278,7 @@ local function check_owned(self)
   rawset(self, "_checked", exports.changes)
 end
 
--- Lists {name =, tensor =} of one kind (or of both when kind is nil), tied tensors once.
+-- Lists {name =, tensor =} of one kind, or of both if kind is nil. Tied tensors are listed once.
 local function tensors_of(self, kind)
   check_owned(self)
   local list, seen = {}, {}
@@ -300,8 +299,8 @@ local function iterate(list)
   end
 end
 
---- `for name, tensor in model:named_parameters() do`: every parameter, in PyTorch's order, each once: a module's
---- own parameters before those of its modules, each in order of registration.
+--- `for name, tensor in model:named_parameters() do`: every parameter once, in PyTorch's order: a module's own
+--- parameters before those of its modules, each in order of registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_parameters() return iterate(tensors_of(self, "param")) end
 --- `for name, tensor in model:named_buffers() do`: every buffer, in order of registration, each once.
@@ -316,7 +315,7 @@ function Module:parameters()
   return list
 end
 
---- The number of elements of all parameters. One of which ranks have shards counts whole.
+--- The number of elements of all parameters. A parameter of which ranks have shards counts as a whole.
 ---@return integer
 function Module:num_parameters()
   local n = 0
@@ -324,11 +323,11 @@ function Module:num_parameters()
   return n
 end
 
---- The modules below with the parameters in them: a list that prints as a table (ps.inspect.summary).
+--- The modules below, with their numbers of parameters: a list that prints as a table (ps.inspect.summary).
 ---@return table[] rows
 function Module:summary() return summary(self) end
 
---- `for name, module in model:named_modules() do`: the module itself (name "") and all below.
+--- `for name, module in model:named_modules() do`: the module itself (name "") and all modules in it.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()
   local list = { { name = "", tensor = self } }
@@ -338,7 +337,7 @@ function Module:named_modules()
   return iterate(list)
 end
 
---- `for name, module in model:named_children() do`: the modules directly below, by the names they have here.
+--- `for name, module in model:named_children() do`: the direct child modules, by their names here.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_children()
   local list = {}
@@ -361,22 +360,23 @@ function Module:apply(fn)
   return self
 end
 
---- Training mode on (default) or off, for everything below.
+--- Switches training mode on (default) or off, for the module and everything below.
 ---@param mode? boolean
 ---@return ps.nn.Module self
 function Module:train(mode)
   return self:apply(function(m) rawset(m, "training", mode ~= false) end)
 end
 
---- Evaluation mode, for everything below: no dropout. Gradients are as in training mode; ps.no_grad stops them.
+--- Switches to evaluation mode, for the module and everything below: no dropout. Gradients are recorded as in training
+--- mode; ps.no_grad stops them.
 ---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
---- Has blocks compute their activations again in backward (ps.recompute), so that only the blocks' inputs are kept.
---- Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that have modules of their
---- own. Modules inside a block are part of it. A block must return tensors only.
+--- Makes blocks recompute their activations in backward (ps.recompute), so that only the blocks' inputs are kept.
+--- Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that contain modules. Modules
+--- inside a block are part of it. A block must return tensors only.
 ---@param on? boolean default true
----@return integer count blocks
+---@return integer count number of blocks
 function Module:recompute_blocks(on)
   local count = 0
   for _, child, kind in registry.members(self) do
@@ -392,8 +392,8 @@ function Module:recompute_blocks(on)
   return count
 end
 
---- Drops all gradients. Of a model that ps.initialize made it does what optimizer:zero_grad() does.
----@param set_to_none? boolean PyTorch's: true, as without it
+--- Drops all gradients. For a model that ps.initialize made, it does the same as optimizer:zero_grad().
+---@param set_to_none? boolean PyTorch's; true, the default, is the only value
 function Module:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "module:zero_grad")
   local params = self:parameters()
@@ -403,7 +403,7 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
--- A parameter is another tensor from now on.
+-- Notes that a parameter was replaced by another tensor.
 local function made_anew(tensor, name)
   exports.changes = exports.changes + 1
   for optimizer in pairs(exports.optimizers) do
@@ -411,13 +411,13 @@ local function made_anew(tensor, name)
   end
 end
 
---- Converts parameters and floating-point buffers to a type, a device, or both. A tensor that is not so already is
---- replaced by another one. Make the optimizer after this call: one that was made before refuses to step.
+--- Converts parameters and floating-point buffers to a type, a device, or both. Tensors that need a change are
+--- replaced. Make the optimizer after this call; an older one refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
 ---@param ... any refused
 ---@return ps.nn.Module self
 function Module:to(target, ...)
-  if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and nothing behind it") end
+  if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and no further argument") end
   if type(target) == "string" then
     target = pcall(native.dtype_code, target) and { dtype = target } or { device = target }
   end
@@ -443,7 +443,7 @@ function Module:to(target, ...)
       end
       copy:keep()
       moved[at] = copy
-      moved[-at] = tensor -- holds the old one, so that its address is not used again meanwhile
+      moved[-at] = tensor -- holds the old tensor, so that its address is not reused meanwhile
     end
     owner._fields[key] = moved[at]
   end)
@@ -452,7 +452,7 @@ function Module:to(target, ...)
   return self
 end
 
---- Name -> tensor of all parameters and buffers (lent, not copied; a tied tensor once).
+--- Name -> tensor of all parameters and buffers (references, not copies; a tied tensor once).
 ---@return table<string, ps.Tensor>
 function Module:state_dict()
   local state = {}
@@ -462,13 +462,13 @@ end
 
 local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "function" }
 
---- Copies values into the parameters and buffers by name, converting types. Everything is checked before anything is
+--- Copies values into the parameters and buffers by name, and converts types. Everything is checked before anything is
 --- written.
 ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with lazy),
 ---  which is read one tensor at a time
 ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default
----  true): missing and unexpected names are errors; check_only writes nothing; elsewhere: whether another process has a
----  tensor, which is then not missing
+---  true): missing and unexpected names are errors; check_only: nothing is written; elsewhere: whether another process
+---  has a tensor, which then does not count as missing
 ---@return {missing: string[], unexpected: string[]}
 function Module:load_state_dict(state, options)
   if type(state) ~= "table" then
@@ -516,13 +516,13 @@ function Module:load_state_dict(state, options)
   return { missing = missing, unexpected = unexpected }
 end
 
--- init and forward are those of classes, whose calls are looked at.
+-- init and forward are excluded: their arguments are checked at calls of the class and of the module.
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
---- The modes of a module and of everything below, each its own.
+--- The modes of a module and of each module below.
 ---@param module ps.nn.Module
----@return fun() restore sets them again
+---@return fun() restore sets the modes again
 local function modes(module)
   local list = {}
   module:apply(function(m) list[#list + 1] = { m, m.training } end)
@@ -532,7 +532,7 @@ end
 -- -- dropout that is off ----------------------------------------------------------------------------------------------
 local off, told = setmetatable({}, { __mode = "v" }), false
 
---- Notes that a layer drops nothing since it is in evaluation mode, for a note of the next backward.
+--- Notes that a layer drops nothing because it is in evaluation mode, for a message at the next backward.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
   if not told and scope.grad_enabled() then off[1] = module end
@@ -545,8 +545,8 @@ hooks.on("backwards", function(note)
   told = true
   local group = require("ps.dist.mesh").group "world"
   if group and group:rank() > 0 then return end
-  note(("dropout is off in this backward: %s is in evaluation mode, which ps.from_pretrained gives; model:train() "
-    .. "switches dropout on"):format(module.class_name))
+  note(("dropout is off in this backward: %s is in evaluation mode, in which ps.from_pretrained returns models; "
+    .. "model:train() switches dropout on"):format(module.class_name))
 end)
 
 for name, value in pairs { Module = Module, class = class, Parameter = Parameter, is_module = is_module,

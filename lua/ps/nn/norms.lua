@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Norms of gradients: taking them, clipping by them, and giving back the bytes of gradients that were read.
+-- Norms of gradients: computing them, clipping by them, and releasing gradients that were read.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local devices = require "ps.core.devices"
@@ -11,13 +11,13 @@ local error = caller.error
 
 local norms = {}
 
---- Gives back gradients that were looked at, now and not when Lua collects: zero_grad must free their bytes.
----@param grads ps.Tensor[] nobody uses these afterwards
+--- Releases gradients that were read at once instead of at the next collection, so that zero_grad frees their bytes.
+---@param grads ps.Tensor[] must not be used afterwards
 function norms.give_back(grads)
   for _, grad in ipairs(grads) do native.give_back(grad) end
 end
 
--- What fn makes of each run of as many as an op takes.
+-- Calls fn for runs of the list that an op can take, and returns the results.
 local function by_most(list, fn)
   local out = {}
   for first = 1, #list, 64 do
@@ -28,8 +28,8 @@ local function by_most(list, fn)
   return out
 end
 
---- The sum of squares of each tensor. The host waits for the device once for every 4096 of them. A dry run of a script
---- has no values: zeros.
+--- The sum of squares of each tensor. The host waits for the device once per 4096 tensors. In a dry run of a script,
+--- which has no values, all sums are 0.
 ---@param grads ps.Tensor[]
 ---@return number[]
 function norms.squares(grads)
@@ -43,33 +43,34 @@ function norms.squares(grads)
   return squares
 end
 
---- sqrt of the sum of all squares, added per tensor and then in list order (so its bits do not depend on how they are
---- stored); NaN or infinite when a gradient is.
---- The host waits for the device once for every 4096 gradients. A dry run of a script has no gradients' values: 0, with
---- which a step neither clips nor overflows.
+--- The square root of the sum of all squares. Squares are summed per tensor and then in list order, so the bits do not
+--- depend on how tensors are stored. The norm is NaN or infinite if a gradient is. The host waits for the device once
+--- per 4096 gradients. In a dry run of a script, which has no values, the norm is 0, so a step neither clips nor
+--- overflows.
 ---@param grads ps.Tensor[]
 ---@return number
 function norms.global_norm(grads)
   caller.typed(grads, "table", "optim.global_norm: the list of gradients")
   if nn_module.is_module(grads) or handle.of(grads) then
-    error("optim.global_norm takes a list of gradients, not a model: nn.clip_grad_norm(model, math.huge) gives the "
-      .. "norm of its gradients and clips nothing")
+    error("optim.global_norm takes a list of gradients, not a model; nn.clip_grad_norm(model, math.huge) returns the "
+      .. "norm of a model's gradients without clipping")
   end
   for i, grad in ipairs(grads) do
-    if not scope.is_tensor(grad) then error(("optim.global_norm: number %d is a %s"):format(i, type(grad))) end
+    if not scope.is_tensor(grad) then error(("optim.global_norm: item %d is a %s, not a "
+      .. "tensor"):format(i, type(grad))) end
   end
   local total = 0
   for _, square in ipairs(norms.squares(grads)) do total = total + square end
   return math.sqrt(total)
 end
 
---- Scales the gradients of `params` so that their joint norm is at most max_norm; returns the norm before. math.huge
+--- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before. math.huge
 --- only measures. The option `max_norm` of an optimizer does the same without a second pass over the gradients.
 ---
---- Of a model that ps.initialize made, the norm is that of the step's mean gradient: over all micro-batches and ranks,
---- without the loss scale. The update that follows multiplies the gradients of `params`, which may be some of the
---- model's. It belongs between the last backward and optimizer:step(); all ranks call it. Where backward updates the
---- parameters itself (overlap_optimizer, the default on the CPU) it is an error: gradient_clipping clips there.
+--- For a model that ps.initialize made, the norm is that of the step's mean gradient: over all micro-batches and ranks,
+--- without the loss scale. The next update multiplies the gradients of `params`, which may be some of the model's
+--- parameters. Call it on all ranks, between the last backward and optimizer:step(). If backward updates the parameters
+--- itself (overlap_optimizer, the default on the CPU), it is an error; use gradient_clipping.
 ---@param params ps.Tensor[]|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm
@@ -80,7 +81,7 @@ function norms.clip_grad_norm(params, max_norm)
   end
   for i, p in ipairs(params) do
     if not scope.is_tensor(p) then
-      error(("nn.clip_grad_norm: number %d of the parameters is a %s"):format(i, type(p)))
+      error(("nn.clip_grad_norm: item %d of the parameters is a %s, not a tensor"):format(i, type(p)))
     end
   end
   caller.typed(max_norm, "number", "nn.clip_grad_norm: max_norm")

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model as a list of parts, which is where it can be cut. A model has a method parts(), which gives the list, and a
--- method batch_of(...), which gives what its parts read of a call's arguments. Its forward is their fold:
+-- A model as a list of parts, between which it can be cut. A model has a method parts(), which returns the list, and a
+-- method batch_of(...), which returns the values that its parts read from a call's arguments. Its forward folds them:
 --
 --   function Net:parts()
 --     local list = { { name = "embed", modules = { self.embed }, forward = function(carry, batch) ... end } }
@@ -8,14 +8,14 @@
 --   end
 --   function Net:forward(...) return parts.fold(self:parts(), self:batch_of(...)) end
 --
--- A part uses the parameters of its modules and no others. The carry is all that it gets from the part before it: a
--- table of tensors, {} at the first. The batch is the same for all parts: ids, masks and targets, never values that
+-- A part uses only the parameters of its modules. The carry is everything that it gets from the part before it: a table
+-- of tensors, {} for the first part. The batch is the same for all parts: ids, masks and targets, never values that
 -- parts computed.
 local scope = require "ps.core.scope"
 
 ---@class ps.nn.Part
----@field name string as parameters' names begin, "h.0", where there is one module
----@field modules ps.nn.Module[] a tied table is with every part that uses it
+---@field name string the prefix of its parameters' names, "h.0", if there is one module
+---@field modules ps.nn.Module[] a tied table belongs to every part that uses it
 ---@field forward fun(carry: table<string, ps.Tensor>, batch: table<string, any>): table<string, ps.Tensor>
 
 local parts = {}
@@ -32,7 +32,7 @@ function parts.run(list, first, last, carry, batch)
   return carry
 end
 
---- Runs all parts. What those before the last one make ends with them, but for the last one's carry.
+--- Runs all parts. Tensors that the parts before the last one make are freed with them, except the last one's carry.
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>
 ---@return table<string, ps.Tensor> carry the last part's: { loss = }, { logits = }, ...

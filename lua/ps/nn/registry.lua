@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The order of what a module registers, which is that of PyTorch's named_parameters: first the module's own parameters,
--- then its buffers, then its modules, each kind in the order in which a script assigned them.
+-- The order of a module's members, which is that of PyTorch's named_parameters: first the module's own parameters, then
+-- its buffers, then its modules, each kind in the order in which a script assigned them.
 --
--- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from the left, and assigns from
--- the right: it assigns b before a. So members that one line assigns one after the other, with no module and no
--- parameter made in between, are put into the order in which they were made.
+-- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but assigns
+-- from right to left: it assigns b before a. So if one line assigns members one after the other, with no module and no
+-- parameter made in between, they are put into the order in which they were made.
 --
 -- Files outside of lua/ps/nn/ reach the members of a module only through this file: registry.walk, members, tensors,
 -- kind and put.
@@ -13,18 +13,18 @@ local is_tensor = require("ps.core.scope").is_tensor
 
 local registry = {}
 
----@class ps.nn.Registered a module, as far as this file knows it
+---@class ps.nn.Registered the fields of a module that this file uses
 ---@field _names any[] registered names, in order
 ---@field _kind table<any, string> "module", "param" or "buffer"
 ---@field _fields table<any, any>
 
 local RANK = { param = 1, buffer = 2, module = 3 }
 
-local count = 0                                             -- of modules and parameters made
-local numbers = setmetatable({}, { __mode = "k" })          -- by module or parameter: how many were made before it
-local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that some module has registered
+local count = 0                                             -- modules and parameters made so far
+local numbers = setmetatable({}, { __mode = "k" })          -- module or parameter -> its number in the order of making
+local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that a module has registered
 
--- The statement that assigned last: module, function, lines of it and of its caller, count, and the names it assigned.
+-- The statement of the last assignment: module, function, its line and its caller's, count, and the assigned names.
 local statement = setmetatable({}, { __mode = "v" })
 local statement_names
 
@@ -35,7 +35,7 @@ function registry.made(value)
   if not numbers[value] then numbers[value] = count end
 end
 
-local DEPTH = 4                                             -- of tables in tables that are looked into
+local DEPTH = 4                                             -- levels of nested tables that are searched
 
 -- The first module or parameter in a plain table that no module has registered, and its place there, "[2].up".
 local function find_unowned(list, depth, seen)
@@ -51,8 +51,8 @@ local function find_unowned(list, depth, seen)
   end
 end
 
---- A module or parameter in a plain Lua table that is a field of this module, if no module has registered it: nothing
---- would train, save or move it.
+--- A module or parameter in a plain Lua table that is a field of this module, if no module has registered it. It would
+--- not be trained, saved or moved.
 ---@param self ps.nn.Registered
 ---@return any field nil: there is none
 ---@return string? place in the table, "[2].up"
@@ -66,7 +66,7 @@ function registry.unowned(self)
   end
 end
 
--- Whether this assignment continues the statement that assigned last. level: of the function that assigns.
+-- Whether this assignment is part of the same statement as the last one. level: of the assigning function.
 local function continues(self, level)
   local info, above = debug.getinfo(level + 1, "lf"), debug.getinfo(level + 2, "l")
   if not info or info.currentline <= 0 then return false end
@@ -81,7 +81,7 @@ end
 
 local function number_of(self, name) return numbers[self._fields[name]] or math.huge end
 
---- Takes a name out.
+--- Removes a name.
 ---@param self ps.nn.Registered
 ---@param name any
 function registry.remove(self, name)
@@ -91,12 +91,12 @@ function registry.remove(self, name)
   end
 end
 
---- Registers a value under a name. A name that is registered as the same kind keeps its place.
+--- Registers a value under a name. A name that is already registered as the same kind keeps its place.
 ---@param self ps.nn.Registered
 ---@param name any
 ---@param kind "module"|"param"|"buffer"
 ---@param value ps.nn.Module|ps.Tensor
----@param level? integer of the function whose assignment this is; nil: it is a call, and not part of a statement
+---@param level? integer of the assigning function; nil: a method call registers, which is not part of a statement
 function registry.add(self, name, kind, value, level)
   self._fields[name] = value
   owned[value] = true
@@ -117,7 +117,7 @@ function registry.add(self, name, kind, value, level)
   table.insert(names, at, name)
 end
 
---- `for key, value, kind in registry.members(module) do`: what a module itself has registered, in order.
+--- `for key, value, kind in registry.members(module) do`: the module's own members, in order.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.nn.Module|ps.Tensor|nil, string?
 function registry.members(module)
@@ -137,7 +137,7 @@ end
 --- comes before its members.
 ---@param module ps.nn.Registered
 ---@param fn fun(name: string, value: ps.nn.Module|ps.Tensor, kind: string, owner: ps.nn.Module, key: any)
----@param prefix? string goes before names
+---@param prefix? string prepended to names
 function registry.walk(module, fn, prefix)
   prefix = prefix or ""
   for key, value, kind in registry.members(module) do
@@ -147,8 +147,8 @@ function registry.walk(module, fn, prefix)
   end
 end
 
---- `for key, tensor, kind in registry.tensors(module) do`: the tensors of a module itself, in no order: parameters,
---- buffers, and those in plain fields, whose kind is nil.
+--- `for key, tensor, kind in registry.tensors(module) do`: the module's own tensors, in no order: parameters, buffers,
+--- and those in plain fields, whose kind is nil.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.Tensor?, string?
 function registry.tensors(module)
@@ -159,13 +159,13 @@ function registry.tensors(module)
   end
 end
 
---- How a module has registered a name: "module", "param", "buffer"; nil: it has not.
+--- The kind of a registered name: "module", "param", "buffer"; nil: it is not registered.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@return string?
 function registry.kind(module, key) return module._kind[key] end
 
---- Puts a tensor in the place of another one, whose registration stays.
+--- Replaces a tensor by another, which keeps the registration.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@param tensor ps.Tensor

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sharded parameters (ps.tensor.shard), and how they are saved. Files have whole tensors, in pieces or not, without
--- padding. An average or a master of a parameter is sharded as the parameter is.
+-- Sharded parameters (ps.tensor.shard) in saved states. Files have whole tensors, in pieces or not, without padding. An
+-- exponential average or master of a parameter is sharded like the parameter.
 --
 -- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. It has whole
--- tensors, of which a rank takes its pieces. A rank's own state_dict has the shards themselves, with their padding.
+-- tensors, from which a rank reads its pieces. A rank's own state_dict has the shards themselves, with their padding.
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local rectangles = require "ps.core.rectangles"
@@ -14,9 +14,9 @@ local sharded = {}
 ---@class ps.nn.Sharded a sharded parameter
 ---@field shape integer[] of the whole tensor
 ---@field index integer the rank along tp that has these pieces
----@field pieces ps.nn.Shard.Piece[] what this rank has: rectangles of the whole tensor
+---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
---- The sharded parameters of a model, by name (of a tied one, the first); nil: there are none.
+--- The sharded parameters of a model, by name (for a tied one, the first); nil: there are none.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table<string, ps.nn.Sharded>?
 function sharded.of(model)
@@ -31,7 +31,7 @@ function sharded.of(model)
   return found
 end
 
---- The shape of a shard without its padding; nil: it is all padding.
+--- The shape of a shard without its padding; nil: it consists of padding.
 ---@param at ps.nn.Sharded
 ---@return integer[]?
 function sharded.own_shape(at)
@@ -42,7 +42,7 @@ function sharded.own_shape(at)
   return at.pieces[1] and shape or nil
 end
 
---- A shard without its padding, as a view; nil: it is all padding.
+--- A shard without its padding, as a view; nil: it consists of padding.
 ---@param tensor ps.Tensor of the shard's shape
 ---@param at ps.nn.Sharded
 ---@return ps.Tensor?
@@ -59,7 +59,7 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- How a shape fits a parameter: "whole", of a cut one also "own", the shard's; nil: it does not.
+--- How a shape fits a parameter: "whole", or for a cut one also "own", the shard's shape; nil: it does not fit.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil
@@ -70,8 +70,8 @@ function sharded.fit(shape, parameter)
 end
 
 --- Refuses a tensor of a state that is another rank's shard of a parameter. Shards of all ranks have the same name and
---- mostly the same shape, so that nothing else tells them apart.
----@param given? ps.nn.Shard which shard the tensor is, as far as that is known
+--- usually the same shape, so only the description distinguishes them.
+---@param given? ps.nn.Shard the shard that the tensor is, if known
 ---@param parameter ps.Tensor
 ---@param name string
 function sharded.check_rank(given, parameter, name)
@@ -79,22 +79,22 @@ function sharded.check_rank(given, parameter, name)
   if not (given and desc) or given.index == desc.index and given.count == desc.count and given.dim == desc.dim then
     return
   end
-  error(("load_state_dict: '%s' of the state is the part of rank %d of %d along tp, and this is rank %d of %d: load "
+  error(("load_state_dict: '%s' of the state is the part of rank %d of %d along tp, but this is rank %d of %d: load "
     .. "this rank's own file, or whole tensors (ps.checkpoints, or model:save_parallelized(folder, "
     .. "{ merge_checkpoints = true }))"):format(name, given.index, given.count, desc.index, desc.count), 0)
 end
 
--- Copies the rectangle of a table's tensor that begins at `offset` to a tensor.
+-- Copies the rectangle of a table's tensor at `offset` into a tensor.
 local function copy_part(from, tensor, offset)
   scope.no_grad(scope.scope, function()
     tensor:copy_(rectangles.view(from:detach(), offset, tensor:shape()):to(tensor:device()))
   end)
 end
 
---- Reads a parameter's part of a source's tensor, which fits the parameter. Padding stays as it is.
+--- Reads a parameter's part of a source's tensor. Padding stays as it is.
 ---@param source table an open file, or tensors by name
 ---@param name string of the tensor in the source
----@param tensor ps.Tensor to write into: the parameter, its master or an average
+---@param tensor ps.Tensor to write into: the parameter, its master or an exponential average
 ---@param parameter ps.Tensor
 function sharded.read(source, name, tensor, parameter)
   local is_file, desc = source.read_into ~= nil, shard.of(parameter)

@@ -13,10 +13,10 @@ local MultiheadSelfAttention = nn_module.class("MultiheadSelfAttention")
 local ATTENTION = { causal = "boolean", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 local FORWARD = { mask = "tensor", residual = "tensor" }
 
--- What both halves hand to their products.
+-- The options that both halves pass to their products.
 local function of_linear(options) return { bias = options.bias, dtype = options.dtype, device = options.device } end
 
---- Self-attention with one product for queries, keys and values and one for the result.
+--- Self-attention with one product for queries, keys and values, and one for the result.
 ---@param width integer C
 ---@param heads integer divides width
 ---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string} causal default
@@ -33,7 +33,7 @@ function MultiheadSelfAttention:init(width, heads, options)
   self.proj = linear.Linear(width, width, of_linear(options))
 end
 
---- Attends from every position to all, or with causal to itself and those before it.
+--- Each position attends to all positions, or with causal to itself and earlier ones.
 ---@param x ps.Tensor [B, T, C]
 ---@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual [B, T, C] is
 ---  added

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless said otherwise.
+-- nn.init: fills tensors in place, with PyTorch's formulas. Weights are [out, in] unless stated otherwise.
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local error = caller.error
@@ -21,7 +21,7 @@ end
 local function fans(tensor)
   if not scope.is_tensor(tensor) then error("nn.init takes a tensor, not " .. tostring(tensor)) end
   local shape = tensor:shape()
-  if #shape < 2 then error("nn.init: fan in and fan out need a tensor of two or more dimensions") end
+  if #shape < 2 then error("nn.init: fan in and fan out need a tensor of at least two dimensions") end
   local field = 1
   for i = 3, #shape do field = field * shape[i] end
   return shape[2] * field, shape[1] * field
@@ -41,21 +41,21 @@ function init.normal_(tensor, mean, std) return fill(tensor, "normal_", mean or 
 ---@return ps.Tensor tensor
 function init.uniform_(tensor, low, high) return fill(tensor, "uniform_", low or 0, high or 1) end
 
---- All elements one number.
+--- Sets all elements to one number.
 ---@param tensor ps.Tensor
 ---@param value number
 ---@return ps.Tensor tensor
 function init.constant_(tensor, value) return fill(tensor, "fill_", value) end
---- All elements 0.
+--- Sets all elements to 0.
 ---@param tensor ps.Tensor
 ---@return ps.Tensor tensor
 function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
---- All elements 1.
+--- Sets all elements to 1.
 ---@param tensor ps.Tensor
 ---@return ps.Tensor tensor
 function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 
---- Uniform in +-sqrt(6 / ((1 + a^2) fan_in)): the initialisation of He et al. 2015 for leaky ReLUs of slope a.
+--- Uniform in +-sqrt(6 / ((1 + a^2) fan_in)): the initialization of He et al. 2015 for leaky ReLUs of slope a.
 ---@param tensor ps.Tensor [out, in, ...]
 ---@param a? number default 0
 ---@return ps.Tensor tensor

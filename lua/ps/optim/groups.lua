@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What the optimizers of ps.optim and of engines do alike with their groups, whose settings scripts may change between
--- steps: a rate for all, the ranges, beyond which an update would go uphill or leave NaN, the text form in which they
--- are saved, and which group a parameter of an engine belongs to.
+-- Parameter groups, for the optimizers of ps.optim and of engines alike. Scripts may change a group's settings between
+-- steps. This file has the learning rate of all groups, the ranges of settings (outside them an update would go uphill
+-- or make NaN), the text form in which settings are saved, and the group of an engine's parameter.
 local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local copied = require "ps.core.copied"
@@ -13,11 +13,11 @@ local error = caller.error
 local groups = {}
 
 local OF_ADAM = { "lr", "betas", "eps", "weight_decay" }
---- The settings of a group, by the optimizer's kind, in PyTorch's words.
+--- The settings of a group, by the optimizer's kind, with PyTorch's names.
 groups.SETTINGS = { Adam = OF_ADAM, AdamW = OF_ADAM,
   SGD = { "lr", "momentum", "weight_decay", "dampening", "nesterov" } }
 
---- What is wrong with the settings of a group; nil: nothing.
+--- The error in a group's settings; nil: none.
 ---@param group table
 ---@return string?
 function groups.problem(group)
@@ -29,7 +29,8 @@ function groups.problem(group)
   return problem
 end
 
---- Refuses what no gradient comes to: optimizers take floats that are no op's output. A frozen parameter may thaw.
+--- Refuses values that cannot get a gradient. An optimizer needs float tensors that are not an op's output. A frozen
+--- parameter is accepted, since it may be trained later.
 ---@param p any
 ---@param name? string
 ---@param i integer its place in the list, from 1
@@ -39,11 +40,12 @@ function groups.check_trainable(p, name, i, what)
   if not is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
   local shape = table.concat(p:shape(), ", ")
   if not p:is_float() then
-    error(("%s [%s] is %s: an optimizer updates floats, which alone have gradients"):format(which, shape, p:dtype()))
+    error(("%s [%s] is %s: an optimizer updates only floats, since only they have gradients"):format(which, shape,
+      p:dtype()))
   end
   if p.node ~= nil then
-    error(("%s [%s] is the output of an op, so no gradient would come to it: give the optimizer the tensors that it "
-      .. "was computed from, or tensor:detach():requires_grad(true)"):format(which, shape))
+    error(("%s [%s] is the output of an op, so it would never get a gradient: give the optimizer the tensors from "
+      .. "which it was computed, or tensor:detach():requires_grad(true)"):format(which, shape))
   end
 end
 
@@ -58,8 +60,8 @@ function groups.check(list, kind)
 end
 
 -- -- rates -----------------------------------------------------------------------------------------------------------
--- A group has an initial rate (initial_lr), which schedules and set_lr begin from. The optimizer's own rate (base_lr)
--- is the one it was given; else the one that all groups have; else it has none (false).
+-- A group has an initial rate (initial_lr), on which schedules and set_lr are based. The optimizer's own rate (base_lr)
+-- is the one with which it was made; else the rate that all groups share; else it has none (false).
 local function base_of(list, given)
   local alike = true
   for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
@@ -68,21 +70,21 @@ local function base_of(list, given)
   return given
 end
 
--- Notes the rates that psluajit itself set: a script's assignments are told from them.
+-- Notes the rates that psluajit itself set, to detect a script's assignments.
 local function note_rates(list)
   for _, group in ipairs(list) do group.known_lr = group.lr end
 end
 
---- Takes the groups' rates as their initial ones.
+--- Makes the groups' present rates their initial ones.
 ---@param optimizer {groups: table[]}
----@param given? number the optimizer's own rate; nil: it was given none
+---@param given? number the optimizer's own rate; nil: it was made without one
 function groups.begin_rates(optimizer, given)
   for _, group in ipairs(optimizer.groups) do group.initial_lr = group.lr end
   note_rates(optimizer.groups)
   optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
 end
 
---- Takes rates that the script assigned to groups since as their initial ones: a schedule begins.
+--- Makes rates that the script has assigned to groups their initial ones, because a schedule begins.
 ---@param optimizer {groups: table[]}
 function groups.renew_rates(optimizer)
   for _, group in ipairs(optimizer.groups) do
@@ -118,8 +120,9 @@ function groups.each_rate(optimizer, rate_of)
   note_rates(optimizer.groups)
 end
 
---- Sets the optimizer's rate; takes effect on the next step. A group whose initial rate differs keeps its ratio to the
---- optimizer's own rate. Groups with unlike rates of an optimizer that was given none are refused.
+--- Sets the optimizer's rate from the next step on. A group whose initial rate differs keeps its ratio to the
+--- optimizer's own rate. If the groups have different rates and the optimizer was made without one, the call is
+--- refused.
 ---@param optimizer {groups: table[], base_lr: number|false}
 ---@param lr number
 ---@param call? string of messages, default "optimizer:set_lr"
@@ -128,8 +131,8 @@ function groups.set_lr(optimizer, lr, call)
   check_lr(lr, call)
   local base = optimizer.base_lr
   if base == false then
-    error(("%s: the groups have the rates %s, and the optimizer was given none of its own, so their ratios to %.14g "
-      .. "are not known: give the optimizer an lr, which groups keep their ratio to, or set optimizer.groups[i].lr")
+    error(("%s: the groups have the rates %s, but the optimizer was made without a rate, so their ratios to %.14g "
+      .. "are unknown: make the optimizer with an lr, to which groups keep their ratio, or set optimizer.groups[i].lr")
       :format(call, groups.rates(optimizer.groups, "initial_lr"), lr))
   end
   groups.each_rate(optimizer, function(group) return base == 0 and lr or lr * (group.initial_lr / base) end)
@@ -140,7 +143,7 @@ local function assign_lr(optimizer, lr)
   check_lr(lr, "optimizer.lr")
   local text, alike = groups.rates(optimizer.groups)
   if not alike then
-    error(("optimizer.lr = %.14g: the groups have the rates %s: set optimizer.groups[i].lr of each, or call "
+    error(("optimizer.lr = %.14g: the groups have the rates %s; set optimizer.groups[i].lr of each, or call "
       .. "optimizer:set_lr(lr), which keeps their ratios"):format(lr, text))
   end
   groups.each_rate(optimizer, function() return lr end)
@@ -152,12 +155,12 @@ local function read_lr(optimizer)
   if not list or not list[1] then return nil end
   local text, alike = groups.rates(list)
   if alike then return list[1].lr end
-  error(("optimizer.lr: the groups have the rates %s: read optimizer.groups[i].lr"):format(text))
+  error(("optimizer.lr: the groups have the rates %s; read optimizer.groups[i].lr"):format(text))
 end
 
---- The __index and __newindex of optimizers: param_groups is groups, as PyTorch calls them, and lr the rate of all.
+--- Sets __index and __newindex of optimizers: param_groups is PyTorch's name of groups, and lr the rate of all groups.
 ---@param methods table
----@param instance table the metatable that gets both
+---@param instance table the metatable to change
 ---@return table instance
 function groups.fields(methods, instance)
   function instance.__index(self, key)
@@ -170,7 +173,7 @@ function groups.fields(methods, instance)
   function instance.__newindex(self, key, value)
     if key == "lr" then return assign_lr(self, value) end
     if key == "param_groups" then
-      error "optimizer.param_groups is the list of groups: change a group's settings, optimizer.param_groups[1].lr = 1"
+      error "optimizer.param_groups is the list of groups; change a group's settings, optimizer.param_groups[1].lr = 1"
     end
     rawset(self, key, value)
   end
@@ -179,7 +182,7 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
---- Settings as JSON can hold them, with every bit: a number as text, a pair of numbers (betas) as both with a blank.
+--- Settings in a form that JSON holds bit for bit: a number as text, a pair of numbers (betas) as two, with a blank.
 ---@param group table
 ---@param keys string[]
 ---@return table<string, string|boolean>
@@ -194,18 +197,18 @@ function groups.to_text(group, keys)
   return kept
 end
 
---- Why saved groups are not those of a list; nil where they may be.
+--- The reason why saved groups do not match a list; nil if they do.
 ---@param list table[]
 ---@param saved table[]
 ---@return string?
 function groups.mismatch(list, saved)
   if #saved == #list then return nil end
-  return ("the saved optimizer has %d groups, this one has %d"):format(#saved, #list)
+  return ("the saved optimizer has %d groups, but this one has %d"):format(#saved, #list)
 end
 
---- Takes settings over from what to_text gave.
+--- Loads settings in the form of to_text.
 ---@param list table[]
----@param saved table[] as many
+---@param saved table[] one for each group
 function groups.from_text(list, saved)
   for number, group in ipairs(list) do
     for key, value in pairs(saved[number]) do
@@ -217,12 +220,12 @@ function groups.from_text(list, saved)
   note_rates(list)
 end
 
---- Notes rates that were loaded.
+--- Notes rates that were loaded, so that they do not count as assigned by the script.
 ---@param list table[]
 function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
---- The groups of a configuration: its optimizer's settings, and what the script's param_groups change of them.
+--- The groups of a configuration: its optimizer's settings, changed by the script's param_groups.
 ---@param optimizer {type: string, params: table} block "optimizer" of the configuration
 ---@param param_groups? table[] nil: one group
 ---@return table[] groups
@@ -238,8 +241,8 @@ function groups.configured(optimizer, param_groups)
   return list
 end
 
---- What an engine keeps of a parameter beside its fp32 value: names of fp32 tensors, as PyTorch calls them. SGD without
---- momentum keeps nothing.
+--- The tensors that an engine keeps for a parameter in addition to its fp32 value: their PyTorch names. SGD without
+--- momentum has none.
 ---@param optimizer {type: string, params: table} block "optimizer" of the configuration
 ---@param param_groups? table[]
 ---@return string[]
@@ -251,7 +254,7 @@ function groups.averages(optimizer, param_groups)
   return {}
 end
 
---- The number, from 1, of the group that a parameter belongs to: the first whose match says so, else the last.
+--- The number, from 1, of a parameter's group: the first whose match returns true, else the last.
 ---@param param_groups? table[]
 ---@param name string
 ---@param param ps.Tensor

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers: Adam, AdamW, SGD. State is fp32 (fp64 of fp64 parameters); a bf16 or fp16 parameter gets an fp32 master,
--- made at the first step.
--- A step is a few calls of one fused op, each over a batch of tensors; gradient clipping, the loss scale and the mean
--- over accumulated gradients are one factor in it, so gradients are read once more only for their norm.
+-- Optimizers: Adam, AdamW, SGD. State is fp32 (fp64 for fp64 parameters). A bf16 or fp16 parameter has an fp32 master,
+-- made at the first step. A step is a few calls of one fused op, each over a batch of tensors. Gradient clipping, the
+-- loss scale and the mean over accumulated gradients are one factor in this op, so gradients are read a second time
+-- only for their norm.
 --
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
@@ -46,14 +46,14 @@ function optim.groups(model, weight_decay)
 end
 
 ---@class ps.Optimizer
----@field groups table[] each with params and its settings (lr, weight_decay, ...), which may be changed between steps
+---@field groups table[] each with params and settings (lr, weight_decay, ...), which may be changed between steps
 ---@field defaults table
 ---@field max_norm? number
 ---@field steps integer steps taken, skipped ones not counted
 ---@field trained table<number, true> addresses of its parameters
----@field lost? string a parameter of a module that is another tensor now (module:to)
----@field taken? {name: string, engine: table} ps.initialize took a parameter of that name, and not this optimizer
----@field per_rank? boolean in a group of several ranks, each updates by its own gradients
+---@field lost? string name of a parameter that module:to has replaced by another tensor
+---@field taken? {name: string, engine: table} ps.initialize took over a parameter of that name, but not this optimizer
+---@field per_rank? boolean in a group of several ranks, each updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
 
@@ -62,9 +62,9 @@ function Optimizer:__tostring()
     function(number) return self.groups[number].params end)
 end
 
--- A method was called as one.
+-- Checks that a method was called with a colon.
 local function called(self, name)
-  if getmetatable(self) ~= Optimizer then error(("it is optimizer:%s(...), with a colon"):format(name)) end
+  if getmetatable(self) ~= Optimizer then error(("call optimizer:%s(...) with a colon"):format(name)) end
 end
 
 local function in_range(settings, call, ranges)
@@ -76,7 +76,7 @@ end
 local OF_OPTIMIZER = { max_norm = "number", per_rank = "boolean" }
 local OF_GROUP = { params = "any", param_names = "table" }
 
--- Settings of an optimizer, or of a group of its parameters, which has those of `also` besides.
+-- Checks the settings of an optimizer or of a group; `also` has the keys that are not settings.
 local function checked_options(kind, options, call, also)
   local keys = {}
   for key, type_of in pairs(also) do keys[key] = type_of end
@@ -84,7 +84,8 @@ local function checked_options(kind, options, call, also)
   return in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
 end
 
--- kind: {name, defaults, width = tensors a parameter takes in a call, state = names, apply = fn(list, group, t, scale)}
+-- kind: {name, defaults, width = number of tensors per parameter in a call, state = names, apply = fn(list, group, t,
+-- scale)}
 local function build(kind, params, options)
   options = checked_options(kind, options, kind.name, OF_OPTIMIZER)
   local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm,
@@ -115,7 +116,7 @@ local function build(kind, params, options)
     self.groups[number] = group
     for i, p in ipairs(caller.typed(group.params, "table", what .. ": params")) do
       groups.check_trainable(p, group.param_names and group.param_names[i], i, what)
-      if seen[address(p)] then error(kind.name .. ": a parameter is listed twice") end
+      if seen[address(p)] then error(kind.name .. ": a parameter is listed twice; list each once") end
       seen[address(p)] = true
       self.entries[#self.entries + 1] = { param = p, group = group, t = 0,
         name = group.param_names and group.param_names[i] }
@@ -128,10 +129,10 @@ local function build(kind, params, options)
   return self
 end
 
--- The type of a parameter's state, and of its master: a parameter of this type is its own.
+-- The type of a parameter's state and master. A parameter of this type is its own master.
 local function state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
 
--- A parameter's state, made when it first has a gradient.
+-- Makes a parameter's state, when it first has a gradient.
 local function prepare(kind, entry)
   if entry.master == nil then
     local p = entry.param
@@ -147,7 +148,7 @@ local function prepare(kind, entry)
   end
 end
 
--- Entries with a gradient, and the gradients.
+-- Entries with a gradient, and their gradients.
 local function with_gradient(self)
   local entries, grads = {}, {}
   for _, entry in ipairs(self.entries) do
@@ -159,10 +160,10 @@ local function with_gradient(self)
   return entries, grads
 end
 
--- done: called with each entry that has had its update, or nil.
+-- Updates entries. done: called with each entry after its update, or nil.
 local function update(self, entries, grads, scale, done)
   local kind = self.kind
-  for _, entry in ipairs(entries) do prepare(kind, entry) end      -- all memory first: a step is whole or not at all
+  for _, entry in ipairs(entries) do prepare(kind, entry) end      -- allocate all memory before the first update
   local most = math.floor(60 / kind.width)
   local first = 1
   while first <= #entries do
@@ -182,7 +183,7 @@ local function update(self, entries, grads, scale, done)
   end
 end
 
---- The norm of an optimizer's gradients: for who drives its steps otherwise than by step().
+--- The norm of an optimizer's gradients, for code that runs its steps without step().
 ---@param optimizer ps.Optimizer
 ---@return number
 function optim.norm_of(optimizer)
@@ -194,8 +195,8 @@ function optim.norm_of(optimizer)
   end)
 end
 
---- Updates the parameters that have a gradient: for who drives an optimizer's steps otherwise than by step(). Where it
---- fails, `done` has had the entries that were updated.
+--- Updates the parameters that have a gradient, for code that runs an optimizer's steps without step(). If it fails,
+--- `done` was called with the entries that were updated.
 ---@param optimizer ps.Optimizer
 ---@param scale number a factor on the gradients
 ---@param done fun(entry: table)
@@ -215,16 +216,17 @@ local function end_step()
   scope.step_scope()
 end
 
--- Each of several ranks would update by its own gradients, and their parameters would drift apart.
+-- Refuses several ranks: each would update from its own gradients, and their parameters would drift apart.
 local function check_ranks(self)
   local group = not self.per_rank and mesh.group "dp"
   if not group then return end
-  error(("%s: this is a group of %d ranks, and ps.optim does not add their gradients up: let ps.initialize make the "
-    .. "model, or add them up in the script (group:all_reduce of each p:grad()) and say so by per_rank = true"):format(
+  error(("%s: this is a group of %d ranks, but ps.optim does not sum their gradients: let ps.initialize make the "
+    .. "model, "
+    .. "or sum them in the script (group:all_reduce of each p:grad()) and set per_rank = true"):format(
     self.kind.name, group:size()))
 end
 
--- Parameters of a model that ps.initialize took are updated by its optimizer.
+-- Refuses parameters of a model that ps.initialize took over, since its optimizer updates them.
 local function check_taken(self)
   local taken = self.taken and not self.taken.engine.closed and self.taken.name
   for _, entry in ipairs(self.entries) do
@@ -236,17 +238,20 @@ local function check_taken(self)
     end
   end
   if not taken then return end
-  error(("%s: ps.initialize took the model, with %s, and its optimizer updates it: use the one that it gave, or give "
-    .. "it this one: ps.initialize { model = ..., optimizer = ..., config = ... }"):format(self.kind.name, taken))
+  error(("%s: ps.initialize took over the model, with %s, and its optimizer updates it: use the optimizer that it "
+    .. "returned, or pass this one: ps.initialize { model = ..., optimizer = ..., config = ... "
+    .. "}"):format(self.kind.name,
+    taken))
 end
 
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
---- One update from the gradients the parameters hold; a parameter without one stays, and where none has one the step is
---- skipped. It ends the implicit step scope.
+--- Updates the parameters from their gradients. A parameter without a gradient stays; if none has one, the step is
+--- skipped. The call ends the implicit step scope.
 ---@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor
----  on all gradients, for instance 1 / (number of accumulated batches)
----@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil when nothing asked for it
+---  on all gradients, for example 1 / (number of accumulated batches)
+---@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil if neither max_norm nor scaler is
+---  used
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
@@ -254,8 +259,8 @@ function Optimizer:step(options)
   groups.check(self.groups, self.kind.name)
   check_taken(self)
   if self.lost then
-    error(("%s: module:to(...) made %s anew, and this optimizer has the tensor before it: convert first, and make the "
-      .. "optimizer behind it"):format(self.kind.name, self.lost))
+    error(("%s: module:to(...) replaced %s, and this optimizer has the old tensor: convert first, then make the "
+      .. "optimizer"):format(self.kind.name, self.lost))
   end
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
@@ -273,7 +278,7 @@ function Optimizer:step(options)
         info.skipped = not types.finite(info.grad_norm)
         scaler:update(info.skipped)
       elseif not types.finite(info.grad_norm) then
-        error(("%s: the gradient norm is %s; the parameters were left as they are"):format(self.kind.name,
+        error(("%s: the gradient norm is %s; the parameters were not changed"):format(self.kind.name,
           tostring(info.grad_norm)))
       end
       if max_norm and not info.skipped then scale = scale * math.min(1, max_norm / (info.grad_norm + 1e-6)) end
@@ -288,7 +293,7 @@ function Optimizer:step(options)
   return info
 end
 
---- Ends a step without an update: the next one has dropouts of its own, and the step's scope ends.
+--- Ends a step without an update: the next step has new dropout masks, and the step's scope ends.
 ---@return {skipped: boolean} info
 function Optimizer:skip()
   end_step()
@@ -296,7 +301,7 @@ function Optimizer:skip()
 end
 
 --- Drops the gradients of all parameters.
----@param set_to_none? boolean PyTorch's: true, as without it
+---@param set_to_none? boolean PyTorch's; true, the default, is the only value
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
   called(self, "zero_grad")
@@ -304,9 +309,9 @@ function Optimizer:zero_grad(set_to_none)
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
---- Sets the learning rate; takes effect on the next step. A group that was given another rate than the optimizer keeps
---- its ratio to the optimizer's. Groups with unlike rates of an optimizer that was given none are refused: set
---- optimizer.groups[i].lr.
+--- Sets the learning rate from the next step on. A group that was made with another rate than the optimizer keeps its
+--- ratio to the optimizer's. If the groups have different rates and the optimizer was made without one, the call is
+--- refused; set optimizer.groups[i].lr.
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")
@@ -324,7 +329,7 @@ local function names_for(self, model)
   return names
 end
 
--- The names of the parameters from the making of the optimizer on; nil: not all have one.
+-- The parameters' names from the making of the optimizer; nil: some have none.
 local function own_names(self)
   local names = {}
   for i, entry in ipairs(self.entries) do
@@ -334,8 +339,8 @@ local function own_names(self)
   return names
 end
 
--- What a saved state calls the parameters. One that was saved without a model has numbers: if both sides know names,
--- a parameter takes the number that its name had.
+-- The names of the parameters in a saved state. In a state saved without a model they are numbers. If both sides know
+-- names, a parameter gets the number that its name had.
 local function saved_names(self, model, values)
   local names, own, saved = names_for(self, model), own_names(self), values.param_names
   if model ~= nil or not own or not saved then return names end
@@ -344,16 +349,17 @@ local function saved_names(self, model, values)
   for i, name in ipairs(own) do
     names[i] = number[name]
     if not names[i] then
-      error(("the saved optimizer has no state for parameter %s; its parameter %d is %s"):format(name, i - 1,
+      error(("the saved optimizer has no state for parameter %s; parameter %d of this one, %s "
+        .. "there"):format(name, i - 1,
         tostring(saved[i])))
     end
   end
   return names
 end
 
---- The state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master) and `values`, which
---- JSON can hold. Without a model parameters are called "0", "1", ...; `values` then has their names, if the optimizer
---- was made from a module or from optim.groups.
+--- The state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and `values`, which
+--- JSON can hold. Without a model, parameters have the names "0", "1", ...; `values` then has their real names, if the
+--- optimizer was made from a module or from optim.groups.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
@@ -377,13 +383,13 @@ function Optimizer:state_dict(model)
   return { tensors = tensors, values = values }
 end
 
--- What a parameter's state may consist of, besides its master.
+-- The possible state tensors of a parameter, in addition to its master.
 local STATES = { "exp_avg", "exp_avg_sq", "momentum_buffer" }
 
 local function same_or_fail(name, tensor, param)
   local fit = sharded.fit(tensor:shape(), param)
   if tensor:dtype() ~= state_dtype(param) or not fit then
-    error(("optimizer state '%s' is %s [%s], the parameter needs %s [%s]"):format(name, tensor:dtype(),
+    error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
       table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(sharded.shape(param), ", ")))
   end
   if fit == "own" or nn_module.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
@@ -392,7 +398,7 @@ local function same_or_fail(name, tensor, param)
   return own
 end
 
--- The optimizer as optim/state.lua sees one, which has PyTorch's form.
+-- A view of the optimizer for optim/state.lua, which has PyTorch's form.
 local function for_torch(self)
   local view = { named = own_names(self) ~= nil, kind = self.kind.name, steps = self.steps, groups = self.groups,
     group_of = {}, averages = {}, engine = { steps = self.steps, built = { list = {} } } }
@@ -420,21 +426,21 @@ local function for_torch(self)
   return view
 end
 
---- PyTorch's form, as optimizer:state_dict() of an engine gives it: {state = {[n] = {step, exp_avg, ...}},
---- param_groups}. The load_state_dict of PyTorch's optimizer, and of this one, take it. Tensors are lent.
+--- The state in PyTorch's form, like optimizer:state_dict() of an engine: {state = {[n] = {step, exp_avg, ...}},
+--- param_groups}. load_state_dict of PyTorch's optimizer and of this one accept it. Tensors are not copied.
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
   return optimizer_state.torch(for_torch(self), own_names(self) ~= nil)
 end
 
--- Whether a state, or an open file of one, is in PyTorch's form.
+-- Whether a state, or an open file with one, is in PyTorch's form.
 local function is_torch(state)
   if type(state.holds) == "function" then return state:holds "param_groups" end
   return state.values == nil and state.param_groups ~= nil
 end
 
--- Takes over a state in PyTorch's form. It has no masters, which begin anew as the parameters are.
+-- Loads a state in PyTorch's form. It has no masters, so they start from the parameters.
 local function load_torch(self, state)
   local view = for_torch(self)
   optimizer_state.load(view, state)
@@ -442,8 +448,8 @@ local function load_torch(self, state)
   for _, entry in ipairs(self.entries) do entry.master = nil end
 end
 
---- Takes over what state_dict gave: tensors that lie where their parameter does are adopted, not copied. Or PyTorch's
---- form (torch_state_dict), from tables or an open file, which is copied.
+--- Loads a state of state_dict; tensors on their parameter's device are adopted, not copied. Or loads PyTorch's form
+--- (torch_state_dict), from tables or an open file, which is copied.
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
@@ -460,7 +466,7 @@ function Optimizer:load_state_dict(state, model)
   local values, planned = state.values, {}
   local names = saved_names(self, model, values)
   if values.kind ~= self.kind.name then
-    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), self.kind.name))
+    error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), self.kind.name))
   end
   local problem = groups.mismatch(self.groups, values.groups)
   if problem then error(problem) end
@@ -479,7 +485,7 @@ function Optimizer:load_state_dict(state, model)
   end
   for i, entry in ipairs(self.entries) do
     entry.master = nil
-    for _, name in ipairs(STATES) do entry[name] = nil end      -- what the state has none of begins anew
+    for _, name in ipairs(STATES) do entry[name] = nil end      -- tensors that the state lacks start from zero
     for key, value in pairs(planned[i]) do
       if nn_module.is_tensor(value) then value:keep() end
       entry[key] = value
@@ -528,8 +534,8 @@ local SGD = {
 }
 
 --- Adam; weight_decay is added to the gradient. params: a module, a list of parameters, or of groups {params=, ...}.
---- per_rank: in a group of several ranks each updates by the gradients it has, which the script has added up where it
---- wants that; without it step() is refused there.
+--- per_rank: in a group of several ranks each updates from its own gradients, which the script may have summed; without
+--- it step() is refused there.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
 ---  per_rank?: boolean}

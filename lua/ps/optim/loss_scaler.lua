@@ -1,17 +1,17 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). It is fixed, or found
--- by trial: an overflow lowers it, a window of good steps raises it. One scaler has two constructors, since two
--- arithmetics are in use.
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). It is fixed, or adapts:
+-- an overflow lowers it, and a window of steps without one raises it. There are two constructors, because two update
+-- rules are in use.
 --
--- `new` has the settings and the arithmetic of DeepSpeed's fp16 block. An overflow first uses up hysteresis, then
--- halves the scale. The step after `loss_scale_window` good ones doubles the scale and gives the hysteresis back, and
--- so does every window of good steps from there on. Source: DynamicLossScaler.update_scale in
--- deepspeed/runtime/fp16/loss_scaler.py of DeepSpeed 0.19.6, whose window is that of FP16_Optimizer._update_scale, too
--- (which has no hysteresis); earlier releases of DynamicLossScaler doubled one step sooner.
+-- `new` has the settings and the rule of DeepSpeed's fp16 block. An overflow first uses up the hysteresis, then halves
+-- the scale. The step after `loss_scale_window` good ones doubles the scale and restores the hysteresis, and so does
+-- every further window of good steps. Source: DynamicLossScaler.update_scale in deepspeed/runtime/fp16/loss_scaler.py
+-- of DeepSpeed 0.19.6. FP16_Optimizer._update_scale has the same window, but no hysteresis. Earlier releases of
+-- DynamicLossScaler doubled one step sooner.
 --
 -- `pytorch` is torch.amp.GradScaler: the last step of a window raises the scale, and the next window begins there.
 --
--- Where factors are powers of 2, scaling and unscaling are exact.
+-- If the factors are powers of 2, scaling and unscaling are exact.
 --
 --   local scaler = require("ps.optim.loss_scaler").new { hysteresis = 2 }
 --   scaler:scale_loss(loss):backward(); optimizer:step { scaler = scaler }
@@ -23,14 +23,14 @@ local types = require "ps.core.types"
 local M = {}
 
 ---@class ps.LossScaler
----@field scale number what losses are multiplied with now
+---@field scale number present factor of losses
 ---@field dynamic boolean
 ---@field steps integer steps seen, good or not
----@field last_overflow integer the step of the last overflow (PyTorch's: or raise), from 0; -1: none
+---@field last_overflow integer the step of the last overflow (PyTorch's rule: or of the last raise), from 0; -1: none
 ---@field growth number factor of a raise
 ---@field backoff number factor of an overflow
----@field restarts boolean a raise begins a new window, as PyTorch has it
----@field hysteresis_left integer overflows until the scale falls, this one included
+---@field restarts boolean a raise begins a new window, as in PyTorch
+---@field hysteresis_left integer overflows until the scale falls, the last one included
 local LossScaler = require("ps.core.foreign").stand({}, "scaler")
 LossScaler.__index = LossScaler
 
@@ -51,15 +51,14 @@ for key, default in pairs(DEFAULTS) do KEYS[key] = type(default) end
 local function check(key, value)
   local number = NUMBERS[key]
   if number and not (math.abs(value) < math.huge and number[2](value)) then
-    caller.error(("loss scaler: %s = %s; it takes %s"):format(key, tostring(value), number[1]))
+    caller.error(("loss scaler: %s = %s; it must be %s"):format(key, tostring(value), number[1]))
   end
 end
 
---- loss_scale: 0 for a dynamic scale, else the scale for good (a step that overflows is then skipped, and no more).
---- The others mean something to a dynamic scale only: it starts at 2 ^ initial_scale_power, or at initial_scale where
---- that is given, and halves to no less than min_loss_scale. consecutive_hysteresis: every good step gives the
---- hysteresis back, not only a window of them. raise_error_at_min_scale: an overflow that finds the scale at its least
---- is an error.
+--- loss_scale: 0 for a dynamic scale, else a fixed scale (a step that overflows is skipped, and the scale stays). The
+--- other options apply only to a dynamic scale. It starts at 2 ^ initial_scale_power, or at initial_scale if given, and
+--- halves down to min_loss_scale. consecutive_hysteresis: every good step restores the hysteresis, not only a window of
+--- them. raise_error_at_min_scale: an overflow at the smallest scale is an error.
 ---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number,
 ---  loss_scale_window?: integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number,
 ---  raise_error_at_min_scale?: boolean}
@@ -83,10 +82,11 @@ end
 local PYTORCH = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
 local RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1), backoff = types.share }
 
---- A dynamic loss scale for fp16: halves when a gradient overflows (that step is skipped), doubles after `interval`
---- good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+--- A dynamic loss scale for fp16. It halves when a gradient overflows (that step is skipped), and doubles after
+--- `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
 ---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: the first one, default
----  65536; interval: good steps, default 2000; growth: the factor after them, default 2; backoff: default 0.5
+---  65536; interval: good steps, default 2000; growth: the factor after them, default 2; backoff: the factor of an
+---  overflow, default 0.5
 ---@return ps.LossScaler
 function M.pytorch(options)
   options = caller.options(options, "optim.GradScaler", PYTORCH)
@@ -110,25 +110,25 @@ local function overflow(self)
   if self.hysteresis_left > 1 then
     self.hysteresis_left = self.hysteresis_left - 1
   elseif self.scale == self.min_loss_scale and self.raise_error_at_min_scale then
-    caller.error(("step %d overflowed with the loss scale at its least, %g: the loss is not finite or the gradients "
-      .. "are too large for fp16 at any scale. Look at the data and the learning rate, lower min_loss_scale, or train "
-      .. "in bf16"):format(self.steps, self.scale))
+    caller.error(("step %d overflowed at the smallest loss scale, %g: the loss is not finite, or the gradients are too "
+      .. "large for fp16 at any scale. Check the data and the learning rate, lower min_loss_scale, or train in bf16")
+      :format(self.steps, self.scale))
   else
     self.scale = math.max(self.scale * self.backoff, self.min_loss_scale)
   end
   self.last_overflow = self.steps
 end
 
--- Whether a good step ends a window of them.
+-- Whether a good step ends a window.
 local function window_ends(self)
-  local good = self.steps - self.last_overflow                       -- good steps, this one counted
+  local good = self.steps - self.last_overflow                       -- good steps, including this one
   if self.restarts then return good >= self.loss_scale_window end
   return good > 1 and (good - 1) % self.loss_scale_window == 0
 end
 
-local MANY = 5                                                        -- steps in a row that are skipped
+local MANY = 5                                                        -- skipped steps in a row
 
--- Says once that no step has updated anything for long, where the scale cannot fall any more.
+-- Prints once that no step has updated the model for a while, if the scale cannot fall any more.
 local function count_skipped(self, overflowed)
   self.skipped = overflowed and (self.skipped or 0) + 1 or 0
   if self.skipped < MANY or self.told then return end
@@ -136,12 +136,13 @@ local function count_skipped(self, overflowed)
   local group = require("ps.dist.mesh").group "world"
   if group and group:rank() > 0 then return end
   io.stderr:write(("psluajit: the last %d steps were all skipped, and the model has not changed: their gradients "
-    .. "overflow at the loss scale %.6g, which %s, and fp16 holds numbers up to 65504; %s\n"):format(MANY, self.scale,
-    self.dynamic and "is at its least" or "is fixed", self.dynamic and "lower min_loss_scale, look at the data and the "
-    .. "learning rate, or train in bf16" or "write loss_scale = 0, which finds a scale, or a smaller one"))
+    .. "overflow at the loss scale %.6g, which %s, and the largest number in fp16 is 65504; "
+    .. "%s\n"):format(MANY, self.scale,
+    self.dynamic and "is the smallest" or "is fixed", self.dynamic and "lower min_loss_scale, check the data and the "
+    .. "learning rate, or train in bf16" or "set loss_scale = 0, which adapts the scale, or a smaller one"))
 end
 
---- Once a step, with whether its gradients overflowed; Optimizer:step does it.
+--- Updates the scale after a step, from whether its gradients overflowed. Optimizer:step calls it.
 ---@param overflowed boolean
 function LossScaler:update(overflowed)
   count_skipped(self, overflowed and (not self.dynamic or self.scale == self.min_loss_scale))
@@ -159,7 +160,7 @@ end
 
 local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
 
---- What a resumed run needs, as text that keeps every bit.
+--- The state that a resumed run needs, as text that keeps every bit.
 ---@return table<string, string>
 function LossScaler:state_dict()
   local state = {}
@@ -167,17 +168,17 @@ function LossScaler:state_dict()
   return state
 end
 
---- Goes on from what state_dict gave. A fixed scale stays what its options say.
+--- Continues from a state of state_dict. A fixed scale keeps the value of its options.
 ---@param state table<string, string|number>
 function LossScaler:load_state_dict(state)
-  if state.good then                               -- optim.GradScaler's, before it was this scaler
+  if state.good then                               -- the form of optim.GradScaler in older versions
     state = { scale = state.scale, steps = state.good, last_overflow = -1, hysteresis_left = self.hysteresis }
   end
   local numbers = {}
   for _, key in ipairs(KEPT) do
     numbers[key] = tonumber(state[key])
     if not numbers[key] then
-      caller.error(("the saved loss scaler has %s = %s, where a number was expected"):format(key,
+      caller.error(("the saved loss scaler has %s = %s, which should be a number"):format(key,
         tostring(state[key])))
     end
   end

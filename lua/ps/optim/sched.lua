@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is made and at every :step();
 -- the loop is  loss:backward(); opt:step(); sched:step().
--- With several groups, DeepSpeed's schedules do what they do there: WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest
--- give all groups the same rate, and WarmupCosineLR multiplies the rate that each group has. The others set the
--- optimizer's own rate, to which groups with another one keep their ratio (optimizer:set_lr).
--- A step that was skipped (its gradients overflowed) does not count: call :step() after real ones only.
+-- With several groups, DeepSpeed's schedules act as in DeepSpeed: WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set
+-- one rate for all groups, and WarmupCosineLR multiplies each group's own rate. The other schedules set the optimizer's
+-- own rate, and groups with another rate keep their ratio to it (optimizer:set_lr).
+-- A skipped step (its gradients overflowed) does not count: call :step() only after real ones.
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local foreign = require "ps.core.foreign"
@@ -15,23 +15,23 @@ local error = caller.error
 local sched = {}
 
 ---@class ps.Schedule
----@field count integer optimizer steps behind us
+---@field count integer optimizer steps so far
 local Schedule = {}
 Schedule.__index = Schedule
 
 function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
 
--- What a schedule does to groups: all get its rate; it is a factor on the rate of each; it is a function of the rate
--- and the number of each; without any of these it sets the optimizer's rate.
+-- How a schedule sets several groups: all get its rate (ALIKE); it is a factor on each group's rate (SHARE); or it is a
+-- function of each group's rate and number (OWN). With none of these it sets the optimizer's rate.
 local ALIKE, SHARE, OWN = "alike", "share", "own"
 
--- Whether an optimizer's groups have rates of their own; other tables with set_lr are taken as they are.
+-- Whether an optimizer's groups have initial rates. Other tables only need set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil
 end
 
--- Hands rate and momentum of the next step to the optimizer.
+-- Sets rate and momentum of the optimizer's next step.
 local function apply(self)
   local optimizer = self.optimizer
   local value = self.how ~= OWN and self.rate(self.count)
@@ -51,30 +51,30 @@ end
 
 local told = setmetatable({}, { __mode = "k" })
 
--- Says once, on the first rank, what becomes of groups with unlike rates.
+-- Prints once, on the first rank, how the schedule sets groups with different rates.
 local function tell_groups(name, optimizer, how)
   local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
   local world, engine = mesh.group "world", optimizer.engine
   if alike or told[optimizer] or world and world:rank() > 0 or engine and engine.quiet then return end
   told[optimizer] = true
   local what = "keeps the ratios of the rates of %d groups: %s"
-  if how == ALIKE then what = "sets the same rate for all %d groups, whose own rates (%s) it replaces"
+  if how == ALIKE then what = "sets one rate for all %d groups and replaces their own rates (%s)"
   elseif how == SHARE or how == OWN then what = "multiplies the rate of each of %d groups: %s" end
   io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
 end
 
--- rate(count) is the rate of step `count`, or the share of each group's; beta1(count) and beta2, if any, are Adam's.
+-- rate(count) is the rate of step `count`, or the factor on each group's; beta1(count) and beta2, if any, are Adam's.
 local function build(name, options, rate, how, beta1, beta2)
-  if not options.optimizer.set_lr then error(("sched.%s: its optimizer is a table without set_lr"):format(name)) end
+  if not options.optimizer.set_lr then error(("sched.%s: optimizer is a table without set_lr"):format(name)) end
   for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
     if not group.betas then
-      error(("sched.%s: cycle_momentum moves Adam's beta1, and group %d of the optimizer has no betas; write "
+      error(("sched.%s: cycle_momentum changes Adam's beta1, but group %d of the optimizer has no betas; set "
         .. "cycle_momentum = false"):format(name, number - 1))
     end
   end
   local last = options.last_batch_iteration or -1
   if last < -1 or last % 1 ~= 0 then
-    error(("sched.%s: last_batch_iteration is %.14g; it takes a whole number from -1 on"):format(name, last))
+    error(("sched.%s: last_batch_iteration is %.14g; it must be a whole number of at least -1"):format(name, last))
   end
   if has_rates(options.optimizer) then
     optim_groups.renew_rates(options.optimizer)
@@ -86,8 +86,8 @@ local function build(name, options, rate, how, beta1, beta2)
   return self
 end
 
---- The rate of optimizer step number `count` (from 0; default: the next one); of WarmupCosineLR and of PyTorch's
---- schedules the first group's.
+--- The rate of optimizer step `count` (from 0; default: the next one). For WarmupCosineLR and PyTorch's schedules it is
+--- the first group's.
 ---@param count? integer
 ---@return number
 function Schedule:lr(count)
@@ -99,7 +99,7 @@ function Schedule:lr(count)
   return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
 end
 
---- The rates of the optimizer's groups for its next step, as PyTorch's get_last_lr: a list, with one number for each.
+--- The rates of the optimizer's groups for its next step, like PyTorch's get_last_lr: a list with one number per group.
 ---@return number[]
 function Schedule:get_last_lr()
   local list = {}
@@ -107,7 +107,7 @@ function Schedule:get_last_lr()
   return list
 end
 
---- Counts one optimizer step, and sets the optimizer's rate for the next one.
+--- Counts an optimizer step, and sets the optimizer's rate for the next one.
 function Schedule:step()
   self.count = self.count + 1
   apply(self)
@@ -117,17 +117,17 @@ end
 ---@return {name: string, count: integer}
 function Schedule:state_dict() return { name = self.name, count = self.count } end
 
---- Goes on at the step of a saved schedule of the same kind.
+--- Continues at the step of a saved schedule of the same kind.
 ---@param state {name: string, count: integer}
 function Schedule:load_state_dict(state)
   if state.name ~= self.name then
-    error(("the saved schedule is %s, this one is %s"):format(tostring(state.name), self.name))
+    error(("the saved schedule is %s, but this one is %s"):format(tostring(state.name), self.name))
   end
   self.count = state.count
   apply(self)
 end
 
--- The options of a schedule, those in `needed` among them.
+-- Checks the options of a schedule; `...` are required keys.
 local function checked(name, options, keys, ...)
   options = caller.options(options, "sched." .. name, keys)
   for _, key in ipairs { ... } do
@@ -136,17 +136,18 @@ local function checked(name, options, keys, ...)
   return options
 end
 
--- The warm-up ends within the schedule.
+-- Checks that the warm-up ends within the schedule.
 local function check_warmup(name, warmup, total, options, default)
   local steps = options[warmup] or default
   if steps <= options[total] then return end
-  error(("sched.%s: %s is %.14g%s, more than %s, %.14g"):format(name, warmup, steps,
+  error(("sched.%s: %s is %.14g%s, more than %s, %.14g; lower the first or raise the "
+    .. "second"):format(name, warmup, steps,
     options[warmup] and "" or " (its default)", total, options[total]))
 end
 
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
--- Share of the way from the end of warm-up (0) to the last step (1).
+-- The progress from the end of warm-up (0) to the last step (1).
 local function way(options, count)
   local warmup = options.warmup or 0
   return math.min(1, (count - warmup) / math.max(1, options.total - warmup))
@@ -157,8 +158,8 @@ local function warming(options, count)
   if count < warmup then return options.max_lr * (count + 1) / warmup end
 end
 
---- max_lr is reached in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and Hutter
---- 2017).
+--- The rate reaches max_lr in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and
+--- Hutter 2017).
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_cosine(options)
@@ -171,7 +172,7 @@ function sched.warmup_cosine(options)
   end)
 end
 
---- max_lr is reached in `warmup` steps, then falls along a straight line to min_lr at step `total`.
+--- The rate reaches max_lr in `warmup` steps, then falls linearly to min_lr at step `total`.
 ---@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
 ---@return ps.Schedule
 function sched.warmup_linear(options)
@@ -185,7 +186,7 @@ end
 
 local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
 
---- Rises to max_lr in `warmup` steps (default 0) and stays there.
+--- The rate rises to max_lr in `warmup` steps (default 0) and stays there.
 ---@param options {optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
 ---@return ps.Schedule
 function sched.constant(options)
@@ -193,24 +194,24 @@ function sched.constant(options)
   return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
 end
 
--- DeepSpeed's schedules. They count from the step before: its first step runs at the starting rate and its second at
--- the rate for 0 warm-up steps, which is the same. Options are DeepSpeed's names; docs/config.md has them all.
+-- DeepSpeed's schedules. Their count lags by one step: the first step runs at the starting rate, and the second at
+-- the rate for 0 warm-up steps, which is the same. Options have DeepSpeed's names; docs/config.md lists all of them.
 
--- The optimizer's own rate, as it was made with; it stays when a schedule or a loaded state changes the current one.
+-- The rate with which the optimizer was made. A schedule or a loaded state changes only the current one.
 local function own_rate(name, options, key)
   local optimizer = options.optimizer
   if not has_rates(optimizer) then
     local rate = (optimizer.defaults or {}).lr or optimizer.lr
-    if not rate then error(("sched.%s takes a table with an optimizer that has a rate"):format(name)) end
+    if not rate then error(("sched.%s: the optimizer has no rate; make it with an lr"):format(name)) end
     return rate
   end
   optim_groups.renew_rates(optimizer)
   if optimizer.base_lr then return optimizer.base_lr end
-  error(("sched.%s: the groups have the rates %s, and the optimizer was given none of its own: give it %s"):format(name,
+  error(("sched.%s: the groups have the rates %s, but the optimizer was made without one: pass %s"):format(name,
     optim_groups.rates(optimizer.groups, "initial_lr"), key))
 end
 
--- Share of the warm-up that lies behind, as a function of the step (from 0), and how many steps it has.
+-- The completed share of the warm-up, as a function of the step (from 0), and its number of steps.
 local WARMUPS = { log = true, linear = true }
 local WARMUP_STEPS = 1000                                  -- DeepSpeed's default
 
@@ -223,7 +224,7 @@ local function warmup_share(name, options)
   return function(step) return scale * math.log(step + 1) end, steps
 end
 
--- From warmup_min_lr to warmup_max_lr, then after(step, warmup steps) of the way.
+-- The rate from warmup_min_lr to warmup_max_lr, then at the share after(step, warmup steps) between them.
 local function warmup_then(name, options, high, after)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)
@@ -236,8 +237,8 @@ end
 local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = "number", warmup_num_steps = "number",
   warmup_type = "string", last_batch_iteration = "number" }
 
---- Rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there, for all groups alike.
---- last_batch_iteration = n: the schedule begins at the rate of iteration n (default -1: at its start).
+--- The rate rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there, for all groups
+--- alike. last_batch_iteration = n: the schedule begins at the rate of iteration n (default -1: at its start).
 ---@param options {optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number, warmup_num_steps?: integer,
 ---  warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@return ps.Schedule
@@ -250,8 +251,8 @@ end
 local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr = "number", warmup_max_lr = "number",
   warmup_num_steps = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- Rises to warmup_max_lr in warmup_num_steps, then falls back to warmup_min_lr along a straight line until
---- total_num_steps. All groups get this rate.
+--- The rate rises to warmup_max_lr in warmup_num_steps, then falls linearly to warmup_min_lr at total_num_steps. All
+--- groups get this rate.
 ---@param options {optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number, warmup_max_lr?: number,
 ---  warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@return ps.Schedule
@@ -267,8 +268,8 @@ end
 local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- Shares of each group's own rate: from warmup_min_ratio to 1, then half a cosine to cos_min_ratio. With `lr` these
---- are shares of it, set by optimizer:set_lr.
+--- Factors on each group's own rate: from warmup_min_ratio to 1, then half a cosine to cos_min_ratio. With `lr` they
+--- are factors on lr, which optimizer:set_lr sets.
 ---@param options {optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?: number,
 ---  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@return ps.Schedule
@@ -290,7 +291,7 @@ function sched.WarmupCosineLR(options)
   return build("WarmupCosineLR", options, function(count) return rate * factor(count) end)
 end
 
--- How far up the cycle step `count` is, from 0 at its ends to 1 in the middle.
+-- The height of step `count` in the cycle, from 0 at its ends to 1 in the middle.
 local function cycle_height(options)
   local up = options.cycle_first_step_size or 2000
   local down = options.cycle_second_step_size or up
@@ -301,7 +302,7 @@ local function cycle_height(options)
     local stairs = at <= up and up_stairs or down_stairs
     local height = at <= up and at / up or (total - at) / down
     if stairs == 0 then return height end
-    -- The position on the stairs is a product of whole numbers and one division, so that it reaches each stair exactly.
+    -- The position on the stairs is a product of whole numbers and one division, so it reaches each stair exactly.
     return math.floor(at <= up and at * stairs / up or (total - at) * stairs / down) / stairs
   end, total
 end
@@ -312,8 +313,8 @@ local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "nu
   cycle_max_mom = "number", decay_mom_rate = "number", last_batch_iteration = "number" }
 
 --- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
---- beta1 moves the other way and beta2 becomes 0.99; the very first step has the smallest beta1, as in DeepSpeed. The
---- schedule is Smith's (2018, "A disciplined approach to neural network hyper-parameters").
+--- beta1 cycles in the opposite direction and beta2 becomes 0.99; the very first step has the smallest beta1, as in
+--- DeepSpeed. The schedule is Smith's (2018, "A disciplined approach to neural network hyper-parameters").
 ---@param options {optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?: number,
 ---  cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
 ---  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
@@ -341,7 +342,7 @@ end
 local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
---- A rate that only grows, to see where training breaks (Smith 2017): min x (1 + step_rate x steps / step_size).
+--- A rate that only grows, to find where training diverges (Smith 2017): min x (1 + step_rate x steps / step_size).
 ---@param options {optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?: integer,
 ---  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
 ---@return ps.Schedule
@@ -449,7 +450,7 @@ for _, name in ipairs { "warmup_cosine", "warmup_linear", "constant", "WarmupLR"
   NAMED[name] = sched[name]
 end
 
---- The schedule that a configuration asks for (cfg.scheduler of ps.config).
+--- The schedule of a configuration (cfg.scheduler of ps.config).
 ---@param scheduler {type: string, params: table}
 ---@param optimizer ps.Optimizer
 ---@return ps.Schedule

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saving and loading the state of an engine's optimizer, a tensor at a time. There are two forms: PyTorch's, with
--- parameters numbered in the order of groups, and the one by name that ps.checkpoints writes. Either may come from
--- tables, or from an open file (ps.load with lazy = true), which is then never read whole. A state is checked as a
--- whole before a value is written.
+-- Saves and loads the state of an engine's optimizer, a tensor at a time. There are two forms: PyTorch's, with
+-- parameters numbered in the order of groups, and the form by name that ps.checkpoints writes. Either may be in tables
+-- or in an open file (ps.load with lazy = true), which is never read as a whole. The whole state is checked before the
+-- first value is written.
 --
--- An optimizer has: kind, steps, groups, group_of (from 0, by parameter), and
---   averages: what a parameter has beside its fp32 value, {"exp_avg", "exp_avg_sq"} or {"momentum_buffer"} or {}
+-- The optimizer of this file has: kind, steps, groups, group_of (from 0, by parameter), and
+--   averages: a parameter's tensors in addition to its fp32 value, {"exp_avg", "exp_avg_sq"}, {"momentum_buffer"} or {}
 --   count() parameters, in order of registration;  slot(i) {name, param, averages or nil, master or nil}, i from 1;
---     averages: a tensor for each of the optimizer's; nil where another rank has them
+--     averages: a tensor for each of the optimizer's; nil if another rank has them
 --   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
---   named: false where parameters have no names
+--   named: false if parameters have no names
 local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
 local optim_groups = require "ps.optim.groups"
@@ -19,7 +19,7 @@ local error = require("ps.core.caller").error
 
 local state = {}
 
--- Settings that are saved; each kind of optimizer has some.
+-- Settings that are saved. Each kind of optimizer has some of them.
 local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled", "momentum", "dampening", "nesterov" }
 
 -- -- sources (ps.nn.sharded) ------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ local function check_tensor(source, key, slot)
   local shape = is_file(source) and source:shape(key) or source[key]:shape()
   local fit = sharded.fit(shape, slot.param)
   if not fit or fit == "own" and source.whole == true then
-    error(("the saved optimizer's %s of parameter %s is [%s], the parameter is [%s]"):format(key, slot.name,
+    error(("the saved optimizer's %s of parameter %s is [%s], but the parameter is [%s]"):format(key, slot.name,
       table.concat(shape, ", "), table.concat(sharded.shape(slot.param), ", ")), 0)
   end
 end
@@ -44,7 +44,7 @@ local function check_averages(opt, source, prefix, slot)
   for _, name in ipairs(opt.averages) do check_tensor(source, prefix .. name, slot) end
 end
 
--- Sets a parameter's averages from a source, which has them as `prefix`exp_avg and so on. Without a source they become
+-- Sets a parameter's averages from a source, in which they are `prefix`exp_avg and so on. Without a source they become
 -- zeros, as if the parameter had never been updated.
 local function set_averages(opt, slot, source, prefix)
   for k, average in ipairs(slot.averages or {}) do
@@ -53,10 +53,10 @@ local function set_averages(opt, slot, source, prefix)
   end
 end
 
--- Refuses a saved group with momentum where there is no place for its buffers.
+-- Refuses a saved group with momentum if this optimizer has no momentum buffers.
 local function check_momentum(momentum, number, opt)
   if opt.kind ~= "SGD" or #opt.averages > 0 or not momentum or momentum == 0 then return end
-  error(("param_groups[%d] of the saved optimizer has momentum %g, and this one was made without: give momentum in the "
+  error(("param_groups[%d] of the saved optimizer has momentum %g, but this one was made without; set momentum in the "
     .. "configuration"):format(number - 1, momentum), 0)
 end
 
@@ -66,7 +66,7 @@ local function check_groups(saved, opt)
 end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
---- {tensors, values}: tensors by "<parameter>.exp_avg" and so on; values as JSON can hold them.
+--- The state by name, {tensors, values}: tensors by "<parameter>.exp_avg" and so on; values in a form that JSON holds.
 --- Masters are not among the tensors, since the model's state_dict has them.
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
@@ -75,7 +75,7 @@ function state.named(opt)
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
     local t, slot = opt:updates(i), opt:slot(i)
-    if slot.averages then                           -- else another rank has this state
+    if slot.averages then                           -- nil: another rank has this state
       values.t[slot.name] = t
       for k, name in ipairs(t > 0 and opt.averages or {}) do tensors[slot.name .. "." .. name] = slot.averages[k] end
     end
@@ -86,7 +86,7 @@ end
 
 local function load_named(opt, source, values)
   if values.kind ~= opt.kind then
-    error(("the saved optimizer is %s, this one is %s"):format(tostring(values.kind), opt.kind), 0)
+    error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), opt.kind), 0)
   end
   check_groups(values.groups, opt)
   for number, group in ipairs(values.groups) do check_momentum(tonumber(group.momentum), number, opt) end
@@ -115,7 +115,7 @@ local function load_named(opt, source, values)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
--- Each group's parameters, in the order of the whole model: {name, i = slot's, or nil where another stage has it}.
+-- Each group's parameters, in the order of the whole model: {name, i = slot's, or nil if another stage has it}.
 local function members(opt)
   local all, lists = {}, {}
   for i = 1, opt:count() do
@@ -130,7 +130,7 @@ local function members(opt)
   return lists
 end
 
--- A group as PyTorch has it; names: those of its parameters, as PyTorch writes them of named parameters.
+-- A group in PyTorch's form. names: its parameters' names, which PyTorch writes for named parameters.
 local function torch_group(group, params, names)
   local out = { lr = group.lr, weight_decay = group.weight_decay, maximize = false, params = params,
     param_names = names }
@@ -143,8 +143,9 @@ local function torch_group(group, params, names)
   return out
 end
 
---- {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}: the form that the load_state_dict of torch.optim.AdamW
---- takes; that of SGD has momentum_buffer, and leaves `step` aside. Groups have param_names, which PyTorch keeps.
+--- The state in PyTorch's form, {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, which load_state_dict of
+--- torch.optim.AdamW accepts. SGD's has momentum_buffer; PyTorch ignores its `step`. Groups have param_names, which
+--- PyTorch keeps.
 ---@param opt ps.EngineOptimizer
 ---@param named? boolean default true: groups have param_names
 ---@return {state: table<integer, table>, param_groups: table[]}
@@ -165,7 +166,7 @@ function state.torch(opt, named)
   return { state = all, param_groups = groups }
 end
 
--- The entry of one parameter: a source and its `step`; nil when it has none.
+-- The entry of one parameter: a source and its `step`; nil if it has none.
 local function entry_of(saved, number)
   if is_file(saved) then
     local all = saved:at("state")
@@ -177,14 +178,14 @@ local function entry_of(saved, number)
   if entry then return entry, entry.step end
 end
 
--- Updates that an entry has had. PyTorch's SGD does not count them. Whether the buffer is there says whether it has
--- begun, and the op needs to know no more.
+-- The number of updates of an entry. PyTorch's SGD does not count them. Then the existence of the buffer says whether
+-- there was an update, and the op needs only this.
 local function whole_step(opt, source, step, name)
   if step == nil and opt.kind == "SGD" then return has(source, "momentum_buffer") and 1 or 0 end
   if scope.is_tensor(step) then step = step:item() end
   step = tonumber(step)
   if not step or step < 0 or step % 1 ~= 0 then
-    error(("the saved optimizer's step of parameter %s is %s, no whole number"):format(name, tostring(step)), 0)
+    error(("the saved optimizer's step of parameter %s is %s, not a whole number"):format(name, tostring(step)), 0)
   end
   return step
 end
@@ -194,34 +195,35 @@ local function number_of(value)
   return tonumber(value)
 end
 
--- Refuses a group whose settings are of another algorithm than this optimizer's.
+-- Refuses a group whose settings belong to another algorithm than this optimizer's.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
   end
   for _, key in ipairs { "amsgrad", "maximize" } do
-    if from[key] then refuse("has %s = True, which %s here does not do", key, opt.kind) end
+    if from[key] then refuse("has %s = True, which %s does not support here", key, opt.kind) end
   end
   if opt.kind == "SGD" then
-    if from.momentum == nil or from.betas or from.alpha then refuse "is not of SGD" end
+    if from.momentum == nil or from.betas or from.alpha then refuse "is not SGD's" end
     return check_momentum(number_of(from.momentum), number, opt)
   end
   for _, key in ipairs { "momentum", "alpha", "rho" } do
-    if from[key] ~= nil and not from.betas then refuse("has %s and no betas: it is not of Adam or AdamW", key) end
+    if from[key] ~= nil and not from.betas then refuse("has %s and no betas: it is not Adam's or AdamW's", key) end
   end
   local decoupled, decays = from.decoupled_weight_decay, number_of(from.weight_decay) ~= 0
   if decoupled ~= nil and decays and decoupled ~= (opt.kind == "AdamW") then
-    refuse("is of %s (decoupled_weight_decay = %s), this one is %s", decoupled and "AdamW" or "Adam",
+    refuse("is %s's (decoupled_weight_decay = %s), but this one is %s", decoupled and "AdamW" or "Adam",
       decoupled and "True" or "False", opt.kind)
   end
 end
 
--- The numbers that a saved group has for `list`, its parameters here. A group with param_names has its numbers in the
--- order of those names; one without has them in the order of the model. named: the parameters here have names.
+-- The numbers in a saved group for `list`, its parameters here. If the group has param_names, its numbers are in the
+-- order of those names; else they are in the order of the model. named: the parameters here have names.
 local function numbers_of(group, number, list, named)
   local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then
-    error(("group %d of the saved optimizer has %d parameters, here it has %d"):format(number - 1, #params, #list), 0)
+    error(("group %d of the saved optimizer has %d parameters, but here it has "
+      .. "%d"):format(number - 1, #params, #list), 0)
   end
   if not names then return params end
   local by_name, numbers = {}, {}
@@ -229,8 +231,8 @@ local function numbers_of(group, number, list, named)
   for k, at in ipairs(list) do
     numbers[k] = by_name[at.name]
     if not numbers[k] then
-      error(("param_names of group %d of the saved optimizer has no '%s' (its number %d is '%s'): it was saved of "
-        .. "another model; correct the names there, or remove param_names, and parameters go by their order"):format(
+      error(("param_names of group %d of the saved optimizer has no '%s' (its number %d is '%s'): it was saved with "
+        .. "another model; correct the names there, or remove param_names to match parameters by their order"):format(
         number - 1, at.name, k - 1, tostring(names[k])), 0)
     end
   end
@@ -239,7 +241,7 @@ end
 
 local function load_torch(opt, saved)
   local groups = is_file(saved) and saved:get("param_groups") or saved.param_groups
-  if type(groups) ~= "table" then error("this is no optimizer's state: it has no param_groups", 0) end
+  if type(groups) ~= "table" then error("this is not an optimizer's state: it has no param_groups", 0) end
   check_groups(groups, opt)
   local plan, most = {}, 0
   for number, list in ipairs(members(opt)) do
@@ -273,15 +275,15 @@ local function load_torch(opt, saved)
   opt.engine:set_steps(most)
 end
 
---- Takes over the result of state.named or state.torch, or a file of either. Values are copied.
+--- Loads the result of state.named or state.torch, or a file with either. Values are copied.
 ---@param opt ps.EngineOptimizer
 ---@param saved table|ps.TorchFile
 function state.load(opt, saved)
   if type(saved) ~= "table" then error("load_state_dict takes a table or an open file, not a " .. type(saved)) end
   if is_file(saved) then
     if not saved.holds then
-      error(("%s holds tensors only, no settings of an optimizer: load { tensors = file, values = ... }, a .pt file, "
-        .. "or a checkpoint by ps.checkpoints"):format(tostring(saved.path)))
+      error(("%s has only tensors and no settings of an optimizer: load { tensors = file, values = ... }, a .pt file, "
+        .. "or a checkpoint with ps.checkpoints"):format(tostring(saved.path)))
     end
     if saved:holds("values") then return load_named(opt, saved:at("tensors"), saved:get("values")) end
     return load_torch(opt, saved)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How an optimizer looks at the prompt: a line for itself and one for each group of parameters, ten at most.
+-- Prints an optimizer at the prompt: a line for itself and one for each group of parameters, at most ten.
 local LINES = 10
 
 ---@param group {lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The clocks of ranks, for ps.profiler.save: what is to be added to this rank's, so that it agrees with rank 0's.
+-- Aligns the clocks of ranks, for ps.profiler.save: computes the offset to add to this rank's clock so that it agrees
+-- with rank 0's.
 --
--- Rank 0 tells its time to one rank after the other, some times over. The time that it tells lies between the
--- question and the answer, so that the middle of the two is wrong by half of the round trip at most (Cristian 1989,
--- "Probabilistic clock synchronization"). The shortest round trip counts.
+-- Rank 0 sends its time to one rank after the other, several times. The time was read between the question and the
+-- answer, so the error of their midpoint is at most half of the round trip (Cristian 1989, "Probabilistic clock
+-- synchronization"). The shortest round trip is used.
 local native = require "ps.core.ffi"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
@@ -11,10 +12,10 @@ local C = native.C
 
 local clock = {}
 
-local TRIPS = 16               -- the first one waits for the ranks before; the shortest of the others is what counts
+local TRIPS = 16               -- the first one waits for the ranks before this one; the shortest is used
 local SECOND = 1000000000LL
 
--- A time as a tensor [2] of whole seconds and nanoseconds: its nanoseconds are more than fp64 holds exactly.
+-- A time as a tensor [2] of whole seconds and nanoseconds, since fp64 does not hold all its nanoseconds exactly.
 local function told(ns)
   return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
 end
@@ -45,7 +46,7 @@ local function ask(group)
   return offset, (shortest + 1) / 2
 end
 
--- The least of all ranks' times on rank 0's clock; nil where no rank has one.
+-- The earliest of all ranks' times on rank 0's clock; nil if no rank has one.
 local function least(group, ns)
   local origin = group:broadcast(told(C.ps_record_clock()), 0)
   local zero = time_of(origin)
@@ -59,7 +60,7 @@ end
 ---@param group ps.Group
 ---@param first? ffi.cdata* int64_t, nanoseconds: this rank's first event, by its own clock; nil: it has none
 ---@return ffi.cdata* offset int64_t, nanoseconds to add to this rank's clock
----@return ffi.cdata* wrong int64_t, nanoseconds by which the offset may be wrong at most
+---@return ffi.cdata* wrong int64_t, nanoseconds: the largest error of the offset
 ---@return ffi.cdata* zero int64_t, nanoseconds by rank 0's clock: the first event of all ranks, or 0
 function clock.align(group, first)
   return scope.no_grad(scope.scope, function()

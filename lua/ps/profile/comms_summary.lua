@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sums of the calls between ranks (src/comm/count.c), which comms_logger of a configuration asks for, as DeepSpeed's
--- table: ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
+-- Sums of the calls between ranks (src/comm/count.c), for comms_logger of a configuration, as DeepSpeed's table:
+-- ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
 local native = require "ps.core.ffi"
 local call_names = require "ps.core.call_names"
 local readable = require "ps.core.readable"
@@ -14,10 +14,10 @@ local comm = {}
 ---@field bytes number of the whole tensor of each call
 ---@field ranks integer of the group
 ---@field count integer
----@field seconds number of all calls, each from its begin on this rank, so that it includes the wait for other ranks
----@field algbw number bytes a second: bytes through seconds
----@field busbw number bytes a second over each link, in the terms of NCCL's tests: algbw times 2 (n - 1) / n of an
----  all-reduce of n ranks, (n - 1) / n of a gather, or of a sum of which each rank gets a part, else algbw
+---@field seconds number of all calls, each from its begin on this rank, so it includes the wait for other ranks
+---@field algbw number bytes per second: bytes divided by seconds
+---@field busbw number bytes per second over each link, as in NCCL's tests: algbw times 2 (n - 1) / n for an all-reduce
+---  of n ranks, (n - 1) / n for a gather or a reduce-scatter, else algbw
 
 -- The numbers of the record's calls by name.
 local function numbers()
@@ -28,9 +28,9 @@ local function numbers()
   return list
 end
 
---- Begins to count the calls that a configuration's comms_logger names.
+--- Begins to count the calls that a configuration's comms_logger selects.
 ---@param settings ps.config.CommsLogger
----@param prints boolean each call is printed when it ends, if the settings ask for that
+---@param prints boolean print each call when it ends, if the settings enable that
 function comm.begin(settings, prints)
   local set, number = 0, numbers()
   for _, call in pairs(number) do set = settings.prof_all and bit.bor(set, bit.lshift(1, call)) or set end
@@ -40,7 +40,7 @@ function comm.begin(settings, prints)
   C.ps_calls_count(set, settings.verbose and prints and 1 or 0)
 end
 
---- Ends counting; the sums stay until comm.begin.
+--- Stops counting. The sums stay until comm.begin.
 function comm.stop() C.ps_calls_count(0, 0) end
 
 local function gbps(bytes_a_second) return ("%.2f"):format(bytes_a_second * 8e-9) end
@@ -59,8 +59,8 @@ function Summary.__tostring(rows)
     { title = "busbw (Gbps)" } }, lines), "\n")
 end
 
---- What calls between ranks took so far, by call and size: those that comms_logger of the configuration counts. Each
---- rank has its own sums.
+--- The time of calls between ranks so far, by call and size, for the calls that comms_logger of the configuration
+--- counts. Each rank has its own sums.
 ---@return ps.comm.Row[] rows that print as DeepSpeed's table
 function comm.log_rows()
   local rows, sum = {}, ffi.new "ps_calls_total"
@@ -79,7 +79,7 @@ function comm.log_rows()
   return setmetatable(rows, Summary)
 end
 
---- The rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table; the others need not call it.
+--- The rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table; other ranks need not call it.
 ---@return ps.comm.Row[] rows that print as the table
 function comm.log_summary()
   local rows = comm.log_rows()

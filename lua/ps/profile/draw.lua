@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PatrickStar's two figures of a profile, by gnuplot, as SVG or PNG: a tier's memory, and the place of each chunk.
+-- Draws PatrickStar's two figures of a profile with gnuplot, as SVG or PNG: a tier's memory, and the place of each
+-- chunk.
 local read = require "ps.profile.read"
 
 local draw = {}
@@ -9,7 +10,7 @@ local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "
 local ORDER = { device = 1, host = 2, disk = 3 }
 local TIERS = { device = "#e9616c", host = "#3385fe", disk = "#e6ab02" }      -- PatrickStar's red and blue
 
--- A text for gnuplot's script. A name from a stranger's file must not end its line: what followed would be a command.
+-- A text for gnuplot's script. A name from an untrusted file must not end its line, since the rest would be a command.
 local function quote(text)
   if text:find "%c" then
     error(("gnuplot cannot draw the name '%s', which has control characters"):format((text:gsub("%c", "?"))), 0)
@@ -20,9 +21,9 @@ end
 -- Runs a script of gnuplot that draws into `path`.
 local function gnuplot(path, lines, height)
   if os.execute("command -v gnuplot >/dev/null 2>&1") ~= 0 then
-    error("gnuplot is not installed (Debian's gnuplot-nox); --html needs none", 0)
+    error("gnuplot is not installed (Debian's gnuplot-nox); --html does not need it", 0)
   end
-  local f, why = io.open(path, "wb")                       -- gnuplot's own message would name no reason
+  local f, why = io.open(path, "wb")                       -- gnuplot's own message would not state the reason
   if not f then error(("cannot write %s"):format(why), 0) end
   f:close()
   local svg = path:match "%.svg$"
@@ -60,14 +61,14 @@ local function title_of(self, what)
     self.ranks > 1 and (", rank %d of %d"):format(self.rank, self.ranks) or "")
 end
 
---- Draws the memory of a tier over time: total, chunks and all else, over bands of forward, backward and Adam.
+--- Draws the memory of a tier over time: total, chunks and the rest, over bands of forward, backward and Adam.
 ---@param self ps.Profile
 ---@param tier ps.profile.Tier
 ---@param path string ends in .svg or .png
 function draw.memory(self, tier, path)
   local lines, plots, rows = {}, {}, {}
   local most, at = read.peak(tier)
-  local has_budget = tier.budget > 0 and tier.budget <= 2 * most         -- one far above would flatten the lines
+  local has_budget = tier.budget > 0 and tier.budget <= 2 * most         -- a much larger budget would flatten the lines
   local top = math.max(most * 1.1, has_budget and tier.budget * 1.05 or 1) / MIB
   local function ms(time) return (time - self.begin) / 1e3 end
   for _, band in ipairs(BANDS) do
@@ -88,7 +89,7 @@ function draw.memory(self, tier, path)
       tier.other[i] / MIB)
   end
   local n = #rows
-  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- the last values hold to the end
+  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- the last values last to the end
   block(lines, "memory", rows)
   for column, name in ipairs { "total", "chunks", "other" } do
     plots[#plots + 1] = ("$memory using 1:%d with steps lw 2 lc rgb '%s' title '%s'"):format(column + 1,
@@ -110,11 +111,13 @@ function draw.memory(self, tier, path)
   gnuplot(path, lines, 600)
 end
 
---- Draws where each chunk was over time: a row a chunk, by kind from the bottom up, coloured by its fastest tier.
+--- Draws the place of each chunk over time: a row per chunk, by kind from the bottom up, coloured by its fastest tier.
 ---@param self ps.Profile
 ---@param path string ends in .svg or .png
 function draw.access(self, path)
-  if not self.chunks[1] then error(self.path .. " has no chunks: memory.kind was plain, or there was no engine", 0) end
+  if not self.chunks[1] then
+    error(self.path .. " has no chunks: memory.kind was plain, or there was no engine", 0)
+  end
   local by_tier, names, tics, seams, lines, plots = {}, {}, {}, {}, {}, {}
   local function ms(time) return (time - self.begin) / 1e3 end
   local first = 1

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A profile as one page for a browser: page.html with the profile's data in it. The page fetches nothing.
+-- A profile as one page for a browser: page.html with the profile's data in it. The page loads nothing else.
 local json = require("cjson").new()
 local paths = require "ps.paths"
 
 local page = {}
 
--- JSON of a list, whose values `each` writes. cjson takes a list without values for an object.
+-- JSON of a list; `each` writes its values. cjson would write an empty list as an object.
 local function list(values, each)
   local parts = {}
   for i, value in ipairs(values) do parts[i] = each(value) end
@@ -14,7 +14,7 @@ end
 
 local function number(value) return ("%.14g"):format(value) end
 
--- JSON of an object: names and JSON texts in turn.
+-- JSON of an object from names and JSON texts, alternating.
 local function object(...)
   local parts, given = {}, { ... }
   for i = 1, #given, 2 do parts[#parts + 1] = ('"%s":%s'):format(given[i], given[i + 1]) end
@@ -45,7 +45,7 @@ local function data_of(self, tier)
     end))
 end
 
---- Writes the page. The tier of this name, or the first, is shown first.
+--- Writes the page. It opens with the tier of this name, or with the first.
 ---@param self ps.Profile
 ---@param path string
 ---@param tier? string

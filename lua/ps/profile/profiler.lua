@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The record of events (src/base/record.h) for scripts: ops, modules, copies, disk, collectives, waits, chunks and the
--- bytes of tiers, each with its time, step and phase.
+-- The record of events (src/base/record.h) for scripts: ops, modules, copies, disk accesses, collectives, waits, chunks
+-- and the bytes of tiers, each with its time, step and phase.
 --   ps.profiler.start(); ...; ps.profiler.stop(); ps.profiler.save("profile.json"); ps.profiler.report()
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
@@ -12,23 +12,23 @@ local ffi, C = native.ffi, native.C
 
 local profiler = {}
 
-local EVENTS = 2 ^ 18           -- of 64 bytes; a step of a small GPT-2 has a few thousand
+local EVENTS = 2 ^ 18           -- events of 64 bytes each; a step of a small GPT-2 has a few thousand
 
---- Begins to record, also before ps.initialize. What was recorded before goes.
----@param options? { events?: integer } events: how many the record holds, 64 bytes each (262144); later ones take the
----  place of the oldest
+--- Begins to record; can be called before ps.initialize. An earlier record is discarded.
+---@param options? { events?: integer } events: capacity of the record, at 64 bytes each (default 262144); later events
+---  overwrite the oldest
 function profiler.start(options)
   options = caller.options(options, "ps.profiler.start", { events = "whole" })
   local events = tonumber(options.events or EVENTS)
   if events < 1 or events > C.PS_RECORD_MOST then
-    error(("ps.profiler.start: events is %s; a record holds 1 to %d"):format(events, C.PS_RECORD_MOST))
+    error(("ps.profiler.start: events is %s; it must be 1 to %d"):format(events, C.PS_RECORD_MOST))
   end
   native.check(C.ps_record_start(events))
 end
 
---- Stops recording; what was recorded stays.
+--- Stops recording and keeps the record.
 ---@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] all calls of each op since
----  the start, also those whose events were overwritten; largest time first
+---  the start, including those whose events were overwritten; largest time first
 function profiler.stop()
   C.ps_record_settle(native.ctx)
   C.ps_record_stop()
@@ -44,14 +44,14 @@ function profiler.stop()
   table.sort(rows, function(a, b) return a.seconds > b.seconds end)
   return rows
 end
-profiler["end"] = profiler.stop                              -- PatrickStar's name, a word of Lua
+profiler["end"] = profiler.stop                              -- PatrickStar's name, a reserved word in Lua
 
---- Writes what was recorded as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). Each of
---- several ranks that calls it writes a file of its own, whose name has the rank: profile.rank1.json. Other ranks need
---- not call it, unless `align` is given.
+--- Writes the record as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). With several ranks,
+--- each rank that calls it writes its own file, with the rank in its name: profile.rank1.json. The other ranks need not
+--- call it, unless `align` is set.
 ---@param path string
----@param options? { align?: boolean } align: all ranks call it, and times in all files are those of rank 0's clock;
----  absent: those of the machine's clock, which ranks on other machines do not share
+---@param options? { align?: boolean } align: all ranks call it, and times in all files are by rank 0's clock; default:
+---  by the machine's clock, which differs between machines
 ---@return string path the file that this rank wrote
 function profiler.save(path, options)
   if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
@@ -67,10 +67,10 @@ function profiler.save(path, options)
 end
 
 ---@class ps.profiler.Limits
----@field flops number|table<string, number> operations a second that a device reaches in products; or by their type
----@field bytes number a second that it reads and writes
+---@field flops number|table<string, number> operations per second that a device reaches in products; or by their type
+---@field bytes number bytes per second that it reads and writes
 
--- Limits that a script gave, types by the names that profiles have.
+-- The limits that a script passed, with types by the names in profiles.
 local function given(limits)
   local function above_0(x) return type(x) == "number" and x > 0 end
   local flops, ok = limits.flops, above_0(limits.bytes)
@@ -81,13 +81,14 @@ local function given(limits)
     end
   elseif not above_0(flops) then ok = false end
   if not ok then
-    error("ps.profiler.report: limits has flops (a number, or one for each type) and bytes, a second and above 0")
+    error("ps.profiler.report: limits needs flops (a number, or one for each type) and bytes, both per second and "
+      .. "above 0")
   end
   return { flops = flops, bytes = limits.bytes }
 end
 
--- The limits of the device that made a profile's products, or of `device`; nil and why, where they cannot be measured
--- and are not asked for by name.
+-- The limits of the device of a profile's products, or of `device`. nil and the reason, if they cannot be measured and
+-- were not requested explicitly.
 local function measured(profile, device, asked)
   local products = report.products(profile)
   asked = asked or device ~= nil
@@ -96,25 +97,25 @@ local function measured(profile, device, asked)
   local ok, found = pcall(require("ps.profile.speeds").limits, device, products.dtypes)
   if ok then return found end
   if asked or type(found) ~= "table" or found.name ~= "ENOMEM" then error(found, 0) end
-  return nil, "no room for it: " .. found.msg:match "^[^(;\n]*"
+  return nil, "no memory for it: " .. found.msg:match "^[^(;\n]*"
 end
 
 local OPTIONS = { by = "string", file = "string", against = "string", limits = "table boolean", device = "string",
   quiet = "boolean" }
 
---- Sums what was recorded by op or by module, a step: time, operations and bytes a second, the share of what the
---- machine reaches at most, waits, idle time. Prints a table, and stops a record that is under way.
+--- Sums the record by op or by module, per step: time, operations and bytes per second, the share of the machine's
+--- limit, waits, idle time. Prints a table. A running record is stopped.
 ---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean,
----  device?: string, quiet?: boolean } by: "op" when absent; file: a profile that was saved, instead of the record;
----  against: one to compare with; limits: a second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true:
----  measured now for each type that the profile multiplies, on `device` (that of the profile), which takes 140 MiB;
----  absent: measured where there is room; false: none; quiet: prints nothing
+---  device?: string, quiet?: boolean } by: default "op"; file: a saved profile, instead of the record; against: a saved
+---  profile for comparison; limits: per second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true:
+---  measured now for each type of product in the profile, on `device` (default the profile's), which needs 140 MiB;
+---  absent: measured if there is memory; false: none; quiet: prints nothing
 ---@return ps.profiler.Row[] rows that print as the table
 function profiler.report(options)
   options = caller.options(options, "ps.profiler.report", OPTIONS)
   local by, limits = options.by or "op", options.limits
   if by ~= "op" and by ~= "module" then
-    error(("ps.profiler.report: by is '%s'; it is 'op' or 'module'"):format(by))
+    error(("ps.profiler.report: by is '%s'; it must be 'op' or 'module'"):format(by))
   end
   C.ps_record_settle(native.ctx)
   C.ps_record_stop()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Reads a profile (docs/profiling.md) for pictures: what each tier held and where each chunk was over time, and which
--- part of a step ran when. Times are microseconds, as in the file.
+-- Reads a profile (docs/profiling.md) for pictures: the bytes of each tier and the place of each chunk over time, and
+-- the phases of the steps. Times are microseconds, as in the file.
 local json = require("cjson").new()
 
 json.decode_max_depth(100)
@@ -11,30 +11,30 @@ local read = {}
 ---@field path string
 ---@field rank integer
 ---@field ranks integer
----@field dropped integer older events that the record had no room for
+---@field dropped integer older events that were overwritten
 ---@field begin number time of the first event
----@field finish number time at which the last event is over
----@field tiers ps.profile.Tier[] those of which there are events, fastest first
+---@field finish number time at which the last event ends
+---@field tiers ps.profile.Tier[] tiers with events, fastest first
 ---@field steps {step: integer, first: boolean, begin: number, finish: number}[]
----@field bands {kind: "forward"|"backward"|"adam", begin: number, finish: number}[] in the order of time
+---@field bands {kind: "forward"|"backward"|"adam", begin: number, finish: number}[] sorted by time
 ---@field chunks ps.profile.Chunk[] by kind, then by index
 
 ---@class ps.profile.Tier
----@field name string "device", "host" or "disk"; without chunks that of a device
+---@field name string "device", "host" or "disk"; without chunks the name of a device
 ---@field budget integer bytes; 0: no limit
 ---@field times number[] of changes
 ---@field held integer[] bytes of chunks from each of these times on
----@field other integer[] bytes of all else
+---@field other integer[] bytes of everything else
 
 ---@class ps.profile.Chunk
 ---@field id integer
----@field kind string "gone": nobody told, as in files of earlier versions for chunks that were gone when it was saved
----@field index integer of a chunk that was gone its id
----@field gone boolean it did not exist any more when the profile was saved
+---@field kind string "gone": unknown, as in files of earlier versions for chunks that no longer existed
+---@field index integer for a chunk that no longer existed its id
+---@field gone boolean it no longer existed when the profile was saved
 ---@field nbytes integer
 ---@field tensors string[]
 ---@field times number[] of changes
----@field on (string|false)[] the fastest tier on which it has memory from each of these times on; false: none
+---@field on (string|false)[] from each of these times on, the fastest tier on which it has memory; false: none
 
 -- PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
 local KINDS = { "param", "param_fp32", "exp_avg_sq", "exp_avg", "momentum_buffer", "grad" }
@@ -43,23 +43,23 @@ local BANDS = { forward = "forward", backward = "backward", input = "backward", 
 local rank_of_kind = {}
 for i, kind in ipairs(KINDS) do rank_of_kind[kind] = i end
 
--- The file's JSON. An error says whether it is none, cut off, or of somebody else.
+-- The file's JSON. An error says whether it is not JSON, is cut off, or was written by another program.
 local function decoded(path)
   local f, why = io.open(path, "rb")
   local text = f and f:read "*a"
   if f then f:close() end
-  if not text then error(("cannot read %s: %s"):format(path, why or "it is no file"), 0) end
+  if not text then error(("cannot read %s: %s"):format(path, why or "it is not a file"), 0) end
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"
-    -- The parser finds a cut at the file's end, or at the word or escape that it has cut, a few characters before.
+    -- The parser finds a cut at the file's end, or at the cut word or escape, a few characters before.
     local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
     local cut = text == "" or text:find "^%s*{" and at_end
-    error(("%s is no profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
+    error(("%s is not a profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
       or "it is not JSON", what), 0)
   end
   if type(all) ~= "table" or type(all.psluajit) ~= "table" then
-    error(path .. " is no profile of psluajit: it has no object 'psluajit'. ps.profiler.save writes one", 0)
+    error(path .. " is not a profile of psluajit: it has no object 'psluajit'. ps.profiler.save writes profiles", 0)
   end
   local version = all.psluajit.version
   if version ~= 1 then
@@ -68,7 +68,7 @@ local function decoded(path)
   return all
 end
 
--- Checks of values, whose errors name the file and the place.
+-- Checks of values. Their errors name the file and the place.
 local function checks(path)
   local function fail(what, value, wanted)
     error(("%s is damaged: %s is %s, not %s"):format(path, what, type(value) == "table" and "a table"
@@ -97,7 +97,7 @@ local function checks(path)
   return check
 end
 
--- Sorts chunks by kind, then by index; those that were gone are the last of their kind.
+-- Sorts chunks by kind, then by index. Chunks that no longer existed are the last of their kind.
 local function sort(chunks)
   local function rank(chunk) return rank_of_kind[chunk.kind] or #KINDS + 1 end
   table.sort(chunks, function(a, b)
@@ -108,7 +108,7 @@ local function sort(chunks)
   end)
 end
 
--- The chunks that were somewhere.
+-- The chunks that had memory at any time.
 local function somewhere(chunks)
   local list = {}
   for _, chunk in ipairs(chunks) do
@@ -136,7 +136,7 @@ local function chunks_of(head, check)
   return list, by_id
 end
 
--- Tiers that the head names, in its order, then those that events name.
+-- The tiers that the head lists, in its order, then those that only events name.
 local function tier_finder(head, check)
   local list, by_name = {}, {}
   local function find(name)
@@ -165,16 +165,16 @@ local function steps_of(head, check)
   return list
 end
 
--- What an event of a category adds: fn(event, args, what, ts).
+-- Functions that add an event, by category: fn(event, args, what, ts).
 local function takers(self, find_tier, by_id, check)
   local take = {}
   function take.memory(event, args, what, ts)
-    if event.ph ~= "C" or event.name == "meta" then return end      -- shapes without data, which have no bytes
+    if event.ph ~= "C" or event.name == "meta" then return end      -- meta tensors have shapes, but no bytes
     local tier = find_tier(check.text(event.name, what .. ".name"))
     local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
       check.nbytes(args.other, what .. ".args.other")
     local n = #tier.times
-    if tier.times[n] ~= ts then n = n + 1 end                -- of changes at one time the last one holds
+    if tier.times[n] ~= ts then n = n + 1 end                -- of changes at the same time the last one counts
     tier.times[n], tier.held[n], tier.other[n] = ts, held, other
   end
   function take.action(event, _, what, ts)
@@ -205,7 +205,7 @@ local function takers(self, find_tier, by_id, check)
   return take
 end
 
---- Reads a profile. An error where it is none, is cut off or damaged, or is of another version.
+--- Reads a profile. It is an error if it is not a profile, is cut off or damaged, or has another version.
 ---@param path string
 ---@return ps.Profile
 function read.file(path)
@@ -242,7 +242,7 @@ function read.file(path)
   return self
 end
 
--- Cuts times and the lists beside them off before `begin`; what held then holds from `begin` on.
+-- Cuts `times` and its parallel lists off before `begin`. The values at that time become those of `begin`.
 local function drop_before(times, begin, ...)
   local first = 0
   while times[first + 1] and times[first + 1] <= begin do first = first + 1 end
@@ -254,7 +254,7 @@ local function drop_before(times, begin, ...)
   times[1] = begin
 end
 
---- Drops the first steps that had no plan, and what was before them. An error where no step had one.
+--- Drops the first steps, which have no plan, and everything before them. It is an error if no step has a plan.
 ---@param self ps.Profile
 function read.drop_warmup(self)
   local last
@@ -264,7 +264,7 @@ function read.drop_warmup(self)
   end
   if not last then return end
   if last == #self.steps then
-    error(("%s: all %d steps are without a plan, as first steps are; profile a later one, or leave --rm_warmup out")
+    error(("%s: all %d steps are without a plan, as first steps are; profile a later one, or omit --rm_warmup")
       :format(self.path, last), 0)
   end
   local begin = self.steps[last + 1].begin
@@ -278,7 +278,7 @@ function read.drop_warmup(self)
   self.steps, self.bands = steps, bands
 end
 
---- The tier that PatrickStar calls GPU, CPU or DISK; without a name the fastest. An error where the profile lacks it.
+--- The tier by PatrickStar's name GPU, CPU or DISK; without a name the fastest. It is an error if the profile lacks it.
 ---@param self ps.Profile
 ---@param name? string
 ---@return ps.profile.Tier
@@ -293,7 +293,7 @@ function read.tier(self, name)
   error(("%s has no memory of type %s; it has %s"):format(self.path, name, table.concat(names, ", ")), 0)
 end
 
---- The largest total of a tier, and when it begins.
+--- The largest total of a tier, and the time at which it begins.
 ---@param tier ps.profile.Tier
 ---@return integer nbytes
 ---@return number time

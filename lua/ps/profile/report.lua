@@ -6,29 +6,29 @@ local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local error = caller.error
 
-local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of what no module called
+local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of ops outside modules
 
 local VERSION = 1
-local UNKNOWN = "?"            -- the type of a product in a file that does not tell it
-local LEAST = 0.001            -- share of the time from which an op has a row of its own
+local UNKNOWN = "?"            -- the type of a product in a file that does not name it
+local LEAST = 0.001            -- smallest share of the time for which an op has its own row
 
--- The fields that reports add up, by the category of their events.
+-- The fields that reports sum, by the category of their events.
 local FIELDS = { op = { "flops", "bytes", "step" }, wait = { "step" }, module = { "step" } }
 
--- Those of their args that are texts, where they are there.
+-- Optional args that must be texts.
 local TEXTS = { "dtype", "device", "module", "path" }
 
--- Refuses a file whose events or steps are not those of docs/profiling.md.
+-- Refuses a file whose events or steps do not conform to docs/profiling.md.
 local function check_fields(path, profile)
   local function numbers(t, what, names)
-    if type(t) ~= "table" then error(("%s is damaged: %s is no object"):format(path, what)) end
+    if type(t) ~= "table" then error(("%s is damaged: %s is not an object"):format(path, what)) end
     for _, name in ipairs(names) do
-      if type(t[name]) ~= "number" then error(("%s is damaged: %s.%s is no number"):format(path, what, name)) end
+      if type(t[name]) ~= "number" then error(("%s is damaged: %s.%s is not a number"):format(path, what, name)) end
     end
   end
   numbers(profile.psluajit, "psluajit", { "events", "dropped" })
   local steps = profile.psluajit.steps
-  if type(steps) ~= "table" then error(path .. " is damaged: psluajit.steps is no list") end
+  if type(steps) ~= "table" then error(path .. " is damaged: psluajit.steps is not a list") end
   for i, step in ipairs(steps) do numbers(step, ("psluajit.steps[%d]"):format(i), { "begin", "end" }) end
   for i, e in ipairs(profile.traceEvents) do
     local what = ("traceEvents[%d]"):format(i)
@@ -37,10 +37,10 @@ local function check_fields(path, profile)
     if fields then
       numbers(e, what, { "ts", "dur" })
       numbers(e.args, what .. ".args", fields)
-      if type(e.name) ~= "string" then error(("%s is damaged: %s.name is no text"):format(path, what)) end
+      if type(e.name) ~= "string" then error(("%s is damaged: %s.name is not a text"):format(path, what)) end
       for _, name in ipairs(TEXTS) do
         if type(e.args[name] or "") ~= "string" then
-          error(("%s is damaged: %s.args.%s is no text"):format(path, what, name))
+          error(("%s is damaged: %s.args.%s is not a text"):format(path, what, name))
         end
       end
     end
@@ -52,14 +52,14 @@ end
 ---@return table
 function report.read(path)
   local file, problem = io.open(path, "rb")
-  if not file then error("the profile cannot be read: " .. problem) end
+  if not file then error("cannot read the profile: " .. problem) end
   local content = file:read("*a")
   file:close()
   local ok, profile = pcall(json.decode, content)
-  if not ok then error(("%s is no profile, or was cut: %s"):format(path, profile)) end
+  if not ok then error(("%s is not a profile, or was cut off: %s"):format(path, profile)) end
   local about = type(profile) == "table" and profile.psluajit
   if type(about) ~= "table" or type(profile.traceEvents) ~= "table" then
-    error(path .. " is no profile of ps.profiler.save: it lacks psluajit or traceEvents")
+    error(path .. " is not a profile of ps.profiler.save: it lacks psluajit or traceEvents")
   end
   if about.version ~= VERSION then
     error(("%s is a profile of version %s; this program reads version %d"):format(path, tostring(about.version),
@@ -71,19 +71,19 @@ end
 
 ---@class ps.profiler.Row
 ---@field name string the op, or the module's path
----@field calls number ops a step
----@field seconds number of its ops, a step; of a module with those of the modules in it
----@field forward number of them in forward
----@field backward number and in backward
----@field flops number a step
----@field bytes number a step
----@field waits number seconds a step that it waited for copies, collectives and messages
----@field idle? number seconds a step of a module's forward that were neither ops nor waits; nil where ops ran beside
----  the script, on a GPU
----@field limit? number the least share of `seconds` that the machine needs for it; nil: a type's limit is not known
----@field before? number seconds in the profile that it is compared with
+---@field calls number ops per step
+---@field seconds number of its ops, per step; for a module including the modules in it
+---@field forward number seconds of them in forward
+---@field backward number seconds of them in backward
+---@field flops number operations per step
+---@field bytes number bytes per step
+---@field waits number seconds per step in which it waited for copies, collectives and messages
+---@field idle? number seconds per step of a module's forward that were neither ops nor waits; nil if ops overlapped the
+---  script, as on a GPU
+---@field limit? number the share of `seconds` that the machine needs at least; nil: a type's limit is unknown
+---@field before? number seconds in the other profile
 
--- The paths of a module and of all around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost module).
+-- The paths of a module and of all modules around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost module).
 local function around(path)
   local list = { path }
   while path ~= "" do
@@ -104,7 +104,7 @@ local function row_of(rows, name)
   return row
 end
 
--- Seconds within steps, of ops there and of waits there; where there is no step, of all.
+-- Seconds within steps, of ops and of waits there. If there are no steps, of everything.
 local function totals(profile)
   local events, steps = profile.traceEvents, profile.psluajit.steps
   local sum = { steps = math.max(1, #steps), wall = 0, ops = 0, waits = 0 }
@@ -138,7 +138,7 @@ local function add(row, e, n)
   if phase == "backward" or phase == "input" or phase == "weight" then row.backward = row.backward + seconds end
 end
 
--- The rows of a profile, largest time first (modules: in the order of the model), a step.
+-- The rows of a profile, per step, largest time first (modules: in the order of the model).
 local function rows_of(profile, by, n)
   local rows, stepped, order = {}, #profile.psluajit.steps > 0, {}
   for _, e in ipairs(profile.traceEvents) do
@@ -180,7 +180,7 @@ end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
 
--- The least seconds that the products of a row take; nil where the rate of a type is not known.
+-- The shortest time of a row's products in seconds; nil if the rate of a type is unknown.
 local function product_seconds(row, flops)
   if type(flops) == "number" then return row.flops / flops end
   local sum = 0
@@ -200,9 +200,9 @@ local function rates_text(flops)
   return table.concat(list, ", ")
 end
 
--- What holds for the step as a whole.
+-- The lines about the step as a whole.
 local function summary(self)
-  local lines = { ("a step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d step%s")
+  local lines = { ("per step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d step%s")
     :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
     self.flops / math.max(self.wall, 1e-12) * 1e-9, self.steps, self.steps == 1 and "" or "s") }
   if self.limits then
@@ -211,7 +211,7 @@ local function summary(self)
       rates ~= "" and ", " or "", self.limits.bytes * 1e-9)
   end
   if self.dropped > 0 then
-    lines[#lines + 1] = ("%d older events were overwritten: ps.profiler.start { events = %d } holds all"):format(
+    lines[#lines + 1] = ("%d older events were overwritten; ps.profiler.start { events = %d } holds all"):format(
       self.dropped, 2 ^ math.ceil(math.log(self.dropped + self.events) / math.log(2)))
   end
   return table.concat(lines, "\n")
@@ -219,7 +219,7 @@ end
 
 local function show(self)
   if self.events == 0 then
-    return "nothing was recorded: ps.profiler.start() comes first, then what is to be measured"
+    return "nothing was recorded: call ps.profiler.start() before the code to be measured"
   end
   local columns = { { title = self.by, left = true }, { title = "calls" }, { title = "ms" }, { title = "share" },
     { title = "forward" }, { title = "backward" }, { title = "GFLOP/s" }, { title = "GB/s" } }
@@ -257,12 +257,12 @@ end
 
 local Report = { __tostring = show }
 
---- The lines below the table of a report: what holds for the step as a whole.
+--- The lines below the table of a report, about the step as a whole.
 ---@param rows ps.profiler.Row[] of report.of
 ---@return string
 function report.summary(rows) return summary(rows) end
 
---- What a profile has of products: their types, and the device that computed the most of them.
+--- The types of a profile's products, and the device that computed most of them.
 ---@param profile table
 ---@return { dtypes: string[], device: string? }
 function report.products(profile)
@@ -286,9 +286,10 @@ end
 --- The sums of a profile as a list of rows that prints as a table.
 ---@param profile table
 ---@param by "op"|"module"
----@param limits? ps.profiler.Limits what the machine reaches at most
+---@param limits? ps.profiler.Limits the most that the machine reaches
 ---@param against? table another profile
----@return ps.profiler.Row[] rows; with wall, ops, waits and idle (seconds a step), flops a step, steps, dropped, events
+---@return ps.profiler.Row[] rows; with wall, ops, waits and idle (seconds per step), flops per step, steps, dropped,
+---  events
 function report.of(profile, by, limits, against)
   local sum = totals(profile)
   local n = sum.steps

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.profiler.save: the record of events as a file of docs/profiling.md.
+-- ps.profiler.save: writes the record of events as a file (docs/profiling.md).
 local native = require "ps.core.ffi"
 local clock = require "ps.profile.clock"
 local dist = require "ps.dist"
@@ -10,16 +10,16 @@ local chunks = require "ps.memory.chunks"
 local ffi, C = native.ffi, native.C
 
 local VERSION = 1
--- Streams: what runs beside the script has tracks of its own, as many as there are events at once.
+-- Streams: work that overlaps the script has its own tracks, as many as the largest number of simultaneous events.
 local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives",
   "kernels" }
-local TRACKS = 1000            -- numbers of tracks from one stream to the next
+local TRACKS = 1000            -- distance between the first track numbers of two streams
 
 local function text(value)
   return '"' .. value:gsub('[%c"\\]', function(c) return ("\\u%04x"):format(c:byte()) end) .. '"'
 end
 
--- The number of the stream (from 0) of an event that lasts.
+-- The number of the stream (from 0) of an event with a duration.
 local function stream_of(e)
   if e.kind == C.PS_REC_COPY then return 1 + e.name end
   if e.kind == C.PS_REC_DISK then return 3 + e.name end
@@ -41,7 +41,7 @@ end
 
 function Writer:tier(t) return self.tiers[t + 1] and self.tiers[t + 1].name or "tier " .. t end
 
--- The argument `module` of an event; none outside of modules, and of one that is gone.
+-- The argument `module` of an event; empty outside modules, and if the module was collected.
 function Writer:in_module(e)
   local module = self.modules[e.module]
   return module and ',"module":' .. text(module.path) or ""
@@ -97,7 +97,7 @@ local function micros(ns) return ("%.3f"):format(tonumber(ns) / 1000) end
 -- A time of this rank's clock as microseconds of rank 0's.
 function Writer:at(ns) return micros(ns + self.offset - self.zero) end
 
--- Bytes of a tier or device; a counter has its numbers alone.
+-- A counter of a tier's or device's bytes. A counter has only numbers as arguments.
 function Writer:counter(e)
   local tier = e.kind == C.PS_REC_TIER
   local name = tier and self:tier(e.to) or native.device_name[e.to] or tostring(e.to)
@@ -143,10 +143,10 @@ function Writer:name_tracks()
   end
 end
 
--- An int64_t in decimal digits, all of them.
+-- An int64_t with all its decimal digits.
 local function whole(ns) return (tostring(ns):gsub("LL$", "")) end
 
--- A list as JSON: [] where it is empty, which encode would take for an object.
+-- A list as JSON: [] if it is empty, which encode would write as an object.
 local function json_list(list)
   local parts = {}
   for i, value in ipairs(list) do parts[i] = encode(value) end
@@ -162,9 +162,9 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
---- The record as the text of a file. Time 0 is the first event, or, of one of several ranks whose clocks are not
---- aligned, that of the machine's clock, which its ranks share.
----@param group? ps.Group all ranks of which call this: their clocks are aligned; nil: this rank's clock alone
+--- The record as the text of a file. Time 0 is the first event. For one of several ranks whose clocks are not aligned
+--- it is that of the machine's clock, which the ranks of a machine share.
+---@param group? ps.Group all its ranks call this, and their clocks are aligned; nil: only this rank's clock
 ---@return string
 return function(group)
   local list, n, order, dropped = events.read()

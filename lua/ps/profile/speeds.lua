@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the highest speeds of a device: operations per second in a large product, by type, and bytes per second that
--- a large copy reads and writes. The best of a few tries counts. Reports and planning use them.
+-- a large copy reads and writes. The best of a few tries is used, by reports and by planning.
 local copied = require "ps.core.copied"
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
@@ -11,7 +11,7 @@ local speeds = {}
 
 local TRIES = 4
 
---- The least seconds of a few calls.
+--- The shortest time of a few calls, in seconds.
 ---@param fn function
 ---@return number
 function speeds.least(fn)
@@ -24,16 +24,16 @@ function speeds.least(fn)
   return seconds
 end
 
---- The speeds of a device. A type that it does not multiply is absent.
+--- The speeds of a device. A type that it cannot multiply is absent.
 ---@param device string
----@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: of the square matrices of the product; nbytes:
----  of the copy, beyond the caches of a processor
+---@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: of the product's square matrices; nbytes: of
+---  the copy, larger than the caches of a processor
 ---@return {flops: table<string, number>, bandwidth: number} flops: by type
 function speeds.of(device, sizes)
   local flops, bandwidth, side, nbytes = {}, nil, sizes.side, sizes.nbytes
   scope.no_grad(scope.scope, function()
     local one = create.zeros({ 1 }, { device = device })
-    local function wait() return one:sum():item() end       -- until the device has done what it was given
+    local function wait() return one:sum():item() end       -- waits until the device has finished all work
     for _, dtype in ipairs(sizes.dtypes) do
       local a = create.ones({ side, side }, { device = device, dtype = dtype })
       local ok, seconds = pcall(speeds.least, function()
@@ -53,8 +53,8 @@ function speeds.of(device, sizes)
   return { flops = flops, bandwidth = bandwidth }
 end
 
--- A GPU completes the first sizes before the call returns, so sizes are doubled until a product and a copy take ENOUGH
--- seconds, at most DOUBLINGS times.
+-- A GPU completes the first sizes before the call returns, so sizes are doubled, at most DOUBLINGS times, until a
+-- product and a copy take ENOUGH seconds.
 local SIZES, ENOUGH, DOUBLINGS = { side = 1024, nbytes = 2 ^ 26 }, 5e-4, 3
 local known = {}                                           -- limits by device
 
@@ -69,16 +69,16 @@ local function measure(device, sizes)
     if not short then break end
     sizes.side, sizes.nbytes = sizes.side * 2, sizes.nbytes * 2
     local ok, more = pcall(speeds.of, device, sizes)
-    if not ok then break end                              -- no memory for more
+    if not ok then break end                              -- no memory for larger sizes
     measured.bandwidth = math.max(measured.bandwidth, more.bandwidth)
     for dtype, flops in pairs(more.flops) do measured.flops[dtype] = math.max(measured.flops[dtype] or 0, flops) end
   end
   return measured
 end
 
---- The limits of a device, measured once a process.
+--- The limits of a device, measured once per process.
 ---@param device string
----@param dtypes string[] types of products; one that the device does not multiply has no limit
+---@param dtypes string[] types of products; a type that the device cannot multiply has no limit
 ---@return {flops: table<string, number>, bytes: number} flops: by type
 function speeds.limits(device, dtypes)
   local limits, sizes = known[device], copied(SIZES)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods and functions of tensors that are made of others: no kernels of their own, gradients by those of their parts.
--- They are named, and mean, what PyTorch's do.
+-- Methods and functions of tensors that are composed of others: they have no kernels of their own, and their gradients
+-- are those of their parts. Names and meanings are PyTorch's.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -16,7 +16,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 
 local function list_of(value) return type(value) == "number" and { value } or value end
 
--- fn of a tensor in fp32 or fp64, its result in the tensor's own type.
+-- fn of a tensor, computed in fp32 or fp64. The result has the tensor's own type.
 local function wide(t, what, fn, ...)
   if not FLOAT[t.dtype_] then error(("%s takes a float tensor; convert with :float()"):format(what)) end
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 then return fn(t, ...) end
@@ -24,7 +24,7 @@ local function wide(t, what, fn, ...)
 end
 
 -- -- order ----------------------------------------------------------------------------------------------------------
---- The elements in reverse order along some dimensions, copied.
+--- The elements in reverse order along some dimensions; a copy.
 ---@param dims integer|integer[]
 ---@return ps.Tensor of this shape
 function T:flip(dims)
@@ -38,16 +38,16 @@ function T:flip(dims)
   return rawequal(y, self) and self:clone() or y:contiguous()
 end
 
---- The elements moved on by `shifts` along dimensions; what leaves at the end comes back at the beginning.
+--- The elements shifted by `shifts` along dimensions. Elements shifted past the end reappear at the beginning.
 ---@param shifts integer|integer[]
----@param dims? integer|integer[] as many; default: along the elements in row-major order
+---@param dims? integer|integer[] one for each shift; default: along the elements in row-major order
 ---@return ps.Tensor of this shape
 function T:roll(shifts, dims)
   if dims == nil then
     return self:reshape(-1):roll(caller.whole(shifts, "roll: the shift"), 0):reshape(self:shape())
   end
   shifts, dims = list_of(shifts), list_of(dims)
-  if #shifts ~= #dims then error(("roll: %d shifts and %d dimensions"):format(#shifts, #dims)) end
+  if #shifts ~= #dims then error(("roll: %d shifts for %d dimensions; give as many"):format(#shifts, #dims)) end
   local y = self
   for i, d in ipairs(dims) do
     d = dim_index(self, d)
@@ -58,28 +58,30 @@ function T:roll(shifts, dims)
   return rawequal(y, self) and self:clone() or y
 end
 
---- The tensor again and again: `...` says how many times along each dimension, leading dimensions first. PyTorch's
---- repeat, which is a word of Lua's own.
----@param ... integer as many as dimensions, or more
+--- The tensor repeated along each dimension; `...` has the numbers of repetitions, leading dimensions first. This is
+--- PyTorch's repeat, a reserved word in Lua.
+---@param ... integer one for each dimension; more add leading dimensions
 ---@return ps.Tensor
 function T:tile(...)
   local times = type((...)) == "table" and (...) or { ... }
   if rawequal(times, (...)) and select(2, ...) ~= nil then
-    error("tile: its numbers are one list, and nothing comes after it")
+    error("tile: its numbers are one list, and no argument may follow the list")
   end
   local shape, spread, full, result = self:shape(), {}, {}, {}
-  if #times < #shape then error(("tile: %d numbers for %d dimensions"):format(#times, #shape)) end
+  if #times < #shape then error(("tile: %d numbers for %d dimensions; give one for each"):format(#times, #shape)) end
   for i, n in ipairs(times) do
     local size = shape[i - #times + #shape] or 1
-    caller.whole(n, "tile: how many times", 0)
+    caller.whole(n, "tile: a number of repetitions", 0)
     if n ~= 1 then spread[#spread + 1], full[#full + 1] = 1, n end
     spread[#spread + 1], full[#full + 1], result[i] = size, size, n * size
   end
-  if #full > 8 then error(("tile: %d dimensions, with one more for each that grows; 8 at most"):format(#full)) end
+  if #full > 8 then
+    error(("tile: %d dimensions, counting one more for each that is repeated; the limit is 8"):format(#full))
+  end
   return self:reshape(spread):expand(full):reshape(result)
 end
 
---- Sorted along a dimension, by topk: for tensors of thousands of elements, not of millions.
+--- The elements sorted along a dimension, by topk: fast enough for thousands of elements, not for millions.
 ---@param d? integer default -1
 ---@param descending? boolean default false
 ---@return ps.Tensor values of this shape
@@ -98,28 +100,28 @@ function T:sort(d, descending)
 end
 
 -- -- triangles ------------------------------------------------------------------------------------------------------
--- column - row of the elements of the last two dimensions, int64 [R, C].
+-- column - row of each element of the last two dimensions, int64 [R, C].
 local function offsets(t, what)
   if t.ndim < 2 then error(("%s takes a tensor of 2 dimensions or more"):format(what)) end
   local where = { dtype = "int64", device = t:device() }
   return tensor.arange(0, t:size(-1), 1, where):reshape(1, -1) - tensor.arange(0, t:size(-2), 1, where):reshape(-1, 1)
 end
 
---- The part on and below a diagonal of the last two dimensions; the rest is 0.
----@param diagonal? integer 0: the main one; above it: larger
+--- Keeps the elements on and below a diagonal of the last two dimensions, and sets the others to 0.
+---@param diagonal? integer 0: the main diagonal; a positive number: so far above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
   return self:masked_fill(offsets(self, "tril"):gt(caller.whole(diagonal or 0, "tril: the diagonal")), 0)
 end
---- The part on and above a diagonal of the last two dimensions; the rest is 0.
----@param diagonal? integer 0: the main one; above it: larger
+--- Keeps the elements on and above a diagonal of the last two dimensions, and sets the others to 0.
+---@param diagonal? integer 0: the main diagonal; a positive number: so far above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
   return self:masked_fill(offsets(self, "triu"):lt(caller.whole(diagonal or 0, "triu: the diagonal")), 0)
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
--- Without infinities, of which no difference is taken.
+-- The largest element; 0 in place of an infinity, from which nothing can be subtracted.
 local function shift_of(x, dims)
   return scope.no_grad(function()
     local top = x:amax(dims, true)
@@ -144,11 +146,11 @@ end
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:logsumexp(dims, keepdim)
-  if dims == nil then error("logsumexp: over which dimensions?") end
+  if dims == nil then error("logsumexp needs a dimension, or a list of dimensions") end
   return wide(self, "logsumexp", logsumexp, dims, keepdim)
 end
 
--- x to a power 1 / p, with gradient 0 where it is 0: that of a norm at its smallest.
+-- x to the power 1 / p. Where x is 0, the gradient is 0, a subgradient of the norm at its minimum.
 local function root(x, p)
   local zero = x:eq(0)
   local y = x:masked_fill(zero, 1)
@@ -164,8 +166,8 @@ local function norm(x, p, dims, keepdim)
   if p == 1 then return x:abs():sum(dims, keepdim) end
   return root((x:abs() ^ p):sum(dims, keepdim), p)
 end
---- The p-norm over some dimensions, of floats; its gradient where it is 0 is 0. p: any number, infinities too; 0 counts
---- what is not 0.
+--- The p-norm over some dimensions, of floats. p is any number, infinities included; 0 counts the elements that are not
+--- 0. Where the norm is 0, its gradient is 0.
 ---@param p? number default 2
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
@@ -199,7 +201,7 @@ function M.eye(n, m, options)
   return with_gradient(t, options.requires_grad)
 end
 
---- `steps` numbers from first to last, at equal distances.
+--- `steps` equally spaced numbers from first to last.
 ---@param first number
 ---@param last number
 ---@param steps integer
@@ -218,7 +220,7 @@ function M.linspace(first, last, steps, options)
   return with_gradient(y:to(dtype), options.requires_grad)
 end
 
---- A 1 at the place of each class, int64 [..., classes].
+--- One-hot vectors of classes: 1 at the index of each class, int64 [..., classes].
 ---@param index ps.Tensor integers from 0
 ---@param classes? integer default: the largest + 1
 ---@return ps.Tensor
@@ -237,14 +239,14 @@ end
 local function letters(text, what)
   local list, seen = {}, {}
   for c in text:gmatch "." do
-    if not c:match "%a" then error(("einsum: '%s' in '%s'; dimensions are letters"):format(c, what)) end
-    if seen[c] then error(("einsum: '%s' is twice in '%s'; diagonals are not supported"):format(c, text)) end
+    if not c:match "%a" then error(("einsum: '%s' in '%s'; dimensions must be letters"):format(c, what)) end
+    if seen[c] then error(("einsum: '%s' occurs twice in '%s'; diagonals are not supported"):format(c, text)) end
     list[#list + 1], seen[c] = c, #list
   end
   return list, seen
 end
 
--- t, whose dimensions are `from`, with dimensions `to`, of which `from` has all.
+-- Permutes t, whose dimensions are `from`, to the dimensions `to`. `from` contains all of `to`.
 local function arranged(t, from, to)
   local place, axes = {}, {}
   for i, c in ipairs(from) do place[c] = i - 1 end
@@ -269,7 +271,7 @@ local function joined(...)
   return all
 end
 
--- Sums over the dimensions that nothing else has.
+-- Sums over the dimensions that no other operand and no result has.
 local function drop(t, list, keep)
   local rest, gone = {}, {}
   for i, c in ipairs(list) do
@@ -279,7 +281,7 @@ local function drop(t, list, keep)
   return t:sum(gone), rest
 end
 
--- The product of two tensors over the dimensions that only they have, as one matrix product.
+-- The product of two tensors, summed over the dimensions that only they have, as one matrix product.
 local function contract(a, in_a, b, in_b, keep, sizes)
   a, in_a = drop(a, in_a, function(c) return keep(c) or has(in_b, c) end)
   b, in_b = drop(b, in_b, function(c) return keep(c) or has(in_a, c) end)
@@ -298,9 +300,9 @@ local function contract(a, in_a, b, in_b, keep, sizes)
   return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- without a sum: [B, L, 1] * [B, 1, R]
 end
 
---- Sums of products by Einstein's notation: "bij,bjk->bik". Without "->" the result has the letters that come once, in
---- the order of the alphabet. Tensors are taken from left to right, two at a time.
----@param text string a letter for each dimension; no "..." and no letter twice in one tensor
+--- Sums of products in Einstein's notation: "bij,bjk->bik". Without "->" the result has the letters that occur once, in
+--- alphabetical order. Tensors are multiplied from left to right, two at a time.
+---@param text string a letter for each dimension; "..." and a repeated letter in one tensor are not supported
 ---@param ... ps.Tensor floats
 ---@return ps.Tensor
 function M.einsum(text, ...)
@@ -315,12 +317,13 @@ function M.einsum(text, ...)
     local t = list[i]
     if caller.tensor(t, "einsum", i) == nil then error(("einsum: tensor %d is missing"):format(i)) end
     if t.ndim ~= #names then
-      error(("einsum: tensor %d has %d dimensions, '%s' says %d"):format(i, t.ndim, text, #names))
+      error(("einsum: tensor %d has %d dimensions, but '%s' has %d for it"):format(i, t.ndim, text, #names))
     end
     for d, c in ipairs(names) do
       local size = t:size(d - 1)
       if sizes[c] and sizes[c] ~= size then
-        error(("einsum: '%s' is %d and %d in '%s'"):format(c, sizes[c], size, text))
+        error(("einsum: dimension '%s' has sizes %d and %d in '%s'; they must be "
+          .. "equal"):format(c, sizes[c], size, text))
       end
       sizes[c], uses[c] = size, (uses[c] or 0) + 1
     end
@@ -332,7 +335,7 @@ function M.einsum(text, ...)
     table.sort(out)
   end
   for _, c in ipairs(out) do
-    if not sizes[c] then error(("einsum: no tensor has the '%s' of '%s'"):format(c, text)) end
+    if not sizes[c] then error(("einsum: no tensor has the dimension '%s' of '%s'"):format(c, text)) end
   end
   local t, names = list[1], inputs[1]
   for i = 2, count do

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Making tensors: empty, filled, counted, random, from tables. ps.tensor puts these functions beside its methods.
+-- Creates tensors: empty, filled, counted, random, from tables. ps.tensor has these functions in addition to its
+-- methods.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local array = require "ps.core.array"
@@ -23,7 +24,7 @@ local default_dtype, default_device = C.PS_F32, 0
 ---@return string was the name before
 function M.set_default_dtype(name)
   local was, code = native.dtype_name[default_dtype], native.dtype_code(name)
-  if not FLOAT[code] then error(("ps.set_default_dtype: %s is no type of floats"):format(name)) end
+  if not FLOAT[code] then error(("ps.set_default_dtype: %s is not a floating-point type"):format(name)) end
   default_dtype = code
   return was
 end
@@ -38,8 +39,7 @@ end
 
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
--- Refuses options that no maker of tensors takes. `...`: further sizes, PyTorch's way of giving a shape, ps.zeros(2,
--- 3).
+-- Refuses options that no function here has. `...`: further sizes, as PyTorch accepts a shape in ps.zeros(2, 3).
 local function check_options(options, call, shape, ...)
   if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -51,7 +51,7 @@ local function check_options(options, call, shape, ...)
   if ... ~= nil then caller.more(call, "shape, options", (...)) end
 end
 
--- The options of a tensor that is filled next, which asks for gradients only then.
+-- The options of a tensor that is filled next. requires_grad is set only after that.
 local function bare(options, dtype)
   if options == nil then return { dtype = dtype } end
   return { dtype = options.dtype or dtype, device = options.device }
@@ -79,9 +79,9 @@ end
 -- M.empty for `call`, whose options are checked.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
-  if type(shape) ~= "table" then error(("a shape is a list of sizes, not %s"):format(tostring(shape))) end
+  if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end
   caller.list(shape, call .. ": the shape")
-  if #shape > 8 then error(("%d dimensions, at most 8"):format(#shape)) end
+  if #shape > 8 then error(("a shape with %d dimensions; the limit is 8"):format(#shape)) end
   for i = 1, #shape do
     local n = tonumber(shape[i])
     if not n or n % 1 ~= 0 then
@@ -94,11 +94,11 @@ local function empty(call, shape, options)
   return t
 end
 
--- What integer types hold; bool holds any number, as "is it not 0".
+-- The ranges of integer types. bool holds any number, as whether it is not 0.
 local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
 
---- A number that is to become an element of a type: an error where that is an integer type which cannot hold it. Of
---- fractions the whole part is taken.
+--- Checks a number that becomes an element of a type. It is an error if an integer type cannot hold it. Fractions are
+--- truncated later.
 ---@param value number
 ---@param dtype integer the type's code
 ---@return number value
@@ -122,8 +122,8 @@ function M.empty(shape, options, ...)
   return empty("ps.empty", shape, options)
 end
 
--- t, which an op in place has filled. The op's result is a second reference, beside which release() would keep the
--- bytes.
+-- Returns t, which an op has filled in place. The op's result is a second reference, which is dropped: with it
+-- release() would keep the bytes.
 local function alone(t, given)
   native.give_back(given)
   return t
@@ -144,9 +144,9 @@ local function filled(call, value)
   end
 end
 M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
---- A tensor whose elements are all one number.
+--- A tensor with one number as all its elements.
 ---@param shape integer[] sizes, at most 8; a number n is { n }
----@param value number an error where an integer type cannot hold it
+---@param value number an error if an integer type cannot hold it
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor
 function M.full(shape, value, options)
@@ -157,8 +157,8 @@ function M.full(shape, value, options)
   return filled("ps.full", value)(shape, options)
 end
 
---- The numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 where start and step
---- are whole, unless options say otherwise.
+--- The numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 if start and step are
+--- whole, unless options set another.
 ---@param start number
 ---@param stop? number
 ---@param step? number default 1; not 0
@@ -173,10 +173,11 @@ function M.arange(start, stop, step, options)
   if step == 0 then error("ps.arange: the step must not be 0") end
   local n = math.ceil((stop - start) / step)
   if n < 0 or n == 0 and (stop - start) * step < 0 then
-    error(("ps.arange: from %g to %g by %g leads away from the end"):format(start, stop, step))
+    error(("ps.arange: from %g to %g the step %g has the wrong sign"):format(start, stop, step))
   end
   if n ~= n or n >= 2 ^ 53 then
-    error(("ps.arange: from %g to %g by %g there is no number of elements"):format(start, stop, step))
+    error(("ps.arange: from %g to %g by %g the number of elements is undefined or at least "
+      .. "2^53"):format(start, stop, step))
   end
   local whole = start == floor(start) and step == floor(step)
   check_options(options, "ps.arange")
@@ -185,7 +186,7 @@ function M.arange(start, stop, step, options)
 end
 
 local rng = C.ps_rng_get(ctx)
---- Counter positions for `numel` random numbers.
+--- Reserves the counters of `numel` random numbers.
 local function draw(numel)
   local offset = rng.offset
   rng.offset = offset + ffi.cast("uint64_t", numel)
@@ -207,7 +208,7 @@ local function random(call, fill)
 end
 M.randn = random("ps.randn", function(t) return t:normal_() end)
 M.rand = random("ps.rand", function(t) return t:uniform_() end)
---- Uniform integers in [low, high), of type int64 unless options say otherwise.
+--- Uniform integers in [low, high), of type int64 unless options set another.
 ---@param low integer
 ---@param high integer
 ---@param shape integer[]
@@ -219,7 +220,7 @@ function M.randint(low, high, shape, options)
   return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
 end
 
---- t on a device, by number.
+--- t on a device, given by its number.
 ---@param t ps.Tensor
 ---@param device integer
 ---@return ps.Tensor
@@ -239,10 +240,10 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- A tensor from a number or a (nested) list of numbers or booleans. Where both occur, true is 1. Booleans alone are of
---- type bool. A tensor is copied.
+--- A tensor from a number or a (nested) list of numbers or booleans. Next to numbers, true counts as 1. Booleans alone
+--- give a tensor of type bool. A tensor is copied.
 ---@param value number|boolean|table|ps.Tensor
----@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string a string is the type
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string a string is the dtype
 ---@return ps.Tensor
 function M.tensor(value, options)
   if is_tensor(value) then return value:clone() end
@@ -283,8 +284,8 @@ function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
---- A 0-dimensional constant beside `like`: an operand that does not widen like's type, unless that is an integer and
---- the value a fraction or no finite number.
+--- A 0-dimensional constant for an op with `like`. It does not widen like's type, unless that is an integer type and
+--- the value is a fraction or not finite.
 function M.scalar_like(like, value)
   local dtype = like.dtype_
   if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end
@@ -292,11 +293,11 @@ function M.scalar_like(like, value)
 end
 
 function M.dim_index(t, d)
-  if not is_tensor(t) then error("a tensor is needed, not " .. tostring(t)) end
-  if type(d) ~= "number" then error(("a dimension is a number, not %s"):format(tostring(d))) end
+  if not is_tensor(t) then error("expected a tensor, not " .. tostring(t)) end
+  if type(d) ~= "number" then error(("a dimension must be a number, not %s"):format(tostring(d))) end
   caller.whole(d, "a dimension")
   local i = d < 0 and d + t.ndim or d
-  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d"):format(d, t.ndim)) end
+  if i < 0 or i >= t.ndim then error(("dimension %d of a tensor with %d dimensions"):format(d, t.ndim)) end
   return i
 end
 

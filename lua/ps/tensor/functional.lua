@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.functional (ps.F): functions over tensors without state, in PyTorch's terms. Random masks come from counters
--- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation agree.
+-- ps.functional (ps.F): stateless functions over tensors, with PyTorch's names. Random masks are computed from counters
+-- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation have the
+-- same.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"
@@ -18,7 +19,7 @@ local F = {}
 
 local LINEAR = { out_in = "boolean", residual = "tensor" }
 
---- x times a weight, plus a bias, plus a residual, in one pass.
+--- x times a weight, plus a bias, plus a residual, in one kernel call.
 ---@param x ps.Tensor [..., I]
 ---@param w ps.Tensor [O, I] with out_in (the default), else [I, O]
 ---@param b? ps.Tensor [O]
@@ -30,8 +31,8 @@ function F.linear(x, w, b, options)
   return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
 end
 
---- linear(gelu(linear(x, w1, b1)), w2, b2) as one op, where gelu is the tanh approximation. On a GPU the GELU, its
---- gradient and those of the biases are parts of the products.
+--- linear(gelu(linear(x, w1, b1)), w2, b2) as one op, with gelu by the tanh approximation. On a GPU the GELU, its
+--- gradient and the gradients of the biases are computed within the products.
 ---@param x ps.Tensor [..., C]
 ---@param w1 ps.Tensor [H, C] with out_in (the default), else [C, H]
 ---@param b1? ps.Tensor [H]
@@ -97,16 +98,17 @@ end
 
 local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
---- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). Whether an element goes depends on the
---- seed, the step, the number of the call and the element's place in the batch. Without `part` x's first dimension are
---- samples, from ps.rng().sample on, so that ranks with other samples have other masks. Where ranks share a sample out,
---- as rows along tp, `part` says which elements x has: without it all these ranks draw one mask.
+--- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). The mask of an element depends on the
+--- seed, the step, the number of the call and the element's place in the batch. Without `part` x's first dimension is
+--- samples, numbered from ps.rng().sample on, so that ranks with different samples have different masks. If ranks hold
+--- parts of one sample, such as rows along tp, `part` says which elements x has; without it all these ranks would draw
+--- the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1), default 0.5
----@param training? boolean default true; false gives x back
----@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the number of x's first element in
----  the micro-batch's whole tensor, row-major; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
----  in the whole; per_sample: elements that the whole has for each sample, with rows a multiple of a row's
+---@param training? boolean default true; false returns x unchanged
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the row-major number of x's first
+---  element in the micro-batch's whole tensor; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
+---  in the whole tensor; per_sample: elements per sample in the whole tensor, with rows a multiple of a row's elements
 ---@return ps.Tensor of x's shape
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
@@ -118,7 +120,7 @@ end
 
 local GELU = { none = 0, tanh = 1 }
 
---- x times the normal distribution's share below x, or the approximation of that by tanh.
+--- x times the normal distribution's cumulative probability at x, or its approximation by tanh.
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" default "none"
 ---@return ps.Tensor of x's shape
@@ -128,13 +130,13 @@ end
 
 local ACTS = { none = 1, tanh = 2 }
 
---- silu(gate) * up, in one pass (SwiGLU, Shazeer 2020).
+--- silu(gate) * up, in one kernel (SwiGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@return ps.Tensor of gate's shape
 function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
 
---- gelu(gate) * up, in one pass (GeGLU, Shazeer 2020).
+--- gelu(gate) * up, in one kernel (GeGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@param approximate? "none"|"tanh" default "none"
@@ -144,7 +146,7 @@ function F.geglu(gate, up, approximate)
 end
 
 F.relu, F.silu, F.tanh, F.sigmoid = tensor.T.relu, ops.silu, ops.tanh, ops.sigmoid
---- exp(x) over its sum along one dimension.
+--- exp(x) divided by its sum along one dimension.
 ---@param x ps.Tensor
 ---@param dim? integer default -1
 ---@return ps.Tensor of x's shape
@@ -163,13 +165,13 @@ local function reduction_of(options, call)
   return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
 end
 
---- The cross entropy of logits against target classes. A row whose target is ignore_index does not count. The mean over
---- no targets is 0 and has no gradient (PyTorch's is NaN), so that a batch without targets adds nothing.
+--- The cross entropy of logits against target classes. A row whose target is ignore_index does not count. If no target
+--- counts, the mean is 0 and has no gradient (PyTorch's is NaN), so a batch without targets adds nothing.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor,
----  label_smoothing?: number} ignore_index default -100, reduction "mean"; weight [V]: what each class counts, where
----  the mean is over the targets' weights; label_smoothing: the share of a target that all classes get alike, default 0
+---  label_smoothing?: number} ignore_index default -100, reduction "mean"; weight [V]: weight of each class, by which
+---  the mean is weighted; label_smoothing: the share of a target that is spread evenly over all classes, default 0
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
@@ -184,8 +186,8 @@ end
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
   label_smoothing = "number" }
 
---- The cross entropy of x times w transposed, plus bias. It is computed in panels of rows, so that all logits never
---- exist, but with weight or label_smoothing, where they do. Ignored targets, weight and label_smoothing are those of
+--- The cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows and never
+--- exist as a whole, except with weight or label_smoothing. Ignored targets, weight and label_smoothing are as in
 --- F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
@@ -208,22 +210,22 @@ local EMBEDDING = { padding_idx = "whole" }
 --- The rows of a table at integer indices.
 ---@param index ps.Tensor integers [...]
 ---@param w ps.Tensor [V, C]
----@param options? {padding_idx?: integer} padding_idx: a row that gets no gradient
+---@param options? {padding_idx?: integer} padding_idx: the row that gets no gradient
 ---@return ps.Tensor [..., C]
 function F.embedding(index, w, options)
   if options == nil then return ops.embedding(w, index) end
   return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
 end
 
---- Rotary position embedding (Su et al. 2021): turns the pair of columns d and d + R / 2 by an angle.
+--- Rotary position embedding (Su et al. 2021): rotates each pair of columns d and d + R / 2 by an angle.
 ---@param x ps.Tensor [B, H, T, D]
----@param cos ps.Tensor fp32 (fp64 of fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns from R on stay
+---@param cos ps.Tensor fp32 (fp64 for fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns from R on stay
 ---@param sin ps.Tensor of cos's shape and type
 ---@return ps.Tensor [B, H, T, D]
 function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
 
--- The number of the first head, for the mask of dropout: as the options say, else as the module that runs says, whose
--- heads ranks share out.
+-- The number of the first head, for the dropout mask: from the options, else from the module that runs, whose heads may
+-- be shared between ranks.
 local function first_head(options, p)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask "first_head" or 0
@@ -233,18 +235,18 @@ local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout 
 local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
   first_head = "whole" }
 
---- softmax(scale q k^T + mask) v. A query that sees no key gives 0. With fewer heads of keys than of queries, G that
---- divide H, each is shared by H / G neighbours (grouped-query attention, Ainslie et al. 2023).
+--- softmax(scale q k^T + mask) v. A query that sees no key returns 0. If there are fewer heads of keys than of queries,
+--- G must divide H, and H / G neighbouring heads of queries share each (grouped-query attention, Ainslie et al. 2023).
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
----  first_head?: integer} mask bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
----  type: floats are added to scores, and those of -1e30 and less hide; a mask of floats
----  that needs a gradient gets one, by F.attention_weights. causal: query i sees
----  keys up to i + S - T, with window only the last `window` of them; scale default 1 / sqrt(D); dropout of the
----  weights, default 0; first_head: the number of q's first head where ranks share out the heads, so that masks are
----  those of one rank; default: that of the module that runs, where tensor_parallel divides its heads, else 0
+---  first_head?: integer} mask: bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
+---  type: floats are added to scores, and those of -1e30 and less hide a key; a float mask that needs a gradient gets
+---  one through F.attention_weights. causal: query i sees keys up to i + S - T, with window only the last `window` of
+---  them; scale: default 1 / sqrt(D); dropout: of the weights, default 0; first_head: the number of q's first head if
+---  ranks share the heads, so that dropout masks equal those of one rank; default: from the module that runs, if
+---  tensor_parallel divides its heads, else 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -259,7 +261,8 @@ function F.attention(q, k, v, options)
                        first_head(options, p))
 end
 
--- Which keys each query sees, bool [B or 1, H or 1, T, S], and what is added to scores; nil: all, nothing.
+-- Returns which keys each query sees, bool [B or 1, H or 1, T, S] (nil: all), and a bias to add to the scores (nil:
+-- none).
 local function seen_and_bias(mask, causal, window, T, S, device)
   local seen, bias
   if mask ~= nil then
@@ -282,28 +285,30 @@ local function seen_and_bias(mask, causal, window, T, S, device)
   return seen, bias
 end
 
---- As F.attention, from ops that keep all weights: a float mask may need a gradient, and the weights are given as well.
+--- F.attention from separate ops, which hold all weights: a float mask gets a gradient, and the weights are returned.
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
----  first_head?: integer} F.attention's
+---  first_head?: integer} as for F.attention
 ---@return ps.Tensor [B, H, T, D]
 ---@return ps.Tensor weights [B, H, T, S] in the type of q, after dropout
 function F.attention_weights(q, k, v, options)
   options = caller.options(options, "F.attention_weights", ATTENTION)
   for name, x in pairs { q = q, k = k, v = v } do
     if x:dim() ~= 4 then
-      error(("F.attention_weights: %s is [%s]; it takes [B, H, T, D]"):format(name, table.concat(x:shape(), ", ")))
+      error(("F.attention_weights: %s is [%s]; it must be [B, H, T, D]"):format(name, table.concat(x:shape(), ", ")))
     end
   end
   local H, G, p = q:size(1), k:size(1), options.dropout or 0
   if p > 0 and first_head(options, p) ~= 0 then
-    error("F.attention_weights: dropout of a part of the heads is not supported; use F.attention with a mask that "
+    error("F.attention_weights: dropout on a part of the heads is not supported; use F.attention with a mask that "
       .. "needs no gradient")
   end
   if H ~= G then
-    if G == 0 or H % G ~= 0 then error(("F.attention_weights: %d heads of keys do not divide %d"):format(G, H)) end
+    if G == 0 or H % G ~= 0 then
+      error(("F.attention_weights: %d heads of keys do not divide %d heads of queries"):format(G, H))
+    end
     local B, S, D, E = k:size(0), k:size(2), k:size(3), v:size(3)
     k = k:unsqueeze(2):expand(B, G, H / G, S, D):reshape(B, H, S, D)
     v = v:unsqueeze(2):expand(B, G, H / G, S, E):reshape(B, H, S, E)
@@ -316,7 +321,7 @@ function F.attention_weights(q, k, v, options)
   local weights
   if seen == nil then weights = ops.softmax(scores)
   else
-    -- Hidden keys get the weight 0, and a query that sees none gets it for all.
+    -- Hidden keys get weight 0. If a query sees no key, all of its weights are 0.
     weights = ops.softmax(scores:masked_fill(seen:logical_not(), -1e30)):masked_fill(seen:logical_not(), 0)
   end
   if p > 0 then weights = F.dropout(weights, p) end
@@ -324,7 +329,7 @@ function F.attention_weights(q, k, v, options)
   return weights:matmul(v), weights
 end
 
---- Self-attention over queries, keys and values side by side.
+--- Self-attention over queries, keys and values in one tensor, next to each other.
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer divides C; D = C / heads
 ---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask

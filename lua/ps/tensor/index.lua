@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[key], t[key] = value and t:index_put(key, value): numbers, ranges, new axes, index tensors and masks, by PyTorch's
--- rules. Numbers, ranges and new axes give a view. Index tensors and masks then copy from that view, or write into it.
--- Several of them are broadcast together and name one element each. If they are neighbours, the broadcast dimensions
--- stand in their place, else in front.
+-- t[key], t[key] = value and t:index_put(key, value), with numbers, ranges, new axes, index tensors and masks, by
+-- PyTorch's rules. Numbers, ranges and new axes return a view. Index tensors and masks copy from that view, or write
+-- into it. Several of them are broadcast together, and each position selects one element. If they are neighbours, the
+-- broadcast dimensions replace them, else they come first.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C, ops, caller = native.C, native.ops, native.caller
@@ -12,17 +12,17 @@ local is_tensor = scope.is_tensor
 
 local M = {}
 
---- In a key: a new dimension of size 1. (ps.newaxis)
+--- As part of a key: a new dimension of size 1. (ps.newaxis)
 M.newaxis = setmetatable({}, { __tostring = function() return "ps.newaxis" end })
 
 local INTEGER = { [C.PS_U8] = true, [C.PS_I32] = true, [C.PS_I64] = true }
 
 local function mask_misfit(k, d, t)
-  error(("a bool index of shape [%s] at dimension %d of a tensor of shape [%s]: they must be the same"):format(
+  error(("a bool index of shape [%s] at dimension %d of a tensor of shape [%s]: the shapes must match there"):format(
     table.concat(k:shape(), ", "), d, table.concat(t:shape(), ", ")))
 end
 
--- Adds the index tensors of dimensions from d on that `k` stands for; returns how many dimensions it takes.
+-- Adds the index tensors of `k` for the dimensions from d on. Returns the number of dimensions that `k` covers.
 local function add(picks, t, d, k, place)
   if k.dtype_ ~= C.PS_BOOL then
     if not INTEGER[k.dtype_] then
@@ -36,7 +36,7 @@ local function add(picks, t, d, k, place)
     if size ~= k:size(i) then mask_misfit(k, d, t) end
   end
   if k.ndim == 0 then
-    error(("index %d is a bool tensor without dimensions, which cannot index; write if mask:item() then"):format(place))
+    error(("index %d is a bool tensor without dimensions, which cannot index; test mask:item() instead"):format(place))
   end
   local at = k:nonzero()
   for i = 0, k.ndim - 1 do picks[#picks + 1] = { d = d + i, index = at:select(1, i) } end
@@ -61,11 +61,11 @@ local function joined(...)
   return all
 end
 
--- What index tensors name in t. picks: { d =, index = }, by rising d.
+-- The elements of t that index tensors select. picks: { d =, index = }, sorted by d.
 --   index: one number for each element of the picked dimensions, which count in row-major order
---   together: the picked dimensions are neighbours; t is then [outer, rows, inner]
---   axes: the picked dimensions, then the others; t, so permuted, is [rows, inner]
---   shape: that of t[key]
+--   together: whether the picked dimensions are neighbours; t is then [outer, rows, inner]
+--   axes: the picked dimensions, then the others; t permuted by them is [rows, inner]
+--   shape: the shape of t[key]
 local function named(t, picks)
   local sizes, dims, picked, shape, indices = {}, {}, {}, t:shape(), {}
   local p = { axes = {}, together = true, first = picks[1].d, t = t }
@@ -87,14 +87,14 @@ local function named(t, picks)
   return p
 end
 
--- x [outer, rows, inner], or [rows, inner], and the index for dimension 1 or 0 of it.
+-- x as [outer, rows, inner] or [rows, inner], the index for its dimension 1 or 0, and that dimension.
 local function parts_of(p, x)
   local flat = p.index:reshape(-1)
   if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end
   return x:reshape(p.outer, p.rows, p.inner), flat:reshape(1, -1):expand(p.outer, flat:size(0)), 1
 end
 
--- Copies the elements that index tensors name.
+-- Copies the elements that index tensors select.
 local function pick_all(t, picks)
   local p = named(t, picks)
   local x, index, d = parts_of(p, p.together and t or t:permute(p.axes))
@@ -102,7 +102,7 @@ local function pick_all(t, picks)
   return y:reshape(p.shape)
 end
 
--- How many dimensions a key's elements take; more than the tensor has is an error.
+-- Checks the number of dimensions that a key covers. More than the tensor has is an error.
 local function check_count(t, key)
   local taken = 0
   for i = 1, #key do
@@ -113,8 +113,8 @@ local function check_count(t, key)
   if taken > t.ndim then error(("%d indices for a tensor with %d dimensions"):format(taken, t.ndim)) end
 end
 
--- The view that numbers, ranges and new axes give, and what index tensors pick of it. An index tensor without
--- dimensions is a number. writes: it is read, so that the view stays one.
+-- The view that numbers, ranges and new axes select, and the index tensors to apply to it. An index tensor without
+-- dimensions acts as a number. writes: it is read on the host, so that the result stays a view.
 local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
@@ -159,7 +159,7 @@ function M.get(t, key)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
--- t[mask] = value: a number or a tensor of one element everywhere, else part n of `value` at true element n.
+-- t[mask] = value. A number or a tensor of one element is written everywhere; else part n of `value` to true element n.
 local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then
@@ -176,7 +176,7 @@ local function masked(t, mask, value)
     shape[1] = count
     for i = mask.ndim, t.ndim - 1 do shape[#shape + 1] = t:size(i) end
     if value.ndim == #shape and value:size(0) ~= count and value:size(0) ~= 1 then
-      error(("t[mask] = value: the mask has %d true elements, the value has %d"):format(count, value:size(0)))
+      error(("t[mask] = value: the mask has %d true elements, but the value has %d"):format(count, value:size(0)))
     end
     if count == 0 then return t end
     local place = mask:long():reshape(-1):cumsum(0) - 1
@@ -185,7 +185,7 @@ local function masked(t, mask, value)
   return ops.where(whole, value, t)
 end
 
--- `value` as a tensor of t's type and of a shape that it broadcasts to.
+-- `value` as a tensor of t's type, broadcast to a shape.
 local function spread(t, value, shape, call)
   if type(value) == "number" then
     return create.full(shape, value, { dtype = t:dtype(), device = t:device() })
@@ -195,7 +195,8 @@ local function spread(t, value, shape, call)
   for i, n in ipairs(have) do                              -- leading sizes of 1 are dropped, as PyTorch does
     if i <= extra and n == 1 then have[i] = 0
     elseif i <= extra or n ~= 1 and n ~= shape[i - extra] then
-      error(("%s: the value has shape [%s], the elements that the key names have [%s]"):format(call,
+      error(("%s: the value has shape [%s], which does not broadcast to [%s], the shape of the key's "
+        .. "elements"):format(call,
         table.concat(value:shape(), ", "), table.concat(shape, ", ")))
     end
   end
@@ -204,7 +205,7 @@ local function spread(t, value, shape, call)
   return value:expand(shape)
 end
 
--- Writes a value into a view, at the elements that index tensors name.
+-- Writes a value into a view, at the elements that index tensors select.
 local function put_all(t, picks, value, call)
   local p = named(t, picks)
   local src = spread(t, value, p.shape, call)
@@ -218,17 +219,17 @@ local function put_all(t, picks, value, call)
   else ops.copy_(v, ops.scatter(x, index, src, d):reshape(v:shape())) end
 end
 
--- A write in place is not recorded, so that gradients would be those of the values before it.
+-- Refuses a write in place that would need a gradient. It is not recorded, so gradients would belong to the old values.
 function M.check_gradients(t, value, call, instead)
   if not scope.grad_enabled() then return end
   local of = t:needs_grad() and "the tensor" or is_tensor(value) and value:needs_grad() and "the value"
   if of then
-    error(("%s writes in place, and %s needs a gradient; write y = t:%s, which makes a new tensor and has gradients, "
+    error(("%s writes in place, but %s needs a gradient; use y = t:%s, which makes a new tensor and has gradients, "
       .. "or write in place inside ps.no_grad"):format(call, of, instead))
   end
 end
 
---- t[key] = value, in place; not for tensors that need a gradient.
+--- t[key] = value, in place. Tensors that need a gradient are refused.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
@@ -246,8 +247,9 @@ function M.set(t, key, value)
   else view:copy_(value) end
 end
 
---- A copy of t with a value at the elements that t[key] reads; both have gradients. accumulate: the value is added to
---- them. If several index tensors name one element, the last value in row-major order stays, or all are added up.
+--- A copy of t with a value at the elements that t[key] reads. Both t and the value have gradients. accumulate: the
+--- value is added to the elements. If index tensors select one element several times, the last value in row-major order
+--- stays, or with accumulate all are added.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
@@ -257,7 +259,8 @@ function M.put(t, key, value, accumulate)
   local call = "index_put"
   if accumulate ~= nil then caller.typed(accumulate, "boolean", "index_put: accumulate") end
   if is_tensor(value) and value.dtype_ ~= t.dtype_ then
-    error(("index_put: the value is a tensor of %s, t one of %s; convert with :to"):format(value:dtype(), t:dtype()))
+    error(("index_put: the value is a tensor of %s, but t is one of %s; convert with :to"):format(value:dtype(),
+      t:dtype()))
   end
   if not accumulate and is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim > 0 then
     return masked(t, key, value)
@@ -265,7 +268,7 @@ function M.put(t, key, value, accumulate)
   local keys = list_of(key)
   local op = accumulate and ops.scatter_add or ops.scatter
   local view, picks = of_list(t, keys)
-  if #picks > 0 and #picks == #keys then                   -- nothing but index tensors, from dimension 0 on
+  if #picks > 0 and #picks == #keys then                   -- only index tensors, from dimension 0 on
     local p = named(view, picks)
     if p.together and p.first == 0 then
       local src = spread(t, value, p.shape, call):reshape(-1, p.inner)

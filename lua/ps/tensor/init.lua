@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.Tensor: methods and operators over the ops. A tensor is the engine's own header (cdata ps_tensor *), so nothing is
--- kept twice. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
+-- ps.Tensor: methods and operators over the ops. A tensor is the engine's own header (cdata ps_tensor *), without a Lua
+-- object around it. Dimensions and indices count from 0, -1 is the last, ranges are half-open, as in PyTorch.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -85,10 +85,10 @@ function T:device() return native.device_name[self.device_] end
 --- Whether its type is a floating-point one.
 ---@return boolean
 function T:is_float() return FLOAT[self.dtype_] == true end
---- Whether its elements lie one after the other, row by row.
+--- Whether its elements are contiguous in memory, in row-major order.
 ---@return boolean
 function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
---- Whether its bytes are still there; false once a scope has dropped them.
+--- Whether its bytes still exist; false once a scope has freed them.
 ---@return boolean
 function T:alive() return C.ps_tensor_alive(self) ~= 0 end
 --- The stride of dimension d, or all strides, in elements.
@@ -102,7 +102,7 @@ function T:stride(d)
 end
 
 -- -- values ---------------------------------------------------------------------------------------------------------
--- The first n elements as doubles; of a device apart from the host through a copy, recorded by nobody.
+-- The first n elements as doubles. A device other than the host is read through a copy, which the tape does not record.
 local function read(t, n, buffer)
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
@@ -118,17 +118,17 @@ local function read(t, n, buffer)
 end
 
 local one = ffi.new("double[1]")
---- The value of a tensor with one element; of a bool a boolean, as Lua takes the number 0 for true.
+--- The value of a tensor with one element. A bool returns a boolean, because the number 0 is true in Lua.
 ---@return number|boolean
 function T:item()
   local t = self
-  if t.numel_ ~= 1 then error(("item() needs one element, this tensor has %d"):format(t:numel())) end
+  if t.numel_ ~= 1 then error(("item() needs a tensor with one element; this one has %d"):format(t:numel())) end
   read(t, 1, one)
   if t.dtype_ == C.PS_BOOL then return one[0] ~= 0 end
   return one[0]
 end
 
---- The values as nested lists; a number or boolean where the tensor has no dimension.
+--- The values as nested lists; a number or boolean if the tensor has no dimension.
 ---@return number|boolean|table
 function T:tolist()
   local n = self:numel()
@@ -149,16 +149,16 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
--- A switch of a tensor: "on" and "off" are booleans alone, since 0 and nil mean something else than false in Lua.
+-- A switch of a tensor. Only booleans are accepted: 0 and nil do not mean false in Lua and in PyTorch alike.
 local function switch(on, name)
   if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
   return on
 end
 
---- Sets whether backward computes a gradient of this leaf. Without an argument it sets nothing, and says whether
---- gradients reach the tensor, as PyTorch's attribute does.
+--- Sets whether backward computes a gradient of this leaf. Without an argument, returns whether gradients reach the
+--- tensor, as PyTorch's attribute does.
 ---@param on? boolean
----@return ps.Tensor|boolean self without an argument the answer
+---@return ps.Tensor|boolean self, or without an argument the answer
 function T:requires_grad(on)
   if on == nil then return self:needs_grad() end
   check(C.ps_tensor_require_grad(self, switch(on, "requires_grad") and 1 or 0))
@@ -171,18 +171,18 @@ function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, 
 --- Whether gradients reach it.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
---- Sets whether this leaf's gradients are summed in fp32, whatever its type: for accumulation over micro-batches.
---- Without an argument it sets nothing, and says whether they are.
+--- Sets whether this leaf's gradients are summed in fp32, whatever its type, for accumulation over micro-batches.
+--- Without an argument, returns whether they are.
 ---@param on? boolean
----@return ps.Tensor|boolean self without an argument the answer
+---@return ps.Tensor|boolean self, or without an argument the answer
 function T:grad_in_fp32(on)
   if on == nil then return bit.band(self.flags, C.PS_T_GRAD_F32) ~= 0 end
   self.flags = switch(on, "grad_in_fp32") and bit.bor(self.flags, C.PS_T_GRAD_F32)
     or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
---- The gradient, or nil. Of a model that ps.initialize made it is the sum over micro-batches and ranks, each times its
---- weight and the loss scale (docs/zero.md). Where backward has updated the parameters it is an error.
+--- The gradient, or nil. In a model that ps.initialize made it is the sum over micro-batches and ranks, each times its
+--- weight and the loss scale (docs/zero.md); if backward has already updated the parameters, reading it is an error.
 ---@return ps.Tensor|nil
 function T:grad()
   local g = scope.grad_of(self)
@@ -195,8 +195,8 @@ end
 function T:set_grad(g)
   caller.tensor(g, "set_grad", "the gradient")
   if self.managed ~= nil then
-    error("set_grad of a parameter that ps.initialize manages: optimizer:zero_grad() drops the gradients of the model, "
-      .. "and nn.clip_grad_norm scales them")
+    error("set_grad cannot replace the gradient of a parameter that ps.initialize manages: optimizer:zero_grad() drops "
+      .. "the gradients of the model, and nn.clip_grad_norm scales them")
   end
   check(C.ps_tensor_set_grad(self, g))
   return self
@@ -204,24 +204,24 @@ end
 T.backward = scope.backward
 T.detach = scope.detach
 T.register_hook = require("ps.tensor.hooks").register
---- Keeps the bytes when the scope that made them ends; they go when Lua collects the tensor.
+--- Keeps the bytes when the scope that made them ends. They are freed when Lua collects the tensor.
 ---@return ps.Tensor self
 function T:keep()
   check(C.ps_tensor_keep(self))
   return self
 end
---- Lets the bytes go now instead of when Lua collects, unless another tensor has them as well; using the tensor again
---- is an error that says so.
+--- Frees the bytes now instead of when Lua collects the tensor, unless another tensor shares them. Using the tensor
+--- afterwards is an error.
 function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
---- The same values, laid out row by row: the tensor itself where it is so already, else a copy.
+--- The same values in row-major order: the tensor itself if it is contiguous, else a copy.
 ---@return ps.Tensor
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
   return ops.contiguous(self)
 end
---- A copy with bytes of its own. Gradients reach the original.
+--- A copy with its own bytes. Gradients reach the original.
 ---@return ps.Tensor
 function T:clone() return ops.contiguous(self) end
 
@@ -230,13 +230,13 @@ local function to_device(t, name) return create.to_device(t, native.device_index
 local TO = { dtype = "string", device = "string" }
 
 --- The same values in another type, on another device, or both: t:to("bf16"), t:to("ref"), t:to { dtype = , device = }.
---- The tensor itself where nothing changes. Gradients come back in the type and on the device of the original.
+--- If nothing changes, it is the tensor itself. Gradients return in the type and on the device of the original.
 ---@param what string|{dtype?: string, device?: string} a type, a device, or a table of both
 ---@param ... any refused
 ---@return ps.Tensor
 function T:to(what, ...)
   if what == nil or ... ~= nil then
-    error("tensor:to takes a type, a device, or { dtype = , device = }, and nothing behind it")
+    error("tensor:to takes a type, a device, or { dtype = , device = }, and no further argument")
   end
   local dtype, device
   if type(what) == "table" then
@@ -254,19 +254,19 @@ for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bflo
   ---@return ps.Tensor
   T[method] = function(self) return self:to(name) end
 end
---- True where an element is not 0.
+--- True for elements that are not 0.
 ---@return ps.Tensor bool, of this shape
 function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
 local function shape_args(call, ...)
   local first, more = ...
   if type(first) ~= "table" then return { ... } end
-  if more ~= nil then error(call .. ": its numbers are one list, and nothing comes after it") end
+  if more ~= nil then error(call .. ": its numbers are one list, and no argument may follow the list") end
   return first
 end
 
---- Another shape over the same elements in row-major order; a copy where strides demand one.
----@param ... integer|integer[] the sizes; one of them may be -1, which stands for the rest
+--- Another shape over the same elements in row-major order; a copy if the strides require one.
+---@param ... integer|integer[] the sizes; one of them may be -1, to be computed from the others
 ---@return ps.Tensor
 function T:reshape(...)
   local shape = shape_args("reshape", ...)
@@ -279,7 +279,7 @@ function T:reshape(...)
   end
   return ops.reshape(t, #shape, shape)
 end
---- Another shape over the same bytes. It is an error where reshape would copy.
+--- Another shape over the same bytes. It is an error if reshape would copy.
 ---@param ... integer|integer[] the sizes; one of them may be -1
 ---@return ps.Tensor
 function T:view(...)
@@ -294,7 +294,7 @@ function T:flatten(first, last)
   if self.ndim == 0 then return self:reshape(1) end
   first, last = dim_index(self, first or 0), dim_index(self, last or -1)
   if first > last then
-    error(("flatten: the first dimension, %d, lies behind the last, %d"):format(first, last))
+    error(("flatten: the first dimension, %d, is after the last, %d"):format(first, last))
   end
   local shape, new, n = self:shape(), {}, 1
   for i = 1, #shape do
@@ -326,7 +326,7 @@ function T:transpose(a, b)
   axes[a + 1], axes[b + 1] = b, a
   return ops.permute(self, axes)
 end
---- The transposed matrix, a view; a tensor of fewer than 2 dimensions is given back itself.
+--- The transposed matrix, a view. A tensor of fewer than 2 dimensions is returned itself.
 ---@return ps.Tensor
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
 --- Inserts a dimension of size 1 before dimension d. A view.
@@ -336,12 +336,12 @@ function T:unsqueeze(d)
   local shape = self:shape()
   caller.whole(d, "unsqueeze: the dimension")
   d = d < 0 and d + self.ndim + 1 or d
-  if d < 0 or d > self.ndim then error("unsqueeze: no such place") end
+  if d < 0 or d > self.ndim then error("unsqueeze: the dimension is out of range") end
   table.insert(shape, d + 1, 1)
   return ops.reshape(self, #shape, shape)
 end
---- Removes dimensions where their size is 1. A view.
----@param dims? integer|integer[] nil: all dimensions of size 1
+--- Removes dimensions of size 1. A view.
+---@param dims? integer|integer[] the dimensions; those of another size stay. nil: all dimensions of size 1
 ---@return ps.Tensor
 function T:squeeze(dims)
   local new, named = {}, dims ~= nil and {}
@@ -354,7 +354,7 @@ function T:squeeze(dims)
   return ops.reshape(self, #new, new)
 end
 --- Repeats dimensions of size 1, and adds new leading ones, without copying. A view.
----@param ... integer|integer[] the sizes; -1 keeps the size that is there
+---@param ... integer|integer[] the sizes; -1 keeps the present size
 ---@return ps.Tensor
 function T:expand(...)
   local shape = shape_args("expand", ...)
@@ -397,7 +397,7 @@ function T:select(d, i)
   d = dim_index(self, d)
   local n = tonumber(self.shape_[d])
   local at = caller.whole(i, "select: the index") < 0 and i + n or i
-  if at < 0 or at >= n then error(("index %s of dimension %d with size %d"):format(i, d, n)) end
+  if at < 0 or at >= n then error(("index %s is out of range for dimension %d with size %d"):format(i, d, n)) end
   local shape = self:shape()
   table.remove(shape, d + 1)
   local part = ops.slice(self, d, at, at + 1, 1)
@@ -415,10 +415,10 @@ function T:split(size, d)
       caller.whole(s, "split: a size")
       parts[i], at = ops.slice(self, d, at, at + s, 1), at + s
     end
-    if at ~= n then error(("split: sizes add up to %d, the dimension has %d"):format(at, n)) end
+    if at ~= n then error(("split: the sizes add up to %d, but the dimension has %d"):format(at, n)) end
   else
     if type(size) ~= "number" then error("split takes a size or a list of sizes, not " .. tostring(size)) end
-    if caller.whole(size, "split: the size") < 1 then error("split: size " .. size) end
+    if caller.whole(size, "split: the size") < 1 then error("split: the size must be at least 1, not " .. size) end
     while at < n do
       parts[#parts + 1], at = ops.slice(self, d, at, math.min(n, at + size), 1), at + size
     end
@@ -431,12 +431,12 @@ end
 ---@return ps.Tensor ...
 function T:chunk(n, d)
   d = dim_index(self, d or 0)
-  if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; 1 is the least"):format(n)) end
+  if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; at least 1"):format(n)) end
   return self:split(math.max(1, math.ceil(tonumber(self.shape_[d]) / n)), d)
 end
 
 -- -- indexing -------------------------------------------------------------------------------------------------------
---- The parts at some indices of dimension d, copied.
+--- The parts at the given indices of dimension d, copied.
 ---@param d integer
 ---@param idx ps.Tensor integers, of any shape
 ---@return ps.Tensor of this shape with dimension d replaced by idx's shape
@@ -468,7 +468,7 @@ function T:masked_select(mask)
   local at = own(tensor_out[0])
   return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
 end
---- The indices of the elements that are not 0.
+--- The indices of the elements other than 0.
 ---@return ps.Tensor int64 [count, number of dimensions]
 function T:nonzero()
   native.retry(C.ps_tensor_nonzero, self, tensor_out)
@@ -476,7 +476,7 @@ function T:nonzero()
 end
 
 -- -- several tensors ------------------------------------------------------------------------------------------------
---- Joins tensors along dimension d. Their other sizes are equal.
+--- Joins tensors along dimension d. Their other sizes must be equal.
 ---@param list ps.Tensor[]
 ---@param d? integer default 0
 ---@return ps.Tensor
@@ -505,11 +505,11 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
--- What to write for PyTorch's names that a tensor lacks, and for its fields that are methods here.
+-- What to write instead of PyTorch's names that a tensor lacks, and of its fields that are methods here.
 local INSTEAD = {
   cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
   data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",
-  retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which notes a gradient",
+  retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which records a gradient",
   is_leaf = "t:needs_grad()",
   detach_ = "write t = t:detach()", repeat_interleave = "write t:tile(...), t:index_select(dim, indices)",
   type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
@@ -543,7 +543,7 @@ ffi.metatype("ps_tensor", mt)
 
 local function given(t, call) return caller.tensor(t, call,
   "its argument") or error(call .. ": no tensor was given") end
---- Whether two Lua values refer to one tensor. Each call that gives a tensor makes a Lua value of its own.
+--- Whether two Lua values refer to one tensor. Each call that returns a tensor creates its own Lua value.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
 ---@return boolean

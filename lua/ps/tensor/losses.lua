@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Losses made of other ops, in PyTorch's terms and with its formulas; ps.functional has them as its own (F.mse_loss).
--- Shapes must be equal: nothing is broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
+-- Losses composed of other ops, with PyTorch's names and formulas. ps.functional has them as its own (F.mse_loss).
+-- Shapes must be equal and are not broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local loss_weight = require "ps.core.loss_weight"
@@ -93,7 +93,8 @@ function losses.huber_loss(x, target, options)
 end
 
 --- The binary cross entropy of probabilities p in [0, 1] against targets in [0, 1], of one shape. As in PyTorch,
---- logarithms end at -100 and the gradient's denominator p (1 - p) at 1e-12. What is outside of [0, 1] gives NaN.
+--- logarithms are at least -100, and the gradient's denominator p (1 - p) is at least 1e-12. Values outside [0, 1] give
+--- NaN.
 ---@param p ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
@@ -105,15 +106,15 @@ function losses.binary_cross_entropy(p, target, options)
     local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
     return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
   end)
-  local loss = value + (p - p:detach()) * slope            -- the value, with PyTorch's gradient
+  local loss = value + (p - p:detach()) * slope            -- has this value and PyTorch's gradient
   if target:is_float() and target:needs_grad() then loss = loss + (target - target:detach()) * slope_of_target end
   return reduced(loss, options.reduction, "F.binary_cross_entropy")
 end
 
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
---- The binary cross entropy of logits x against targets in [0, 1], of one shape. pos_weight, broadcast, multiplies what
---- targets of 1 count.
+--- The binary cross entropy of logits x against targets in [0, 1], of one shape. pos_weight, broadcast, is the weight
+--- of targets of 1.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"
@@ -122,7 +123,7 @@ function losses.binary_cross_entropy_with_logits(x, target, options)
   local call = "F.binary_cross_entropy_with_logits"
   options = caller.options(options, "F.binary_cross_entropy_with_logits", WITH_LOGITS)
   pair(x, target, call)
-  -- softplus(-x) = m + log(exp(-m) + exp(-x - m)), whatever m; this one keeps both exponents at most 0
+  -- softplus(-x) = m + log(exp(-m) + exp(-x - m)) for every m; this m keeps both exponents at most 0
   local m = (-x:detach()):clamp(0, math.huge)
   local softplus = m + ((-m):exp() + (-x - m):exp()):log()
   if options.pos_weight ~= nil then softplus = softplus * ((options.pos_weight - 1) * target + 1) end
@@ -132,9 +133,9 @@ end
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
 local KL = { reduction = "string", log_target = "boolean" }
 
---- target (log target - x): x holds logarithms of probabilities, target probabilities, or their logarithms with
---- log_target. "batchmean" divides the sum by the size of the first dimension, which is the divergence's definition;
---- "mean", the default as in PyTorch, by the number of elements.
+--- The Kullback-Leibler divergence target (log target - x). x holds logarithms of probabilities; target holds
+--- probabilities, or their logarithms with log_target. "batchmean" divides the sum by the size of the first dimension,
+--- which is the divergence's definition; "mean", the default as in PyTorch, divides by the number of elements.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"|"batchmean", log_target?: boolean} reduction default "mean"
@@ -156,13 +157,14 @@ function losses.kl_div(x, target, options)
 end
 
 -- -- of classes -----------------------------------------------------------------------------------------------------
--- Which targets count (bool [...]), and all of them with 0 in the place of others, int64 [..., 1].
+-- Which targets count (bool [...]), and the targets with 0 in place of ignored ones, int64 [..., 1].
 local function countable(target, ignore)
   local counts = target:ne(ignore)
   return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
 end
 
--- Of log-probabilities [..., V]: what each target adds, and what the mean divides by. smooth: label smoothing.
+-- From log-probabilities [..., V], the term of each target and its share of the mean's divisor. smooth: label
+-- smoothing.
 local function class_terms(logp, target, weight, ignore, smooth)
   local V = logp:size(-1)
   local counts, at = countable(target, ignore)
@@ -199,14 +201,15 @@ local function class_loss(logp, scores, target, chosen, smooth, call)
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
   local weight = chosen.weight
   if weight ~= nil and not (weight:dim() == 1 and weight:size(0) == logp:size(-1)) then
-    error(("%s: weight is [%s]; there are %d classes"):format(call, table.concat(weight:shape(), ", "), logp:size(-1)))
+    error(("%s: weight has shape [%s], but there are %d classes"):format(call, table.concat(weight:shape(), ", "),
+      logp:size(-1)))
   end
   local terms, share = class_terms(logp, target, weight, chosen.ignore_index or -100, smooth)
   if reduction == "none" then return terms end
   local loss = terms:sum()
   if reduction == "mean" then
     local sum = share:sum()
-    loss = loss / tensor.where(sum:eq(0), 1, sum)                        -- the mean of none is 0
+    loss = loss / tensor.where(sum:eq(0), 1, sum)                        -- if no target counts, the mean is 0
   end
   return loss_weight.note(loss, reduction, target, chosen.ignore_index, weight,
     hits_of(scores, target, weight, chosen.ignore_index or -100, smooth))
@@ -214,8 +217,8 @@ end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
---- Minus the log-probability of each target: logp [..., V], target int [...]. weight [V]: what a class counts; the mean
---- is over the targets' weights. Targets of ignore_index (-100) do not count; the mean of none is 0.
+--- Minus the log-probability of each target: logp [..., V], target int [...]. weight [V]: the weight of each class, by
+--- which the mean is weighted. Targets of ignore_index (-100) do not count; if none counts, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index default
@@ -226,7 +229,7 @@ function losses.nll_loss(logp, target, options)
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 
---- Cross entropy with classes' weights or smoothed labels, by all log-probabilities: F.cross_entropy's and F.lm_loss's.
+--- The part of F.cross_entropy and F.lm_loss with class weights or label smoothing; needs all log-probabilities.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor
 ---@param chosen {ignore_index: integer?, reduction: string?, weight: ps.Tensor?, label_smoothing: number?}

@@ -16,7 +16,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 local T = {}
 local M = { methods = T }
 
--- What affine adds where nothing is to be added: x + -0 is x for every x, +0 and -0 too.
+-- The addend of affine when nothing is to be added: x + -0 is x for every x, also for +0 and -0.
 local NOTHING = -0.0
 
 local function affine(t, alpha, beta)
@@ -25,7 +25,7 @@ local function affine(t, alpha, beta)
   return ops.affine(t, alpha, beta)
 end
 
--- b times the alpha of add and sub: a number, or { alpha = number }. The product is not rounded to a half type.
+-- b times the alpha of add and sub, a number or { alpha = number }. The product is not rounded to a half type.
 local ALPHA = { alpha = "number" }
 local function scaled(a, b, alpha, call)
   if type(alpha) == "table" then alpha = caller.options(alpha, call, ALPHA).alpha or 1 end
@@ -76,8 +76,8 @@ local function mul(a, b)
   return ops.mul(a, b)
 end
 
--- op(a, b), of which one is a number and the other a tensor, where integers are computed as fp32 and a number must not
--- be rounded to the few bits of a half type.
+-- op(a, b) of a number and a tensor. Integers are computed as fp32, and the number is not rounded to the few bits of a
+-- half type.
 local function with_number(op, a, b)
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
@@ -98,7 +98,7 @@ local function div(a, b, rounding)
     error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
   end
   if type(b) == "number" then
-    -- 1 / b is as good where it is exact, or where the quotient is rounded to a half type anyway.
+    -- Multiplying by 1 / b is as good if 1 / b is exact, or if the quotient is rounded to a half type anyway.
     local fraction, e = math.frexp(b)
     local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
     local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
@@ -143,13 +143,13 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sig
                         "log1p", "expm1" } do
   T[name] = ops[name]
 end
--- Integers are whole already, and stay as they are.
+-- Integers are whole already and are copied.
 for _, name in ipairs { "floor", "ceil", "round" } do
   ---@param decimals? nil refused: PyTorch's round(decimals)
   ---@return ps.Tensor
   T[name] = function(t, decimals)
     if decimals ~= nil then
-      error(("%s takes no argument; of n decimals: (t * 10 ^ n):%s() / 10 ^ n"):format(name, name))
+      error(("%s takes no argument; for n decimals write (t * 10 ^ n):%s() / 10 ^ n"):format(name, name))
     end
     if is_tensor(t) and not FLOAT[t.dtype_] then return ops.contiguous(t) end
     return ops[name](t)
@@ -162,7 +162,7 @@ function T:relu()
   if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
   return ops.relu(self)
 end
---- x times the normal distribution's share below x, or the approximation of that by tanh.
+--- x times the normal distribution's cumulative probability at x, or its approximation by tanh.
 ---@param approximate? "none"|"tanh" default "none"
 ---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
@@ -173,7 +173,7 @@ function T:square()
   local x = counted(self)
   return ops.mul(x, x)
 end
---- x limited to [low, high]; the bounds themselves pass the gradient.
+--- x limited to [low, high]. The gradient passes at the bounds, too.
 ---@param low? number default: no bound
 ---@param high? number default: no bound
 ---@return ps.Tensor
@@ -181,7 +181,7 @@ function T:clamp(low, high)
   if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
   return ops.clamp(counted(self), low or -math.huge, high or math.huge)
 end
--- A number that `where` picks beside a tensor (nil: beside another number), on the device of `on`.
+-- A number as an operand of `where` together with a tensor (nil: with another number), on the device of `on`.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
@@ -190,10 +190,10 @@ end
 local function condition(c, call)
   if caller.tensor(c, call, "the condition") == nil then error(call .. ": the condition is missing") end
   if c.dtype_ ~= C.PS_BOOL then
-    error(("%s: the condition is a tensor of %s; it takes one of bool, such as c:ne(0)"):format(call, c:dtype()))
+    error(("%s: the condition is a tensor of %s; it must be of bool, such as c:ne(0)"):format(call, c:dtype()))
   end
 end
---- a where a condition is true, else b; shapes broadcast.
+--- a for elements whose condition is true, else b; shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
@@ -204,7 +204,7 @@ function M.where(c, a, b)
   if type(b) == "number" and is_tensor(a) then b = beside(a, b, c) end
   return ops.where(c, a, b)
 end
---- This tensor where a condition is true, else `other`; shapes broadcast.
+--- This tensor's elements whose condition is true, else those of `other`; shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param other ps.Tensor|number
 ---@return ps.Tensor
@@ -242,7 +242,7 @@ local function dim_bits(t, dims)
   if dims == nil then return 0 end
   if type(dims) == "number" then return bit.lshift(1, dim_index(t, dims)) end
   local set = 0
-  if type(dims) ~= "table" then error("dimensions are a number or a list of numbers, not " .. tostring(dims)) end
+  if type(dims) ~= "table" then error("dimensions must be a number or a list of numbers, not " .. tostring(dims)) end
   for _, d in ipairs(caller.list(dims, "dimensions: the list")) do
     local one = bit.lshift(1, dim_index(t, d))
     if bit.band(set, one) ~= 0 then error(("dimension %d is named twice"):format(dim_index(t, d))) end
@@ -251,7 +251,7 @@ local function dim_bits(t, dims)
   return set
 end
 
--- A number would count as yes, 0 too.
+-- Checks a flag. Any number, also 0, would count as true in Lua.
 local function flag(value, name)
   if value ~= nil then caller.typed(value, "boolean", name) end
   return value
@@ -260,7 +260,7 @@ local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
 
 --- The sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
 ---@param dims? integer|integer[] default: all
----@param keepdim? boolean the dimensions stay, with size 1; default false
+---@param keepdim? boolean keeps the dimensions, with size 1; default false
 ---@return ps.Tensor
 function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(keepdim), 0) end
 --- The mean over some dimensions, of floats.
@@ -268,36 +268,36 @@ function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(ke
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), kept(keepdim)) end
---- The largest over some dimensions; equal ones share the gradient.
+--- The largest element over some dimensions. Equal ones share the gradient.
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
---- The smallest over some dimensions; equal ones share the gradient.
+--- The smallest element over some dimensions. Equal ones share the gradient.
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
---- The largest element; along dimension d the largest ones and their indices.
+--- The largest element; with d, the largest along that dimension and their indices.
 ---@param d? integer
 ---@param keepdim? boolean
 ---@return ps.Tensor values
----@return ps.Tensor? indices int64; with d only
+---@return ps.Tensor? indices int64; only with d
 function T:max(d, keepdim)
   if d == nil then
-    if keepdim ~= nil then error("max: keepdim goes with a dimension; t:amax(nil, true) keeps all") end
+    if keepdim ~= nil then error("max: keepdim needs a dimension; t:amax(nil, true) keeps all dimensions") end
     return self:amax()
   end
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
---- The smallest element; along dimension d the smallest ones and their indices.
+--- The smallest element; with d, the smallest along that dimension and their indices.
 ---@param d? integer
 ---@param keepdim? boolean
 ---@return ps.Tensor values
----@return ps.Tensor? indices int64; with d only
+---@return ps.Tensor? indices int64; only with d
 function T:min(d, keepdim)
   if d == nil then
-    if keepdim ~= nil then error("min: keepdim goes with a dimension; t:amin(nil, true) keeps all") end
+    if keepdim ~= nil then error("min: keepdim needs a dimension; t:amin(nil, true) keeps all dimensions") end
     return self:amin()
   end
   return self:amin(d, keepdim), ops.argmin(self, d, kept(keepdim))
@@ -309,7 +309,7 @@ local function all_kept(y, t, keepdim)
   return y:reshape(ones)
 end
 --- The index of the first largest element along dimension d.
----@param d? integer default: the tensor as one dimension
+---@param d? integer default: over all elements, in row-major order
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
 function T:argmax(d, keepdim)
@@ -317,25 +317,25 @@ function T:argmax(d, keepdim)
   return ops.argmax(self, d, kept(keepdim))
 end
 --- The index of the first smallest element along dimension d.
----@param d? integer default: the tensor as one dimension
+---@param d? integer default: over all elements, in row-major order
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
 function T:argmin(d, keepdim)
   if d == nil then return all_kept(ops.argmin(self:reshape(-1), 0, 0), self, keepdim) end
   return ops.argmin(self, d, kept(keepdim))
 end
---- The running sum along dimension d; of integers in int64.
+--- The running sum along dimension d; integers are summed in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
 function T:cumsum(d)
-  if d == nil then error("cumsum needs a dimension; for all elements in their order write t:reshape(-1):cumsum(0)") end
+  if d == nil then error("cumsum needs a dimension; for all elements in order write t:reshape(-1):cumsum(0)") end
   return ops.cumsum(self, d, 0)
 end
 local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
 
---- The k largest along a dimension, in falling order, or the k smallest, in rising order.
+--- The k largest along a dimension, in descending order, or the k smallest, in ascending order.
 ---@param k integer
----@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all that follows, by name
+---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all further arguments by name
 ---@param largest? boolean default true
 ---@param sorted? boolean default true; the order is the same with false
 ---@return ps.Tensor values of this shape, with k in dimension d
@@ -350,7 +350,7 @@ function T:topk(k, d, largest, sorted)
   d = d == nil and self.ndim - 1 or dim_index(self, d)
   local values, indices
   if flag(largest, "topk: largest") == false then
-    if k > self:size(d) then error(("topk: k is %d; dimension %d has %d elements"):format(k, d, self:size(d))) end
+    if k > self:size(d) then error(("topk: k is %d, but dimension %d has %d elements"):format(k, d, self:size(d))) end
     values, indices = self:sort(d)
     return values:narrow(d, 0, k), indices:narrow(d, 0, k)
   end
@@ -358,27 +358,27 @@ function T:topk(k, d, largest, sorted)
   values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
   return values:transpose(d, -1), indices:transpose(d, -1)
 end
--- Half types are summed in fp32, as PyTorch does: squares of fp16 overflow from 256 on. Integers are, too.
+-- Half types are summed in fp32, as in PyTorch, since squares of fp16 overflow from 256 on. Integers are, too.
 local function widened(t)
   local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
   return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
 end
 local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
 
--- The square root, with gradient 0 where it is 0: that of a norm at its smallest.
+-- The square root. Where it is 0, the gradient is 0, a subgradient of a norm at its minimum.
 local function root(t)
   local zero = t:eq(0)
   return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
 end
 
--- In fp32 or fp64.
+-- The variance in fp32 or fp64.
 local function variance(self, dims, unbiased, keepdim)
   if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
   local x, ones = widened(self), {}
   local mean = x:mean(dims, true)
   for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
   if dims == nil then mean = mean:reshape(ones) end
-  -- What rounding has left in the mean; of elements that are all equal it is all there is.
+  -- The rounding error of the mean. If all elements are equal, it is the whole difference from the mean.
   local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
   local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
@@ -390,7 +390,7 @@ end
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
---- The standard deviation over some dimensions, of floats; where all elements are equal its gradient is 0.
+--- The standard deviation over some dimensions, of floats. If all elements are equal, its gradient is 0.
 ---@param dims? integer|integer[] default: all
 ---@param unbiased? boolean divided by n - 1 (default true), else by n
 ---@param keepdim? boolean
@@ -402,7 +402,7 @@ function T:any() return self:ne(0):long():sum():gt(0) end
 --- Whether no element is 0.
 ---@return ps.Tensor bool, of 0 dimensions
 function T:all() return self:eq(0):long():sum():eq(0) end
---- exp(x) over its sum along dimension d.
+--- exp(x) divided by its sum along dimension d.
 ---@param d? integer default -1
 ---@return ps.Tensor of this shape
 function T:softmax(d) return M.along_last(ops.softmax, self, d) end
@@ -410,7 +410,7 @@ function T:softmax(d) return M.along_last(ops.softmax, self, d) end
 ---@param d? integer default -1
 ---@return ps.Tensor of this shape
 function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
---- Applies an op of the last dimension along d.
+--- Applies an op that works on the last dimension along dimension d.
 function M.along_last(op, t, d)
   d = dim_index(t, d or -1)
   if d == t.ndim - 1 then return op(t) end
@@ -419,10 +419,10 @@ end
 
 -- -- in place -------------------------------------------------------------------------------------------------------
 --- Sets every element, in place.
----@param v number an error where the tensor's type is an integer one that cannot hold it
+---@param v number an error if the tensor has an integer type that cannot hold it
 ---@return ps.Tensor self
 function T:fill_(v)
-  if v == nil then error("fill_: with which number?") end
+  if v == nil then error("fill_ needs a number") end
   ops.fill_(self, type(v) == "number" and create.held(v, self.dtype_) or v)
   return self
 end
@@ -430,8 +430,8 @@ end
 ---@return ps.Tensor self
 function T:zero_() ops.fill_(self, 0) return self end
 --- Overwrites the values, in place.
----@param src ps.Tensor of a shape that broadcasts to this one; its type and device may be others
----@param non_blocking? boolean PyTorch's, which changes no value here
+---@param src ps.Tensor of a shape that broadcasts to this one; its type and device may differ
+---@param non_blocking? boolean accepted for PyTorch's scripts, without effect on values
 ---@return ps.Tensor self
 function T:copy_(src, non_blocking)
   flag(non_blocking, "copy_: non_blocking")
@@ -439,9 +439,9 @@ function T:copy_(src, non_blocking)
   ops.copy_(self, src)
   return self
 end
--- A tensor that is written in place keeps its type: integers take no fractions, and no quotients.
+-- A tensor that is written in place keeps its type, so integers accept no fractions and no quotients.
 local function refuse_in_place(t, what, call)
-  error(("%s: %s beside a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
+  error(("%s: %s with a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
     :format(call, what, t:dtype()))
 end
 local function keeps_type(t, x, call)
@@ -449,7 +449,7 @@ local function keeps_type(t, x, call)
   refuse_in_place(t, is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction", call)
 end
 
---- Adds alpha times x, in place. A tensor of integers takes whole numbers only.
+--- Adds alpha times x, in place. A tensor of integers accepts only whole numbers.
 ---@param x ps.Tensor|number
 ---@param alpha? number default 1
 ---@return ps.Tensor self
@@ -462,14 +462,14 @@ function T:add_(x, alpha)
          self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)
   else
-    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- so that the product is not rounded
+    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- to keep the product unrounded
       x = x:to(self.dtype_ == C.PS_F64 and "fp64" or "fp32")
     end
     ops.copy_(self, self + x * (alpha or 1))
   end
   return self
 end
---- Subtracts alpha times x, in place. A tensor of integers takes whole numbers only.
+--- Subtracts alpha times x, in place. A tensor of integers accepts only whole numbers.
 ---@param x ps.Tensor|number
 ---@param alpha? number default 1
 ---@return ps.Tensor self
@@ -481,7 +481,7 @@ function T:sub_(x, alpha)
   ops.copy_(self, self - x)
   return self
 end
---- Multiplies by x, in place. A tensor of integers takes whole numbers only.
+--- Multiplies by x, in place. A tensor of integers accepts only whole numbers.
 ---@param x ps.Tensor|number
 ---@return ps.Tensor self
 function T:mul_(x)

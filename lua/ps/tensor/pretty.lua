@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How values look at the prompt: nested tables with sorted keys, quoted strings, and tensors as shape, type, device and
--- a corner of their values. Nothing here raises because of what a value is or holds: a dropped tensor, a cycle or a
--- failing __tostring prints as such.
+-- Prints values at the prompt: nested tables with sorted keys, quoted strings, and tensors as shape, type, device and a
+-- corner of their values. No value raises an error here: a dropped tensor, a cycle or a failing __tostring is printed
+-- as such.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 local C = ffi.C
@@ -16,7 +16,7 @@ local pretty = {}
 ---@field text? integer bytes shown of one string, default 2000
 
 local EDGE = 3           -- elements shown at each end of a long dimension
-local CORNER = 150       -- values read for one tensor, at most
+local CORNER = 150       -- most values read for one tensor
 
 local escapes = { ["\n"] = "\\n", ["\t"] = "\\t", ["\r"] = "\\r", ["\""] = "\\\"", ["\\"] = "\\\\", ["\0"] = "\\0" }
 
@@ -30,7 +30,7 @@ local function quote(s, limit)
   return "\"" .. shown .. "\"" .. (cut and ("... (%d bytes)"):format(#s) or "")
 end
 
---- tostring that cannot fail.
+--- tostring without errors.
 ---@param v any
 ---@return string
 local function safe_tostring(v)
@@ -48,14 +48,14 @@ local function is_tensor(v)
   if type(v) ~= "cdata" then return false end
   if not tensor_type then
     local ok, ct = pcall(ffi.typeof, "ps_tensor")
-    if not ok then return false end      -- the engine was not loaded, so this cannot be one
+    if not ok then return false end      -- the engine is not loaded, so there are no tensors
     tensor_type, pointer_type = ct, ffi.typeof("$ *", ct)
   end
   return ffi.istype(tensor_type, v) or (ffi.istype(pointer_type, v) and v ~= nil)
 end
 pretty.is_tensor = is_tensor
 
---- "tensor [2, 3] fp32 cpu", and whether it can be read.
+--- "tensor [2, 3] fp32 cpu", and whether its values can be read.
 ---@param t ps.Tensor
 ---@return string, boolean
 local function headline(t)
@@ -69,7 +69,7 @@ local function headline(t)
   return text, device ~= "meta"
 end
 
---- The positions to show of a dimension; -1 stands for those left out.
+--- The positions of a dimension to show; -1 replaces those left out.
 ---@param n integer
 ---@param edge integer
 ---@return integer[]
@@ -83,8 +83,8 @@ local function positions(n, edge)
   return list
 end
 
---- The numbers to show of a tensor in the memory of a device, in order: a copy for each run of a row, so that a large
---- tensor costs neither its bytes on the host nor room on the device.
+--- The numbers to show of a tensor in device memory, in order. Each run of a row is copied by itself, so that a large
+--- tensor needs neither its bytes on the host nor room on the device.
 ---@param t ps.Tensor
 ---@param edge integer
 ---@return number[]
@@ -117,7 +117,7 @@ end
 
 local on_host = { cpu = true, ref = true }
 
---- Reads the shown elements: a nested list of numbers, with false for those that are left out.
+--- Reads the elements to show: a nested list of numbers, with false in place of those left out.
 ---@param t ps.Tensor
 ---@return table|nil values
 ---@return number[] flat every number that was read
@@ -155,7 +155,7 @@ end
 
 local kinds = { bool = "bool", int32 = "int", int64 = "int", uint8 = "int" }
 
---- One way to write all the numbers of a tensor, so that columns line up.
+--- Selects one format for all numbers of a tensor, so that columns line up.
 ---@param flat number[]
 ---@param kind string
 ---@return fun(x: number): string
@@ -254,7 +254,7 @@ end
 ---@param t table
 ---@param state table
 ---@param level integer
----@param column integer columns that are taken before it
+---@param column integer columns used before it
 ---@return string
 local function write_table(t, state, level, column)
   if state.path[t] then return "<cycle>" end
@@ -308,7 +308,7 @@ local OPTIONS = { width = "number", depth = "number", items = "number", total = 
 
 local TIER_COLORS = { device = 32, host = 33, disk = 35 }
 
--- A table's heading in bold, and tiers in colours of their own.
+-- Shows a table's heading in bold, and each tier in its colour.
 local function colored(text)
   local heading, rows = text:match "^([^\n]*)(.*)$"
   rows = rows:gsub("%f[%w](%l+)%f[%W]", function(word)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of tensors that read and write elements named by indices along a dimension, or by a mask. Those that make a
--- new tensor have gradients. Those that write in place, with a name that ends in _, refuse tensors that need one.
+-- Methods of tensors that read and write elements at indices along a dimension, or under a mask. Methods that make a
+-- new tensor have gradients. Methods that write in place, with a name that ends in _, refuse tensors that need a
+-- gradient.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -19,8 +20,8 @@ local function given(t, call, name)
   return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
 end
 
--- An index without the dimensions after d if it is expanded along them, as x has them: it then names whole parts, which
--- is faster.
+-- Shortens an index that is expanded along all dimensions after d, as x has them. Without them it selects whole parts,
+-- which is faster.
 local function shortened(x, d, idx)
   if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
   local expanded = false
@@ -35,18 +36,17 @@ local function shortened(x, d, idx)
   return idx
 end
 
--- d from 0, and the index; both checked.
+-- d counted from 0, and the index, both checked.
 local function along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim ~= x.ndim then
-    error(("%s: the index has shape %s, the tensor %s: they must have as many dimensions"):format(call, shown(idx),
+    error(("%s: the index has shape %s, the tensor %s: their numbers of dimensions must match"):format(call, shown(idx),
       shown(x)))
   end
   return d, shortened(x, d, idx)
 end
 
--- The part of src that an index stands for: src may be larger, as in PyTorch. A number becomes a tensor of the index's
--- shape.
+-- The part of src that an index uses; src may be larger, as in PyTorch. A number becomes a tensor of the index's shape.
 local function part_for(x, idx, src, call)
   if type(src) == "number" then
     return create.full(idx:shape(), src, { dtype = x:dtype(), device = x:device() })
@@ -69,9 +69,9 @@ local function part_for(x, idx, src, call)
   return src
 end
 
---- Picks elements along dimension d: y[i][j].. = x with coordinate d replaced by idx[i][j]...
+--- Picks elements along dimension d: y[i][j].. = x at the same coordinates, but with coordinate d from idx[i][j]...
 ---@param d integer
----@param idx ps.Tensor integers, of as many dimensions as x
+---@param idx ps.Tensor integers, with x's number of dimensions
 ---@return ps.Tensor of idx's shape
 function T:gather(d, idx)
   local at, short = along(self, d, idx, "gather")
@@ -90,12 +90,12 @@ end
 
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
---- A copy of x with src at the elements that gather(d, idx) would read. If several elements of src go to one place, the
+--- A copy of x with src at the elements that gather(d, idx) would read. If src has several elements for one place, the
 --- last in row-major order stays, and the others have gradient 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
----@param reduce? "add"|"multiply" joins src to the elements; "multiply" has no gradient
+---@param reduce? "add"|"multiply" combines src with the elements; "multiply" has no gradient
 ---@return ps.Tensor of x's shape
 function T:scatter(d, idx, src, reduce)
   if reduce ~= nil then
@@ -107,17 +107,18 @@ function T:scatter(d, idx, src, reduce)
   return ops.scatter(self, short, part_for(self, idx, src, "scatter"), at)
 end
 
--- The number of scatter_reduce's attribute, and what an element is before anything is joined to it.
+-- The number of scatter_reduce's attribute, and the neutral element of the operation.
 local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
   prod = { 2, 1 } }
 
---- A copy of x with elements of src joined to those that gather(d, idx) would read. The largest and the smallest share
---- the gradient with elements that equal them; the product has no gradient.
+--- A copy of x with elements of src combined with those that gather(d, idx) would read. For amax and amin, equal
+--- elements share the gradient; prod has no gradient.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
 ---@param reduce "sum"|"mean"|"amax"|"amin"|"prod"
----@param include_self? boolean default true; false: x's own elements do not count where something is joined to them
+---@param include_self? boolean default true; false: an element of x does not count if any element of src is combined
+---  with it
 ---@return ps.Tensor of x's shape
 function T:scatter_reduce(d, idx, src, reduce, include_self)
   local call = "scatter_reduce"
@@ -126,8 +127,8 @@ function T:scatter_reduce(d, idx, src, reduce, include_self)
   local at, short = along(self, d, idx, call)
   local x, part = self, part_for(self, idx, src, call)
   if how[1] == 2 and scope.grad_enabled() and (x:needs_grad() or part:needs_grad()) then
-    error("scatter_reduce: a product has no gradient here; write it inside ps.no_grad, or as (x:log()):scatter_add(d, "
-      .. "idx, src:log()):exp() for positive numbers")
+    error("scatter_reduce: a product has no gradient here; call it inside ps.no_grad, or for positive numbers write "
+      .. "(x:log()):scatter_add(d, idx, src:log()):exp()")
   end
   if include_self == false then
     local first = how[2]
@@ -149,11 +150,11 @@ function T:scatter_reduce(d, idx, src, reduce, include_self)
   return sum / count
 end
 
--- x as [outer, size, inner] around dimension d, and a list of indices for it.
+-- x as [outer, size, inner] around dimension d, with the index and the shape that a source needs.
 local function rows_along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim > 1 then
-    error(("%s: the index has shape %s; it takes one dimension"):format(call, shown(idx)))
+    error(("%s: the index has shape %s; it must have at most one dimension"):format(call, shown(idx)))
   end
   local shape, outer, inner = x:shape(), 1, 1
   for i = 1, d do outer = outer * shape[i] end
@@ -164,7 +165,7 @@ local function rows_along(x, d, idx, call)
   return x:reshape(outer, shape[d + 1], inner), flat:reshape(1, -1):expand(outer, n), 1, whole, d
 end
 
--- src as the parts of x at n indices of dimension d, in the shape that rows_along gives.
+-- src as the parts of x at n indices of dimension d, in the shape from rows_along.
 local function part_along(x, d, n, src, shape, call)
   if type(src) == "number" then return create.full(shape, src, { dtype = x:dtype(), device = x:device() }) end
   local want = x:shape()
@@ -199,8 +200,8 @@ function T:index_add(d, idx, src, alpha)
   return put_along(ops.scatter_add, self, d, idx, given(src, "index_add", "the source"), "index_add")
 end
 
---- A copy of x with part n of src in the place of the part at index idx[n] of dimension d; of equal indices the last
---- counts.
+--- A copy of x in which part n of src replaces the part at index idx[n] of dimension d. If indices are equal, the last
+--- one counts.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, with N in dimension d
@@ -209,14 +210,14 @@ function T:index_copy(d, idx, src)
   return put_along(ops.scatter, self, d, idx, given(src, "index_copy", "the source"), "index_copy")
 end
 
---- A copy of x with a number in the parts at these indices of dimension d.
+--- A copy of x with a number in the parts at the given indices of dimension d.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param value number|ps.Tensor a number, or a tensor without dimensions
 ---@return ps.Tensor of x's shape
 function T:index_fill(d, idx, value)
   if is_tensor(value) then
-    if value.ndim > 0 then error(("index_fill: the value has shape %s; it takes one number"):format(shown(value))) end
+    if value.ndim > 0 then error(("index_fill: the value has shape %s; it must be one number"):format(shown(value))) end
     local rows, index, at, shape = rows_along(self, d, idx, "index_fill")
     return ops.scatter(rows, index, value:to(self:dtype()):expand(shape), at):reshape(self:shape())
   end
@@ -224,8 +225,8 @@ function T:index_fill(d, idx, value)
   return put_along(ops.scatter, self, d, idx, value, "index_fill")
 end
 
---- A copy of x with a value at the elements that x[key] reads; x and the value have gradients. If a key names one
---- element several times, the last value in row-major order stays, or with accumulate all are added up.
+--- A copy of x with a value at the elements that x[key] reads. Both x and the value have gradients. If a key selects
+--- one element several times, the last value in row-major order stays, or with accumulate all are added.
 ---@param key number|ps.Tensor|table as in x[key]
 ---@param value number|ps.Tensor of x's type, and of a shape that broadcasts to x[key]'s
 ---@param accumulate? boolean default false; true adds the value to the elements
@@ -235,7 +236,7 @@ function T:index_put(key, value, accumulate) return indexing.put(self, key, valu
 -- -- masks ----------------------------------------------------------------------------------------------------------
 local function mask_of(x, mask, call)
   if given(mask, call, "the mask").dtype_ ~= C.PS_BOOL then
-    error(("%s: the mask is a tensor of %s; it takes one of bool, such as m:ne(0)"):format(call, mask:dtype()))
+    error(("%s: the mask is a tensor of %s; it must be of bool, such as m:ne(0)"):format(call, mask:dtype()))
   end
   local extra = x.ndim - mask.ndim
   for i = 0, mask.ndim - 1 do
@@ -247,21 +248,22 @@ local function mask_of(x, mask, call)
   return mask
 end
 
---- A copy with a number where a mask is true.
+--- A copy with a number at all places where a mask is true.
 ---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
 ---@param value number|ps.Tensor a number, or a tensor without dimensions, which has a gradient
 ---@return ps.Tensor
 function T:masked_fill(mask, value)
   mask_of(self, mask, "masked_fill")
   if is_tensor(value) then
-    if value.ndim > 0 then error(("masked_fill: the value has shape %s; it takes one number"):format(shown(value))) end
+    if value.ndim > 0 then error(("masked_fill: the value has shape %s; it must be one "
+      .. "number"):format(shown(value))) end
     return ops.where(mask, value:to(self:dtype()), self)
   end
   caller.typed(value, "number", "masked_fill: the value")
   return ops.where(mask, create.scalar_like(self, value), self)
 end
 
---- A copy with the elements of src, in row-major order, where a mask is true.
+--- A copy with the elements of src, in row-major order, at all places where a mask is true.
 ---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
 ---@param src ps.Tensor of x's type, with at least as many elements as the mask has true ones
 ---@return ps.Tensor of x's shape
@@ -276,7 +278,7 @@ function T:masked_scatter(mask, src)
   if src:numel() < self:numel() then                       -- else it has enough, whatever the mask
     local count = mask:long():sum():item()
     if count > src:numel() then
-      error(("%s: the mask has %d true elements, the source only %d"):format(call, count, src:numel()))
+      error(("%s: the mask has %d true elements, but the source has only %d"):format(call, count, src:numel()))
     end
     if count == 0 then return self:clone() end
   end
@@ -293,7 +295,7 @@ local SHOWN = { index_put = "index_put(key, value)", scatter = "scatter(d, index
   scatter_reduce = "scatter_reduce(d, index, src, reduce)" }
 
 for name, instead in pairs(SHOWN) do
-  --- As the method without the _, whose arguments it takes, written into the tensor. A tensor or a source that needs a
+  --- The method without the _, with the same arguments, but written into the tensor. A tensor or a source that needs a
   --- gradient is refused.
   ---@param a any
   ---@param b? any
@@ -309,7 +311,7 @@ for name, instead in pairs(SHOWN) do
   end
 end
 
---- Writes a value at the elements that x[key] reads, as x[key] = value does.
+--- Writes a value to the elements that x[key] reads, as x[key] = value does.
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
 ---@param accumulate? boolean default false; true adds the value to the elements
@@ -325,11 +327,11 @@ function T:index_put_(key, value, accumulate)
 end
 
 local scatter_in_place = T.scatter_
---- Writes src at the elements that gather(d, idx) would read; if several go to one place, the last stays.
+--- Writes src to the elements that gather(d, idx) would read. If src has several for one place, the last stays.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
----@param reduce? "add"|"multiply" joins src to the elements
+---@param reduce? "add"|"multiply" combines src with the elements
 ---@return ps.Tensor self
 function T:scatter_(d, idx, src, reduce)
   if reduce ~= nil or not self:is_contiguous() then return scatter_in_place(self, d, idx, src, reduce) end

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How a parameter lies on the ranks of tensor parallelism: cut along one dimension, of which each rank has an equal
--- part (a shard), or whole on every rank. Files, engine and layers ask here, and by this find the place of a rank's
+-- How a parameter is stored on the ranks of tensor parallelism: cut along one dimension, with an equal part (a shard)
+-- on each rank, or whole on every rank. Files, engine and layers use this description to find the place of a rank's
 -- values in the whole tensor.
 --
--- A dimension may consist of several equal blocks, as GPT-2's queries, keys and values lie side by side in one weight.
--- Then each block is cut, and a rank has its part of each. A dimension that the ranks do not divide (a vocabulary) may
--- be padded behind its end. Padding is in the last shards, and in no file.
+-- A dimension may consist of several equal blocks, like GPT-2's queries, keys and values in one weight. Then each block
+-- is cut, and a rank has its part of each. A dimension that the number of ranks does not divide (a vocabulary) may be
+-- padded at its end. The padding is in the last shards, and in no file.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
@@ -15,11 +15,11 @@ local shard = {}
 
 ---@class ps.nn.Shard
 ---@field dim integer the dimension that is cut, from 0
----@field blocks integer of that dimension, each of which is cut
+---@field blocks integer number of blocks of that dimension, each of which is cut
 ---@field index integer the rank that has this shard, from 0
 ---@field count integer ranks
 ---@field full_shape integer[] of the whole tensor, without padding
----@field padded? integer elements of padding after the end of the dimension, all ranks together
+---@field padded? integer elements of padding at the end of the dimension, over all ranks
 
 ---@class ps.nn.Shard.Piece a rectangle of the whole tensor
 ---@field offset integer[] its first element in the whole tensor
@@ -32,7 +32,7 @@ local partial = setmetatable({}, { __mode = "k" })          -- parameters
 local OPTIONS = { dim = "whole", blocks = "whole", index = "whole", count = "whole", full_shape = "table",
   padded = "whole" }
 
--- Elements of the cut dimension on each rank, in one block.
+-- Elements of the cut dimension per rank and block.
 local function run_of(desc)
   return (desc.full_shape[desc.dim + 1] + (desc.padded or 0)) / desc.blocks / desc.count
 end
@@ -50,7 +50,7 @@ function shard.new(given, name)
   local text = table.concat(desc.full_shape, ", ")
   if not size then error(("%s [%s] has no dimension %d"):format(who, text, desc.dim), 0) end
   if desc.count < 1 or desc.index < 0 or desc.index >= desc.count then
-    error(("%s: shard %d of %d"):format(who, desc.index, desc.count), 0)
+    error(("%s: shard %d of %d; shards count from 0"):format(who, desc.index, desc.count), 0)
   end
   if desc.padded and desc.blocks > 1 then
     error(("%s: a dimension of %d blocks cannot be padded"):format(who, desc.blocks), 0)
@@ -72,7 +72,7 @@ function shard.shape(desc)
   return shape
 end
 
---- The rectangles of the whole tensor that a rank has, in order. A shard of padding alone has none.
+--- The rectangles of the whole tensor that a rank has, in order. A shard of only padding has none.
 ---@param desc ps.nn.Shard
 ---@return ps.nn.Shard.Piece[]
 function shard.pieces(desc)
@@ -91,7 +91,7 @@ function shard.pieces(desc)
   return list
 end
 
---- A rank's shard of a whole tensor: a copy. Padding is 0.
+--- A rank's shard of a whole tensor, as a copy. Padding is 0.
 ---@param desc ps.nn.Shard
 ---@param whole ps.Tensor of desc.full_shape
 ---@return ps.Tensor
@@ -107,8 +107,8 @@ function shard.of_whole(desc, whole)
   return t
 end
 
---- The whole tensor of all ranks' shards.
----@param desc ps.nn.Shard of any of them
+--- Joins all ranks' shards to the whole tensor.
+---@param desc ps.nn.Shard of any rank
 ---@param shards ps.Tensor[] by rank, from 1
 ---@return ps.Tensor
 function shard.join(desc, shards)
@@ -125,7 +125,7 @@ function shard.join(desc, shards)
   return whole
 end
 
---- Says that a parameter is a shard.
+--- Marks a parameter as a shard.
 ---@param parameter ps.Tensor of shard.shape(desc)
 ---@param desc ps.nn.Shard
 ---@return ps.Tensor parameter
@@ -137,7 +137,7 @@ function shard.set(parameter, desc)
   return parameter
 end
 
---- Which shard of the whole tensor a parameter is; nil: it is the whole.
+--- The description of a parameter's shard; nil: it is the whole tensor.
 ---@param parameter ps.Tensor
 ---@return ps.nn.Shard?
 function shard.of(parameter) return descriptions[parameter] end
@@ -153,8 +153,8 @@ function shard.whole_numel(parameter)
   return n
 end
 
---- Says that a parameter, which all ranks have whole, computes with other values on each rank. A rank's gradient is
---- then a part of the sum over the ranks that is the gradient.
+--- Marks a parameter that all ranks have whole, but use with different inputs. The gradient is then the sum of the
+--- gradients of all ranks.
 ---@param parameter ps.Tensor
 ---@return ps.Tensor parameter
 function shard.set_partial(parameter)
@@ -162,12 +162,12 @@ function shard.set_partial(parameter)
   return parameter
 end
 
---- Whether a parameter's gradient is the sum of all ranks' gradients.
+--- Whether a parameter's gradient must be summed over all ranks.
 ---@param parameter ps.Tensor
 ---@return boolean
 function shard.is_partial(parameter) return partial[parameter] == true end
 
---- Notes that a tensor has taken a parameter's place.
+--- Moves the description and the mark of a parameter to the tensor that replaces it.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function shard.move(from, to) descriptions[to], partial[to] = descriptions[from], partial[from] end
