@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A script in BMTrain's words (docs/bmtrain.md): a GPT of blocks on drawn tokens, which each rank has others of.
+-- A training script that uses BMTrain's names (docs/bmtrain.md): a GPT on random tokens, different on each rank.
 --
 --   psluajit bmtrain.lua
 --   psluajit tools/launch.lua --nproc-per-node 2 examples/bmtrain.lua --zero-level 3 --save gpt.pt
@@ -10,24 +10,25 @@ local argparse = require "argparse"
 local whole = require("ps.command_line").whole
 local nn, F = ps.nn, ps.F
 
-local parser = argparse("bmtrain.lua", "Trains a small GPT, written in BMTrain's words, on drawn tokens.")
+local parser = argparse("bmtrain.lua", "Trains a small GPT on random tokens, in a script that uses BMTrain's names.")
 whole(parser:option("--iters", "Iterations.", "100"), 1)
-whole(parser:option("--zero-level", "What ranks share out: ZeRO's stage.", "3"), 0, 3)
-whole(parser:option("--tp-size", "Ranks that share out each layer; it divides the number of processes.", "1"), 1)
-whole(parser:option("--pipe-size", "Stages of a pipeline, to which the blocks are dealt; tp-size times pipe-size "
-  .. "divides the number of processes.", "1"), 1)
+whole(parser:option("--zero-level", "ZeRO stage.", "3"), 0, 3)
+whole(parser:option("--tp-size", "Ranks that divide each layer; must divide the number of processes.", "1"), 1)
+whole(parser:option("--pipe-size", "Pipeline stages, which divide the blocks; tp-size * pipe-size must divide the "
+  .. "number "
+  .. "of processes.", "1"), 1)
 parser:option("--dtype", "Type of the parameters: fp32, bf16 or fp16.", "fp32"):choices { "fp32", "bf16", "fp16" }
-parser:option("--save", "Writes the weights to this file (.pt or .safetensors).")
+parser:option("--save", "Write the weights to this file (.pt or .safetensors).")
 local args = parser:parse()
 
--- All ranks that share a layer have all rows between layers.
+-- Without sequence parallelism: between layers, each rank that shares a layer has all rows.
 bmt.init_distributed { seed = 0, zero_level = args.zero_level, tp_size = args.tp_size, pipe_size = args.pipe_size,
   config = { tensor_parallel = { sequence_parallel = false } } }
 local Column, Row = bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear
 
 local Encoder = nn.class("Encoder", bmt.DistributedModule)
 function Encoder:init(width, heads, inner, dtype)
-  self.heads = heads / args.tp_size                               -- of this rank
+  self.heads = heads / args.tp_size                               -- on this rank
   self.ln_attn = nn.LayerNorm(width, { dtype = dtype })
   self.ln_ff = nn.LayerNorm(width, { dtype = dtype })
   for _, name in ipairs { "q", "k", "v" } do self[name] = Column(width, width, { dtype = dtype }) end
@@ -57,7 +58,7 @@ end
 function GPT:forward(input, pos, mask)
   local hidden = self.word_emb(input) + F.embedding(pos, self.pos_emb)
   hidden = self.layernorm(self.transformers(hidden, mask, { batch_related = { 0 } }))
-  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- of this rank's words
+  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- of this rank's part of the words
 end
 
 local VOCABULARY, BATCH, LENGTH = 512, 4, 32
@@ -65,7 +66,7 @@ local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, 
 bmt.init_parameters(model)
 bmt.synchronize()
 
--- Tokens of this rank and of the ranks that share its layers. Tokens after a sample's length are not targets.
+-- Ranks that share layers draw the same tokens. Tokens after a sample's length are not targets.
 ps.manual_seed(1234 + bmt.config.tp_zero_rank)
 local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
 local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()

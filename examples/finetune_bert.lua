@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences, prints the share of held-out ones that it gets right,
--- and writes a folder that transformers loads.
+-- Fine-tunes an encoder (BERT, RoBERTa) to classify sequences, prints its accuracy on held-out ones, and writes a
+-- folder that transformers loads.
 --
 --   psluajit finetune_bert.lua --model FOLDER --data train.jsonl --held-out dev.jsonl --out FOLDER
 --
--- A line of the data is {"text": "a fine film", "label": 1}, which the tokenizer in the model's folder turns into ids,
--- or {"input_ids": [101, 7592, 102], "label": 1}. Classes count from 0. Without --data it draws sequences whose class
--- is whether two tokens come in order. Without --model it begins with a small BERT that knows nothing, which
--- needs a higher rate and more epochs than a pretrained one: the defaults of --lr and --epochs differ.
+-- A line of the data is {"text": "a fine film", "label": 1}, or {"input_ids": [101, 7592, 102], "label": 1}. Texts need
+-- the tokenizer in the model's folder. Classes count from 0. Without --data the script generates sequences of two
+-- classes: whether token 7 comes before token 9. Without --model it starts from a small BERT with random weights, which
+-- needs a higher learning rate and more epochs than a pretrained one: --lr and --epochs have other defaults then.
 local ps = require "ps"
 local argparse = require "argparse"
 local json = require "cjson"
@@ -17,38 +17,38 @@ local progress = require "ps.progress"
 local without_bom = require "ps.core.bom"
 
 local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
-  pretrained = { lr = 5e-5, epochs = 3 },                   -- as BERT's authors fine-tune
-  untrained = { lr = 2e-3, epochs = 5 },                    -- of a small model from random weights
+  pretrained = { lr = 5e-5, epochs = 3 },                   -- from BERT's paper
+  untrained = { lr = 2e-3, epochs = 5 },                    -- for a small model with random weights
 }
 
 local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
-parser:option("--model", "A folder, or a name in Hugging Face's cache; else a small BERT that knows nothing.")
-parser:option("--data", "Lines to learn, {\"text\": \"...\", \"label\": 0}; else drawn ones.")
-parser:option("--held-out", "Lines to judge by; else the last tenth of --data.")
-parser:option("--out", "The folder to write the model to.")
+parser:option("--model", "A folder, or a name in Hugging Face's cache. Default: a small BERT with random weights.")
+parser:option("--data", "Training lines, {\"text\": \"...\", \"label\": 0}. Default: generated ones.")
+parser:option("--held-out", "Held-out lines. Default: the last tenth of --data.")
+parser:option("--out", "Folder to write the model to.")
 local function default(key)
   return (" Default: %g with --model, else %g."):format(settings.pretrained[key], settings.untrained[key])
 end
-line.whole(parser:option("--epochs", "Times that each line is learned." .. default "epochs"), 1)
-line.whole(parser:option("--batch", "Lines of a step.", "32"), 1)
-line.number(parser:option("--lr", "Learning rate at its highest." .. default "lr"), 0)
+line.whole(parser:option("--epochs", "Passes over the data." .. default "epochs"), 1)
+line.whole(parser:option("--batch", "Lines per step.", "32"), 1)
+line.number(parser:option("--lr", "Highest learning rate." .. default "lr"), 0)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
-parser:option("--device", "What computes: cpu or cuda.", "cpu")
-parser:flag("--json", "Print nothing but one JSON line.")
+parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
+parser:flag("--json", "Print only one JSON line.")
 local args = parser:parse()
 for key, value in pairs(args.model and settings.pretrained or settings.untrained) do
   if args[key] == nil then args[key] = value end
 end
 ps.manual_seed(args.seed)
 
--- A list of {ids or text, label} and the number of classes.
+-- Returns a list of {ids or text, label} and the number of classes.
 local function read(path)
   local rows, classes, file = {}, 0, assert(io.open(path))
   for text in file:lines() do
     local ok, row = pcall(json.decode, without_bom(text))
     if not ok or type(row) ~= "table" or type(row.input_ids) ~= "table" and type(row.text) ~= "string"
       or type(row.label) ~= "number" then
-      error(("%s:%d: it is not {\"text\": \"...\", \"label\": 0}"):format(path, #rows + 1), 0)
+      error(("%s:%d: not a line {\"text\": \"...\", \"label\": 0}"):format(path, #rows + 1), 0)
     end
     rows[#rows + 1] = { ids = row.input_ids, text = row.text, label = row.label }
     classes = math.max(classes, row.label + 1)
@@ -57,7 +57,7 @@ local function read(path)
   return rows, classes
 end
 
--- Sequences of 4 to 12 tokens among which a 7 and a 9 lie: class 1 where the 7 comes first.
+-- Returns n sequences of 4 to 12 tokens that contain a 7 and a 9. Class 1: the 7 comes first.
 local function draw(n)
   local rows = {}
   local numbers = ps.randint(10, 100, { n, 16 }, { dtype = "int32" }):tolist()
@@ -91,12 +91,12 @@ else
 end
 local pad = model.config.pad_token_id or 0
 
--- Texts become ids, as many as the model has positions for at most.
+-- Texts become ids, cut to the positions that the model has.
 local tokenizer
 for _, list in ipairs { rows, held_out } do
   for _, row in ipairs(list) do
     if not row.ids then
-      if not model.source then error("texts need a --model, whose folder has a tokenizer", 0) end
+      if not model.source then error("data with texts needs --model: a folder with a tokenizer", 0) end
       tokenizer = tokenizer or ps.tokenizer.from_pretrained(model.source)
       local longest = model.config.max_position_embeddings - (model.config.model_type == "roberta" and pad + 1 or 0)
       row.ids = tokenizer(row.text, { truncation = true, max_length = longest }).input_ids:tolist()[1]
@@ -104,7 +104,7 @@ for _, list in ipairs { rows, held_out } do
   end
 end
 
--- Lines [first, last] of a list as a batch, padded at the end to the longest of them.
+-- Returns the lines first to last of a list as a batch, padded at the end to the longest line.
 local function batch_of(list, first, last)
   local longest, ids, mask, labels = 0, {}, {}, {}
   for i = first, last do longest = math.max(longest, #list[i].ids) end
@@ -118,7 +118,7 @@ local function batch_of(list, first, last)
     labels = ps.tensor(labels, where) }
 end
 
--- The share of held-out lines whose likeliest class is theirs.
+-- The share of held-out lines that the model classifies correctly.
 local function accuracy()
   local right = 0
   model:eval()
@@ -132,7 +132,7 @@ local function accuracy()
   return right / #held_out
 end
 
--- The batches of an epoch: lines in a drawn order, those of about one length together.
+-- The batches of an epoch, in random order. A batch has lines of about the same length.
 local function epoch()
   local drawn, batches = ps.rand({ 2 * #rows }):tolist(), {}
   local order = {}
@@ -141,7 +141,7 @@ local function epoch()
   local sorted = {}
   for i, entry in ipairs(order) do sorted[i] = entry.row end
   for first = 1, #sorted, args.batch do batches[#batches + 1] = first end
-  for i = #batches, 2, -1 do                                -- the shuffle of Fisher and Yates
+  for i = #batches, 2, -1 do                                -- Fisher-Yates shuffle
     local k = math.floor(drawn[#rows + i] * i) + 1
     batches[i], batches[k] = batches[k], batches[i]
   end

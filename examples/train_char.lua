@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A byte-level GPT-2 of 4 layers, trained with a loop written out by hand. The first nine tenths of a text are learned;
--- at the end the loss on the whole last tenth is printed.
+-- A byte-level GPT-2 of 4 layers with a hand-written training loop. It trains on the first nine tenths of a text and
+-- prints the loss on the last tenth at the end.
 --
 --   psluajit train_char.lua --data tinyshakespeare.txt
 local ps = require "ps"
@@ -18,13 +18,13 @@ local settings = {
 }
 
 local parser = argparse("train_char.lua", "Trains a small byte-level GPT-2 and prints the held-out loss.")
-parser:option("--data", "The text."):count(1)
+parser:option("--data", "The text file."):count(1)
 whole(parser:option("--iters", "Steps.", "2000"), 1)
 whole(parser:option("--seed", "Random seed; 0 means 1337.", "0"), 0)
-parser:option("--device", "What computes: cpu or cuda.", "cpu")
-parser:option("--dtype", "fp32, bf16, or auto: bf16 on a GPU and where the processor has it.", "auto")
+parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
+parser:option("--dtype", "fp32, bf16, or auto: bf16 on a GPU or a processor that supports it, else fp32.", "auto")
   :choices { "auto", "fp32", "bf16" }
-parser:flag("--json", "Print nothing but one JSON line.")
+parser:flag("--json", "Print only one JSON line.")
 local args = parser:parse()
 
 if args.dtype == "auto" then args.dtype = ps.fast_dtype(args.device) end

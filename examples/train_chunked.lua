@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT-2 whose parameters, gradients and optimizer state are in chunks, within the memory you allow. The
+-- Trains a GPT-2 with its parameters, gradients and optimizer state in chunks, within given memory budgets. The
 -- configuration is a DeepSpeed JSON file (ds_config.json next to this script); budgets come from the command line.
 --
 --   psluajit train_chunked.lua --data my.txt
 --   psluajit train_chunked.lua --data my.txt --model gpt2-xl --vocab 50257 --host 6GiB --disk /var/tmp
---   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          any other memory: the same numbers
+--   psluajit train_chunked.lua --data my.txt --resume --host 3GiB          other budgets give the same numbers
 --   psluajit launch.lua --nproc-per-node 2 train_chunked.lua --data my.txt          several processes
 --
--- The plan is printed before the first step. After Ctrl-C, SIGTERM or SIGHUP the script finishes the step, saves and
--- exits with code 0; --resume continues bit for bit. Ranks that a launcher restarts (--max-restarts) resume by
--- themselves.
+-- The script prints the memory plan before the first step. After Ctrl-C, SIGTERM or SIGHUP it finishes the step, saves
+-- and exits with code 0; --resume continues bit for bit. If a launcher restarts the ranks (--max-restarts), they resume
+-- automatically.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
@@ -20,26 +20,25 @@ local train, checkpoints = require "ps.train", require "ps.checkpoints"
 
 local here = arg[0]:match("^(.*/)") or "./"
 local parser = argparse("train_chunked.lua", "Trains a GPT-2 in chunks on text, within memory budgets.")
-parser:option("--data", "A text (read as bytes), or a token shard (.bin)."):count(1)
+parser:option("--data", "A text file (read as bytes), or a token shard (.bin)."):count(1)
 parser:option("--config", "Configuration: DeepSpeed JSON or .lua.", here .. "ds_config.json")
 parser:option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.", "small")
-whole(parser:option("--vocab", "Vocabulary of a token shard.", "256"), 1, 2 ^ 31 - 1)
-whole(parser:option("--seq", "Tokens of a row.", "128"), 1, 2 ^ 31 - 1)
+whole(parser:option("--vocab", "Vocabulary size of a token shard.", "256"), 1, 2 ^ 31 - 1)
+whole(parser:option("--seq", "Tokens per row.", "128"), 1, 2 ^ 31 - 1)
 whole(parser:option("--steps", "Optimizer steps.", "400"), 1)
-parser:option("--device", "What computes: cpu, cuda, auto (cuda where there is a GPU) or sim.", "cpu")
-parser:option("--device-memory", "Budget on the device, such as 2GiB.")
-parser:option("--host", "Budget in host memory, such as 6GiB or 50%.")
-parser:option("--disk", "Folder of the disk tier; without it there is none.")
+parser:option("--device", "Device that computes: cpu, cuda, auto (cuda if there is a GPU) or sim.", "cpu")
+parser:option("--device-memory", "Memory budget on the device, such as 2GiB.")
+parser:option("--host", "Memory budget on the host, such as 6GiB or 50%.")
+parser:option("--disk", "Folder for the disk tier. Default: no disk tier.")
 parser:option("--out", "Folder for checkpoints.", "out_chunked")
 whole(parser:option("--save", "Steps between checkpoints.", "100"), 1)
 parser:flag("--async", "Save in the background, from a copy in host memory.")
 whole(parser:option("--seed", "Random seed.", "1"), 0)
-whole(parser:option("--local_rank --local-rank",
-  "This process's number on its machine, from launchers that give it so."), 0)
-whole(parser:option("--pipeline", "Stages that the model is cut into, each on other processes."), 1)
+whole(parser:option("--local_rank --local-rank", "Number of this process on its machine (some launchers pass it)."), 0)
+whole(parser:option("--pipeline", "Pipeline stages, each on its own processes."), 1)
 parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
-parser:flag("--resume", "Go on from the newest checkpoint in --out.")
-parser:flag("--force", "Begin anew where --out holds a run, which --resume then no longer finds; its files stay.")
+parser:flag("--resume", "Continue from the newest checkpoint in --out.")
+parser:flag("--force", "Start a new run even if --out has one. --resume then ignores the old run; its files stay.")
 local args = parser:parse()
 
 local function try(fn, ...) return command_line.try("train_chunked.lua", fn, ...) end
@@ -56,11 +55,11 @@ if not (config.gradient_accumulation_steps or config.train_batch_size) then conf
 
 local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
--- After a failure the script resumes from the last checkpoint that this run wrote. A checkpoint that an earlier run
--- left in the folder must not count, unless --resume is given. Under a launcher that names its run, the file `begun`
--- therefore has the name of the run that last began or resumed in the folder.
+-- A restarted script resumes from the last checkpoint of its own run, never from one that an earlier run left in the
+-- folder (only --resume does that). Under a launcher that names its runs, the file `begun` therefore holds the name of
+-- the run that last started or resumed in the folder.
 local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
-local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the attempt
+local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the restart
 local function began_here()
   local f = io.open(begun)
   local name = f and f:read("*l")
@@ -70,14 +69,14 @@ end
 local restarted = env.restart_count > 0 and (launch == "" or began_here())
 local earlier = not args.resume and not restarted and checkpoints.find(args.out)
 if earlier and not args.force then
-  io.stderr:write(("train_chunked.lua: %s holds a run, at %s: --resume goes on with it, --force begins anew in its "
-    .. "place, and another --out keeps both\n"):format(args.out, earlier))
+  io.stderr:write(("train_chunked.lua: %s has a run, at %s: --resume continues it, --force starts a new one in its "
+    .. "place, another --out keeps both\n"):format(args.out, earlier))
   os.exit(1)
 end
 if earlier then os.remove(args.out .. "/latest") end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
-if env.rank == 0 and launch ~= "" then                         -- now all ranks have read it
+if env.rank == 0 and launch ~= "" then                         -- init_distributed returned: all ranks have read `begun`
   checkpoints.make_folder(args.out)
   local f = assert(io.open(begun, "wb"))
   f:write(launch, "\n")
@@ -88,12 +87,12 @@ local model, optimizer = try(ps.initialize, { config = config, quiet = ps.rank()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
 end })
 
-local engine = ps.engine()                                   -- nil with memory = "plain"
+local engine = ps.engine()                                   -- nil if memory = "plain"
 local batch_size = (engine and engine.config or config).train_micro_batch_size_per_gpu or 8
 local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
   seed = args.seed, vocab = args.vocab }
 
-local done = 0                                               -- optimizer steps
+local done = 0                                               -- optimizer steps so far
 local parts = { model = model, optimizer = optimizer, loader = loader, async = args.async }
 if args.resume or restarted and checkpoints.find(args.out) then
   local from = checkpoints.load(args.out, parts)
@@ -112,7 +111,7 @@ end
 
 ps.catch_interrupts()
 local told = false
-local stop = false                                           -- all ranks leave after the same step
+local stop = false                                           -- true on all ranks after the same step
 local function interrupted()
   stop = stop or ps.any_rank(ps.interrupts() > 0)
   return stop
@@ -125,8 +124,9 @@ while done < args.steps and not interrupted() do
     model:backward(out.loss)
     micro = micro + 1
     if ps.interrupts() > 0 and not model:at_boundary() and not told then
-      io.stderr:write(("interrupted after micro-batch %d: the step is finished first; the next Ctrl-C or SIGTERM ends "
-        .. "at once\n"):format(micro))
+      io.stderr:write(("interrupted after micro-batch %d: finishing the step; the next Ctrl-C or SIGTERM ends at "
+        .. "once\n")
+        :format(micro))
       told = true
     end
   end
@@ -138,7 +138,7 @@ end
 if interrupted() then
   if done % args.save ~= 0 then save() end
   checkpoints.wait()
-  print("interrupted; --resume goes on")
+  print("interrupted; --resume continues")
   os.exit(0, true)
 end
 if args.steps % args.save ~= 0 then save() end

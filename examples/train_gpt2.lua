@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT-2 on text: the user's own, or the collection of Debian's package `fortunes`. Shows its progress,
--- measures the loss on held-out text, draws the curve, saves checkpoints, and writes a little text at the end.
+-- Trains a GPT-2 on text: a file, or the collection in Debian's package `fortunes`. Shows its progress, measures the
+-- loss on held-out text, draws the loss curve, saves checkpoints, and generates a sample at the end.
 --
 --   psluajit train_gpt2.lua                          a small byte-level model
 --   psluajit train_gpt2.lua --data my.txt --steps 2000 --out my_run
---   psluajit train_gpt2.lua --data my.txt --minutes 10          as many steps as fit ten minutes here
---   psluajit train_gpt2.lua --out my_run --resume               continues with the run's own options
+--   psluajit train_gpt2.lua --data my.txt --minutes 10          as many steps as fit in ten minutes here
+--   psluajit train_gpt2.lua --out my_run --resume               continues with the options of that run
 --   psluajit train_gpt2.lua --data tokens.bin --vocab 50257 --model gpt2 --seq 1024 --batch 4 --device cuda
 --
 -- After Ctrl-C, SIGTERM or SIGHUP the script saves and exits with code 130; --resume continues bit for bit.
@@ -24,9 +24,9 @@ local settings = {
   held_out = 0.1,              -- of each text file
   max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
   betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
-  evals = 8,                   -- how often the held-out loss is measured, where that costs little
-  eval_rows = 192,             -- on how many rows of held-out text
-  saves = 4,                   -- checkpoints a run
+  evals = 8,                   -- measurements of the held-out loss in a run, if they cost little
+  eval_rows = 192,             -- rows of held-out text per measurement
+  saves = 4,                   -- checkpoints per run
   sample = { tokens = 400, temperature = 0.8, top_k = 40, prompt = "\n" },
 }
 
@@ -35,12 +35,12 @@ local defaults = {
   lr = settings.max_lr, dropout = settings.dropout, vocab = 50257, seed = 1,
 }
 
--- Options that a checkpoint stores. Other values of FIXED would make another run, so --resume refuses them. Those of
--- FREE may change, and the script prints a note.
+-- Options that a checkpoint stores. --resume refuses other values of those in FIXED, which would make a different run.
+-- It accepts other values of those in FREE and prints a note.
 local FIXED = { "model", "batch", "seq", "accumulate", "dtype", "lr", "dropout", "vocab", "seed" }
 local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batches" }
 
--- The options of the command line, without defaults: --resume has to know which ones were given.
+-- Reads the command line without defaults, because --resume must know which options were given.
 local function arguments()
   local whole, number = command_line.whole, command_line.number
   local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
@@ -48,55 +48,55 @@ local function arguments()
     local default = defaults[name:match("%w+$")]
     return parser:option(name, text .. (default and (" Default: %s."):format(default) or ""))
   end
-  option("--data", "A text, or a token shard (.bin); default: the texts of the Debian package fortunes.")
-  option("--out", "Folder for shards, checkpoints, log and curve.")
+  option("--data", "A text file, or a token shard (.bin). Default: the texts of the Debian package fortunes.")
+  option("--out", "Folder for shards, checkpoints, log and loss curve.")
   option("--model", "Preset: small, char, tiny, gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
   parser:mutex(
     whole(option("--steps", "Optimizer steps."), 1),
-    number(option("--minutes", "Instead of --steps: a few are measured, and as many taken as fit."), 0))
-  whole(option("--batch", "Rows of a batch."), 1, 2 ^ 31 - 1)
-  whole(option("--seq", "Tokens of a row; default: 128, or what the model has if that is less."), 1, 2 ^ 31 - 1)
-  whole(option("--accumulate", "Batches to a step."), 1, types.MICRO_BATCHES)
-  option("--device", "What computes: cpu or cuda.")
-  option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU and where the processor has it.")
+    number(option("--minutes", "Instead of --steps: measure a few steps, then run as many as fit."), 0))
+  whole(option("--batch", "Rows per batch."), 1, 2 ^ 31 - 1)
+  whole(option("--seq", "Tokens per row. Default: 128, or the model's positions if fewer."), 1, 2 ^ 31 - 1)
+  whole(option("--accumulate", "Batches per step."), 1, types.MICRO_BATCHES)
+  option("--device", "Device that computes: cpu or cuda.")
+  option("--dtype", "fp32, bf16, fp16, or auto: bf16 on a GPU or a processor that supports it, else fp32.")
     :choices { "auto", "fp32", "bf16", "fp16" }
   number(option("--lr", "Highest learning rate."), 0)
   number(option("--dropout", "Dropout probability."), 0, 1)
-  whole(option("--vocab", "Vocabulary of a token shard."), 1, 2 ^ 31 - 1)
+  whole(option("--vocab", "Vocabulary size of a token shard."), 1, 2 ^ 31 - 1)
   whole(option("--seed", "Random seed."), 0)
   whole(option("--eval-every", "Steps between measurements of the held-out loss; the last step always has one. "
-    .. "Default: an eighth of the run, or more where that would take over a tenth of the time."), 1)
-  whole(option("--eval-batches", ("Batches of a measurement. Default: %d rows' worth."):format(settings.eval_rows)), 1)
+    .. "Default: an eighth of the run, or more if that would take over a tenth of the time."), 1)
+  whole(option("--eval-batches", ("Batches per measurement. Default: %d rows in total."):format(settings.eval_rows)), 1)
   parser:flag("--recompute", "Recompute blocks in backward: less memory, more time.")
-  parser:flag("--resume", "Go on from the newest checkpoint in --out, with the options of its run.")
+  parser:flag("--resume", "Continue from the newest checkpoint in --out, with the options of its run.")
   return parser:parse()
 end
 
 local function flag(name) return "--" .. name:gsub("_", "-") end
 
--- The options of the run in args.out, with what may be given anew. Gives its step, too.
+-- Returns the options of the run in args.out, with changes that are allowed, and the run's step.
 local function resumed(args)
   local found, why = checkpoints.find(args.out)
-  if not found then error(why .. "; without --resume a new run begins there", 0) end
+  if not found then error(why .. "; to start a new run there, leave out --resume", 0) end
   local from = checkpoints.info(args.out)
   local run = from.extra and from.extra.options
   if not run then
-    print(from.file .. " does not tell the options of its run (an earlier version wrote it): those given here count")
+    print(from.file .. " has no options (an earlier version wrote it): using those of the command line")
     return args, from.step
   end
   for _, name in ipairs(FIXED) do
     local given, had = args[name], run[name]
     if given ~= nil and given ~= had and not (name == "dtype" and given == "auto") then
-      error(("%s %s: the run in %s has %s; --resume goes on with that, and another --out begins a new run"):format(
-        flag(name), given, args.out, tostring(had)), 0)
+      error(("%s %s: the run in %s has %s: leave this option out to resume, or start a new run with another --out")
+        :format(flag(name), given, args.out, tostring(had)), 0)
     end
     args[name] = had
   end
   for _, name in ipairs(FREE) do
     local given, had = args[name], run[name]
     if given ~= nil and had ~= nil and given ~= had then
-      print(("%s is %s from here on; it was %s%s"):format(flag(name), tostring(given), tostring(had),
-        name == "steps" and ", and the learning rate follows it" or ""))
+        print(("%s is %s from here on; it was %s%s"):format(flag(name), tostring(given), tostring(had),
+          name == "steps" and "; the learning rate follows the new number" or ""))
     end
     if given == nil then args[name] = had end
   end
@@ -112,7 +112,7 @@ local function read(path)
   return text
 end
 
--- The plain files of the fortunes package, in order of name.
+-- Returns the plain files of the fortunes package, in alphabetical order.
 local function fortune_files()
   if lfs.attributes(settings.fortunes, "mode") ~= "directory" then
     error("no text to train on: give --data FILE, or install the package `fortunes` (apt-get install fortunes)", 0)
@@ -128,7 +128,7 @@ local function fortune_files()
   return files
 end
 
--- Cuts each text in two, at a line end where one is near: what is learned, and what is held out.
+-- Cuts each text in two, at a line end if one is near: returns the training text and the held-out text.
 local function split_texts(paths)
   local learned, held_out = {}, {}
   for _, path in ipairs(paths) do
@@ -141,7 +141,7 @@ local function split_texts(paths)
   return table.concat(learned), table.concat(held_out)
 end
 
--- Whether an existing shard holds this text, one byte per token.
+-- Whether an existing shard has this text, one byte per token.
 local function holds(path, text)
   local tokens, piece = ps.data.tokens(path), 2 ^ 20
   if tokens:count() ~= #text then return false end
@@ -155,19 +155,20 @@ local function holds(path, text)
   return true
 end
 
--- Writes a text's shard. A resumed run needs the data that it began with: an existing shard must hold it, and stays.
+-- Writes the shard of a text. A resumed run must keep its data: it uses the existing shard, which must have this text.
 local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
     if holds(path, text) then return path end
-    error(("%s holds other tokens than %s gives now: --resume goes on with the data that the run began with; give "
-      .. "that, or another --out for a new run (nothing was changed)"):format(path, args.data or settings.fortunes), 0)
+    error(("%s has other tokens than %s gives now, and --resume needs the data that the run started with: give that "
+      .. "data, or start a new run with another --out (no file was changed)"):format(path,
+      args.data or settings.fortunes), 0)
   end
   ps.data.encode_text(text, path, bytes)
   return path
 end
 
--- Shards to train and to evaluate on, as options for a loader; and the tokenizer, if we know it.
+-- Returns loader options for training and for evaluation, and the tokenizer (nil for a token shard).
 local function prepare(args)
   if args.data and args.data:match("%.bin$") then
     local tokens = ps.data.tokens(args.data)
@@ -178,7 +179,7 @@ local function prepare(args)
   local learned, held_out = split_texts(args.data and { args.data } or fortune_files())
   local train_bin = write_shard(args, "train.bin", learned, bytes)
   local held_out_bin = write_shard(args, "held_out.bin", held_out, bytes)
-  print(("%s bytes of text to learn, %s held out"):format(progress.count(#learned), progress.count(#held_out)))
+  print(("%s bytes of training text, %s held out"):format(progress.count(#learned), progress.count(#held_out)))
   return { shards = { train_bin }, vocab = bytes.vocab_size }, { shards = { held_out_bin } }, bytes
 end
 
@@ -189,7 +190,7 @@ local function merge(a, b)
   return all
 end
 
--- The defaults of what was not given.
+-- Fills in the defaults of options that were not given.
 local function complete(args)
   for name, value in pairs(defaults) do
     if args[name] == nil then args[name] = value end
@@ -199,13 +200,13 @@ local function complete(args)
   args.eval_batches = args.eval_batches or math.ceil(settings.eval_rows / args.batch)
 end
 
--- Makes the parts of a run. All of them are saved and restored.
+-- Creates the objects of a run, which checkpoints save and restore.
 local function assemble(args, learn)
   ps.manual_seed(args.seed)
   local dtype = args.dtype
   local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
     dropout = args.dropout, recompute = args.recompute,
-    n_positions = args.seq })                        -- positions without training would spoil samples
+    n_positions = args.seq })                        -- more positions would stay untrained and spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
     warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
@@ -215,7 +216,7 @@ local function assemble(args, learn)
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
 
--- The curves of a value of the log: of training, and of the held-out text.
+-- Returns the curves of a logged value: on the training text and on the held-out text.
 local function curves(history, name, held_out_name)
   local learned, held_out = { label = "training", points = {} }, { label = "held out", points = {} }
   for _, at in ipairs(history) do
@@ -244,13 +245,13 @@ local function report(args, result, text)
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
--- Steps between measurements of the held-out loss. A batch forward costs a third of one that is learned.
+-- Steps between measurements of the held-out loss. A forward costs a third of a training step on the same batch.
 local function eval_every(args)
   local tenth = 10 * args.eval_batches / (3 * args.accumulate)
   return math.ceil(math.max(1, args.steps / settings.evals, tenth))
 end
 
--- How many steps fit args.minutes on this machine, by steps and a measurement of a run that is then forgotten.
+-- Returns how many steps fit in args.minutes on this machine: runs a few steps and a measurement, then discards them.
 local function measured_steps(args, learn, windows)
   local run, began, warm = assemble(args, learn), ps.now(), 3
   local function go(from, to)
@@ -259,7 +260,7 @@ local function measured_steps(args, learn, windows)
     if result.interrupted then os.exit(130, true) end
     return result.seconds
   end
-  local first, evaluating = go(0, warm) / warm, ps.now()              -- the first steps make kernels and take pages
+  local first, evaluating = go(0, warm) / warm, ps.now()              -- the first steps compile kernels and map pages
   train.evaluate(run.model, ps.data.windows(windows))
   evaluating = ps.now() - evaluating
   local count = math.ceil(math.min(20, math.max(2, 2 / first)))
@@ -268,7 +269,7 @@ local function measured_steps(args, learn, windows)
   local steps = math.max(1, math.floor(left / step_s))
   if steps >= 100 then steps = steps - steps % 10 end
   print(("measured %d steps: %.3f s each on this machine, %.1f s for the held-out loss; %s minutes have room for %d "
-    .. "steps (--steps takes another number)"):format(count, step_s, evaluating, args.minutes, steps))
+    .. "steps (to change that, use --steps)"):format(count, step_s, evaluating, args.minutes, steps))
   return steps
 end
 
@@ -276,31 +277,31 @@ local function main()
   local args, start = arguments(), 0
   if args.resume then
     if args.minutes then
-      error("--minutes is for a new run; one that goes on takes its own steps, or those of --steps", 0)
+      error("--minutes is for a new run: leave it out to resume, or give --steps", 0)
     end
     args, start = resumed(args)
   end
   complete(args)
   if start >= args.steps then
-    print(("nothing left to do: the checkpoint is of step %d, %d were asked for"):format(start, args.steps))
+    print(("nothing to do: the checkpoint is at step %d, --steps is %d"):format(start, args.steps))
     return
   end
   local earlier = not args.resume and checkpoints.find(args.out)
   if earlier then
-    print(("%s holds an earlier run, which the new one replaces (it was at %s)"):format(args.out, earlier))
+    print(("%s has an earlier run (at %s), which the new one replaces"):format(args.out, earlier))
   end
   checkpoints.make_folder(args.out)
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
-  ps.data.windows(windows)                     -- too little held-out text is an error now, not after an hour
+  ps.data.windows(windows)                     -- fails now, not after an hour, if there is too little held-out text
   if args.minutes then args.steps = measured_steps(args, learn, windows) end
   local run = assemble(args, learn)
   print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
     progress.count(run.model:num_parameters()), args.dtype, args.batch, args.seq, ps.device(args.device).description))
   if args.resume then print(("resumed from %s"):format(checkpoints.load(args.out, run).file)) end
   local every = args.eval_every or eval_every(args)
-  print(("%d steps, the held-out loss every %d steps on %d batches"):format(args.steps, every, args.eval_batches))
+  print(("%d steps; held-out loss every %d steps, on %d batches"):format(args.steps, every, args.eval_batches))
   local options = {}
   for _, names in ipairs { FIXED, FREE } do
     for _, name in ipairs(names) do options[name] = args[name] end
@@ -313,7 +314,7 @@ local function main()
       extra = { options = options } },
   }))
   if result.interrupted then
-    print(("interrupted at step %d; saved %s; --resume goes on"):format(result.step, result.saved or "nothing"))
+    print(("interrupted at step %d; saved %s; --resume continues"):format(result.step, result.saved or "nothing"))
     os.exit(130, true)
   end
   local text

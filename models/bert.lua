@@ -8,8 +8,9 @@
 --   local model = ps.from_pretrained("some/folder", { task = "sequence_classification", num_labels = 3 })
 --   local out = model { input_ids = ids, attention_mask = mask, labels = labels }     -- out.loss, out.logits
 --
--- With unpad = true (ps/pretrained/unpad.lua) x is [S, C] between the embeddings and the head, the S rows of [B, T]
--- that count; `rows` int64 [S] are their numbers and `places` int64 [B * T] says where each row is among them.
+-- With unpad = true (ps/pretrained/unpad.lua) padding is left out between the embeddings and the head: there x is
+-- [S, C], the S rows of [B, T] that are not padding. `rows` int64 [S] are the numbers of these rows in [B, T]; `places`
+-- int64 [B * T] maps each row of [B, T] to its row in [S].
 --
 -- Sizes: B batch, T positions, C width, H heads, D = C / H, V vocabulary, K labels.
 local ps = require "ps"
@@ -25,13 +26,13 @@ local error = require("ps.caller").error
 
 local function shape_of(mask) return { mask:size(0), mask:size(1) } end
 
--- Dropout of x [B, T, C], or of its rows that count.
+-- Dropout of x [B, T, C], or of x [S, C] when `rows` is given.
 local function dropped(drop, x, mask, rows)
   if rows == nil then return drop(x) end
   return drop(x, unpad.part(x, rows, shape_of(mask)))
 end
 
--- The sum of x and a product after dropout. Without dropout the product's epilogue adds x.
+-- layer(y) after dropout, plus x. Without dropout the epilogue of the matrix product adds x.
 local function project(layer, drop, y, x, mask, rows)
   if not drop:active() then return layer(y, x) end
   return x + dropped(drop, layer(y), mask, rows)
@@ -44,8 +45,8 @@ end
 -- -- the encoder ----------------------------------------------------------------------------------------------------
 local Embeddings = nn.class("BertEmbeddings")
 
--- where.padded: positions have a row for padding, as well, and are the last to be registered, as transformers has it in
--- RoBERTa. The seed's numbers go to words, positions and token types in this order.
+-- where.padded: the table of positions has a padding row and is registered last, as in transformers' RoBERTa. The
+-- random generator fills words, positions and token types in this order.
 function Embeddings:init(c, where)
   local function table_of(rows, padding)
     return nn.Embedding(rows, c.hidden_size, { std = where.std, dtype = where.dtype, device = where.device,
@@ -61,8 +62,8 @@ function Embeddings:init(c, where)
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
--- ids int [B, T]; types int [B, T], or nil: all 0; places int [B or 1, T], or nil: 0, 1, ... With rows these are
--- [S], and places are given.
+-- ids int [B, T]; types int [B, T], or nil for all 0; places int [B or 1, T], or nil for 0, 1, ... With `rows` all
+-- three are [S], and places must be given.
 function Embeddings:forward(ids, types, places, mask, rows)
   local x = self.word_embeddings(ids)                                   -- [B, T, C]
   local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
@@ -82,7 +83,7 @@ function SelfAttention:init(c, where)
   self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
 end
 
--- x [B, T, C]; mask bool [B, T], or nil: false hides a position as a key.
+-- x [B, T, C]; mask bool [B, T] or nil: where it is false, the position is hidden as a key.
 function SelfAttention:forward(x, mask, rows, places)
   local C, H = self.width, self.heads
   local q = self.query(x)
@@ -98,7 +99,7 @@ function SelfAttention:forward(x, mask, rows, places)
   return rows ~= nil and unpad.pack(y, rows) or y
 end
 
--- A product, dropout, the residual stream and its norm: follows attention and the hidden layer.
+-- Linear layer, dropout, residual sum and norm. Follows attention and the hidden layer.
 local Output = nn.class("BertOutput")
 Output.unscoped = true
 
@@ -124,7 +125,7 @@ function Attention:forward(x, mask, rows, places)
   return self.output(self.self(x, mask, rows, places), x, mask, rows)
 end
 
--- A product and an activation.
+-- Linear layer and activation.
 local Intermediate = nn.class("BertIntermediate")
 Intermediate.unscoped = true
 
@@ -158,7 +159,7 @@ function Encoder:init(c, where)
   for _ = 1, c.num_hidden_layers do self.layer:append(Layer(c, where)) end
 end
 
--- tanh of a product of the first position's vector.
+-- tanh(Linear(x at the first position)).
 local Pooler = nn.class("BertPooler")
 
 function Pooler:init(c, where) self.dense = nn.Linear(c.hidden_size, c.hidden_size, where) end
@@ -182,7 +183,7 @@ BertModel.base, BertModel.spare = "bert", { "^pooler%." }
 BertModel.inputs = INPUTS
 BertModel.body = { embeddings = true, encoder = true, pooler = true }
 
--- How ranks share the layers out (ps/parallel/tensor/cut.lua).
+-- How ranks divide the layers (ps/parallel/tensor/cut.lua).
 local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
   ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = "enter",
@@ -195,9 +196,9 @@ BertModel.tensor_parallel = {
   ["encoder.layer.-1"] = "leave",
 }
 
----@param config table with config.json's fields; what it leaves out is the family's
+---@param config table with config.json's fields; missing fields have the family's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean}
----@param pooling? boolean false: without the pooler
+---@param pooling? boolean false: leave the pooler out
 function BertModel:init(config, given, pooling)
   local full, where = self:begin(config, given)
   where.padded = self.places ~= nil
@@ -209,7 +210,7 @@ function BertModel:init(config, given, pooling)
   rawset(self, "unpad", given and given.unpad or nil)
 end
 
--- Leaves out of a batch that was read what does not count: ids, token types and positions become [S].
+-- Removes padding from a batch that was read: ids, token types and positions become [S].
 local function leave_out(batch, labels)
   local ids, shape = batch.input_ids, shape_of(batch.mask)
   batch.rows, batch.places = unpad.plan(batch.mask, labels)
@@ -221,9 +222,10 @@ local function leave_out(batch, labels)
   if types ~= nil then batch.token_type_ids = unpad.ids(types, batch.rows, shape) end
 end
 
--- Checks a batch by names and returns the table that the parts read: all of its fields, with `mask` bool [B, T] or
--- nil, and the positions of tokens; with unpad and a mask, the result of leave_out. labels int [B, T]: labels of
--- tokens, if there are any. A family whose positions depend on the ids has a method places(ids).
+-- Checks a batch (a table of named tensors) and returns the table that the parts read: the fields of the batch, `mask`
+-- bool [B, T] or nil, and position_ids where the family defines them. With unpad and a mask, padding is removed (see
+-- leave_out). labels int [B, T]: the labels per token, if there are any. A family whose positions depend on the ids
+-- has a method places(ids).
 function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -232,7 +234,8 @@ function BertModel:read(given, labels)
   for name, t in pairs(given) do batch[name] = t end
   if batch.position_ids == nil and self.places then batch.position_ids = self:places(ids) end
   if batch.position_ids == nil and ids:size(1) > c.max_position_embeddings then
-    error(("%s: %d positions, this model has %d"):format(who, ids:size(1), c.max_position_embeddings), 0)
+    error(("%s: input_ids has %d positions per row, the model has %d: shorten the rows"):format(who, ids:size(1),
+      c.max_position_embeddings), 0)
   end
   heads.same_device(who, ids, self.embeddings.LayerNorm.weight)
   batch.mask = heads.mask(given.attention_mask)
@@ -240,18 +243,18 @@ function BertModel:read(given, labels)
   return batch
 end
 
--- x [B, T, C] of the encoder's [S, C] where rows were left out; what it is else.
+-- x as [B, T, C]: expands the encoder's [S, C] if padding was removed.
 local function padded(x, batch)
   return batch.rows ~= nil and unpad.unpack(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- x [B, 1 or T, C], of which heads for sequences read the first position.
+-- x [B, 1 or T, C], where index 0 is the first position, which heads for sequences read.
 local function firsts(x, batch)
   return batch.rows ~= nil and unpad.first(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- Parts: embeddings | encoder.layer.0 .. | `last`, which gets the encoder's x [B, T, C], or [S, C], and the batch.
--- Between them goes { x = }. modules: those that `last` uses.
+-- Parts: embeddings | encoder.layer.0 .. | `last`. The carry between parts is { x = [B, T, C] or [S, C] }. `last` calls
+-- fn(x, batch) and uses `modules`.
 local function list_parts(body, last, modules, fn)
   local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
     return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids, batch.mask, batch.rows) }
@@ -265,7 +268,7 @@ local function list_parts(body, last, modules, fn)
   return list
 end
 
---- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
+--- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function BertModel:batch_of(given) return self:read(heads.batch(self, given)) end
@@ -278,8 +281,8 @@ function BertModel:parts()
   end)
 end
 
---- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C], with unpad zeros where a position is
---- left out, and of a model with a pooler what that makes of the first position, [B, C].
+--- Returns the last hidden states [B, T, C] (with unpad, zeros at padding) and, if the model has a pooler, its output
+--- [B, C] for the first position. given: a table of named tensors, or token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
 function BertModel:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -292,7 +295,7 @@ function BertModel:costs()
     layers = c.num_hidden_layers, width = c.hidden_size, positions = c.max_position_embeddings }
 end
 
--- The modules of a model with a head besides its body, and the body's pooler.
+-- The modules of a model outside its body, and the pooler of the body.
 local function own_modules(model)
   local list = { model[model.prefix].pooler }
   for path, module in model:named_modules() do
@@ -301,7 +304,7 @@ local function own_modules(model)
   return list
 end
 
--- The product and norm before a masked language model's logits.
+-- Linear layer, activation and norm before the logits of a masked language model.
 local Transform = nn.class("BertPredictionHeadTransform")
 
 function Transform:init(c, where)
@@ -315,9 +318,9 @@ function Transform:forward(x)
   return self.LayerNorm(self.gelu and F.gelu(y, self.gelu) or self.activation(y))
 end
 
---- Gives a module the tensors over the vocabulary of a masked language model's head. Tied: the token table is the
---- weight, and `bias` [V] is its own. Else `decoder` has both; as in transformers there is a `bias` besides, which does
---- nothing and gets no gradient.
+--- Adds the parameters over the vocabulary to the head of a masked language model. Tied: the weight is the token table,
+--- and the module has only `bias` [V]. Not tied: the module has `decoder` with weight and bias. It then also has an
+--- unused `bias`, as in transformers, which gets no gradient.
 ---@param module ps.nn.Module
 ---@param c table
 ---@param where table
@@ -329,26 +332,26 @@ local function vocabulary_head(module, c, where)
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 
--- Weight [V, C] and bias [V] of a model with such a head at `module`.
+-- Weight [V, C] and bias [V] of the model's head. module: as vocabulary_head made it.
 local function vocabulary_of(model, module)
   if module.decoder then return module.decoder.weight, module.decoder.bias end
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
--- If the vocabulary is cut among ranks: its head, from a tied table or from the decoder; else false or nil.
+-- The head of a vocabulary that is divided among ranks: from a tied table, or the decoder. Otherwise false or nil.
 local function parallel_head(module)
   local decoder = module.decoder
   return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
 end
 
---- Defines the methods that all masked language models share. `path` names the module that holds bias and decoder,
---- `head` returns that module, and `transform` returns the vectors that are multiplied with the vocabulary.
+--- Defines the methods that all masked language models share. `path` is the name of the module with bias and decoder.
+--- `head` returns that module. `transform` returns the vectors that the vocabulary's weight multiplies.
 ---@param class table
 ---@param path string
 ---@param head fun(model: table): ps.nn.Module
 ---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
 local function masked_lm(class, path, head, transform)
-  -- { logits = [B, T, V] }, or with labels int [B, T], -100 ignored, { loss = }, computed without ever holding all
+  -- Returns { logits = [B, T, V] }. With labels int [B, T] (-100: ignored) it returns { loss = } and never holds all
   -- logits.
   class.labelled = { "labels" }
   class.tensor_parallel = { [path] = { "words", table = class.prefix .. ".embeddings.word_embeddings" },
@@ -383,7 +386,7 @@ local function masked_lm(class, path, head, transform)
   function class:costs()
     local cost, c = self[self.prefix]:costs(), self.config
     if c.tie_word_embeddings then cost.looked_up = cost.looked_up - c.vocab_size * c.hidden_size
-    else cost.looked_up = cost.looked_up + c.vocab_size end                     -- the bias that does nothing
+    else cost.looked_up = cost.looked_up + c.vocab_size end                     -- the unused bias
     return cost
   end
 end
@@ -391,9 +394,9 @@ end
 -- The dropout before a classifier.
 local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
 
--- A class with a head over a body of class Body; build(self, c, where) makes the head. Its method finish(x, batch)
--- gives what forward gives, of the encoder's x [B, T, C]; labelled: tensors of a batch that must have the shape of the
--- ids.
+-- Returns a class with a head on a body of class Body. build(self, c, where) makes the head. The class defines
+-- finish(x, batch), which returns forward's result from the encoder's x [B, T, C]. class.labelled: names of the tensors
+-- of a batch that must have the shape of the ids.
 local function derive(name, Body, pooling, build)
   local class = nn.class(name, Model)
   class.base, class.prefix, class.body, class.spare = Body.base, Body.base, Body.body, Body.spare
@@ -406,7 +409,7 @@ local function derive(name, Body, pooling, build)
     if given and given.recompute then self:recompute_blocks() end
     rawset(self, "unpad", unpads)
   end
-  --- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
+  --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch
   function class:batch_of(given)
@@ -420,7 +423,8 @@ local function derive(name, Body, pooling, build)
       return self:finish(x, batch)
     end)
   end
-  --- A batch by names, or token ids [B, T] alone: what the head makes of it, with a loss where there are labels.
+  --- Returns the head's outputs, and the loss if there are labels. given: a table of named tensors, or token ids
+  --- [B, T] alone.
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor>
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -429,7 +433,7 @@ local function derive(name, Body, pooling, build)
   return class
 end
 
---- The classes for tokens and for answers, which RoBERTa has alike.
+--- Returns the classes for token classification and question answering, which BERT and RoBERTa share.
 ---@param brand string "Bert"
 ---@param Body table
 ---@return table token_class
@@ -440,7 +444,7 @@ local function per_token(brand, Body)
     self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
   end)
   ForTokens.labelled = { "labels" }
-  -- labels int [B, T], -100 ignored: { logits = [B, T, K], loss = }.
+  -- labels int [B, T] (-100: ignored). Returns { logits = [B, T, K], loss = }.
   function ForTokens:finish(x, batch)
     local out = { logits = heads.dropped(self.dropout, self.classifier, padded(x, batch)) }
     if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
@@ -449,22 +453,22 @@ local function per_token(brand, Body)
 
   local ForAnswers = derive(brand .. "ForQuestionAnswering", Body, false, function(self, c, where)
     if c.num_labels ~= 2 then
-      settings.refuse(self.family.model_type, "num_labels", c.num_labels, "question answering has 2: start and end")
+      settings.refuse(self.family.model_type, "num_labels", c.num_labels, "question answering needs 2: start and end")
     end
     if self[self.prefix].unpad then
-      settings.refuse(self.family.model_type, "unpad", true, "answers are looked for at all positions, padding, too")
+      settings.refuse(self.family.model_type, "unpad", true, "question answering scores all positions, with padding")
     end
     self.qa_outputs = nn.Linear(c.hidden_size, 2, where)
   end)
   ForAnswers.inputs = ANSWERED
-  -- start_positions and end_positions int [B]: { start_logits, end_logits = [B, T], loss = }.
+  -- start_positions and end_positions int [B]. Returns { start_logits, end_logits = [B, T], loss = }.
   function ForAnswers:finish(x, batch)
     return heads.answer(self.qa_outputs(x), batch.start_positions, batch.end_positions)
   end
   return ForTokens, ForAnswers
 end
 
-local Holder = nn.class("Module")                         -- of other modules
+local Holder = nn.class("Module")                         -- holds other modules
 
 local ForMaskedLM = derive("BertForMaskedLM", BertModel, false, function(self, c, where)
   self.cls = Holder()
@@ -482,7 +486,7 @@ local ForSequence = derive("BertForSequenceClassification", BertModel, true, fun
   self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
 end)
 
--- labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
+-- labels int [B] (one class per sequence), or float [B] or [B, K]. Returns { logits = [B, K], loss = }.
 function ForSequence:finish(x, batch)
   local out = { logits = heads.dropped(self.dropout, self.classifier, self.bert.pooler(firsts(x, batch))) }
   if batch.labels ~= nil then out.loss = heads.classify("bert", out.logits, batch.labels, self.config) end

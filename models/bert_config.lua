@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BERT's settings by Hugging Face's names, as ps/pretrained/settings.lua checks them, and RoBERTa's, which differ in
--- defaults. What Hugging Face's models read is from configuration_bert.py, configuration_roberta.py and their modeling
--- files as of transformers 5.23; position_embedding_type is of older versions, which had others than "absolute".
+-- Settings of BERT and RoBERTa by Hugging Face's names, as ps/pretrained/settings.lua checks them; the two differ in
+-- defaults only. The settings that Hugging Face reads are those of configuration_bert.py, configuration_roberta.py and
+-- their modeling files in transformers 5.23. Older versions also had position_embedding_type, with values other than
+-- "absolute".
 local settings = require "ps.pretrained.settings"
 
 local function rules(model_type, defaults)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- GPT-2. Parameter names, layouts ([in, out]) and initialisation are those of Hugging Face's GPT2LMHeadModel,
--- GPT2ForSequenceClassification, GPT2ForTokenClassification and GPT2Model. The language model's head is the token
--- table, so it is neither a parameter of its own nor stored, unless tie_word_embeddings is false.
+-- GPT2ForSequenceClassification, GPT2ForTokenClassification and GPT2Model. The head of the language model uses the
+-- token table as its weight, so it has no parameter and nothing to store, unless tie_word_embeddings is false.
 -- Settings: gpt2_config.lua; what models share: ps/pretrained/.
 --
 --   local gpt2 = require "models.gpt2"
@@ -23,7 +23,7 @@ local config_rules = require "models.gpt2_config"
 local F = ps.functional
 local error = caller.error
 
--- y + x, by way of the product's epilogue when no dropout stands between.
+-- layer(y) after dropout, plus x. Without dropout the epilogue of the matrix product adds x.
 local function project(layer, drop, y, x)
   if not drop:active() then return layer(y, x) end
   return x + drop(layer(y))
@@ -32,7 +32,7 @@ end
 local Attention = nn.class("Attention")
 Attention.unscoped = true
 
--- layer: from 0.
+-- layer: number of the layer, from 0.
 function Attention:init(config, where, layer)
   local C = config.n_embd
   self.heads, self.width = config.n_head, C
@@ -48,8 +48,8 @@ function Attention:init(config, where, layer)
   self.plain = { causal = true, dropout = 0, scale = scale }
 end
 
--- h [B, T, C] normalised, x [B, T, C] the residual stream. cache: {kv [B, 2H, S, D]} filled up to position `at`.
--- mask bool [B, T], or nil: false hides a position as a key.
+-- h [B, T, C]: x after the norm. x [B, T, C]: the residual stream. cache: {kv [B, 2H, S, D]}, filled up to position
+-- `at`. mask bool [B, T] or nil: where it is false, the position is hidden as a key.
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
   if cache then return self.c_proj(heads.attend_cached(self, cache, at, mask, qkv), x) end
@@ -75,10 +75,10 @@ function MLP:init(config, where)
   self.gelu, self.activation = settings.activation(config.activation_function)
 end
 
--- A layer that a script put in the place of ours has a forward of its own.
+-- False if a script has replaced the layer: then its own forward must run.
 local function is_ours(layer) return getmetatable(layer) == nn.Conv1D.instance end
 
--- cached: the step of generate's. There the cpu has one call instead of three, of the same bits.
+-- cached: a generation step. In such a step the cpu runs one op instead of three, with the same bits.
 function MLP:forward(h, x, cached)
   local one = self.gelu == "tanh" and not self.parallel and is_ours(self.c_fc) and is_ours(self.c_proj)
   if one and (cached and h:device() == "cpu" or ps.prefers_fused(h:device())) then return self:fused(h, x) end
@@ -86,8 +86,8 @@ function MLP:forward(h, x, cached)
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
--- The same in one op, which a GPU has fast kernels for; there its roundings in half types are fewer, so not quite the
--- same.
+-- The same in one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so results
+-- differ slightly.
 function MLP:fused(h, x)
   local fc, proj, drops = self.c_fc, self.c_proj, self.dropout:active()
   local y = F.mlp(h, fc.weight, fc.bias, proj.weight, proj.bias, { out_in = false, residual = not drops and x or nil })
@@ -119,7 +119,7 @@ local BODY = { wte = true, wpe = true, h = true, ln_f = true }
 local GPT2Model = nn.class("GPT2Model", Model)
 GPT2Model.base, GPT2Model.body, GPT2Model.inputs = "transformer", BODY, INPUTS
 
----@param config table with config.json's fields; what it leaves out is GPT-2's
+---@param config table with config.json's fields; missing fields have GPT-2's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2Model:init(config, given)
   local full, where = self:begin(config, given)
@@ -132,7 +132,7 @@ function GPT2Model:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks share the layers out (ps/parallel/tensor/cut.lua).
+-- How ranks divide the layers (ps/parallel/tensor/cut.lua).
 GPT2Model.tensor_parallel = {
   ["wte"] = "vocabulary", ["drop"] = "enter",
   ["h"] = "inside",
@@ -142,14 +142,15 @@ GPT2Model.tensor_parallel = {
   ["ln_f"] = "leave",
 }
 
--- Checks a batch by names and returns the table that the parts read: input_ids [B, T], mask bool [B, T] or nil,
--- token_type_ids and position_ids.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T], mask bool
+-- [B, T] or nil, token_type_ids and position_ids.
 local function read(self, given, body)
   local ids = given.input_ids
   heads.same_shapes("gpt2", given, { "attention_mask", "token_type_ids", "position_ids" },
     { position_ids = true, token_type_ids = true })
   if given.position_ids == nil and ids:size(1) > self.config.n_positions then
-    error(("gpt2: %d positions, this model has %d"):format(ids:size(1), self.config.n_positions), 0)
+    error(("gpt2: input_ids has %d positions per row, the model has %d: shorten the rows"):format(ids:size(1),
+      self.config.n_positions), 0)
   end
   heads.same_device("gpt2", ids, body.ln_f.weight)
   heads.check_places("gpt2", self.config, given)
@@ -157,7 +158,7 @@ local function read(self, given, body)
     position_ids = given.position_ids }
 end
 
--- ids int [B, T] at positions from `at`, token_type_ids and position_ids of the batch; gives [B, T, C].
+-- Returns [B, T, C]. ids int [B, T] begin at position `at`; token_type_ids and position_ids are those of the batch.
 local function embed(body, ids, batch, at)
   local place = batch.position_ids
   local x = body.wte(ids)                                               -- [B, T, C]
@@ -166,9 +167,9 @@ local function embed(body, ids, batch, at)
   return body.drop(x)
 end
 
--- Parts: embed | h.0 .. h.L-1 | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
--- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm. Of a batch with caches, a
--- step of generate's (step_batch), `last` gets the last position alone, [B, 1, C].
+-- Parts: embed | h.0 .. h.L-1 | `last`. The carry between parts is { x = the residual stream [B, T, C] }. `last`
+-- applies the last norm and calls fn(x, batch); `modules` are the other modules that it uses. If the batch has caches
+-- (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.transformer or self
   local list = { { name = "embed", modules = { body.wte, body.wpe }, forward = function(_, batch)
@@ -185,7 +186,7 @@ local function list_parts(self, last, modules, fn)
   return list
 end
 
---- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
+--- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function GPT2Model:batch_of(given) return read(self, heads.batch(self, given), self) end
@@ -195,14 +196,14 @@ function GPT2Model:parts()
   return list_parts(self, "ln_f", {}, function(x) return { last_hidden_state = x } end)
 end
 
---- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C].
+--- Returns the last hidden states [B, T, C]. given: a table of named tensors, or token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor}
 function GPT2Model:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
 
 function GPT2Model:vocabulary() return { { self.wte, "weight" } } end
 
--- `looked_up` counts the elements of tables that are only looked up; the classes below have heads that are not tables.
+-- `looked_up`: elements of tables that are only looked up. The classes below have heads that are not tables.
 function GPT2Model:costs()
   local c = self.config
   return { looked_up = (c.n_positions + c.vocab_size) * c.n_embd, layers = c.n_layer, width = c.n_embd,
@@ -219,7 +220,7 @@ GPT2.ties = { ["lm_head.weight"] = "transformer.wte.weight" }
 GPT2.tensor_parallel = { ["transformer.ln_f"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- The beginning of each class with a head.
+-- Common first steps of all classes with a head.
 local function begin(self, config, given)
   local full, where = self:begin(config, given)
   self.transformer = GPT2Model(full, { dtype = where.dtype, device = where.device })
@@ -230,7 +231,7 @@ local function finish(self, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
----@param config table with config.json's fields; what it leaves out is GPT-2's
+---@param config table with config.json's fields; missing fields have GPT-2's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2:init(config, given)
   local full, where = begin(self, config, given)
@@ -243,7 +244,8 @@ function GPT2:init(config, given)
   finish(self, given)
 end
 
---- The head: logits [.., V] of the last norm's [.., C], or their loss. Its weight is the token table, or its own.
+--- The head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is the token
+--- table or a parameter of the head.
 ---@return ps.nn.LMHead
 function GPT2:head() return self.lm_head or self.tied_head end
 
@@ -257,12 +259,12 @@ function GPT2:costs()
   return cost
 end
 
---- How many targets a batch by names has: see heads.count_targets.
+--- The number of targets in a batch; see heads.count_targets.
 ---@param given any
 ---@return integer?
 function GPT2:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
--- A batch by names, not positional arguments.
+-- Whether forward was called with a table of named tensors, not with positional arguments.
 local function is_named(idx, targets)
   return type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0
 end
@@ -283,7 +285,7 @@ function GPT2:batch_of(idx, targets)
     error(("gpt2 takes a tensor of token ids, not a %s: ps.tensor({ { 1, 2, 3 } }, { dtype = \"int32\" })"):format(
       type(idx)))
   end
-  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], it has " .. idx:dim() .. " dimensions", 0) end
+  if idx:dim() ~= 2 then error("gpt2: idx must be [batch, positions], not of " .. idx:dim() .. " dimensions", 0) end
   heads.some_tokens("gpt2", idx)
   local batch = read(self, { input_ids = idx }, self.transformer)
   batch.targets = heads.targets("gpt2", targets)
@@ -299,10 +301,10 @@ function GPT2:parts()
   end)
 end
 
---- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
---- without ever holding all logits. Or one table as transformers has it, { input_ids =, labels =, attention_mask =,
---- token_type_ids =, position_ids = } of [B, T] each: gives { loss = }, or without labels { logits = }. There targets
---- are the labels shifted by one, while `targets` are what each position should give.
+--- idx int [B, T]. Without targets it returns logits [B, T, V]. With targets int [B, T] (-100: ignored) it returns the
+--- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
+--- { input_ids =, labels =, attention_mask =, token_type_ids =, position_ids = } of [B, T] each: returns { loss = }, or
+--- { logits = } without labels. There the targets are the labels shifted by one position.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
 ---  token_type_ids?: ps.Tensor, position_ids?: ps.Tensor}
 ---@param targets? ps.Tensor
@@ -315,9 +317,9 @@ end
 
 function GPT2:positions() return self.config.n_positions end
 
--- {kv [B, 2H, S, D]} for each layer that is on this rank: keys, then values.
+-- {kv [B, 2H, S, D]} for each layer on this rank: keys, then values.
 function GPT2:new_caches(B, S)
-  local attn = self.transformer.h[0].attn                                -- whose heads are those of this rank
+  local attn = self.transformer.h[0].attn                                -- has the heads of this rank
   return heads.caches({ "kv" }, { B, 2 * attn.heads, S, attn.width / attn.heads }, self.transformer.h, function(block)
     return block.ln_1.weight
   end)
@@ -375,7 +377,7 @@ end
 
 for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } do
   class.inputs = LABELLED
-  --- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
+  --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch
   function class:batch_of(given)
@@ -385,9 +387,9 @@ for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } 
     batch.labels = given.labels
     return batch
   end
-  --- A batch by names: { logits =, loss = }. Of whole sequences: logits [B, K], labels int [B] (a class each), or float
-  --- [B] or [B, K]; a sequence is judged by its last token that is not config.pad_token_id. Of tokens: logits
-  --- [B, T, K], labels int [B, T], -100 ignored.
+  --- Returns { logits =, loss = }. given: a table of named tensors, or token ids [B, T] alone. For sequences: logits
+  --- [B, K], labels int [B] (one class per sequence), or float [B] or [B, K]; the logits come from the last token that
+  --- is not config.pad_token_id. For tokens: logits [B, T, K], labels int [B, T] (-100: ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -401,7 +403,7 @@ local gpt2 = pretrained.family {
     GPT2ForTokenClassification = ForTokens },
   tasks = { causal_lm = "GPT2LMHeadModel", base = "GPT2Model",
     sequence_classification = "GPT2ForSequenceClassification", token_classification = "GPT2ForTokenClassification" },
-  presets = {                                              -- what a preset leaves out is the configuration's default
+  presets = {                                              -- missing fields have the configuration's defaults
     ["gpt2"] = {},
     ["gpt2-medium"] = { n_layer = 24, n_head = 16, n_embd = 1024 },
     ["gpt2-large"] = { n_layer = 36, n_head = 20, n_embd = 1280 },

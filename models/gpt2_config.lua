@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GPT-2's settings by Hugging Face's names, as ps/pretrained/settings.lua checks them. What Hugging Face's GPT-2 reads
--- is from its configuration_gpt2.py and modeling_gpt2.py as of transformers 5.23.
+-- GPT-2's settings by Hugging Face's names, as ps/pretrained/settings.lua checks them. The settings that Hugging Face
+-- reads are those of configuration_gpt2.py and modeling_gpt2.py in transformers 5.23.
 local settings = require "ps.pretrained.settings"
 
 return settings.new {
@@ -9,19 +9,19 @@ return settings.new {
     vocab_size = 50257, n_positions = 1024, n_layer = 12, n_head = 12, n_embd = 768, layer_norm_epsilon = 1e-5,
     embd_pdrop = 0, attn_pdrop = 0, resid_pdrop = 0, activation_function = "gelu_new", initializer_range = 0.02,
     tie_word_embeddings = true, scale_attn_weights = true, scale_attn_by_inverse_layer_idx = false,
-    reorder_and_upcast_attn = false,                       -- an order of operations of theirs; no other maths
+    reorder_and_upcast_attn = false,                       -- changes the order of operations, not the result's formula
   },
   file_defaults = { embd_pdrop = 0.1, attn_pdrop = 0.1, resid_pdrop = 0.1 },
   optional = { n_inner = "whole", pad_token_id = "whole", classifier_dropout = "number", hidden_dropout = "number" },
   sizes = { "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "n_inner" },
   shares = { "embd_pdrop", "attn_pdrop", "resid_pdrop", "classifier_dropout", "hidden_dropout" },
   positive = { "layer_norm_epsilon", "initializer_range" },
-  -- names that GPT2Config takes for others
+  -- other names of the same fields in GPT2Config
   aliases = { num_attention_heads = "n_head", hidden_size = "n_embd", num_hidden_layers = "n_layer",
     max_position_embeddings = "n_positions" },
   fixed = { model_type = { "gpt2", "another model" }, add_cross_attention = { false, "attention to an encoder" },
     is_encoder_decoder = { false, "a model with an encoder" }, is_causal = { true, "attention to later positions" } },
-  any_pad = true,                                          -- ids are compared with it, and no table has a row for it
+  any_pad = true,                                          -- only compared with ids; no table has a row for it
   measures = {
     { "vocab_size", "wte.weight", 1 }, { "n_embd", "wte.weight", 2 }, { "n_positions", "wpe.weight", 1 },
     { "n_inner", "h.0.mlp.c_fc.weight", 2, default = function(c) return 4 * c.n_embd end },

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Llama 2 and 3: a decoder with RMS norms before attention and before a gated MLP, rotary positions, and heads of
--- queries that share keys and values. Parameter names, layouts ([out, in]) and initialisation are those of Hugging
--- Face's LlamaModel, LlamaForCausalLM, LlamaForSequenceClassification and LlamaForTokenClassification. Mistral, Qwen2
--- and Qwen3 are the same model but for what their files (models/mistral.lua, ...) say. Settings: llama_config.lua; what
+-- Llama 2 and 3: a decoder with RMS norms before attention and before a gated MLP, rotary positions, and grouped-query
+-- attention. Parameter names, layouts ([out, in]) and initialisation are those of Hugging Face's LlamaModel,
+-- LlamaForCausalLM, LlamaForSequenceClassification and LlamaForTokenClassification. Mistral, Qwen2 and Qwen3 are the
+-- same model with the differences that their files (models/mistral.lua, ...) name. Settings: llama_config.lua; what
 -- models share: ps/pretrained/.
 --
 --   local model = ps.from_pretrained("some/folder", { dtype = "bf16" })
@@ -10,7 +10,7 @@
 --   local model = require("models.llama").new("llama-110m")
 --   local loss = model(x, y)                                               -- x, y: int [B, T]
 --
--- Sizes: B batch, T positions, C width, H heads, G heads of keys and values, D width of a head, V vocabulary, K labels.
+-- Sizes: B batch, T positions, C width, H query heads, G key/value heads, D width of a head, V vocabulary, K labels.
 local ps = require "ps"
 local nn = require "ps.nn"
 local generate = require "ps.pretrained.generate"
@@ -22,11 +22,11 @@ local rope = require "ps.pretrained.rope"
 local settings = require "ps.pretrained.settings"
 local F = ps.functional
 
----@class ps.Llama.Variant what a family of this file differs in
----@field brand string that its classes' names begin with, "Llama"
----@field biases fun(c: table): boolean, boolean, boolean of q, k, v; of o; of the MLP
----@field norms? boolean an RMS norm of each head's queries and keys
----@field window? fun(c: table, layer: integer): integer? keys that a query of a layer (from 0) sees; nil: all
+---@class ps.Llama.Variant differences of a family that derives from this file
+---@field brand string prefix of its class names, such as "Llama"
+---@field biases fun(c: table): boolean, boolean, boolean whether q, k and v; o; and the MLP have biases
+---@field norms? boolean normalise each head's queries and keys with an RMS norm
+---@field window? fun(c: table, layer: integer): integer? keys that a query sees in a layer (from 0); nil: all
 
 local function head_width(c) return c.head_dim or c.hidden_size / c.num_attention_heads end
 local function key_heads(c) return c.num_key_value_heads or c.num_attention_heads end
@@ -43,7 +43,7 @@ end
 local Attention = nn.class("LlamaAttention")
 Attention.unscoped = true
 
--- layer: from 0.
+-- layer: number of the layer, from 0.
 function Attention:init(c, where, variant, layer)
   local C, D, H, G = c.hidden_size, head_width(c), c.num_attention_heads, key_heads(c)
   local bias, output_bias = variant.biases(c)
@@ -60,15 +60,15 @@ function Attention:init(c, where, variant, layer)
   self.window = variant.window and variant.window(c, layer)
 end
 
--- [B, T, n D] as [B, n, T, D]; normed: a norm of each head, or nil.
+-- Reshapes [B, T, n D] to [B, n, T, D]. normed: norm of each head, or nil.
 local function split(self, y, n, normed)
   y = y:reshape(y:size(0), y:size(1), n, self.width)
   return (normed and normed(y) or y):permute(0, 2, 1, 3)
 end
 
--- h [B, T, C] normalised, x [B, T, C] the residual stream. seen: cos, sin [B or 1, T, D / 2], and mask: bool [B, S]
--- (false hides a position as a key), or of 4 dimensions, which says all, or nil. cache: {k, v [B, G, S, D]} filled up
--- to position `at`, or nil.
+-- h [B, T, C]: x after the norm. x [B, T, C]: the residual stream. seen: cos and sin [B or 1, T, D / 2], and mask: nil,
+-- or bool [B, S] where false hides a position as a key, or a mask of 4 dimensions, which replaces the causal mask.
+-- cache: {k, v [B, G, S, D]}, filled up to position `at`, or nil.
 function Attention:forward(h, x, seen, cache, at)
   if cache then return self.o_proj(self:attend_cached(h, seen, cache, at), x) end
   local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
@@ -82,7 +82,7 @@ function Attention:forward(h, x, seen, cache, at)
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
 end
 
--- [B, T, H D] of a step of generate's.
+-- A generation step. Returns [B, T, H D].
 function Attention:attend_cached(h, seen, cache, at)
   local q, k = self.q_proj(h), self.k_proj(h)
   if self.q_norm then
@@ -133,7 +133,7 @@ local BODY = { embed_tokens = true, layers = true, norm = true }
 local Body = nn.class("LlamaBody", Model)
 Body.base, Body.body, Body.inputs = "model", BODY, INPUTS
 
----@param config table with config.json's fields; what it leaves out is the family's
+---@param config table with config.json's fields; missing fields have the family's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function Body:init(config, given)
   local c, where = self:begin(config, given)
@@ -146,7 +146,7 @@ function Body:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks share the layers out (ps/parallel/tensor/cut.lua).
+-- How ranks divide the layers (ps/parallel/tensor/cut.lua).
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true }, ["layers"] = "inside",
@@ -160,7 +160,7 @@ Body.tensor_parallel = {
   ["norm"] = "leave",
 }
 
--- The mask of a batch by names: bool [B, T], or as given with 4 dimensions, of bool or floats.
+-- The mask of a batch: bool [B, T], or with 4 dimensions as given, bool or floats.
 local function mask_of(who, given)
   local mask = given.attention_mask
   if mask == nil or mask:dim() ~= 4 then
@@ -168,13 +168,13 @@ local function mask_of(who, given)
     return heads.mask(mask)
   end
   if mask:dtype() ~= "bool" and not mask:is_float() then
-    settings.refuse(who, "attention_mask", mask:dtype(), "of 4 dimensions it is bool, or floats that are added")
+    settings.refuse(who, "attention_mask", mask:dtype(), "with 4 dimensions it must be bool, or floats to add")
   end
   return mask
 end
 
--- Checks a batch by names and returns the table that the parts read: input_ids [B, T], and cos, sin and mask for
--- attention.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T], and cos, sin
+-- and mask for attention.
 local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
@@ -185,9 +185,9 @@ local function read(self, given)
   return { input_ids = ids, cos = cos, sin = sin, mask = mask_of(who, given) }
 end
 
--- Parts: embed | layers.0 .. | `last`, which gets the last norm's x [B, T, C] and the batch. Between them goes
--- { x = the residual stream [B, T, C] }. modules: those that `last` uses besides the norm. Of a batch with caches, a
--- step of generate's (step_batch), `last` gets the last position alone, [B, 1, C].
+-- Parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = the residual stream [B, T, C] }. `last`
+-- applies the last norm and calls fn(x, batch); `modules` are the other modules that it uses. If the batch has caches
+-- (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.model or self
   local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
@@ -204,7 +204,7 @@ local function list_parts(self, last, modules, fn)
   return list
 end
 
---- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
+--- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function Body:batch_of(given) return read(self, heads.batch(self, given)) end
@@ -214,14 +214,14 @@ function Body:parts()
   return list_parts(self, "norm", {}, function(x) return { last_hidden_state = x } end)
 end
 
---- A batch by names, or token ids [B, T] alone: the last hidden states [B, T, C].
+--- Returns the last hidden states [B, T, C]. given: a table of named tensors, or token ids [B, T] alone.
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor}
 function Body:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
 
 function Body:vocabulary() return { { self.embed_tokens, "weight" } } end
 
--- `looked_up` counts the elements of tables that are only looked up. `width` is that of attention's heads.
+-- `looked_up`: elements of tables that are only looked up. `width`: width of all query heads together.
 function Body:costs()
   local c = self.config
   return { looked_up = c.vocab_size * c.hidden_size, layers = c.num_hidden_layers,
@@ -237,7 +237,7 @@ CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
 CausalLM.tensor_parallel = { ["model.norm"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- The beginning of each class with a head.
+-- Common first steps of all classes with a head.
 local function begin(self, config, given)
   local c, where = self:begin(config, given)
   self.model = self.variant.Body(c, { dtype = where.dtype, device = where.device })
@@ -248,7 +248,7 @@ local function finish(self, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
----@param config table with config.json's fields; what it leaves out is the family's
+---@param config table with config.json's fields; missing fields have the family's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function CausalLM:init(config, given)
   local c, where = begin(self, config, given)
@@ -261,7 +261,8 @@ function CausalLM:init(config, given)
   finish(self, given)
 end
 
---- The head: logits [.., V] of the last norm's [.., C], or their loss. Its weight is its own, or the token table.
+--- The head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is a
+--- parameter of the head or the token table.
 ---@return ps.nn.LMHead
 function CausalLM:head() return self.lm_head or self.tied_head end
 
@@ -275,7 +276,7 @@ function CausalLM:costs()
   return cost
 end
 
---- How many targets a batch by names has: see heads.count_targets.
+--- The number of targets in a batch; see heads.count_targets.
 ---@param given any
 ---@return integer?
 function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
@@ -301,11 +302,11 @@ function CausalLM:parts()
   end)
 end
 
---- idx int [B, T]; without targets: logits [B, T, V]; with targets int [B, T] (-100: ignored): the mean loss, computed
---- without ever holding all logits. Or one table as transformers has it, { input_ids =, labels =, attention_mask =,
---- position_ids = }: gives { loss = }, or without labels { logits = }. There targets are the labels shifted by one,
---- while `targets` are what each position should give. attention_mask [B, T], or [B or 1, H or 1, T, T] of bool or of
---- floats, which are added: then that alone says which keys are seen.
+--- idx int [B, T]. Without targets it returns logits [B, T, V]. With targets int [B, T] (-100: ignored) it returns the
+--- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
+--- { input_ids =, labels =, attention_mask =, position_ids = }: returns { loss = }, or { logits = } without labels.
+--- There the targets are the labels shifted by one position. attention_mask is [B, T], or [B or 1, H or 1, T, T] of
+--- bool or of floats to add to the scores; a mask of 4 dimensions replaces the causal mask.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
 ---  position_ids?: ps.Tensor}
 ---@param targets? ps.Tensor
@@ -316,12 +317,12 @@ function CausalLM:forward(idx, targets)
   return targets ~= nil and out.loss or out.logits
 end
 
--- Rotary embedding has no last position: it continues past the positions of training, as in transformers.
+-- No limit: rotary embedding continues past the positions of training, as in transformers.
 function CausalLM:positions() return math.huge end -- luacheck: no self
 
--- {k, v [B, G, S, D]} for each layer that is on this rank.
+-- {k, v [B, G, S, D]} for each layer on this rank.
 function CausalLM:new_caches(B, S)
-  local attention = self.model.layers[0].self_attn                      -- whose heads are those of this rank
+  local attention = self.model.layers[0].self_attn                      -- has the heads of this rank
   return heads.caches({ "k", "v" }, { B, attention.groups, S, attention.width }, self.model.layers, function(layer)
     return layer.input_layernorm.weight
   end)
@@ -382,7 +383,7 @@ for _, class in ipairs { ForSequence, ForTokens } do
   function class:vocabulary() return self.model:vocabulary() end
   function class:costs() return self.model:costs() end
 
-  --- Returns the table that the parts read, from a batch by names or from token ids [B, T] alone.
+  --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
   function class:batch_of(given)
     given = heads.batch(self, given)
     local labels, rest = given.labels, {}
@@ -392,9 +393,9 @@ for _, class in ipairs { ForSequence, ForTokens } do
     return batch
   end
 
-  --- A batch by names. Of sequences labels are int [B] (a class each), or float [B] or [B, K], and a sequence is judged
-  --- by its last token that is not config.pad_token_id: { logits = [B, K], loss = }. Of tokens labels are int [B, T],
-  --- -100 ignored: { logits = [B, T, K], loss = }.
+  --- Returns { logits =, loss = }. given: a table of named tensors, or token ids [B, T] alone. For sequences: logits
+  --- [B, K], labels int [B] (one class per sequence), or float [B] or [B, K]; the logits come from the last token that
+  --- is not config.pad_token_id. For tokens: logits [B, T, K], labels int [B, T] (-100: ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -403,7 +404,7 @@ end
 -- -- families -------------------------------------------------------------------------------------------------------
 local llama = {}
 
---- Makes a family of this model known.
+--- Registers a family of models that derives from Llama.
 ---@param variant ps.Llama.Variant
 ---@param rules ps.pretrained.Settings
 ---@param presets table<string, table>
@@ -436,7 +437,7 @@ local LLAMA3 = { rope_type = "llama3", rope_theta = 500000, factor = 32, low_fre
 local family = llama.family({
   brand = "Llama",
   biases = function(c) return c.attention_bias, c.attention_bias, c.mlp_bias end,
-}, require("models.llama_config").llama, {                 -- what a preset leaves out is the configuration's default
+}, require("models.llama_config").llama, {                 -- missing fields have the configuration's defaults
   ["llama-2-7b"] = { max_position_embeddings = 4096, rms_norm_eps = 1e-5 },
   ["llama-3-8b"] = { vocab_size = 128256, intermediate_size = 14336, num_key_value_heads = 8,
     max_position_embeddings = 8192, rms_norm_eps = 1e-5, rope_parameters = { rope_theta = 500000 } },
@@ -450,8 +451,8 @@ local family = llama.family({
 })
 family.of = llama.family                                   -- for the models that derive from this one
 
---- The window of a layer (from 0) of Qwen: layer_types says which layers have one, else those from max_window_layers
---- on.
+--- The attention window of a Qwen layer (from 0), in keys, or nil for none. layer_types says which layers have a
+--- window; without it, all layers from max_window_layers on have one.
 ---@param c table
 ---@param layer integer
 ---@return integer?

@@ -1,36 +1,37 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Settings of Llama, Mistral, Qwen2 and Qwen3 by Hugging Face's names, as ps/pretrained/settings.lua checks them. What
--- Hugging Face's models read is from their configuration_*.py, modeling_*.py and modeling_rope_utils.py as of
--- transformers 5.23; rope_theta and rope_scaling are the names of versions before 5.
+-- Settings of Llama, Mistral, Qwen2 and Qwen3 by Hugging Face's names, as ps/pretrained/settings.lua checks them. The
+-- settings that Hugging Face reads are those of configuration_*.py, modeling_*.py and modeling_rope_utils.py in
+-- transformers 5.23. Versions before 5 name the rotary settings rope_theta and rope_scaling.
 local settings = require "ps.pretrained.settings"
 local rope = require "ps.pretrained.rope"
 local error = require("ps.caller").error
 
 local LAYERS = { full_attention = true, sliding_attention = true }
 
--- The kind of each layer, as far as there are layers; a file may have more where a script asks for fewer.
+-- Checks the kind of each layer. layer_types may name more layers than the model has (a script may ask for fewer).
 local function check_layers(who, c)
   if not c.layer_types then return end
   local kept = {}
   for i = 1, c.num_hidden_layers do
     local kind = c.layer_types[i]
     if kind == nil then
-      error(("%s: layer_types names %d layers, num_hidden_layers is %d"):format(who, #c.layer_types,
+      error(("%s: layer_types has %d entries, num_hidden_layers is %d: each layer needs "
+        .. "one"):format(who, #c.layer_types,
         c.num_hidden_layers))
     end
     if not LAYERS[kind] then
-      settings.refuse(who, "layer_types", kind, "there are full_attention and sliding_attention")
+      settings.refuse(who, "layer_types", kind, "use full_attention or sliding_attention")
     end
     if kind == "sliding_attention" and not (c.use_sliding_window and c.sliding_window) then
-      settings.refuse(who, "layer_types", kind, "use_sliding_window and sliding_window say that there is no window")
+      settings.refuse(who, "layer_types", kind, "use_sliding_window and sliding_window turn the window off")
     end
     kept[i] = kind
   end
   c.layer_types = kept
 end
 
--- A script's settings of rotary embedding override those of the file, by either name: a table overrides the table, and
--- rope_theta overrides rope_theta. A table without rope_theta keeps the file's.
+-- A script's rotary settings override those of the file, whichever of the two names they have: a table replaces the
+-- table, rope_theta replaces rope_theta. A table without rope_theta keeps the file's rope_theta.
 local function change(who)
   return function(given, changes)
     local kind, theta = changes.rope_scaling or changes.rope_parameters, changes.rope_theta
@@ -39,7 +40,8 @@ local function change(who)
       error(who .. ": rope_scaling and rope_parameters are two names of one setting; give one of them")
     end
     if kind and kind.rope_theta and theta and theta ~= kind.rope_theta then
-      error(("%s: rope_theta = %s, and %s in the table beside it"):format(who, theta, tostring(kind.rope_theta)))
+      error(("%s: rope_theta = %s, but %s in the table of rotary settings; give one of them"):format(who, theta,
+        tostring(kind.rope_theta)))
     end
     local old, merged, all = given.rope_scaling or given.rope_parameters or {}, {}, {}
     for key, value in pairs(kind or old) do merged[key] = value end
@@ -56,7 +58,7 @@ end
 local function check(who)
   return function(c)
     local groups = c.num_key_value_heads or c.num_attention_heads
-    c.num_key_value_heads = groups                         -- a file of Qwen's without it means another number
+    c.num_key_value_heads = groups                         -- written out: its default in Qwen's files is 32
     if c.num_attention_heads % groups ~= 0 then
       error(("%s: num_key_value_heads = %d does not divide num_attention_heads = %d"):format(who, groups,
         c.num_attention_heads))
@@ -64,7 +66,7 @@ local function check(who)
     local D = c.head_dim or c.hidden_size / c.num_attention_heads
     if D % 2 ~= 0 then error(("%s: a head has %g columns; rotary embedding needs an even number"):format(who, D)) end
     if c.sliding_window and c.sliding_window < 1 then
-      error(("%s: sliding_window = %g: it must be 1 or more"):format(who, c.sliding_window))
+      error(("%s: sliding_window = %g: use 1 or more"):format(who, c.sliding_window))
     end
     rope.parameters(who, c)
     check_layers(who, c)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Qwen2: Llama (models/llama.lua) with biases of queries, keys and values; some layers may have a sliding window.
+-- Qwen2: Llama (models/llama.lua) with biases for queries, keys and values. Some layers may have a sliding window.
 local llama = require "models.llama"
 
 return llama.of({

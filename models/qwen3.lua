@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Qwen3: Llama (models/llama.lua) with an RMS norm of each head's queries and keys; some layers may have a sliding
+-- Qwen3: Llama (models/llama.lua) with an RMS norm on each head's queries and keys. Some layers may have a sliding
 -- window.
 local llama = require "models.llama"
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- RoBERTa: BERT's encoder (models/bert.lua), whose positions count from pad_token_id + 1 on and pass over padding, with
--- heads of its own. Names and initialisation are those of Hugging Face's RobertaModel, RobertaForMaskedLM,
+-- RoBERTa: BERT's encoder (models/bert.lua) with other heads. Positions count from pad_token_id + 1 and skip padding.
+-- Names and initialisation are those of Hugging Face's RobertaModel, RobertaForMaskedLM,
 -- RobertaForSequenceClassification, RobertaForTokenClassification and RobertaForQuestionAnswering.
 local ps = require "ps"
 local nn = require "ps.nn"
@@ -22,16 +22,17 @@ function RobertaModel:init(config, given, pooling)
   end
 end
 
--- Positions of ids [B, T]: in each row, ids that are not padding are numbered from pad_token_id + 1 on; padding has
--- pad_token_id.
+-- Returns the positions int64 [B, T] of ids [B, T]: in each row, ids that are not padding count from pad_token_id + 1;
+-- padding has pad_token_id.
 function RobertaModel:places(ids)
   local pad = self.config.pad_token_id
   local counts = ids:ne(pad):to("int64")
   local places, most = counts:cumsum(1) * counts + pad, self.config.max_position_embeddings - pad - 1
   local longest = ids:size(1) > most and heads.known(places, function(t) return t:max():item() end) or 0
   if longest - pad > most then
-    error(("roberta: %d positions besides padding, this model has %d: max_position_embeddings = %d, counted from "
-      .. "pad_token_id + 1 = %d on"):format(longest - pad, most, self.config.max_position_embeddings, pad + 1), 0)
+    error(("roberta: a row has %d positions without padding, the model has %d (max_position_embeddings = %d, counted "
+      .. "from pad_token_id + 1 = %d): shorten the rows"):format(longest - pad, most,
+      self.config.max_position_embeddings, pad + 1), 0)
   end
   return places
 end
@@ -62,7 +63,7 @@ function ClassificationHead:init(c, where)
   self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
 end
 
--- x [B, 1 or T, C] -> [B, K], of the first position.
+-- x [B, 1 or T, C] -> [B, K]; reads the first position.
 function ClassificationHead:forward(x)
   return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
 end
@@ -71,7 +72,7 @@ local ForSequence = pieces.derive("RobertaForSequenceClassification", RobertaMod
   self.classifier = ClassificationHead(c, where)
 end)
 
--- labels int [B] (a class each), or float [B] or [B, K]: { logits = [B, K], loss = }.
+-- labels int [B] (one class per sequence), or float [B] or [B, K]. Returns { logits = [B, K], loss = }.
 function ForSequence:finish(x, batch)
   local out = { logits = self.classifier(pieces.firsts(x, batch)) }
   if batch.labels ~= nil then out.loss = heads.classify("roberta", out.logits, batch.labels, self.config) end

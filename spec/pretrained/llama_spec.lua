@@ -132,7 +132,7 @@ describe("what a script says of rotary embedding", function()
     check.fails_saying({ "llama: rope_scaling and rope_parameters are two names of one setting" }, function()
       found(new, { rope_scaling = LINEAR, rope_parameters = LINEAR })
     end)
-    check.fails_saying({ "llama: rope_theta = 8, and 7 in the table beside it" }, function()
+    check.fails_saying({ "llama: rope_theta = 8, but 7 in the table of rotary settings" }, function()
       found(new, { rope_scaling = { rope_type = "linear", factor = 3, rope_theta = 7 }, rope_theta = 8 })
     end)
   end)
@@ -178,7 +178,7 @@ describe("Llama's family", function()
     end
     check.fails(function()
       tiny "llama" { input_ids = ids(1, 4), attention_mask = ps.ones({ 1, 1, 4, 4 }, { dtype = "int64" }) }
-    end, "refused: attention_mask = int64: of 4 dimensions it is bool, or floats that are added")
+    end, "refused: attention_mask = int64: with 4 dimensions it must be bool, or floats to add")
   end)
 
   it("sees the keys of a window alone, in the layers that have one", function()
@@ -205,7 +205,7 @@ describe("Llama's family", function()
     check.fails(function() tiny("qwen3", { layer_types = { "chunked_attention", "full_attention" } }) end,
       "refused: layer_types = chunked_attention")
     check.fails(function() tiny("qwen3", { layer_types = { "full_attention" } }) end,
-      "layer_types names 1 layers, num_hidden_layers is 2")
+      "layer_types has 1 entries, num_hidden_layers is 2")
   end)
 
   it("continues sequences by cached keys as it does by all positions anew", function()

@@ -138,7 +138,7 @@ describe("models by model_type", function()
     fails({ "no option 'num_label'; did you mean 'num_labels'" },
       function() ps.from_pretrained(path "other", { num_label = 3 }) end)
     fails({ "roberta: refused: model_type = bert" }, function() roberta.from_pretrained(path "other") end)
-    fails({ "refused: num_labels = 3: question answering has 2" }, function()
+    fails({ "refused: num_labels = 3: question answering needs 2" }, function()
       ps.from_pretrained(path "other", { task = "question_answering", num_labels = 3 })
     end)
     check.write(path "other/adapter_config.json", '{"peft_type":"LORA"}')
@@ -469,14 +469,14 @@ describe("batches by names", function()
       { { input_ids = x, labels = ps.ones { 2 } }, "multi_label_classification of 2 rows with num_labels = 3 needs "
         .. "[2, 3]; these are fp32, but classes must be integers: ps.tensor(labels, { dtype = \"int64\" })" },
       { { input_ids = x:narrow(0, 0, 1):reshape(5) }, "input_ids is [5]; it must be [batch, positions]" },
-      { { input_ids = ids(1, 33) }, "33 positions, this model has 32" },
+      { { input_ids = ids(1, 33) }, "33 positions per row, the model has 32" },
     } do
       fails({ case[2] }, function() model(case[1]) end)
     end
     local counted = roberta.new("tiny", { task = "masked_lm" })                  -- 34 rows, the first 2 for padding
     local long = ps.full({ 2, 33 }, 7, { dtype = "int64" })
-    fails({ "roberta: 33 positions besides padding, this model has 32: max_position_embeddings = 34, counted from "
-      .. "pad_token_id + 1 = 2 on" }, function() counted { input_ids = long } end)
+    fails({ "roberta: a row has 33 positions without padding, the model has 32 (max_position_embeddings = 34, counted "
+      .. "from pad_token_id + 1 = 2)" }, function() counted { input_ids = long } end)
     long:narrow(1, 0, 1):fill_(1)
     assert.same({ 2, 33, 256 }, counted({ input_ids = long }).logits:shape())
     fails({ "no pad_token_id" }, function()
