@@ -7,9 +7,9 @@
 --   psluajit launch.lua --nproc-per-node 2 finetune.lua --model FOLDER --data chats.jsonl --out tuned
 --
 -- A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
--- another form of conversations (docs/data.md). The model's own chat template turns it into tokens, of which those that
--- the assistant produces are trained; `psluajit tools/data.lua show FOLDER chats.jsonl` prints them. After Ctrl-C the
--- script saves, and --resume continues bit for bit.
+-- another form of conversations (docs/data.md). The model's own chat template turns it into tokens; those of the
+-- assistant are trained. `psluajit tools/data.lua show FOLDER chats.jsonl` prints them. After Ctrl-C the script saves,
+-- and --resume continues bit for bit.
 local ps = require "ps"
 local argparse = require "argparse"
 local line = require "ps.command_line"
@@ -18,18 +18,18 @@ local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", r
 local parser = argparse("finetune.lua", "Fine-tunes a chat model on conversations.")
 parser:option("--model", "A folder, or a name in Hugging Face's cache, with a chat template."):count(1)
 parser:option("--data", "Conversations: JSON lines, or a folder or pattern of such files."):count(1)
-parser:option("--eval", "Conversations to measure the loss on; else a twentieth of --data.")
-parser:option("--out", "The folder to write; checkpoints, log and curve go to its folder `run`."):count(1)
-line.whole(parser:option("--epochs", "Times that each conversation is learned.", "3"), 1)
-line.whole(parser:option("--batch", "Conversations of a batch, on each process.", "4"), 1)
-line.whole(parser:option("--accumulate", "Batches of a step.", "1"), 1)
-line.whole(parser:option("--seq", "Tokens of a conversation at most; longer ones lose their last tokens.", "1024"), 1)
-line.number(parser:option("--lr", "Learning rate at its highest.", "2e-5"), 0)
+parser:option("--eval", "Held-out conversations. Default: a twentieth of --data.")
+parser:option("--out", "Folder to write the model to; its folder `run` gets checkpoints, log and loss curve."):count(1)
+line.whole(parser:option("--epochs", "Passes over the data.", "3"), 1)
+line.whole(parser:option("--batch", "Conversations per batch, on each process.", "4"), 1)
+line.whole(parser:option("--accumulate", "Batches per step.", "1"), 1)
+line.whole(parser:option("--seq", "Most tokens of a conversation; longer ones lose their last tokens.", "1024"), 1)
+line.number(parser:option("--lr", "Highest learning rate.", "2e-5"), 0)
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today.")
-parser:option("--device", "What computes: cpu or cuda.", "cpu")
-parser:option("--host", "Budget in host memory, such as 6GiB.")
-parser:option("--disk", "Folder of the disk tier; without it there is none.")
+parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
+parser:option("--host", "Memory budget on the host, such as 6GiB.")
+parser:option("--disk", "Folder for the disk tier. Default: no disk tier.")
 line.whole(parser:option("--zero", "ZeRO stage with several processes: 0 to 3.", "3"), 0, 3)
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:flag("--resume", "Continue from the newest checkpoint in --out.")
@@ -40,7 +40,7 @@ ps.init_distributed { seed = args.seed, quiet = true }
 local folder = try(require("ps.pretrained.folder").find, args.model)
 local tok = try(ps.tokenizer.from_pretrained, folder)
 local rows = try(ps.data.table, args.data)
-try(ps.data.conversation, rows, 1)                         -- before the model is read
+try(ps.data.conversation, rows, 1)                         -- fails before the model is loaded
 local held_out
 if args.eval then held_out = try(ps.data.table, args.eval)
 else held_out, rows = rows:shuffle(args.seed):split(math.max(0.05, math.min(0.5, 1 / #rows))) end
@@ -65,11 +65,11 @@ local run, start = args.out .. "/run", 0
 local parts = { model = model, optimizer = optimizer, sched = schedule, loader = loader }
 if args.resume then start = try(checkpoints.load, run, parts).step end
 if start >= steps then
-  ps.print_rank(("nothing left to do: the checkpoint is of step %d of %d"):format(start, steps))
+  ps.print_rank(("nothing to do: the checkpoint is at step %d of %d"):format(start, steps))
   os.exit(0, true)
 end
 
--- The model's reply in place of the last one of the first held-out conversation, by the likeliest tokens.
+-- Prints the model's own last reply in the first held-out conversation, by greedy decoding.
 local function reply()
   local ids = tok:apply_chat_template(ps.data.prompt(held_out, 1), { add_generation_prompt = true, date = args.date })
   local out = model:generate({ ids }, 48, { temperature = 0, tokenizer = tok })[1]

@@ -15,9 +15,8 @@ local function check_layers(who, c)
   for i = 1, c.num_hidden_layers do
     local kind = c.layer_types[i]
     if kind == nil then
-      error(("%s: layer_types has %d entries, num_hidden_layers is %d: each layer needs "
-        .. "one"):format(who, #c.layer_types,
-        c.num_hidden_layers))
+      error(("%s: layer_types has %d entries, num_hidden_layers is %d: each layer needs one")
+        :format(who, #c.layer_types, c.num_hidden_layers))
     end
     if not LAYERS[kind] then
       settings.refuse(who, "layer_types", kind, "use full_attention or sliding_attention")

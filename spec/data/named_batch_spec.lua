@@ -216,6 +216,6 @@ describe("an engine with batches by names", function()
       trained({ memory = "plain" }, Wrong, function()
         return { inputs = ps.randn { 6, 8 }, labels = ps.zeros({ 6 }, { dtype = "int64" }) }
       end, function(out) return out.loss end)
-    end, "count_targets gave many")
+    end, "count_targets returned many")
   end)
 end)

@@ -79,7 +79,7 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template = function()
       return { 1, 2 }, { 1, 1 } end }, { __index = tok }) }) end, "all of its 2 tokens are trained")
     fails(function() loader { { chosen = "a", rejected = "b" } } end, "training by preferences")
-    fails(function() loader { { input_ids = { 1, 2 }, labels = { 1 } } } end, "1 labels of 2 input_ids")
+    fails(function() loader { { input_ids = { 1, 2 }, labels = { 1 } } } end, "1 labels for 2 input_ids")
     fails(function() ps.data.loader { texts = { "a" }, tokenizer = tok, batch = 1, seq = 4, train_on = "all" } end,
       "train_on is for conversations")
     fails(function() loader({ talk("Q", "b") }, { texts = { "a" } }) end, "texts and table: give one of the two")

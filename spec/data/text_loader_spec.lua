@@ -38,7 +38,7 @@ describe("ps.data.loader of texts", function()
     assert.same({ ids_of "xyz", { 113, 0, 0 } }, second.input_ids:tolist())
     assert.same({ ids_of "xyz", { 113, -100, -100 } }, second.labels:tolist())
     assert.equal("int32", second.labels:dtype())
-    assert.matches("4 texts, 1 of them cut to 3 tokens, batches of 2, 2 an epoch", tostring(loader))
+    assert.matches("4 texts, 1 of them cut to 3 tokens, batches of 2, 2 per epoch", tostring(loader))
   end)
 
   it("pads to the longest row of the batch, or to seq", function()

@@ -345,7 +345,7 @@ describe("the optimizer's state", function()
     local good = optimizer:state_dict()
     local bad = { state = merged(good.state), param_groups = good.param_groups }
     bad.state[3] = { step = 1, exp_avg = ps.zeros { 3 }, exp_avg_sq = ps.zeros { 3 } }
-    fails(function() optimizer:load_state_dict(bad) end, "exp_avg of parameter", "is [3], the parameter is [")
+    fails(function() optimizer:load_state_dict(bad) end, "exp_avg of parameter", "is [3], but the parameter is [")
     bad.state[3] = { step = 1.5, exp_avg = good.state[3].exp_avg, exp_avg_sq = good.state[3].exp_avg_sq }
     fails(function() optimizer:load_state_dict(bad) end, "step of parameter", "1.5, no whole number")
     fails(function() optimizer:load_state_dict({ state = {}, param_groups = {} }) end, "0 groups, but this one has 1")

@@ -417,12 +417,12 @@ local PIECES = [[
   -- what cannot be
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
-    { "pieces is 9; rows are sent in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
+    { "pieces is 9; rows can be exchanged in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
     { "pieces is 0", function() group:linear_scattered(x, w, { pieces = 0 }) end },
     { "cannot be cut into " .. size, function() group:linear_scattered(ps.ones { size + 1, 4 }, w) end },
     { "w needs 4", function() group:gathered_linear(ps.ones { 2, 5 }, w) end },
     { "bias must be float %[3%]", function() group:gathered_linear(x, w, ps.ones { 4 }) end },
-    { "x has no rows", function() group:gathered_linear(ps.ones { 4 }, w) end },
+    { "x has 1 dimensions; it must have rows", function() group:gathered_linear(ps.ones { 4 }, w) end },
     { "w with two dimensions", function() group:linear_scattered(ps.ones { size, 4 }, x[0], { pieces = 2 }) end },
     { "disagree.*another number of pieces", function()
       group:gathered_linear(ps.ones { 6, 4 }, w, nil, { pieces = 2 + rank })
@@ -589,7 +589,7 @@ local SHARED = [[
     end },
     { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, { { w }, { w }, { w }, { w } }) end },
     { "takes a list of 1 to 3 pairs", function() group:gathered_linears(x, {}) end },
-    { "layer 2 is a cdata, no pair", function() group:gathered_linears(x, { { w }, w }) end },
+    { "layer 2 is a cdata; it must be a pair", function() group:gathered_linears(x, { { w }, w }) end },
     { "w needs 5", function() group:gathered_linears(x, { { w }, { ps.ones { 3, 5 } } }, { pieces = 2 }) end },
     { "bias must be float %[3%]", function()
       group:gathered_linears(x, { { w }, { w, ps.ones { 2 } } }, { pieces = 2 })
@@ -653,7 +653,9 @@ describe("layers of which ranks have parts", function()
     assert.truthy(out[0].text:find "rank 1 [^:]*gave up: " or out[0].text:find "rank 1 [^:]*ended after gather",
       out[0].text)
     out = lib.run(folder, 2, lib.begin(folder), "PS_SIM_LINK=fast")
-    for rank = 0, 1 do assert.matches("PS_SIM_LINK is 'fast'; it takes bytes a second", out[rank].text) end
+    for rank = 0, 1 do
+      assert.matches("PS_SIM_LINK is 'fast'; it must be a number of bytes per second", out[rank].text)
+    end
   end)
   it("gather, split and reduce as they are told", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
   it("share a vocabulary out, padded, as a table and as a head", function()

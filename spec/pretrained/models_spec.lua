@@ -402,7 +402,7 @@ describe("batches by names", function()
       end
     end
     for _, case in ipairs {
-      { "refused: unpad = true: answers", function()
+      { "refused: unpad = true: question answering", function()
         bert.new("tiny", { task = "question_answering", unpad = true })
       end },
       { "unpad", function() gpt2.new("tiny", { unpad = true }) end },

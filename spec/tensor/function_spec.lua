@@ -300,7 +300,7 @@ describe("a wrong function", function()
     fails(with(function(_, dy)
       dy:fill_(0)
       return dy
-    end), "backward of F changed the gradient that it got in place")
+    end), "backward of F changed its gradient in place")
   end)
 
   it("is told of errors within, at the script's line", function()

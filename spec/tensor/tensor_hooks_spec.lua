@@ -145,7 +145,7 @@ describe("a wrong hook", function()
       "the gradient is of fp32, shape [1, 2]")
     fails(with(function(g) return g:to "fp64" end), "fp64")
     fails(with(function(g) return g:to "ref" end), "on ref", "on cpu")
-    fails(with(function(g) g:mul_(2) end), "changed the gradient that it got in place")
+    fails(with(function(g) g:mul_(2) end), "changed its gradient in place")
     fails(with(function() error "mine" end), "mine")
   end)
 

@@ -96,7 +96,7 @@ describe("train_gpt2.lua", function()
   it("says that a new run replaces an earlier one", function()
     local text, code = train("other.txt", 1)
     assert.equal(0, code, text)
-    has(text, "run holds an earlier run, which the new one replaces (it was at run/step-00000001")
+    has(text, "run has an earlier run (at run/step-00000001", "), which the new one replaces")
   end)
 
   it("--resume alone goes on with the run's own options, to the same bits", function()
@@ -108,7 +108,7 @@ describe("train_gpt2.lua", function()
     write("cut/latest", (files("whole").latest:gsub("step%-00000006", "step-00000004")))
     text, code = example "--resume --out cut"
     assert.equal(0, code, text)
-    has(text, "resumed from cut/step-00000004", "6 steps, the held-out loss every 3 steps on 2 batches")
+    has(text, "resumed from cut/step-00000004", "6 steps; held-out loss every 3 steps, on 2 batches")
     local whole, cut = files "whole", files "cut"
     assert.truthy(whole["step-00000006.safetensors"] == cut["step-00000006.safetensors"])
     local function losses(log)                                                  -- all but tokens a second
@@ -130,20 +130,20 @@ describe("train_gpt2.lua", function()
     has(text, "--minutes is for a new run")
     text, code = example "--resume --out cut --steps 4"
     assert.equal(0, code, text)
-    assert.matches("nothing left to do: the checkpoint is of step 6, 4 were asked for\n$", text)
+    assert.matches("nothing to do: the checkpoint is at step 6, %-%-steps is 4\n$", text)
     assert.is_nil(text:find("loss curve", 1, true))
     assert.same(before, files "cut")
     text, code = example "--resume --out cut --steps 7 --eval-batches 3"
     assert.equal(0, code, text)
-    has(text, "--steps is 7 from here on; it was 6, and the learning rate follows it",
-      "--eval-batches is 3 from here on; it was 2", "7 steps, the held-out loss every 3 steps on 3 batches")
+    has(text, "--steps is 7 from here on; it was 6; the learning rate follows the new number",
+      "--eval-batches is 3 from here on; it was 2", "7 steps; held-out loss every 3 steps, on 3 batches")
   end)
 
   it("holds a tenth out of a text in one line, too, and says which text is too short", function()
     write("line.txt", ("words in one line "):rep(200) .. "\n")
     local text, code = example(SMALL .. "--data line.txt --out one --steps 2")
     assert.equal(0, code, text)
-    has(text, "3,240 bytes of text to learn, 361 held out")
+    has(text, "3,240 bytes of training text, 361 held out")
     write("short.txt", "a few words")
     text, code = example(SMALL .. "--data short.txt --out few --steps 2")
     assert.equal(1, code, text)
@@ -189,7 +189,7 @@ describe("train_gpt2.lua", function()
     local before = files "chunked"
     text, code = example(options, "train_chunked.lua")
     assert.equal(1, code, text)
-    has(text, "chunked holds a run", "--resume", "--force")
+    has(text, "chunked has a run", "--resume", "--force")
     assert.same(before, files "chunked")
     text, code = example(options .. " --force", "train_chunked.lua")
     assert.equal(0, code, text)

@@ -116,7 +116,7 @@ function restore.candidates(path)
   return names, problem, run
 end
 
--- Rank 0's list of candidates, for all ranks, and the run of the first, to which the others must belong, too. The run
+-- Returns rank 0's list of candidates on all ranks, and the run of the first one, to which all must belong. The run
 -- is unknown only if the first cannot be read and `latest` was written by hand or by an older version, or is damaged.
 local function agreed_candidates(path, group)
   local problem

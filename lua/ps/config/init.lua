@@ -277,7 +277,7 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
--- The rest of OSLO's section; its sizes have been moved to their own sections.
+-- Resolves the rest of OSLO's section, after its sizes were moved to their own sections.
 local function resolve_parallelism(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do

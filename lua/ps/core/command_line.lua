@@ -22,8 +22,8 @@ local function convert(option, what, fits)
   end)
 end
 
---- The option takes whole numbers.
----@param option table argparse's
+--- Makes an option accept only whole numbers from `least` to `most`.
+---@param option table an option of argparse
 ---@param least integer
 ---@param most? integer 2^53 when absent
 ---@return table option
@@ -33,8 +33,8 @@ function command_line.whole(option, least, most)
     or ("%.14g"):format(most)), function(n) return n % 1 == 0 and n >= least and n <= most end)
 end
 
---- The option takes numbers.
----@param option table argparse's
+--- Makes an option accept only numbers from `least` to `most`.
+---@param option table an option of argparse
 ---@param least number
 ---@param most? number any finite one when absent
 ---@return table option

@@ -26,11 +26,11 @@ local function gather(list, x, depth)
   end
 end
 
--- Entries by the number that C has for them and stops a walk for: a recompute segment (below), a function of the script
--- (autograd/function.lua), hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) does the work of the
--- stop. args: the arguments of a segment. Tensors among them are bare references that this file releases: each holds
+-- Entries at which C stops a backward walk, by C's number for them: a recompute segment (below), a function of the
+-- script (autograd/function.lua), or hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the
+-- entry. args: the arguments of a segment. Tensors among them are bare references that this file releases: each holds
 -- the segment before it, so the collector would free only one segment of a chain per cycle.
--- leaf: the tensor whose hooks these are (not a reference; C tells its end).
+-- leaf: the tensor that the hooks belong to (not a reference; C reports when it is freed).
 ---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
 ---  reads_engine?: boolean, leaf?: ffi.cdata*}>
 local waiting = {}
@@ -351,15 +351,16 @@ function M.run_again(s, id)
 end
 
 local root_in, gradient_in = pointer_array(1), pointer_array(1)
-local keeps = false                            -- the walk under way leaves the graph for another one
+local keeps = false                            -- whether the current walk keeps the graph for another one
 
---- A walk has passed what has a number: unless it keeps the graph, that is forgotten.
+--- Forgets an entry that a backward walk has passed, unless the walk keeps the graph.
 ---@param id integer
 function M.passed(id) if not keeps then forget(id) end end
 
---- Does the work for which a walk stopped.
+--- Runs the entry at which a walk stopped.
 ---@param id integer
----@param factor? number on the walk's gradients: those of the loss itself times the factor. nil: of no engine
+---@param factor? number factor of an engine on the walk's gradients (they are the loss's gradients times the factor);
+---  nil: no engine
 function M.resume(id, factor)
   local entry = waiting[id]
   if entry then return entry.resume(entry, id, factor) end
@@ -382,7 +383,7 @@ end
 
 -- Completes a walk. rc: the result of the C call that began it.
 local function walk_on(rc, factor)
-  if rc ~= 0 then                                           -- 0: complete, as usual: there was nothing to stop for
+  if rc ~= 0 then                                           -- 0: complete, as usual, without a stop
     local ok, err = xpcall(walk, trace, rc, factor)
     C.ps_backward_end(ctx)
     keeps = false
@@ -397,17 +398,17 @@ end
 --- M.backward without the hooks.
 ---@param t ps.Tensor
 ---@param gradient? ps.Tensor
----@param factor? number as of M.resume
+---@param factor? number as in M.resume
 function M.walk_back(t, gradient, factor)
   root_in[0], gradient_in[0] = t, gradient
   walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out), factor)
 end
 
---- A walk that may keep the graph, for chosen tensors (ps_backward_for).
+--- A walk for chosen tensors, which may keep the graph (ps_backward_for).
 ---@param roots ps.Tensor[]
 ---@param gradients table<integer, ps.Tensor> by root
----@param keep boolean the graph stays for another walk
----@param to ps.Tensor[] empty: leaves get gradients as by backward
+---@param keep boolean keep the graph for another walk
+---@param to ps.Tensor[] tensors to compute gradients for; empty: leaves get gradients, as in backward
 ---@return table<integer, ps.Tensor> gradients by number in `to`
 function M.walk_for(roots, gradients, keep, to)
   local n, c_roots, c_gradients, c_to = #roots, pointer_array(#roots), pointer_array(#roots), pointer_array(#to + 1)
@@ -425,7 +426,7 @@ end
 
 local BACKWARD = { retain_graph = "boolean", create_graph = "boolean" }
 
---- The options of a backward, checked.
+--- Checks and returns the options of a backward.
 ---@param options any
 ---@param call string
 ---@param more? table<string, string> kinds of further options
@@ -442,10 +443,10 @@ function M.backward_options(options, call, more)
 end
 
 --- Computes the gradients of the leaves that t was made from, and adds them to their present gradients. The loss of a
---- micro-batch of ps.initialize's model is weighed as by model:backward.
+--- micro-batch of ps.initialize's model gets the same weight as in model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
 ---@param gradient? ps.Tensor|{retain_graph?: boolean} of t's shape; or the options
----@param options? {retain_graph?: boolean} retain_graph: keeps the graph for another backward, not freed by this one
+---@param options? {retain_graph?: boolean} retain_graph: keep the graph for another backward
 function M.backward(t, gradient, options)
   if type(gradient) == "table" and options == nil then gradient, options = nil, gradient end
   caller.tensor(t, "backward", "the loss")

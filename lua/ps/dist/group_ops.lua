@@ -58,7 +58,7 @@ local function of_product(self, call, x, w, how)
   end
   local pieces = how.pieces or 1
   if pieces < 1 or pieces > mesh.MOST_PIECES then
-    error(("group:%s: pieces is %d; rows are sent in 1 to %d pieces"):format(call, pieces, mesh.MOST_PIECES))
+    error(("group:%s: pieces is %d; rows can be exchanged in 1 to %d pieces"):format(call, pieces, mesh.MOST_PIECES))
   end
   return how, pieces, how.out_in == false and 0 or 1, number, size, rank
 end

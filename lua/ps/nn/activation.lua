@@ -30,12 +30,12 @@ plain("Hardsigmoid", F.hardsigmoid)
 plain("Hardswish", F.hardswish)
 plain("Softsign", F.softsign)
 
--- A module of fn(x, ...), with numbers that it keeps. names: those of the numbers, with their defaults; dim: they are
--- dimensions, whole numbers.
+-- Makes the class of a module that calls fn(x, ...) with stored numbers. names: names of the numbers; defaults: their
+-- defaults; dim: the numbers are dimensions, so they must be integers.
 local function with_numbers(class_name, fn, names, defaults, dim)
   local class = nn_module.class(class_name)
   class.unscoped = true
-  --- Keeps the numbers of the function of ps.F that it calls.
+  --- Stores the numbers that are passed to the function of ps.F.
   ---@param a? number
   ---@param b? number
   function class:init(a, b)

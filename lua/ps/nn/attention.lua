@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.MultiheadAttention: attention of queries to keys and values of their own widths, with PyTorch's parameter names,
--- masks (true hides) and layout ([T, B, C] unless batch_first), and with a cache of keys for decoding.
+-- nn.MultiheadAttention: attention from queries to keys and values, which may have other widths than queries. It has
+-- PyTorch's parameter names, masks (true hides) and layout ([T, B, C] unless batch_first), and a cache for decoding.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local native = require "ps.core.ffi"
@@ -22,9 +22,9 @@ local MultiheadAttention = nn_module.class("MultiheadAttention")
 local OPTIONS = { dropout = "number", bias = "boolean", kdim = "whole", vdim = "whole", batch_first = "boolean",
   dtype = "string", device = "string" }
 
---- Attention with E / heads columns for each head. Weights begin as PyTorch's do: uniform by Xavier, out_proj as
---- nn.Linear, biases 0.
----@param width integer E, of queries and results
+--- Attention with E / heads columns per head. Initialised as in PyTorch: weights Xavier uniform, out_proj as nn.Linear,
+--- biases 0.
+---@param width integer E, the width of queries and of the result
 ---@param heads integer divides E
 ---@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean,
 ---  dtype?: string, device?: string} dropout of the weights in training, default 0; bias default true; kdim, vdim: the
@@ -63,7 +63,7 @@ local function part(self, i)
   return w, self.in_proj_bias ~= nil and self.in_proj_bias:narrow(0, i * E, E) or nil
 end
 
--- x [B, T, ...] projected, as [B, H, T, D].
+-- Projects x [B, T, ...] and returns it as [B, H, T, D].
 local function headed(self, x, i)
   local w, b = part(self, i)
   local y = F.linear(x, w, b)
@@ -84,7 +84,7 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
--- PyTorch's masks (true hides, floats are added) as F.attention takes them (true is seen).
+-- Converts a mask from PyTorch's form (true hides a key; floats are added) to F.attention's (true shows a key).
 local function of_mask(mask, B, H, T, S)
   if caller.tensor(mask, "nn.MultiheadAttention", "attn_mask") == nil then return nil end
   local shape = mask:shape()
@@ -107,7 +107,7 @@ local function of_padding(mask, B, S)
   return mask.dtype_ == C.PS_BOOL and mask:logical_not():reshape(B, 1, 1, S) or mask:reshape(B, 1, 1, S)
 end
 
--- Two masks as one: of bools that a key is seen by both; floats are added, a hidden key as -inf.
+-- Combines two masks. Bools: a key is seen if both show it. Floats are added; a hidden key becomes -inf.
 local function both(a, b, dtype)
   if a == nil or b == nil then return a or b end
   if a.dtype_ == C.PS_BOOL and b.dtype_ == C.PS_BOOL then return a:logical_and(b) end
@@ -118,7 +118,8 @@ local function both(a, b, dtype)
   return floats(a) + floats(b)
 end
 
--- Adds keys and values to those of a cache, [B, H, S, D] each, and gives all of them. Without new ones: the cache's.
+-- Appends keys and values to those of a cache, [B, H, S, D] each, and returns all of them. Without new ones it returns
+-- the cache's.
 local function cached(cache, k, v)
   if k ~= nil then
     if cache.key ~= nil then
@@ -130,7 +131,7 @@ local function cached(cache, k, v)
     end
     cache.key, cache.value = k:keep(), v:keep()
   elseif cache.key == nil then
-    error("nn.MultiheadAttention: the cache is empty and no keys are given; the first call takes key and value")
+    error("nn.MultiheadAttention: the cache is empty and no keys were given: pass key and value in the first call")
   end
   return cache.key, cache.value
 end
@@ -138,17 +139,17 @@ end
 local FORWARD = { key_padding_mask = "tensor", need_weights = "boolean", attn_mask = "tensor",
   average_attn_weights = "boolean", is_causal = "boolean", cache = "table" }
 
---- Attends from queries to keys, and gives the sums of their values.
+--- Returns, for each query, the sum of the values weighted by attention to their keys.
 ---@param query ps.Tensor [T, B, E], with batch_first [B, T, E]; [T, E] without a batch
----@param key? ps.Tensor [S, B, kdim], likewise; nil with a cache that has keys: those alone
----@param value? ps.Tensor [S, B, vdim], likewise
+---@param key? ps.Tensor [S, B, kdim], or [B, S, ...] with batch_first; nil: use only the keys in the cache
+---@param value? ps.Tensor [S, B, vdim], or [B, S, ...] with batch_first
 ---@param options? {key_padding_mask?: ps.Tensor, need_weights?: boolean, attn_mask?: ps.Tensor,
 ---  average_attn_weights?: boolean, is_causal?: boolean, cache?: table} key_padding_mask [B, S], attn_mask [T, S] or
 ---  [B heads, T, S]: bool, true hides a key, or floats that are added to scores and may have a gradient; need_weights
----  (default true): the weights are the second result, means over heads unless average_attn_weights = false; is_causal:
----  query i sees keys up to i + S - T; cache: a table, empty at first, that the keys and values of this call are added
----  to, and whose keys are those that queries see
----@return ps.Tensor output as query
+---  (default true): return the weights as second result, averaged over heads unless average_attn_weights = false;
+---  is_causal: query i sees keys up to i + S - T; cache: a table, empty at first: each call appends its keys and values
+---  to it, and queries see all keys in it
+---@return ps.Tensor output shape of query
 ---@return ps.Tensor? weights [B, T, S], with average_attn_weights = false [B, heads, T, S]; [T, S] without a batch
 function MultiheadAttention:forward(query, key, value, options)
   options = caller.options(options, "nn.MultiheadAttention's forward", FORWARD)

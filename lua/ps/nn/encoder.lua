@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- PyTorch's layers of encoders and decoders (Vaswani et al. 2017), with its parameter names, so that states go from one
--- to the other both ways. Tensors are [T, B, C] unless batch_first, as there.
+-- PyTorch's encoder and decoder layers (Vaswani et al. 2017), with its parameter names, so that states load in both
+-- directions. Tensors are [T, B, C] unless batch_first, as in PyTorch.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -16,7 +16,7 @@ local OPTIONS = { dim_feedforward = "whole", dropout = "number", activation = "s
   device = "string" }
 local ACTIVATIONS = { relu = F.relu, gelu = F.gelu }
 
--- What layers of both kinds share: self_attn, linear1, dropout, linear2, norm1, norm2, ... in PyTorch's order.
+-- Sets the members that both kinds of layers have, in PyTorch's order: self_attn, linear1, dropout, linear2, norm1, ...
 local function init(self, call, width, heads, options, cross)
   options = caller.options(options, call, OPTIONS)
   self.made_of = { width, heads, options }
@@ -53,12 +53,12 @@ end
 ---@class ps.nn.TransformerEncoderLayer: ps.nn.Module
 local EncoderLayer = nn_module.class("TransformerEncoderLayer")
 
---- Self-attention and two products, each with a residual and a LayerNorm.
+--- Self-attention and a feed-forward network of two linear layers, each with a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer divides E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function,
 ---  layer_norm_eps?: number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string,
----  device?: string} PyTorch's, with its defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+---  device?: string} as in PyTorch, with its defaults: 2048, 0.1, "relu", 1e-5, false, false, true
 function EncoderLayer:init(width, heads, options)
   init(self, "nn.TransformerEncoderLayer", width, heads, options, false)
 end
@@ -83,12 +83,13 @@ end
 ---@class ps.nn.TransformerDecoderLayer: ps.nn.Module
 local DecoderLayer = nn_module.class("TransformerDecoderLayer")
 
---- Self-attention, attention to the memory of an encoder, and two products, each with a residual and a LayerNorm.
+--- Self-attention, attention to the memory of an encoder, and a feed-forward network of two linear layers, each with
+--- a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer divides E
 ---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function,
 ---  layer_norm_eps?: number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string,
----  device?: string} PyTorch's, with its defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+---  device?: string} as in PyTorch, with its defaults: 2048, 0.1, "relu", 1e-5, false, false, true
 function DecoderLayer:init(width, heads, options)
   init(self, "nn.TransformerDecoderLayer", width, heads, options, true)
 end
@@ -98,11 +99,11 @@ local DECODE = { tgt_mask = "tensor", memory_mask = "tensor", tgt_key_padding_ma
 
 --- Runs the layer.
 ---@param tgt ps.Tensor [T, B, E], with batch_first [B, T, E]
----@param memory? ps.Tensor [S, B, E], likewise; nil with a cache that has seen it
+---@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if the cache has its keys
 ---@param options? {tgt_mask?: ps.Tensor, memory_mask?: ps.Tensor, tgt_key_padding_mask?: ps.Tensor,
 ---  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} masks as
----  nn.MultiheadAttention's; cache: a table, empty at first, for decoding: each call has only the next positions;
----  their keys and those of the memory stay in it
+---  for nn.MultiheadAttention; cache: a table for decoding, empty at first: a call then passes only the next positions,
+---  and the cache keeps their keys and those of the memory
 ---@return ps.Tensor as tgt
 function DecoderLayer:forward(tgt, memory, options)
   options = caller.options(options, "nn.TransformerDecoderLayer's forward", DECODE)
@@ -117,7 +118,7 @@ function DecoderLayer:forward(tgt, memory, options)
     local there = memory
     if cache and cache.memory.key ~= nil then there = nil end          -- its keys are in the cache
     if there == nil and not cache then
-      error("nn.TransformerDecoderLayer: the memory is missing; it is an encoder's result")
+      error("nn.TransformerDecoderLayer: the memory is missing: pass the result of an encoder")
     end
     local y = self.multihead_attn(t, there, there, { attn_mask = options.memory_mask, need_weights = false,
       is_causal = options.memory_is_causal, key_padding_mask = options.memory_key_padding_mask,
@@ -128,10 +129,12 @@ function DecoderLayer:forward(tgt, memory, options)
 end
 
 -- -- stacks ---------------------------------------------------------------------------------------------------------
--- n layers as the given one: it, and others with its settings and values, as PyTorch copies it.
+-- Returns n layers: the given one and n - 1 copies of it, with its settings and values, as in PyTorch.
 local function layers_of(call, layer, n)
   if type(layer) == "table" and not nn_module.is_module(layer) then
-    if n ~= nil and n ~= #layer then error(("%s: %s layers, and a list of %d"):format(call, tostring(n), #layer)) end
+    if n ~= nil and n ~= #layer then
+      error(("%s: n = %s, but the list has %d layers"):format(call, tostring(n), #layer))
+    end
     return container.ModuleList(layer)
   end
   if not nn_module.is_module(layer) then error(("%s takes a layer, or a list of layers"):format(call)) end
@@ -154,9 +157,9 @@ local STACK = { norm = "table" }
 ---@class ps.nn.TransformerEncoder: ps.nn.Module
 local Encoder = nn_module.class("TransformerEncoder")
 
---- A stack of layers, then perhaps a norm. PyTorch's nn.TransformerEncoder(layer, n, norm).
----@param layer ps.nn.Module|ps.nn.Module[] a layer, which is copied with its values, or a list of all layers
----@param n? integer how many; of a list its length
+--- A stack of layers and an optional norm. In PyTorch: nn.TransformerEncoder(layer, n, norm).
+---@param layer ps.nn.Module|ps.nn.Module[] a layer to copy with its values, or a list of all layers
+---@param n? integer number of layers; default for a list: its length
 ---@param options? {norm?: ps.nn.Module}
 function Encoder:init(layer, n, options)
   options = caller.options(options, "nn.TransformerEncoder", STACK)
@@ -182,9 +185,9 @@ end
 ---@class ps.nn.TransformerDecoder: ps.nn.Module
 local Decoder = nn_module.class("TransformerDecoder")
 
---- A stack of layers, then perhaps a norm. PyTorch's nn.TransformerDecoder(layer, n, norm).
----@param layer ps.nn.Module|ps.nn.Module[] a layer, which is copied with its values, or a list of all layers
----@param n? integer how many; of a list its length
+--- A stack of layers and an optional norm. In PyTorch: nn.TransformerDecoder(layer, n, norm).
+---@param layer ps.nn.Module|ps.nn.Module[] a layer to copy with its values, or a list of all layers
+---@param n? integer number of layers; default for a list: its length
 ---@param options? {norm?: ps.nn.Module}
 function Decoder:init(layer, n, options)
   options = caller.options(options, "nn.TransformerDecoder", STACK)
@@ -194,10 +197,10 @@ end
 
 --- Runs the layers one after the other.
 ---@param tgt ps.Tensor [T, B, E], with batch_first [B, T, E]
----@param memory? ps.Tensor [S, B, E], likewise; nil with a cache that has seen it
+---@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if the cache has its keys
 ---@param options? {tgt_mask?: ps.Tensor, memory_mask?: ps.Tensor, tgt_key_padding_mask?: ps.Tensor,
----  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} those of
----  nn.TransformerDecoderLayer; the cache holds one of each layer
+---  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} as for
+---  nn.TransformerDecoderLayer; the cache holds one cache per layer
 ---@return ps.Tensor as tgt
 function Decoder:forward(tgt, memory, options)
   options = caller.options(options, "nn.TransformerDecoder's forward", DECODE)

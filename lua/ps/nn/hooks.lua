@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Hooks of modules: functions of the script that a call of the module runs before and after its forward, and backward
--- when the gradients of its inputs are complete. The last kind puts a function of ps.autograd around the inputs and one
--- around the outputs (as PyTorch's BackwardHook does).
+-- Hooks of modules: functions of the script that run before and after a module's forward, and in backward when the
+-- gradients of its inputs are complete. For the last kind, the inputs and the outputs each pass through a function of
+-- ps.autograd (as in PyTorch's BackwardHook).
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local tensor_hooks = require "ps.tensor.hooks"
@@ -27,28 +27,28 @@ local function add(module, kind, fn, call)
   return tensor_hooks.add(lists[kind], fn)
 end
 
---- Has fn(module, args) called before each forward of the module. args: the list of the call's arguments, with their
---- number in n. fn returns nil, or arguments that take their place: a list, or a single tensor.
+--- Calls fn(module, args) before each forward of the module. args: the list of the call's arguments, with their number
+--- in n. fn returns nil, or new arguments: a list, or a single tensor.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[]): any
----@return ps.HookHandle handle handle:remove() takes the hook off
+---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
 
---- Has fn(module, args, output) called after each forward of the module. output: the value that forward returned, or a
---- list if it returned several. fn returns nil, or a value that takes the output's place.
+--- Calls fn(module, args, output) after each forward of the module. output: the value that forward returned, or a list
+--- if it returned several. fn returns nil, or a new output.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
----@return ps.HookHandle handle handle:remove() takes the hook off
+---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "register_forward_hook") end
 
---- Has fn(module, grad_input, grad_output) called in backward when the gradients of the module's inputs are complete.
---- Both are lists with n: a gradient for each tensor among the arguments and among the outputs (nil: none came), in
---- order; a table among the outputs counts by its fields in alphabetical order. fn returns nil, or a list that takes
---- the place of grad_input. Gradients are those of tensor hooks (t:register_hook).
+--- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete. Both
+--- are lists with their length in n: the gradient of each tensor among the arguments or the outputs, in order (nil: it
+--- got none). A table among the outputs counts by its fields in alphabetical order. fn returns nil, or a list that
+--- replaces grad_input. Gradients are as in tensor hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
 ---  table?
----@return ps.HookHandle handle handle:remove() takes the hook off
+---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_full_backward_hook(self, fn) return add(self, "back", fn, "register_full_backward_hook") end
 
 --- Whether a module has hooks now.
@@ -59,7 +59,7 @@ function hooks.has(module)
   return lists and (lists.before[1] or lists.after[1] or lists.back[1]) ~= nil or false
 end
 
---- Gives a module the hooks of another one, whose place it takes.
+--- Moves the hooks of a module to the module that replaces it.
 ---@param from ps.nn.Module
 ---@param to ps.nn.Module
 function hooks.move(from, to) rawset(to, "_hooks", rawget(from, "_hooks")) end
@@ -73,13 +73,14 @@ local function run_back(call, grad_input)
     local result = fn(call.module, given, call.grad_output)
     if is_tensor(result) then result = { result } end
     if result ~= nil and type(result) ~= "table" then
-      error(("%s returned a %s; it returns nil, or a list of gradients like grad_input"):format(whose, type(result)), 0)
+      error(("%s returned a %s; it must return nil, or a list of gradients like grad_input"):format(whose,
+        type(result)), 0)
     end
     for i, g in pairs(result or {}) do
       if i ~= "n" then
         local old = grad_input[i]
         if old == nil then
-          error(("%s returned a gradient %s; grad_input has none there"):format(whose, tostring(i)), 0)
+          error(("%s returned gradient %s, but grad_input has none there"):format(whose, tostring(i)), 0)
         end
         tensor_hooks.check_like(g, old, whose)
       end
@@ -117,7 +118,7 @@ function Outputs.backward(ctx, ...)
   return nil, ...
 end
 
--- The places of tensors among values, and in tables among them: { list, key } each.
+-- Finds the tensors among values and in tables among them. Returns a list of { list, key }.
 local function places_of(values)
   local places = {}
   for i = 1, values.n do
@@ -138,7 +139,7 @@ local function places_of(values)
   return places
 end
 
--- Puts a function around the tensors at some places.
+-- Passes the tensors at some places through a function.
 local function wrap(fn, call, places)
   if #places == 0 then return end
   local list = {}
@@ -160,7 +161,7 @@ local function begin_back(module, list, args)
 end
 
 -- -- calls ------------------------------------------------------------------------------------------------------------
---- A call of a module that has hooks.
+--- Calls a module that has hooks.
 ---@param module ps.nn.Module
 ---@param body fun(module: ps.nn.Module, ...): any
 ---@param ... any

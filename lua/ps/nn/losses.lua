@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Losses as modules, with PyTorch's names: each calls the function of ps.F with the options that it was made with.
+-- Losses as modules, with PyTorch's names. Each calls the function of ps.F with the options of its constructor.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
@@ -10,11 +10,11 @@ local losses = {}
 local REDUCTION = { none = true, mean = true, sum = true }
 local KL_REDUCTION = { none = true, mean = true, sum = true, batchmean = true }
 
--- A module of F[name]. keys: its options; those in `buffers` are saved with the module.
+-- Makes the class of a module that calls F[name]. keys: its options; `buffers`: those that are saved with the module.
 local function loss(class_name, name, keys, buffers)
   local class = nn_module.class(class_name)
   class.unscoped = true
-  --- Keeps the options of the function of ps.F that it calls, which are checked here.
+  --- Checks and stores the options that are passed to the function of ps.F.
   ---@param options? table
   function class:init(options)
     options = caller.options(options, "nn." .. class_name, keys)
@@ -72,7 +72,7 @@ function CosineSimilarity:init(dim, eps)
   self.dim, self.eps = caller.whole(dim or 1, "nn.CosineSimilarity: dim"),
     caller.typed(eps or 1e-8, "number", "nn.CosineSimilarity: eps")
 end
---- The cosines of the angles between vectors of a and b.
+--- The cosines of the angles between the vectors of a and b.
 ---@param a ps.Tensor
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@return ps.Tensor without that dimension

@@ -12,7 +12,7 @@ local error = caller.error
 local Identity = nn_module.class("Identity")
 Identity.unscoped = true
 
---- Gives its input back. Arguments are taken and left aside, as in PyTorch.
+--- Returns its input. Arguments are ignored, as in PyTorch.
 ---@param ... any
 function Identity:init(...) end -- luacheck: no unused
 --- x itself.
@@ -24,8 +24,8 @@ local function shown(value) return value == nil and "nil" or scope.is_tensor(val
   or "a " .. type(value) end
 
 -- -- by name --------------------------------------------------------------------------------------------------------
--- The entries of a constructor's table as a list of { name, value }: of { a = x } in the order of names, since a Lua
--- table has none; of { { "a", x }, { "b", y } } in that order.
+-- The entries of a constructor's table as a list of { name, value }. { a = x } gives them in alphabetical order (a Lua
+-- table has no order); { { "a", x }, { "b", y } } keeps its order.
 local function entries_of(call, given)
   if given == nil then return {} end
   if type(given) ~= "table" or nn_module.is_module(given) then
@@ -46,7 +46,7 @@ local function entries_of(call, given)
   return list
 end
 
--- Checks a name: a string without a dot, and no method of the class, which it would hide.
+-- Checks a name: a string without a dot that is not the name of a method of the class, which it would hide.
 local function check_name(self, name, call)
   if type(name) ~= "string" or name == "" or name:find(".", 1, true) then
     error(("%s: a name is %s; it takes a string without a dot"):format(call,
@@ -58,7 +58,7 @@ local function check_name(self, name, call)
   end
 end
 
--- What dictionaries of modules and of parameters share. kind: "module" or "param".
+-- Makes the class of a dictionary of modules or parameters. kind: "module" or "param".
 local function dictionary(name, kind, what, check)
   local class = nn_module.class(name)
 
@@ -70,17 +70,17 @@ local function dictionary(name, kind, what, check)
   end
 
   --- Values by name.
-  ---@param entries? table { name = value }, whose order is that of the names; or { { name, value }, ... } in its order
+  ---@param entries? table { name = value } in alphabetical order, or { { name, value }, ... } in the given order
   function class:init(entries) self:update(entries) end
-  --- Adds values, or puts others in the place of those with these names.
-  ---@param entries? table as the constructor takes it
+  --- Adds values; a value with an existing name replaces the old one.
+  ---@param entries? table in the constructor's form
   ---@return ps.nn.Module self
   function class:update(entries)
     local call = ("nn.%s"):format(name)
     for _, entry in ipairs(entries_of(call, entries)) do put(self, entry[1], entry[2], call) end
     return self
   end
-  --- Puts a value under a name.
+  --- Sets the value of a name.
   ---@param key string
   ---@param value any
   ---@return ps.nn.Module self
@@ -88,7 +88,7 @@ local function dictionary(name, kind, what, check)
     put(self, key, value, name .. ":set")
     return self
   end
-  --- The value of a name; nil: there is none.
+  --- The value of a name, or nil if there is none.
   ---@param key string
   ---@return any
   function class:get(key) return registry.kind(self, key) == kind and self[key] or nil end
@@ -119,7 +119,7 @@ local function dictionary(name, kind, what, check)
       if keys[i] ~= nil then return keys[i], self[keys[i]] end
     end
   end
-  --- Takes a value out.
+  --- Removes a value and returns it.
   ---@param key string
   ---@return any value
   function class:pop(key)
@@ -168,7 +168,7 @@ nn_module.adapt(ParameterList, function(class)
     remove = function(self) error(("%s: a parameter cannot be taken out of it"):format(self.class_name)) end }
 end)
 
---- A list of parameters, which count from 0; list[-1] is the last. `for i, p in ipairs(list) do` goes over them.
+--- A list of parameters, numbered from 0; list[-1] is the last. `for i, p in ipairs(list) do` iterates over them.
 ---@param tensors? ps.Tensor[] a plain Lua list of float tensors, which become parameters
 ---@param ... any refused
 function ParameterList:init(tensors, ...)

@@ -32,7 +32,7 @@ function parts.run(list, first, last, carry, batch)
   return carry
 end
 
---- Runs all parts. Tensors that the parts before the last one make are freed with them, except the last one's carry.
+--- Runs all parts. All but the last run in one scope, which frees their tensors except the carry to the last part.
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>
 ---@return table<string, ps.Tensor> carry the last part's: { loss = }, { logits = }, ...

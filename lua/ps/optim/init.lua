@@ -53,7 +53,7 @@ end
 ---@field trained table<number, true> addresses of its parameters
 ---@field lost? string name of a parameter that module:to has replaced by another tensor
 ---@field taken? {name: string, engine: table} ps.initialize took over a parameter of that name, but not this optimizer
----@field per_rank? boolean in a group of several ranks, each updates from its own gradients
+---@field per_rank? boolean in a group of several ranks, each rank updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
 
@@ -534,8 +534,8 @@ local SGD = {
 }
 
 --- Adam; weight_decay is added to the gradient. params: a module, a list of parameters, or of groups {params=, ...}.
---- per_rank: in a group of several ranks each updates from its own gradients, which the script may have summed; without
---- it step() is refused there.
+--- per_rank: allow step() in a group of several ranks, where it is otherwise refused. Each rank then updates from its
+--- own gradients, which the script may have summed.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
 ---  per_rank?: boolean}

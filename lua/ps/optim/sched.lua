@@ -207,7 +207,7 @@ local function own_rate(name, options, key)
   end
   optim_groups.renew_rates(optimizer)
   if optimizer.base_lr then return optimizer.base_lr end
-  error(("sched.%s: the groups have the rates %s, but the optimizer was made without one: pass %s"):format(name,
+  error(("sched.%s: the groups have rates (%s), but the optimizer has none of its own: pass %s"):format(name,
     optim_groups.rates(optimizer.groups, "initial_lr"), key))
 end
 
@@ -269,7 +269,7 @@ local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
 --- Factors on each group's own rate: from warmup_min_ratio to 1, then half a cosine to cos_min_ratio. With `lr` they
---- are factors on lr, which optimizer:set_lr sets.
+--- are factors on lr, and the schedule calls optimizer:set_lr.
 ---@param options {optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?: number,
 ---  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
 ---@return ps.Schedule
@@ -356,18 +356,18 @@ function sched.LRRangeTest(options)
   end, ALIKE)
 end
 
--- PyTorch's schedules, with its names. Each sets the rate of every group from that group's own, initial one.
--- last_epoch = n: the schedule begins after n + 1 steps (default -1: at its start).
+-- PyTorch's schedules, under its names. Each computes the rate of a group from the group's initial rate.
+-- last_epoch = n: the schedule starts after n + 1 steps (default -1: at its start).
 local function per_group(name, options, rate)
   if not has_rates(options.optimizer) then
-    error(("sched.%s takes an optimizer whose groups have rates of their own"):format(name))
+    error(("sched.%s needs an optimizer whose groups have initial rates"):format(name))
   end
   return build(name, { optimizer = options.optimizer, last_batch_iteration = options.last_epoch }, rate, OWN)
 end
 
 local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
 
---- Each group's own rate times what a function of the step (from 0) gives: PyTorch's LambdaLR.
+--- Each group's initial rate times a function of the step (from 0): PyTorch's LambdaLR.
 ---@param options {optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list has one
 ---  function for each group
 ---@return ps.Schedule
@@ -388,7 +388,7 @@ end
 
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
 
---- Each group's own rate, times gamma after every step_size steps: PyTorch's StepLR.
+--- Each group's initial rate, multiplied by gamma after every step_size steps: PyTorch's StepLR.
 ---@param options {optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer} gamma default 0.1
 ---@return ps.Schedule
 function sched.StepLR(options)
@@ -402,9 +402,9 @@ end
 
 local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
 
---- Each group's own rate, times gamma at each of some steps: PyTorch's MultiStepLR.
+--- Each group's initial rate, multiplied by gamma at each milestone (a step): PyTorch's MultiStepLR.
 ---@param options {optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer} gamma default
----  0.1; a milestone that is named twice counts twice
+---  0.1; a milestone that is listed twice counts twice
 ---@return ps.Schedule
 function sched.MultiStepLR(options)
   options = checked("MultiStepLR", options, MULTI, "optimizer", "milestones")
@@ -421,7 +421,7 @@ end
 
 local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "number" }
 
---- Each group's own rate, times gamma after every step: PyTorch's ExponentialLR.
+--- Each group's initial rate, multiplied by gamma after every step: PyTorch's ExponentialLR.
 ---@param options {optimizer: ps.Optimizer, gamma: number, last_epoch?: integer}
 ---@return ps.Schedule
 function sched.ExponentialLR(options)
@@ -431,7 +431,7 @@ end
 
 local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", last_epoch = "number" }
 
---- From each group's own rate along half a cosine to eta_min at step T_max, and back (Loshchilov and Hutter 2017):
+--- From each group's initial rate along half a cosine to eta_min at step T_max, and back (Loshchilov and Hutter 2017):
 --- PyTorch's CosineAnnealingLR.
 ---@param options {optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer} eta_min default 0
 ---@return ps.Schedule

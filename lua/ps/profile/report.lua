@@ -286,7 +286,7 @@ end
 --- The sums of a profile as a list of rows that prints as a table.
 ---@param profile table
 ---@param by "op"|"module"
----@param limits? ps.profiler.Limits the most that the machine reaches
+---@param limits? ps.profiler.Limits peak rates of the machine
 ---@param against? table another profile
 ---@return ps.profiler.Row[] rows; with wall, ops, waits and idle (seconds per step), flops per step, steps, dropped,
 ---  events

@@ -65,7 +65,7 @@ end
 function T:tile(...)
   local times = type((...)) == "table" and (...) or { ... }
   if rawequal(times, (...)) and select(2, ...) ~= nil then
-    error("tile: its numbers are one list, and no argument may follow the list")
+    error("tile: pass the numbers as one list or as separate arguments, not both")
   end
   local shape, spread, full, result = self:shape(), {}, {}, {}
   if #times < #shape then error(("tile: %d numbers for %d dimensions; give one for each"):format(#times, #shape)) end

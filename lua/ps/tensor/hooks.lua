@@ -12,37 +12,37 @@ local id_out, place_out = ffi.new("int64_t[1]"), ffi.new("int[1]")
 local tensor_out = ffi.new("ps_tensor *[1]")
 
 ---@class ps.HookHandle
----@field private list function[] the hooks among which this one is
+---@field private list function[] the list that contains this hook
 ---@field private fn function
 local Handle = {}
 Handle.__index = Handle
 
---- Takes the hook off. A second call does nothing.
+--- Removes the hook. A second call does nothing.
 function Handle:remove()
   for i = #self.list, 1, -1 do
     if self.list[i] == self.fn then table.remove(self.list, i) end
   end
 end
 
---- Adds a function to a list of hooks, and gives the handle that takes it off.
+--- Adds a function to a list of hooks. Returns a handle that removes it.
 ---@param list function[]
 ---@param fn function
 ---@return ps.HookHandle
 function hooks.add(list, fn)
-  local own_fn = function(...) return fn(...) end           -- the same function may be there twice
+  local own_fn = function(...) return fn(...) end           -- the list may have the same function twice
   list[#list + 1] = own_fn
   return setmetatable({ list = list, fn = own_fn }, Handle)
 end
 
 local function text(t) return ("%s, shape [%s], on %s"):format(t:dtype(), table.concat(t:shape(), ", "), t:device()) end
 
---- Refuses a value that cannot take a gradient's place.
+--- Refuses a value that cannot replace a gradient.
 ---@param value any
 ---@param grad ps.Tensor
 ---@param whose string
 local function check_like(value, grad, whose)
   if not scope.is_tensor(value) then
-    error(("%s returned a %s; it returns nil, or a tensor like the gradient (%s)"):format(whose, type(value),
+    error(("%s returned a %s; it must return nil, or a tensor like the gradient (%s)"):format(whose, type(value),
       text(grad)), 0)
   end
   if text(value) ~= text(grad) then
@@ -51,7 +51,7 @@ local function check_like(value, grad, whose)
 end
 hooks.check_like = check_like
 
---- Calls fn(...) and refuses that it has changed a gradient in place, which other tensors may share.
+--- Calls fn(...). It is an error if fn changes a gradient in place, since other tensors may share it.
 ---@param grads table<any, ps.Tensor>
 ---@param whose string
 ---@param fn function
@@ -63,7 +63,7 @@ function hooks.without_writing(grads, whose, fn, ...)
   local function checked(...)
     for k, version in pairs(versions) do
       if C.ps_tensor_version(grads[k]) ~= version then
-        error(whose .. " changed the gradient that it got in place; return a new tensor instead", 0)
+        error(whose .. " changed its gradient in place; return a new tensor instead", 0)
       end
     end
     return ...
@@ -103,13 +103,13 @@ local function resume(entry, _, factor)
   check(C.ps_hooks_done(ctx))
 end
 
---- Has fn(gradient) called by each backward when the gradient of the tensor is complete. fn returns nil, or a tensor
---- like the gradient that takes its place. Hooks of a tensor run in the order in which they came. Of a model that
---- ps.initialize made the gradient is that of the micro-batch's own loss, before ranks add theirs up. In a recomputed
---- function the first run, without gradients, registers nothing.
+--- Calls fn(gradient) in each backward when the gradient of the tensor is complete. fn returns nil, or a tensor like
+--- the gradient that replaces it. Hooks of a tensor run in the order of their registration. In a model of
+--- ps.initialize, fn gets the gradient of the micro-batch's own loss, before ranks sum theirs. In a recomputed function
+--- the first run, without gradients, registers nothing.
 ---@param t ps.Tensor that requires a gradient
 ---@param fn fun(gradient: ps.Tensor): ps.Tensor?
----@return ps.HookHandle handle handle:remove() takes the hook off
+---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register(t, fn)
   caller.callable(fn, "t:register_hook")
   local segment = scope.segment
@@ -126,7 +126,7 @@ function hooks.register(t, fn)
   return hooks.add(entry.lists[place], fn)
 end
 
---- Gives a leaf the hooks of another one, whose place it takes.
+--- Moves the hooks of a leaf to the leaf that replaces it.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function hooks.move(from, to)

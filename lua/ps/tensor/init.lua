@@ -261,7 +261,7 @@ function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 local function shape_args(call, ...)
   local first, more = ...
   if type(first) ~= "table" then return { ... } end
-  if more ~= nil then error(call .. ": its numbers are one list, and no argument may follow the list") end
+  if more ~= nil then error(call .. ": pass the numbers as one list or as separate arguments, not both") end
   return first
 end
 

@@ -195,7 +195,7 @@ local function hits_of(scores, target, weight, ignore, smooth)
   end)
 end
 
--- scores [..., V]: those that the log-probabilities were made of.
+-- scores [..., V]: the logits from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")

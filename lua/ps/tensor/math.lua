@@ -181,7 +181,7 @@ function T:clamp(low, high)
   if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
   return ops.clamp(counted(self), low or -math.huge, high or math.huge)
 end
--- A number as an operand of `where` together with a tensor (nil: with another number), on the device of `on`.
+-- Returns a number as an operand of `where`, on the device of `on`. like: the other operand, or nil if it is a number.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end

@@ -120,7 +120,7 @@ function T:lerp(stop, weight)
     error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
   end
   local way = stop - self
-  -- From the nearer end, as PyTorch does, so that weight 1 gives the other tensor exactly.
+  -- Interpolate from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
   if is_tensor(weight) then
     local far = weight:abs():ge(0.5)
     return tensor.where(far, stop - way * (1 - weight), self + way * weight)
