@@ -230,7 +230,7 @@ describe("the weight of a loss", function()
       local optimizer = open(tiny, { memory = memory, gradient_accumulation_steps = 2 })
       for _, weight in ipairs { -1, 0 / 0, 1 / 0 } do
         lib.fails(function() model:backward(model(batch(1, 0)), { weight = weight }) end, "targets_spec.lua",
-          "a number from 0 on")
+          "a number of at least 0")
       end
       lib.fails(function() model:backward(model(batch(1, 0)), { weight = "4" }) end, "weight", "a string")
       optimizer:zero_grad()

@@ -213,7 +213,7 @@ describe("ps.profiler", function()
     function Bad:init() self.inner = nn.Linear(3, 3) end                 -- which opens no scope
     function Bad:forward(x) return self.inner(x) end
     for _, module in ipairs { nn.Linear(3, 3), Bad() } do
-      fails(function() module(ps.ones { 2, 2 }) end, "takes 3")
+      fails(function() module(ps.ones { 2, 2 }) end, "w needs 3")
       assert.equal(0, C.ps_module_now())
     end
   end)
