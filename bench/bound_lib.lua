@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The least bytes that any policy can move in a step that repeats: a linear program over the gaps between two uses of a
--- chunk, solved by glpsol (Debian: glpk-utils). A gap is kept to a degree in [0, 1]; what is kept over a moment and
--- what that moment uses must fit. A gap that is not kept costs a read of the chunk, and, once between one write and
--- the next, a write. Sizes, write-backs and the turn of the step are seen; that chunks cannot be split is not, so the
--- result is a lower bound.
+-- Computes a lower bound of the bytes that any policy moves in a step that repeats. It is a linear program over the
+-- gaps between two uses of a chunk, solved by glpsol (Debian: glpk-utils). A variable in [0, 1] is the share of the
+-- chunk that stays in memory during the gap. At each moment the shares that stay and the chunks in use must fit. The
+-- share that does not stay costs a read, and, once between one write and the next, a write back. The model has sizes,
+-- writes back and gaps over the end of the step. It ignores that chunks cannot be split, so the result is a lower
+-- bound.
 local bound = {}
 
 ---@class bound.use

@@ -14,7 +14,7 @@ local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "b
 local path = paths.root .. "/docs/api.md"
 local LINE = 120
 
--- Functions of these tables that are for psluajit itself.
+-- Internal functions, which docs/api.md does not list.
 local INTERNAL = {}
 for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
     scope_end step_scope collect collect_all functional F ops ps.nn.Module ps.Tensor.held

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shows the table of a pipeline: what each rank does when, bubbles, and what is held (docs/pipeline.md).
+-- Shows the table of a pipeline (docs/pipeline.md): the actions of each rank over time, idle time (bubbles), and the
+-- activations held.
 --   psluajit tools/pipeline.lua --stages 4 --micro-batches 8 --schedule zb_h1 --out zb_h1.svg
 --   psluajit tools/pipeline.lua --read mine.csv --weight 0.5
--- --csv writes the table in PyTorch's form, --read takes one instead of a schedule.
+-- --csv writes the table in PyTorch's form, --read reads such a table instead of making one from a schedule.
 local argparse = require "argparse"
 local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"

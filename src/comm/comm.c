@@ -612,7 +612,7 @@ static ps_comm_part piece_of(const reduction *d, int r, int64_t k)
 
 static int lane_of(int64_t k) { return k & 1 ? PS_COMM_DATA_2 : PS_COMM_DATA; }
 
-/* Where rank r's addend of piece k lies on this rank. */
+/* The address of rank r's addend of piece k on this rank. */
 static char *addend(const ps_group *g, const reduction *d, int64_t k, int r)
 {
     int rank = g->comm->rank, others = g->comm->size - 1;

@@ -76,7 +76,8 @@ static int put_double(ps_ptw *w, double v)
 
 static int put_text(ps_ptw *w, const char *text, int64_t n)
 {
-    if (n > PK_MAX_NBYTES) return ps_fail(PS_EINVAL, "writing %s: a string of %lld bytes", w->path, (long long)n);
+    if (n > PK_MAX_NBYTES)
+        return ps_fail(PS_EINVAL, "writing %s: a string of %lld bytes is too long", w->path, (long long)n);
     PS_TRY(put_number(w, 'X', (uint64_t)n, 4));
     return put(w, text, n);
 }
@@ -110,7 +111,8 @@ static int put_bytes(ps_ptw *w, const uint8_t *bytes, int64_t n)
 {
     int64_t length = n;
     for (int64_t i = 0; i < n; i++) length += bytes[i] >= 0x80;
-    if (length > PK_MAX_NBYTES) return ps_fail(PS_EINVAL, "writing %s: a string of %lld bytes", w->path, (long long)n);
+    if (length > PK_MAX_NBYTES)
+        return ps_fail(PS_EINVAL, "writing %s: a string of %lld bytes is too long", w->path, (long long)n);
     PS_TRY(put(w, "c_codecs\nencode\n", 16));
     PS_TRY(put_number(w, 'X', (uint64_t)length, 4));
     for (int64_t i = 0; i < n; i++) {
@@ -189,7 +191,8 @@ static int end_value(ps_ptw *w)
 static int open_container(ps_ptw *w, const ps_pt_value *v)
 {
     bool dict = v->kind == PS_PT_DICT;
-    if (v->count < 0 || (dict && v->count % 2)) return ps_fail(PS_EINVAL, "writing %s: %d items", w->path, v->count);
+    if (v->count < 0 || (dict && v->count % 2))
+        return ps_fail(PS_EINVAL, "writing %s: a container has %d items", w->path, v->count);
     if (w->depth == PK_MAX_DEPTH)
         return ps_fail(PS_EINVAL, "writing %s: values are nested more than %d deep", w->path, PK_MAX_DEPTH);
     int number = w->memo++;

@@ -177,7 +177,7 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* Where the addends of rank r to this rank's piece k lie: all [size n, features] has this rank's, addends
+/* The addends of rank r to this rank's piece k: all [size n, features] has this rank's, addends
  * [(size - 1) n, features] those of the others. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {

@@ -477,7 +477,7 @@ std::shared_ptr<gloo::transport::Device> make_device(const ps_store *store)
     return gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* The word of rank `from` to rank `to` over their new connection: a hash with the key of this group. */
+/* Makes the proof that rank `from` sends to rank `to` on their new connection: a hash with the key of this group. */
 void introduction(const ps_run &group, int from, int to, uint8_t bytes[PS_PROOF_BYTES])
 {
     ps_run made;

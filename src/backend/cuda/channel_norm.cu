@@ -11,7 +11,7 @@ struct norm_call {
     double eps;
 };
 
-/* Where element i of a set lies, and its channel. */
+/* The position of element i of a set, and its channel. */
 DEV int64_t element_of(const norm_call &p, int64_t set, int64_t i, int64_t *channel)
 {
     if (p.groups) {

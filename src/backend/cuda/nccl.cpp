@@ -115,14 +115,14 @@ static int load(ps_backend *be)
     int version = 0;
     find("ncclGetLastError", &nccl.last_error);
     if (all && nccl.version(&version) == ncclSuccess && version >= VERSION_NEEDED) return 0;
-    if (!all && !nccl.version) ps_fail(PS_EUNSUP, "%slibnccl.so.2 is another library", missing);
+    if (!all && !nccl.version) ps_fail(PS_EUNSUP, "%slibnccl.so.2 has no ncclGetVersion, so it is not NCCL", missing);
     else ps_fail(PS_EUNSUP, "%slibnccl.so.2 is too old (version %d); 2.14 is needed", missing, version);
     dlclose(nccl.lib);
     memset(&nccl, 0, sizeof nccl);
     return PS_EUNSUP;
 }
 
-/* The machine, and the device's place on its bus. */
+/* Names the device for other ranks: the host name and the PCI address. */
 static int device_name(ps_backend *be, char *name)
 {
     char host[64] = "", bus[24] = "";

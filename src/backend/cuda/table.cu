@@ -375,10 +375,10 @@ static int flat_index(ps_call *call)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* size, stride: of the elements that an index names in x, of which each of its own names `width`. */
+/* size, stride: of the elements of x that an index selects. Each index selects `width` elements. */
 struct shape { int ndim, dim; int64_t width, size[PS_MAX_DIMS], stride[PS_MAX_DIMS]; };
 
-/* Where x, indexed by the coordinates of element i with coordinate dim replaced by k, lies. */
+/* The position in x of the coordinates of element i, with coordinate dim replaced by k. */
 DEV int64_t picked(const shape &s, int64_t i, int64_t k)
 {
     int64_t at = 0;

@@ -104,7 +104,7 @@ ps_view ref_expand(const ps_view *v, int ndim, const int64_t *shape);
 static inline ps_view ref_like(const ps_view *v, const ps_view *out) { return ref_expand(v, out->ndim, out->shape); }
 static inline ps_view ref_flat(const ps_view *v) { return ref_expand(v, v->ndim, v->shape); }
 
-/* Where element i, counted row-major, lies. */
+/* The position of element i, counted row-major. */
 static inline int64_t ref_at(const ps_view *v, int64_t i)
 {
     int64_t at = 0;

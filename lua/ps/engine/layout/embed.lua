@@ -87,7 +87,7 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- The tables that can be on the host at all, found by dry runs with them there; and whether no step can be run dry.
+-- Returns the tables that can be on the host, found by dry runs with them there, and whether dry runs are impossible.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
@@ -142,8 +142,8 @@ function embed.choose(engine, dry_run, split)
   if not told then return on_host end
   if #tables == 0 then engine:note("use_cpu_embedding: the model has no nn.Embedding whose table no other module "
     .. "has") end
-  if blind then engine:note("use_cpu_embedding: the uses of tables are not known before the first step, since it "
-    .. "cannot be run dry") end
+  if blind then engine:note("use_cpu_embedding: the uses of tables are not known before the first step, since the "
+    .. "model reads values of tensors, which a dry run does not have") end
   for _, t in ipairs(blind and {} or tables) do
     if not on_host[t] then
       engine:note(("use_cpu_embedding: %s stays on the device: ops other than lookups use it (a tied head, say), "

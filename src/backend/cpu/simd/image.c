@@ -64,7 +64,7 @@ static void map_row(const struct maps *m, const float *row, float *out)
     }
 }
 
-/* A plane: all rows by the map of W, then sums of these by the map of H. memory: [H of x, W of y] and a row of each. */
+/* Resamples a plane: first all rows along W, then along H. memory: [H of x, W of y] and a row of each. */
 static void map_plane(const struct maps *m, const void *x, void *y, int dtype, float *memory)
 {
     int64_t W = m->in[1], out = m->out[1];
