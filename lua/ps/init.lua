@@ -5,6 +5,7 @@ local tensor = require "ps.tensor"
 local scope = require "ps.core.scope"
 local devices = require "ps.core.devices"
 local exact = require "ps.core.exact"
+local foreign = require "ps.core.foreign"
 local process = require "ps.core.process"
 local random = require "ps.core.random"
 
@@ -180,6 +181,15 @@ local lazy_names = { F = true, functional = true }
 for name in pairs(lazy) do lazy_names[name] = true end
 for name in pairs(file_of) do lazy_names[name] = true end
 
+local function names_of(...)
+  local names = {}
+  for i = 1, select("#", ...) do for name in pairs((select(i, ...))) do names[#names + 1] = name end end
+  return names
+end
+foreign.home("ps", function(name) return rawget(ps, name) ~= nil or lazy_names[name] ~= nil end,
+  function() return names_of(ps, lazy_names) end)
+foreign.home("F", function(name) return rawget(ps.F, name) ~= nil end, function() return names_of(ps.F) end)
+
 local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
@@ -193,7 +203,7 @@ setmetatable(ps, {
       local functional = exact.all(require "ps.tensor.functional", "F.")
       rawset(self, "F", functional)
       rawset(self, "functional", functional)
-      return functional
+      return setmetatable(functional, { __index = function(_, name) return foreign.known("F", name) end })
     end
     if file_of[key] then
       local fn = exact.of(require(file_of[key])[key], "ps." .. key)
@@ -201,7 +211,7 @@ setmetatable(ps, {
       return fn
     end
     local module = lazy[key]
-    if not module then return key == "checkpoint" and old_checkpoint or require("ps.core.foreign").find("ps", key) end
+    if not module then return key == "checkpoint" and old_checkpoint or foreign.known("ps", key) end
     local value = exact.all(require(module), key .. ".")
     rawset(self, key, value)
     return value

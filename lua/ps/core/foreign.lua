@@ -1,9 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, each with the psluajit call
--- that does the same. A ported script that reads such a name gets a stand-in. Calling the stand-in, or reading a field
--- of it, is an error that names the right call. Other unknown names stay nil. A name that a script's own module defines
--- is the module's.
+-- that does the same, or the way round if there is none. A ported script that reads such a name gets a stand-in.
+-- Calling the stand-in, or reading a field of it, is an error that names the right call. Other unknown names of ps,
+-- ps.F and ps.nn are errors that name the nearest known name. Other unknown names of objects are nil. A name that a
+-- script's own module defines is the module's.
 local caller = require "ps.core.caller"
+local nearest = require "ps.core.nearest"
 
 local foreign = {}
 
@@ -19,6 +21,13 @@ local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, MultiStepLR, Exponential
 local OPTIMIZERS = "there are ps.optim.Adam, AdamW and SGD"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
+local FOURIER = "there is no Fourier transform: a short one is ps.matmul with matrices of cosines and sines"
+local COMPLEX = "there are no complex numbers: keep real and imaginary parts in two tensors; F.rope turns pairs"
+local RECURRENT = "recurrent layers are left out: write a cell of nn.Linear, F.sigmoid and F.tanh and call it once per "
+  .. "step, or use nn.TransformerEncoderLayer"
+local SOLVERS = "decompositions and solvers are left out: compute them outside and ps.load the result; there are "
+  .. "ps.norm and ps.matmul"
+local SPARSE = "all tensors are dense: keep indices and values, and use t:index_add, t:scatter_add or nn.Embedding"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
 
 -- By the owner of the name, then by name: what to write instead.
@@ -28,6 +37,10 @@ local NAMES = {
     is_grad_enabled = "write ps.grad_enabled()",
     autocast = PRECISION, amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
     distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
+    fft = FOURIER, stft = FOURIER, istft = FOURIER, complex = COMPLEX, polar = COMPLEX, view_as_complex = COMPLEX,
+    view_as_real = COMPLEX, complex64 = COMPLEX, linalg = SOLVERS, svd = SOLVERS, inverse = SOLVERS,
+    cholesky = SOLVERS, sparse = SPARSE, sparse_coo_tensor = SPARSE, jit = "LuaJIT compiles scripts as they are",
+    onnx = "write model:save_pretrained(folder)",
     utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)",
     from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
     set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",
@@ -39,10 +52,17 @@ local NAMES = {
     int64 = "types are strings: \"int64\"", long = "types are strings: \"int64\"",
     uint8 = "types are strings: \"uint8\"", bool = "types are strings: \"bool\"",
   },
+  F = {
+    scaled_dot_product_attention = "write ps.F.attention(q, k, v, { mask = mask }); docs/pytorch.md has what differs",
+    multi_head_attention_forward = "write nn.MultiheadAttention(width, heads)",
+    ctc_loss = LAYERS, grid_sample = LAYERS,
+  },
   nn = {
+    RNN = RECURRENT, LSTM = RECURRENT, GRU = RECURRENT, RNNCell = RECURRENT, LSTMCell = RECURRENT,
+    GRUCell = RECURRENT, EmbeddingBag = "write nn.Embedding(rows, width)(index):sum(1)",
     clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
     utils = "write nn.clip_grad_norm_(model:parameters(), max_norm)", functional = "write ps.F",
-    parallel = ENGINE, DataParallel = ENGINE, LSTM = LAYERS, GRU = LAYERS,
+    parallel = ENGINE, DataParallel = ENGINE,
     Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",
   },
   optim = {
@@ -108,7 +128,8 @@ local NAMES = {
 }
 
 -- How the error writes the name.
-local WHOLE = { ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
+local WHOLE = { F = "ps.F.%s",
+  ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
   scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" }
 
 local made = {}                                     -- stand-ins by place and name
@@ -130,6 +151,39 @@ function foreign.find(place, name)
   local key = place .. ":" .. name
   if not made[key] then made[key] = stand_in(place, name, text) end
   return made[key]
+end
+
+-- Tables of names that errors may point to: how a name of each is written, what has(name) says, and names().
+local HOMES = { ps = "ps.%s", F = "ps.F.%s", nn = "ps.nn.%s", t = "t:%s" }
+local homes = {}
+
+--- Tells of a table of names, so that an error about a missing name can point to its names.
+---@param place "ps"|"F"|"nn"|"t"
+---@param has fun(name: string): boolean
+---@param names fun(): string[]
+function foreign.home(place, has, names) homes[place] = { has = has, names = names } end
+
+--- The end of an error about a missing name: "; write t:view(...)", or the nearest name, or nothing.
+---@param place "ps"|"F"|"nn"|"t" the table that lacks the name
+---@param name string
+---@return string
+function foreign.instead(place, name)
+  for _, other in ipairs { "ps", "F", "t", "nn" } do
+    local home = other ~= place and homes[other]
+    if home and home.has(name) then return ("; write %s(...)"):format(HOMES[other]:format(name)) end
+  end
+  local near = homes[place] and nearest.find(name, homes[place].names())
+  return near and ("; did you mean %s?"):format(HOMES[place]:format(near)) or ""
+end
+
+--- The stand-in for a name that other libraries have. Another unknown name is an error that names the nearest one.
+---@param place "ps"|"F"|"nn"
+---@param name any
+---@return table?
+function foreign.known(place, name)
+  local found = foreign.find(place, name)
+  if found or type(name) ~= "string" then return found end
+  caller.error(("%s does not exist%s"):format(WHOLE[place]:format(name), foreign.instead(place, name)))
 end
 
 --- Sets a metatable that returns the stand-ins of a place for a table's missing names.

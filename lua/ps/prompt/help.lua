@@ -154,7 +154,7 @@ local function of_name(lines, text)
   end
   local fields = annotations.class(text) or annotations.class("ps." .. text)
   if #lines == 0 and fields and fields.fields[1] then put_fields(lines, fields) end
-  local class = ps.nn[text:match "^nn%.(.*)$" or text]
+  local class = rawget(ps.nn, text:match "^nn%.(.*)$" or text)
   if #lines == 0 and type(class) == "table" and rawget(class, "instance") then put_class(lines, class) end
   if #lines > 0 then return end
   local near = nearest.find(text, names)

@@ -152,6 +152,7 @@ end
 
 -- x to the power 1 / p. Where x is 0, the gradient is 0, a subgradient of the norm at its minimum.
 local function root(x, p)
+  if not (x:needs_grad() and scope.grad_enabled()) then return p == 2 and x:sqrt() or x ^ (1 / p) end
   local zero = x:eq(0)
   local y = x:masked_fill(zero, 1)
   if p == 2 then y = y:sqrt() else y = y ^ (1 / p) end
@@ -232,7 +233,9 @@ function M.one_hot(index, classes)
   shape[#shape + 1] = classes
   local where = { dtype = "int64", device = index:device() }
   local at = index:to("int64"):unsqueeze(-1)
-  return tensor.zeros(shape, where):scatter_add(-1, at, tensor.ones(at:shape(), where))
+  local y, n = tensor.zeros(shape, where), at:numel()
+  ops.scatter_(y:reshape(n, classes), at:reshape(n, 1), tensor.ones({ n, 1 }, where), 1)
+  return y
 end
 
 -- -- einsum ---------------------------------------------------------------------------------------------------------

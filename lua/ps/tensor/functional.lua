@@ -65,16 +65,18 @@ end
 ---@param w? ps.Tensor [C], with dims that many dimensions
 ---@param b? ps.Tensor of w's shape
 ---@param eps? number default 1e-5
----@param dims? integer default: w's or b's dimensions, else 1
+---@param dims? integer default: as many as w has, else 1
 ---@return ps.Tensor [..., C]
 function F.layer_norm(x, w, b, eps, dims)
-  dims = dims or w ~= nil and w:dim() or b ~= nil and b:dim() or 1
+  local given = dims ~= nil
+  dims = dims or caller.tensor(w, "layer_norm", "w") ~= nil and w:dim() or 1
   if dims == 1 then return ops.layer_norm(x, w, b, eps) end
   caller.whole(dims, "F.layer_norm: dims", 1)
   for name, t in pairs { w = w, b = b } do
     local have, want = t:shape(), {}
     for i = x:dim() - dims + 1, x:dim() do want[#want + 1] = x:size(i - 1) end
     if table.concat(have, ", ") ~= table.concat(want, ", ") then
+      if not given then return ops.layer_norm(x, w, b, eps) end                -- an error, which names the shapes
       error(("F.layer_norm: %s is [%s]; over %d dimensions of [%s] it must be [%s]"):format(name,
         table.concat(have, ", "), dims, table.concat(x:shape(), ", "), table.concat(want, ", ")))
     end

@@ -147,6 +147,8 @@ local function list_of(key)
   return key
 end
 
+local row_key, row_size, FIRST = {}, {}, { 0 }
+
 --- t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[{index tensor, index tensor}], t[bool tensor].
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
@@ -154,6 +156,13 @@ end
 function M.get(t, key)
   if type(key) == "number" then return t:select(0, key) end
   if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim == t.ndim then return t:masked_select(key) end
+  if is_tensor(key) and t.ndim == 2 and key.ndim > 0 and INTEGER[key.dtype_] then      -- rows: the same, with less ado
+    row_size[1] = tonumber(t.shape_[0])
+    row_key[1] = key
+    local index = ops.flat_index(row_key, row_size, FIRST)
+    row_key[1] = nil
+    return ops.embedding(t, index)
+  end
   local view, picks = of_list(t, list_of(key))
   return #picks > 0 and pick_all(view, picks) or view
 end

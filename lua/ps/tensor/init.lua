@@ -13,6 +13,7 @@ local is_tensor = scope.is_tensor
 local bit = require "bit"
 local array = require "ps.core.array"
 local hooks = require "ps.core.hooks"
+local foreign = require "ps.core.foreign"
 
 ---@class ps.Tensor
 local T = {}
@@ -512,19 +513,26 @@ local INSTEAD = {
   retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which records a gradient",
   is_leaf = "t:needs_grad()",
   detach_ = "write t = t:detach()", repeat_interleave = "write t:tile(...), t:index_select(dim, indices)",
+  fft = "there is no Fourier transform", real = "there are no complex numbers", view_as = "write t:view(u:shape())",
   type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
 }
 local SET = { requires_grad = "write t:requires_grad_(false)", data = "write ps.no_grad(function() t:copy_(x) end)",
   grad = "write t:set_grad(g), optimizer:zero_grad()" }
 
 local methods = exact.view(T, "t:", true)
+foreign.home("t", function(name) return T[name] ~= nil end, function()
+  local names = {}
+  for name in pairs(M.methods()) do names[#names + 1] = name end
+  return names
+end)
 M.exact = methods
 local mt = {
   __index = function(t, key)
     local method = methods[key]
     if method ~= nil then return method end
     if type(key) == "string" then
-      error(("a tensor has no method or field '%s'%s"):format(key, INSTEAD[key] and ": " .. INSTEAD[key] or ""))
+      error(("a tensor has no method or field '%s'%s"):format(key, INSTEAD[key] and ": " .. INSTEAD[key]
+        or foreign.instead("t", key)))
     end
     return indexing.get(t, key)
   end,

@@ -130,7 +130,7 @@ function T:lerp(stop, weight)
   return stop - way * (1 - weight)
 end
 
---- The indices that sort a tensor along a dimension; equal elements keep their order.
+--- The indices that sort a tensor along a dimension.
 ---@param d? integer default -1
 ---@param descending? boolean default false
 ---@return ps.Tensor int64, of this shape
