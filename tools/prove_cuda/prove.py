@@ -63,7 +63,8 @@ class Files:
     def path(self, source):
         said = hashlib.sha256(self.version)
         headers = [os.path.join(FOLDER, name) for name in sorted(os.listdir(FOLDER)) if name.endswith(".h")]
-        for path in headers + [os.path.join(FOLDER, source + ".cu"), os.path.join(self.generated, "ps_gen.h")]:
+        headers += [os.path.join(ROOT, "src/backend/image.h"), os.path.join(self.generated, "ps_gen.h")]
+        for path in headers + [os.path.join(FOLDER, source + ".cu")]:
             with open(path, "rb") as file:
                 said.update(file.read())
         folder = os.path.join(self.build, "cuda_ptx")

@@ -64,6 +64,54 @@ def rows_of_rope():
               [Struct("rope_call", **{**call("x"), **packs})])
 
 
+def rows_of_conv():
+    def call(**more):
+        shape = Struct("ps_conv_shape", c=4, o=6, groups=2, out=[3, 6], k=[3, 2], stride=[2, 1], dilation=[1, 1],
+                       before=[1, 1], **{"in": [5, 6]})
+        shape["n"] = 2                                  # as an argument of Struct it would be a template's
+        return Struct("conv_call", **{**dict(s=shape, x="x", w="w", y="y", bias="bias", out="out", bias_dtype=F32,
+                                             dw_dtype=BF16, db_dtype=BF16), **more})
+    yield Row("conv", "conv_kernel<bf16>", "2 x 4 x 5 x 6 in 2 groups to 2 x 6 x 3 x 6", 1, 256, [call()])
+    yield Row("conv", "conv_transpose_kernel<bf16>", "2 x 6 x 3 x 6 in 2 groups to 2 x 4 x 5 x 6", 1, 256, [call()])
+    small = Struct("ps_conv_shape", c=2, o=2, groups=2, out=[2, 3], k=[1, 2], stride=[1, 1], dilation=[1, 1],
+                   **{"in": [2, 4]})
+    small["n"] = 3
+    yield Row("conv", "conv_weight_kernel<bf16>", "2 x 1 x 1 x 2 and a bias, from 3 x 2 x 3 places", 3, 128,
+              [call(s=small, out_b="db", bias=None)], quick=True, plants=(0, 1))
+
+
+def rows_of_image():
+    pad = Struct("pad_call", x="x", y="y", ndim=2, dtype=F32, numel=6 * 9, out=[6, 9], before=[1, 2],
+                 **{"in": [4, 5]})
+    yield Row("image", "pad_kernel<unsigned int>", "4 x 5 to 6 x 9", 1, 256, [pad])
+    def resample(transpose, size, given):
+        return Struct("resample_call", a=Struct("ps_attrs_resample", kind=0, transpose=transpose, size=[2, 3],
+                                                kernel=[2, 2], stride=[2, 2]),
+                      x="x", y="y", numel=2 * given[0] * given[1], out=given, **{"in": size})
+    yield Row("image", "resample_kernel<float>", "means of 2 x 2 windows of 2 x 4 x 6", 1, 256,
+              [resample(0, [4, 6], [2, 3])])
+    yield Row("image", "resample_back_kernel<float>", "the gradient of 2 x 2 means of 2 x 4 x 6", 1, 256, [resample(1, [2, 3], [4, 6])],
+              outcome=REFUSED, why="an element whose weight is 0 is passed over, by a comparison of doubles")
+    def pool(numel):
+        return Struct("pool_call", a=Struct("ps_attrs_max_pool", kernel=[2, 2], stride=[2, 2], dilation=[1, 1],
+                                            size=[2, 3]),
+                      x="x", y="y", index="index", numel=numel, out=[2, 3], **{"in": [4, 6]})
+    yield Row("image", "max_pool_kernel<float>", "2 x 2 windows of 2 x 4 x 6", 1, 256, [pool(12)], branches=True)
+    yield Row("image", "max_pool_back_kernel<float>", "the gradient of 2 x 2 windows of 2 x 4 x 6", 1, 256, [pool(48)], branches=True)
+
+
+def rows_of_channel_norm():
+    def call(**more):
+        return Struct("norm_call", **{**dict(x="x", dy="dy", w="w", b="b", mean="mean", var="var", y="y",
+                                             mean_out="m", var_out="v", dx="dx", dw="dw", db="db", N=3, C=4, S=50,
+                                             sets=4, count=150, w_dtype=F32, b_dtype=F32, dw_dtype=F32,
+                                             eps=1e-5), **more})
+    yield Row("channel_norm", "channel_norm_kernel<float>", "4 channels of 3 x 50", 2, 128, [call()], quick=True,
+              plants=(0, 1))
+    yield Row("channel_norm", "channel_norm_dx_kernel<float>", "4 channels of 3 x 50", 2, 128, [call()])
+    yield Row("channel_norm", "channel_norm_dw_kernel<float>", "4 channels of 3 x 50", 2, 128, [call()])
+
+
 def rows_of_gemm():
     def product(batch, residual=None, **more):
         def mat(data, rows, cols):
