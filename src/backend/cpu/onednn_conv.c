@@ -512,7 +512,7 @@ static int do_tasks(work *w)
     for (int64_t task = 0; task < w->tasks; task++) {
         dnnl_status_t st = do_task(w, task, w->threads > 1 ? omp_get_thread_num() : 0);
         if (st != dnnl_success) {
-#pragma omp critical(ps_conv)
+#pragma omp atomic write
             worst = st;
         }
     }
