@@ -283,7 +283,7 @@ describe("a checkpoint of several processes", function()
     ]])
     local one, two = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
     check_cases(out, 2, { missing = { two, "is missing", "files of 2 ranks" },
-      older = { two, "does not belong", "it is of step 1, rank 1 of 2", "wanted is step 2" },
+      older = { two, "does not belong", "it is of step 1, rank 1 of 2", "not of step 2" },
       ["other save"] = { one, "does not belong", "save" }, ["other rank"] = { two, "rank 0 of 2", "rank 1 of 2" },
       ["no index"] = { "is incomplete", "index.json" }, ["other index"] = { one, "does not belong", "step 1" },
       ["damaged index"] = { "index.json is damaged" }, short = { one }, ["flipped 0"] = { one, "tensor '", "damaged" },
@@ -431,8 +431,8 @@ describe("a checkpoint of several processes", function()
     for arguments, part in pairs { ["whole --out y.safetensors"] = shard:match("[^/]*$"), whole = "is there already",
       ["owned --force --out owned/step-00000001/rank-00000-of-00003.safetensors"] = "choose another --out",
       ["owned --force --out alias.safetensors"] = "rank-00002-of-00003.safetensors, a part of the checkpoint",
-      none = "holds no checkpoint", ["whole.safetensors"] = "one file already", [""] = "say what to merge",
-      ["owned --out x.pt"] = "not x.pt", ["whole owned"] = "say what to merge" } do
+      none = "holds no checkpoint", ["whole.safetensors"] = "is a file, not the folder", [""] = "say what to merge",
+      ["owned --out x.pt"] = "not to x.pt", ["whole owned"] = "say what to merge" } do
       text, code = merge(arguments)
       assert.equal(1, code, arguments .. ": " .. text)
       assert.truthy(text:find(part, 1, true) and not text:find("traceback", 1, true), text)
@@ -494,7 +494,7 @@ describe("a checkpoint of several processes", function()
     assert.truthy(text0:find "the network is down$" and not text0:find "saved" and not text0:find "is unknown", text0)
     for _, name in ipairs { "committed 1", "not committed 1" } do
       local text = told[name][1].text
-      assert.truthy(text:find("it is unknown whether the checkpoint .* is complete %(the file latest says%): "),
+      assert.truthy(text:find("it is unknown whether the checkpoint .* is complete %(the file latest tells%): "),
         text)
     end
     text0 = told["not committed 0"][0].text

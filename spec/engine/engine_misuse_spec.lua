@@ -505,7 +505,7 @@ describe("what is assigned to an engine", function()
       assert.equal(5, model:plus(3))
       model.plus = function(self, n) return self.factor - n end
       assert.equal(-1, model:plus(3))
-      fails({ "engine_misuse_spec.lua", "model.backward is the engine's" }, function() model.backward = plus end)
+      fails({ "engine_misuse_spec.lua", "model.backward belongs to the engine" }, function() model.backward = plus end)
       fails({ "takes a module, not a number" }, function() model[0] = 3 end)
       model[0] = nn.Linear(4, 4)
       assert.truthy(rawequal(model[0], model.module[0]))
