@@ -154,8 +154,11 @@ local function steps(row, lib)
       e.optimizer:step()
     end
   end, lib.LOOP)
-  row("criterion = nn.CrossEntropyLoss(); criterion(logits, y)", function() nn.CrossEntropyLoss() end,
-    "ps.F.cross_entropy")
+  row("criterion = nn.CrossEntropyLoss(); criterion(logits, y)", function(e)
+    local logits = ps.arange(0, 12):reshape(4, 3) / 4
+    local y = ps.tensor({ 0, 2, 1, 1 }, "int64")
+    e.near(nn.CrossEntropyLoss()(logits, y):item(), F.cross_entropy(logits, y):item(), "the loss", 1e-6)
+  end)
   row("correct = (logits.argmax(-1) == y).float().mean().item()", function(e)
     e:make()
     local got = ps.no_grad(e.model, e.x):argmax(-1):eq(e.y):float():mean()
@@ -518,14 +521,27 @@ local function rates(row)
     e.near(second:get_last_lr()[1], linear(1), "the rate")
     e.near(e.optimizer.lr, linear(1), "the optimizer's rate")
   end)
-  for _, name in ipairs { "StepLR", "LambdaLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau" } do
+  for _, kind in ipairs { { "StepLR", { step_size = 1, gamma = 0.5 } }, { "CosineAnnealingLR", { T_max = 2 } },
+    { "LambdaLR", { lr_lambda = function(n) return 0.5 ^ n end } } } do
+    local name, options = kind[1], kind[2]
+    row(("scheduler = %s(optimizer, ...); scheduler.step()"):format(name), function(e)
+      e:make()
+      options.optimizer = e.optimizer
+      local schedule = ps.sched[name](options)
+      e.near(e.optimizer.lr, e.RATE, "the first rate")
+      e:after(0)
+      schedule:step()
+      e.near(e.optimizer.lr, e.RATE / 2, "the second rate")
+    end)
+  end
+  for _, name in ipairs { "OneCycleLR", "ReduceLROnPlateau" } do
     row(("scheduler = %s(optimizer, ...)"):format(name), function(e)
       e:make()
       ps.sched[name](e.optimizer)
     end, "optimizer:set_lr(lr)")
   end
   row("torch.optim.lr_scheduler.StepLR(optimizer, ...)", function() ps.optim.lr_scheduler.StepLR() end,
-    "ps.sched.WarmupLR")
+    "there are ps.sched.")
   row("optimizer = optim.RMSprop(model.parameters())", function(e) ps.optim.RMSprop(e.model) end, "Adam, AdamW and SGD")
   row("optimizer = SGD(model.parameters(), lr=...)  # of an engine's model", function(e)
     e:make()
