@@ -283,7 +283,7 @@ describe("a checkpoint of several processes", function()
     ]])
     local one, two = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
     check_cases(out, 2, { missing = { two, "is missing", "files of 2 ranks" },
-      older = { two, "does not belong", "it is of step 1, rank 1 of 2", "not of step 2" },
+      older = { two, "does not belong", "it is of step 1, rank 1 of 2", "not of step 2, rank 1 of 2" },
       ["other save"] = { one, "does not belong", "save" }, ["other rank"] = { two, "rank 0 of 2", "rank 1 of 2" },
       ["no index"] = { "is incomplete", "index.json" }, ["other index"] = { one, "does not belong", "step 1" },
       ["damaged index"] = { "index.json is damaged" }, short = { one }, ["flipped 0"] = { one, "tensor '", "damaged" },

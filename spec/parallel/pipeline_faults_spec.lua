@@ -122,8 +122,8 @@ describe("a stage of a pipeline", function()
     others(1, "1f1b", 1, 'print "fails" error "no such luck"', { "rank 1 %(", "no such luck" })
   end)
 
-  local LEFT = "%S*script%.lua:%d+: optimizer:zero_grad%(%) came before the end of a loop over micro%-batches, at "
-    .. "micro%-batch 2 of 4: .*continue from a checkpoint"
+  local LEFT = "%S*script%.lua:%d+: optimizer:zero_grad%(%) was called before the end of a loop over micro%-batches, "
+    .. "at micro%-batch 2 of 4: .*continue from a checkpoint"
   local LUCK = "script%.lua:%d+: no such luck"
   local OVER = "this group failed before and can be used no more; close it %(rank %d %(%S+%) gave up: " .. LEFT
 
