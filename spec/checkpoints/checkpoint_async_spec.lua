@@ -84,7 +84,7 @@ describe("saving in the background", function()
     ps.set_memory_limit(ps.memory().used + 100000)
     local ok, problem = pcall(fails, function()
       checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true })
-    end, "KiB", "to host memory", "Save without async")
+    end, "KiB", "of host memory", "Save without async")
     ps.set_memory_limit(0)
     assert(ok, problem)
     assert.equal("", names(folder))
@@ -136,7 +136,7 @@ describe("saving in the background", function()
     for number = 3, 6 do
       assert.truthy(read(path("now" .. number .. ".safetensors")) == read(path("then" .. number .. ".safetensors")))
     end
-    fails(function() train("300KiB", { name = "never", async = true }) end, "406.5 KiB to host memory",
+    fails(function() train("300KiB", { name = "never", async = true }) end, "406.5 KiB of host memory",
       "budget of 300.0 KiB", "Save without async")
   end)
 

@@ -347,7 +347,7 @@ describe("the optimizer's state", function()
     bad.state[3] = { step = 1, exp_avg = ps.zeros { 3 }, exp_avg_sq = ps.zeros { 3 } }
     fails(function() optimizer:load_state_dict(bad) end, "exp_avg of parameter", "is [3], but the parameter is [")
     bad.state[3] = { step = 1.5, exp_avg = good.state[3].exp_avg, exp_avg_sq = good.state[3].exp_avg_sq }
-    fails(function() optimizer:load_state_dict(bad) end, "step of parameter", "1.5, no whole number")
+    fails(function() optimizer:load_state_dict(bad) end, "step of parameter", "1.5, not a whole number")
     fails(function() optimizer:load_state_dict({ state = {}, param_groups = {} }) end, "0 groups, but this one has 1")
     fails(function() optimizer:load_state_dict({}) end, "no param_groups")
     fails(function() optimizer:load_state_dict(3) end, "not a number")
@@ -355,7 +355,7 @@ describe("the optimizer's state", function()
     named.tensors["transformer.wpe.weight.exp_avg"] = nil
     fails(function() optimizer:load_state_dict(named) end, "no transformer.wpe.weight.exp_avg")
     ps.save(model:state_dict(), path "m.safetensors")
-    fails(function() optimizer:load_state_dict(ps.load(path "m.safetensors", { lazy = true })) end, "tensors only")
+    fails(function() optimizer:load_state_dict(ps.load(path "m.safetensors", { lazy = true })) end, "has only tensors")
     assert.same(before, end_state(model, optimizer))
   end)
 end)
