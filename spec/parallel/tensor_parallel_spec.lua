@@ -185,7 +185,7 @@ describe("a model that cannot be shared out", function()
 
   it("is one that has values already", function()
     local model = require("models.gpt2").new "tiny"
-    fails({ "a parameter can be cut only while it has no values" }, function()
+    fails({ "a parameter can be cut only before it has values" }, function()
       deferred.cut(model, model.transformer.wte.weight, shard.new { dim = 0, index = 0, count = 2,
         full_shape = { 256, 32 } })
     end)
