@@ -5,12 +5,13 @@
 --   psluajit launch.lua --nproc-per-node 2 vit.lua --zero 3             on two ranks, which share all state out
 local ps = require "ps"
 local argparse = require "argparse"
+local whole = require("ps.command_line").whole
 local nn, F = ps.nn, ps.F
 
 local parser = argparse("vit.lua", "Reads drawn digits.")
-parser:option("--steps", "training steps", "200"):convert(tonumber)
-parser:option("--batch", "images per step, of all ranks", "64"):convert(tonumber)
-parser:option("--zero", "stage of ZeRO", "0"):convert(tonumber)
+whole(parser:option("--steps", "training steps", "200"), 1)
+whole(parser:option("--batch", "images per step, of all ranks", "64"), 1)
+whole(parser:option("--zero", "stage of ZeRO", "0"), 0, 3)
 parser:option("--memory", "chunks or plain", "chunks")
 parser:option("--picture", "the picture's file", "digits.pgm")
 parser:option("--trace", "a file for the first weights and batches, by which another program can do the same")

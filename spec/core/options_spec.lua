@@ -377,7 +377,7 @@ local INNER = {
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
   ["lua/ps/engine/plan/shortage.lua"] = "*",
   ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",
-  ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward",
+  ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward check_kept",
   ["lua/ps/tensor/functional.lua"] = "reduction_of",
   ["lua/ps/tensor/images.lua"] = "F.conv1d F.conv2d F.conv_transpose1d F.conv_transpose2d pooling F.max_pool1d "
     .. "F.max_pool2d F.avg_pool1d F.avg_pool2d",

@@ -382,7 +382,7 @@ describe("collectives on devices", function()
       assert.equal(0, all[rank].code, all[rank].text)
       assert.truthy(all[rank].text:find("carrier\tnil\tsum\t2", 1, true), all[rank].text)
     end
-    assert.truthy(all[0].text:find("goes from cuda through host memory: ", 1, true)
+    assert.truthy(all[0].text:find("copied from cuda through host memory: ", 1, true)
       and all[0].text:find("NCCL cannot be had", 1, true), all[0].text)
     all = run(2, "cuda", train, env .. " BACKEND=nccl")
     for rank = 0, 1 do

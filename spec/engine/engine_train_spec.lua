@@ -34,15 +34,14 @@ local function initialize(config)
   return optimizer
 end
 
--- The settings with about the least host memory under which a step is carried out, and a disk tier in `disk`.
+-- The settings with about the least host memory under which train.run carries out a step, and a disk tier in `disk`.
 local function tight(settings, disk)
   settings.memory = { host = 100 * 1024, disk = { path = disk, limit = 2 ^ 26 } }
   L.fit(settings, function()
     L.used()
     local ok, problem = pcall(function()
       local optimizer = initialize(settings)
-      model:backward(model(loader():next()))
-      optimizer:step()
+      train.run { model = model, optimizer = optimizer, loader = loader(), steps = 1, quiet = true }
     end)
     if model then model:close() end
     model = nil

@@ -462,7 +462,7 @@ template <class A>
 static __global__ void scatter_add_kernel(trap_to t, A *sum, const void *src, int src_type, const void *index,
                                           int dtype, int64_t lanes, int64_t limit, shape s)
 {
-    for_lanes(t, PS_OP_scatter_add, index, dtype, lanes, limit, s, false, [=](int64_t i, int64_t k) {
+    for_lanes(t, PS_OP_scatter_add, index, dtype, lanes, limit, s, false, [&](int64_t i, int64_t k) {
         sum[picked(s, i, k)] += access<A>::load(src, src_type, i);
     });
 }
@@ -478,7 +478,7 @@ template <class A>
 static __global__ void scatter_reduce_kernel(trap_to t, A *all, const void *src, int src_type, const void *index,
                                              int dtype, int64_t lanes, int64_t limit, shape s, int reduce)
 {
-    for_lanes(t, PS_OP_scatter_reduce, index, dtype, lanes, limit, s, false, [=](int64_t i, int64_t k) {
+    for_lanes(t, PS_OP_scatter_reduce, index, dtype, lanes, limit, s, false, [&](int64_t i, int64_t k) {
         A &to = all[picked(s, i, k)];
         to = joined<A>(to, access<A>::load(src, src_type, i), reduce);
     });
@@ -488,14 +488,14 @@ template <class U>
 static __global__ void scatter_kernel(trap_to t, U *y, const U *src, const void *index, int dtype, int64_t lanes,
                                       int64_t limit, shape s, int op)
 {
-    for_lanes(t, op, index, dtype, lanes, limit, s, false, [=](int64_t i, int64_t k) { y[picked(s, i, k)] = src[i]; });
+    for_lanes(t, op, index, dtype, lanes, limit, s, false, [&](int64_t i, int64_t k) { y[picked(s, i, k)] = src[i]; });
 }
 
 template <class U>
 static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const void *index, int dtype, int64_t lanes,
                                                int64_t limit, shape s)
 {
-    for_lanes(t, PS_OP_scatter_backward, index, dtype, lanes, limit, s, true, [=](int64_t i, int64_t k) {
+    for_lanes(t, PS_OP_scatter_backward, index, dtype, lanes, limit, s, true, [&](int64_t i, int64_t k) {
         U &from = dx[picked(s, i, k)];
         dsrc[i] = from;
         from = 0;
