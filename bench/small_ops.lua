@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Microseconds of small ops, indexing and movement of elements, beside PyTorch's on one thread, as a table in Markdown:
+-- Microseconds of small ops, indexing and movement of elements, ours and PyTorch's, on one thread, as a table in
+-- Markdown:
 --   PYTHON=$(tools/oracle.sh python) psluajit bench/small_ops.lua [--only NAME] [--rounds 3]
 -- Each side runs in a process of its own (bench/peers/small_ops_torch.py), in turn; a figure is the best of the rounds,
 -- of calls that last some milliseconds together. Three sizes of each op.
@@ -8,7 +9,7 @@ local argparse = require "argparse"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
 
-local parser = argparse("bench/small_ops.lua", "Small ops beside PyTorch, one thread.")
+local parser = argparse("bench/small_ops.lua", "Small ops and PyTorch, on one thread.")
 parser:flag("--own", "prints psluajit's figures as JSON, and runs no peer")
 parser:option("--only", "ops whose name contains this")
 command_line.whole(parser:option("--rounds", "times that each side runs", "3"), 1)

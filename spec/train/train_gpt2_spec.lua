@@ -170,7 +170,8 @@ describe("train_gpt2.lua", function()
       ["--config none.json"] = "config: cannot read none.json: No such file or directory (nor is it base64 of a "
         .. "JSON object)",
       ["--device gpu"] = 'config: device is "gpu"; expected "auto", "cpu", "sim" or "cuda"',
-      ["--model nope"] = "gpt2: no preset 'nope' (there are char, gpt2, gpt2-large, gpt2-medium, gpt2-xl, small, tiny)",
+      ["--model nope"] = "gpt2: there is no preset 'nope' "
+        .. "(there are char, gpt2, gpt2-large, gpt2-medium, gpt2-xl, small, tiny)",
       ["--data none.txt"] = "cannot open none.txt: No such file or directory",
     } do
       local text, code = example("--data text.txt --model tiny --seq 16 --out no --steps 2 " .. given,
