@@ -363,12 +363,22 @@ def rows_of_table():
     yield Row("table", "embedding_sum_kernel<bf16, 8>", "50 rows of 264", 4, 256, [sums(264)], values=known)
     yield Row("table", "embedding_sum_kernel<float, 1>", "50 rows of 77", 4, 256, [sums(77, F32, 0)], values=known)
     yield Row("table", "embedding_hot_kernel<bf16, 8>", "rows of 264", (2, 2), 512, [sums(264)], values=known)
-    shape = Struct("shape", ndim=2, dim=1, size=[20, 15], stride=[30, 1], src_stride=[15, 1])
+    shape = Struct("shape", ndim=2, dim=1, width=1, size=[20, 15], stride=[30, 1])
     picks = {"index": ("u64", [i * 7 % 30 for i in range(300)])}
     yield Row("table", "gather_kernel<unsigned int>", "20 x 15 of 20 x 30", 2, 256,
               [trap, "y", "x", "index", I64, 300, 30, shape], values=picks)
-    yield Row("table", "scatter_kernel<double>", "20 x 15 into 20 x 30", 1, 256,
+    yield Row("table", "scatter_add_kernel<double>", "20 x 15 into 20 x 30", 1, 256,
               [trap, "sum", "src", F32, "index", I64, 20, 30, shape], values=picks)
+    yield Row("table", "scatter_reduce_kernel<double>", "20 x 15 into 20 x 30, products", 1, 256,
+              [trap, "all", "src", F32, "index", I64, 20, 30, shape, 2], values=picks)
+    yield Row("table", "scatter_kernel<unsigned int>", "20 x 15 into 20 x 30", 1, 256,
+              [trap, "y", "src", "index", I64, 20, 30, shape, 0], values=picks)
+    yield Row("table", "scatter_backward_kernel<unsigned int>", "20 x 15 into 20 x 30", 1, 256,
+              [trap, "dx", "dsrc", "index", I64, 20, 30, shape], values=picks)
+    coordinates = Struct("coordinates", ndim=1, dtype=[I64], p=["index"], shape=[300], stride=[[1]], size=[30])
+    coordinates["n"] = 1
+    yield Row("table", "flat_index_kernel", "300 indices of one dimension", 2, 256, [trap, "y", 300, coordinates],
+              values=picks)
 
 
 def dynamic_shared(source, kernel):
