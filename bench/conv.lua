@@ -11,7 +11,7 @@ local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/conv.lua", "Compares forward and backward of a convolution with PyTorch.")
 parser:option("--peer", "a Python that has PyTorch")
-parser:option("--threads", "numbers of threads", "1"):args "+":convert(tonumber)
+whole(parser:option("--threads", "numbers of threads", "1"):args "+", 1)
 whole(parser:option("--rounds", "times that each process computes", "15"), 1)
 whole(parser:option("--batch", "images", "32"), 1)
 whole(parser:option("--channels", "of input and output", "64"), 1)

@@ -110,7 +110,7 @@ describe("a table of examples", function()
     local path = file("a.jsonl", '{"n": 1}\n{"n": \n{"n": 3}\n[]\n5\n')
     local rows = ps.data.table(path)
     fails(function() return rows[2] end, "a.jsonl:2: not JSON")
-    fails(function() return rows[5] end, "a.jsonl:5: a row is a JSON object, and this is 5")
+    fails(function() return rows[5] end, "a.jsonl:5: each row must be a JSON object; this one is 5")
     local script = "local t = require('ps').data.table('%s', { on_error = 'skip' }) print(#t)"
     local out = check.run("", script:format(path))
     assert.truthy(out:find("skipped 2 of 5 rows; the first:", 1, true), out)

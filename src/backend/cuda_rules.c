@@ -36,7 +36,7 @@ static int64_t rows_copy(const ps_view *v)
     return ps_cu_is_rows(v, &stride) ? 0 : up(nbytes_of(v));
 }
 
-/* One product of gemm.cu of [rows, inner] and [inner, cols]: what it needs for its bias. */
+/* The bytes that gemm.cu needs to copy the bias of one product of [rows, inner] and [inner, cols]. */
 static int64_t bias_copy(const ps_view *bias, int64_t rows, int64_t inner, int64_t cols, int a, int b, int dst)
 {
     if (!bias || !ps_has(bias)) return 0;

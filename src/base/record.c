@@ -33,7 +33,7 @@ static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;
 static struct { int kind, micro, signal; double seconds; } planted;     /* ps_test_signal */
 
-/* Modules under way, outermost first; deeper ones are counted without a place. */
+/* Modules whose calls are in progress, outermost first. Beyond DEEPEST only the depth is counted. */
 enum { DEEPEST = 128 };
 static struct { int64_t began; int32_t id; } modules[DEEPEST];
 static int32_t depth;

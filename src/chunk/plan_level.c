@@ -388,8 +388,8 @@ static int take_beyond(run *r, int32_t i)
     return take_space(r, i, true, false);
 }
 
-/* The uses of the group at the use cursor are over: its space no longer counts as waiting, and its chunks may leave.
- * Those whose contents have ended leave now. */
+/* Called when the uses of the group at the use cursor are over. Stops counting its space as waiting, allows its chunks
+ * to be evicted, and evicts those whose contents have ended at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {

@@ -57,8 +57,8 @@ int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b,
     for (int i = 0; i < ndim; i++) {
         int64_t x = i < a->ndim ? a->shape_[a->ndim - 1 - i] : 1, y = i < b->ndim ? b->shape_[b->ndim - 1 - i] : 1;
         if (x != y && x != 1 && y != 1)
-            return ps_rule_fail(f, "shapes do not broadcast: sizes %lld and %lld, %d from the end", (long long)x,
-                                (long long)y, i);
+            return ps_rule_fail(f, "shapes do not broadcast: dimension -%d has size %lld in one and %lld in the other",
+                                i + 1, (long long)x, (long long)y);
         out->shape[ndim - 1 - i] = x == 1 ? y : x;
     }
     out->ndim = ndim;

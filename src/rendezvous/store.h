@@ -49,7 +49,8 @@ int ps_store_try(const char *host, int port, const ps_store_rank *me, double unt
 void ps_store_pause(void);
 /* Seconds after which a rank that waits for others prints a note about it, once. */
 double ps_store_say_s(double timeout_s);
-/* Prints once, after that time, that a rank waits for rank 0. *said: whether it has. where: "at HOST port PORT". */
+/* Prints a note that this rank waits for rank 0, once, if ps_store_say_s() seconds have passed since `since`.
+ * *said: whether it has been printed. where: "at HOST port PORT". */
 void ps_store_say(const ps_store_rank *me, double since, const char *where, bool *said);
 /* Waits until all ranks are connected. A wrong rank or world size is reported before this returns. Rank 0 prints once,
  * on stderr, which ranks have been missing for long. */

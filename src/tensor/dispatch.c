@@ -161,8 +161,7 @@ static int prepare_in_place(apply *a)
     for (int d = 0; d < dst->ndim && a->op != PS_OP_fill_; d++)
         if (dst->stride_[d] == 0 && dst->shape_[d] > 1 && dst->numel_ > 0)
             return ps_fail(PS_EINVAL, "%s: the tensor to write into is expanded: several of its elements share "
-                           "their bytes; write into the tensor before it was expanded, or into a "
-                           ":clone()", a->row->name);
+                           "their bytes; write into the original tensor, or into a :clone()", a->row->name);
     for (int i = 1; i < a->n_in; i++)
         if (a->in[i] && may_overlap(dst, a->in[i]) && !same_elements(dst, a->in[i]))
             PS_TRY(replace_input(a, i, PS_OP_contiguous, &none));

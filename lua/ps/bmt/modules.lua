@@ -40,7 +40,7 @@ local function shard_of(part, dim, call)
   return shard.new({ dim = dim, index = group:rank(), count = group:size(), full_shape = full }, call)
 end
 
---- A parameter whose bytes the ranks share, with the values of rank 0. Ops on it gather it, wherever they are. Under
+--- A parameter sharded over the ranks, initialized from rank 0. Any op that reads it gathers it first. Under
 --- tp, if tp_split_dim is not -1, data is this rank's part, and rank 0 means the first of the ranks with the same part.
 ---@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one dtype
 ---@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string, tp_mode?: boolean,

@@ -116,7 +116,7 @@ function mask.generated(rendered)
   return spans[1] and spans
 end
 
---- The end of a text that belongs to no message.
+--- The part of a rendered text after its last message.
 ---@param rendered string|ps.chat.Text
 ---@return string
 function mask.tail(rendered)

@@ -47,7 +47,7 @@ end
 
 caller.position, caller.is_own = position, is_own
 
---- Registers the C function below which a paused script lies on the stack.
+--- Registers the C function that pauses a script. On the stack, the script's frames come after this function's frame.
 ---@param func function
 function caller.pauses(func) pause = func end
 

@@ -42,7 +42,7 @@ local function row_of(rows, i)
   if not ok then
     error(("%s: not JSON: %s"):format(rows:place(i), type(row) == "table" and row.json or tostring(row)))
   end
-  if getmetatable(row) ~= values.Dict then error(rows:place(i) .. ": a row is a JSON object") end
+  if getmetatable(row) ~= values.Dict then error(rows:place(i) .. ": each row must be a JSON object") end
   return row
 end
 

@@ -85,7 +85,7 @@ local function of_lines(path, kind)
     local row, place = line(i)
     local value = decoded(row, place)
     if type(value) ~= "table" then
-      error(("%s: a row is a JSON object, and this is %s"):format(place, row:sub(1, 40)))
+      error(("%s: each row must be a JSON object; this one is %s"):format(place, row:sub(1, 40)))
     end
     return value
   end

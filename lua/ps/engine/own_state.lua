@@ -122,8 +122,8 @@ local function part_in(value)
   end
 end
 
--- A file that is not named after its rank is meant to be the whole model, or every rank writes it over the others'. The
--- first rank says so.
+-- If a file's name has no rank in it, either the script means to save the whole model, or the ranks overwrite each
+-- other's file. Rank 0 prints a note.
 hooks.on("saves", function(value, path)
   local part, rank = part_in(value), mesh.env() and mesh.env().rank or 0
   if not part or rank > 0 or path:match("[^/]*$"):find "0" then return end

@@ -14,7 +14,7 @@
 local scope = require "ps.core.scope"
 
 ---@class ps.nn.Part
----@field name string the prefix of its parameters' names, "h.0", if there is one module
+---@field name string for a part of one module, the prefix of its parameters' names, e.g. "h.0"
 ---@field modules ps.nn.Module[] a tied table belongs to every part that uses it
 ---@field forward fun(carry: table<string, ps.Tensor>, batch: table<string, any>): table<string, ps.Tensor>
 

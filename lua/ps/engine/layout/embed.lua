@@ -87,7 +87,7 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- Returns the tables that can be on the host, found by dry runs with them there, and whether dry runs are impossible.
+-- Tries tables on the host in dry runs. Returns those that work there, and true if dry runs are impossible.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)

@@ -419,7 +419,7 @@ end
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- The arguments with which a model's parts are counted.
+-- Example arguments for the call that counts the operations of a model's parts.
 local function example(module)
   if type(module.example) ~= "function" then
     error(("pipeline: %s has no method example(rows, positions), which makes the arguments of a call with which the "
