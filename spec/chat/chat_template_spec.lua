@@ -213,6 +213,18 @@ describe("the trained parts of a conversation", function()
       .. "{{ 'assistant: ' if add_generation_prompt }}")))
   end)
 
+  it("leave out the header if no user has spoken", function()
+    assert.same({ "Hello<|im_end|>" }, (trained(CHATML, { TALK[1], TALK[3] })))
+    assert.same({ "Hello<|im_end|>" }, (trained(CHATML, { TALK[3] })))
+  end)
+
+  it("are what generation blocks say, of the turns that are asked for", function()
+    local source = "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}."
+      .. "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    assert.same({ "Ciao." }, (trained(source, nil, "last")))
+    assert.same({ "Hello." }, (trained(source, nil, function(i) return i == 3 end)))
+  end)
+
   it("are what generation blocks say", function()
     assert.same({ "Hello.", "Ciao." }, (trained("{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
       .. "{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}")))

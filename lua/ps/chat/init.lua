@@ -290,8 +290,13 @@ local function generation_prompt(self, messages, options)
     local role = values.get(messages[i], "role")
     if role and text.flat(role) == "user" then upto = i; break end
   end
-  if not upto then return "" end
-  local shown = values.list(values.copied(messages, 1, upto))
+  local shown = upto and values.list(values.copied(messages, 1, upto))
+  if not upto then                                         -- any user's message: the header is the same
+    local asked = values.dict()
+    values.set(asked, "role", "user")
+    values.set(asked, "content", "x")
+    shown = values.list { asked }
+  end
   local function text_of(prompt)
     local vars = variables_of(shown, options, false)
     vars.add_generation_prompt = prompt
@@ -341,7 +346,9 @@ function Template:trained(messages, options, train_on)
   local s = text.flat(rendered)
   local spans = mask.generated(rendered)
   if train_on == "all" then spans = { { 1, #s } }
-  elseif not spans or train_on ~= "assistant" then
+  elseif spans and train_on ~= "assistant" then
+    spans = mask.generated(rendered, wanted_of(messages, train_on)) or {}
+  elseif not spans then
     local prompt = generation_prompt(self, messages, options)
     local turn, stranger
     spans, turn, stranger = mask.spans(rendered, wanted_of(messages, train_on), prompt,

@@ -107,11 +107,13 @@ end
 
 --- The bytes of generation blocks; nil: the rendering has none.
 ---@param rendered string|ps.chat.Text
+---@param wanted? integer[] only those that the template writes for these messages
 ---@return {[1]: integer, [2]: integer}[]?
-function mask.generated(rendered)
-  local spans = {}
+function mask.generated(rendered, wanted)
+  local spans, of = {}, {}
+  for _, i in ipairs(wanted or {}) do of[i] = true end
   text.each(rendered, function(first, last, mark)
-    if mark and mark.generated then add(spans, first, last) end
+    if mark and mark.generated and (not wanted or of[mark.owner or mark.message]) then add(spans, first, last) end
   end)
   return spans[1] and spans
 end

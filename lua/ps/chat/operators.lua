@@ -50,6 +50,7 @@ operators["+"] = function(a, b)
   end
   local class = getmetatable(a)
   if (class == values.List or class == values.Tuple) and getmetatable(b) == class then
+    if #a + #b > 1e6 then raise("a list of %.0f items: the limit is 1000000", #a + #b) end
     local all = {}
     for i = 1, #a do all[i] = a[i] end
     for i = 1, #b do all[#a + i] = b[i] end

@@ -84,6 +84,7 @@ function formats.recognise(rows, options)
 end
 
 local function as_value(v)
+  if v == require("cjson").null then return values.NONE end
   if type(v) ~= "table" or getmetatable(v) then return v end
   local dict = values.dict()
   local keys = {}
