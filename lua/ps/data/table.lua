@@ -53,6 +53,15 @@ end
 
 local INDEXED = 16 * 1024 * 1024                           -- bytes of a file from which on it gets an index
 
+-- Whether a file is an index, or is not there: a file of the script's own is never replaced.
+local function may_write(index)
+  local file = io.open(index, "rb")
+  if not file then return true end
+  local magic = file:read(8)
+  file:close()
+  return magic == "PSLINES1"
+end
+
 -- A file by line, with the index next to the file, or in the cache folder if that cannot be written.
 local function open_lines(path)
   local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
@@ -61,9 +70,10 @@ local function open_lines(path)
   check(C.ps_lines_open(path, use, out))
   local lines = ffi.gc(out[0], C.ps_lines_close)
   if lfs.attributes(path, "size") < INDEXED then return lines end
-  if C.ps_lines_scanned(lines) == 1 and C.ps_lines_save(lines, index) < 0 and elsewhere then
-    C.ps_lines_save(lines, elsewhere)
-  end
+  if C.ps_lines_scanned(lines) == 0 then return lines end
+  if may_write(index) and C.ps_lines_save(lines, index) >= 0 then return lines end
+  elsewhere = elsewhere or cached_index(path)
+  if elsewhere then C.ps_lines_save(lines, elsewhere) end
   return lines
 end
 

@@ -164,7 +164,17 @@ function conversations:apply_chat_template(messages, options)
   end
   if options.continue_final_message then
     if options.train_on then error "apply_chat_template: train_on does not go with continue_final_message" end
-    return (ids_of(self, { text = template:render(messages, given), message = {} }))
+    local ids = ids_of(self, { text = template:render(messages, given), message = {} })
+    given.continue_final_message = nil
+    local whole = template:trained(messages, given, "all")
+    for _, part in ipairs(whole.message) do                -- where the text is cut, its parts are not known
+      for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
+        if rawget(self, "special_ids")[id] then
+          error "apply_chat_template: continue_final_message, and a message spells a special token: remove it"
+        end
+      end
+    end
+    return ids
   end
   local rendered = template:trained(messages, given, options.train_on or "all")
   local ids, bytes = ids_of(self, rendered)
