@@ -71,7 +71,8 @@ end
 
 -- Prints the model's own last reply in the first held-out conversation, by greedy decoding.
 local function reply()
-  local ids = tok:apply_chat_template(ps.data.prompt(held_out, 1), { add_generation_prompt = true, date = args.date })
+  local messages, tools = ps.data.prompt(held_out, 1)
+  local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = args.date, tools = tools })
   local out = model:generate({ ids }, 48, { temperature = 0, tokenizer = tok })[1]
   ps.print_rank("  " .. tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true }))
 end

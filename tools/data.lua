@@ -38,7 +38,8 @@ local function open()
 end
 
 local function example(tok, rows, form, i)
-  return tok:apply_chat_template(ps.data.conversation(rows, i, form), { train_on = args.train_on, date = args.date })
+  local messages, tools = ps.data.conversation(rows, i, form)
+  return tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
 end
 
 local function shown()

@@ -163,6 +163,14 @@ describe("the form of rows", function()
     end
   end)
 
+  it("has the row's tools, and ShareGPT's system message", function()
+    local rows = ps.data.table { { messages = { USER, REPLY }, tools = { { name = "f" } } } }
+    local _, tools = ps.data.conversation(rows, 1)
+    assert.equal("f", tools[1].map.sname)
+    local row = { system = "S", conversations = { { from = "human", value = "Q" } } }
+    assert.same({ "system: S", "user: Q" }, select(2, conversation(row)))
+  end)
+
   it("keeps the order of keys of a file", function()
     local rows = ps.data.table(file("a.jsonl",
       '{"messages": [{"role": "assistant", "tool_calls": [{"z": 1, "a": 2.0}], "content": ""}]}\n'))

@@ -125,6 +125,8 @@ function CONVERSATIONS.sharegpt(get, place)
     end
     messages[i] = message(role, values.get(turn, "value"))
   end
+  local system = get("system", true)
+  if text.is(system) and text.flat(system) ~= "" then table.insert(messages, 1, message("system", system)) end
   return values.list(messages)
 end
 
@@ -153,6 +155,7 @@ end
 ---@param i integer row, from 1
 ---@param form? string as ps.data.format gives it; default: that of the row
 ---@return table messages
+---@return table? tools the row's field `tools`
 function formats.conversation(rows, i, form)
   if form ~= nil then caller.one_of(form, NAMES, "ps.data.conversation: the form") end
   local row, plain = row_of(rows, i)
@@ -160,15 +163,18 @@ function formats.conversation(rows, i, form)
   form = form or form_of(function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end)
   local read = CONVERSATIONS[form or ""]
   if not read then error(("%s: a row in the form '%s' is no conversation"):format(rows:place(i), form or "unknown")) end
-  local messages = read(function(name)
+  local messages = read(function(name, may_lack)
     local v = values.get(row, name)
-    if v == nil and name ~= "input" then error(("%s: the field '%s' is missing"):format(rows:place(i), name)) end
+    if v == nil and name ~= "input" and not may_lack then
+      error(("%s: the field '%s' is missing"):format(rows:place(i), name))
+    end
     return v
   end, rows:place(i))
   if getmetatable(messages) ~= values.List or #messages == 0 then
     error(rows:place(i) .. ": the conversation has no message")
   end
-  return messages
+  local tools = values.get(row, "tools")
+  return messages, tools ~= values.NONE and tools or nil
 end
 
 --- The messages of a row before the assistant's last turn: a prompt for the model.
@@ -176,13 +182,14 @@ end
 ---@param i integer row, from 1
 ---@param form? string as ps.data.format gives it; default: that of the row
 ---@return table messages
+---@return table? tools the row's field `tools`
 function formats.prompt(rows, i, form)
-  local messages = formats.conversation(rows, i, form)
+  local messages, tools = formats.conversation(rows, i, form)
   for k = #messages, 1, -1 do
     local role = values.get(messages[k], "role")
-    if role and text.flat(role) == "assistant" then return values.list(values.copied(messages, 1, k - 1)) end
+    if role and text.flat(role) == "assistant" then return values.list(values.copied(messages, 1, k - 1)), tools end
   end
-  return messages
+  return messages, tools
 end
 
 return formats

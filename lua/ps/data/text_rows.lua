@@ -137,8 +137,9 @@ function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
       end
       return ids, labels, place
     end
-    local ids, mask = tokenizer:apply_chat_template(formats.conversation(examples, i, form),
-      { train_on = train_on, date = options.date })
+    local messages, tools = formats.conversation(examples, i, form)
+    local ids, mask = tokenizer:apply_chat_template(messages,
+      { train_on = train_on, date = options.date, tools = tools })
     return ids, labels_of(ids, mask, place(), train_on), place
   end, seq, too_long), tokenizer, to_seq)
 end
