@@ -219,7 +219,13 @@ def main():
     job = os.path.join(run.folder, "job.json")
     with open(job, "w", encoding="ascii") as f:
         json.dump(cases, f)
-    spawned.spawn(on_rank, args=(job,), nprocs=RANKS)
+    try:
+        spawned.spawn(on_rank, args=(job,), nprocs=RANKS)
+    except spawned.ProcessExitedException as e:            # seen once: gloo's threads abort PyTorch's process as it ends
+        print("PyTorch's processes run again: %s" % e)
+        if os.path.exists(job + ".meet"):
+            os.remove(job + ".meet")
+        spawned.spawn(on_rank, args=(job,), nprocs=RANKS)
     run.ranks("tensor_cases.lua", RANKS, job)
     for case in cases:
         run.judged_case(case, judge(case))
