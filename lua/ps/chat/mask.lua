@@ -9,29 +9,42 @@ local mask = {}
 
 ---@class ps.chat.Turn
 ---@field first integer its first byte
----@field last integer its last byte; 0: the template wrote nothing for the message
+---@field last integer its last byte
 ---@field from integer the first byte that comes from the message; nil: none
 ---@field upto integer the last byte that comes from the message; 0: none
 ---@field parts {[1]: integer, [2]: integer}[] its bytes, without those of other messages' turns
+---@field over? boolean another message's turn has begun
 ---@field stranger? integer a message whose bytes the template writes within this turn
 
-local function turn_of(rendered, i)
-  local turn, owned = { last = 0, upto = 0, parts = {} }, false
-  text.each(rendered, function(_, _, mark) owned = owned or mark and mark.owner == i end)
-  local over = false                                       -- a turn ends where that of another message begins
+-- The turns of a rendering, by message. A turn is the bytes that the template wrote while it was at the message. If it
+-- never was at the message, the turn is the bytes that come from it. A turn ends where another message's turn begins.
+---@return table<integer, ps.chat.Turn>
+local function turns_of(rendered)
+  local owned, turns, open = {}, {}, {}                    -- open: turns that have begun and not ended
+  text.each(rendered, function(_, _, mark) if mark and mark.owner then owned[mark.owner] = true end end)
   text.each(rendered, function(first, last, mark)
-    if not mark or over then return end
-    local at = mark.owner or not owned and mark.message
-    if at ~= i then
-      over = turn.first ~= nil and at and true or false
-      return
+    local message = mark and (mark.owner or mark.message)
+    if not message then return end
+    for i, turn in pairs(open) do
+      if i ~= message and (mark.owner or not owned[i]) then turn.over, open[i] = true, nil end
     end
-    turn.first, turn.last = turn.first or first, last
+    if not mark.owner and owned[message] or turns[message] and turns[message].over then return end
+    local turn = turns[message] or { first = first, upto = 0, parts = {} }
+    turns[message], open[message], turn.last = turn, turn, last
     turn.parts[#turn.parts + 1] = { first, last }
-    if mark.message == i then turn.from, turn.upto = turn.from or first, last
+    if mark.message == message then turn.from, turn.upto = turn.from or first, last
     elseif mark.message then turn.stranger = turn.stranger or mark.message end
   end)
-  return turn
+  return turns
+end
+
+-- The first byte after all turns; nil: the text ends with a turn.
+local function tail_of(rendered)
+  local tail
+  text.each(rendered, function(first, _, mark)
+    if mark and (mark.owner or mark.message) then tail = nil else tail = tail or first end
+  end)
+  return tail
 end
 
 -- The longest start of a generation prompt, of at most n bytes, that does not end within a word.
@@ -88,14 +101,12 @@ end
 ---@return integer? turn that message
 ---@return integer? stranger the other message
 function mask.spans(rendered, wanted, prompt, end_token)
-  local s, spans, tail = text.flat(rendered), {}, nil      -- tail: the first byte after all turns
-  text.each(rendered, function(first, _, mark)
-    if mark and (mark.owner or mark.message) then tail = nil else tail = tail or first end
-  end)
+  local s, spans, tail = text.flat(rendered), {}, tail_of(rendered)
+  local turns = turns_of(rendered)
   for _, i in ipairs(wanted) do
-    local turn = turn_of(rendered, i)
-    if turn.stranger then return nil, i, turn.stranger end
-    if turn.last > 0 then
+    local turn = turns[i]
+    if turn and turn.stranger then return nil, i, turn.stranger end
+    if turn then
       local first, last = after_header(s, turn, prompt), turn_end(s, turn, end_token, tail)
       for k, part in ipairs(turn.parts) do
         add(spans, math.max(part[1], first), k == #turn.parts and last or math.min(part[2], last))
@@ -122,10 +133,7 @@ end
 ---@param rendered string|ps.chat.Text
 ---@return string
 function mask.tail(rendered)
-  local tail
-  text.each(rendered, function(first, _, mark)
-    if mark and (mark.owner or mark.message) then tail = nil else tail = tail or first end
-  end)
+  local tail = tail_of(rendered)
   return tail and text.flat(rendered):sub(tail) or ""
 end
 
