@@ -58,7 +58,7 @@ end
 function GPT:forward(input, pos, mask)
   local hidden = self.word_emb(input) + F.embedding(pos, self.pos_emb)
   hidden = self.layernorm(self.transformers(hidden, mask, { batch_related = { 0 } }))
-  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- of this rank's part of the words
+  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- logits of this rank's words
 end
 
 local VOCABULARY, BATCH, LENGTH = 512, 4, 32

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains a small vision transformer (Dosovitskiy et al. 2021) to read drawn digits in noise, and writes a picture:
--- digits above what it reads.
+-- the digits, and below them the digits that the model reads.
 --   psluajit vit.lua                                       in chunks (docs/memory.md); --memory plain: without
 --   psluajit launch.lua --nproc-per-node 2 vit.lua --zero 3             on two ranks, which share all state out
 local ps = require "ps"

@@ -37,7 +37,7 @@ local function pack(...) return { n = select("#", ...), ... } end
 -- -- the context ------------------------------------------------------------------------------------------------------
 ---@class ps.autograd.Context what forward leaves for backward; any other field is the script's
 ---@field needs_input_grad boolean[] by argument of forward
----@field private _saved any[]? with n: in forward, what it saved
+---@field private _saved any[]? with n: the tensors that forward saved
 ---@field private _n_saved integer
 ---@field private _open boolean backward runs
 ---@field private _plain table<integer, true> outputs without a gradient, by address
@@ -223,7 +223,7 @@ local function record(class, context_, args, results, rng)
   local plain = {}
   for i = 1, results.n do plain[i] = context_._plain[address(results[i])] or not results[i]:is_float() end
   local saved_list = rawget(context_, "_saved") or { n = 0 }
-  -- what was saved as an output is the output that the caller gets
+  -- an output that forward saved is the tensor that the caller gets
   local before = pack(unpack(results, 1, results.n))
   fresh(results, args)
   local call = { resume = resume, class = class, ctx = context_, n = args.n, ins = {}, outs = {}, rng = rng,

@@ -34,7 +34,7 @@ local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "
 --- The gradients of the outputs with respect to the inputs, as several results. No parameter's own gradient changes.
 --- The graph is freed, as by backward, unless retain_graph = true.
 ---@param outputs ps.Tensor|ps.Tensor[] of one element each, unless grad_outputs has their gradients
----@param inputs ps.Tensor|ps.Tensor[] leaves, or what was computed on the way to the outputs
+---@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors computed on the way to the outputs
 ---@param options? {grad_outputs?: ps.Tensor|table<integer, ps.Tensor>, retain_graph?: boolean, allow_unused?: boolean}
 ---  allow_unused: the gradient of an input that no output depends on is nil, not an error
 ---@return ps.Tensor ... a gradient for each input

@@ -13,8 +13,8 @@ local raise, truth = values.raise, values.truth
 
 local evaluate = {}
 
-local STEPS = 20e6                                         -- of one rendering: statements, loop turns, calls
-local DEPTH = 100                                          -- of macros within one another
+local STEPS = 20e6                                         -- statements, loop turns and calls of one rendering, at most
+local DEPTH = 100                                          -- how deep macros may call one another
 
 ---@class ps.chat.State of one rendering
 ---@field steps integer
@@ -172,23 +172,18 @@ function EXPRESSIONS.compare(node)
   end
 end
 
-function EXPRESSIONS.list(node)
+-- The function of a list or a tuple. make: values.list or values.tuple.
+local function sequence(node, make)
   local items = all(node.items)
   return function(scope)
     local list = {}
     for i, item in ipairs(items) do list[i] = item(scope) end
-    return values.list(list)
+    return make(list)
   end
 end
 
-function EXPRESSIONS.tuple(node)
-  local items = all(node.items)
-  return function(scope)
-    local list = {}
-    for i, item in ipairs(items) do list[i] = item(scope) end
-    return values.tuple(list)
-  end
-end
+function EXPRESSIONS.list(node) return sequence(node, values.list) end
+function EXPRESSIONS.tuple(node) return sequence(node, values.tuple) end
 
 function EXPRESSIONS.dict(node)
   local keys, items = all(node.keys), all(node.items)
@@ -307,7 +302,7 @@ local function caught(run, scope)
   return text.concat(out)
 end
 
--- The filters of a block over what it wrote.
+-- Returns a function that applies a block's filters to its output.
 local function block_filter(node)
   local innermost = node
   while innermost.value do innermost = innermost.value end

@@ -2,6 +2,7 @@
 -- Jinja's filters, and `tojson` as transformers has it: functions of a value, a list of arguments, the named ones, and
 -- the scope.
 local text = require "ps.chat.text"
+local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
 local json = require "ps.chat.json"
 local letters = require "ps.chat.letters"
@@ -9,17 +10,9 @@ local format = require "ps.chat.format"
 local operators = require "ps.chat.operators"
 local attributes = require "ps.chat.attributes"
 local tests = require "ps.chat.tests"
-local raise, NONE = values.raise, values.NONE
+local raise, argument, NONE = values.raise, values.argument, values.NONE
 
 local filters = {}
-
--- An argument by its place or name.
-local function argument(args, named, i, name, default)
-  local v = args[i]
-  if v == nil then v = named[name] end
-  if v == nil then return default end
-  return v
-end
 
 local function truth_argument(args, named, i, name, default)
   return values.truth(argument(args, named, i, name, default))
@@ -36,7 +29,7 @@ function filters.capitalize(v) return letters.capitalize(values.str(v)) end
 function filters.title(v)
   local fresh = true                                       -- words begin after spaces and ( [ { < -
   return text.map(values.str(v), function(s)
-    return (s:gsub("[^\128-\191][\128-\191]*", function(c)
+    return (s:gsub(characters.PATTERN, function(c)
       local was = fresh
       fresh = text.is_space(c) or c:find "^[-%(%[{<]$" ~= nil
       return text.flat(was and letters.capitalize(c) or letters.lower(c))
@@ -155,7 +148,7 @@ local function sorted(items, key, descending)
   return values.list(all)
 end
 
--- Strings of small letters, unless letters count.
+-- Returns a key function. Unless `with_case`, it turns strings into small letters.
 local function folded(pick, with_case)
   return function(item)
     local v = pick(item)
@@ -234,7 +227,7 @@ function filters.map(v, args, named, scope)
   return values.generator(all)
 end
 
--- select, reject and those by an attribute.
+-- The filters select and reject, and selectattr and rejectattr.
 local function chooser(with_attribute, wanted)
   return function(v, args)
     local pick, first = picker(), 1

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Chat templates: a model folder's own Jinja template turns a conversation into text, as transformers'
--- apply_chat_template does. `pieces` also says which bytes the model has to produce.
+-- apply_chat_template does. `trained` also says which bytes the model has to produce.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local json = require "ps.chat.json"

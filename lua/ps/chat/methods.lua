@@ -2,21 +2,14 @@
 -- Methods of strings, lists and dicts in a chat template, as Python has them. A method is a function of the value, a
 -- list of arguments and the named ones.
 local text = require "ps.chat.text"
+local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
 local letters = require "ps.chat.letters"
 local format = require "ps.chat.format"
-local raise = values.raise
+local raise, argument = values.raise, values.argument
 
 local methods = { str = {}, list = {}, dict = {} }
 local str, list, dict = methods.str, methods.list, methods.dict
-
--- An argument by its place or name.
-local function argument(args, named, i, name, default)
-  local v = args[i]
-  if v == nil then v = named[name] end
-  if v == nil then return default end
-  return v
-end
 
 -- The bytes of an argument that must be a string; nil: it is absent or None.
 local function string_argument(args, named, i, name, default)
@@ -113,7 +106,7 @@ function str.title(v) return letters.title(v) end
 function str.capitalize(v) return letters.capitalize(v) end
 function str.swapcase(v)
   return text.map(v, function(s)
-    return (s:gsub("[^\128-\191][\128-\191]*", function(c)
+    return (s:gsub(characters.PATTERN, function(c)
       return text.flat(letters.is_upper(c) and letters.lower(c) or letters.upper(c))
     end))
   end)
@@ -202,7 +195,7 @@ function str.expandtabs(v, args, named)
   local size, column = whole_argument(args, named, 1, "tabsize", 8), 0
   if size > 1000 then raise("a tab of %d columns: the limit is 1000", size) end
   return text.map(v, function(s)
-    return (s:gsub("[^\128-\191][\128-\191]*", function(c)
+    return (s:gsub(characters.PATTERN, function(c)
       if c == "\t" then
         local n = size > 0 and size - column % size or 0
         column = column + n

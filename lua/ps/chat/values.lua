@@ -132,6 +132,20 @@ function values.copied(items, first, last)
   return copy
 end
 
+--- An argument of a filter or method, by its place or its name.
+---@param args any[]
+---@param named table<string, any>
+---@param i integer
+---@param name string
+---@param default any if the call has neither
+---@return any
+function values.argument(args, named, i, name, default)
+  local v = args[i]
+  if v == nil then v = named[name] end
+  if v == nil then return default end
+  return v
+end
+
 --- Whether a value is a number that arithmetic takes; booleans count as 0 and 1.
 ---@param v any
 ---@return number? x

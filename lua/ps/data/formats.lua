@@ -5,6 +5,7 @@ local caller = require "ps.core.caller"
 local json = require "ps.chat.json"
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
+local null = require("cjson").null
 local error = caller.error
 
 local formats = {}
@@ -49,7 +50,7 @@ end
 local function fields_of(rows, i)
   local row, plain = row_of(rows, i)
   if row then return function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end end
-  return function(name) return plain[name] ~= nil and plain[name] ~= require("cjson").null end
+  return function(name) return plain[name] ~= nil and plain[name] ~= null end
 end
 
 -- The names of a row's fields, for errors.
@@ -84,7 +85,7 @@ function formats.recognise(rows, options)
 end
 
 local function as_value(v)
-  if v == require("cjson").null then return values.NONE end
+  if v == null then return values.NONE end
   if type(v) ~= "table" or getmetatable(v) then return v end
   local dict = values.dict()
   local keys = {}
