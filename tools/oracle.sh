@@ -76,7 +76,7 @@ add_models() {
 add_sources() {
   local log=$1.log folder
   folder=$(mktemp -d) || cannot "no folder for temporary files"
-  trap 'rm -rf "$folder"' EXIT
+  trap "rm -rf '$folder'" EXIT                # local: the trap keeps its value
   if ! "$1/bin/pip" download -q --disable-pip-version-check --no-input --no-deps --no-binary :all: -d "$folder" \
     -r "$sources" >>"$log" 2>&1; then
     grep -v '^WARNING' "$log" | tail -n 5 >&2

@@ -11,17 +11,17 @@ local path = paths.root .. "/docs/pytorch.md"
 -- op | PyTorch | here | what differs. "-": nothing has that name; the last column says what to use.
 local OPS = [[
 reshape | Tensor.reshape | t:reshape, ps.reshape |
-permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are numbers, in a list or not
+permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are given as numbers or as one list
 slice | Tensor.narrow | t:slice, t:narrow, t:select | also t[{ {from, to}, i }]; steps are positive
 expand | Tensor.expand | t:expand |
-contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous gives the tensor itself where it is so already
+contiguous | Tensor.contiguous | t:contiguous, t:clone | contiguous may return the tensor itself
 cast | Tensor.to | t:to, t:float, t:half, t:long | types are strings: "fp32", "int64"; integer types saturate
 to_device | Tensor.to | t:to | devices are strings: "cpu", "cuda", "cuda:1"
-all_reduce | distributed.all_reduce | - | group:sum(x), whose gradient is summed, too; group:all_reduce in place
-all_gather | distributed.all_gather_into_tensor | - | group:gathered(x); has a gradient
-reduce_scatter | distributed.reduce_scatter_tensor | - | group:scattered(x); has a gradient
-broadcast | distributed.broadcast | - | group:copied(x); group:broadcast in place
-copy_to_tp | - | - | group:copy_to(x); the gradients of the ..._tp rows are those of one loss that all ranks have alike
+all_reduce | distributed.all_reduce | - | group:sum(x) also sums the gradient; group:all_reduce works in place
+all_gather | distributed.all_gather_into_tensor | - | group:gathered(x) has a gradient
+reduce_scatter | distributed.reduce_scatter_tensor | - | group:scattered(x) has a gradient
+broadcast | distributed.broadcast | - | group:copied(x) has a gradient; group:broadcast works in place
+copy_to_tp | - | - | group:copy_to(x); the ..._tp rows assume that all ranks of the group compute the same loss
 reduce_from_tp | - | - | group:reduce_from(x)
 scatter_to_tp | - | - | group:scatter_to(x), along any dimension
 gather_from_tp | - | - | group:gather_from(x), along any dimension
@@ -29,36 +29,36 @@ all_gather_again | - | - | group:gathered_again(x)
 column_linear | - | - | group:gathered_linear(x, w, b, { pieces = n }), group:gathered_linears
 row_linear | - | - | group:linear_scattered(x, w, { pieces = n })
 column_linear_grad | - | - | the gradient of column_linear, in one op
-logit_stats | - | - | of nn.ParallelLMHead: what ranks tell each other of their logits
-logit_loss | - | - | of nn.ParallelLMHead: losses and gradients of the logits of a rank's words
-parallel_lm_loss | - | - | group:lm_loss(x, w, targets, share, options); nn.ParallelLMHead's loss
+logit_stats | - | - | used by nn.ParallelLMHead: the maxima and sums that ranks exchange about their logits
+logit_loss | - | - | used by nn.ParallelLMHead: losses and gradients of the logits of one rank's part of the vocabulary
+parallel_lm_loss | - | - | group:lm_loss(x, w, targets, share, options), the loss of nn.ParallelLMHead
 counted_once | - | - | group:counted_once(x)
-copy_ | Tensor.copy_ | t:copy_ | an overlap of both is read first
-fill_ | Tensor.fill_ | t:fill_, t:zero_ | a number that an integer type cannot hold is refused
-arange_ | arange | ps.arange | int64 of whole numbers, else fp32
-uniform_ | Tensor.uniform_ | t:uniform_, ps.rand | Philox by counter: the same numbers on each device, not PyTorch's
+copy_ | Tensor.copy_ | t:copy_ | source and destination may overlap: the source is read first
+fill_ | Tensor.fill_ | t:fill_, t:zero_ | a number that the integer type cannot hold is an error
+arange_ | arange | ps.arange | int64 if all arguments are whole numbers, else fp32
+uniform_ | Tensor.uniform_ | t:uniform_, ps.rand | draws the same numbers on every device, but not PyTorch's
 normal_ | Tensor.normal_ | t:normal_, ps.randn | as uniform_
 randint_ | randint | ps.randint | as uniform_
 axpy_ | Tensor.add_ | t:add_ |
 scale_ | Tensor.mul_ | t:mul_ |
-scale_by_ | Tensor.mul_ | - | for optimizers: by a number that only the device knows
+scale_by_ | Tensor.mul_ | - | used by optimizers: multiplies by a number in device memory
 add | add | ps.add, t:add | also a + b
 sub | sub | ps.sub, t:sub | also a - b
 mul | mul | ps.mul, t:mul | also a * b
 div | div | ps.div, t:div | integers are divided as fp32
 pow | pow | ps.pow, t:pow | also a ^ b; integers as fp32
-maximum | maximum | ps.maximum | takes a number, too
-minimum | minimum | ps.minimum | takes a number, too
+maximum | maximum | ps.maximum | the second argument may be a number
+minimum | minimum | ps.minimum | the second argument may be a number
 eq | eq | ps.eq, t:eq | Lua's == compares Lua values
 ne | ne | ps.ne, t:ne |
-lt | lt | ps.lt, t:lt | a number beyond an integer type is compared as it is
+lt | lt | ps.lt, t:lt | a number outside the range of the integer type is compared by value
 le | le | ps.le, t:le |
 gt | gt | ps.gt, t:gt |
 ge | ge | ps.ge, t:ge |
 logical_and | logical_and | t:logical_and |
 logical_or | logical_or | t:logical_or |
-where | where | ps.where, t:where | t:where(condition, other); a number that the type does not hold is refused
-affine | - | - | alpha x + beta in one pass, for numbers beside tensors
+where | where | ps.where, t:where | t:where(condition, other); a number that the type cannot hold is an error
+affine | - | - | alpha x + beta in one pass, for arithmetic of a tensor and numbers
 pow_scalar | pow | t:pow |
 clamp | clamp | ps.clamp, t:clamp |
 exp | exp | ps.exp |
@@ -78,7 +78,7 @@ tanh | tanh | ps.tanh, F.tanh, nn.Tanh |
 sigmoid | sigmoid | ps.sigmoid, F.sigmoid, nn.Sigmoid |
 relu | relu | ps.relu, F.relu, nn.ReLU |
 silu | nn.functional.silu | ps.silu, F.silu, nn.SiLU |
-gelu | nn.functional.gelu | F.gelu, nn.GELU | the form is "none" or "tanh"
+gelu | nn.functional.gelu | F.gelu, nn.GELU | the option approximate is "none" or "tanh"
 log1p | log1p | ps.log1p, t:log1p |
 expm1 | expm1 | ps.expm1, t:expm1 |
 leaky_relu | nn.functional.leaky_relu | F.leaky_relu, nn.LeakyReLU |
@@ -90,18 +90,18 @@ act_mul | - | - | an activation times a gate in one pass
 act_mul_backward | - | - | its gradient
 isfinite | isfinite | ps.isfinite |
 logical_not | logical_not | t:logical_not |
-sum | sum | ps.sum, t:sum | dims is a number or a list
+sum | sum | ps.sum, t:sum | dims is a number or a list of numbers
 mean | mean | ps.mean, t:mean |
 amax | amax | ps.amax, t:amax |
 amin | amin | ps.amin, t:amin |
-argmax | argmax | ps.argmax, t:argmax | the first of equal ones
-argmin | argmin | ps.argmin, t:argmin | the first of equal ones
+argmax | argmax | ps.argmax, t:argmax | returns the first of equal values
+argmin | argmin | ps.argmin, t:argmin | returns the first of equal values
 cumsum | cumsum | ps.cumsum, t:cumsum |
 topk | topk | ps.topk, t:topk | along the last dimension, sorted downwards
-sq_norms | - | - | sums of squares, for clipping
-grad_store | - | - | a gradient into its place, with its sum of squares
+sq_norms | - | - | sums of squares; used to clip gradients
+grad_store | - | - | stores a gradient and computes its sum of squares
 matmul | matmul | ps.matmul, t:matmul, t:mm, t:bmm | sums in fp32
-linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [in, out]; out_in = true: PyTorch's [out, in]
+linear | nn.functional.linear | F.linear, nn.Linear, nn.Conv1D | w is [in, out]; out_in = true: [out, in]
 linear_grad | - | - | linear's gradient
 mlp | - | F.mlp | two products with GELU between them
 linear_gelu_backward | - | - | mlp's gradient
@@ -109,66 +109,66 @@ softmax | softmax | ps.softmax, F.softmax, nn.Softmax |
 log_softmax | log_softmax | ps.log_softmax, F.log_softmax, nn.LogSoftmax |
 softmax_backward | - | - | softmax's gradient
 log_softmax_backward | - | - | log_softmax's gradient
-cross_entropy | nn.functional.cross_entropy | F.cross_entropy, nn.CrossEntropyLoss | classes come last; no mean is NaN
+cross_entropy | nn.functional.cross_entropy | F.cross_entropy, nn.CrossEntropyLoss | classes come last; no target: 0
 cross_entropy_backward | - | - | its gradient
-lm_loss | - | F.lm_loss | linear and cross_entropy; all logits never exist
-embedding | nn.functional.embedding | F.embedding, nn.Embedding, t:index_select | an index outside is an error
+lm_loss | - | F.lm_loss | linear and cross_entropy in blocks; the whole logits are never in memory
+embedding | nn.functional.embedding | F.embedding, nn.Embedding, t:index_select | an index outside the table is an error
 embedding_backward | - | - | its gradient
-flat_index | - | - | several index tensors as one
+flat_index | - | - | combines several index tensors into one
 gather | gather | ps.gather, t:gather |
-scatter_add | scatter_add | ps.scatter_add, t:scatter_add, t:scatter_add_ | sums in row-major order, so that bits repeat
-scatter_ | Tensor.scatter_ | t:scatter_ | of equal indices the last counts
-scatter | scatter | ps.scatter, t:scatter | as scatter_; values that are overwritten have gradient 0
+scatter_add | scatter_add | ps.scatter_add, t:scatter_add, t:scatter_add_ | sums in row-major order
+scatter_ | Tensor.scatter_ | t:scatter_ | if indices are equal, the last value wins
+scatter | scatter | ps.scatter, t:scatter | as scatter_; overwritten values have gradient 0
 scatter_backward | - | - | its gradient
-scatter_reduce | scatter_reduce | ps.scatter_reduce, t:scatter_reduce | the product has no gradient
+scatter_reduce | scatter_reduce | ps.scatter_reduce, t:scatter_reduce | reduce = "prod" has no gradient
 concat | cat | ps.cat, ps.stack |
-layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | F.layer_norm has the dimensions of w, else the last
+layer_norm | nn.functional.layer_norm | F.layer_norm, nn.LayerNorm | over the dimensions of w, or the last one
 layer_norm_backward | - | - | its gradient
-rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension; eps is 1e-6
+rms_norm | nn.functional.rms_norm | F.rms_norm, nn.RMSNorm | over the last dimension; eps is 1e-6 by default
 rms_norm_backward | - | - | its gradient
-channel_norm | nn.functional.batch_norm | F.batch_norm | of layers, too: see below
+channel_norm | nn.functional.batch_norm | F.batch_norm | also used by the layers: see below
 channel_norm_backward | - | - | its gradient
-conv | nn.functional.conv2d | F.conv2d, F.conv1d | options go by name: { stride = 2 }
-conv_transpose | nn.functional.conv_transpose2d | F.conv_transpose2d | output_padding is less than the stride
+conv | nn.functional.conv2d | F.conv2d, F.conv1d | options are passed by name: { stride = 2 }
+conv_transpose | nn.functional.conv_transpose2d | F.conv_transpose2d | output_padding must be less than the stride
 conv_weight | - | - | the gradient of conv's weight and bias
-pad | nn.functional.pad | F.pad | by reflection and the like: one or two dimensions
+pad | nn.functional.pad | F.pad | modes other than constant: one or two dimensions
 resample | nn.functional.interpolate | F.interpolate | nearest, nearest-exact, linear, bilinear, area
-max_pool | nn.functional.max_pool2d | F.max_pool2d | return_indices is an option; there is no max_unpool
+max_pool | nn.functional.max_pool2d | F.max_pool2d | return_indices is an option; max_unpool does not exist
 max_pool_backward | - | - | its gradient
-rope | - | - | rotary positions of queries and keys
-dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers again
-attention | nn.functional.scaled_dot_product_attention | F.attention | a query that sees no key gives 0; causal: below
+rope | - | - | rotates queries and keys by their positions
+dropout | nn.functional.dropout | F.dropout, nn.Dropout | a resumed run draws the same numbers
+attention | nn.functional.scaled_dot_product_attention | F.attention | a query without keys gives 0; causal: see below
 attention_backward | - | - | its gradient
-attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | queries, keys and values side by side
+attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | q, k and v are one tensor
 attention_packed_backward | - | - | its gradient
 adam_ | optim.AdamW | optim.Adam, optim.AdamW | one pass for all parameters
 sgd_ | optim.SGD | optim.SGD |
-sample | - | - | a token of logits, with temperature, top_k, top_p, min_p: model:generate
+sample | - | - | draws a token from logits with temperature, top_k, top_p and min_p; used by model:generate
 ]]
 
 -- PyTorch | here | what differs: what is made of several ops.
 local OTHERS = [[
 Tensor.var | t:var, ps.var |
 Tensor.std | t:std, ps.std |
-linalg.vector_norm | t:norm, ps.norm | gradient 0 where the norm is 0
+linalg.vector_norm | t:norm, ps.norm | the gradient is 0 if the norm is 0
 logsumexp | t:logsumexp, ps.logsumexp |
 flip | t:flip, ps.flip |
 roll | t:roll, ps.roll |
-Tensor.repeat | t:tile, ps.tile | repeat is a word of Lua's
-sort | t:sort, ps.sort | by topk: not for millions of elements
+Tensor.repeat | t:tile, ps.tile | repeat is a reserved word of Lua
+sort | t:sort, ps.sort | uses topk: slow for millions of elements
 tril | t:tril, ps.tril |
 triu | t:triu, ps.triu |
 eye | ps.eye |
 linspace | ps.linspace |
-einsum | ps.einsum | no "..." and no diagonals
+einsum | ps.einsum | "..." and diagonals are errors
 nn.functional.one_hot | ps.one_hot |
 masked_fill | ps.masked_fill, t:masked_fill, t:masked_fill_ |
 masked_select | ps.masked_select, t:masked_select |
 masked_scatter | ps.masked_scatter, t:masked_scatter, t:masked_scatter_ |
 index_select | ps.index_select, t:index_select | the index may have any shape
-index_put | ps.index_put, t:index_put, t:index_put_ | the first argument is any key of t[key], a tuple is a list
+index_put | ps.index_put, t:index_put, t:index_put_ | the first argument is any key of t[key]; write a tuple as a list
 index_add | ps.index_add, t:index_add, t:index_add_ | alpha is the last argument
-index_copy | ps.index_copy, t:index_copy, t:index_copy_ | of equal indices the last counts
+index_copy | ps.index_copy, t:index_copy, t:index_copy_ | if indices are equal, the last value wins
 index_fill | ps.index_fill, t:index_fill, t:index_fill_ |
 nonzero | ps.nonzero, t:nonzero |
 split | t:split, ps.split |
@@ -191,7 +191,7 @@ nn.functional.hardsigmoid | F.hardsigmoid, nn.Hardsigmoid |
 nn.functional.hardswish | F.hardswish, nn.Hardswish |
 nn.functional.softsign | F.softsign, nn.Softsign |
 nn.functional.glu | F.glu, nn.GLU |
-nn.functional.normalize | F.normalize | gradient 0 where the norm is 0
+nn.functional.normalize | F.normalize | the gradient is 0 if the norm is 0
 nn.functional.cosine_similarity | F.cosine_similarity, nn.CosineSimilarity |
 prod | ps.prod, t:prod | dims may be a list
 cumprod | ps.cumprod, t:cumprod |
@@ -199,10 +199,10 @@ isnan | ps.isnan, t:isnan |
 isinf | ps.isinf, t:isinf |
 lerp | ps.lerp, t:lerp |
 argsort | ps.argsort, t:argsort |
-isclose | ps.isclose, t:isclose | differences in fp64
-allclose | ps.allclose, t:allclose | a boolean of Lua
-equal | ps.equal, t:equal | a boolean of Lua; types may differ
-unbind | ps.unbind, t:unbind | several results, not a tuple
+isclose | ps.isclose, t:isclose | differences are computed in fp64
+allclose | ps.allclose, t:allclose | returns a Lua boolean
+equal | ps.equal, t:equal | returns a Lua boolean; the dtypes may differ
+unbind | ps.unbind, t:unbind | returns several results, not a tuple
 diag | ps.diag, t:diag |
 outer | ps.outer, t:outer |
 zeros_like | ps.zeros_like |
@@ -215,15 +215,15 @@ randint_like | ps.randint_like | as uniform_
 randperm | ps.randperm | as uniform_
 bernoulli | ps.bernoulli, t:bernoulli, t:bernoulli_ | as uniform_
 multinomial | ps.multinomial, t:multinomial | as uniform_
-nn.MultiheadAttention | nn.MultiheadAttention | options by name; cache = {} decodes; causal: below
-nn.TransformerEncoderLayer | nn.TransformerEncoderLayer | settings and masks by name in a table
-nn.TransformerDecoderLayer | nn.TransformerDecoderLayer | as the encoder's; cache = {} for decoding
-nn.TransformerEncoder | nn.TransformerEncoder | (layer, n, { norm = }); also a list of layers
+nn.MultiheadAttention | nn.MultiheadAttention | options are passed by name; cache = {} decodes; causal masks: see below
+nn.TransformerEncoderLayer | nn.TransformerEncoderLayer | settings and masks are passed by name
+nn.TransformerDecoderLayer | nn.TransformerDecoderLayer | as nn.TransformerEncoderLayer; cache = {} decodes
+nn.TransformerEncoder | nn.TransformerEncoder | arguments are (layer, n, { norm = }), or a list of layers
 nn.TransformerDecoder | nn.TransformerDecoder | as nn.TransformerEncoder
-nn.Sequential | nn.Sequential | counts from 0
-nn.ModuleList | nn.ModuleList | counts from 0; list:size()
-nn.ModuleDict | nn.ModuleDict | { a = m } in the order of names; { { "a", m } } in its own
-nn.ParameterList | nn.ParameterList | counts from 0; list:size()
+nn.Sequential | nn.Sequential | indices begin at 0
+nn.ModuleList | nn.ModuleList | indices begin at 0; list:size() is the length
+nn.ModuleDict | nn.ModuleDict | { a = m } is sorted by name; { { "a", m } } keeps its order
+nn.ParameterList | nn.ParameterList | indices begin at 0; list:size() is the length
 nn.ParameterDict | nn.ParameterDict | as nn.ModuleDict
 nn.Identity | nn.Identity |
 nn.Flatten | nn.Flatten |
@@ -234,36 +234,36 @@ optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | { optimizer =, gamma
 optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | { optimizer =, T_max =, eta_min = }
 nn.functional.conv1d | F.conv1d |
 nn.functional.conv_transpose1d | F.conv_transpose1d |
-nn.Conv1d | nn.Conv1d | options go by name; nn.Conv1D is the product of GPT-2
-nn.Conv2d | nn.Conv2d | options go by name
-nn.ConvTranspose1d | nn.ConvTranspose1d | options go by name
-nn.ConvTranspose2d | nn.ConvTranspose2d | options go by name
-nn.functional.max_pool1d | F.max_pool1d, nn.MaxPool1d | options go by name
-nn.MaxPool2d | nn.MaxPool2d | options go by name
-nn.functional.avg_pool1d | F.avg_pool1d, nn.AvgPool1d | options go by name
-nn.functional.avg_pool2d | F.avg_pool2d, nn.AvgPool2d | options go by name
+nn.Conv1d | nn.Conv1d | options are passed by name; nn.Conv1D is GPT-2's linear layer
+nn.Conv2d | nn.Conv2d | options are passed by name
+nn.ConvTranspose1d | nn.ConvTranspose1d | options are passed by name
+nn.ConvTranspose2d | nn.ConvTranspose2d | options are passed by name
+nn.functional.max_pool1d | F.max_pool1d, nn.MaxPool1d | options are passed by name
+nn.MaxPool2d | nn.MaxPool2d | options are passed by name
+nn.functional.avg_pool1d | F.avg_pool1d, nn.AvgPool1d | options are passed by name
+nn.functional.avg_pool2d | F.avg_pool2d, nn.AvgPool2d | options are passed by name
 nn.functional.adaptive_avg_pool1d | F.adaptive_avg_pool1d, nn.AdaptiveAvgPool1d |
-nn.functional.adaptive_avg_pool2d | F.adaptive_avg_pool2d, nn.AdaptiveAvgPool2d | false: the input's size (None)
-nn.functional.adaptive_max_pool1d | F.adaptive_max_pool1d, nn.AdaptiveMaxPool1d | without indices
-nn.functional.adaptive_max_pool2d | F.adaptive_max_pool2d, nn.AdaptiveMaxPool2d | without indices
-nn.Upsample | nn.Upsample | options go by name
-nn.BatchNorm1d | nn.BatchNorm1d | momentum = false is None; running statistics: below
+nn.functional.adaptive_avg_pool2d | F.adaptive_avg_pool2d, nn.AdaptiveAvgPool2d | false stands for None
+nn.functional.adaptive_max_pool1d | F.adaptive_max_pool1d, nn.AdaptiveMaxPool1d | returns no indices
+nn.functional.adaptive_max_pool2d | F.adaptive_max_pool2d, nn.AdaptiveMaxPool2d | returns no indices
+nn.Upsample | nn.Upsample | options are passed by name
+nn.BatchNorm1d | nn.BatchNorm1d | momentum = false stands for None; running statistics: see below
 nn.BatchNorm2d | nn.BatchNorm2d | as nn.BatchNorm1d
-nn.SyncBatchNorm | nn.SyncBatchNorm | over the ranks of data parallelism
+nn.SyncBatchNorm | nn.SyncBatchNorm | statistics are over the data-parallel ranks
 nn.functional.group_norm | F.group_norm, nn.GroupNorm |
-no_grad | ps.no_grad | takes a function
-utils.checkpoint.checkpoint | ps.recompute | the function gives tensors alone
-Tensor.backward | t:backward | options in a table, { retain_graph = true }; no create_graph
-Tensor.register_hook | t:register_hook | a change in place is refused
-autograd.Function | autograd.Function | autograd.Function "Name" makes one; where backward gives nil, the walk ends
-autograd.grad | autograd.grad | several results, not a tuple; options in a table; no create_graph
-autograd.gradcheck | autograd.gradcheck | all outputs at once, times drawn weights
+no_grad | ps.no_grad | the argument is a function
+utils.checkpoint.checkpoint | ps.recompute | the function may return only tensors
+Tensor.backward | t:backward | options are in a table, { retain_graph = true }; create_graph does not exist
+Tensor.register_hook | t:register_hook | a hook that changes the gradient in place is an error
+autograd.Function | autograd.Function | autograd.Function "Name"; nil from backward stops the gradient
+autograd.grad | autograd.grad | returns several results; options in a table; no create_graph
+autograd.gradcheck | autograd.gradcheck | checks all outputs at once, multiplied by random weights
 nn.Module.register_forward_pre_hook | module:register_forward_pre_hook |
 nn.Module.register_forward_hook | module:register_forward_hook |
 nn.Module.register_full_backward_hook | module:register_full_backward_hook |
 save | ps.save | .pt and .safetensors
-load | ps.load | never runs code of a file
-manual_seed | ps.manual_seed | other numbers than PyTorch's
+load | ps.load | never runs code from a file
+manual_seed | ps.manual_seed | draws other numbers than PyTorch
 ]]
 
 -- Differences other than names that raise no error.
@@ -273,19 +273,19 @@ local REST = [==[
   0.01.
 - **Running statistics of `nn.BatchNorm1d` and `2d`** move once per forward of a micro-batch; PyTorch moves them again
   when a checkpointed forward is recomputed. A step of an engine that is given up or skipped (an error, an overflow)
-  restores them. Each rank has those of its own rows, and rank 0's are saved; `nn.SyncBatchNorm` has those of all
-  ranks. They are fp32 beside half types.
-- **Causal masks with T queries and S keys, T < S**: query i sees the keys up to i + S - T, as a model does that reads
-  its cache. `is_causal` of PyTorch lets it see the keys up to i.
-- **`p.grad`, `p.requires_grad`, `t.shape`, `t.dtype`** are methods: `p:grad()`. Without the parentheses they are
-  functions, which an `if` takes for true.
+  restores them. Each rank computes them from its own rows, and those of rank 0 are saved; `nn.SyncBatchNorm` computes
+  them from the rows of all ranks. They are fp32 in models of half types, too.
+- **Causal masks with T queries and S keys, T < S**: query i sees the keys up to i + S - T, as in decoding with a
+  cache. In PyTorch, `is_causal` lets query i see the keys up to i.
+- **`p.grad`, `p.requires_grad`, `t.shape`, `t.dtype`** are methods: `p:grad()`. Without the parentheses each is a
+  function, and Lua takes every function for true.
 - **`t == 0`, `if t:any() then`**: Lua compares references, and takes every tensor for true. Write `t:eq(0)` and
   `if t:any():item() then`; `item()` of a bool is a boolean.
 - **`a[{ i, j }]`** with index tensors pairs them, as `a[i, j]` does in PyTorch. A list of numbers in a key is a range:
   `a[{ { 0, 2 } }]` is `a[0:2]`, `a[ps.tensor({ 0, 2 }, "int64")]` is `a[[0, 2]]`.
-- **Writes in place** (`a[key] = v`, and methods whose name ends in `_`) are not recorded. One into a tensor that needs
-  a gradient, or of a value that needs one, is an error outside of `ps.no_grad`. `a:index_put(key, v)`,
-  `a:scatter(...)`, `a:index_add(...)` and the like make a new tensor and have gradients.
+- **Writes in place** (`a[key] = v`, and methods whose name ends in `_`) are not recorded for the backward pass.
+  Outside `ps.no_grad`, a write is an error if the tensor or the value requires a gradient. `a:index_put(key, v)`,
+  `a:scatter(...)` and `a:index_add(...)` return a new tensor and have gradients.
 - **Targets** are integers: `ps.tensor({ 0, 1 }, "int64")`. `ps.tensor { 0, 1 }` is fp32, since Lua has one type of
   numbers.
 ]==]
@@ -321,8 +321,8 @@ for line in OPS:gmatch "[^\n]+" do
   entries[f[1]] = f
 end
 local lines = { "# From PyTorch", "",
-  "PyTorch's names (of `torch`) beside ours: `t` is a tensor, `F` is `ps.F`, and `nn`, `optim` and `autograd` are",
-  "`ps.nn`, `ps.optim` and `ps.autograd`. Every name here has PyTorch's meaning, apart from what the last column says.",
+  "PyTorch's names (of `torch`) and ours: `t` is a tensor, `F` is `ps.F`, and `nn`, `optim` and `autograd` are",
+  "`ps.nn`, `ps.optim` and `ps.autograd`. Each name has PyTorch's meaning, except as the last column says.",
   "`make test-oracle` compares them with PyTorch. `psluajit tools/pytorch_doc.lua` writes this page from",
   "`src/ops.def`.", "", "## Ops", "",
   "| op | PyTorch | here | differences |", "|---|---|---|---|" }
