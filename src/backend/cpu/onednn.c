@@ -2,12 +2,12 @@
  * Matrix products by oneDNN (convolutions: onednn_conv.c); written for the C APIs of 2.x and 3.x, whose differences
  * end with the section "two APIs".
  *
- * A product is described by a key (sizes, strides, types, options, threads). Its primitive and memory objects are made
- * once and kept in a bounded table; later calls only set pointers. oneDNN's scratchpad comes from the call's scratch.
- * Its "gemm" implementations take the buffers into which they pack matrices (some MiB a thread) from the C library's
- * heap at each call, besides: no option gives them others. The heap keeps these pages; ps_products_rehearse is how a
- * plan learns of them. What this machine has no fast instructions for (bf16, fp16), and mixtures of types that oneDNN
- * does not take, runs as fp32 over panels converted to fp32, in bounded scratch, rounded once at the end.
+ * A key describes a product (sizes, strides, types, options, threads). Its primitive and memory objects are created
+ * once and kept in a bounded table; later calls only set pointers. oneDNN's scratchpad is the call's scratch buffer.
+ * The "gemm" implementations also allocate buffers for packed matrices (some MiB per thread) from the C library's heap
+ * in each call; no option replaces these buffers. The heap keeps their pages; ps_products_rehearse measures them for
+ * the plan. If the machine has no fast instructions for a type (bf16, fp16), or oneDNN rejects a mixture of types, the
+ * operands are converted to fp32 in panels. The panels use bounded scratch, and the result is rounded once.
  *
  * One lock covers the table and the memory objects, so contexts of different threads may call at the same time. */
 #include "backend/cpu/gemm.h"
@@ -27,10 +27,10 @@
 enum {
     CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* open addressing, at most half full */
     PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* fp32 panels: 20 MiB in all */
-    DEPTH = 512,                                    /* terms of a sum that is taken in parts */
-    SHARED = 2048,                                  /* terms from which on oneDNN shares a sum out over threads */
-    SCRATCH_MAX = 64 << 20,                         /* an implementation that wants more is passed over if it can be */
-    GEMM_SCRATCH_MAX = 24 << 20                     /* the same for one that is only a little faster */
+    DEPTH = 512,                                    /* terms per part of a sum that is computed in parts */
+    SHARED = 2048,                                  /* oneDNN splits sums of this many terms over threads */
+    SCRATCH_MAX = 64 << 20,                         /* implementations that need more are skipped if others exist */
+    GEMM_SCRATCH_MAX = 24 << 20                     /* the same for implementations that are only a little faster */
 };
 
 static dnnl_engine_t engine;
@@ -85,13 +85,13 @@ static void desc_free(shape_desc *d) { (void)d; }
 static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_sum(ops, 1.0f); }
 #endif
 
-/* Walks the implementations that oneDNN offers, best first by its own judgement. */
+/* Iterates over oneDNN's implementations, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
     dnnl_matmul_desc_t op;                           /* read by the iterator for as long as it lives */
     dnnl_primitive_desc_iterator_t it;
 #endif
-    dnnl_primitive_desc_t pd;                        /* the present one; owned by the walk until taken */
+    dnnl_primitive_desc_t pd;                        /* the current implementation; owned by the walk until taken */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -139,8 +139,8 @@ typedef struct key {                                 /* no padding: compared and
 
 typedef struct entry {
     key key;
-    bool supported;                                  /* false: oneDNN has nothing fast; run as panels or one by one */
-    int order;                                       /* of the table's entries: 0 was made first */
+    bool supported;                                  /* false: run in panels or one by one */
+    int order;                                       /* order of creation in the table; 0: first */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
     dnnl_memory_t a, b, dst, bias, residual, scratch;
@@ -148,7 +148,7 @@ typedef struct entry {
 
 static entry *table[CACHE_SLOTS];
 static int table_count;
-static bool table_was_full;                          /* some were forgotten */
+static bool table_was_full;                          /* some entries were dropped */
 
 static uint64_t key_hash(const key *k)
 {
@@ -223,11 +223,11 @@ static size_t scratch_of(dnnl_primitive_desc_t pd)
     return dnnl_memory_desc_get_size(dnnl_primitive_desc_query_md(pd, dnnl_query_scratchpad_md, 0));
 }
 
-/* Whether oneDNN may use all of a set. Newer sets contain the bits of the older. */
+/* Whether oneDNN may use every instruction of a set. Newer sets contain the bits of older ones. */
 static bool has_isa(int set) { return ((int)dnnl_get_effective_cpu_isa() & set) == set; }
 
-/* Whether this is a Sapphire Rapids or a successor of it, by an instruction set that all of them have. Clouds hide
- * their AMX; it says nothing of their other units. */
+/* Whether the processor is a Sapphire Rapids or a successor, by an instruction set that all of them have. Virtual
+ * machines may hide AMX, so AMX does not decide. */
 static bool is_rapids(void)
 {
 #if defined(__x86_64__)
@@ -240,10 +240,10 @@ static bool is_rapids(void)
 /* Whether "gemm" packs both operands on several threads, too, by the size of the result. */
 static bool packs_all(const key *k) { return 1.0 / (double)k->m + 1.0 / (double)k->n < 0.00196; }
 
-/* Whether "gemm" adds up a product with a transposed b in one order on every number of threads. On one thread it packs
- * operands that it takes as they are on several, and cuts sums into equal blocks of at most BLOCK terms, else into
- * blocks of BLOCK. Only of large results with an even stride it packs the operands on all (nocopy_checker_avx512 of
- * gemm_driver.cpp). */
+/* Whether "gemm" sums a product with a transposed b in the same order on every number of threads. On one thread it
+ * packs operands that it reads in place on several threads. Packed sums are cut into equal blocks of at most BLOCK
+ * terms, others into blocks of BLOCK. It packs on every number of threads only if the result is large and has an even
+ * stride (nocopy_checker_avx512 in gemm_driver.cpp). */
 static bool has_one_order(const key *k)
 {
     enum { BLOCK = 384, EVEN = 256 };
@@ -251,13 +251,14 @@ static bool has_one_order(const key *k)
     return k->k <= BLOCK || k->k % BLOCK == 0 || (packs_all(k) && even);
 }
 
-/* Where the "gemm" implementations beat the "brgemm" ones that oneDNN puts first. Measured on Zen 4, b not transposed:
- * fp32 without bias (up to 13% on the LM head) or with a residual (4%), large bf16 weight gradients that are wider than
- * high (5%). Measured on Sapphire Rapids and its successor, fp32: wide results of a transposed b (5 to 14%), and sums
- * of 512 terms and more with a bias (7%; GPT-2's [1024, 768] x [768, 3072] at twice the speed); not where it reads a
- * transposed b of LONG terms as it lies (6% slower at [1024, 3072] x [768, 3072]^T), and not for high, NARROW weight
- * gradients of SHORT sums (2 to 8% slower in panels of the LM head's). Small results of long sums are left to oneDNN's
- * order: both split such sums over threads, "gemm" sooner. */
+/* Whether a "gemm" implementation is faster than the "brgemm" implementation that oneDNN prefers.
+ *   Zen 4, b not transposed: fp32 without bias (up to 13 %, LM head) or with a residual (4 %); large bf16 weight
+ * gradients with more columns than rows (5 %).
+ *   Sapphire Rapids and its successor, fp32: wide results with a transposed b (5 to 14 %); sums of 512 and more terms
+ * with a bias (7 %; twice the speed for GPT-2's [1024, 768] x [768, 3072]). Exceptions: a transposed b of LONG terms
+ * that "gemm" reads in place (6 % slower at [1024, 3072] x [768, 3072]^T), and weight gradients with many rows, NARROW
+ * and SHORT (2 to 8 % slower in panels of the LM head).
+ *   Small results of long sums keep oneDNN's order: both split such sums over threads, "gemm" sooner. */
 static bool prefers_gemm(const key *k)
 {
     enum { LONG = 3072, SHORT = 512, MANY = 1 << 20, NARROW = 1024 };
@@ -274,16 +275,16 @@ static bool prefers_gemm(const key *k)
     return plain && large && k->trans_a && k->n > k->m;
 }
 
-/* Whether "brgemm" would share the sums of this product out over threads, so that bits depend on their number: those
- * of a transposed `a` from SHARED terms on, of bf16 a power of two of them. */
+/* Whether "brgemm" would split the sums of this product over threads, so that the bits depend on the number of threads:
+ * sums with a transposed `a` of at least SHARED terms; for bf16, only if the number of terms is a power of two. */
 static bool shares_sums(const key *k)
 {
     if (!k->trans_a || k->batch > 1 || k->k < SHARED || !has_isa(dnnl_cpu_isa_avx512_core)) return false;
     return (k->type_a == PS_F32 || (k->k & (k->k - 1)) == 0) && !prefers_gemm(k);
 }
 
-/* Whether the machine multiplies such numbers by instructions of its own. oneDNN emulates bf16 on AVX-512 machines
- * without them, at a third of the speed of converting panels to fp32. */
+/* Whether the machine has multiply instructions for this type. On AVX-512 machines without bf16 instructions, oneDNN
+ * emulates bf16 at a third of the speed of fp32 panels. */
 static bool has_instructions(int dtype)
 {
 #if defined(__x86_64__)
@@ -292,23 +293,23 @@ static bool has_instructions(int dtype)
     if (dtype == PS_F16) return has_isa(dnnl_cpu_isa_avx512_core_fp16);
 #endif
 #endif
-    return true;                                             /* or oneDNN says so itself */
+    return true;                                             /* otherwise oneDNN rejects the product */
 }
 
-/* Whether fp32 panels are faster than these instructions. Sapphire Rapids is fast with bf16 in AMX alone: its AVX-512
- * instruction has 0.6 of the rate of fp32 (2048^3, one thread: 83 of 143 GFLOP/s; by panels 135). Below these sizes the
- * conversion costs more. */
+/* Whether fp32 panels are faster than the bf16 instructions. On Sapphire Rapids only AMX is fast with bf16: the AVX-512
+ * bf16 instruction reaches 0.6 of the fp32 rate (2048^3, one thread: 83 GFLOP/s, fp32 143, panels 135). Below these
+ * sizes the conversion costs more than it saves. */
 static bool prefers_panels(const key *k)
 {
     bool slow = k->type_a == PS_BF16 && is_rapids() && !has_isa(dnnl_cpu_isa_avx512_core_amx);
     return slow && k->m >= 64 && k->n >= 128 && k->k >= 128;
 }
 
-/* Whether panels keep a small product of half types from having its sums shared out. Large ones have other work for the
- * threads. */
+/* Whether to use panels for a small product of half types because oneDNN would split its sums over threads. For large
+ * products oneDNN splits rows and columns instead. */
 static bool half_shares(const key *k) { return k->type_a != PS_F32 && k->m * k->n <= 1 << 18 && shares_sums(k); }
 
-/* Moves the walk to the implementation to use. False: only the plain reference loops are left. */
+/* Moves the walk to the implementation to use. False: only oneDNN's reference loops are left. */
 static bool choose(impl_walk *w, const key *k, descs *d, dnnl_primitive_attr_t attr, dnnl_status_t *st)
 {
     const shape_desc *bias = k->type_bias >= 0 ? &d->bias : NULL;
@@ -360,7 +361,7 @@ static dnnl_status_t entry_fill(entry *e)
     return st == dnnl_unimplemented || st == dnnl_invalid_arguments ? dnnl_success : st;
 }
 
-/* Finds or makes the entry of a key; valid until the next call, under the lock. */
+/* Finds or creates the entry of a key. The entry is valid until the next call. The caller holds the lock. */
 static int entry_get(const key *k, entry **out)
 {
     uint64_t slot = key_hash(k) % CACHE_SLOTS;
@@ -397,10 +398,10 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
     return *p ? 0 : PS_ENOMEM;                       /* scratch() left the message */
 }
 
-/* With one column the rows may lie any distance apart; otherwise row-major means that columns are neighbours. */
+/* With one column, rows may have any stride; otherwise row-major means that the stride of columns is 1. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* The leading dimension of a matrix whose unit stride is known; where a size of 1 leaves it open, the dense one. */
+/* The leading dimension of a matrix whose unit stride is known; if a size of 1 leaves it open, a dense matrix's. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
     int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;
@@ -423,11 +424,11 @@ static void key_of(const ps_gemm *g, key *k)
     k->threads = omp_get_max_threads();
 }
 
-/* How many terms of its sums a product takes at a time: all, DEPTH or SHARED / 2. The columns of a high transposed `a`
- * lie a page and more apart; where the result is narrow oneDNN reads them where they are, and a whole long sum does not
- * fit the caches (fp32 weight gradients of 1024 x 256 over 2048 rows: 1.4 times as fast in parts). Sums that oneDNN
- * would share out over threads go in parts, too: on two threads in 0.85 to 0.98 of the time for results of 128 x 128
- * and more, in up to 1.9 of it for 1,000 elements. Never by the number of threads, so that no bit depends on it. */
+/* The number of terms per part of a product's sums: all, DEPTH or SHARED / 2. In a tall transposed `a`, columns are a
+ * page or more apart. If the result is narrow, oneDNN reads them in place, and a whole long sum does not fit the
+ * caches (fp32 weight gradients of 1024 x 256 over 2048 rows: 1.4 times as fast in parts). Sums that oneDNN would split
+ * over threads are computed in parts, too (on two threads: 0.85 to 0.98 of the time for results of 128 x 128 and more,
+ * up to 1.9 of the time for 1,000 elements). The number of threads never decides, so no bit depends on it. */
 static int64_t depth_of(const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -440,7 +441,7 @@ static int64_t depth_of(const ps_gemm *g)
     return shares_sums(&k) ? SHARED / 2 : K;
 }
 
-/* Runs an entry's primitive, under the lock. bias and residual: as its key has them. */
+/* Runs an entry's primitive. The caller holds the lock. bias and residual are NULL or not as the key says. */
 static int execute(entry *e, const void *a, const void *b, void *dst, const void *bias, const void *residual,
                    void *work)
 {
@@ -465,7 +466,7 @@ static int execute(entry *e, const void *a, const void *b, void *dst, const void
     return st == dnnl_success ? 0 : fail_dnnl(st, "a matrix product");
 }
 
-/* Runs the product if oneDNN has it. 1: done, 0: it has not. */
+/* Runs the product if oneDNN supports it. Returns 1 if it ran, 0 if oneDNN does not support it. */
 static int run_direct(ps_gemm_space *space, const ps_gemm *g)
 {
     key k;
@@ -491,7 +492,7 @@ static const void *at(const void *p, int64_t i, int dtype) { return (const char 
 static void *moved(const ps_mat *m, int64_t elements) { return (void *)(uintptr_t)at(m->data, elements, m->dtype); }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* As run_direct, the sums in parts of depth_of. */
+/* The same as run_direct, with the sums in parts of depth_of terms. */
 static int run_deep(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t K = g->a.cols, depth = depth_of(g);
@@ -524,7 +525,7 @@ __attribute__((target("avx,f16c"))) static int64_t f16_store_f16c(uint16_t *dst,
         _mm_storeu_si128((__m128i *)(dst + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
     return i;
 }
-static bool has_f16c(void) { return __builtin_cpu_supports("avx2"); }   /* every AVX2 machine converts fp16, too */
+static bool has_f16c(void) { return __builtin_cpu_supports("avx2"); }   /* every AVX2 machine also has F16C */
 #else
 static int64_t f16_load_f16c(float *dst, const uint16_t *src, int64_t n) { return 0; }
 static int64_t f16_store_f16c(uint16_t *dst, const float *src, int64_t n) { return 0; }
@@ -559,7 +560,7 @@ void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype)
     }
 }
 
-/* c (fp32, NULL: zeros) [rows, cols], leading dimension ldc, plus bias, dst and residual, becomes dst at (i0, j0). */
+/* Writes c + bias + residual (+ dst) to dst at (i0, j0). c: fp32 [rows, cols], leading dimension ldc; NULL: zeros. */
 static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, int64_t rows, int64_t j0, int64_t cols)
 {
 #pragma omp parallel for schedule(static) if (rows * cols > PS_PAR_MIN)
@@ -580,7 +581,7 @@ static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, in
     }
 }
 
-/* The block of m at (i0, j0) as fp32: itself when it is fp32, else a dense copy in `panel`, oriented as m. */
+/* The block of m at (i0, j0) as fp32: m itself if it is fp32, else a dense copy in `panel` in m's orientation. */
 static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float *panel, int fresh)
 {
     const char *p = at(m->data, i0 * m->stride_row + j0 * m->stride_col, m->dtype);
@@ -595,7 +596,7 @@ static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, in
     return (ps_mat){ panel, PS_F32, rows, cols, t ? 1 : inner, t ? inner : 1 };
 }
 
-/* One product in fp32 panels. The sum over K is finished in fp32 before anything is rounded. */
+/* One product in fp32 panels. The whole sum over K is computed in fp32, and then rounded. */
 static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -605,7 +606,7 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
     PS_TRY(grow(space, &space->panels, &space->panels_nbytes, (size_t)(na + nbp + mb * nb) * 4));
     float *pa = space->panels, *pb = pa + na, *pc = pb + nbp;
     bool dry = space->call->dry;
-    int64_t held_m = -1, held_k = -1;                /* block of a that pa holds */
+    int64_t held_m = -1, held_k = -1;                /* the block of a that is in pa */
     for (int64_t n0 = 0; n0 < N; n0 += nb)
         for (int64_t m0 = 0; m0 < M; m0 += mb) {
             int64_t rows = least(mb, M - m0), cols = least(nb, N - n0);
@@ -627,8 +628,8 @@ static int run_panels(ps_gemm_space *space, const ps_gemm *g)
 }
 
 /* -- few rows ------------------------------------------------------------------------------------------------------ */
-/* Whether the product is one of few rows with a matrix so large that reading it is all the work: oneDNN reaches half
- * the memory's speed there. */
+/* Whether the product has few rows and a matrix so large that the time is that of reading the matrix. oneDNN reaches
+ * half of the memory bandwidth in this case. */
 static bool has_few_rows(const ps_gemm *g)
 {
     int64_t line = g->b.stride_col == 1 ? g->b.cols : g->b.rows;
@@ -636,7 +637,7 @@ static bool has_few_rows(const ps_gemm *g)
     return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
 }
 
-/* Such a product: x, the parts and the sums are in scratch, and become dst as those of panels do. */
+/* Computes such a product: x, the parts and the sums are in scratch; store_block writes them to dst. */
 static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -680,7 +681,7 @@ int ps_cpu_gemm_run(ps_gemm_space *space, const ps_gemm *g)
     if (has_few_rows(g)) return run_few_rows(space, g);
     ps_gemm other = *g;
     if (g->residual && M > 1 && g->ld_residual != g->dst.stride_row && !g->accumulate) {
-        /* oneDNN adds a matrix laid out as dst only: let dst start as the residual. */
+        /* oneDNN adds only matrices with dst's layout, so dst is initialized with the residual. */
         for (int64_t i = 0; !space->call->dry && i < M; i++)
             memcpy(moved(&g->dst, i * g->dst.stride_row), at(g->residual, i * g->ld_residual, g->dst.dtype),
                    (size_t)(N * ps_dtype_bytes(g->dst.dtype)));
@@ -709,11 +710,11 @@ static size_t nbytes_of(dnnl_memory_t m)
     return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
 }
 
-enum { REHEARSED_NBYTES = 128 << 20 };       /* what one product may write: several plans may run side by side */
+enum { REHEARSED_NBYTES = 128 << 20 };       /* limit per product: several plans may run at once */
 
 static size_t written_by(const entry *e) { return (nbytes_of(e->dst) + 4095) / 4096 * 4096 + e->scratch_nbytes; }
 
-/* Inputs are pages that nobody wrote, of which the system has one for all; what products write goes back at the end. */
+/* Inputs are untouched pages, which the system maps to one zero page. The memory of results is unmapped at the end. */
 static int rehearse(entry *e)
 {
     size_t sizes[] = { nbytes_of(e->a), nbytes_of(e->b), nbytes_of(e->bias), nbytes_of(e->residual) }, zeros = 4096;
@@ -774,7 +775,7 @@ static void shut(void)
     engine = NULL;
 }
 
-/* Makes the engine and asks it for a product of each type, of a usual size. */
+/* Creates the engine and asks it for one product of each type, of a typical size. */
 static int start(void)
 {
     dnnl_status_t st = dnnl_engine_create(&engine, dnnl_cpu, 0);

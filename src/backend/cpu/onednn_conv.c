@@ -21,11 +21,11 @@
 
 enum {
     SHAPES_MAX = 256,                                /* in the table; it is emptied when full */
-    TASK_FLOPS = 1 << 25,                            /* a task has this much work if there are samples enough */
-    TASKS_MIN = 4,                                   /* tasks that few samples are cut into */
-    SUMS_MAX = 16,                                   /* tasks of a weight's gradient, each with a sum of its own */
-    SUMS_NBYTES = 64 << 20,                          /* of these sums together */
-    SCRATCH_MAX = 64 << 20                           /* an implementation that wants more is passed over */
+    TASK_FLOPS = 1 << 25,                            /* work of a task, if there are enough samples */
+    TASKS_MIN = 4,                                   /* least number of tasks, even for few samples */
+    SUMS_MAX = 16,                                   /* most tasks of a weight's gradient; each has its own sum */
+    SUMS_NBYTES = 64 << 20,                          /* limit of all these sums together, bytes */
+    SCRATCH_MAX = 64 << 20                           /* implementations that need more are skipped */
 };
 
 /* -- two APIs ------------------------------------------------------------------------------------------------------ */
@@ -76,13 +76,13 @@ typedef struct key {                                 /* no padding: compared as 
 
 typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 
-/* Walks the implementations that oneDNN offers for a convolution, best first by its own judgement. */
+/* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
     dnnl_convolution_desc_t op;                      /* read by the iterator for as long as it lives */
     dnnl_primitive_desc_iterator_t it;
 #endif
-    dnnl_primitive_desc_t pd;                        /* the present one */
+    dnnl_primitive_desc_t pd;                        /* the current implementation */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -145,7 +145,7 @@ typedef struct slot { dnnl_memory_t plain[ROLES], laid[ROLES], bias, scratch; } 
 typedef struct entry {
     key key;
     bool supported;                                  /* false: oneDNN has only its plain loops */
-    desc plain[ROLES], laid[ROLES], scratch, bias;   /* row-major, and as the primitive wants it */
+    desc plain[ROLES], laid[ROLES], scratch, bias;   /* row-major, and in the primitive's layout */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -184,7 +184,7 @@ static void table_clear(void)
     table_count = 0;
 }
 
-/* Descriptions with the layouts that one of `tags` names: of x and y, and of w without and with groups. */
+/* Descriptions with the layouts in `tags`: for x and y, and for w without and with groups. */
 static dnnl_status_t descs_new(const key *k, desc d[ROLES], const dnnl_format_tag_t tags[3])
 {
     const ps_conv_shape *s = &k->s;
@@ -301,7 +301,7 @@ static dnnl_status_t slots_grow(entry *e, int n)
     return dnnl_success;
 }
 
-/* Finds or makes the entry of a key, with memory objects for `threads`. Primitives are made for one thread. */
+/* Finds or creates the entry of a key, with memory objects for `threads`. Each primitive is for one thread. */
 static int entry_get(const key *k, int threads, entry **out)
 {
     entry *e = NULL;
@@ -329,7 +329,7 @@ static int entry_get(const key *k, int threads, entry **out)
 }
 
 /* -- one call ------------------------------------------------------------------------------------------------------ */
-/* An operand of the call. Row-major, samples `each` elements long (w: all of it). */
+/* An operand of the call, row-major. each: elements per sample (w: all elements). */
 typedef struct operand { void *data; int dtype; int64_t each; } operand;
 
 typedef struct work {
@@ -339,9 +339,9 @@ typedef struct work {
     operand of[ROLES], bias;                         /* bias.data may be NULL */
     int64_t per_task, tasks;
     int threads;
-    entry *whole, *rest;                             /* of tasks of per_task samples, and of the last one */
-    const float *late;                               /* the bias of the transpose, which oneDNN does not add, or NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: of the weight's gradient, one for each task */
+    entry *whole, *rest;                             /* for tasks of per_task samples, and for the last task */
+    const float *late;                               /* bias of the transpose, which oneDNN does not add; or NULL */
+    char *w_laid, *buffers, *sums;                   /* sums: the weight's gradient, one sum per task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -379,7 +379,7 @@ static int prepare(work *w)
     return 0;
 }
 
-/* Bytes of a thread's buffers: the operands in oneDNN's layout, half types as fp32, and oneDNN's own. */
+/* Bytes of a thread's buffers: operands in oneDNN's layout, half types as fp32, and oneDNN's scratchpad. */
 static size_t of_thread(const work *w, const entry *e)
 {
     size_t n = rounded(e->scratch_nbytes);
@@ -435,7 +435,7 @@ static const void *sample(const operand *o, int64_t i)
     return (const char *)o->data + i * o->each * ps_dtype_bytes(o->dtype);
 }
 
-/* Makes one of the operands x and y ready, or a place for it. *p: free buffers of the thread. */
+/* Copies operand x or y into oneDNN's layout, or reserves memory for it. *p: the thread's free buffer memory. */
 static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char **p, bool is_result, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -456,7 +456,7 @@ static void stage(const work *w, entry *e, slot *s, role r, int64_t task, char *
     if (!is_result) copied(e->to_laid[r], s->plain[r], s->laid[r], st);
 }
 
-/* The result, from oneDNN's layout and from fp32. */
+/* Copies the result from oneDNN's layout and from fp32. */
 static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl_status_t *st)
 {
     const operand *o = &w->of[r];
@@ -464,7 +464,7 @@ static void unstage(const work *w, entry *e, slot *s, role r, int64_t task, dnnl
     if (!e->same[r]) copied(e->to_plain[r], s->laid[r], s->plain[r], st);
     if (*st == dnnl_success) *st = dnnl_memory_get_data_handle(s->plain[r], &plain);
     if (*st != dnnl_success) return;
-    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* of the transpose's result */
+    int64_t n = samples_of(w, task), places = o->each / w->s.c;          /* in the transpose's result */
     for (int64_t i = 0; w->late && i < n * w->s.c; i++) {
         float *p = (float *)plain + i * places, more = w->late[i % w->s.c];
         for (int64_t k = 0; k < places; k++) p[k] += more;
@@ -485,7 +485,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
     slot *s = &e->slots[thread];
     role result = results[w->kind];
     char *p = w->buffers + (size_t)thread * w->thread_nbytes;
-    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw, then db; of BACK_WEIGHT alone */
+    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw, then db; only for BACK_WEIGHT */
     set(s->scratch, p, &st);
     p += rounded(e->scratch_nbytes);
     stage(w, e, s, X, task, &p, result == X, &st);
@@ -505,7 +505,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
 static int do_tasks(work *w)
 {
     dnnl_status_t worst = dnnl_success;
-    /* A team of one is no parallel region to oneDNN, which would then take all threads. */
+    /* oneDNN does not see a team of one thread as a parallel region and would use all threads. */
     int was = omp_get_max_threads();
     if (w->threads == 1) omp_set_num_threads(1);
 #pragma omp parallel for schedule(static) num_threads(w->threads) if (w->threads > 1)
@@ -528,7 +528,7 @@ static operand operand_of(const ps_view *v, bool by_samples)
     return (operand){ v->data, v->dtype, by_samples && v->shape[0] ? v->numel / v->shape[0] : v->numel };
 }
 
-/* Forward and its transpose, under the lock. 0, an error, or PS_EUNSUP before anything was touched. */
+/* Forward and its transpose. The caller holds the lock. Returns 0, an error, or PS_EUNSUP before any write. */
 static int by_samples(work *w)
 {
     operand b = w->bias;
@@ -595,7 +595,7 @@ static void put(const ps_view *dst, const float *src, bool add)
     }
 }
 
-/* The sums of the tasks, added to the first in their order. */
+/* Adds the sums of the tasks to the first one, in order. */
 static void add_sums(const work *w)
 {
     int64_t n = (int64_t)(w->sum_nbytes / 4);
@@ -614,7 +614,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     PS_TRY(prepare(w));
     entry *e = w->whole;
     if (!e->supported || !w->rest->supported) return PS_EUNSUP;
-    /* Both must sum in one layout. */
+    /* Both entries must have the same layout of sums. */
     if (!dnnl_memory_desc_equal(ref_of(&e->laid[W]), ref_of(&w->rest->laid[W]))) return PS_EUNSUP;
     w->thread_nbytes = most((int64_t)of_thread(w, e), (int64_t)of_thread(w, w->rest));
     w->sum_nbytes = rounded(e->laid_nbytes[W]) + (w->bias.data ? rounded((size_t)w->s.o * 4) : 0);
@@ -623,7 +623,7 @@ static int weight_locked(work *w, const ps_view *dw, const ps_view *db)
     float *plain = asked(w, (size_t)dw->numel * 4);
     if (!w->buffers || !w->sums || !plain) return PS_ENOMEM;
     if (w->call->dry) return 0;
-    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* bytes between and after sums are added, too */
+    memset(w->sums, 0, w->sum_nbytes * (size_t)w->tasks);     /* the bytes between and after sums are added, too */
     PS_TRY(do_tasks(w));
     add_sums(w);
     const float *result = (const float *)w->sums;
