@@ -125,3 +125,87 @@ describe("DeepSpeed's schedules", function()
     close(1e-3, opt.lr, "constant")
   end)
 end)
+
+describe("PyTorch's form of a schedule's call", function()
+  local nn, optim = require "ps.nn", require "ps.optim"
+  local adam
+  before_each(function() adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 }) end)
+
+  -- By name: the positional arguments, and the same as options.
+  local FORMS = {
+    StepLR = { { 2, 0.25, 0 }, { step_size = 2, gamma = 0.25, last_epoch = 0 } },
+    MultiStepLR = { { { 1, 3 }, 0.5 }, { milestones = { 1, 3 }, gamma = 0.5 } },
+    ExponentialLR = { { 0.75 }, { gamma = 0.75 } },
+    CosineAnnealingLR = { { 4, 0.125 }, { T_max = 4, eta_min = 0.125 } },
+    LambdaLR = { { function(n) return 1 / (n + 1) end }, { lr_lambda = function(n) return 1 / (n + 1) end } },
+    WarmupLR = { { 0.1, 0.4, 4, "linear" },
+      { warmup_min_lr = 0.1, warmup_max_lr = 0.4, warmup_num_steps = 4, warmup_type = "linear" } },
+    WarmupDecayLR = { { 6, 0.1, 0.4, 3, "linear", 0 }, { total_num_steps = 6, warmup_min_lr = 0.1, warmup_max_lr = 0.4,
+      warmup_num_steps = 3, warmup_type = "linear", last_batch_iteration = 0 } },
+    WarmupCosineLR = { { 6, 0.5, 3, 0.25, "linear" }, { total_num_steps = 6, warmup_min_ratio = 0.5,
+      warmup_num_steps = 3, cos_min_ratio = 0.25, warmup_type = "linear" } },
+    OneCycle = { { 0.1, 0.5, 0.5, 3, 2, 0, 0, 1, true, 0.7, 0.8, 0.1 }, { cycle_min_lr = 0.1, cycle_max_lr = 0.5,
+      decay_lr_rate = 0.5, cycle_first_step_size = 3, cycle_second_step_size = 2, cycle_first_stair_count = 0,
+      cycle_second_stair_count = 0, decay_step_size = 1, cycle_momentum = true, cycle_min_mom = 0.7,
+      cycle_max_mom = 0.8, decay_mom_rate = 0.1 } },
+    LRRangeTest = { { 0.125, 2, 3, true }, { lr_range_test_min_lr = 0.125, lr_range_test_step_size = 2,
+      lr_range_test_step_rate = 3, lr_range_test_staircase = true } },
+  }
+
+  -- Rates and beta1 of some steps.
+  local function course(schedule)
+    local list = {}
+    for n = 1, 8 do
+      list[n] = ("%.17g %.17g"):format(adam.lr, adam.groups[1].betas[1])
+      schedule:step()
+    end
+    return list
+  end
+
+  it("gives the rates of the same options by name", function()
+    for name, form in pairs(FORMS) do
+      local options = { optimizer = adam }
+      for key, value in pairs(form[2]) do options[key] = value end
+      local want = course(sched[name](options))
+      adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+      assert.same(want, course(sched[name](adam, unpack(form[1]))), name)
+      adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+      assert.same(want, course(sched[name](adam, form[2])), name)
+      adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+    end
+    local want = course(sched.StepLR(adam, 2, 0.25))
+    adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+    assert.same(want, course(sched.StepLR(adam, 2, { gamma = 0.25 })))
+  end)
+
+  it("is there for every schedule that PyTorch or DeepSpeed has, and by name for ours", function()
+    for name, make in pairs(sched) do
+      if name ~= "from_config" and not FORMS[name] then
+        make(adam, { max_lr = 0.5, total = name ~= "constant" and 4 or nil })
+        local ok, e = pcall(make, adam, 0.5, 4)
+        assert.False(ok)
+        assert.matches(("sched.%s takes its numbers by name, as in sched.%s { optimizer = optimizer, max_lr"):format(
+          name, name), tostring(e), 1, true)
+      end
+    end
+  end)
+
+  it("refuses other calls", function()
+    local function refused(text, fn)
+      local ok, e = pcall(fn)
+      assert.False(ok, text)
+      assert.matches(text, tostring(e), 1, true)
+    end
+    refused("sched.StepLR needs step_size, a whole", function() sched.StepLR(adam) end)
+    refused("sched.StepLR(optimizer, step_size, gamma, last_epoch) has no 5th argument; it was given true",
+      function() sched.StepLR(adam, 1, 0.5, -1, true) end)
+    refused("sched.StepLR: gamma is given twice", function() sched.StepLR(adam, 1, 0.5, { gamma = 0.5 }) end)
+    refused("sched.StepLR: the optimizer is the first argument and an option",
+      function() sched.StepLR(adam, { optimizer = adam, step_size = 1 }) end)
+    refused("sched.StepLR: gamma", function() sched.StepLR(adam, 1, "half") end)
+    refused("sched.StepLR: the first argument is not an optimizer", function() sched.StepLR(nn.Linear(2, 2), 1) end)
+    refused("sched.StepLR: the first argument is not an optimizer",
+      function() sched.StepLR({ optimizer = adam, step_size = 1 }, 0.5) end)
+    refused("sched.LRRangeTest: lr_range_test_staircase", function() sched.LRRangeTest(adam, 1, 2, 3, 4) end)
+  end)
+end)

@@ -127,10 +127,59 @@ function Schedule:load_state_dict(state)
   apply(self)
 end
 
--- Checks the options of a schedule; `...` are required keys.
-local function checked(name, options, keys, ...)
+-- The parameters after the optimizer, in the order of PyTorch and DeepSpeed. Our own schedules have no such order.
+local ORDER = {
+  LambdaLR = "lr_lambda last_epoch", StepLR = "step_size gamma last_epoch", MultiStepLR = "milestones gamma last_epoch",
+  ExponentialLR = "gamma last_epoch", CosineAnnealingLR = "T_max eta_min last_epoch",
+  WarmupLR = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration",
+  WarmupDecayLR = "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration",
+  WarmupCosineLR = "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration",
+  OneCycle = "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+    .. "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
+    .. "decay_mom_rate last_batch_iteration",
+  LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+    .. "last_batch_iteration",
+}
+
+-- Whether a value is a table of options, as opposed to a list or an object.
+local function is_options(value, kinds)
+  if type(value) ~= "table" or getmetatable(value) then return false end
+  local key = next(value)
+  return type(key) == "string" or key == nil and not kinds:find "table"
+end
+
+-- The options of a call in PyTorch's form, StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }) or both.
+local function in_order(name, keys, optimizer, ...)
+  local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
+  for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
+  for at = 1, n do
+    local value, key = (select(at, ...)), names[at]
+    if at == n and is_options(value, key and keys[key] or "") then
+      if value.optimizer ~= nil then error(call .. ": the optimizer is the first argument and an option") end
+      for option, given in pairs(value) do
+        if options[option] ~= nil then error(("%s: %s is given twice"):format(call, option)) end
+        options[option] = given
+      end
+    elseif value ~= nil and not ORDER[name] then
+      error(("%s takes its numbers by name, as in %s { optimizer = optimizer, max_lr = 5e-4%s }"):format(call, call,
+        keys.total and ", total = 1000" or ""))
+    elseif value ~= nil and not key then
+      caller.more(call, "optimizer, " .. table.concat(names, ", "), value, at + 1)
+    elseif value ~= nil then options[key] = value end
+  end
+  options.optimizer = optimizer
+  return options
+end
+
+-- Checks the options of a schedule, a table or PyTorch's arguments. required: keys, separated by spaces.
+local function checked(name, keys, required, options, ...)
+  if type(options) == "table" and type(options.set_lr) == "function" then options = in_order(name, keys, options, ...)
+  elseif select("#", ...) > 0 or type(options) == "table" and getmetatable(options) then
+    error(("sched.%s: the first argument is not an optimizer of ps.optim or ps.initialize; write "
+      .. "sched.%s(optimizer, ...) or sched.%s { optimizer = optimizer, ... }"):format(name, name, name))
+  end
   options = caller.options(options, "sched." .. name, keys)
-  for _, key in ipairs { ... } do
+  for key in ("optimizer " .. required):gmatch "%S+" do
     if options[key] == nil then error(("sched.%s needs %s, a %s"):format(name, key, keys[key])) end
   end
   return options
@@ -160,10 +209,12 @@ end
 
 --- The rate reaches max_lr in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and
 --- Hutter 2017).
----@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
+---  integer}
+---@param ... any after an optimizer: a table with the other options
 ---@return ps.Schedule
-function sched.warmup_cosine(options)
-  options = checked("warmup_cosine", options, WARMUP_TO, "optimizer", "max_lr", "total")
+function sched.warmup_cosine(options, ...)
+  options = checked("warmup_cosine", WARMUP_TO, "max_lr total", options, ...)
   check_warmup("warmup_cosine", "warmup", "total", options, 0)
   local min_lr = options.min_lr or 0
   return build("warmup_cosine", options, function(count)
@@ -173,10 +224,12 @@ function sched.warmup_cosine(options)
 end
 
 --- The rate reaches max_lr in `warmup` steps, then falls linearly to min_lr at step `total`.
----@param options {optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total: integer}
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
+---  integer}
+---@param ... any after an optimizer: a table with the other options
 ---@return ps.Schedule
-function sched.warmup_linear(options)
-  options = checked("warmup_linear", options, WARMUP_TO, "optimizer", "max_lr", "total")
+function sched.warmup_linear(options, ...)
+  options = checked("warmup_linear", WARMUP_TO, "max_lr total", options, ...)
   check_warmup("warmup_linear", "warmup", "total", options, 0)
   local min_lr = options.min_lr or 0
   return build("warmup_linear", options, function(count)
@@ -187,10 +240,11 @@ end
 local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
 
 --- The rate rises to max_lr in `warmup` steps (default 0) and stays there.
----@param options {optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
+---@param ... any after an optimizer: a table with the other options
 ---@return ps.Schedule
-function sched.constant(options)
-  options = checked("constant", options, CONSTANT, "optimizer", "max_lr")
+function sched.constant(options, ...)
+  options = checked("constant", CONSTANT, "max_lr", options, ...)
   return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
 end
 
@@ -239,11 +293,13 @@ local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = 
 
 --- The rate rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there, for all groups
 --- alike. last_batch_iteration = n: the schedule begins at the rate of iteration n (default -1: at its start).
----@param options {optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number, warmup_num_steps?: integer,
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number,
+---  warmup_num_steps?: integer,
 ---  warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
 ---@return ps.Schedule
-function sched.WarmupLR(options)
-  options = checked("WarmupLR", options, WARMUP, "optimizer")
+function sched.WarmupLR(options, ...)
+  options = checked("WarmupLR", WARMUP, "", options, ...)
   local high = options.warmup_max_lr or own_rate("WarmupLR", options, "warmup_max_lr")
   return warmup_then("WarmupLR", options, high, function() return 1 end)
 end
@@ -253,11 +309,13 @@ local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr =
 
 --- The rate rises to warmup_max_lr in warmup_num_steps, then falls linearly to warmup_min_lr at total_num_steps. All
 --- groups get this rate.
----@param options {optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number, warmup_max_lr?: number,
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number,
+---  warmup_max_lr?: number,
 ---  warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
 ---@return ps.Schedule
-function sched.WarmupDecayLR(options)
-  options = checked("WarmupDecayLR", options, DECAY, "optimizer", "total_num_steps")
+function sched.WarmupDecayLR(options, ...)
+  options = checked("WarmupDecayLR", DECAY, "total_num_steps", options, ...)
   check_warmup("WarmupDecayLR", "warmup_num_steps", "total_num_steps", options, WARMUP_STEPS)
   local total = options.total_num_steps
   return warmup_then("WarmupDecayLR", options, options.warmup_max_lr or 1e-3, function(step, warmup)
@@ -270,11 +328,13 @@ local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number",
 
 --- Factors on each group's own rate: from warmup_min_ratio to 1, then half a cosine to cos_min_ratio. With `lr` they
 --- are factors on lr, and the schedule calls optimizer:set_lr.
----@param options {optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?: number,
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?:
+---  number,
 ---  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
 ---@return ps.Schedule
-function sched.WarmupCosineLR(options)
-  options = checked("WarmupCosineLR", options, COSINE, "optimizer", "total_num_steps")
+function sched.WarmupCosineLR(options, ...)
+  options = checked("WarmupCosineLR", COSINE, "total_num_steps", options, ...)
   check_warmup("WarmupCosineLR", "warmup_num_steps", "total_num_steps", options, WARMUP_STEPS)
   local total = options.total_num_steps
   local share, warmup = warmup_share("WarmupCosineLR", options)
@@ -315,13 +375,15 @@ local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "nu
 --- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
 --- beta1 cycles in the opposite direction and beta2 becomes 0.99; the very first step has the smallest beta1, as in
 --- DeepSpeed. The schedule is Smith's (2018, "A disciplined approach to neural network hyper-parameters").
----@param options {optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?: number,
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?:
+---  number,
 ---  cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
 ---  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
 ---  cycle_max_mom?: number, decay_mom_rate?: number, last_batch_iteration?: integer}
+---@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
 ---@return ps.Schedule
-function sched.OneCycle(options)
-  options = checked("OneCycle", options, CYCLE, "optimizer", "cycle_min_lr", "cycle_max_lr")
+function sched.OneCycle(options, ...)
+  options = checked("OneCycle", CYCLE, "cycle_min_lr cycle_max_lr", options, ...)
   local low, high = options.cycle_min_lr, options.cycle_max_lr
   local height, total = cycle_height(options)
   local interval, low_mom, high_mom = options.decay_step_size or 0, options.cycle_min_mom or 0.8,
@@ -343,11 +405,13 @@ local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_t
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
 --- A rate that only grows, to find where training diverges (Smith 2017): min x (1 + step_rate x steps / step_size).
----@param options {optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?: integer,
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?:
+---  integer,
 ---  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
+---@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
 ---@return ps.Schedule
-function sched.LRRangeTest(options)
-  options = checked("LRRangeTest", options, RANGE, "optimizer")
+function sched.LRRangeTest(options, ...)
+  options = checked("LRRangeTest", RANGE, "", options, ...)
   local low, size = options.lr_range_test_min_lr or 1e-3, options.lr_range_test_step_size or 2000
   local growth = options.lr_range_test_step_rate or 1
   return build("LRRangeTest", options, function(count)
@@ -368,11 +432,13 @@ end
 local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
 
 --- Each group's initial rate times a function of the step (from 0): PyTorch's LambdaLR.
----@param options {optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list has one
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list
+---  has one
 ---  function for each group
+---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
 ---@return ps.Schedule
-function sched.LambdaLR(options)
-  options = checked("LambdaLR", options, LAMBDA, "optimizer", "lr_lambda")
+function sched.LambdaLR(options, ...)
+  options = checked("LambdaLR", LAMBDA, "lr_lambda", options, ...)
   local fns = options.lr_lambda
   if type(fns) == "table" and getmetatable(fns) == nil then
     if #fns ~= #(options.optimizer.groups or {}) then
@@ -389,10 +455,12 @@ end
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
 
 --- Each group's initial rate, multiplied by gamma after every step_size steps: PyTorch's StepLR.
----@param options {optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer} gamma default 0.1
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer}
+---  gamma default 0.1
+---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
 ---@return ps.Schedule
-function sched.StepLR(options)
-  options = checked("StepLR", options, STEP, "optimizer", "step_size")
+function sched.StepLR(options, ...)
+  options = checked("StepLR", STEP, "step_size", options, ...)
   caller.whole(options.step_size, "sched.StepLR: step_size", 1)
   local gamma = options.gamma or 0.1
   return per_group("StepLR", options, function(count, base)
@@ -403,11 +471,13 @@ end
 local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
 
 --- Each group's initial rate, multiplied by gamma at each milestone (a step): PyTorch's MultiStepLR.
----@param options {optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer} gamma default
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer}
+---  gamma default
 ---  0.1; a milestone that is listed twice counts twice
+---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
 ---@return ps.Schedule
-function sched.MultiStepLR(options)
-  options = checked("MultiStepLR", options, MULTI, "optimizer", "milestones")
+function sched.MultiStepLR(options, ...)
+  options = checked("MultiStepLR", MULTI, "milestones", options, ...)
   local gamma = options.gamma or 0.1
   for _, at in ipairs(caller.list(options.milestones, "sched.MultiStepLR: the milestones")) do
     caller.whole(at, "sched.MultiStepLR: a milestone", 0)
@@ -422,10 +492,11 @@ end
 local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "number" }
 
 --- Each group's initial rate, multiplied by gamma after every step: PyTorch's ExponentialLR.
----@param options {optimizer: ps.Optimizer, gamma: number, last_epoch?: integer}
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, gamma: number, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
 ---@return ps.Schedule
-function sched.ExponentialLR(options)
-  options = checked("ExponentialLR", options, EXPONENTIAL, "optimizer", "gamma")
+function sched.ExponentialLR(options, ...)
+  options = checked("ExponentialLR", EXPONENTIAL, "gamma", options, ...)
   return per_group("ExponentialLR", options, function(count, base) return base * options.gamma ^ count end)
 end
 
@@ -433,10 +504,12 @@ local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", la
 
 --- From each group's initial rate along half a cosine to eta_min at step T_max, and back (Loshchilov and Hutter 2017):
 --- PyTorch's CosineAnnealingLR.
----@param options {optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer} eta_min default 0
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer}
+---  eta_min default 0
+---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
 ---@return ps.Schedule
-function sched.CosineAnnealingLR(options)
-  options = checked("CosineAnnealingLR", options, ANNEALING, "optimizer", "T_max")
+function sched.CosineAnnealingLR(options, ...)
+  options = checked("CosineAnnealingLR", ANNEALING, "T_max", options, ...)
   caller.whole(options.T_max, "sched.CosineAnnealingLR: T_max", 1)
   local low = options.eta_min or 0
   return per_group("CosineAnnealingLR", options, function(count, base)
