@@ -22,6 +22,7 @@
 
 #include "backend/cpu/threads.h"
 #include "interrupt.h"
+#include "last_error.h"
 #include "modules.h"
 #include "ps.h"
 #include "ps_cdef.h"
@@ -59,35 +60,6 @@ static void message(const struct program *p, const char *text)
     fflush(stdout);
     if (p->name) fprintf(stderr, "%s: ", p->name);
     fprintf(stderr, "%s\n", text);
-    fflush(stderr);
-}
-
-/* Whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's errors.
- * PS_LAUNCHER_STDERR is its inode: a process that inherits the variable alone writes elsewhere. */
-static bool launcher_reads(void)
-{
-    const char *text = getenv("PS_LAUNCHER_STDERR");
-    struct stat file;
-    unsigned long long inode;
-    return text && sscanf(text, "%llu", &inode) == 1 && fstat(2, &file) == 0 && S_ISFIFO(file.st_mode)
-        && file.st_ino == inode;
-}
-
-/* Prints the error that ends the program. A launcher gets it with a mark before each line, and shows it once per job:
- * ranks that are told of it repeat it. */
-static void last_message(const struct program *p, const char *text)
-{
-    if (!launcher_reads()) {
-        message(p, text);
-        return;
-    }
-    fflush(stdout);
-    fprintf(stderr, "\036%s%s", p->name ? p->name : "", p->name ? ": " : "");
-    for (; *text; text++) {
-        fputc(*text, stderr);
-        if (*text == '\n') fputc('\036', stderr);
-    }
-    fputc('\n', stderr);
     fflush(stderr);
 }
 
@@ -193,7 +165,7 @@ static int report(const struct program *p, lua_State *L, int status)
     if (status) {
         const char *text = lua_tostring(L, -1);
         if (!text) text = no_text;
-        last_message(p, text);
+        last_error(p->name, text);
         ps_groups_end(text);
         lua_pop(L, 1);
     }
@@ -332,8 +304,7 @@ static bool finish_checkpoint(lua_State *L, bool failed)
         if (lua_isfunction(L, -2)) ok = lua_pcall(L, 1, 1, 0) == 0 && lua_isnil(L, -1);
         if (!ok) {
             const char *text = lua_tostring(L, -1);
-            fflush(stdout);
-            fprintf(stderr, "psluajit: %s\n", text ? text : no_checkpoint);
+            last_error("psluajit", text ? text : no_checkpoint);
         }
     }
     lua_settop(L, top);
@@ -346,8 +317,7 @@ static bool finish_exchanges(void)
     char why[1000];
     if (ps_groups_settle() == 0) return true;
     snprintf(why, sizeof why, "%s", ps_error_message());
-    fflush(stdout);
-    fprintf(stderr, "psluajit: %s\n", why);
+    last_error("psluajit", why);
     ps_groups_end(why);
     return false;
 }
@@ -593,7 +563,7 @@ static int run_program(struct program *p, lua_State *L)
     if (p->show_version) print_version();
     if (run_options(p, L)) return 1;
     if (!found) {
-        message(p, error);
+        last_error(p->name, error);
         return 1;
     }
     if (script && run_script(p, L, p->stdin_script ? NULL : script, &ran)) {

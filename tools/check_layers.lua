@@ -145,6 +145,7 @@ local LINKS = {
   { of = "src/api%.c$", "src/base/", "src/backend/registry%.c$", "src/tensor/" },
   { of = "src/abi%.c$" },
   { of = "src/main%.c$", "src/" },
+  { of = "src/last_error%.c$", "src/base/hash%.c$", "src/rendezvous/watch%.c$" },
   { of = "src/repl%.c$", "src/base/", "src/main%.c$", "src/interrupt%.c$", "src/modules%.c$" },
   { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },
   { of = "src/modules%.c$" },

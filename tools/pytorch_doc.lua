@@ -227,11 +227,11 @@ nn.ParameterList | nn.ParameterList | indices begin at 0; list:size() is the len
 nn.ParameterDict | nn.ParameterDict | as nn.ModuleDict
 nn.Identity | nn.Identity |
 nn.Flatten | nn.Flatten |
-optim.lr_scheduler.LambdaLR | ps.sched.LambdaLR | { optimizer =, lr_lambda = }
-optim.lr_scheduler.StepLR | ps.sched.StepLR | { optimizer =, step_size =, gamma = }
-optim.lr_scheduler.MultiStepLR | ps.sched.MultiStepLR | { optimizer =, milestones =, gamma = }
-optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | { optimizer =, gamma = }
-optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | { optimizer =, T_max =, eta_min = }
+optim.lr_scheduler.LambdaLR | ps.sched.LambdaLR | `(optimizer, fn)` or { optimizer =, lr_lambda = }
+optim.lr_scheduler.StepLR | ps.sched.StepLR | `(optimizer, 10, 0.5)` or { optimizer =, step_size =, gamma = }
+optim.lr_scheduler.MultiStepLR | ps.sched.MultiStepLR | `(optimizer, { 10, 20 }, 0.5)`
+optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | `(optimizer, 0.9)` or { optimizer =, gamma = }
+optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | `(optimizer, 100)`
 nn.functional.conv1d | F.conv1d |
 nn.functional.conv_transpose1d | F.conv_transpose1d |
 nn.Conv1d | nn.Conv1d | options are passed by name; nn.Conv1D is GPT-2's linear layer

@@ -112,6 +112,53 @@ describe("a training", function()
       TORCHRUN .. "--master_addr 127.0.0.1 --master_port $(free_port) $PSLUAJIT $TRAIN")
   end)
 
+  -- Both ranks raise the same error, then one of them alone. A shell keeps each rank for a while, since launchers end
+  -- the other ranks at once.
+  describe("whose script fails prints the error once:", function()
+    setup(function()
+      write("fail.lua", [[
+        local ps = require "ps"
+        local rank = ps.init_distributed { timeout = 40, quiet = true }:rank()
+        if arg[1] == "before" then ps.synchronize() error "the same on all ranks" end
+        if rank == 1 then error "on one rank alone" end
+        ps.synchronize()
+      ]])
+      write("fail.sh", [[
+        $PSLUAJIT fail.lua $1
+        code=$?
+        touch ended.$1.$2
+        for _ in $(seq 200); do [ $(ls ended.$1.* | wc -l) = 2 ] && break; sleep 0.05; done
+        sleep 0.5
+        exit $code
+      ]])
+    end)
+
+    local function fails(name, program, command)
+      it(name, function()
+        if not has(program) then
+          pending(program .. " is not installed")
+          return
+        end
+        local text, code = run("rm -f ended.*\n" .. command:format "before")
+        assert.is_true(code ~= 0, text)
+        assert.equal(1, select(2, text:gsub("the same on all ranks", "")), text)
+        text, code = run("rm -f ended.*\n" .. command:format "alone")
+        assert.is_true(code ~= 0, text)
+        assert.equal(1, select(2, text:gsub("on one rank alone", "")), text)
+      end)
+    end
+
+    fails("Open MPI's mpirun", "mpirun.openmpi", [[
+      export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+      mpirun.openmpi --oversubscribe -n 2 sh -c 'sh fail.sh %s $OMPI_COMM_WORLD_RANK']])
+    fails("MPICH's mpiexec", "mpiexec.mpich", "mpiexec.mpich -n 2 sh -c 'sh fail.sh %s $PMI_RANK'")
+    fails("Slurm's srun", "slurmctld",
+      "$HERE/one_node_slurm.sh srun -n 2 --overcommit sh -c 'sh fail.sh %s $SLURM_PROCID'")
+    local torchrun = (os.getenv "PS_TORCH_PYTHON" or ""):gsub("[^/]*$", "") .. "torchrun"
+    fails("torchrun", torchrun, torchrun .. [[ --no_python --nproc_per_node 2 --monitor_interval 1 --standalone \
+      sh -c 'sh fail.sh %s $RANK']])
+  end)
+
   describe("on two hosts", function()
     local why = not has "ip" and "ip (iproute2) is not installed"
       or not sh(here .. "/two_hosts.sh true") and "no network namespaces, neither as root nor in a user's own"

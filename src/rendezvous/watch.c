@@ -857,11 +857,23 @@ int ps_watch_complain_of(ps_watch *w, int place, const char *op, uint64_t call, 
     return complain(w, place, op, call, what, -1, seconds, text);
 }
 
-/* The first line of a message. */
-static void first_line(const char *from, char *to, size_t room)
+size_t ps_watch_last_words(const char *error)
 {
-    size_t n = strcspn(from, "\r\n");
-    snprintf(to, room, "%.*s", n < 400 ? (int)n : 400, from);
+    size_t n = strcspn(error, "\r\n");
+    return n < 400 ? n : 400;
+}
+
+bool ps_watch_repeats(const char *error, char *verdict)
+{
+    bool found = false;
+    pthread_mutex_lock(&all_lock);
+    for (ps_watch *w = all; w && !found; w = w->next) {
+        found = getpid() == w->pid && ps_watch_over(w) && w->blamed >= 0 && w->blamed != w->rank
+            && strstr(error, w->verdict);
+        if (found) memcpy(verdict, w->verdict, PS_WATCH_TEXT);
+    }
+    pthread_mutex_unlock(&all_lock);
+    return found;
 }
 
 void ps_groups_end(const char *why)
@@ -871,7 +883,8 @@ void ps_groups_end(const char *why)
         if (getpid() != w->pid) continue;
         pthread_mutex_lock(&w->lock);
         if (w->farewell == WATCH_STAYS) {
-            if (why) first_line(why, w->last_words, sizeof w->last_words);
+            if (why)
+                snprintf(w->last_words, sizeof w->last_words, "%.*s", (int)ps_watch_last_words(why), why);
             w->farewell = why ? WATCH_FAILED : WATCH_GONE;
             wake(w);
             wait_for(w, 2 * ps_net_linger_s(LINGER_S), farewell_said);

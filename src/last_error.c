@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The error that ends the program (last_error.h).
+ *
+ * Ranks of one machine agree through a record, a file in /tmp whose name is a hash of the launcher's process, of the
+ * attempt and of the standard error. It lists the ranks that have failed, with hashes of their errors. A rank locks the
+ * record, prints if no listed rank has its error, and adds itself: a rank that dies before it prints is not listed. A
+ * rank that is listed already belongs to another run under the same launcher: the list begins anew, and the rank
+ * prints.
+ *
+ * A rank that was told of another rank's failure (the watch's verdict) repeats the first line of that rank's error. It
+ * prints this only if the other rank is not listed, since it then runs on another machine, or was killed. */
+#define _GNU_SOURCE
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "last_error.h"
+#include "ps.h"
+#include "rendezvous/watch.h"
+
+static const char FOLDER[] = "/tmp";
+static const char PREFIX[] = "psluajit-error-";
+static const time_t STALE_S = 86400;       /* a record of a job that had ranks without this error */
+static const long WAIT_NS = 1000000000, TRY_NS = 5000000;    /* for the record's lock: at most, and between tries */
+
+enum { MAX_RECORD = 65536, MAX_ENVIRONMENT = 1 << 20, MAX_ANCESTORS = 16 };
+
+/* Variables of launchers that start one process per rank and end with their job: the rank, the ranks per machine. */
+static const struct { const char *rank, *here; } LAUNCHERS[] = {
+    { "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE" },     /* the rank itself is RANK, which other programs set, too */
+    { "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
+    { "PMI_RANK", "MPI_LOCALNRANKS" },
+    { "SLURM_PROCID", NULL },
+};
+
+static void print(const char *name, const char *text)
+{
+    fflush(stdout);
+    if (name) fprintf(stderr, "%s: ", name);
+    fprintf(stderr, "%s\n", text);
+    fflush(stderr);
+}
+
+/* -- psluajit's own launcher --------------------------------------------------------------------------------------- */
+
+/* Whether standard error is the pipe on which a launcher (lua/ps/launch/supervisor.lua) reads this rank's errors.
+ * PS_LAUNCHER_STDERR is its inode: a process that inherits the variable alone writes elsewhere. */
+static bool launcher_reads(void)
+{
+    const char *text = getenv("PS_LAUNCHER_STDERR");
+    struct stat file;
+    unsigned long long inode;
+    return text && sscanf(text, "%llu", &inode) == 1 && fstat(2, &file) == 0 && S_ISFIFO(file.st_mode)
+        && file.st_ino == inode;
+}
+
+static void print_marked(const char *name, const char *text)
+{
+    fflush(stdout);
+    fprintf(stderr, "\036%s%s", name ? name : "", name ? ": " : "");
+    for (; *text; text++) {
+        fputc(*text, stderr);
+        if (*text == '\n') fputc('\036', stderr);
+    }
+    fputc('\n', stderr);
+    fflush(stderr);
+}
+
+/* -- other launchers ----------------------------------------------------------------------------------------------- */
+
+/* Reads a file of /proc into text[room], which it terminates. Returns the number of bytes; -1 if it cannot be read. */
+static ssize_t read_proc(const char *file, long pid, char *text, size_t room)
+{
+    char path[64];
+    size_t n = 0;
+    ssize_t got = 0;
+    snprintf(path, sizeof path, "/proc/%ld/%s", pid, file);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return -1;
+    while (n < room - 1 && ((got = read(fd, text + n, room - 1 - n)) > 0 || (got < 0 && errno == EINTR)))
+        if (got > 0) n += (size_t)got;
+    close(fd);
+    text[n] = 0;
+    return got < 0 ? -1 : (ssize_t)n;
+}
+
+/* A process's parent, and the time of its start in ticks since the system's. */
+static bool parent_of(long pid, long *parent, unsigned long long *start)
+{
+    char text[4096], *at;
+    if (read_proc("stat", pid, text, sizeof text) < 0 || !(at = strrchr(text, ')'))) return false;
+    return sscanf(at + 1, " %*c %ld %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu",
+                  parent, start) == 2;
+}
+
+/* Whether a process was started with the variable. Another user's process does not tell, and is no rank's shell. */
+static bool has_variable(long pid, const char *name, char *buffer)
+{
+    ssize_t n = read_proc("environ", pid, buffer, MAX_ENVIRONMENT);
+    size_t length = strlen(name);
+    for (char *at = buffer; n > 0 && at < buffer + n; at += strlen(at) + 1)
+        if (strncmp(at, name, length) == 0 && at[length] == '=') return true;
+    return false;
+}
+
+/* The launcher: the nearest ancestor that was not started as a rank. Shells between it and this process were. */
+static bool find_launcher(const char *rank_variable, long *pid, unsigned long long *start)
+{
+    char *buffer = malloc(MAX_ENVIRONMENT);
+    bool found = false;
+    long parent = getppid(), up;
+    for (int i = 0; buffer && !found && parent > 0 && i < MAX_ANCESTORS; i++) {
+        if (!parent_of(parent, &up, start)) break;
+        *pid = parent;
+        found = !has_variable(parent, rank_variable, buffer);
+        parent = up;
+    }
+    free(buffer);
+    return found;
+}
+
+/* A hash of at most n bytes of the text, without addresses, which differ between processes. 0: out of memory. */
+static uint64_t hash_words(const char *text, size_t n)
+{
+    char *copy = malloc(n + 1), *to = copy;
+    const char *end = text + strnlen(text, n);
+    uint64_t hash;
+    if (!copy) return 0;
+    while (text < end) {
+        *to++ = *text++;
+        if (to[-1] != '0' || text == end || *text != 'x') continue;
+        *to++ = *text++;
+        while (text < end && isxdigit((unsigned char)*text)) text++;
+    }
+    hash = ps_xxh3(copy, to - copy);
+    free(copy);
+    return hash ? hash : 1;
+}
+
+/* The errors that a rank compares. */
+typedef struct words {
+    uint64_t all;                          /* of the error; of the verdict alone, if the rank was told */
+    uint64_t first;                        /* of its first line, as other ranks are told; 0: it was told itself */
+    uint64_t cause;                        /* of the first line of the error that it was told; 0: of none */
+} words;
+
+static words words_of(const char *text)
+{
+    static const char FAILED[] = ") failed: ";
+    char verdict[PS_WATCH_TEXT];
+    if (!ps_watch_repeats(text, verdict))
+        return (words){ hash_words(text, strlen(text)), hash_words(text, ps_watch_last_words(text)), 0 };
+    const char *cause = strstr(verdict, FAILED);
+    return (words){ hash_words(verdict, sizeof verdict), 0,
+                    cause ? hash_words(cause + strlen(FAILED), sizeof verdict) : 0 };
+}
+
+/* The record's path and this process's rank. False: no known launcher has started this process. */
+static bool find_record(char *path, size_t room, long *rank)
+{
+    char key[1024], boot[64] = "";
+    struct stat file, space;
+    long launcher;
+    unsigned long long start;
+    const char *variable = NULL, *number, *attempt = getenv("TORCHELASTIC_RESTART_COUNT");
+    for (size_t i = 0; !variable && i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
+        if (getenv(LAUNCHERS[i].rank)) variable = LAUNCHERS[i].rank;
+    if (!variable) return false;
+    number = getenv(strcmp(variable, "TORCHELASTIC_RUN_ID") == 0 ? "RANK" : variable);
+    if (!number || !*number || strlen(number) > 9 || number[strspn(number, "0123456789")]) return false;
+    *rank = atol(number);
+    FILE *id = fopen("/proc/sys/kernel/random/boot_id", "re");
+    if (id) {
+        if (!fgets(boot, sizeof boot, id)) boot[0] = 0;
+        fclose(id);
+    }
+    if (!boot[0] || fstat(2, &file) || stat("/proc/self/ns/pid", &space)
+        || !find_launcher(variable, &launcher, &start)) return false;
+    /* Ranks with files of their own print into each of them. */
+    bool own = S_ISREG(file.st_mode);
+    snprintf(key, sizeof key, "%s %llu %ld %llu %.40s %.40s %llu %llu", boot, (unsigned long long)space.st_ino,
+             launcher, start, variable, attempt ? attempt : "", own ? (unsigned long long)file.st_dev : 0,
+             own ? (unsigned long long)file.st_ino : 0);
+    snprintf(path, room, "%s/%s%u-%016llx", FOLDER, PREFIX, (unsigned)geteuid(),
+             (unsigned long long)ps_xxh3(key, (int64_t)strlen(key)));
+    return true;
+}
+
+/* -- the record ---------------------------------------------------------------------------------------------------- */
+
+static bool lock(int fd)
+{
+    for (long waited = 0; flock(fd, LOCK_EX | LOCK_NB) != 0; waited += TRY_NS) {
+        if ((errno != EWOULDBLOCK && errno != EINTR) || waited >= WAIT_NS) return false;
+        nanosleep(&(struct timespec){ 0, TRY_NS }, NULL);
+    }
+    return true;
+}
+
+/* Opens and locks the record. *made: no rank has written to it. -1: it cannot be had. */
+static int open_record(const char *path, bool *made)
+{
+    struct stat file;
+    for (int i = 0; i < 8; i++) {
+        int fd = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+        if (fd < 0) return -1;
+        if (!lock(fd) || fstat(fd, &file) != 0 || !S_ISREG(file.st_mode) || file.st_uid != geteuid()
+            || file.st_size >= MAX_RECORD) {
+            close(fd);
+            return -1;
+        }
+        *made = file.st_size == 0;
+        if (file.st_nlink > 0) return fd;
+        close(fd);                               /* its last rank has removed it in the meantime */
+    }
+    return -1;
+}
+
+/* Removes old records of jobs in which only some ranks failed. */
+static void sweep(void)
+{
+    DIR *folder = opendir(FOLDER);
+    struct dirent *entry;
+    struct stat file;
+    time_t now = time(NULL);
+    while (folder && (entry = readdir(folder)))
+        if (strncmp(entry->d_name, PREFIX, sizeof PREFIX - 1) == 0
+            && fstatat(dirfd(folder), entry->d_name, &file, AT_SYMLINK_NOFOLLOW) == 0 && file.st_uid == geteuid()
+            && now - file.st_mtime > STALE_S) unlinkat(dirfd(folder), entry->d_name, 0);
+    if (folder) closedir(folder);
+}
+
+/* The number of ranks that the launcher has started on this machine; 0: unknown. */
+static long ranks_here(void)
+{
+    for (size_t i = 0; i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
+        if (getenv(LAUNCHERS[i].rank)) {
+            const char *number = LAUNCHERS[i].here ? getenv(LAUNCHERS[i].here) : NULL;
+            return number ? atol(number) : 0;
+        }
+    return 0;
+}
+
+static bool reported;                      /* by this process, which may report two errors */
+
+/* Prints unless a rank of the record did, with the record locked. False: nothing was printed or recorded. */
+static bool print_by_record(const char *path, long rank, const char *name, const char *text)
+{
+    char *list = malloc(MAX_RECORD), line[64];
+    bool made = false, known = false, again = false;
+    long listed = 0, other;
+    unsigned long long all, first;
+    int fd = list ? open_record(path, &made) : -1;
+    ssize_t n = fd < 0 ? -1 : read(fd, list, MAX_RECORD - 1);
+    words own = words_of(text);
+    if (n >= 0) {
+        list[n] = 0;
+        for (char *at = strtok(list, "\n"); at; at = strtok(NULL, "\n")) {
+            if (sscanf(at, "%ld %llx %llx", &other, &all, &first) != 3) continue;
+            listed++;
+            again = again || (other == rank && !reported);
+            known = known || (own.all && own.all == all) || (own.cause && own.cause == first);
+        }
+        if (again && ftruncate(fd, 0) == 0) listed = 0;
+        if (again || !known) print(name, text);
+        int length = snprintf(line, sizeof line, "%ld %llx %llx\n", rank, (unsigned long long)own.all,
+                              (unsigned long long)own.first);
+        if (pwrite(fd, line, (size_t)length, lseek(fd, 0, SEEK_END)) != length || listed + 1 == ranks_here())
+            unlink(path);
+        if (made) sweep();
+        reported = true;
+    }
+    free(list);
+    if (fd >= 0) close(fd);
+    return n >= 0;
+}
+
+void last_error(const char *name, const char *text)
+{
+    char path[256];
+    long rank;
+    if (launcher_reads()) print_marked(name, text);
+    else if (!find_record(path, sizeof path, &rank) || !print_by_record(path, rank, name, text)) print(name, text);
+}

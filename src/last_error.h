@@ -1,0 +1,11 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The error that ends the program, printed once per job and machine. */
+#ifndef PS_LAST_ERROR_H
+#define PS_LAST_ERROR_H
+
+/* Prints "NAME: TEXT" on standard error. name may be NULL.
+ * Under psluajit's own launcher each line has a mark, and the launcher shows the error once.
+ * Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that another rank of its machine has printed
+ * on the same standard error. Never waits longer than a second, and prints the text whenever it is not certain. */
+void last_error(const char *name, const char *text);
+#endif
