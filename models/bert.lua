@@ -62,13 +62,19 @@ function Embeddings:init(c, where)
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
+-- The first n rows of a table, [n, C] or [1, n, C].
+local function first_rows(rows, n, ids)
+  if parts.is_plain(rows, nn.Embedding) then return rows.weight:narrow(0, 0, n) end
+  return rows(ps.arange(0, n, 1, { dtype = "int64", device = ids:device() }):reshape(1, -1))
+end
+
 -- ids int [B, T]; types int [B, T], or nil for all 0; places int [B or 1, T], or nil for 0, 1, ... With `rows` all
 -- three are [S], and places must be given.
 function Embeddings:forward(ids, types, places, mask, rows)
   local x = self.word_embeddings(ids)                                   -- [B, T, C]
   local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
-  x = x + (types ~= nil and type_rows(types) or type_rows.weight:narrow(0, 0, 1))
-  x = x + (places ~= nil and place_rows(places) or place_rows.weight:narrow(0, 0, ids:size(1)))
+  x = x + (types ~= nil and type_rows(types) or first_rows(type_rows, 1, ids))
+  x = x + (places ~= nil and place_rows(places) or first_rows(place_rows, ids:size(1), ids))
   return dropped(self.dropout, self.LayerNorm(x), mask, rows)
 end
 
@@ -334,7 +340,7 @@ end
 
 -- Weight [V, C] and bias [V] of the model's head. module: as vocabulary_head made it.
 local function vocabulary_of(model, module)
-  if module.decoder then return module.decoder.weight, module.decoder.bias end
+  if module.decoder then return parts.weight(module.decoder), module.decoder.bias end
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 

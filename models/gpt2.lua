@@ -75,8 +75,8 @@ function MLP:init(config, where)
   self.gelu, self.activation = settings.activation(config.activation_function)
 end
 
--- False if a script has replaced the layer: then its own forward must run.
-local function is_ours(layer) return getmetatable(layer) == nn.Conv1D.instance end
+-- False if a script has replaced the layer, or if it has an adapter: then its own forward must run.
+local function is_ours(layer) return parts.is_plain(layer, nn.Conv1D) end
 
 -- cached: a generation step. In such a step the cpu runs one op instead of three, with the same bits.
 function MLP:forward(h, x, cached)
@@ -158,11 +158,17 @@ local function read(self, given, body)
     position_ids = given.position_ids }
 end
 
+-- The vectors of positions [B or 1, T, C] from `at` on. place int [B or 1, T]: other positions, or nil.
+local function positions(body, ids, place, at)
+  if place == nil and parts.is_plain(body.wpe, nn.Embedding) then return body.wpe.weight:narrow(0, at, ids:size(1)) end
+  return body.wpe(place ~= nil and place or ps.arange(at, at + ids:size(1), 1, { dtype = "int64",
+    device = ids:device() }):reshape(1, -1))
+end
+
 -- Returns [B, T, C]. ids int [B, T] begin at position `at`; token_type_ids and position_ids are those of the batch.
 local function embed(body, ids, batch, at)
-  local place = batch.position_ids
   local x = body.wte(ids)                                               -- [B, T, C]
-  x = x + (place ~= nil and body.wpe(place) or body.wpe.weight:narrow(0, at, ids:size(1)))
+  x = x + positions(body, ids, batch.position_ids, at)
   if batch.token_type_ids ~= nil then x = x + body.wte(batch.token_type_ids) end
   return body.drop(x)
 end

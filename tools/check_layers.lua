@@ -96,6 +96,7 @@ local FLOORS = {
     "engine/state", "engine/layout", "engine/ranks", "engine/plan", "engine/pipeline", "engine/report" },
   { "inspect", "core", "dist", "nn", "engine/state", "engine" },
   { "pretrained", "core", "tensor", "dist", "io", "nn", "data", "checkpoints" },
+  { "lora", "core", "tensor", "dist", "io", "nn", "checkpoints", "parallel/tensor", "pretrained" },
   { "tokenizer", "core", "tensor", "chat", "pretrained" },
   { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "checkpoints", "engine/step" },
   { "prompt", "core", "tensor", "dist", "io", "nn", "memory", "engine", "inspect", "pretrained" },
@@ -104,8 +105,8 @@ local FLOORS = {
     "engine" },
   -- Modules that scripts require by name: they only return other modules, or tables that collect several folders.
   { "", "core", "tensor", "dist", "io", "nn", "data", "optim", "memory", "profile", "parallel/tensor",
-    "parallel/pipeline", "engine/step", "engine/state", "engine/plan", "engine", "inspect", "pretrained", "train",
-    "prompt" },
+    "parallel/pipeline", "engine/step", "engine/state", "engine/plan", "engine", "inspect", "pretrained", "lora",
+    "train", "prompt" },
   { "bmt", "core", "config", "tensor", "dist", "io", "nn", "optim", "memory", "parallel/tensor", "engine/step",
     "engine/state", "engine/layout", "engine/pipeline", "engine", "inspect", "pretrained" },
 }

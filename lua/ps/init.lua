@@ -134,9 +134,15 @@ function ps.load(path, options) return require("ps.io.serialize").load(path, opt
 ---  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":
 ---  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes starts from random
 ---  values), mmap (true: weights stay in their safetensors files, see docs/pretrained.md; "auto": if they can),
----  dropout, and settings that replace config.json's: num_labels, hidden_dropout_prob, ...
+---  dropout, and settings that replace config.json's: num_labels, hidden_dropout_prob, ... A folder of an adapter
+---  (docs/adapters.md) loads the base model that it names, too
 ---@return ps.pretrained.Model model
-function ps.from_pretrained(name, options) return require("ps.pretrained").load(name, options) end
+function ps.from_pretrained(name, options)
+  local load = require("ps.pretrained").load
+  local folder = require "ps.pretrained.folder"
+  if not (type(name) == "string" and folder.is_adapter(name)) then return load(name, options) end
+  return require("ps.lora").from_pretrained(name, options)
+end
 
 --- A model with random weights, in training mode, from a config.json. Every field is applied or refused by name, as by
 --- ps.from_pretrained.
@@ -163,9 +169,9 @@ tensor.later(function()
   require "ps.tensor.composed"
 end)
 
-local lazy = { nn = "ps.nn", autograd = "ps.autograd", optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data",
-  chat = "ps.chat", tokenizer = "ps.tokenizer", checkpoints = "ps.checkpoints", train = "ps.train",
-  safetensors = "ps.io.safetensors",
+local lazy = { nn = "ps.nn", lora = "ps.lora", autograd = "ps.autograd", optim = "ps.optim",
+  sched = "ps.optim.sched", data = "ps.data", chat = "ps.chat", tokenizer = "ps.tokenizer",
+  checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name

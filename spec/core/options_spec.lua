@@ -57,6 +57,12 @@ local CALLS = {
   { "F.attention", "casual", "causal", function(o) F.attention(heads, heads, heads, o) end },
   { "F.dropout", "fist", "first", function(o) F.dropout(heads, 0.5, true, o) end },
   { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },
+  { "lora.wrap", "alpa", "alpha", function(o) ps.lora.wrap(model(), o) end },
+  { "lora.load", "nam", "name", function(o) ps.lora.load(model(), "/nowhere", o) end },
+  { "unload_adapter", "mrge", "merge", function(o)
+    local net = ps.nn.Sequential(ps.nn.Linear(3, 3))
+    ps.lora.wrap(net):unload_adapter(o)
+  end },
   { "model:micro_batches", "gathr", "gather", function(o)
     local m = engine()
     local ok, problem = pcall(m.micro_batches, m, x, x, o)
@@ -367,6 +373,8 @@ end
 -- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
 local INNER = {
   ["lua/ps/bmt/lists.lua"] = "PipelineTransformerBlockList:init",
+  ["lua/ps/lora/files.lua"] = "save_merged adapters_of.Adapters:save_pretrained",
+  ["lua/ps/lora/init.lua"] = "lora.load lora.from_pretrained", ["lua/ps/lora/layers.lua"] = "head_loss",
   ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",

@@ -18,7 +18,7 @@ end
 
 describe("the listings of", function()
   for _, page in ipairs { "bmtrain", "models", "planning", "pretrained", "tensors", "inspecting",
-    "autograd", "conversations", "data" } do
+    "autograd", "conversations", "data", "adapters" } do
     it("docs/" .. page .. ".md run", function()
       local script = script_of(check.read(("%s/docs/%s.md"):format(paths.root, page)))
       local _, asserts = script:gsub("%f[%w]assert%(", "")

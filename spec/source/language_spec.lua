@@ -6,7 +6,8 @@ local paths = require "ps.paths"
 -- Pages and folders whose language has been revised. New ones are added here.
 local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md", "docs/pipeline.md",
   "docs/tensor_parallel.md", "docs/distributed.md", "docs/checkpoints.md", "docs/pretrained.md", "docs/models.md",
-  "docs/conversations.md", "docs/data.md", "docs/planning.md", "docs/inspecting.md", "docs/tensors.md",
+  "docs/conversations.md", "docs/data.md", "docs/adapters.md", "docs/planning.md", "docs/inspecting.md",
+  "docs/tensors.md",
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
   "docs/config.md", "spec/README.md" }
 local FOLDERS = {

@@ -327,8 +327,8 @@ local function add_asked(state, raw, asked)
 end
 
 -- Paths that the later checks add to a checked table.
-local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, grad_accum_dtype = true,
-  ["fp16.dynamic"] = true,
+local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, optimizer_given = true,
+  grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
 --- A checked table in the form of a source: the given keys, and all keys that differ from their defaults.

@@ -35,6 +35,7 @@ local config = {}
 ---@field eviction string one of ps.config.policies
 ---@field prefetch boolean|integer an integer is a limit in bytes
 ---@field rate_given boolean optimizer.params.lr was given
+---@field optimizer_given boolean optimizer.type or optimizer.params.lr was given
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
@@ -138,6 +139,7 @@ local function resolve_optimizer(state, cfg)
   local optimizer = cfg.optimizer
   local params = optimizer.params
   cfg.rate_given = state.given["optimizer.params.lr"] ~= nil
+  cfg.optimizer_given = cfg.rate_given or state.given["optimizer.type"] ~= nil
   if optimizer.type:lower() == "sgd" then
     optimizer.type = "SGD"
     refuse_others(state, OF_ADAM, "SGD", "Adam and AdamW")

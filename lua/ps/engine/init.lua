@@ -294,6 +294,15 @@ local function open(request)
   return self
 end
 
+-- Refuses to train a model of which nothing trains. A frozen model without an optimizer in the configuration may be
+-- evaluated.
+local function check_trains(self)
+  if #self.built.list > 0 or #(self.built.elsewhere or {}) > 0 or not self.cfg.optimizer_given then return end
+  caller.error("ps.initialize: every parameter of the model is frozen, so the optimizer has nothing to train; thaw "
+    .. "some (model:thaw \"layers.11\"), add an adapter (ps.lora.wrap), or leave optimizer out of the configuration to "
+    .. "evaluate only")
+end
+
 local function take_plain(self, request)
   local made, fields = pcall(plain.initialize, self, request)
   if not made then
@@ -301,6 +310,7 @@ local function take_plain(self, request)
     error(fields, 0)
   end
   assemble(self, fields)
+  making(self, function() check_trains(self) end)
   assemble(self, setup.finish(self))
   self.slots, self.overlap = false, false
   self.report = report.new(self)
@@ -317,6 +327,7 @@ function Engine:take(request)
       assemble(self, setup.make_module(self, request))
       adopt.take(self, self.module)
       self.built = build.place(self.module, place_options(self))
+      check_trains(self)
       self.masters = masters.new(self.built)
       self.optimizer = optimizer.new(self, self.built, self.cfg)
       if self.stages then require("ps.engine.pipeline.row").join(self.module, self.stages, self.built) end

@@ -348,6 +348,7 @@ function Module:named_children()
 end
 
 require "ps.nn.aliases"(Module)
+require "ps.nn.freeze"(Module)
 
 --- Runs fn on every module below, children first, then on this one.
 ---@param fn fun(module: ps.nn.Module)

@@ -41,4 +41,24 @@ function parts.fold(list, batch)
   return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
 end
 
+-- -- weights that are read past their layers --------------------------------------------------------------------------
+-- For code that reads a layer's weight instead of calling the layer, such as fused ops and tied heads. Adapters
+-- (ps.lora) give a layer a forward of its own and a function weight_now.
+
+--- Whether a layer is of a class and has no forward of its own.
+---@param layer ps.nn.Module
+---@param class table
+---@return boolean
+function parts.is_plain(layer, class)
+  return getmetatable(layer) == class.instance and rawget(layer, "forward") == nil
+end
+
+--- The weight that a layer computes with: with its active adapter, else its parameter.
+---@param layer ps.nn.Module
+---@return ps.Tensor
+function parts.weight(layer)
+  local now = rawget(layer, "weight_now")
+  return now and now(layer) or layer.weight
+end
+
 return parts

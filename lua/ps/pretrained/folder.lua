@@ -84,6 +84,11 @@ function folder.find(name, revision)
     revision ~= "main" and " --revision " .. revision or ""))
 end
 
+--- Whether a folder holds an adapter (docs/adapters.md).
+---@param path string
+---@return boolean
+function folder.is_adapter(path) return is(path .. "/adapter_config.json", "file") end
+
 --- The config.json of a folder. Refuses a folder that holds an adapter, or whose weights have an unusual file name.
 ---@param path string
 ---@return table
@@ -91,7 +96,8 @@ function folder.config(path)
   local adapter = path .. "/adapter_config.json"
   if is(adapter, "file") then
     settings.refuse(path, "adapter_config.json", folder.read_json(adapter).peft_type or "present",
-      "adapters are not supported; merge it into its model first (peft's merge_and_unload)")
+      "the folder holds an adapter; ps.from_pretrained(folder) loads it with its base model, ps.lora.load(model, "
+      .. "folder) into a model")
   end
   local fields = folder.read_json(path .. "/config.json")
   local named = fields.transformers_weights

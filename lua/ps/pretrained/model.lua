@@ -128,19 +128,28 @@ local function check_layout(self, call)
 end
 
 local SAVE_PARALLELIZED = { merge_checkpoints = "boolean" }
-local SAVE = { max_shard_size = "whole|string" }
+local SAVE = { max_shard_size = "whole|string", adapter = "string", merged = "boolean" }
 
 --- Writes config.json and the weights in the form that from_pretrained and Hugging Face read, with the tokenizer's
 --- files and generation_config.json of the folder from which the model was loaded. With an engine, rank 0 writes the
---- fp32 values (masters), and all ranks call it.
+--- fp32 values (masters), and all ranks call it. Of a model with adapters (ps.lora) it writes the active adapter, as
+--- PEFT does.
 ---@param path string|{save_directory: string} the folder, also by name among the options
----@param options? {max_shard_size?: integer|string}|ps.Engine the most bytes per file ("5GB"), default 50 GB; the
----  engine that holds this model passes itself, followed by options
----@param more? {max_shard_size?: integer|string}
+---@param options? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}|ps.Engine the most bytes per
+---  file ("5GB"), default 50 GB; adapter: another adapter than the active one; merged: the whole model with the active
+---  adapter in its weights; the engine that holds this model passes itself, followed by options
+---@param more? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}
 function Model:save_pretrained(path, options, more)
   local engine
   path, options, engine = asked(path, options, more)
   options = caller.options(options, "save_pretrained", SAVE)
+  if rawget(self, "adapters_") then
+    self.adapters_:save_pretrained(engine or self, path, options)
+    return
+  end
+  if options.adapter or options.merged then
+    error "save_pretrained: adapter and merged are for models with an adapter (ps.lora)"
+  end
   check_layout(self, "save_pretrained")
   save.run(engine or self, path, function(dtype)
     return self.family.settings:to_file(self.config, self.class_name, dtype)

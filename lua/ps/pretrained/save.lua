@@ -162,7 +162,10 @@ local function exchange(entries, buffers, group, writer)
     if not ok then problem = why end
   end
   local function append(entry, tensor)
-    try(pieces.read, tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+    try(scope.scope, function()
+      if type(tensor) == "function" then tensor = tensor() end
+      pieces.read(tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+    end)
   end
   local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
   -- Copies elements of the owner's, which from() returns there, into `to` on rank 0.
@@ -345,9 +348,10 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
----@param more? {max_shard_size?: integer|string, source?: string} the most bytes per file (a tensor is not split),
----  default 50 GB; source: the folder from which the model was loaded, whose tokenizer and generation settings are
----  copied
+---@param more? {max_shard_size?: integer|string, source?: string, entries?: fun(entries: table[]): table[]} the most
+---  bytes per file (a tensor is not split), default 50 GB; source: the folder from which the model was loaded, whose
+---  tokenizer and generation settings are copied; entries: changes the list of tensors to write, where `tensor` may be
+---  a function that makes the tensor when it is written
 function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
@@ -364,6 +368,7 @@ function save.run(model, path, config_of, more)
   end)
   agree.run(group, function() return save.entries(model) end)          -- an error here is an error on all ranks
   local entries = save.whole(model)
+  if more.entries then entries = more.entries(entries) end
   write_all(path, split(entries, most), group)
   agree.run(group, function()
     if rank > 0 then return end

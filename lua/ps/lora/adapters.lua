@@ -1,0 +1,298 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The adapters of a model: several by name, of which one acts. The model gets the methods below.
+local caller = require "ps.core.caller"
+local nn_module = require "ps.nn.module"
+local registry = require "ps.nn.registry"
+local layers = require "ps.lora.layers"
+local saved = require "ps.lora.saved"
+local targets = require "ps.lora.targets"
+local error = caller.error
+
+---@class ps.lora.Adapters the adapters of a model, in its field `adapters_`
+---@field model ps.nn.Module
+---@field specs table<string, ps.lora.Spec> by name
+---@field active? string
+---@field merged? string
+---@field layers {name: string, module: ps.nn.Module, kind: table}[] the layers that have an adapter
+---@field saved {name: string, module: ps.nn.Module}[] the modules that an adapter trains as a whole
+local Adapters = {}
+Adapters.__index = Adapters
+
+---@class ps.lora.Spec the settings of one adapter
+---@field r integer
+---@field alpha number
+---@field dropout number
+---@field targets string|string[]
+---@field use_rslora boolean
+---@field use_dora boolean
+---@field bias "none"|"all"|"lora_only"
+---@field init any
+---@field modules_to_save? string[]
+---@field exclude_modules? string|string[]
+---@field layers_to_transform? integer|integer[]
+---@field layers_pattern? string|string[]
+---@field rank_pattern? table<string, integer>
+---@field alpha_pattern? table<string, number>
+---@field task_type? string
+---@field base? string the folder of the base model
+---@field from_file? boolean
+
+--- The adapters of a model; nil: it has none.
+---@param model ps.nn.Module
+---@return ps.lora.Adapters?
+local function of(model) return rawget(model, "adapters_") end
+
+--- The adapters of a model that must have some.
+---@param model ps.nn.Module
+---@param call string for the error
+---@return ps.lora.Adapters
+local function own(model, call)
+  return of(model) or error(("%s: the model has no adapter; ps.lora.wrap(model, { r = 16 }) adds one"):format(call))
+end
+
+-- Modules whose name ends with one of modules_to_save.
+local function modules_to_save(model, spec)
+  local list, seen = {}, {}
+  for name, module in model:named_modules() do
+    for _, wanted in ipairs(spec.modules_to_save or {}) do
+      if name ~= "" and name:sub(-#wanted) == wanted then
+        list[#list + 1], seen[wanted] = { name = name, module = module }, true
+      end
+    end
+  end
+  for _, wanted in ipairs(spec.modules_to_save or {}) do
+    if not seen[wanted] and not spec.from_file then
+      error(("lora: modules_to_save names %s, and no module of the model ends with that"):format(wanted))
+    end
+  end
+  return list
+end
+
+-- Refuses to train a table as a whole that a head uses, too: PEFT would train the table and leave the head.
+local function check_tied(model, list, spec)
+  local head = rawget(model, "tied_head")
+  local tied = head and rawget(head, "tied")
+  for _, entry in ipairs(tied and not spec.ensure_weight_tying and list or {}) do
+    if entry.module == tied then
+      error(("lora: modules_to_save names %s, whose weight is also the head's; set ensure_weight_tying = true to train "
+        .. "both, or make the model with tie_word_embeddings = false"):format(entry.name))
+    end
+  end
+end
+
+--- Adds an adapter to a model and activates it.
+---@param model ps.nn.Module
+---@param name string
+---@param spec ps.lora.Spec
+---@return ps.lora.Adapters
+local function add(model, name, spec)
+  local self = of(model)
+  if self and self.specs[name] then
+    error(("lora: the model has an adapter '%s'; give the new one another name"):format(name))
+  end
+  if self and self.merged then
+    error(("lora: the adapter '%s' is merged; call model:unmerge_adapter() before another is added"):format(
+      self.merged))
+  end
+  if self then self:activate(nil) end
+  local found = targets.find(model, spec)
+  local list = modules_to_save(model, spec)
+  check_tied(model, list, spec)
+  if not self then
+    self = setmetatable({ model = model, specs = {}, layers = {}, saved = {} }, Adapters)
+    rawset(model, "adapters_", self)
+    for method, fn in pairs(Adapters.methods) do rawset(model, method, fn) end
+    model:requires_grad_(false)
+  end
+  local known = {}
+  for _, entry in ipairs(self.layers) do known[entry.module] = true end
+  for _, entry in ipairs(self.saved) do known[entry.module] = true end
+  for _, entry in ipairs(found) do
+    layers.add(entry, name, { r = targets.pattern_value(spec.rank_pattern, entry.name, spec.r),
+      alpha = targets.pattern_value(spec.alpha_pattern, entry.name, spec.alpha), dropout = spec.dropout,
+      use_rslora = spec.use_rslora, use_dora = spec.use_dora, init = spec.init })
+    if not known[entry.module] then self.layers[#self.layers + 1] = entry end
+  end
+  for _, entry in ipairs(list) do
+    saved.add(entry.module, name)
+    if not known[entry.module] then self.saved[#self.saved + 1] = entry end
+  end
+  self.specs[name] = spec
+  self:activate(name)
+  self:train_only(name)
+  return self
+end
+
+--- Makes an adapter act; nil: none acts.
+---@param name? string
+function Adapters:activate(name)
+  for _, entry in ipairs(self.layers) do
+    local state = entry.module.lora_
+    state.active = state.adapters[name or false] and name or nil
+  end
+  for _, entry in ipairs(self.saved) do saved.activate(entry.module, name or false) end
+  self.active = name
+end
+
+--- `for path, tensor in adapters:tensors(name)`: the tensors of an adapter: its full name in PEFT's file without
+--- "base_model.model.", and the tensor.
+---@param name string
+---@return fun(): string?, ps.Tensor?
+function Adapters:tensors(name)
+  local spec, list = self.specs[name], {}
+  local function put(path, tensor) list[#list + 1] = { path, tensor } end
+  local wrapped = {}
+  for _, entry in ipairs(self.layers) do
+    local state = entry.module.lora_
+    wrapped[entry.module] = true
+    if state.adapters[name] then
+      local A, B, magnitude = layers.tensors(entry.module, name)
+      local kind = state.kind.table and "%s.lora_embedding_%s" or "%s.lora_%s.weight"
+      put(kind:format(entry.name, "A"), A)
+      put(kind:format(entry.name, "B"), B)
+      if magnitude ~= nil then put(entry.name .. ".lora_magnitude_vector", magnitude) end
+    end
+  end
+  for _, entry in ipairs(self.saved) do
+    if entry.module.saved_.names[name] then
+      for inner, tensor in pairs(saved.tensors(entry.module, name)) do put(entry.name .. "." .. inner, tensor) end
+    end
+  end
+  if spec.bias ~= "none" then
+    registry.walk(self.model, function(path, value, kind, owner, key)
+      if kind ~= "param" or key ~= "bias" then return end
+      if wrapped[owner] then put(path:gsub("bias$", "base_layer.bias"), value)
+      elseif spec.bias == "all" and not rawget(owner, "saved_") then put(path, value) end
+    end)
+  end
+  table.sort(list, function(a, b) return a[1] < b[1] end)
+  local i = 0
+  return function()
+    i = i + 1
+    if list[i] then return list[i][1], list[i][2] end
+  end
+end
+
+--- Sets which tensors require a gradient: those of one adapter; nil: none. Parameters that an engine trains keep their
+--- setting.
+---@param name? string
+function Adapters:train_only(name)
+  for other in pairs(self.specs) do
+    for _, tensor in self:tensors(other) do
+      if not nn_module.updated[registry.address(tensor)] and tensor:needs_grad() then tensor:requires_grad(false) end
+    end
+  end
+  for _, tensor in (name and self:tensors(name) or function() end) do
+    if not tensor:needs_grad() then tensor:requires_grad(true) end
+  end
+end
+
+--- The layers whose weight cannot be merged in place, since a head has the same weight.
+---@return string?
+function Adapters:tied_table()
+  local head = rawget(self.model, "tied_head")
+  local tied = head and rawget(head, "tied")
+  for _, entry in ipairs(self.layers) do
+    local state = entry.module.lora_
+    local shared = entry.module == tied
+      or state.kind.table and self.model.config and self.model.config.tie_word_embeddings
+        and entry.name:find "word_embeddings$" ~= nil
+    if shared and state.active then return entry.name end
+  end
+end
+
+-- -- methods of the model ---------------------------------------------------------------------------------------------
+Adapters.methods = {}
+local methods = Adapters.methods
+
+--- Makes another adapter act and train.
+---@param self ps.nn.Module
+---@param name string
+---@return ps.nn.Module self
+function methods.set_adapter(self, name)
+  local adapters = own(self, "set_adapter")
+  if not adapters.specs[name] then
+    local names = {}
+    for known in pairs(adapters.specs) do names[#names + 1] = known end
+    table.sort(names)
+    error(("set_adapter: the model has no adapter '%s' (there are %s)"):format(tostring(name),
+      table.concat(names, ", ")))
+  end
+  if adapters.merged and adapters.merged ~= name then
+    error(("set_adapter: the adapter '%s' is merged; call model:unmerge_adapter() first"):format(adapters.merged))
+  end
+  adapters:activate(name)
+  adapters:train_only(name)
+  return self
+end
+
+--- The name of the adapter that acts; nil: none does.
+---@param self ps.nn.Module
+---@return string?
+function methods.active_adapter(self) return own(self, "active_adapter").active end
+
+local function restore(adapters, name, ok, ...)
+  adapters:activate(name)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- Calls fn(...) with the base model: no adapter acts.
+---@param self ps.nn.Module
+---@param fn function
+---@param ... any
+---@return any ... its results
+function methods.disable_adapter(self, fn, ...)
+  local adapters = own(self, "disable_adapter")
+  caller.callable(fn, "model:disable_adapter")
+  if adapters.merged then
+    error(("disable_adapter: the adapter '%s' is merged; call model:unmerge_adapter() first"):format(adapters.merged))
+  end
+  local name = adapters.active
+  adapters:activate(nil)
+  return restore(adapters, name, pcall(fn, ...))
+end
+
+--- Adds the active adapter to the weights. Calls of the model then cost what the base model costs.
+---@param self ps.nn.Module
+---@return ps.nn.Module self
+function methods.merge_adapter(self)
+  local adapters = own(self, "merge_adapter")
+  if adapters.merged then return self end
+  local tied = adapters:tied_table()
+  if tied then
+    error(("merge_adapter: %s has an adapter, and its weight is also the head's, which the merge would change; "
+      .. "tools/merge_adapter.lua writes a folder whose head has a weight of its own"):format(tied))
+  end
+  for _, entry in ipairs(adapters.layers) do layers.merge(entry.module) end
+  adapters.merged = adapters.active
+  return self
+end
+
+--- Takes the merged adapter out of the weights again. They are the base model's up to rounding.
+---@param self ps.nn.Module
+---@return ps.nn.Module self
+function methods.unmerge_adapter(self)
+  local adapters = own(self, "unmerge_adapter")
+  for _, entry in ipairs(adapters.layers) do layers.unmerge(entry.module) end
+  adapters.merged = nil
+  return self
+end
+methods.unmerge = methods.unmerge_adapter
+
+--- Removes all adapters. The model is the base model; with `merge` it has the active adapter in its weights.
+---@param self ps.nn.Module
+---@param options? {merge?: boolean}
+---@return ps.nn.Module self
+function methods.unload_adapter(self, options)
+  local adapters = own(self, "unload_adapter")
+  local merge = caller.options(options, "unload_adapter", { merge = "boolean" }).merge
+  if merge then methods.merge_adapter(self) else methods.unmerge_adapter(self) end
+  for _, entry in ipairs(adapters.layers) do layers.remove(entry.module) end
+  for _, entry in ipairs(adapters.saved) do saved.remove(entry.module, merge) end
+  for method in pairs(methods) do rawset(self, method, nil) end
+  rawset(self, "adapters_", nil)
+  return self
+end
+
+return { of = of, own = own, add = add, Adapters = Adapters }

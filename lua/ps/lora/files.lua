@@ -1,0 +1,273 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Folders of adapters in PEFT's form: adapter_config.json, and adapter_model.safetensors with the tensors of one
+-- adapter. The name of a tensor is "base_model.model." and its name in the model without the adapter's own name.
+local native = require "ps.core.ffi"
+local agree = require "ps.dist.agree"
+local caller = require "ps.core.caller"
+local handle = require "ps.nn.handle"
+local rectangles = require "ps.core.rectangles"
+local scope = require "ps.core.scope"
+local sharded = require "ps.nn.sharded"
+local serialize = require "ps.io.serialize"
+local folder = require "ps.pretrained.folder"
+local pretrained_save = require "ps.pretrained.save"
+local safetensors = require "ps.io.safetensors"
+local make_folder = require("ps.checkpoints.folder").make
+local address = require("ps.nn.registry").address
+local adapters_of = require "ps.lora.adapters"
+local layers = require "ps.lora.layers"
+local config = require "ps.lora.config"
+local lfs = require "lfs"
+local ffi, C = native.ffi, native.C
+local error = caller.error
+
+local files = {}
+
+local PREFIX = "base_model.model."
+local WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
+local BASE_KEY = "psluajit_base"                           -- in the file's metadata: the fingerprint of the base model
+local SAMPLE = 64                                          -- bytes of each tensor that the fingerprint has
+
+--- A number, as text, that differs between models of other weights: a hash of the names, types and shapes of a folder's
+--- tensors and of 64 bytes of each. nil: the folder has no safetensors files.
+---@param path? string the folder
+---@return string?
+function files.fingerprint(path)
+  if not path or not lfs.attributes(path .. "/config.json", "mode") then return nil end
+  local ok, list = pcall(folder.files, path)
+  local lines = {}
+  for _, name in ipairs(ok and list or {}) do
+    if not name:find "%.safetensors$" then return nil end
+    local file = safetensors.open(name)
+    for i, tensor in ipairs(file:names()) do
+      local n = file:nbytes(tensor)
+      local data = ffi.cast("const char *", C.ps_st_data(file.st, i - 1))
+      local first = math.floor(math.max(0, n - SAMPLE) / 2)
+      lines[#lines + 1] = ("%s %s [%s] %s"):format(tensor, tostring((file:dtype(tensor))),
+        rectangles.text(file:shape(tensor)), ffi.string(data + first, math.min(n, SAMPLE)))
+    end
+    file:close()
+  end
+  if #lines == 0 then return nil end
+  table.sort(lines)
+  local text = table.concat(lines, "\n")
+  return bit.tohex(C.ps_xxh3(text, #text))
+end
+
+-- -- reading ----------------------------------------------------------------------------------------------------------
+local function open_weights(path)
+  for _, name in ipairs { WEIGHTS, OLD_WEIGHTS } do
+    local file = path .. "/" .. name
+    if lfs.attributes(file, "mode") then return serialize.load(file, { lazy = true }), file end
+  end
+  return error(("no adapter: %s has neither %s nor %s"):format(path, WEIGHTS, OLD_WEIGHTS))
+end
+
+-- The name of a tensor of the file among Adapters:tensors, or of a parameter of the base model.
+local function own_name(name)
+  local bare = name:match("^" .. PREFIX:gsub("%.", "%%.") .. "(.*)$") or name
+  bare = bare:gsub("%.lora_magnitude_vector%.weight$", ".lora_magnitude_vector")
+  return (bare:gsub("%.modules_to_save%.default%.", "."):gsub("%.modules_to_save%.", "."))
+end
+
+local function some(list)
+  table.sort(list)
+  local shown = { unpack(list, 1, math.min(5, #list)) }
+  if #list > 5 then shown[6] = ("and %d more"):format(#list - 5) end
+  return table.concat(shown, ", ")
+end
+
+-- Where each tensor of the file goes: own name -> name in the file. Every tensor of the adapter must be there, and
+-- nothing else but copies of the base model's tables.
+local function plan(model, adapters, name, file, path)
+  local wanted, base, missing, unknown, wrong, list = {}, model:state_dict(), {}, {}, {}, {}
+  for own, tensor in adapters:tensors(name) do wanted[own] = tensor end
+  local from = {}
+  for _, given in ipairs(file:names()) do
+    local own = own_name(given)
+    local table_of_base = base[own] or base[(own:gsub("%.base_layer%.", "."))]
+    local tied = model.config and model.config.tie_word_embeddings and model.ties and model.ties[own]
+    local tensor = wanted[own] or table_of_base or nil
+    if tensor ~= nil then
+      from[own] = given
+      if not rectangles.same(file:shape(given), sharded.shape(tensor)) then
+        wrong[#wrong + 1] = ("%s is [%s], but this model needs [%s]"):format(given, rectangles.text(file:shape(given)),
+          rectangles.text(sharded.shape(tensor)))
+      else
+        list[#list + 1] = { from = given, tensor = tensor }
+      end
+    elseif not tied then
+      unknown[#unknown + 1] = given
+    end
+  end
+  for own in pairs(wanted) do
+    if not from[own] then missing[#missing + 1] = PREFIX .. own end
+  end
+  local who = ("%s: the adapter does not fit %s"):format(path, model.class_name)
+  if #wrong > 0 then error(("%s: %s; it was made for another base model"):format(who, some(wrong)), 0) end
+  if #missing > 0 then error(("%s: the file lacks %d tensors: %s"):format(who, #missing, some(missing)), 0) end
+  if #unknown > 0 then
+    error(("%s: the model has no place for %d tensors of the file: %s"):format(who, #unknown, some(unknown)), 0)
+  end
+  return list
+end
+
+local function check_base(model, file, path, other_base)
+  local wanted = file.metadata and file.metadata[BASE_KEY]
+  if not wanted or other_base then return end
+  local has = files.fingerprint(rawget(model, "source"))
+  if not has or has == wanted then return end
+  error(("%s: the adapter was trained on other weights than those of %s (fingerprint %s, not %s); load its base model, "
+    .. "or pass other_base = true to use it with this one"):format(path, model.source, wanted, has), 0)
+end
+
+local LOAD = { name = "string", trainable = "boolean", other_base = "boolean", dropout = "number" }
+
+--- Loads an adapter that PEFT or psluajit wrote into a model, and activates it.
+---@param model ps.nn.Module
+---@param path string the adapter's folder
+---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number}
+---@return ps.nn.Module model
+function files.load(model, path, options)
+  local given = caller.options(options, "lora.load", LOAD)
+  caller.typed(path, "string", "lora.load: the folder")
+  local name = given.name or "default"
+  local spec = config.read(path)
+  spec.dropout = given.dropout or spec.dropout
+  local file, at = open_weights(path)
+  local had = adapters_of.of(model)
+  local adapters
+  local ok, problem = pcall(function()
+    check_base(model, file, path, given.other_base)
+    adapters = adapters_of.add(model, name, spec)
+    for _, entry in ipairs(plan(model, adapters, name, file, at)) do
+      scope.no_grad(sharded.read, file, entry.from, entry.tensor, entry.tensor)
+    end
+  end)
+  file:close()
+  if not ok then
+    if not had and adapters_of.of(model) then model:unload_adapter() end
+    error(problem, 0)
+  end
+  adapters.specs[name].base = rawget(model, "source") or spec.base
+  if given.trainable == false then adapters:train_only(nil) end
+  return model
+end
+
+-- -- writing ----------------------------------------------------------------------------------------------------------
+-- The name in PEFT's file of a tensor of the model; nil: it does not belong to the adapter.
+local function namer(adapters, name)
+  local spec, adapted, whole = adapters.specs[name], {}, {}
+  for _, entry in ipairs(adapters.layers) do adapted[entry.name] = true end
+  for _, entry in ipairs(adapters.saved) do
+    if entry.module.saved_.names[name] then whole[#whole + 1] = entry.name .. "." end
+  end
+  local escaped = name:gsub("%-", "%%-")
+  local ours = { ["^(.*%.lora_[AB])%." .. escaped .. "(%.weight)$"] = true,
+    ["^(.*%.lora_embedding_[AB])%." .. escaped .. "()$"] = true,
+    ["^(.*%.lora_magnitude_vector)%." .. escaped .. "()%.weight$"] = true }
+  return function(own)
+    for pattern in pairs(ours) do
+      local front, back = own:match(pattern)
+      if front then return PREFIX .. front .. (type(back) == "string" and back or "") end
+    end
+    if own:find "%.lora_" or own:find "%.original_module%." or own:find "%.modules_to_save%." then return nil end
+    for _, prefix in ipairs(whole) do if own:sub(1, #prefix) == prefix then return PREFIX .. own end end
+    local layer = own:match "^(.*)%.bias$"
+    if spec.bias ~= "none" and layer and adapted[layer] then return PREFIX .. layer .. ".base_layer.bias" end
+    if spec.bias == "all" and layer then return PREFIX .. own end
+  end
+end
+
+--- Writes an adapter as a folder that PEFT and ps.lora.load read. With an engine these are the fp32 values, and all
+--- ranks call it.
+---@param model ps.nn.Module|ps.Engine
+---@param path string the folder
+---@param name? string the adapter, default: the active one
+function files.save(model, path, name)
+  caller.typed(path, "string", "save_pretrained: the folder")
+  local module = handle.module(model)
+  local adapters = adapters_of.own(module, "save_pretrained")
+  name = name or adapters.active or adapters.merged
+  if not name then
+    error "save_pretrained: no adapter acts; pass its name: save_pretrained(folder, { adapter = name })"
+  end
+  if not adapters.specs[name] then error(("save_pretrained: the model has no adapter '%s'"):format(name)) end
+  local was = adapters.active
+  adapters:activate(name)
+  local ok, problem = pcall(function()
+    local name_of, entries = namer(adapters, name), {}
+    local group = pretrained_save.group_of(model)
+    local rank = group and group:rank() or 0
+    agree.run(group, function() if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end end)
+    for _, entry in ipairs(pretrained_save.whole(model)) do
+      entry.name = name_of(entry.name)
+      if entry.name then entries[#entries + 1] = entry end
+    end
+    table.sort(entries, function(a, b) return a.name < b.name end)
+    local base = rank == 0 and files.fingerprint(adapters.specs[name].base) or nil
+    pretrained_save.write(path .. "/" .. WEIGHTS, entries, function(file, list)
+      return safetensors.writer(file, list, { format = "pt", [BASE_KEY] = base })
+    end, group)
+    agree.run(group, function()
+      if rank > 0 then return end
+      local text = config.text(adapters, name)
+      native.check(C.ps_file_write_atomic(path .. "/" .. config.FILE, text, #text))
+    end)
+  end)
+  adapters:activate(was)
+  if not ok then error(problem, 0) end
+end
+
+-- Whether the base model has a tensor of a wrapped model.
+local function is_base(own)
+  return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
+end
+
+-- Writes the whole model with an adapter in its weights.
+local function save_merged(adapters, model, path, options)
+  local module, name = adapters.model, adapters.active or adapters.merged
+  if pretrained_save.group_of(model) then
+    error("save_pretrained: merged = true is for one process that has the whole model; save the adapter, then run "
+      .. "tools/merge_adapter.lua BASE ADAPTER --out DIR")
+  end
+  local tied = adapters:tied_table()
+  if tied then
+    error(("save_pretrained: %s has an adapter, and its weight is also the head's; tools/merge_adapter.lua writes a "
+      .. "folder whose head has a weight of its own"):format(tied))
+  end
+  local layer_of, values = {}, {}
+  for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry.module end
+  if handle.of(model) then
+    local state = model:state_dict()
+    for own, tensor in pairs(module:state_dict()) do values[address(tensor)] = state[own] end
+  end
+  local function value_of(tensor) return values[address(tensor)] or tensor end
+  pretrained_save.run(model, path, function(dtype)
+    return module.family.settings:to_file(module.config, module.class_name, dtype)
+  end, { max_shard_size = options.max_shard_size, source = module.source, entries = function(entries)
+    local list = {}
+    for _, entry in ipairs(entries) do
+      local layer = layer_of[entry.name]
+      if layer and layer.lora_.adapters[name] and not layer.lora_.merged then
+        entry.tensor = function() return layers.merged_weight(layer, name, value_of) end
+      end
+      if is_base(entry.name) then list[#list + 1] = entry end
+    end
+    return list
+  end })
+end
+
+--- Implements save_pretrained of a wrapped model.
+---@param model ps.nn.Module|ps.Engine
+---@param path string
+---@param options {adapter?: string, merged?: boolean, max_shard_size?: integer|string}
+function adapters_of.Adapters:save_pretrained(model, path, options)
+  if not options.merged then return files.save(model, path, options.adapter) end
+  if options.adapter and options.adapter ~= self.active then
+    error "save_pretrained: merged = true writes the active adapter; call model:set_adapter(name) first"
+  end
+  save_merged(self, model, path, options)
+end
+
+return files

@@ -1,0 +1,157 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.lora: small trained adapters over a frozen model (LoRA, rsLoRA, DoRA), in PEFT's files.
+--
+--   local model = ps.lora.wrap(ps.from_pretrained(folder), { r = 16, alpha = 32, targets = "all-linear" })
+--   ...                                                    -- train it as any model: only the adapter changes
+--   model:save_pretrained(out)                             -- adapter_config.json, adapter_model.safetensors
+--   local model = ps.lora.load(ps.from_pretrained(folder), out)
+local caller = require "ps.core.caller"
+local handle = require "ps.nn.handle"
+local nn_module = require "ps.nn.module"
+local adapters = require "ps.lora.adapters"
+local config = require "ps.lora.config"
+local files = require "ps.lora.files"
+local lfs = require "lfs"
+local error = caller.error
+
+local lora = {}
+
+local OPTIONS = { r = "whole", alpha = "number", dropout = "number", targets = "string|table", use_rslora = "boolean",
+  use_dora = "boolean", modules_to_save = "table", rank_pattern = "table", alpha_pattern = "table", name = "string",
+  bias = "string", exclude_modules = "string|table", layers_to_transform = "whole|table",
+  layers_pattern = "string|table", init = "boolean|string", ensure_weight_tying = "boolean", task_type = "string" }
+local BIASES = { none = true, all = true, lora_only = true }
+local HEADS = { SEQ_CLS = { "classifier", "score" }, TOKEN_CLS = { "classifier", "score" },
+  QUESTION_ANS = { "qa_outputs" } }
+local TASKS = { causal_lm = "CAUSAL_LM", sequence_classification = "SEQ_CLS", token_classification = "TOKEN_CLS",
+  question_answering = "QUESTION_ANS", base = "FEATURE_EXTRACTION" }
+
+--- PEFT's task_type of a model's class; nil: it has none.
+---@param model ps.nn.Module
+---@return string?
+function lora.task_of(model)
+  local family = model.family
+  for task, class in pairs(family and family.tasks or {}) do
+    if class == model.class_name and TASKS[task] then return TASKS[task] end
+  end
+end
+
+-- The heads that a model of this task trains as a whole.
+local function heads_of(model, task)
+  local list = {}
+  for _, name in ipairs(HEADS[task] or {}) do
+    if nn_module.is_module(model[name]) then list[#list + 1] = name end
+  end
+  return #list > 0 and list or nil
+end
+
+local function check_numbers(spec)
+  if spec.r < 1 then
+    error(("lora: r = %.14g; the rank of an adapter must be a whole number of at least 1, such as 16"):format(spec.r))
+  end
+  if not (spec.dropout >= 0 and spec.dropout < 1) then
+    error(("lora: dropout = %.14g; it must be in [0, 1)"):format(spec.dropout))
+  end
+  for pattern, r in pairs(spec.rank_pattern or {}) do
+    if type(r) ~= "number" or r < 1 or r % 1 ~= 0 then
+      error(("lora: rank_pattern['%s'] = %s; ranks are whole numbers of at least 1"):format(tostring(pattern),
+        tostring(r)))
+    end
+  end
+  for pattern, alpha in pairs(spec.alpha_pattern or {}) do
+    if type(alpha) ~= "number" then
+      error(("lora: alpha_pattern['%s'] = %s; it must be a number"):format(tostring(pattern), tostring(alpha)))
+    end
+  end
+end
+
+local function check_name(name)
+  if not name:find "^[%w_%-]+$" or nn_module.Module[name] ~= nil then
+    error(("lora: the name '%s' of an adapter; use letters, digits, _ and -, and no name of a module's method"):format(
+      name))
+  end
+  return name
+end
+
+--- Adds an adapter to a model and freezes everything else. Each chosen layer computes W x + scale B A x with trained A
+--- [r, in] and B [out, r], where scale is alpha / r (with use_rslora alpha / sqrt(r)). With use_dora the rows of
+--- W + scale B A get trained magnitudes. A is random and B zero, so the model computes at first what it computed
+--- before. Adapters of a model in half precision are fp32. The model gets the methods set_adapter, active_adapter,
+--- disable_adapter, merge_adapter, unmerge_adapter and unload_adapter; save_pretrained writes the adapter.
+---@param model ps.nn.Module
+---@param options? {r?: integer, alpha?: number, dropout?: number, targets?: string|string[], use_rslora?: boolean,
+---  use_dora?: boolean, modules_to_save?: string[], rank_pattern?: table<string, integer>, alpha_pattern?:
+---  table<string, number>, name?: string, bias?: "none"|"all"|"lora_only", exclude_modules?: string|string[],
+---  layers_to_transform?: integer|integer[], layers_pattern?: string|string[], init?: boolean|"gaussian",
+---  ensure_weight_tying?: boolean, task_type?: string} r: the rank, default 8. alpha: default r. targets:
+---  "all-linear", the default: all linear layers but the head; a list of names or last parts of names; or a regular
+---  expression for whole names. modules_to_save: modules that are trained as a whole, default: the head of a
+---  classifier. rank_pattern, alpha_pattern: r and alpha of layers by regular expressions. name: default "default".
+---  bias: which biases are trained. init: false makes B random, too. ensure_weight_tying: a table in modules_to_save
+---  may be tied
+---@return ps.nn.Module model
+function lora.wrap(model, options)
+  if handle.of(model) then
+    error "lora.wrap: ps.initialize made this model; wrap the module before, in model_func"
+  end
+  if not nn_module.is_module(model) then error(("lora.wrap takes a module, not a %s"):format(type(model))) end
+  local given = caller.options(options, "lora.wrap", OPTIONS)
+  local spec = {}
+  for key, value in pairs(given) do spec[key] = value end
+  spec.r, spec.dropout, spec.targets = given.r or 8, given.dropout or 0, given.targets or "all-linear"
+  spec.alpha, spec.bias, spec.name = given.alpha or spec.r, given.bias or "none", nil
+  spec.use_rslora, spec.use_dora = given.use_rslora or false, given.use_dora or false
+  if spec.init == nil then spec.init = true end
+  if type(spec.init) == "string" then caller.one_of(spec.init, { gaussian = true }, "lora.wrap: init") end
+  caller.one_of(spec.bias, BIASES, "lora.wrap: bias")
+  if type(spec.targets) == "table" and #spec.targets == 0 then error "lora.wrap: targets is an empty list" end
+  check_numbers(spec)
+  spec.task_type = given.task_type or lora.task_of(model)
+  if spec.modules_to_save == nil then spec.modules_to_save = heads_of(model, spec.task_type) end
+  spec.base = rawget(model, "source")
+  adapters.add(model, check_name(given.name or "default"), spec)
+  return model
+end
+
+--- Loads an adapter that PEFT or psluajit wrote, and activates it. Everything in it is checked before anything is
+--- written: an option that is not supported, a missing or surplus tensor, another shape and other base weights are
+--- errors.
+---@param model ps.nn.Module the base model
+---@param folder string with adapter_config.json
+---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: default "default".
+---  trainable: default true. other_base: load an adapter of other base weights. dropout: instead of the file's
+---@return ps.nn.Module model
+function lora.load(model, folder, options)
+  if handle.of(model) then
+    error "lora.load: ps.initialize made this model; load the adapter before, in model_func"
+  end
+  if options and options.name then check_name(options.name) end
+  return files.load(model, folder, options)
+end
+
+--- The base model that an adapter's folder names, with the adapter. Implements ps.from_pretrained of such a folder.
+---@param folder string
+---@param options? table those of ps.from_pretrained, for the base model
+---@return ps.nn.Module model
+function lora.from_pretrained(folder, options)
+  local base = config.base_of(folder)
+  if lfs.attributes(base, "mode") == nil and lfs.attributes(folder .. "/" .. base, "mode") then
+    base = folder .. "/" .. base
+  end
+  local model = require("ps.pretrained").load(base, options)
+  files.load(model, folder)
+  return model:train(model.training)
+end
+
+--- Writes an adapter of a model as a folder for PEFT. model:save_pretrained(folder) does the same with the active one.
+---@param model ps.nn.Module|ps.Engine
+---@param folder string
+---@param name? string default: the active adapter
+function lora.save(model, folder, name) files.save(model, folder, name) end
+
+--- Whether a model has adapters.
+---@param model ps.nn.Module|ps.Engine
+---@return boolean
+function lora.has(model) return adapters.of(handle.module(model)) ~= nil end
+
+return lora

@@ -1,0 +1,359 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Adapters of single layers: LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"), rsLoRA
+-- (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA") and DoRA (Liu et al. 2024,
+-- "DoRA: Weight-Decomposed Low-Rank Adaptation"). A layer keeps its class, its weight and its name. It gets child
+-- modules with the adapter's tensors, whose names are PEFT's, and a forward of its own:
+--
+--   c_attn.weight                      the frozen weight
+--   c_attn.lora_A.default.weight       [r, in]; of a table: c_attn.lora_embedding_A.default [r, rows]
+--   c_attn.lora_B.default.weight       [out, r]
+--   c_attn.lora_magnitude_vector.default.weight   [out], only with DoRA
+--
+-- Sizes: I inputs (of a table: its rows), O outputs, r rank.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local activation = require "ps.nn.activation"
+local nn_module = require "ps.nn.module"
+local registry = require "ps.nn.registry"
+local init = require "ps.nn.weights"
+local functional = require "ps.tensor.functional"
+local ops = native.ops
+
+local layers = {}
+
+-- A module that only holds tensors or other such modules, by the names of adapters.
+local Holder = nn_module.class("LoraTensors")
+
+---@class ps.lora.Adapter one adapter of one layer
+---@field r integer
+---@field alpha number
+---@field scale number alpha / r, or alpha / sqrt(r)
+---@field dropout? ps.nn.Dropout
+---@field dora boolean
+
+---@class ps.lora.Layer state of a layer that has adapters
+---@field kind table of targets.KINDS
+---@field base fun(layer: ps.nn.Module, ...): ps.Tensor the forward without adapters
+---@field adapters table<string, ps.lora.Adapter>
+---@field active? string
+---@field merged? string the adapter that the weight contains
+
+-- -- tensors ----------------------------------------------------------------------------------------------------------
+local function holder(layer, key)
+  if not registry.kind(layer, key) then nn_module.register(layer, key, "module", Holder()) end
+  return layer[key]
+end
+
+local function put(layer, key, name, tensor)
+  local inner = holder(layer, key)
+  if not registry.kind(inner, name) then nn_module.register(inner, name, "module", Holder()) end
+  inner[name]:param("weight", tensor)
+end
+
+-- The adapter's tensors: A [r, I], B [O, r], and DoRA's magnitudes [O] or nil.
+local function tensors_of(layer, name)
+  local state = layer.lora_
+  local magnitude = state.adapters[name].dora and layer.lora_magnitude_vector[name].weight or nil
+  if state.kind.table then return layer.lora_embedding_A[name], layer.lora_embedding_B[name], magnitude end
+  return layer.lora_A[name].weight, layer.lora_B[name].weight, magnitude
+end
+layers.tensors = tensors_of
+
+-- I and O of a layer.
+local function sizes(layer, kind)
+  if kind.table then return layer.rows, layer.width end
+  return layer.inputs, layer.outputs
+end
+
+local function as(t, dtype) return t:dtype() == dtype and t or t:to(dtype) end
+
+-- -- the norm of DoRA -------------------------------------------------------------------------------------------------
+local BLOCK = 2 ^ 22                                       -- elements of the weight that are squared at a time
+
+-- The sum of squares of the weight's row for each output, fp32 [O]. It is computed in each forward, so that all steps
+-- of an engine use the same chunks at the same places.
+local function squares_of(layer)
+  local weight = layer.weight
+  local rows, width = weight:size(0), weight:size(1)
+  local by_row = layer.lora_.kind.out_in == 1
+  local sum = create.zeros({ by_row and rows or width }, { device = weight:device() })
+  local step = math.max(1, math.floor(BLOCK / width))
+  for first = 0, rows - 1, step do
+    scope.scope(function()
+      local n = math.min(step, rows - first)
+      local block = as(weight:detach():narrow(0, first, n), "fp32")
+      block = block * block
+      if by_row then sum:narrow(0, first, n):copy_(block:sum(1)) else sum:copy_(sum + block:sum(0)) end
+    end)
+  end
+  return sum
+end
+
+-- W A^T for the weight as [O, I], fp32 [O, r].
+local function weight_times(layer, A)
+  local weight = layer.weight:detach()
+  local a = as(A, weight:dtype())
+  if layer.lora_.kind.out_in == 1 then return as(ops.linear(weight, a, nil, nil, 1), "fp32") end
+  return as(ops.linear(a, weight, nil, nil, 0):transpose(0, 1), "fp32")
+end
+
+-- The norm of each output's row of W + scale B A, fp32 [O], without making the sum:
+-- |w|^2 + 2 scale (W A^T) . b + scale^2 b (A A^T) b^T.
+local function norm_of(layer, name, A, B)
+  return scope.no_grad(scope.scope, function()
+    if A == nil then A, B = tensors_of(layer, name) end
+    A, B = as(A:detach(), "fp32"), as(B:detach(), "fp32")
+    local scale = layer.lora_.adapters[name].scale
+    local cross = weight_times(layer, A) * 2 + ops.linear(B, ops.linear(A, A, nil, nil, 1), nil, nil, 1) * scale
+    return (squares_of(layer) + (cross * B):sum(1) * scale):sqrt()
+  end)
+end
+layers.norm = norm_of
+
+-- DoRA's factor of each output, [O] in a dtype. The norm counts as a constant in backward (section 4.3 of the paper).
+local function factor_of(layer, name, magnitude, dtype)
+  return as(as(magnitude, "fp32") / norm_of(layer, name), dtype)
+end
+
+-- -- forwards ---------------------------------------------------------------------------------------------------------
+local function dropped(adapter, x)
+  if adapter.dropout and adapter.dropout:active() then return adapter.dropout(x), true end
+  return x, false
+end
+
+-- scale B A x, added to y.
+local function low_rank(adapter, A, B, x, y)
+  local dtype = x:dtype()
+  local u = ops.linear(x, as(A, dtype), nil, nil, 1)
+  if adapter.scale ~= 1 then u = u * adapter.scale end
+  return ops.linear(u, as(B, dtype), nil, y, 1)
+end
+
+-- The adapter of a layer that acts now, and its name; nil: none does.
+local function acting(layer)
+  local state = layer.lora_
+  local name = state.active
+  if not name or state.merged then return nil end
+  return state.adapters[name], name
+end
+
+local function linear_forward(self, x, residual)
+  local state = self.lora_
+  local adapter, name = acting(self)
+  if not adapter then return state.base(self, x, residual) end
+  local A, B, magnitude = tensors_of(self, name)
+  local given, drops = dropped(adapter, x)
+  if not magnitude then return low_rank(adapter, A, B, given, state.base(self, x, residual)) end
+  local out_in, bias = state.kind.out_in, self.bias
+  local factor = factor_of(self, name, magnitude, x:dtype())
+  if drops then                                            -- W x + (factor - 1) W drop(x) + factor scale B A drop(x)
+    local base = ops.linear(given, self.weight, nil, nil, out_in)
+    return state.base(self, x, residual) - base + low_rank(adapter, A, B, given, base) * factor
+  end
+  local y = low_rank(adapter, A, B, x, ops.linear(x, self.weight, nil, nil, out_in)) * factor
+  if bias ~= nil then y = y + bias end
+  return residual ~= nil and y + residual or y
+end
+
+local function table_forward(self, index)
+  local state = self.lora_
+  local adapter, name = acting(self)
+  local y = state.base(self, index)
+  if not adapter then return y end
+  local A, B, magnitude = tensors_of(self, name)
+  local dtype, at = y:dtype(), index
+  if index.device_ ~= A.device_ and not native.recorder then at = index:to(A:device()) end
+  local u = ops.embedding(A:transpose(0, 1):contiguous(), at, self.padding_idx):to(y:device())
+  u = as(u, dtype)
+  if adapter.scale ~= 1 then u = u * adapter.scale end
+  y = ops.linear(u, as(B, dtype), nil, y, 1)
+  return magnitude and y * factor_of(self, name, magnitude, dtype) or y
+end
+
+--- The weight of a layer with its active adapter, for code that reads weights instead of calling layers. Gradients go
+--- into the adapter.
+---@param layer ps.nn.Module
+---@return ps.Tensor
+function layers.weight(layer)
+  local adapter, name = acting(layer)
+  local weight = layer.weight
+  if not adapter then return weight end
+  local A, B, magnitude = tensors_of(layer, name)
+  local dtype = weight:dtype()
+  local by_row = layer.lora_.kind.out_in == 1
+  if by_row then weight = ops.linear(as(B * adapter.scale, dtype), as(A, dtype), nil, weight, 0)
+  else weight = ops.linear(as(A, dtype):transpose(0, 1), as(B * adapter.scale, dtype), nil, weight, 1) end
+  if not magnitude then return weight end
+  local factor = factor_of(layer, name, magnitude, dtype)
+  return weight * (by_row and factor:reshape(-1, 1) or factor)
+end
+
+local function head_loss(self, x, targets, options)
+  return functional.lm_loss(x, layers.weight(self), targets, options)
+end
+
+-- -- attaching --------------------------------------------------------------------------------------------------------
+local function attach(layer, kind)
+  local state = { kind = kind, base = layer.forward, adapters = {} }
+  rawset(layer, "lora_", state)
+  rawset(layer, "forward", kind.table and table_forward or linear_forward)
+  if kind.head then rawset(layer, "loss", head_loss) end
+  rawset(layer, "weight_now", layers.weight)
+end
+
+local function new_tensors(layer, kind, name, r, how)
+  local inputs, outputs = sizes(layer, kind)
+  local weight = layer.weight
+  local dtype = weight:dtype() == "fp64" and "fp64" or "fp32"
+  local where = { dtype = dtype, device = weight:device() }
+  local function filled(shape, fill)
+    local t = create.empty(shape, where)
+    if how.init == false then return init.normal_(t, 0, 1 / r) end
+    return fill(t)
+  end
+  if kind.table then                                       -- PEFT: A is zero and B normal
+    holder(layer, "lora_embedding_A"):param(name, filled({ r, inputs }, init.zeros_))
+    holder(layer, "lora_embedding_B"):param(name, filled({ outputs, r }, function(t) return init.normal_(t, 0, 1) end))
+    return
+  end
+  put(layer, "lora_A", name, filled({ r, inputs }, function(t)
+    if how.init == "gaussian" then return init.normal_(t, 0, 1 / r) end
+    return init.kaiming_uniform_(t, math.sqrt(5))
+  end))
+  put(layer, "lora_B", name, filled({ outputs, r }, init.zeros_))
+end
+
+--- Adds an adapter to a layer. It is not active yet.
+---@param found {name: string, module: ps.nn.Module, kind: table}
+---@param name string of the adapter
+---@param how {r: integer, alpha: number, dropout: number, use_rslora: boolean, use_dora: boolean, init: any}
+function layers.add(found, name, how)
+  local layer, kind = found.module, found.kind
+  if not rawget(layer, "lora_") then attach(layer, kind) end
+  local adapter = { r = how.r, alpha = how.alpha, dora = how.use_dora,
+    scale = how.alpha / (how.use_rslora and math.sqrt(how.r) or how.r) }
+  new_tensors(layer, kind, name, how.r, how)
+  if how.dropout > 0 and not kind.table then               -- PEFT drops nothing of a table's input, which are numbers
+    adapter.dropout = activation.Dropout(how.dropout)
+    rawset(adapter.dropout, "training", layer.training)
+    local inner = holder(layer, "lora_dropout")
+    nn_module.register(inner, name, "module", adapter.dropout)
+  end
+  layer.lora_.adapters[name] = adapter
+  if how.use_dora then
+    put(layer, "lora_magnitude_vector", name, create.zeros({ select(2, sizes(layer, kind)) },
+      { dtype = "fp32", device = layer.weight:device() }))
+    layers.reset_magnitude(layer, name)
+  end
+end
+
+--- Sets DoRA's magnitudes to the norms of the weight with the adapter.
+---@param layer ps.nn.Module
+---@param name string
+function layers.reset_magnitude(layer, name)
+  if not layer.lora_.adapters[name].dora or layer.weight:device() == "meta" then return end
+  local magnitude = layer.lora_magnitude_vector[name].weight
+  scope.no_grad(function() magnitude:copy_(norm_of(layer, name)) end)
+end
+
+-- -- merging ----------------------------------------------------------------------------------------------------------
+--- Calls fn(first, block) for blocks of rows of the weight with an adapter, in the weight's dtype, computed in fp32.
+--- sign: 1 adds the adapter to the weight, -1 takes it out again. factor: of DoRA, fp32 [O].
+---@param weight ps.Tensor
+---@param by_row boolean the weight is [O, I]; false: it is [I, O]
+---@param parts {A: ps.Tensor, B: ps.Tensor, scale: number, factor?: ps.Tensor}
+---@param sign integer
+---@param fn fun(first: integer, block: ps.Tensor)
+function layers.blocks(weight, by_row, parts, sign, fn)
+  local rows, width = weight:size(0), weight:size(1)
+  local A, B = as(parts.A:detach(), "fp32"), as(parts.B:detach(), "fp32") * parts.scale
+  local step = math.max(1, math.floor(BLOCK / width))
+  for first = 0, rows - 1, step do
+    scope.scope(function()
+      local n = math.min(step, rows - first)
+      local block = as(weight:detach():narrow(0, first, n), "fp32")
+      local delta
+      if by_row then delta = ops.linear(B:narrow(0, first, n), A, nil, nil, 0)
+      else delta = ops.linear(A:narrow(1, first, n):transpose(0, 1):contiguous(), B, nil, nil, 1) end
+      local factor = parts.factor
+      if factor ~= nil and by_row then factor = factor:narrow(0, first, n):reshape(-1, 1) end
+      if sign > 0 then
+        block = block + delta
+        if factor ~= nil then block = block * factor end
+      else
+        if factor ~= nil then block = block / factor end
+        block = block - delta
+      end
+      fn(first, as(block, weight:dtype()))
+    end)
+  end
+end
+
+-- values: maps a tensor to its fp32 values.
+local function parts_of(layer, name, values)
+  local A, B, magnitude = tensors_of(layer, name)
+  if values then A, B, magnitude = values(A), values(B), magnitude and values(magnitude) end
+  local factor = magnitude and scope.no_grad(function() return as(magnitude, "fp32") / norm_of(layer, name, A, B) end)
+  return { A = A, B = B, scale = layer.lora_.adapters[name].scale, factor = factor or nil }
+end
+
+--- The weight of a layer with an adapter, a new tensor. The layer does not change.
+---@param layer ps.nn.Module
+---@param name string
+---@param values? fun(tensor: ps.Tensor): ps.Tensor the fp32 values of a tensor of the adapter
+---@return ps.Tensor
+function layers.merged_weight(layer, name, values)
+  return scope.no_grad(function()
+    local weight = layer.weight
+    local made = create.empty(weight:shape(), { dtype = weight:dtype(), device = weight:device() })
+    layers.blocks(weight, layer.lora_.kind.out_in == 1, parts_of(layer, name, values), 1, function(first, block)
+      made:narrow(0, first, block:size(0)):copy_(block)
+    end)
+    return made
+  end)
+end
+
+--- Writes the active adapter into the weight.
+---@param layer ps.nn.Module
+function layers.merge(layer)
+  local state = layer.lora_
+  local name = state.active
+  if not name or state.merged then return end
+  scope.no_grad(function()
+    local parts, weight = parts_of(layer, name), layer.weight
+    layers.blocks(weight, state.kind.out_in == 1, parts, 1, function(first, block)
+      weight:detach():narrow(0, first, block:size(0)):copy_(block)
+    end)
+    state.merged, state.factor = name, parts.factor and parts.factor:keep()
+  end)
+end
+
+--- Takes the merged adapter out of the weight again.
+---@param layer ps.nn.Module
+function layers.unmerge(layer)
+  local state = layer.lora_
+  local name = state.merged
+  if not name then return end
+  scope.no_grad(function()
+    local A, B = tensors_of(layer, name)
+    local weight = layer.weight
+    layers.blocks(weight, state.kind.out_in == 1,
+      { A = A, B = B, scale = state.adapters[name].scale, factor = state.factor }, -1, function(first, block)
+        weight:detach():narrow(0, first, block:size(0)):copy_(block)
+      end)
+  end)
+  state.merged, state.factor = nil, nil
+end
+
+--- Removes all adapters from a layer, which is then as it was before.
+---@param layer ps.nn.Module
+function layers.remove(layer)
+  for _, key in ipairs { "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+    "lora_dropout" } do
+    if registry.kind(layer, key) then layer[key] = nil end
+  end
+  for _, key in ipairs { "lora_", "forward", "loss", "weight_now" } do rawset(layer, key, nil) end
+end
+
+return layers

@@ -1,0 +1,119 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Modules that an adapter trains as a whole (PEFT's modules_to_save), such as a new head. The values that act are at
+-- the module's own names ("score.weight"), so that all code that reads them finds them. The others are aside:
+--
+--   score.weight                              the values of the active adapter
+--   score.original_module.weight              those of the base model; frozen
+--   score.modules_to_save.other.weight        those of another adapter; frozen
+local scope = require "ps.core.scope"
+local nn_module = require "ps.nn.module"
+local registry = require "ps.nn.registry"
+local shard = require "ps.tensor.shard"
+
+local saved = {}
+
+local Aside = nn_module.class("SavedTensors")
+
+-- The module's parameters, by their names in it. Tensors that are aside are left out.
+local function own_parameters(module)
+  local list = {}
+  registry.walk(module, function(name, value, kind, owner, key)
+    if kind == "param" and not name:find "^original_module%." and not name:find "^modules_to_save%." then
+      list[#list + 1] = { name = name, tensor = value, owner = owner, key = key }
+    end
+  end)
+  return list
+end
+saved.parameters = own_parameters
+
+local function copy_of(tensor)
+  local copy = scope.no_grad(function() return tensor:detach():clone() end)
+  nn_module.Parameter(copy)
+  shard.move(tensor, copy)
+  copy:requires_grad(false)
+  return copy
+end
+
+-- The module that holds the tensors of an adapter aside; false: those of the base model.
+local function aside(module, name)
+  if not name then
+    if not registry.kind(module, "original_module") then
+      nn_module.register(module, "original_module", "module", Aside())
+    end
+    return module.original_module
+  end
+  if not registry.kind(module, "modules_to_save") then
+    nn_module.register(module, "modules_to_save", "module", Aside())
+  end
+  local all = module.modules_to_save
+  if not registry.kind(all, name) then nn_module.register(all, name, "module", Aside()) end
+  return all[name]
+end
+
+-- Names of tensors that are aside: a dot separates modules, so it cannot be part of a name.
+local function flat(name) return (name:gsub("%.", "_")) end
+
+---@class ps.lora.Saved state of a module that adapters train as a whole
+---@field active string|false whose values are at the module's own names
+---@field names table<string, boolean> the adapters that have values
+
+--- Gives an adapter its own values of a module: a copy of the base model's.
+---@param module ps.nn.Module
+---@param name string of the adapter
+function saved.add(module, name)
+  local state = rawget(module, "saved_")
+  if not state then
+    state = { active = false, names = {} }
+    rawset(module, "saved_", state)
+  end
+  saved.activate(module, false)
+  for _, entry in ipairs(own_parameters(module)) do
+    aside(module, name):param(flat(entry.name), copy_of(entry.tensor)):requires_grad(false)
+  end
+  state.names[name] = true
+end
+
+--- Puts the values of an adapter, or of the base model, at the module's own names.
+---@param module ps.nn.Module
+---@param name string|false
+function saved.activate(module, name)
+  local state = module.saved_
+  name = state.names[name] and name or false
+  if state.active == name then return end
+  local to, from = aside(module, state.active), aside(module, name)
+  for _, entry in ipairs(own_parameters(module)) do
+    local key = flat(entry.name)
+    local taken = from[key]
+    registry.put(entry.owner, entry.key, taken)
+    if registry.kind(to, key) then registry.put(to, key, entry.tensor)
+    else nn_module.register(to, key, "param", entry.tensor) end
+    from[key] = nil
+  end
+  state.active = name
+end
+
+--- The tensors of an adapter by their names in the module.
+---@param module ps.nn.Module
+---@param name string
+---@return table<string, ps.Tensor>
+function saved.tensors(module, name)
+  local state, list = module.saved_, {}
+  local from = state.active ~= name and aside(module, name)
+  for _, entry in ipairs(own_parameters(module)) do
+    list[entry.name] = from and from[flat(entry.name)] or entry.tensor
+  end
+  return list
+end
+
+--- Removes what adapters keep aside. The module has the base model's values, or with `keep` those that act now.
+---@param module ps.nn.Module
+---@param keep? boolean
+function saved.remove(module, keep)
+  if not keep then saved.activate(module, false) end
+  for _, key in ipairs { "original_module", "modules_to_save" } do
+    if registry.kind(module, key) then module[key] = nil end
+  end
+  rawset(module, "saved_", nil)
+end
+
+return saved

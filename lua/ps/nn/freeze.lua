@@ -1,0 +1,97 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Freezing by names of parameters, and the table of trained and frozen parameters.
+local caller = require "ps.core.caller"
+local nearest = require "ps.core.nearest"
+local readable = require "ps.core.readable"
+local shard = require "ps.tensor.shard"
+
+-- A pattern as a Lua pattern over ".name.": "*" stands for any characters. It begins and ends at dots, so "layers.*"
+-- fits "model.layers.0.mlp.up_proj.weight", and "wte" fits "transformer.wte.weight".
+local function lua_pattern(pattern)
+  return "%." .. pattern:gsub("[%^%$%(%)%%%.%[%]%+%-%?]", "%%%0"):gsub("%*", ".*") .. "%."
+end
+
+-- The parameters that a list of patterns names. Each pattern must fit one.
+local function chosen(module, patterns, call)
+  if type(patterns) == "string" then patterns = { patterns } end
+  caller.typed(patterns, "table", call .. ": the pattern of names, or the list of patterns,")
+  local list, seen = {}, {}
+  for _, pattern in ipairs(patterns) do
+    caller.typed(pattern, "string", call .. ": a pattern of names")
+    local fits, count, words = lua_pattern(pattern), 0, {}
+    for name, p in module:named_parameters() do
+      if ("." .. name .. "."):find(fits) then
+        count = count + 1
+        if not seen[name] then seen[name], list[#list + 1] = true, p end
+      end
+      words[#words + 1] = name
+      for word in name:gmatch "[^.]+" do if not word:find "^%d" then words[#words + 1] = word end end
+    end
+    if count == 0 then
+      local hint = nearest.find(pattern, words)
+      caller.error(("%s: no parameter of %s has a name that fits '%s'%s"):format(call, module.class_name, pattern,
+        hint and (" (did you mean '%s'?)"):format(hint) or ""))
+    end
+  end
+  return list
+end
+
+local TRAINABLE = { prints_rows = true, __tostring = function(self)
+  local lines = {}
+  for i, row in ipairs(self) do
+    lines[i] = { row.name, row.trained and "yes" or "no", row.dtype, ("%d"):format(row.tensors),
+      ("%d"):format(row.parameters), readable.bytes(row.nbytes) }
+  end
+  local text = table.concat(readable.lines({ { title = "parameters", left = true }, { title = "trained", left = true },
+    { title = "dtype", left = true }, { title = "tensors" }, { title = "numbers" }, { title = "size" } }, lines), "\n")
+  return ("%s\ntrained: %d of %d numbers (%.3f %%), %s of %s"):format(text, self.trained, self.parameters,
+    100 * self.trained / math.max(1, self.parameters), readable.bytes(self.trained_nbytes),
+    readable.bytes(self.nbytes))
+end }
+
+-- Adds up parameters whose names differ only in the numbers of layers.
+local function rows_of(module)
+  local rows, by_key = { trained = 0, parameters = 0, trained_nbytes = 0, nbytes = 0 }, {}
+  for name, p in module:named_parameters() do
+    local short = name:gsub("%f[^.%z]%d+%f[.%z]", "*")
+    local trained, dtype, n = p:needs_grad(), p:dtype(), shard.whole_numel(p)
+    local key = ("%s %s %s"):format(short, tostring(trained), dtype)
+    local row = by_key[key]
+    if not row then
+      row = { name = short, trained = trained, dtype = dtype, tensors = 0, parameters = 0, nbytes = 0 }
+      by_key[key], rows[#rows + 1] = row, row
+    end
+    local nbytes = n * p:nbytes() / math.max(1, p:numel())
+    row.tensors, row.parameters, row.nbytes = row.tensors + 1, row.parameters + n, row.nbytes + nbytes
+    rows.parameters, rows.nbytes = rows.parameters + n, rows.nbytes + nbytes
+    if trained then rows.trained, rows.trained_nbytes = rows.trained + n, rows.trained_nbytes + nbytes end
+  end
+  return setmetatable(rows, TRAINABLE)
+end
+
+---@param Module ps.nn.Module the class to which the methods are added
+return function(Module)
+  --- Freezes the parameters whose names fit a pattern: backward computes no gradients of them, and an engine that is
+  --- made afterwards has no masters, gradients and optimizer state for them. In a pattern "*" stands for any
+  --- characters. A pattern fits whole parts of a name: "layers.*" fits "model.layers.0.mlp.up_proj.weight", and "wte"
+  --- fits "transformer.wte.weight".
+  ---@param patterns string|string[]
+  ---@return ps.nn.Module self
+  function Module:freeze(patterns)
+    for _, p in ipairs(chosen(self, patterns, "module:freeze")) do p:requires_grad(false) end
+    return self
+  end
+
+  --- The opposite of freeze.
+  ---@param patterns string|string[]
+  ---@return ps.nn.Module self
+  function Module:thaw(patterns)
+    for _, p in ipairs(chosen(self, patterns, "module:thaw")) do p:requires_grad(true) end
+    return self
+  end
+
+  --- The trained and the frozen parameters, as a list that prints as a table with counts and bytes. Layers are added
+  --- up. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
+  function Module:trainable() return rows_of(self) end
+end
