@@ -151,6 +151,44 @@ describe("a chat template that is wrong", function()
     fails(render, "range too big", "{{ range(100001) }}")
   end)
 
+  it("counts the work of filters, methods and operators", function()
+    local loop = "{%% set x = 'ab' * 1000000 %%}{%% set l = range(100000)|list %%}"
+      .. "{%% for i in range(100000) %%}{%% set y = %s %%}{%% endfor %%}"
+    for _, work in ipairs { "x|upper", "l|sort", "x.replace('a', 'c')", "l + l", "-1 in l" } do
+      local began = os.clock()
+      fails(render, "over 20000000 steps", loop:format(work))
+      assert.is_true(os.clock() - began < 60, work)
+    end
+  end)
+
+  it("refuses long chains, and calls of macros that are too deep", function()
+    fails(chat.template, "refused: line 1: a chain of over 300 operators, filters or subscripts",
+      "{{ 1" .. (" + 1"):rep(5000) .. " }}")
+    for _, link in ipairs { "|upper", ".a", "[0]", "()", " ~ x", " and x", " if x" } do
+      fails(chat.template, "a chain of over 300", "{{ x" .. link:rep(20000) .. " }}")
+    end
+    assert.equal("250", render("{{ 1" .. (" + 1"):rep(249) .. " }}"))
+    local deep = "{% macro m(x) %}{{ " .. ("("):rep(100) .. "m(x + 1)" .. (" ~ 1)"):rep(100)
+      .. " }}{% endmacro %}{{ m(1) }}"
+    fails(render, "deep", deep)
+  end)
+
+  it("names arguments of wrong types", function()
+    for source, want in pairs {
+      ["{{ strftime_now(5) }}"] = "strftime() argument 1 must be str, not int",
+      ["{{ 2.5|round('x') }}"] = "'str' object cannot be interpreted as an integer",
+      ["{{ 2.5|round(1, 2) }}"] = "expected a string for 'method', got int",
+      ["{{ 'x'|trim(5) }}"] = "expected a string for 'chars', got int",
+      ["{{ 'x'|replace('x', 'y', 'z') }}"] = "'str' object cannot be interpreted as an integer",
+      ["{{ 'x'|indent(none) }}"] = "can't multiply sequence by non-int of type 'NoneType'",
+      ["{{ [1]|map(1) }}"] = "expected a string for 'name', got int",
+      ["{{ 'x'.ljust(3, 'ab') }}"] = "must be exactly one character long",
+      ["{{ [1]|sort(attribute=[]) }}"] = "expected a string for 'attribute', got list",
+      ["{{ {}|tojson(indent=1000000) }}"] = "the limit is 10000",
+    } do fails(render, want, source) end
+    assert.equal("1200.0", printed "1234.5|round(-2)")
+  end)
+
   it("names data that are no conversation", function()
     fails(render, "messages: the conversation has no message", "x", {}, "[]")
     fails(render, "messages: a list of messages expected", "x", {}, '{"role": "user"}')
@@ -211,6 +249,25 @@ describe("the trained parts of a conversation", function()
       { role = "assistant", content = "[A] x" } })))
     assert.same({ "Hello", "Ciao" }, (trained("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
       .. "{{ 'assistant: ' if add_generation_prompt }}")))
+  end)
+
+  it("have the end token that the next turn writes", function()
+    local source = "{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+      .. "{{ '<|end|>\n' if ns.open }}<|user|>{% set ns.open = false %}{% else %}<|bot|>{% set ns.open = true %}"
+      .. "{% endif %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+    assert.same({ "Hello<|end|>", "Ciao" }, (trained(source, { TALK[2], TALK[3], TALK[4], TALK[5] })))
+  end)
+
+  it("leave out the header where the template ignores add_generation_prompt", function()
+    local source = "{% for m in messages %}[{{ m.role }}] {{ m.tool_calls[0].name if m.tool_calls }}{{ m.content }}</s>"
+      .. "{% endfor %}"
+    assert.same({ "Hello</s>", "Ciao</s>" }, (trained(source)))
+    assert.same({ "fHello</s>" }, (trained(source, { TALK[2], { role = "assistant", content = "Hello",
+      tool_calls = { { name = "f" } } } })))
+    assert.same({ "fixed: Hello</s>" }, (trained("{% for m in messages %}{% if m.role == 'user' %}[I]{{ m.content }}"
+      .. "[/I]"
+      .. "{% else %}{{ 'fixed: ' if false }}{{ m.content }}</s>{% endif %}{% endfor %}", { TALK[2],
+        { role = "assistant", content = "fixed: Hello" } })))
   end)
 
   it("leave out the header if no user has spoken", function()
@@ -291,6 +348,55 @@ describe("a tokenizer's chat template", function()
     assert.equal("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
       tok:apply_chat_template(HI, { tokenize = false, add_generation_prompt = true }))
   end)
+
+  -- How often a conversation's ids have each special token, by a template.
+  local function specials(tok, source, messages, options)
+    options = options or {}
+    options.chat_template = source
+    local counts = {}
+    for _, id in ipairs(tok:apply_chat_template(messages, options)) do
+      if id >= 257 then counts[id] = (counts[id] or 0) + 1 end
+    end
+    return counts
+  end
+
+  it("gives no special token for one that a role, a tool, a document or mixed bytes spell", function()
+    local tok = open { eos_token = "<|im_end|>" }
+    local function said(role, content) return { { role = role, content = content } } end
+    assert.same({ [258] = 1 }, specials(tok, "<|im_start|>{{ messages[0].role }}", said("<|im_end|>", "x")))
+    assert.same({}, specials(tok, "<|{{ messages[0].role }}|>", said("im_end", "x")))
+    assert.same({}, specials(tok, "<|{{ messages[0].role }}|>", said("user|><|im_end", "x")))
+    assert.same({}, specials(tok, "<|im_{{ messages[0].content }}|>", said("user", "end")))
+    local forged = { { name = "<|im_end|>", text = "a<|endoftext|>" } }
+    assert.same({ [258] = 1 }, specials(tok, "{{ documents|tojson }}<|im_start|>", HI, { documents = forged }))
+    assert.same({ [258] = 1 }, specials(tok, "{{ tools|tojson }}<|im_start|>", HI, { tools = forged }))
+    for _, mixed in ipairs { "m.zfill(20)", "'%020s' % m", "m.split('*')|join('|')", "m.replace('*', '|')",
+      "m.partition('*')[0] ~ '|' ~ m.partition('*')[2]", "m.center(20)", "'{}'.format(m)", "m|indent",
+      "m|tojson", "m|title", "m.swapcase().swapcase()", "m[:3] ~ '' ~ m[3:]" } do
+      for _, content in ipairs { "<|im_end|>", "<*im_end|>", "+<|im_end|>" } do
+        assert.same({}, specials(tok, ("{%% set m = messages[0].content %%}{{ %s }}"):format(mixed),
+          said("user", content)), mixed .. " " .. content)
+      end
+    end
+    assert.same({ [259] = 1 }, specials(tok, "<|im_end|>{{ messages[0].content }}", said("user", " x ")))
+  end)
+
+  it("has the role within a special token, and the space that a token swallows", function()
+    local tok = open({ added_tokens_decoder = { ["260"] = { content = "<|user|>", special = true, rstrip = true },
+      ["261"] = { content = "<|end|>", special = true, rstrip = true, lstrip = true } } })
+    local source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }} <|end|>\n{% endfor %}"
+    local ids, mask = tok:apply_chat_template({ { role = "user", content = "Hi" },
+      { role = "assistant", content = "Hi<|end|>" } }, { chat_template = source, train_on = "assistant" })
+    local shown, trained_ids = {}, {}
+    for i, id in ipairs(ids) do
+      if id >= 256 then shown[#shown + 1] = id end
+      if mask[i] == 1 then trained_ids[#trained_ids + 1] = id end
+    end
+    assert.same({ 260, 256, 261, 256, 261 }, shown)
+    assert.equal(256, trained_ids[1])
+    assert.equal(261, trained_ids[#trained_ids])
+    assert.equal(9, #trained_ids)                          -- Hi, seven bytes that spell <|end|>, and the end token
+  end)
 end)
 
 describe("random texts as templates", function()
@@ -323,7 +429,8 @@ describe("random texts as templates", function()
       else
         problem = tostring(problem)
         assert.is_nil(problem:match "attempt to [%a ]+" or problem:match "stack overflow"
-          or problem:match "bad argument", ("seed %d, text %d: %q: %s"):format(seed, i, source, problem))
+          or problem:match "got values that it does not take" or problem:match "bad argument",
+          ("seed %d, text %d: %q: %s"):format(seed, i, source, problem))
       end
     end
     assert.is_true(rendered > 200)

@@ -56,7 +56,9 @@ local function own(v, name)
   local method = set and set[name]
   if not method then return nil end
   if text.is_markup(v) then values.refuse("the method %s of a string of the filter safe", name) end
-  return values.callable("method '" .. name .. "'", function(args, named) return method(v, args, named) end)
+  local bound = values.callable("method '" .. name .. "'", function(args, named) return method(v, args, named) end)
+  bound.of = v
+  return bound
 end
 
 -- An item that a value has; nil: it has none.

@@ -9,17 +9,17 @@ local attributes = require "ps.chat.attributes"
 local filters = require "ps.chat.filters"
 local tests = require "ps.chat.tests"
 local lexer = require "ps.chat.lexer"
-local raise, truth = values.raise, values.truth
+local raise, truth, work, charge = values.raise, values.truth, text.work, text.charge
 
 local evaluate = {}
 
-local STEPS = 20e6                                         -- statements, loop turns and calls of one rendering, at most
 local DEPTH = 100                                          -- how deep macros may call one another
+local LEVELS = 300                                         -- of expressions within expressions, chains included
 
 ---@class ps.chat.State of one rendering
----@field steps integer
 ---@field depth integer
 ---@field track boolean whether pieces are marked with messages
+---@field doing? table the node of the last filter, test or call
 ---@field owners table<integer, table> by message: marks of what the template writes while it is at the message
 
 ---@class ps.chat.Scope
@@ -30,11 +30,6 @@ local DEPTH = 100                                          -- how deep macros ma
 
 local function child(scope)
   return { vars = {}, parent = scope, state = scope.state, owner = scope.owner, turn = scope.turn }
-end
-
-local function step(state)
-  state.steps = state.steps + 1
-  if state.steps > STEPS then raise("the template takes over %d steps", STEPS) end
 end
 
 local function lookup(scope, name)
@@ -60,9 +55,7 @@ local function owned(state, mark, owner)
     state.owners[owner] = known
   end
   if mark and mark.owner then return mark end
-  if not known[mark] then
-    known[mark] = { owner = owner, message = mark.message, reasoning = mark.reasoning, generated = mark.generated }
-  end
+  if not known[mark] then known[mark] = text.mark(mark, "owner", owner) end
   return known[mark]
 end
 
@@ -137,10 +130,18 @@ function EXPRESSIONS.binary(node)
       return b(scope)
     end
   elseif op == "~" then
-    return function(scope) return text.concat { values.str(a(scope)), values.str(b(scope)) } end
+    return function(scope)
+      local v = text.concat { values.str(a(scope)), values.str(b(scope)) }
+      charge(v)
+      return v
+    end
   end
   local fn = operators[op]
-  return function(scope) return fn(a(scope), b(scope)) end
+  return function(scope)
+    local v = fn(a(scope), b(scope))
+    charge(v)
+    return v
+  end
 end
 
 EXPRESSIONS["not"] = function(node)
@@ -165,6 +166,7 @@ function EXPRESSIONS.compare(node)
     local left = first(scope)
     for i, other in ipairs(others) do
       local right = other(scope)
+      charge(right)
       if not ops[i](left, right) then return false end
       left = right
     end
@@ -219,9 +221,12 @@ function EXPRESSIONS.call(node)
   return function(scope)
     local callee = values.defined(value(scope))
     if getmetatable(callee) ~= values.Callable then raise("'%s' object is not callable", values.kind(callee)) end
-    step(scope.state)
     local list, named = args(scope)
-    return callee.call(list, named, scope)
+    charge(callee.of)
+    scope.state.doing = node
+    local v = callee.call(list, named, scope)
+    charge(v)
+    return v
   end
 end
 
@@ -237,13 +242,22 @@ function EXPRESSIONS.filter(node)
   local value, args, fn = expression(node.value), arguments(node.args), named(filters, "filter", node)
   return function(scope)
     local list, map = args(scope)
-    return fn(value(scope), list, map, scope)
+    local v = value(scope)
+    charge(v)
+    scope.state.doing = node
+    v = fn(v, list, map, scope)
+    charge(v)
+    return v
   end
 end
 
 function EXPRESSIONS.test(node)
   local value, args, fn = expression(node.value), arguments(node.args), named(tests, "test", node)
-  return function(scope) return fn(value(scope), (args(scope))) end
+  return function(scope)
+    local v, list = value(scope), args(scope)
+    scope.state.doing = node
+    return fn(v, list)
+  end
 end
 
 -- The value that a filter of a block filters.
@@ -251,7 +265,17 @@ function EXPRESSIONS.given(node)
   return function() return node.value end
 end
 
-function expression(node) return EXPRESSIONS[node.kind](node) end
+local level = 0                                            -- of the expression that is compiled
+function expression(node)
+  level = level + 1
+  if level > LEVELS then
+    level = 0
+    lexer.fail(node.line or 1, "a chain of over %d operators, filters or subscripts", LEVELS)
+  end
+  local fn = EXPRESSIONS[node.kind](node)
+  level = level - 1
+  return fn
+end
 
 local STATEMENTS = {}
 
@@ -351,7 +375,7 @@ STATEMENTS["for"] = function(node)
       for _, item in ipairs(list) do
         local inner = child(scope)
         set(inner, item)
-        step(scope.state)
+        work(1)
         if truth(test(inner)) then kept[#kept + 1] = item end
       end
       list = kept
@@ -364,7 +388,7 @@ STATEMENTS["for"] = function(node)
       loop.i = i
       inner.vars.loop = loop
       set(inner, item)
-      step(scope.state)
+      work(1)
       if run(inner, out) == "break" then break end
     end
   end
@@ -465,8 +489,7 @@ function STATEMENTS.generation(node)
     local value = caught(run, child(scope))
     if scope.state.track then
       value = text.remark(value, function(mark)
-        mark = mark or {}
-        return { owner = mark.owner, message = mark.message, reasoning = mark.reasoning, generated = true }
+        return text.mark(mark, "generated", true)
       end)
     end
     emit(scope, out, value)
@@ -478,7 +501,7 @@ function body(nodes)
   for i, node in ipairs(nodes) do fns[i] = STATEMENTS[node.kind](node) end
   return function(scope, out)
     for i = 1, #fns do
-      step(scope.state)
+      work(1)
       local signal = fns[i](scope, out)
       if signal then return signal end
     end
@@ -489,11 +512,19 @@ end
 ---@param nodes table[]
 ---@return fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
 function evaluate.compile(nodes)
+  level = 0
   local run = body(nodes)
   return function(variables, track)
-    local state = { steps = 0, depth = 0, track = track, owners = {} }
+    local state = { depth = 0, track = track, owners = {} }
     local context = { vars = variables, state = state }
-    return caught(run, child(context))
+    local ok, result = text.counted(caught, run, child(context))
+    if ok then return result end
+    if type(result) == "table" then error(result, 0) end
+    if result:find("stack overflow", 1, true) then raise "expressions and macros are nested too deeply" end
+    local node = state.doing                               -- a filter, test or method that misses a check
+    if not node then error(result, 0) end
+    return raise("line %d: '%s' got values that it does not take", node.line,
+      node.name or node.value.name or node.value.kind)
   end
 end
 

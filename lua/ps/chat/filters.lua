@@ -11,6 +11,7 @@ local operators = require "ps.chat.operators"
 local attributes = require "ps.chat.attributes"
 local tests = require "ps.chat.tests"
 local raise, argument, NONE = values.raise, values.argument, values.NONE
+local string_argument, whole_argument = values.string_argument, values.whole_argument
 
 local filters = {}
 
@@ -38,8 +39,7 @@ function filters.title(v)
 end
 
 function filters.trim(v, args, named)
-  local chars = argument(args, named, 1, "chars", NONE)
-  return text.strip(values.str(v), chars ~= NONE and text.flat(chars) or nil, true, true)
+  return text.strip(values.str(v), string_argument(args, named, 1, "chars"), true, true)
 end
 
 function filters.default(v, args, named)
@@ -54,14 +54,14 @@ function filters.tojson(v, args, named)
   local indent = argument(args, named, 2, "indent", NONE)
   local separators = argument(args, named, 3, "separators", NONE)
   local level
-  if type(indent) == "number" then level = (" "):rep(indent)
+  if type(indent) == "number" then level = format.padded("", indent, "<", " ")
   elseif text.is(indent) then level = text.flat(indent)
   elseif indent ~= NONE then raise("tojson: an indent of type %s", values.kind(indent)) end
   local comma, colon
   if separators ~= NONE then
     local pair = values.items(separators)
     if #pair ~= 2 then raise("tojson: %d separators, 2 expected", #pair) end
-    comma, colon = text.flat(pair[1]), text.flat(pair[2])
+    comma, colon = string_argument(pair, {}, 1, "separators"), string_argument(pair, {}, 2, "separators")
   end
   return json.encode(v, { ensure_ascii = truth_argument(args, named, 1, "ensure_ascii", false), indent = level,
     comma = comma, colon = colon, sort_keys = truth_argument(args, named, 4, "sort_keys", false) })
@@ -72,6 +72,8 @@ local function picker(attribute)
   if attribute == nil or attribute == NONE then return function(v) return v end end
   local path = {}
   if type(attribute) == "number" then path[1] = attribute
+  elseif not text.is(attribute) then
+    raise("expected a string for 'attribute', got %s", values.kind(values.defined(attribute)))
   else
     for part in (text.flat(attribute) .. "."):gmatch "(.-)%." do
       path[#path + 1] = part:find "^%d+$" and tonumber(part) or part
@@ -118,14 +120,17 @@ end
 function filters.replace(v, args, named)
   local old, new = argument(args, named, 1, "old"), argument(args, named, 2, "new")
   if old == nil or new == nil then raise "replace needs two strings" end
-  local count = argument(args, named, 3, "count", NONE)
-  return text.replace(values.str(v), text.flat(values.str(old)), values.str(new), count == NONE and -1 or count)
+  return text.replace(values.str(v), text.flat(values.str(old)), values.str(new),
+    whole_argument(args, named, 3, "count", -1))
 end
 
 function filters.indent(v, args, named)
   local width, first = argument(args, named, 1, "width", 4), truth_argument(args, named, 2, "first", false)
   local blank = truth_argument(args, named, 3, "blank", false)
-  local by = text.is(width) and text.flat(width) or (" "):rep(width)
+  if not text.is(width) and type(width) ~= "number" then
+    raise("can't multiply sequence by non-int of type '%s'", values.kind(values.defined(width)))
+  end
+  local by = text.is(width) and width or format.padded("", width, "<", " ")
   local all = {}
   for i, line in ipairs(attributes.attribute(text.concat { values.str(v), "\n" }, "splitlines").call({}, {})) do
     local add = i == 1 and first or i > 1 and (blank or text.flat(line) ~= "")
@@ -137,7 +142,10 @@ end
 -- A stable order of a list's items by a key.
 local function sorted(items, key, descending)
   local keyed = {}
-  for i, item in ipairs(items) do keyed[i] = { key(item), i, item } end
+  for i, item in ipairs(items) do
+    text.work(4)
+    keyed[i] = { key(item), i, item }
+  end
   table.sort(keyed, function(a, b)
     if values.equal(a[1], b[1]) then return a[2] < b[2] end
     if descending then return values.less(b[1], a[1]) end
@@ -166,7 +174,7 @@ function filters.dictsort(v, args, named)
   if getmetatable(v) ~= values.Dict then
     raise("'%s' object has no attribute 'items'", values.kind(values.defined(v)))
   end
-  local by = text.flat(argument(args, named, 2, "by", "key"))
+  local by = string_argument(args, named, 2, "by", "key")
   if by ~= "key" and by ~= "value" then raise 'You can only sort by either "key" or "value"' end
   return sorted(filters.items(v), folded(function(pair) return pair[by == "key" and 1 or 2] end,
     truth_argument(args, named, 1, "case_sensitive", false)), truth_argument(args, named, 3, "reverse", false))
@@ -218,12 +226,15 @@ function filters.map(v, args, named, scope)
       return found
     end
   else
-    local name = args[1] ~= nil and text.flat(args[1]) or raise "map requires a filter argument"
+    local name = string_argument(args, {}, 1, "name") or raise "map requires a filter argument"
     local filter = filters[name] or raise("No filter named '%s'.", name)
     local rest = values.copied(args, 2)
     fn = function(item) return filter(item, rest, named, scope) end
   end
-  for i, item in ipairs(values.items(v)) do all[i] = fn(item) end
+  for i, item in ipairs(values.items(v)) do
+    text.charge(item)
+    all[i] = fn(item)
+  end
   return values.generator(all)
 end
 
@@ -236,12 +247,13 @@ local function chooser(with_attribute, wanted)
     end
     local test = values.truth
     if args[first] ~= nil then
-      local name = text.flat(args[first])
+      local name = string_argument(args, {}, first, "name", "None")
       local fn, rest = tests[name] or raise("No test named '%s'.", name), values.copied(args, first + 1)
       test = function(item) return fn(item, rest) end
     end
     local all = {}
     for _, item in ipairs(values.truth(v) and values.items(v) or {}) do
+      text.work(1)
       if test(pick(item)) == wanted then all[#all + 1] = item end
     end
     return values.generator(all)
@@ -283,7 +295,8 @@ function filters.abs(v)
 end
 
 function filters.int(v, args, named)
-  local default, base = argument(args, named, 1, "default", 0), argument(args, named, 2, "base", 10)
+  local default, base = argument(args, named, 1, "default", 0), whole_argument(args, named, 2, "base", 10)
+  if base ~= 0 and (base < 2 or base > 36) then return default end
   local x = values.number(v)
   if not x and text.is(v) then
     local s = text.flat(text.strip(v, nil, true, true))
@@ -303,13 +316,15 @@ end
 
 function filters.round(v, args, named)
   local x = values.number(v) or raise("type %s doesn't define __round__ method", values.kind(values.defined(v)))
-  local digits = argument(args, named, 1, "precision", 0)
-  local method = text.flat(argument(args, named, 2, "method", "common"))
+  local digits = whole_argument(args, named, 1, "precision", 0)
+  local method = string_argument(args, named, 2, "method", "common")
+  if math.abs(digits) > 300 then raise("round: a precision of %d; the limit is 300", digits) end
   local scale = 10 ^ digits
   if method == "ceil" then return values.float(math.ceil(x * scale) / scale) end
   if method == "floor" then return values.float(math.floor(x * scale) / scale) end
   if method ~= "common" then raise "method must be common, ceil or floor" end
-  return values.float(tonumber(("%." .. math.max(digits, 0) .. "f"):format(x)))
+  if digits < 0 then return values.float(math.floor(x * scale + 0.5) / scale) end
+  return values.float(tonumber(("%." .. math.min(digits, 99) .. "f"):format(x)))
 end
 
 function filters.format(v, args, named)
@@ -318,7 +333,7 @@ function filters.format(v, args, named)
 end
 
 function filters.center(v, args, named)
-  return format.padded(values.str(v), argument(args, named, 1, "width", 80), "^", " ")
+  return format.padded(values.str(v), whole_argument(args, named, 1, "width", 80), "^", " ")
 end
 
 function filters.wordcount(v)
@@ -330,7 +345,7 @@ function filters.escape(v) return text.markup(text.escaped(values.str(v))) end
 filters.e = filters.escape
 
 function filters.attr(v, args)
-  return attributes.attribute(v, text.flat(args[1] or raise "attr needs a name"))
+  return attributes.attribute(v, string_argument(args, {}, 1, "name") or raise "attr needs a name")
 end
 
 -- Filters that take Markup as any string. The others would have to keep it Markup, and are refused over it.

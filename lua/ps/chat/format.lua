@@ -14,7 +14,7 @@ local function padded(piece, width, align, fill)
   local missing = width - text.length(piece)
   if missing <= 0 then return piece end
   local left = align == "<" and 0 or align == ">" and missing or math.floor(missing / 2)
-  return text.concat { fill:rep(left), piece, fill:rep(missing - left) }
+  return text.concat { text.rep(fill, left), piece, text.rep(fill, missing - left) }
 end
 format.padded = padded
 
@@ -80,8 +80,9 @@ function format.percent(pattern, value)
       end
       local wide = tonumber(width) or 0
       if flags:find("0", 1, true) and not flags:find("-", 1, true) then
-        local sign, digits = text.flat(piece):match "^([-+ ]?)(.*)$"
-        piece = sign .. text.flat(padded(digits, math.max(wide - #sign, 0), ">", "0"))
+        local n = #text.flat(piece):match "^[-+ ]?"
+        piece = text.concat { text.sub(piece, 1, n),
+          padded(text.sub(piece, n + 1, #text.flat(piece)), math.max(wide - n, 0), ">", "0") }
       else
         piece = padded(piece, wide, flags:find("-", 1, true) and "<" or ">", " ")
       end

@@ -4,6 +4,7 @@
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local json = require "ps.chat.json"
+local convert = require "ps.chat.convert"
 local parser = require "ps.chat.parser"
 local evaluate = require "ps.chat.evaluate"
 local format = require "ps.chat.format"
@@ -11,7 +12,6 @@ local mask = require "ps.chat.mask"
 local utf8 = require "ps.core.utf8"
 local caller = require "ps.core.caller"
 local refuse = require "ps.core.refusal"
-local cjson = require "cjson"
 local error = caller.error
 
 local chat = {}
@@ -40,52 +40,19 @@ local function checked_options(options, call) return caller.options(options, cal
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
 
-local DEPTH = 200
-
--- A Lua value as one of a template. Keys of a table, which have no order in Lua, come in alphabetical order; an empty
--- table is a list.
-local function converted(v, where, depth)
-  if depth > DEPTH then error(("%s: tables are nested over %d levels deep"):format(where, DEPTH)) end
-  local kind = type(v)
-  if v == cjson.null then return values.NONE end
-  if kind == "boolean" then return v end
-  if kind == "string" then
-    if not utf8.valid(v) then error(where .. ": a string is not valid UTF-8") end
-    return v
-  end
-  if kind == "number" then
-    if v ~= v or math.abs(v) == math.huge or v ~= math.floor(v) then return values.float(v) end
-    return v
-  end
-  if kind ~= "table" then error(("%s: a %s; a table, text, number or boolean expected"):format(where, kind)) end
-  if getmetatable(v) == values.List or getmetatable(v) == values.Dict then return v end
-  if #v > 0 or next(v) == nil then
-    local list = {}
-    for i, item in ipairs(v) do list[i] = converted(item, ("%s[%d]"):format(where, i), depth + 1) end
-    for key in pairs(v) do
-      if type(key) ~= "number" then error(("%s: a list with the key '%s'"):format(where, tostring(key))) end
-    end
-    return values.list(list)
-  end
-  local keys, dict = {}, values.dict()
-  for key in pairs(v) do
-    if type(key) ~= "string" then error(("%s: the key %s is not text"):format(where, tostring(key))) end
-    keys[#keys + 1] = key
-  end
-  table.sort(keys)
-  for _, key in ipairs(keys) do values.set(dict, key, converted(v[key], where .. "." .. key, depth + 1)) end
-  return dict
-end
-
 -- A value of a template from Lua's tables or from JSON.
 local function value_of(v, where)
-  if type(v) ~= "string" then return converted(v, where, 1) end
+  if type(v) ~= "string" then return convert.value(v, where) end
   local ok, value = pcall(json.decode, v)
   if ok then return value end
   return error(("%s: not JSON: %s"):format(where, type(value) == "table" and value.json or tostring(value)))
 end
 
--- The strings of a value with a mark, but for a message's role, which the template compares and prints as its own.
+-- Roles whose names may be part of a special token, as in '<|' + role + '|>'.
+local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
+  model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
+
+-- The strings of a value with a mark.
 local function marked(v, mark)
   if type(v) == "string" then return text.marked(v, mark) end
   local class = getmetatable(v)
@@ -118,7 +85,9 @@ local function messages_of(messages, track)
     local dict = values.dict()
     local function set(key, v)
       local name = text.flat(key)
-      if track and name ~= "role" then
+      if track and name == "role" then
+        v = marked(v, { role = text.is(v) and ROLES[text.flat(v)] and "known" or "unknown" })
+      elseif track then
         local mark = { message = i, reasoning = REASONS[name] }
         key, v = marked(key, mark), marked(v, mark)
       end
@@ -205,7 +174,11 @@ local function globals(when)
       return values.raise("%s", text.flat(values.str(args[1] == nil and "" or args[1])))
     end),
     strftime_now = values.callable("strftime_now", function(args)
-      return format.date(text.flat(args[1] or values.raise "strftime_now needs a format"), when)
+      if args[1] == nil then values.raise "strftime_now needs a format" end
+      if not text.is(args[1]) then
+        values.raise("strftime() argument 1 must be str, not %s", values.kind(values.defined(args[1])))
+      end
+      return format.date(text.flat(args[1]), when)
     end),
   }
 end
@@ -215,10 +188,12 @@ local function variables_of(messages, options, track)
   local vars = globals(moment(options.date))
   for name, token in pairs(options.tokens or {}) do vars[name] = token end
   vars.messages = messages_of(messages, track)
-  vars.tools = options.tools ~= nil and value_of(options.tools, "tools") or values.NONE
-  vars.documents = options.documents ~= nil and value_of(options.documents, "documents") or values.NONE
+  for _, name in ipairs { "tools", "documents" } do
+    local v = options[name] ~= nil and value_of(options[name], name) or values.NONE
+    vars[name] = track and marked(v, { data = true }) or v
+  end
   vars.add_generation_prompt = options.add_generation_prompt == true
-  for name, v in pairs(options.variables or {}) do vars[name] = converted(v, "variables." .. name, 1) end
+  for name, v in pairs(options.variables or {}) do vars[name] = convert.value(v, "variables." .. name) end
   return vars
 end
 
@@ -283,20 +258,21 @@ function Template:render(messages, options)
 end
 
 -- The header of the assistant's turn: the text that a template writes for add_generation_prompt after the user's last
--- message, or that it always writes at the end; "": none.
+-- message, or that it always writes at the end, or that it writes before the content of an answer; "": none.
 local function generation_prompt(self, messages, options)
   local upto
   for i = #messages, 1, -1 do
     local role = values.get(messages[i], "role")
     if role and text.flat(role) == "user" then upto = i; break end
   end
-  local shown = upto and values.list(values.copied(messages, 1, upto))
-  if not upto then                                         -- any user's message: the header is the same
-    local asked = values.dict()
-    values.set(asked, "role", "user")
-    values.set(asked, "content", "x")
-    shown = values.list { asked }
+  local function said(role)
+    local dict = values.dict()
+    values.set(dict, "role", role)
+    values.set(dict, "content", "x")
+    return dict
   end
+  local shown = values.list(upto and values.copied(messages, 1, upto)
+    or { said "user" })                                    -- any user's message: the header is the same
   local function text_of(prompt)
     local vars = variables_of(shown, options, false)
     vars.add_generation_prompt = prompt
@@ -307,17 +283,29 @@ local function generation_prompt(self, messages, options)
   if not (ok and plain) then return "" end
   local prompt = mask.prompt(with, without)
   if prompt ~= "" then return prompt end
-  return mask.tail(render(self, variables_of(shown, options, true), true))
+  local tail = mask.tail(render(self, variables_of(shown, options, true), true))
+  if tail ~= "" then return tail end
+  shown[#shown + 1] = said "assistant"
+  local answered, rendered = pcall(function() return render(self, variables_of(shown, options, true), true) end)
+  return answered and mask.header(rendered, #shown) or ""
 end
 
 local TRAIN_ON = { assistant = true, last = true, all = true }
 
+-- The roles of messages.
+local function roles_of(messages)
+  local roles = {}
+  for i, message in ipairs(messages) do
+    local role = values.get(message, "role")
+    roles[i] = role and text.flat(values.str(role)) or ""
+  end
+  return roles
+end
+
 -- The numbers of the messages to train on.
 local function wanted_of(messages, train_on)
   local wanted = {}
-  for i, message in ipairs(messages) do
-    local role = values.get(message, "role")
-    role = role and text.flat(values.str(role)) or ""
+  for i, role in ipairs(roles_of(messages)) do
     local yes
     if type(train_on) == "function" then yes = train_on(i, role) else yes = role == "assistant" end
     if yes then wanted[#wanted + 1] = i end
@@ -329,7 +317,9 @@ end
 ---@class ps.chat.Rendered
 ---@field text string
 ---@field spans {[1]: integer, [2]: integer}[] first and last byte of each part that the model has to produce
----@field message {[1]: integer, [2]: integer}[] first and last byte of each part that comes from a message
+---@field message {[1]: integer, [2]: integer}[] first and last byte of each part that comes from a message, a tool or a
+---  document
+---@field roles {[1]: integer, [2]: integer, known: boolean}[] likewise of each role; known: one that templates expect
 ---@field dropped integer[] messages whose reasoning the template leaves out
 
 --- The text of a conversation and the bytes of it that the model has to produce: what follows the header of a turn of
@@ -352,18 +342,18 @@ function Template:trained(messages, options, train_on)
     local prompt = generation_prompt(self, messages, options)
     local turn, stranger
     spans, turn, stranger = mask.spans(rendered, wanted_of(messages, train_on), prompt,
-      options.tokens and options.tokens.eos_token)
+      options.tokens and options.tokens.eos_token, roles_of(messages))
     if not spans then
       refuse(self.name, ("the template writes messages[%d] within the turn of messages[%d], so that what the model has "
         .. "to produce is unknown: give the template {%% generation %%} blocks"):format(stranger, turn))
     end
   end
-  local parts, reasoned, dropped = {}, {}, {}
+  local parts, roles, reasoned, dropped = {}, {}, {}, {}
   text.each(rendered, function(first, last, mark)
-    if mark and mark.message then
-      parts[#parts + 1] = { first, last }
-      if mark.reasoning then reasoned[mark.message] = true end
-    end
+    if not mark then return end
+    if mark.message or mark.data then parts[#parts + 1] = { first, last } end
+    if mark.role then roles[#roles + 1] = { first, last, known = mark.role == "known" } end
+    if mark.reasoning then reasoned[mark.message] = true end
   end)
   for i, message in ipairs(messages) do
     for _, name in ipairs(REASONING) do
@@ -372,7 +362,7 @@ function Template:trained(messages, options, train_on)
           and dropped[#dropped] ~= i then dropped[#dropped + 1] = i end
     end
   end
-  return { text = s, spans = spans, message = parts, dropped = dropped }
+  return { text = s, spans = spans, message = parts, roles = roles, dropped = dropped }
 end
 
 local compiled = setmetatable({}, { __mode = "v" })

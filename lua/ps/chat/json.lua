@@ -163,6 +163,7 @@ end
 
 local function write(v, options, pieces, depth)
   if depth > DEPTH then values.raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
+  text.work(1)
   local function add(piece) pieces[#pieces + 1] = piece end
   local function line(level) if options.indent then add("\n" .. options.indent:rep(level)) end end
   local kind = values.kind(v)

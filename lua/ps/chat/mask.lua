@@ -69,9 +69,31 @@ local function after_header(s, turn, prompt)
   return prompt ~= "" and turn.from or turn.first
 end
 
+-- What a turn writes before its message's own bytes.
+local function header_of(s, turn) return s:sub(turn.first, (turn.from or turn.last + 1) - 1) end
+
+-- The text that the next turn writes for the end of turn i: what it writes before its own header. Its header is that of
+-- a turn of the same role that follows another role. nil: there is none.
+local function closing(s, turns, roles, i)
+  local turn, after = turns[i], nil
+  for k, other in pairs(turns) do if other.first == turn.last + 1 then after = k end end
+  if not after then return nil end
+  local header
+  for k, other in pairs(turns) do
+    if roles[k] == roles[after] and roles[k - 1] ~= roles[i] then
+      local one = header_of(s, other)
+      if not header or #one < #header then header = one end
+    end
+  end
+  local all = header_of(s, turns[after])
+  local n = header and #all - #header or 0
+  return n > 0 and all:sub(n + 1) == header and all:sub(1, n):match "^(.*%S)" or nil
+end
+
 -- The last byte of the token that ends a turn: the end of what the template wrote for it, without space. Where it wrote
--- nothing after the message's own bytes: an end token that directly follows, or what it writes at the end of the text.
-local function turn_end(s, turn, end_token, tail)
+-- nothing after the message's own bytes: an end token that directly follows, what the next turn writes for it, or what
+-- the template writes at the end of the text.
+local function turn_end(s, turn, end_token, tail, closed_by)
   local last = turn.last
   while last > turn.upto and s:find("^%s", last) do last = last - 1 end
   if last > turn.upto then return last end
@@ -79,6 +101,7 @@ local function turn_end(s, turn, end_token, tail)
   if end_token and end_token ~= "" and s:sub(first, first + #end_token - 1) == end_token then
     return first + #end_token - 1
   end
+  if closed_by then return turn.last + #closed_by end
   if tail ~= first then return last end
   last = #s
   while last >= first and s:find("^%s", last) do last = last - 1 end
@@ -97,17 +120,19 @@ end
 ---@param wanted integer[] the messages whose bytes count
 ---@param prompt string what the template writes for add_generation_prompt
 ---@param end_token? string
+---@param roles string[] of all messages
 ---@return {[1]: integer, [2]: integer}[]? spans nil: a turn holds bytes of another message
 ---@return integer? turn that message
 ---@return integer? stranger the other message
-function mask.spans(rendered, wanted, prompt, end_token)
+function mask.spans(rendered, wanted, prompt, end_token, roles)
   local s, spans, tail = text.flat(rendered), {}, tail_of(rendered)
   local turns = turns_of(rendered)
   for _, i in ipairs(wanted) do
     local turn = turns[i]
     if turn and turn.stranger then return nil, i, turn.stranger end
     if turn then
-      local first, last = after_header(s, turn, prompt), turn_end(s, turn, end_token, tail)
+      local first = after_header(s, turn, prompt)
+      local last = turn_end(s, turn, end_token, tail, turn.last == turn.upto and closing(s, turns, roles, i))
       for k, part in ipairs(turn.parts) do
         add(spans, math.max(part[1], first), k == #turn.parts and last or math.min(part[2], last))
       end
@@ -127,6 +152,16 @@ function mask.generated(rendered, wanted)
     if mark and mark.generated and (not wanted or of[mark.owner or mark.message]) then add(spans, first, last) end
   end)
   return spans[1] and spans
+end
+
+--- What a template writes for a message before the message's own bytes; "": nothing but space.
+---@param rendered string|ps.chat.Text
+---@param i integer the message
+---@return string
+function mask.header(rendered, i)
+  local turn = turns_of(rendered)[i]
+  local header = turn and header_of(text.flat(rendered), turn) or ""
+  return header:find "%S" and header or ""
 end
 
 --- The part of a rendered text after its last message.

@@ -7,26 +7,10 @@ local values = require "ps.chat.values"
 local letters = require "ps.chat.letters"
 local format = require "ps.chat.format"
 local raise, argument = values.raise, values.argument
+local string_argument, whole_argument = values.string_argument, values.whole_argument
 
 local methods = { str = {}, list = {}, dict = {} }
 local str, list, dict = methods.str, methods.list, methods.dict
-
--- The bytes of an argument that must be a string; nil: it is absent or None.
-local function string_argument(args, named, i, name, default)
-  local v = argument(args, named, i, name, default)
-  if v == nil or v == values.NONE then return nil end
-  if not text.is(v) then raise("expected a string for '%s', got %s", name, values.kind(values.defined(v))) end
-  return text.flat(v)
-end
-
-local function whole_argument(args, named, i, name, default)
-  local v = argument(args, named, i, name, default)
-  if v == values.NONE then return default end
-  if v ~= nil and type(v) ~= "number" then
-    raise("'%s' object cannot be interpreted as an integer", values.kind(values.defined(v)))
-  end
-  return v
-end
 
 local function strip(left, right)
   return function(v, args, named)
@@ -171,7 +155,10 @@ local function partition(from_right)
     local separator = string_argument(args, named, 1, "sep") or raise "partition() takes exactly one argument"
     if separator == "" then raise "empty separator" end
     local parts = text.split(v, separator, 1, from_right)
-    if #parts == 2 then return values.tuple { parts[1], separator, parts[2] } end
+    if #parts == 2 then                                    -- the separator as it is in the string
+      local n = #text.flat(parts[1])
+      return values.tuple { parts[1], text.sub(v, n + 1, n + #separator), parts[2] }
+    end
     return values.tuple(from_right and { "", "", v } or { v, "", "" })
   end
 end
@@ -179,16 +166,20 @@ str.partition, str.rpartition = partition(false), partition(true)
 
 local function justify(align)
   return function(v, args, named)
-    local width = whole_argument(args, named, 1, "width") or raise "a width is missing"
-    return format.padded(v, width, align, string_argument(args, named, 2, "fillchar", " "))
+    local width, fill = whole_argument(args, named, 1, "width"), argument(args, named, 2, "fillchar", " ")
+    if not width then raise "a width is missing" end
+    if not text.is(fill) or text.length(fill) ~= 1 then
+      raise "The fill character must be exactly one character long"
+    end
+    return format.padded(v, width, align, fill)
   end
 end
 str.ljust, str.rjust, str.center = justify "<", justify ">", justify "^"
 
 function str.zfill(v, args, named)
-  local sign, digits = text.flat(v):match "^([-+]?)(.*)$"
+  local n = #text.flat(v):match "^[-+]?"
   local width = whole_argument(args, named, 1, "width") or raise "a width is missing"
-  return text.concat { sign, format.padded(digits, width - #sign, ">", "0") }
+  return text.concat { text.sub(v, 1, n), format.padded(text.sub(v, n + 1, #text.flat(v)), width - n, ">", "0") }
 end
 
 function str.expandtabs(v, args, named)

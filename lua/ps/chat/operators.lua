@@ -70,10 +70,7 @@ operators["*"] = function(a, b)
     if #text.flat(a) * b > text.LARGEST then
       raise("bytes of a string: %.0f; the limit is %d", #text.flat(a) * b, text.LARGEST)
     end
-    if type(a) == "string" then return a:rep(b) end
-    local pieces = {}
-    for i = 1, b do pieces[i] = a end
-    return text.concat(pieces)
+    return text.rep(a, b)
   end
   if getmetatable(a) == values.List and type(b) == "number" then
     if #a * b > 1e6 then raise("a list of %.0f items: the limit is 1000000", #a * b) end

@@ -32,7 +32,10 @@ function tests.escaped() return false end
 
 function tests.odd(v) return operators["%"](v, 2) == 1 end
 function tests.even(v) return operators["%"](v, 2) == 0 end
-function tests.divisibleby(v, args) return operators["%"](v, args[1]) == 0 end
+function tests.divisibleby(v, args)
+  if args[1] == nil then values.raise "the test 'divisibleby' needs a value" end
+  return operators["%"](v, args[1]) == 0
+end
 tests.lower = function(v) return text.flat(letters.lower(values.str(v))) == text.flat(values.str(v)) end
 tests.upper = function(v) return text.flat(letters.upper(values.str(v))) == text.flat(values.str(v)) end
 

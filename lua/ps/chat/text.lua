@@ -13,6 +13,42 @@ local function too_much(what, n, most)
   error({ chat_template = ("%s: %d; the limit is %d"):format(what, n, most) }, 0)
 end
 
+-- The work of a rendering: statements, loop turns, calls, items of lists that are read or compared, and some bytes of
+-- strings each count as a step. One rendering runs at a time.
+local STEPS, BYTES = 20e6, 32
+local steps = -math.huge                                   -- outside a rendering nothing is counted
+
+--- Calls fn(...) as a rendering, whose work is counted.
+---@param fn fun(...): any
+---@param ... any
+---@return boolean ok
+---@return any result
+function text.counted(fn, ...)
+  steps = 0
+  local ok, result = pcall(fn, ...)
+  steps = -math.huge
+  return ok, result
+end
+
+--- Counts work. Too much of it is an error of the template.
+---@param n number steps
+function text.work(n)
+  steps = steps + n
+  if steps > STEPS then
+    error({ chat_template = ("the template takes over %d steps"):format(STEPS) }, 0)
+  end
+end
+local work = text.work
+
+--- Counts the work of reading a value: its bytes or its items.
+---@param value any
+function text.charge(value)
+  local n = 0
+  if text.is(value) then n = #text.flat(value) / BYTES
+  elseif type(value) == "table" then n = value.keys and #value.keys or #value end
+  work(1 + n)
+end
+
 ---@class ps.chat.Text
 ---@field s string the bytes
 ---@field to integer[] last byte of each segment
@@ -44,6 +80,17 @@ function text.flat(value) return type(value) == "string" and value or value.s en
 function text.marked(s, mark)
   if s == "" then return s end
   return setmetatable({ s = s, to = { #s }, mark = { mark } }, Text)
+end
+
+--- A mark with one more field.
+---@param mark table|false
+---@param field string
+---@param value any
+---@return table
+function text.mark(mark, field, value)
+  local new = { [field] = value }
+  for key, v in pairs(mark or {}) do if key ~= field then new[key] = v end end
+  return new
 end
 
 --- The string as Jinja's Markup.
@@ -98,6 +145,7 @@ function text.concat(pieces)
     nbytes = nbytes + #flat[i]
   end
   if nbytes > text.LARGEST then too_much("bytes of a string", nbytes, text.LARGEST) end
+  work(#pieces + nbytes / BYTES)
   local s = table.concat(flat)
   if not any then return s end
   local to, marks, at = {}, {}, 0
@@ -108,6 +156,17 @@ function text.concat(pieces)
     end)
   end
   return setmetatable({ s = s, to = to, mark = marks }, Text)
+end
+
+--- A string n times.
+---@param value string|ps.chat.Text
+---@param n integer
+---@return string|ps.chat.Text
+function text.rep(value, n)
+  if type(value) == "string" then return value:rep(n) end
+  local pieces = {}
+  for i = 1, n do pieces[i] = value end
+  return text.concat(pieces)
 end
 
 --- The same bytes with other marks.
@@ -136,6 +195,7 @@ function text.sub(value, first, last)
   local s = value.s:sub(first, last)
   if s == "" then return "" end
   local to, marks, any = {}, {}, false
+  work(#value.to)
   text.each(value, function(from, till, mark)
     if from <= last and till >= first then
       to[#to + 1], marks[#marks + 1] = math.min(till, last) - first + 1, mark
@@ -151,6 +211,7 @@ end
 ---@param fn fun(s: string): string
 ---@return string|ps.chat.Text
 function text.map(value, fn)
+  work(#text.flat(value) / 16)
   if type(value) == "string" then return fn(value) end
   local pieces = {}
   text.each(value, function(first, last, mark)
@@ -165,6 +226,7 @@ end
 ---@return integer[]
 function text.points(s)
   if #s > LISTED then too_much("bytes of a string whose characters are counted off", #s, LISTED) end
+  work(#s)
   local at = {}
   for i in s:gmatch "()[^\128-\191]" do at[#at + 1] = i end
   at[#at + 1] = #s + 1
@@ -176,6 +238,7 @@ end
 ---@return integer
 function text.length(value)
   local s = text.flat(value)
+  work(#s / BYTES)
   if not s:find "[\128-\255]" then return #s end
   local _, n = s:gsub("[^\128-\191]", "")
   return n
@@ -280,6 +343,7 @@ function text.split(value, separator, limit, from_right)
     end
   end
   local n = limit < 0 and #cuts or math.min(limit, #cuts)
+  work(#s / 16 + #cuts)
   local parts, from = {}, 1
   for i = from_right and #cuts - n + 1 or 1, from_right and #cuts or n do
     parts[#parts + 1] = text.sub(value, from, cuts[i][1] - 1)
@@ -312,6 +376,7 @@ function text.replace(value, old, new, limit)
     pieces[#pieces + 1] = text.sub(value, at, first - 1)
     pieces[#pieces + 1] = new
     at, done = last + 1, done + 1
+    work(1)
   end
   if done == 0 then return value end
   pieces[#pieces + 1] = text.sub(value, at, #s)

@@ -146,6 +146,37 @@ function values.argument(args, named, i, name, default)
   return v
 end
 
+--- Such an argument that must be a string: its bytes.
+---@param args any[]
+---@param named table<string, any>
+---@param i integer
+---@param name string
+---@param default? string
+---@return string? s nil: the call has none, or None
+function values.string_argument(args, named, i, name, default)
+  local v = values.argument(args, named, i, name, default)
+  if v == nil or v == NONE then return default end
+  if not text.is(v) then raise("expected a string for '%s', got %s", name, kind(values.defined(v))) end
+  return text.flat(v)
+end
+
+--- Such an argument that must be a whole number.
+---@param args any[]
+---@param named table<string, any>
+---@param i integer
+---@param name string
+---@param default? integer
+---@return integer? x nil: the call has none, or None
+function values.whole_argument(args, named, i, name, default)
+  local v = values.argument(args, named, i, name, default)
+  if v == nil or v == NONE then return default end
+  if type(v) == "boolean" then return v and 1 or 0 end
+  if type(v) ~= "number" then
+    raise("'%s' object cannot be interpreted as an integer", kind(values.defined(v)))
+  end
+  return v
+end
+
 --- Whether a value is a number that arithmetic takes; booleans count as 0 and 1.
 ---@param v any
 ---@return number? x
@@ -208,6 +239,7 @@ end
 ---@param b any
 ---@return boolean
 function values.equal(a, b)
+  text.work(1)
   if rawequal(a, b) then return true end
   if text.is(a) then return text.is(b) and text.flat(a) == text.flat(b) end
   local x, y = values.number(a), values.number(b)
@@ -251,6 +283,7 @@ end
 ---@param operator? string
 ---@return boolean
 function values.less(a, b, operator)
+  text.work(1)
   local x, y = values.number(a), values.number(b)
   if x and y then return x < y end
   if text.is(a) and text.is(b) then return text.flat(a) < text.flat(b) end
@@ -317,6 +350,7 @@ local DEPTH = 200                                          -- of lists in lists
 
 local function repr(v, pieces, depth)
   if depth > DEPTH then raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
+  text.work(1)
   local class = getmetatable(v)
   if text.is(v) then pieces[#pieces + 1] = quoted(v)
   elseif class == List or class == Tuple then

@@ -75,18 +75,6 @@ function conversations:special_tokens()
   return tokens
 end
 
--- Whether bytes `first` to `last` all come from messages, whose parts are in order.
-local function within(parts, first, last)
-  for _, part in ipairs(parts) do
-    if part[1] > first then return false end
-    if part[2] >= first then
-      if part[2] >= last then return true end
-      first = part[2] + 1
-    end
-  end
-  return false
-end
-
 -- Ids of a part of a text and the first and last byte of each, appended to lists.
 local function append(self, text, first, last, flags, ids, bytes)
   local part = text:sub(first, last)
@@ -99,24 +87,58 @@ local function append(self, text, first, last, flags, ids, bytes)
   end
 end
 
--- Encodes a rendered conversation. Only special tokens that the template writes become their ids; a message that spells
--- a special token is encoded as text.
+-- The first and last byte of a special token without the space around it that the token swallows (lstrip, rstrip).
+local function own_bytes(text, token, place)
+  local at = text:sub(place[1], place[2]):find(token, 1, true)
+  if not at then return place end
+  return { place[1] + at - 1, place[1] + at + #token - 2 }
+end
+
+-- A function that says whether a part of a text overlaps one of `parts`, which are in order: that part, or nil. It is
+-- called for places in order.
+local function overlaps(parts)
+  local k = 1
+  return function(first, last)
+    while parts[k] and parts[k][2] < first do k = k + 1 end
+    return parts[k] and parts[k][1] <= last and parts[k] or nil
+  end
+end
+
+-- For each special token whether the template wrote it: no byte comes from a message, a tool or a document. A role may
+-- be within a token, as in '<|' + role + '|>', if it is one that templates expect.
+local function written(rendered, ids, places, special)
+  local message, role, own, all = overlaps(rendered.message), overlaps(rendered.roles), {}, true
+  for i, id in ipairs(ids) do
+    if special[id] then
+      local first, last = places[i][1], places[i][2]
+      local part = role(first, last)
+      own[i] = not message(first, last) and not (part and not (part.known and part[1] > first and part[2] < last))
+      all = all and own[i]
+    end
+  end
+  return own, all
+end
+
+-- Encodes a rendered conversation. Only special tokens that the template writes become their ids; a message, a tool, a
+-- document or a role that spells a special token is encoded as text.
 local function ids_of(self, rendered)
   local text, special = rendered.text, rawget(self, "special_ids")
-  local ids, bytes, forged = {}, {}, false
-  append(self, text, 1, #text, 0, ids, bytes)
-  for i, id in ipairs(ids) do
-    forged = forged or special[id] and within(rendered.message, bytes[i][1], bytes[i][2])
-  end
-  if not forged then return ids, bytes end
-  local whole, places = ids, bytes
-  ids, bytes = {}, {}
-  local at = 1
+  local whole, raw, places = {}, {}, {}
+  append(self, text, 1, #text, 0, whole, raw)
+  for i, id in ipairs(whole) do places[i] = special[id] and own_bytes(text, special[id], raw[i]) or raw[i] end
+  local own, all = written(rendered, whole, places, special)
+  if all then return whole, places end
+  local ids, bytes, at = {}, {}, 1
   for i, id in ipairs(whole) do
-    local first, last = places[i][1], places[i][2]
-    if special[id] and not within(rendered.message, first, last) then
-      append(self, text, at, first - 1, C.PS_TOK_PLAIN, ids, bytes)
-      ids[#ids + 1], bytes[#bytes + 1], at = id, { first, last }, last + 1
+    if own[i] then
+      local before = places[i - 1]
+      if before and before[2] < raw[i - 1][2] and special[whole[i - 1]] and not own[i - 1] then
+        local alone, part = {}, {}                         -- the space that the token before swallowed is free again
+        append(self, text, before[2] + 1, raw[i][2], 0, alone, part)
+        if alone[#alone] == id then raw[i] = part[#part] end
+      end
+      append(self, text, at, raw[i][1] - 1, C.PS_TOK_PLAIN, ids, bytes)
+      ids[#ids + 1], bytes[#bytes + 1], at = id, places[i], raw[i][2] + 1
     end
   end
   append(self, text, at, #text, C.PS_TOK_PLAIN, ids, bytes)
@@ -164,13 +186,15 @@ function conversations:apply_chat_template(messages, options)
   end
   if options.continue_final_message then
     if options.train_on then error "apply_chat_template: train_on does not go with continue_final_message" end
-    local ids = ids_of(self, { text = template:render(messages, given), message = {} })
+    local ids = ids_of(self, { text = template:render(messages, given), message = {}, roles = {} })
     given.continue_final_message = nil
     local whole = template:trained(messages, given, "all")
-    for _, part in ipairs(whole.message) do                -- where the text is cut, its parts are not known
-      for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
-        if rawget(self, "special_ids")[id] then
-          error "apply_chat_template: continue_final_message, and a message spells a special token: remove it"
+    for _, parts in ipairs { whole.message, whole.roles } do   -- where the text is cut, its parts are not known
+      for _, part in ipairs(parts) do
+        for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
+          if rawget(self, "special_ids")[id] then
+            error "apply_chat_template: continue_final_message, and a message spells a special token: remove it"
+          end
         end
       end
     end

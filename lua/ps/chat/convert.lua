@@ -1,0 +1,154 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Lua tables as values of a chat template and back. Lua's tables have no order of keys, no 1.0 next to 1, and no {}
+-- next to []. A table that `plain` made of JSON remembers them, also after a script has put it into a table of its own.
+local values = require "ps.chat.values"
+local text = require "ps.chat.text"
+local utf8 = require "ps.core.utf8"
+local caller = require "ps.core.caller"
+local cjson = require "cjson"
+local ffi = require "ffi"
+local error = caller.error
+
+local convert = {}
+
+local DEPTH = 200
+local LARGEST = 2 ^ 53
+
+---@class ps.chat.Shape what a Lua table does not say of the JSON that it was made of
+---@field list boolean
+---@field keys? string[] in the order of the file
+---@field numbers? table<any, {[1]: number, [2]: table}> by key: the number, and its value (a float, or one over 2^53)
+
+---@type table<table, ps.chat.Shape>
+local shapes = setmetatable({}, { __mode = "k" })
+
+-- A number of Lua as a value: whole numbers are whole.
+local function number_value(x)
+  if x ~= x or math.abs(x) == math.huge or x ~= math.floor(x) then return values.float(x) end
+  if math.abs(x) >= LARGEST then return values.big(("%.0f"):format(x)) end
+  return x
+end
+
+local value_of
+
+local function list_of(t, shape, where, depth)
+  local list = {}
+  for i = 1, #t do list[i] = value_of(t[i], ("%s[%d]"):format(where, i), depth + 1, shape and shape.numbers, i) end
+  for key in pairs(t) do
+    if type(key) ~= "number" or key < 1 or key > #t or key % 1 ~= 0 then
+      error(("%s: a list with the key '%s'"):format(where, tostring(key)))
+    end
+  end
+  return values.list(list)
+end
+
+-- The keys of an object: those of its JSON that it still has, then the others in alphabetical order.
+local function keys_of(t, shape, where)
+  local keys, known, rest = {}, {}, {}
+  for _, key in ipairs(shape and shape.keys or {}) do
+    if t[key] ~= nil then keys[#keys + 1], known[key] = key, true end
+  end
+  for key in pairs(t) do
+    if type(key) ~= "string" then error(("%s: the key %s is not text"):format(where, tostring(key))) end
+    if not known[key] then rest[#rest + 1] = key end
+  end
+  table.sort(rest)
+  for _, key in ipairs(rest) do keys[#keys + 1] = key end
+  return keys
+end
+
+local function dict_of(t, shape, where, depth)
+  local dict = values.dict()
+  for _, key in ipairs(keys_of(t, shape, where)) do
+    if not utf8.valid(key) then error(where .. ": a key is not valid UTF-8") end
+    values.set(dict, key, value_of(t[key], where .. "." .. key, depth + 1, shape and shape.numbers, key))
+  end
+  return dict
+end
+
+function value_of(v, where, depth, numbers, key)
+  if depth > DEPTH then error(("%s: tables are nested over %d levels deep"):format(where, DEPTH)) end
+  local kind = type(v)
+  if v == cjson.null then return values.NONE end
+  if kind == "boolean" then return v end
+  if kind == "string" then
+    if not utf8.valid(v) then error(where .. ": a string is not valid UTF-8") end
+    return v
+  end
+  if kind == "number" then
+    local known = numbers and numbers[key]
+    if known and (known[1] == v or getmetatable(known[2]) == values.Float) then
+      return known[1] == v and known[2] or values.float(v)
+    end
+    return number_value(v)
+  end
+  if kind == "cdata" and (ffi.istype("int64_t", v) or ffi.istype("uint64_t", v)) then
+    local digits = tostring(v):match "^-?%d+"
+    return math.abs(tonumber(v)) < LARGEST and tonumber(v) or values.big(digits)
+  end
+  if kind ~= "table" then error(("%s: a %s; a table, text, number or boolean expected"):format(where, kind)) end
+  local class = getmetatable(v)
+  if class == values.List or class == values.Dict or class == values.Float or class == values.Big or text.is(v) then
+    return v
+  end
+  local shape = shapes[v]
+  local list = #v > 0 or next(v) == nil and not (shape and not shape.list)
+  return (list and list_of or dict_of)(v, shape, where, depth)
+end
+
+--- A Lua value as one of a template. Keys of a table come in the order of the JSON that it was made of, else in
+--- alphabetical order; an empty table is a list unless it was an object of JSON.
+---@param v any
+---@param where string for errors
+---@return any
+function convert.value(v, where) return value_of(v, where, 1) end
+
+--- A value of a template as Lua's tables, in which None is cjson.null. `value` gives back what it was made of.
+---@param v any
+---@return any
+function convert.plain(v)
+  if v == values.NONE then return cjson.null end
+  local class = getmetatable(v)
+  if text.is(v) then return text.flat(v) end
+  if class == values.Float then return v.x end
+  if class == values.Big then return tonumber(v.digits) end
+  if class ~= values.List and class ~= values.Dict then return v end
+  local shape, t = { list = class == values.List }, {}
+  local function put(key, item)
+    t[key] = convert.plain(item)
+    local kind = getmetatable(item)
+    if kind == values.Float or kind == values.Big then
+      shape.numbers = shape.numbers or {}
+      shape.numbers[key] = { t[key], item }
+    end
+  end
+  if shape.list then
+    for i, item in ipairs(v) do put(i, item) end
+  else
+    shape.keys = {}
+    for i, key in ipairs(v.keys) do
+      shape.keys[i] = text.flat(key)
+      put(text.flat(key), values.get(v, key))
+    end
+  end
+  shapes[t] = shape
+  return t
+end
+
+--- A copy of a table, and of those within it, that remembers the same.
+---@param t table
+---@return table
+function convert.copied(t)
+  local copies = {}
+  local function copied(v)
+    if type(v) ~= "table" or getmetatable(v) then return v end
+    if copies[v] then return copies[v] end
+    local copy = {}
+    copies[v], shapes[copy] = copy, shapes[v]
+    for key, item in pairs(v) do copy[key] = copied(item) end
+    return copy
+  end
+  return copied(t)
+end
+
+return convert
