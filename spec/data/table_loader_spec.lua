@@ -79,7 +79,17 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template = function()
       return { 1, 2 }, { 1, 1 } end }, { __index = tok }) }) end, "all of its 2 tokens are trained")
     fails(function() loader { { chosen = "a", rejected = "b" } } end, "training by preferences")
-    fails(function() loader { { input_ids = { 1, 2 }, labels = { 1 } } } end, "1 labels for 2 input_ids")
+    for want, row in pairs {
+      ["rows[1]: 1 labels for 2 input_ids"] = { input_ids = { 1, 2 }, labels = { 1 } },
+      ["input_ids[2] is 258; the vocabulary has the ids 0 to 257"] = { input_ids = { 1, 258 } },
+      ["input_ids[1] is -1"] = { input_ids = { -1 } },
+      ["labels[1] is -5; -100 or an id of 0 to 257 expected"] = { input_ids = { 1 }, labels = { -5 } },
+      ["input_ids[1] is x, no token id"] = { input_ids = { "x" } },
+      ["input_ids[1] is 1.5, no token id"] = { input_ids = { 1.5 } },
+      ["the field 'input_ids' is no list of token ids"] = { input_ids = "abc" },
+      ["the field 'input_ids' has no token id"] = { input_ids = {} },
+      ["the field 'labels' is no list"] = { input_ids = { 1 }, labels = { a = 1 } },
+    } do fails(function() loader { row } end, want) end
     fails(function() ps.data.loader { texts = { "a" }, tokenizer = tok, batch = 1, seq = 4, train_on = "all" } end,
       "train_on is for conversations")
     fails(function() loader({ talk("Q", "b") }, { texts = { "a" } }) end, "texts and table: give one of the two")

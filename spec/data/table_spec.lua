@@ -2,6 +2,7 @@
 -- ps.data.table: files of JSON lines, JSON lists and text, rows of a script, views, shuffles, forms and conversations,
 -- what files can have wrong, and tools/data.lua.
 local ps = require "ps"
+local json = require "ps.chat.json"
 local check = require "spec.check_lib"
 local tokens = require "spec.tokenizer_lib"
 local paths = require "ps.paths"
@@ -116,8 +117,75 @@ describe("a table of examples", function()
     fails(function() return rows[5] end, "a.jsonl:5: each row must be a JSON object; this one is 5")
     local script = "local t = require('ps').data.table('%s', { on_error = 'skip' }) print(#t)"
     local out = check.run("", script:format(path))
-    assert.truthy(out:find("skipped 2 of 5 rows; the first:", 1, true), out)
-    assert.truthy(out:find("\n3\n", 1, true), out)
+    assert.truthy(out:find("skipped 3 of 5 rows; the first:", 1, true), out)
+    assert.truthy(out:find("\n2\n", 1, true), out)
+    fails(function() return rows[4] end, "a.jsonl:4: each row must be a JSON object; this one is []")
+    check.write(path, '{"n": 1}\n{"n": 1, "n": 2}\n{"n": "\255"}\n')
+    fails(function() return ps.data.table(path)[3] end, "a.jsonl:3: not valid UTF-8")
+    assert.truthy(check.run("", script:format(path)):find("skipped 2 of 3 rows", 1, true))
+  end)
+
+  it("leaves out lines of spaces", function()
+    local rows = ps.data.table(file("a.jsonl", '  \n{"n": 1}\n \t\r\n{"n": 2}\n  '))
+    assert.same({ 1, 2 }, numbers(rows))
+    assert.equal(folder .. "/a.jsonl:4", rows:place(2))
+    local long = (" "):rep(3000000)                        -- over several blocks of the reader
+    assert.same({ 1, 2 }, numbers(ps.data.table(file("b.jsonl", long .. "\n" .. long .. '{"n": 1}\n' .. long
+      .. '\n{"n": 2}' .. long .. "\n" .. long))))
+  end)
+
+  it("refuses counts that are none", function()
+    local rows = counting(3)
+    fails(function() rows:take(-1) end, "table:take: the count")
+    fails(function() rows:skip(-1) end, "table:skip: the count")
+    fails(function() rows:take(1.5) end, "table:take: the count")
+    fails(function() ps.data.format(rows, { check = 0 }) end, "ps.data.format: check")
+    fails(function() ps.data.format(nil) end, "ps.data.format: the first argument is a nil")
+    fails(function() ps.data.conversation({}, 1) end, "ps.data.conversation: the first argument is a table")
+    fails(function() ps.data.table(function(i) return i end) end, "row 1 of the function")
+  end)
+
+  it("reads a list of JSON item by item, and names the line where it is wrong", function()
+    local rows = ps.data.table(file("a.json", '\239\187\191[\n{"a": "]}\\"{", "b": [1, {}]} ,\n {"a": "x"}\n]\n'))
+    assert.equal(2, #rows)
+    assert.equal(']}"{', rows[1].a)
+    assert.equal('{"a": "x"}', rows:json(2))
+    assert.equal(0, #ps.data.table(file("a.json", " [ ] ")))
+    for source, want in pairs { ['[{"a": 1}'] = "a.json:1: not a JSON list of objects: ',' or ']' expected",
+      ['[{"a": 1},\n\n{"a": "x]'] = "a.json:3: not a JSON list of objects: a value has no end",
+      ['[{"a": 1},]'] = "a value has no end, or is missing", ['[{"a": 1}] x'] = "more text follows the list",
+      ["[] x"] = "more text follows the list" } do
+      fails(function() ps.data.table(file("a.json", source)) end, want)
+    end
+    fails(function() return ps.data.table(file("a.json", '[{"a": 1}, 5]'))[2] end, "a.json[2]: each row must be a JSON")
+  end)
+
+  it("gives functions rows of their own, and keeps what JSON says", function()
+    local said = '{"role": "assistant", "z": 1, "a": 2.0, "e": {}, "l": [], "big": 12345678901234567890}'
+    local line = ('{"messages": [%s]}'):format(said)
+    local mine = { { n = 1, list = { 1 } } }
+    local function spoil(row)
+      row.n, row.list[1] = 5, 7
+      return row
+    end
+    assert.equal(5, ps.data.table(mine):map(spoil)[1].n)
+    assert.equal(1, #ps.data.table(mine):filter(spoil))
+    assert.same({ { n = 1, list = { 1 } } }, mine)
+    for name, source in pairs { ["a.jsonl"] = line, ["a.json"] = "[" .. line .. "]" } do
+      local rows = ps.data.table(file(name, source))
+      local mapped = rows:map(function(row) return { messages = row.messages, extra = 1 } end)
+      for _, one in ipairs { rows, mapped, mapped:map(function(row) return row end), mapped:take(1):concat(rows) } do
+        local message = ps.data.conversation(one, 1)[1]
+        assert.equal(said, json.encode(message))
+      end
+      local changed = rows:map(function(row)
+        local message = row.messages[1]
+        message.a, message.z, message.l, message.new, message.m = 3, nil, { 1 }, "x", "y"
+        return row
+      end)
+      assert.equal('{"role": "assistant", "a": 3.0, "e": {}, "l": [1], "big": 12345678901234567890, "m": "y", '
+        .. '"new": "x"}', json.encode(ps.data.conversation(changed, 1)[1]))
+    end
   end)
 
   it("refuses what it does not read", function()
@@ -186,6 +254,25 @@ describe("the form of rows", function()
     fails(function() ps.data.conversation(rows, 1) end, "rows[1]: a row in the form 'text' is no conversation")
     fails(function() conversation { conversations = { { from = "alien", value = "x" } } } end, "from = 'alien'")
     fails(function() conversation { messages = {} } end, "the conversation has no message")
+  end)
+
+  it("has fields of the types that it needs", function()
+    for want, row in pairs {
+      ["rows[1]: the field 'conversations' is a value of type int; list expected"] = { conversations = 5 },
+      ["the field 'conversations' is a value of type str; list expected"] = { conversations = "abc" },
+      ["conversations[1]: from = '5'; human, gpt"] = { conversations = { { from = 5, value = "x" } } },
+      ["conversations[1]: from = 'nothing'"] = { conversations = { "x" } },
+      ["conversations[1]: the field 'value' is missing"] = { conversations = { { from = "gpt" } } },
+      ["the field 'prompt' is a value of type int; str or list expected"] = { prompt = 5, completion = "x" },
+      ["the field 'input' is a value of type list; str expected"] = { instruction = "a", output = "b", input = { 1 } },
+      ["the field 'output' is a value of type int; str expected"] = { instruction = "a", output = 1 },
+      ["the field 'messages' is a value of type dict; list expected"] = { messages = { role = "user" } },
+      ["message 1 is a value of type int; an object with role and content expected"] = { messages = { 5 } },
+      ["message 1: its role is 5"] = { messages = { { role = 5, content = "x" } } },
+      ["message 1: its role is missing"] = { prompt = { { content = "x" } }, completion = "x" },
+      ["the field 'tools' is a value of type int"] = { messages = { USER }, tools = 5 },
+      ["a list with the key 'x'"] = { messages = { USER, x = 1 } },
+    } do fails(function() ps.data.conversation(ps.data.table { row }, 1) end, want) end
   end)
 end)
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The lines of a text file of any size, by number. Opening reads the file once and notes where every 64th row begins; a
- * file of these marks makes the next opening immediate. A row is a line that is not empty. Bytes are read by read
+ * file of these marks makes the next opening immediate. A row is a line that is not blank. Bytes are read by read
  * calls, so that the file takes no memory and a file that is cut or changed is an error. */
 #include "base/alloc.h"
 #include "io/file.h"
@@ -9,7 +9,7 @@
 #include <string.h>
 
 enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
-static const char MAGIC[8] = "PSLINES1";
+static const char MAGIC[8] = "PSLINES2";
 
 typedef struct mark {
     int64_t at;             /* the row's first byte in the file */
@@ -45,10 +45,12 @@ static int note(ps_lines *l, int64_t at, int64_t number)
     return 0;
 }
 
-/* Whether a line's bytes, without its newline, are an empty line: a carriage return may be there. */
-static bool is_empty(const char *line, int64_t nbytes)
+/* Whether a line's bytes, without its newline, are spaces, tabs and carriage returns only. */
+static bool is_blank(const char *line, int64_t nbytes)
 {
-    return nbytes == 0 || (nbytes == 1 && line[0] == '\r');
+    int64_t i = 0;
+    while (i < nbytes && (line[i] == ' ' || line[i] == '\t' || line[i] == '\r')) i++;
+    return i == nbytes;
 }
 
 /* The first byte of the file's text, after a byte order mark. */
@@ -64,7 +66,7 @@ static int scan(ps_lines *l)
     char *block = ps_alloc(BLOCK);
     if (!block) return ps_fail_nomem(BLOCK);
     int64_t begin = text_begin(l), number = 1;      /* of the current line: its first byte; its number */
-    bool first_is_return = false;                   /* the current line began with one in an earlier block */
+    bool blank = true;                              /* the current line's bytes in earlier blocks are */
     int rc = 0;
     for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
         int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;
@@ -73,17 +75,15 @@ static int scan(ps_lines *l)
         while (rc >= 0 && p < end) {
             const char *newline = memchr(p, '\n', (size_t)(end - p));
             if (!newline) break;
-            int64_t length = at + (newline - block) - begin;
-            bool empty = length == 0 || (length == 1 && (begin >= at ? block[begin - at] == '\r' : first_is_return));
-            if (!empty) rc = note(l, begin, number);
+            if (!blank || !is_blank(p, newline - p)) rc = note(l, begin, number);
+            blank = true;
             number++;
             p = newline + 1;
             begin = at + (p - block);
         }
-        if (begin >= at && begin < at + n) first_is_return = block[begin - at] == '\r';
+        blank = blank && is_blank(p, end - p);
     }
-    int64_t rest = l->map.nbytes - begin;           /* a last line without a newline */
-    if (rc >= 0 && rest > 0 && !(rest == 1 && first_is_return)) rc = note(l, begin, number);
+    if (rc >= 0 && !blank) rc = note(l, begin, number);     /* a last line without a newline */
     ps_free(block);
     l->scanned = true;
     return rc;
@@ -197,7 +197,7 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
             continue;
         }
         int64_t end = newline ? newline - l->row : held;
-        if (!is_empty(l->row + begin, end - begin)) {
+        if (!is_blank(l->row + begin, end - begin)) {
             if (wanted-- == 0) {
                 if (end > begin && l->row[end - 1] == '\r') end--;
                 *text = l->row + begin;

@@ -2,13 +2,17 @@
 -- The forms in which files have examples, recognised by their fields, and the conversation that a row is. The names are
 -- TRL's; Alpaca's and ShareGPT's forms are those of their data sets.
 local caller = require "ps.core.caller"
+local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
+local tables = require "ps.data.table"
 local null = require("cjson").null
 local error = caller.error
 
 local formats = {}
+
+local IGNORED = -100                                       -- a label that is not trained
 
 -- Forms with the fields that a row must have; the first that fits counts.
 local FORMS = {
@@ -35,10 +39,17 @@ local function form_of(has)
   end
 end
 
+local function checked(rows, call)
+  if not tables.is(rows) then
+    error(("%s: the first argument is a %s; ps.data.table gives what it takes"):format(call, type(rows)))
+  end
+  return rows
+end
+
 -- A row of a table as values that keep the order of keys where the file has one.
 local function row_of(rows, i)
   local source = rows:json(i)
-  if not source then return nil, rows[i] end
+  if not source then return convert.value(rows[i], rows:place(i)) end
   local ok, row = pcall(json.decode, source)
   if not ok then
     error(("%s: not JSON: %s"):format(rows:place(i), type(row) == "table" and row.json or tostring(row)))
@@ -47,10 +58,10 @@ local function row_of(rows, i)
   return row
 end
 
+-- A function that says whether a row has a field that is not null.
 local function fields_of(rows, i)
-  local row, plain = row_of(rows, i)
-  if row then return function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end end
-  return function(name) return plain[name] ~= nil and plain[name] ~= null end
+  local row = rows[i]
+  return function(name) return row[name] ~= nil and row[name] ~= null end
 end
 
 -- The names of a row's fields, for errors.
@@ -67,7 +78,9 @@ end
 ---@param options? {check?: integer} how many rows are looked at, from the first on; default all
 ---@return string
 function formats.recognise(rows, options)
+  checked(rows, "ps.data.format")
   options = caller.options(options, "ps.data.format", { check = "whole" })
+  if options.check then caller.whole(options.check, "ps.data.format: check", 1) end
   if #rows == 0 then error "ps.data.format: the table has no rows" end
   local first
   for i = 1, math.min(#rows, options.check or #rows) do
@@ -84,22 +97,6 @@ function formats.recognise(rows, options)
   return first
 end
 
-local function as_value(v)
-  if v == null then return values.NONE end
-  if type(v) ~= "table" or getmetatable(v) then return v end
-  local dict = values.dict()
-  local keys = {}
-  for key in pairs(v) do keys[#keys + 1] = key end
-  if #v > 0 or #keys == 0 then
-    local list = {}
-    for i, item in ipairs(v) do list[i] = as_value(item) end
-    return values.list(list)
-  end
-  table.sort(keys)
-  for _, key in ipairs(keys) do values.set(dict, key, as_value(v[key])) end
-  return dict
-end
-
 local function message(role, content)
   local dict = values.dict()
   values.set(dict, "role", role)
@@ -111,43 +108,60 @@ local SHAREGPT = { system = "system", human = "user", user = "user", gpt = "assi
   chatgpt = "assistant", bing = "assistant", bard = "assistant", tool = "tool", observation = "tool",
   function_call = "assistant" }
 
+-- The readers of conversations. get(name, kinds) returns a field that must be of one of the kinds of values.
 local CONVERSATIONS = {}
 
-function CONVERSATIONS.messages(get) return get "messages" end
+function CONVERSATIONS.messages(get) return get("messages", "list") end
 
-function CONVERSATIONS.sharegpt(get, place)
+function CONVERSATIONS.sharegpt(get, fail)
   local messages = {}
-  for i, turn in ipairs(get "conversations") do
+  for i, turn in ipairs(get("conversations", "list")) do
     local from = getmetatable(turn) == values.Dict and values.get(turn, "from")
-    local role = from and SHAREGPT[text.flat(from)]
+    local role = text.is(from) and SHAREGPT[text.flat(from)]
     if not role then
-      error(("%s: conversations[%d]: from = '%s'; human, gpt, system and tool are known"):format(place, i,
-        from and text.flat(from) or "nothing"))
+      fail("conversations[%d]: from = '%s'; human, gpt, system and tool are known", i,
+        from and text.flat(values.repr(from)):gsub("^'(.*)'$", "%1") or "nothing")
     end
-    messages[i] = message(role, values.get(turn, "value"))
+    local value = values.get(turn, "value")
+    if value == nil then fail("conversations[%d]: the field 'value' is missing", i) end
+    messages[i] = message(role, value)
   end
-  local system = get("system", true)
-  if text.is(system) and text.flat(system) ~= "" then table.insert(messages, 1, message("system", system)) end
+  local system = get("system", "str NoneType", true)
+  if text.is(system) and system ~= "" then table.insert(messages, 1, message("system", system)) end
   return values.list(messages)
 end
 
--- A prompt and its completion: each a text, or a list of messages.
-local function pair(prompt, completion)
+-- Appends a text as a message of a role, or a list of messages.
+local function append(messages, role, part)
+  if text.is(part) then messages[#messages + 1] = message(role, part)
+  else for _, one in ipairs(part) do messages[#messages + 1] = one end end
+end
+
+CONVERSATIONS["prompt and completion"] = function(get)
   local messages = {}
-  for _, part in ipairs { { "user", prompt }, { "assistant", completion } } do
-    if text.is(part[2]) then messages[#messages + 1] = message(part[1], part[2])
-    else for _, one in ipairs(part[2]) do messages[#messages + 1] = one end end
-  end
+  append(messages, "user", get("prompt", "str list"))
+  append(messages, "assistant", get("completion", "str list"))
   return values.list(messages)
 end
-
-CONVERSATIONS["prompt and completion"] = function(get) return pair(get "prompt", get "completion") end
 
 function CONVERSATIONS.alpaca(get)
-  local input = get "input"
-  local asked = get "instruction"
-  if input and input ~= "" and input ~= values.NONE then asked = asked .. "\n\n" .. input end
-  return values.list { message("user", asked), message("assistant", get "output") }
+  local asked, input = get("instruction", "str"), get("input", "str NoneType", true)
+  if text.is(input) and input ~= "" then asked = asked .. "\n\n" .. input end
+  return values.list { message("user", asked), message("assistant", get("output", "str")) }
+end
+
+-- Every message must be an object with a role.
+local function check_messages(messages, fail)
+  if #messages == 0 then fail "the conversation has no message" end
+  for i, one in ipairs(messages) do
+    if getmetatable(one) ~= values.Dict then
+      fail("message %d is a value of type %s; an object with role and content expected", i, values.kind(one))
+    end
+    local role = values.get(one, "role")
+    if not text.is(role) then
+      fail("message %d: its role is %s", i, role == nil and "missing" or text.flat(values.repr(role)))
+    end
+  end
 end
 
 --- The conversation that a row is: messages as tokenizer:apply_chat_template takes them. Rows in the forms "messages",
@@ -158,24 +172,69 @@ end
 ---@return table messages
 ---@return table? tools the row's field `tools`
 function formats.conversation(rows, i, form)
+  checked(rows, "ps.data.conversation")
   if form ~= nil then caller.one_of(form, NAMES, "ps.data.conversation: the form") end
-  local row, plain = row_of(rows, i)
-  row = row or as_value(plain)
+  local row = row_of(rows, i)
+  local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
   form = form or form_of(function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end)
   local read = CONVERSATIONS[form or ""]
-  if not read then error(("%s: a row in the form '%s' is no conversation"):format(rows:place(i), form or "unknown")) end
-  local messages = read(function(name, may_lack)
+  if not read then fail("a row in the form '%s' is no conversation", form or "unknown") end
+  local messages = read(function(name, kinds, may_lack)
     local v = values.get(row, name)
-    if v == nil and name ~= "input" and not may_lack then
-      error(("%s: the field '%s' is missing"):format(rows:place(i), name))
+    if v == nil and may_lack then return nil end
+    if v == nil then fail("the field '%s' is missing", name) end
+    local kind = values.kind(v)
+    if not (" " .. kinds .. " "):find(" " .. kind .. " ", 1, true) then
+      fail("the field '%s' is a value of type %s; %s expected", name, kind,
+        (kinds:gsub(" NoneType", ""):gsub(" ", " or ")))
     end
     return v
-  end, rows:place(i))
-  if getmetatable(messages) ~= values.List or #messages == 0 then
-    error(rows:place(i) .. ": the conversation has no message")
-  end
+  end, fail)
+  check_messages(messages, fail)
   local tools = values.get(row, "tools")
-  return messages, tools ~= values.NONE and tools or nil
+  if tools == values.NONE then tools = nil end
+  if tools ~= nil and getmetatable(tools) ~= values.List and not text.is(tools) then
+    fail("the field 'tools' is a value of type %s; a list or its JSON expected", values.kind(tools))
+  end
+  return messages, tools
+end
+
+-- A row's field as a list of whole numbers; nil: the row does not have it.
+local function whole_numbers(row, name, fail)
+  local list = row[name]
+  if list == nil or list == null then return nil end
+  if type(list) ~= "table" or #list == 0 and next(list) ~= nil then
+    fail("the field '%s' is no list of token ids", name)
+  end
+  for k, id in ipairs(list) do
+    if type(id) ~= "number" or id % 1 ~= 0 then fail("%s[%d] is %s, no token id", name, k, tostring(id)) end
+  end
+  return list
+end
+
+--- The ids and labels of a row in the form "ids". A label is a token id, or -100 for an id that is not trained.
+---@param rows ps.DataTable
+---@param i integer row, from 1
+---@param vocab_size? integer ids must be smaller
+---@return integer[] input_ids
+---@return integer[]? labels one for each id; nil: the row has none
+function formats.ids(rows, i, vocab_size)
+  local row = checked(rows, "ps.data.ids")[i]
+  local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
+  local ids, labels = whole_numbers(row, "input_ids", fail), whole_numbers(row, "labels", fail)
+  if not ids or #ids == 0 then fail "the field 'input_ids' has no token id" end
+  if labels and #labels ~= #ids then fail("%d labels for %d input_ids: give one label for each", #labels, #ids) end
+  local most = vocab_size or 2 ^ 31
+  for k, id in ipairs(ids) do
+    if id < 0 or id >= most then
+      fail("input_ids[%d] is %d; the vocabulary has the ids 0 to %.0f", k, id, most - 1)
+    end
+    local label = labels and labels[k]
+    if label and label ~= IGNORED and (label < 0 or label >= most) then
+      fail("labels[%d] is %d; -100 or an id of 0 to %.0f expected", k, label, most - 1)
+    end
+  end
+  return ids, labels
 end
 
 --- The messages of a row before the assistant's last turn: a prompt for the model.
@@ -188,7 +247,7 @@ function formats.prompt(rows, i, form)
   local messages, tools = formats.conversation(rows, i, form)
   for k = #messages, 1, -1 do
     local role = values.get(messages[k], "role")
-    if role and text.flat(role) == "assistant" then return values.list(values.copied(messages, 1, k - 1)), tools end
+    if text.flat(role) == "assistant" then return values.list(values.copied(messages, 1, k - 1)), tools end
   end
   return messages, tools
 end

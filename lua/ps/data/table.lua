@@ -3,6 +3,10 @@
 -- cdata, so that # counts its rows; a view of another one computes its rows when they are asked for. Files stay on the
 -- disk: only the place of every 64th row is in memory.
 local native = require "ps.core.ffi"
+local convert = require "ps.chat.convert"
+local json = require "ps.chat.json"
+local values = require "ps.chat.values"
+local utf8 = require "ps.core.utf8"
 local caller = require "ps.core.caller"
 local lists = require "ps.core.lists"
 local permutation = require "ps.data.permutation"
@@ -19,7 +23,7 @@ local tables = {}
 ffi.cdef "typedef struct ps_data_table { int32_t id; } ps_data_table;"
 
 -- The rows of a table: { n =, get = function(i) gives row i from 1, text = function(i) gives its JSON or nil,
--- place = function(i) gives its file and line for errors, name = }.
+-- place = function(i) gives its file and line for errors, name = }. shared: rows are the script's own tables.
 local nodes, last = {}, 0
 
 ---@class ps.DataTable
@@ -30,10 +34,26 @@ local new                                                  -- a table of a node;
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
+-- The value of a JSON text, which must be an object.
 local function decoded(text, place)
+  if not utf8.valid(text) then error(place .. ": not valid UTF-8") end
   local ok, row = pcall(cjson.decode, text)
   if not ok then error(("%s: not JSON: %s"):format(place, tostring(row))) end
+  if not text:find "^%s*{" then
+    error(("%s: each row must be a JSON object; this one is %s"):format(place, text:sub(1, 40)))
+  end
   return row
+end
+
+-- Row i for a function of the script: with the order of its JSON's keys, and never a table of the script's own.
+local function for_script(node, i)
+  local source = node.text and node.text(i)
+  if source then
+    local ok, row = pcall(json.decode, source)
+    if ok and getmetatable(row) == values.Dict then return convert.plain(row) end
+  end
+  local row = node.get(i)                                  -- raises the error of a bad row
+  return node.shared and convert.copied(row) or row
 end
 
 -- The place of a file's index in the cache folder; nil: there is none.
@@ -57,9 +77,9 @@ local INDEXED = 16 * 1024 * 1024                           -- bytes of a file fr
 local function may_write(index)
   local file = io.open(index, "rb")
   if not file then return true end
-  local magic = file:read(8)
+  local magic = file:read(7)
   file:close()
-  return magic == "PSLINES1"
+  return magic == "PSLINES"
 end
 
 -- A file by line, with the index next to the file, or in the cache folder if that cannot be written.
@@ -92,18 +112,13 @@ local function of_lines(path, kind)
   end
   function node.text(i) return (line(i)) end
   function node.get(i)
-    local row, place = line(i)
-    local value = decoded(row, place)
-    if type(value) ~= "table" then
-      error(("%s: each row must be a JSON object; this one is %s"):format(place, row:sub(1, 40)))
-    end
-    return value
+    return decoded(line(i))
   end
   return node
 end
 
 local function of_list(list, name)
-  local node = { n = #list, name = name }
+  local node = { n = #list, name = name, shared = true }
   function node.get(i) return list[i] end
   function node.place(i) return ("%s[%d]"):format(name, i) end
   return node
@@ -117,12 +132,55 @@ local function whole_file(path)
   return text
 end
 
+-- One past the end of the JSON value that begins at a byte; nil: it has no end.
+local function value_end(text, at)
+  local depth = 0
+  repeat
+    local c = text:sub(at, at)
+    if c == '"' then
+      at = at + 1
+      while true do
+        at = text:find('["\\]', at)
+        if not at then return nil end
+        if text:byte(at) == 34 then break end
+        at = at + 2
+      end
+      at = at + 1
+    elseif c == "{" or c == "[" then depth, at = depth + 1, at + 1
+    elseif c == "}" or c == "]" then depth, at = depth - 1, at + 1
+    else
+      at = text:find('[%[%]{},"%s]', at)                   -- a number or a word
+    end
+    if depth > 0 and at then at = text:find('[%[%]{}"]', at) end
+    if not at then return nil end
+  until depth <= 0
+  return at
+end
+
+-- A file of one list: where each of its items begins and ends. An item is decoded when it is read.
 local function of_json(path)
-  local list = decoded(require("ps.core.bom")(whole_file(path)), path)
-  if type(list) ~= "table" or list[1] == nil and next(list) ~= nil then
-    error(path .. ": a list of objects expected; a file of one object per line ends in .jsonl")
+  local text = require("ps.core.bom")(whole_file(path))
+  local function bad(at, why)
+    local _, lines = text:sub(1, at - 1):gsub("\n", "")
+    error(("%s:%d: not a JSON list of objects: %s"):format(path, lines + 1, why))
   end
-  return of_list(list, path)
+  local at, from, upto = text:match "^%s*%[%s*()", {}, {}
+  if not at then error(path .. ": a list of objects expected; a file of one object per line ends in .jsonl") end
+  local more = text:sub(at, at) ~= "]"
+  while more do
+    local stop = not text:find("^[%],}]", at) and value_end(text, at)
+    if not stop or stop == at then bad(at, "a value has no end, or is missing") end
+    from[#from + 1], upto[#upto + 1] = at, stop - 1
+    local c, after = text:match("^%s*([,%]])%s*()", stop)
+    if not c then bad(stop, "',' or ']' expected") end
+    more, at = c == ",", after
+  end
+  if text:find("^%s*%]%s*%S", at) or #from > 0 and text:find("^%S", at) then bad(at, "more text follows the list") end
+  local node = { n = #from, name = path }
+  function node.text(i) return text:sub(from[i], upto[i]) end
+  function node.place(i) return ("%s[%d]"):format(path, i) end
+  function node.get(i) return decoded(node.text(i), node.place(i)) end
+  return node
 end
 
 local KINDS = { jsonl = "lines", ndjson = "lines", json = "json", txt = "text" }
@@ -155,6 +213,7 @@ local function joined(parts, name)
     return parts[low], i - starts[low]
   end
   local node = { n = n, name = name }
+  for _, part in ipairs(parts) do node.shared = node.shared or part.shared end
   function node.get(i)
     local part, at = find(i)
     return part.get(at)
@@ -197,6 +256,13 @@ local function without_bad(node)
   local kept, bad, first = {}, 0, nil
   for i = 1, node.n do
     local ok, problem = pcall(node.get, i)
+    if ok and node.text then
+      ok, problem = pcall(json.decode, node.text(i))       -- which also sees a key that occurs twice
+      if not ok then
+        problem = ("%s: not JSON: %s"):format(node.place(i), type(problem) == "table" and problem.json
+          or tostring(problem))
+      end
+    end
     if ok then kept[#kept + 1] = i
     else
       bad, first = bad + 1, first or tostring(problem)
@@ -226,6 +292,7 @@ function tables.open(source, options)
     local list = {}
     repeat
       local row = source(#list + 1)
+      if row ~= nil then caller.typed(row, "table", ("ps.data.table: row %d of the function"):format(#list + 1)) end
       list[#list + 1] = row
     until row == nil
     return new(of_list(list, "rows of a function"))
@@ -248,18 +315,19 @@ end
 -- -- views ----------------------------------------------------------------------------------------------------------
 -- A view whose row i is row at(i) of another table.
 local function view(node, n, at)
-  return new { n = n, name = node.name, get = function(i) return node.get(at(i)) end,
+  return new { n = n, name = node.name, shared = node.shared, get = function(i) return node.get(at(i)) end,
     text = node.text and function(i) return node.text(at(i)) end, place = function(i) return node.place(at(i)) end }
 end
 
---- A table whose rows are fn(row, i) of this one's. fn runs when a row is read.
+--- A table whose rows are fn(row, i) of this one's. fn runs when a row is read, and may change its row. The order of
+--- keys of JSON, 1.0 and {} stay as they are in the parts of rows that fn does not make anew.
 ---@param fn fun(row: table, i: integer): table
 ---@return ps.DataTable
 function Table:map(fn)
   caller.callable(fn, "table:map")
   local node = node_of(self)
   return new { n = node.n, name = node.name, place = node.place, get = function(i)
-    local row = fn(node.get(i), i)
+    local row = fn(for_script(node, i), i)
     if type(row) ~= "table" then error(("table:map: the function gave a %s for row %d"):format(type(row), i)) end
     return row
   end }
@@ -271,7 +339,10 @@ end
 function Table:filter(fn)
   caller.callable(fn, "table:filter")
   local node, kept = node_of(self), {}
-  for i = 1, node.n do if fn(node.get(i), i) then kept[#kept + 1] = i end end
+  for i = 1, node.n do
+    local row = node.get(i)
+    if fn(node.shared and convert.copied(row) or row, i) then kept[#kept + 1] = i end
+  end
   return view(node, #kept, function(i) return kept[i] end)
 end
 
@@ -289,7 +360,7 @@ end
 ---@return ps.DataTable
 function Table:take(n)
   local node = node_of(self)
-  return view(node, math.min(caller.whole(n, "table:take: the count"), node.n), function(i) return i end)
+  return view(node, math.min(caller.whole(n, "table:take: the count", 0), node.n), function(i) return i end)
 end
 
 --- The rows after the first n.
@@ -297,7 +368,7 @@ end
 ---@return ps.DataTable
 function Table:skip(n)
   local node = node_of(self)
-  n = math.min(caller.whole(n, "table:skip: the count"), node.n)
+  n = math.min(caller.whole(n, "table:skip: the count", 0), node.n)
   return view(node, node.n - n, function(i) return i + n end)
 end
 

@@ -131,10 +131,7 @@ function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
       if #ids == 0 then error(("ps.data.loader: %s has no tokens"):format(place())) end
       return ids, nil, place
     elseif form == "ids" then
-      local ids, labels = caller.list(examples[i].input_ids, place() .. ": input_ids"), examples[i].labels
-      if labels and #labels ~= #ids then
-        error(("%s: %d labels for %d input_ids: give one label for each"):format(place(), #labels, #ids))
-      end
+      local ids, labels = formats.ids(examples, i, tokenizer.vocab_size)
       return ids, labels, place
     end
     local messages, tools = formats.conversation(examples, i, form)
