@@ -9,9 +9,10 @@
 -- A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
 -- another form of conversations (docs/data.md). The model's own chat template turns it into tokens; those of the
 -- assistant are trained. `psluajit tools/data.lua show FOLDER chats.jsonl` prints them. After Ctrl-C the script saves,
--- and --resume continues bit for bit.
+-- and --resume continues bit for bit, also on another day: a checkpoint has the date that templates print.
 local ps = require "ps"
 local argparse = require "argparse"
+local lfs = require "lfs"
 local line = require "ps.command_line"
 local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", require "ps.train.plot"
 
@@ -23,10 +24,11 @@ parser:option("--out", "Folder to write the model to; its folder `run` gets chec
 line.whole(parser:option("--epochs", "Passes over the data.", "3"), 1)
 line.whole(parser:option("--batch", "Conversations per batch, on each process.", "4"), 1)
 line.whole(parser:option("--accumulate", "Batches per step.", "1"), 1)
-line.whole(parser:option("--seq", "Most tokens of a conversation; longer ones lose their last tokens.", "1024"), 1)
+line.whole(parser:option("--seq", "Most tokens of a conversation; longer ones lose their last tokens. Default: 1024, "
+  .. "or fewer if the model has fewer positions."), 1)
 line.number(parser:option("--lr", "Highest learning rate.", "2e-5"), 0)
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
-parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today.")
+parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today, or that of the checkpoint.")
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
 parser:option("--host", "Memory budget on the host, such as 6GiB.")
 parser:option("--disk", "Folder for the disk tier. Default: no disk tier.")
@@ -34,16 +36,63 @@ line.whole(parser:option("--zero", "ZeRO stage with several processes: 0 to 3.",
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:flag("--resume", "Continue from the newest checkpoint in --out.")
 local args = parser:parse()
+local run = args.out .. "/run"
 local function try(fn, ...) return line.try("finetune.lua", fn, ...) end
 
 ps.init_distributed { seed = args.seed, quiet = true }
-local folder = try(require("ps.pretrained.folder").find, args.model)
-local tok = try(ps.tokenizer.from_pretrained, folder)
-local rows = try(ps.data.table, args.data)
-try(ps.data.conversation, rows, 1)                         -- fails before the model is loaded
-local held_out
-if args.eval then held_out = try(ps.data.table, args.eval)
-else held_out, rows = rows:shuffle(args.seed):split(math.max(0.05, math.min(0.5, 1 / #rows))) end
+ps.catch_interrupts()
+local function leave_if_interrupted()
+  if not ps.any_rank(ps.interrupts() > 0) then return end
+  ps.print_rank "interrupted; --resume continues if there is a checkpoint"
+  os.exit(130, true)
+end
+
+-- A table of at least one conversation, whose rows all have the first one's form.
+local function conversations(path, option)
+  local rows = ps.data.table(path)
+  if #rows == 0 then error(("%s: %s has no rows"):format(option, path), 0) end
+  local form = ps.data.format(rows)
+  ps.data.conversation(rows, 1, form)
+  return rows
+end
+
+-- Everything that can be refused before the model is loaded.
+local function prepared()
+  local folder = require("ps.pretrained.folder").find(args.model)
+  local there, from = lfs.attributes(args.out), lfs.attributes(folder)
+  if there and there.mode ~= "directory" then
+    error(("--out: %s is a %s, not a folder"):format(args.out, there.mode), 0)
+  end
+  if there and there.ino == from.ino and there.dev == from.dev then
+    error("--out: it is the folder of --model, whose files would be replaced; name another one", 0)
+  end
+  local config = require("ps.pretrained.folder").config(folder)
+  local most = config.max_position_embeddings or config.n_positions
+  if args.seq and most and args.seq > most then
+    error(("--seq: %d tokens, and the model has %d positions: --seq %d or less"):format(args.seq, most, most), 0)
+  end
+  local rows, held_out = conversations(args.data, "--data"), args.eval and conversations(args.eval, "--eval")
+  if not held_out then
+    if #rows == 1 then error("--data: it has one row, and one is held out: add rows, or name a file with --eval", 0) end
+    held_out, rows = rows:shuffle(args.seed):split(math.max(0.05, math.min(0.5, 1 / #rows)))
+  end
+  local per_batch = args.batch * ps.world_size()
+  if #rows < per_batch then
+    error(("--batch: %d rows to train on are fewer than a batch of %d (%d on each of %d processes): --batch %d or less")
+      :format(#rows, per_batch, args.batch, ps.world_size(), math.max(1, math.floor(#rows / ps.world_size()))), 0)
+  end
+  local rest = #held_out % per_batch
+  if #held_out < ps.world_size() then
+    error(("--eval: %d held-out rows are fewer than %d processes"):format(#held_out, ps.world_size()), 0)
+  end
+  if rest > 0 and rest < ps.world_size() and #held_out > rest then held_out = held_out:take(#held_out - rest) end
+  local date = args.date or args.resume and (checkpoints.info(run).extra or {}).date or os.date "%Y-%m-%d"
+  checkpoints.make_folder(args.out)
+  checkpoints.make_folder(run)
+  most = most or 1024
+  return folder, ps.tokenizer.from_pretrained(folder), rows, held_out, most, args.seq or math.min(1024, most), date
+end
+local folder, tok, rows, held_out, most, seq, date = try(prepared)
 
 local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
   model_func = function() return ps.from_pretrained(folder):train() end,
@@ -54,15 +103,14 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
     memory = (args.host or args.disk) and { host = args.host, disk = args.disk and { path = args.disk } } or nil } })
 
 local function loader_of(examples, more)
-  return try(ps.data.loader, { table = examples, tokenizer = tok, batch = args.batch, seq = args.seq, seed = args.seed,
-    date = args.date, shuffle = more == nil, drop_last = more == nil })
+  return try(ps.data.loader, { table = examples, tokenizer = tok, batch = args.batch, seq = seq, seed = args.seed,
+    date = date, shuffle = more == nil, drop_last = more == nil })
 end
 local loader, evaluation = loader_of(rows), loader_of(held_out, true)
 local steps = math.max(1, math.floor(args.epochs * loader.batches / args.accumulate))
 local schedule = ps.sched.warmup_cosine { optimizer = optimizer, max_lr = args.lr, min_lr = args.lr / 10,
   warmup = math.ceil(steps / 20), total = steps }
-local run, start = args.out .. "/run", 0
-local parts = { model = model, optimizer = optimizer, sched = schedule, loader = loader }
+local start, parts = 0, { model = model, optimizer = optimizer, sched = schedule, loader = loader }
 if args.resume then start = try(checkpoints.load, run, parts).step end
 if start >= steps then
   ps.print_rank(("nothing to do: the checkpoint is at step %d of %d"):format(start, steps))
@@ -70,30 +118,30 @@ if start >= steps then
 end
 
 -- Prints the model's own last reply in the first held-out conversation, by greedy decoding.
-local function reply()
+local function reply(when)
   local messages, tools = ps.data.prompt(held_out, 1)
-  local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = args.date, tools = tools })
-  local out = model:generate({ ids }, 48, { temperature = 0, tokenizer = tok })[1]
-  ps.print_rank("  " .. tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true }))
+  local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools })
+  local room = math.min(48, most - #ids)
+  if room < 1 then return ps.print_rank(when .. ": no sample, since the first held-out prompt is too long") end
+  local out = model:generate({ ids }, room, { temperature = 0, tokenizer = tok })[1]
+  ps.print_rank(("%s:\n  %s"):format(when, tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true })))
+  leave_if_interrupted()
 end
 ps.print_rank(tostring(loader))
-ps.print_rank "before:"
-reply()
-checkpoints.make_folder(args.out)
-checkpoints.make_folder(run)
+try(reply, "before")
 local result = try(train.run, { model = model, optimizer = optimizer, sched = schedule, loader = loader, steps = steps,
   start = start, log = run .. "/log.csv", eval = { every = math.max(1, math.ceil(steps / 8)),
     data = function() return evaluation:epoch() end },
-  checkpoint = { folder = run, every = math.max(1, math.ceil(steps / 4)), keep = 2 } })
+  checkpoint = { folder = run, every = math.max(1, math.ceil(steps / 4)), keep = 2, extra = { date = date } } })
 if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
   os.exit(130, true)
 end
-ps.print_rank "after:"
-reply()
-model:save_pretrained(args.out)
+ps.catch_interrupts()                                      -- train.run no longer does
+try(reply, "after")
+try(model.save_pretrained, model, args.out)
 if ps.rank() == 0 then
-  tok:save_pretrained(args.out)
+  try(tok.save_pretrained, tok, args.out)
   local losses, measured = {}, {}
   for _, at in ipairs(result.history) do
     losses[#losses + 1] = at.loss and { at.step, at.loss }
@@ -101,7 +149,7 @@ if ps.rank() == 0 then
   end
   local curves = { { label = "training", points = losses }, { label = "held out", points = measured } }
   print(plot.text(curves))
-  plot.png(run .. "/loss.png", curves, { title = args.out })
+  try(plot.png, run .. "/loss.png", curves, { title = args.out })
   print(("%s: loss %.4f, held-out loss %s after %d steps; talk to it with tools/chat.lua %s"):format(args.out,
     result.loss or 0 / 0, result.val_loss and ("%.4f"):format(result.val_loss) or "not measured", steps, args.out))
 end

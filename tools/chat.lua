@@ -9,6 +9,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
+local utf8 = require "ps.core.utf8"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("tools/chat.lua", "Talks with a model, by its chat template.")
@@ -55,7 +56,11 @@ local function ask(prompt)
   io.write(prompt)
   io.flush()
   local line = io.read "*l"
-  if line and line ~= "" then return line end
+  if line and line ~= "" then
+    if utf8.valid(line) then return line end
+    io.write "this line is not valid UTF-8; please write it again\n"
+    return ask(prompt)
+  end
   io.write("\n")
 end
 

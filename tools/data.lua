@@ -37,6 +37,12 @@ local function open()
   return tok, rows, form
 end
 
+-- A text for the terminal: control characters of the data are shown as \x1b, so that they do nothing.
+local function printable(text)
+  text = text:gsub("[%z\1-\8\11-\31\127]", function(c) return ("\\x%02x"):format(c:byte()) end)
+  return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
+end
+
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   return tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
@@ -53,7 +59,7 @@ local function shown()
     while last < #ids and mask[last + 1] == mask[at] do last = last + 1 end
     local run = {}
     for i = at, last do run[#run + 1] = ids[i] end
-    local text = tok:decode(run, { bytes = true })
+    local text = printable(tok:decode(run, { bytes = true }))
     out[#out + 1] = mask[at] == 1 and on .. text .. off or text
     at = last + 1
   end

@@ -78,4 +78,35 @@ describe("examples/finetune.lua", function()
     out, code = run(("--data %s --out %s/none --seq 2"):format(data, folder))
     assert.truthy(code == 1 and out:find("of more than seq = 2 tokens were left out", 1, true), out)
   end)
+
+  it("refuses options that do not fit before the model is loaded", function()
+    check.write(folder .. "/one.jsonl", '{"prompt": "a", "completion": "b"}\n')
+    check.write(folder .. "/none.jsonl", "\n")
+    local to = folder .. "/refused"
+    for words, want in pairs {
+      [("--data %s --out %s"):format(data, data)] = "finetune.lua: --out: " .. data .. " is a file, not a folder\n",
+      [("--data %s --out %s/."):format(data, folder)] = "--out: it is the folder of --model",
+      [("--data %s/one.jsonl --out %s"):format(folder, to)] = "--data: it has one row, and one is held out",
+      [("--data %s/none.jsonl --out %s"):format(folder, to)] = "none.jsonl has no rows",
+      [("--data %s --out %s --batch 100"):format(data, to)] =
+        "--batch: 42 rows to train on are fewer than a batch of 100 (100 on each of 1 processes): --batch 42 or less",
+      [("--data %s --out %s --seq 65"):format(data, to)] = "--seq: 65 tokens, and the model has 64 positions",
+      [("--data %s --out %s --eval %s/none.jsonl"):format(data, to, folder)] = "--eval: " .. folder .. "/none.jsonl",
+    } do
+      local out, code = run(words)
+      assert.truthy(code == 1 and out:find(want, 1, true), out)
+      assert.is_nil(out:find("traceback", 1, true))
+    end
+  end)
+
+  it("continues on another day, by the date of the checkpoint", function()
+    local to, jinja = folder .. "/dated", folder .. "/chat_template.jinja"
+    check.write(jinja, TEMPLATE:gsub("{%% if", "{{ strftime_now('%%d') }}%0"))
+    local out, code = run(("--data %s --out %s --epochs 1 --batch 8 --date 2020-02-03"):format(data, to))
+    assert.equal(0, code, out)
+    out, code = run(("--data %s --out %s --epochs 2 --batch 8 --resume"):format(data, to))
+    os.remove(jinja)
+    assert.equal(0, code, out)
+    assert.equal(10, #losses(to))
+  end)
 end)

@@ -69,7 +69,7 @@ local function after_header(s, turn, prompt)
   return prompt ~= "" and turn.from or turn.first
 end
 
--- What a turn writes before its message's own bytes.
+-- The bytes of a turn before its message's own.
 local function header_of(s, turn) return s:sub(turn.first, (turn.from or turn.last + 1) - 1) end
 
 -- The text that the next turn writes for the end of turn i: what it writes before its own header. Its header is that of
@@ -154,7 +154,7 @@ function mask.generated(rendered, wanted)
   return spans[1] and spans
 end
 
---- What a template writes for a message before the message's own bytes; "": nothing but space.
+--- The text that a template writes for a message before the message's own bytes; "" if it has only space.
 ---@param rendered string|ps.chat.Text
 ---@param i integer the message
 ---@return string
