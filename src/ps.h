@@ -644,13 +644,20 @@ typedef struct ps_step_config {
  * INPUTs, which would change sums; PS_ERANGE: there is no such trace any more; PS_ENOMEM: a tier has too little room
  * for it. */
 int ps_step_begin(ps_step *step, const ps_step_config *config);
-enum { PS_RULE_ADAM, PS_RULE_ADAMW, PS_RULE_SGD };
-/* Settings of a group of parameters: beta1, beta2, eps of Adam; momentum, dampening, nesterov of PyTorch's SGD. scale:
- * a factor on the gradients of this group, in addition to the action's. */
+enum { PS_MAX_STATES = 6, PS_UPDATE_ATTRS = 20 };
+/* Settings of a group of parameters. */
 typedef struct ps_update_group {
-  double lr, weight_decay, beta1, beta2, eps, momentum, dampening, scale;
-  int32_t rule, nesterov;      /* PS_RULE_* */
+  double attrs[PS_UPDATE_ATTRS];   /* the attributes of the group's op, struct ps_attrs_<op>, except those of
+                                    * ps_update_attrs */
+  double scale;                /* a factor on the gradients of this group, in addition to the action's */
+  int32_t op;                  /* PS_OP_*: an update, whose inputs are groups of param, master, grad and states */
+  int32_t n_states;            /* state tensors in each group of the op's inputs */
+  int32_t n_needed;            /* the first of them that a parameter must have; the master stands in for the others */
+  int32_t pad;
 } ps_update_group;
+/* Sets the attributes of an update's op that differ between updates: the number of the update of these parameters, from
+ * 1, or what follows from it, and the factor on gradients. PS_EINVAL: the op is not an update. */
+int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale);
 /* Settings of an action; fields that an action does not need are 0. */
 typedef struct ps_action_how {
   double weight;               /* for a backward or INPUT: the weight of its micro-batch, which counts once, whatever
@@ -792,13 +799,15 @@ int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, co
 int ps_pipe_layout(const char *layout, const char *kinds, int32_t vstages, int32_t *counts);
 
 /* -- chunks: parameters, gradients and optimizer state in chunks on several tiers (docs/memory.md) ---------------- */
-enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD, PS_KIND_MOMENTUM,
-       PS_KIND_COUNT };
+/* Kinds of chunks. From PS_KIND_STATE on: the states of optimizers, which ps_kind_state numbers by name. */
+enum { PS_KIND_PARAM, PS_KIND_PARAM_FP32, PS_KIND_GRAD, PS_KIND_STATE, PS_KIND_COUNT = 64 };
 const char *ps_kind_name(int kind);      /* of chunks: "param", ...; NULL: there is no such kind */
+/* The kind of chunks with this state of an optimizer. Numbers hold for this process; an unknown name gets the next one.
+ * PS_EINVAL: a name of no characters or of more than 31, or there are PS_KIND_COUNT kinds already. */
+int ps_kind_state(const char *name);
 /* An update reads and writes one place in chunks of all kinds at once. If these places had equal distances from page
- * boundaries, a processor would mistake a write of one for a read of another and slow down. So tensors of kind k begin
- * k * PS_KIND_SHIFT bytes into their chunks, if these are large enough for that. MOMENTUM, which never occurs together
- * with EXP_AVG, has EXP_AVG's place. */
+ * boundaries, a processor would mistake a write of one for a read of another and slow down. So tensors begin at
+ * different multiples of PS_KIND_SHIFT bytes into chunks of different kinds, if these are large enough for that. */
 enum { PS_KIND_SHIFT = 4864 };
 typedef struct ps_chunk_config {
   int32_t device, host;        /* numbers of the device that computes and of host memory; equal: no device tier */
@@ -857,6 +866,9 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
  * the engine's, or a place that does not fit or is taken. */
 int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
                          const char *name, ps_tensor **out);
+/* The same for a shape [ndim]. */
+int ps_engine_tensor_shaped(ps_ctx *ctx, int ndim, const int64_t *shape, int dtype, int device, int32_t chunk,
+                            int64_t offset, const char *name, ps_tensor **out);
 /* The same bytes for use on another device of the engine. PS_EINVAL: no such device, or the tensor is in no chunk. */
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out);
 /* -- sharding (ZeRO): the ranks of a group share the chunks. Called before the first chunk; stage 0: every rank has
@@ -913,19 +925,19 @@ int ps_engine_plan_calls(ps_ctx *ctx, int32_t trace, ps_group *group, uint64_t *
  * values. PS_ERANGE: no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);
 typedef struct ps_param {
-  ps_tensor *param, *master, *m, *v;   /* master: `param` itself, or fp32; m: exp_avg, v: exp_avg_sq, both fp32; on
-                                        * the compute device. The last three are NULL if another rank owns them. SGD
-                                        * has no v, and its m is momentum_buffer, or NULL without momentum */
-  ps_tensor *host[4];                  /* the same four for the host; NULL if that is the compute device */
+  ps_tensor *param, *master;           /* master: `param` itself, or fp32; NULL if another rank owns it */
+  ps_tensor *state[PS_MAX_STATES];     /* the first n_states: the optimizer's. All are on the compute device */
+  ps_tensor *host[2 + PS_MAX_STATES];  /* param, master, states for the host; NULL if that is the compute device */
   ps_tensor *grad;                     /* a separate place for the gradient, or NULL */
   int32_t group, unit;                 /* optimizer group; unit: parameters whose state is in the same chunks */
   int32_t vstage, number;              /* virtual stage whose backwards add to the gradient; its number in the model */
   int32_t tie, tp;                     /* PS_TIE_*, PS_TP_* */
+  int32_t n_states, pad;               /* 0 if another rank owns the states */
 } ps_param;
 /* A parameter of several virtual stages has a sum of gradients for each use. These sums are added when all backwards
  * are over, in the order of the virtual stages, so that no table changes their bits. USE: another use, on this rank, of
  * the parameter with the same number before it: `param` is the same tensor, `grad` the place of its sum, which is the
- * tensor's gradient while backwards of `vstage` run; it has no master, m, v or unit of its own, and comes after all
+ * tensor's gradient while backwards of `vstage` run; it has no master, states or unit of its own, and comes after all
  * parameters. COPY: other ranks have the same parameter; their sums are added in the order of the ranks of
  * ps_engine_stages' `copies`, and the copies stay equal. */
 enum { PS_TIE_NONE, PS_TIE_USE, PS_TIE_COPY };

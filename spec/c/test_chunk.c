@@ -734,7 +734,7 @@ static void test_zeros_on_a_device(void)
     void *p;
     OK(ps_mem_plain_new(2, both, &plain));
     OK(ps_chunks_new(&under_way, 2, both, plain, &c, NULL, &cs));
-    OK(ps_chunk_new(cs, PS_KIND_EXP_AVG, 0, 0, PS_F32, NBYTES + 4096, &id));
+    OK(ps_chunk_new(cs, PS_KIND_PARAM_FP32, 0, 0, PS_F32, NBYTES + 4096, &id));
     OK(ps_chunk_storage_new(cs, id, 256, NBYTES, NULL, &s));
     OK(ps_storage_pin(s, 1, PS_READ | PS_WRITE, &p));
     const char *at = near(p);

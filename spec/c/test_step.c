@@ -46,9 +46,9 @@ static ps_tensor *loss_of(int v, int micro)
 
 static ps_param state_of(int v, bool bf16)
 {
-    ps_param p = { .param = w[v], .unit = v, .vstage = v, .number = v };
-    struct { int kind, dtype; ps_tensor **to; } rest[] = { { PS_KIND_EXP_AVG, PS_F32, &p.m },
-        { PS_KIND_EXP_AVG_SQ, PS_F32, &p.v }, { PS_KIND_PARAM_FP32, PS_F32, &p.master },
+    ps_param p = { .param = w[v], .unit = v, .vstage = v, .number = v, .n_states = 2 };
+    struct { int kind, dtype; ps_tensor **to; } rest[] = { { ps_kind_state("exp_avg"), PS_F32, &p.state[0] },
+        { ps_kind_state("exp_avg_sq"), PS_F32, &p.state[1] }, { PS_KIND_PARAM_FP32, PS_F32, &p.master },
         { PS_KIND_GRAD, PS_F32, &p.grad } };
     int32_t chunk;
     OK(ps_engine_chunk_new(ctx, PS_KIND_PARAM, 0, v, w[v]->dtype_, 4096, &chunk));
@@ -75,8 +75,10 @@ static ps_param state_of(int v, bool bf16)
 
 static void perform(const ps_action *a, ps_tensor *(*loss)[MICROS], double *norm)
 {
-    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .scale = 1,
-                              .rule = PS_RULE_ADAMW };
+    ps_update_group group = { .scale = 1, .op = PS_OP_adam_, .n_states = 2, .n_needed = 2 };
+    ps_attrs_adam_ settings = { .adamw = 1, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8,
+                                .weight_decay = 0.1 };
+    memcpy(group.attrs, &settings, sizeof settings);
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1 };
     ps_tensor **root = &loss[a->vstage][a->micro];
     int64_t segment;
@@ -116,7 +118,7 @@ static result train(int n, const ps_action *table, bool bf16)
     }
     for (int v = 0; v < PARAMS; v++) {
         OK(ps_tensor_read_f64(w[v], 0, N, r.w[v]));
-        ps_tensor *all[] = { w[v], params[v].master, params[v].m, params[v].v, params[v].grad };
+        ps_tensor *all[] = { w[v], params[v].master, params[v].state[0], params[v].state[1], params[v].grad };
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
     }
     ps_engine_close(ctx);
@@ -326,7 +328,7 @@ static void test_refusals(void)
     CHECK(!ps_step_look(step)->open && ps_step_look(step)->due.kind == PS_ACT_NONE);
     FAILS(ps_step_next(step, PS_ACT_FORWARD, NULL), PS_ESTATE, "no step is under way");
     for (int v = 0; v < PARAMS; v++) {
-        ps_tensor *all[] = { w[v], p[v].master, p[v].m, p[v].v, p[v].grad };
+        ps_tensor *all[] = { w[v], p[v].master, p[v].state[0], p[v].state[1], p[v].grad };
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
     }
     ps_step_free(other);
@@ -335,6 +337,7 @@ static void test_refusals(void)
 
 int main(void)
 {
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
     OK(ps_ctx_new(&ctx));
     test_orders(false);
     test_orders(true);

@@ -171,8 +171,9 @@ static ps_param param_of(process *p, int i, int32_t *parts)
     r.param = l->w;
     WELL(ps_tensor_require_grad(r.param, 1));
     if (mine) {
-        static const int kinds[] = { PS_KIND_PARAM_FP32, PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ };
-        ps_tensor **const to[] = { &r.master, &r.m, &r.v };
+        const int kinds[] = { PS_KIND_PARAM_FP32, ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq") };
+        r.n_states = 2;
+        ps_tensor **const to[] = { &r.master, &r.state[0], &r.state[1] };
         for (int k = of->dtype == PS_F32; k < 3; k++)
             WELL(ps_engine_tensor_new(p->ctx, r.param, PS_F32, 0, chunk_of(p, kinds[k], i, PS_F32, true), 0, NULL,
                                       to[k]));
@@ -181,15 +182,17 @@ static ps_param param_of(process *p, int i, int32_t *parts)
     }
     if (!of->slots && sums >= 0) WELL(ps_engine_tensor_new(p->ctx, r.param, PS_F32, 0, sums, 0, NULL, &r.grad));
     else if (!of->slots) WELL(ps_engine_part_tensor(p->ctx, r.param, PS_F32, 0, parts[1], 0, NULL, &r.grad));
-    ps_tensor *const all[] = { r.master != r.param ? r.master : NULL, r.m, r.v, r.grad };
+    ps_tensor *const all[] = { r.master != r.param ? r.master : NULL, r.state[0], r.state[1], r.grad };
     memcpy(l->own, all, sizeof all);
     return r;
 }
 
 static void act(process *p, const ps_action *a, int step, ps_tensor *(*loss)[2 * MICROS], bool last)
 {
-    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-4, .weight_decay = 0.1, .scale = 1,
-                              .rule = PS_RULE_ADAMW };
+    ps_update_group group = { .scale = 1, .op = PS_OP_adam_, .n_states = 2, .n_needed = 2 };
+    ps_attrs_adam_ settings = { .adamw = 1, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-4,
+                                .weight_decay = 0.1 };
+    memcpy(group.attrs, &settings, sizeof settings);
     bool walk = a->kind == PS_ACT_BACKWARD;
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1,
                           .slot = walk && last && p->of.slots, .overlap = walk && last && p->of.overlap };
@@ -450,6 +453,7 @@ static void test_refusals(void)
 
 int main(void)
 {
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
     test_layouts();
     test_places();
     test_overlap();

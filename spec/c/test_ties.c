@@ -118,8 +118,10 @@ static void backward(process *p, int v, int micro)
 
 static void act(process *p, const ps_action *a, double *norm)
 {
-    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .scale = 1,
-                              .rule = PS_RULE_ADAMW };
+    ps_update_group group = { .scale = 1, .op = PS_OP_adam_, .n_states = 2, .n_needed = 2 };
+    ps_attrs_adam_ settings = { .adamw = 1, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8,
+                                .weight_decay = 0.1 };
+    memcpy(group.attrs, &settings, sizeof settings);
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1 };
     if (!WELL(ps_step_next(p->step, a->kind, &how))) return;
     if (a->kind == PS_ACT_FORWARD) forward(p, a->vstage, a->micro);
@@ -133,9 +135,10 @@ static void act(process *p, const ps_action *a, double *norm)
 /* -- parameters ---------------------------------------------------------------------------------------------------- */
 static ps_param param_of(process *p, int which, int unit, int vstage, int number, int tie)
 {
-    static const int kinds[] = { PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ, PS_KIND_GRAD };
-    ps_param r = { .param = p->leaf[which], .unit = unit, .vstage = vstage, .number = number, .tie = tie };
-    ps_tensor **const to[] = { &r.m, &r.v, &r.grad };
+    const int kinds[] = { ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq"), PS_KIND_GRAD };
+    ps_param r = { .param = p->leaf[which], .unit = unit, .vstage = vstage, .number = number, .tie = tie,
+                   .n_states = tie == PS_TIE_USE ? 0 : 2 };
+    ps_tensor **const to[] = { &r.state[0], &r.state[1], &r.grad };
     int32_t chunk;
     WELL(ps_tensor_require_grad(r.param, 1));
     if (tie != PS_TIE_USE) {
@@ -361,6 +364,7 @@ static void test_refusals(void)
 
 int main(void)
 {
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
     result one = test_tables();
     test_formula(&one);
     test_refusals();

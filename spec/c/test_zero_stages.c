@@ -73,8 +73,10 @@ static ps_tensor *loss_of(process *p, int v, int micro)
 
 static void act(process *p, const ps_action *a, ps_tensor *(*loss)[RANKS * MICROS], double *norm)
 {
-    ps_update_group group = { .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-4, .weight_decay = 0.1, .scale = 1,
-                              .rule = PS_RULE_ADAMW };
+    ps_update_group group = { .scale = 1, .op = PS_OP_adam_, .n_states = 2, .n_needed = 2 };
+    ps_attrs_adam_ settings = { .adamw = 1, .lr = 0.01, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-4,
+                                .weight_decay = 0.1 };
+    memcpy(group.attrs, &settings, sizeof settings);
     ps_action_how how = { .weight = 1, .scale = 0.5, .groups = &group, .n_groups = 1 };
     ps_tensor **root = &loss[a->vstage][a->micro];
     int64_t segment;
@@ -125,15 +127,15 @@ static ps_param param_of(process *p, int i, int32_t *parts)
     r.param = p->w[i];
     WELL(ps_tensor_require_grad(r.param, 1));
     if (mine) {
-        static const int kinds[] = { PS_KIND_EXP_AVG, PS_KIND_EXP_AVG_SQ };
-        ps_tensor **const to[] = { &r.m, &r.v };
-        r.master = r.param;
+        const int kinds[] = { ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq") };
+        ps_tensor **const to[] = { &r.state[0], &r.state[1] };
+        r.master = r.param, r.n_states = 2;
         for (int k = 0; k < 2; k++)
             WELL(ps_engine_tensor_new(p->ctx, r.param, PS_F32, 0, chunk_of(p, kinds[k], i, true), 0, NULL, to[k]));
     }
     if (sums >= 0) WELL(ps_engine_tensor_new(p->ctx, r.param, PS_F32, 0, sums, 0, NULL, &r.grad));
     else WELL(ps_engine_part_tensor(p->ctx, r.param, PS_F32, 0, parts[1], 0, NULL, &r.grad));
-    ps_tensor *const all[] = { r.m, r.v, r.grad };
+    ps_tensor *const all[] = { r.state[0], r.state[1], r.grad };
     memcpy(p->own[i], all, sizeof all);
     return r;
 }
@@ -221,6 +223,7 @@ static result run_all(int size, int stage, bool once, int n, const ps_action *ta
 
 int main(void)
 {
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
     static const ps_action plain[] = { F(0, 0), F(1, 0), B(1, 0), B(0, 0), F(0, 1), F(1, 1), B(1, 1), B(0, 1), END },
         ahead[] = { F(0, 0), F(0, 1), F(1, 0), B(1, 0), F(1, 1), B(1, 1), R(1), B(0, 0), B(0, 1), R(0), END },
         crossed[] = { F(1, 0), F(0, 0), B(0, 0), R(0), F(0, 1), B(0, 1), F(1, 1), B(1, 0), R(0), R(1), B(1, 1), R(1),

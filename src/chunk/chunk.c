@@ -10,11 +10,25 @@
 #include "chunk/impl.h"
 #include "chunk/policy.h"
 
-const char *ps_kind_name(int kind)
+/* -- kinds --------------------------------------------------------------------------------------------------------- */
+enum { KIND_NAME = 32 };
+static char kind_names[PS_KIND_COUNT][KIND_NAME] = { "param", "param_fp32", "grad" };
+static _Atomic int n_kinds = PS_KIND_STATE;
+
+const char *ps_kind_name(int kind) { return kind >= 0 && kind < n_kinds ? kind_names[kind] : NULL; }
+
+int ps_kind_state(const char *name)
 {
-    static const char *const names[PS_KIND_COUNT] = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad",
-                                                      "momentum_buffer" };
-    return kind >= 0 && kind < PS_KIND_COUNT ? names[kind] : NULL;
+    int n = n_kinds;
+    for (int i = PS_KIND_STATE; i < n; i++) if (strcmp(kind_names[i], name) == 0) return i;
+    if (!name[0] || strlen(name) >= KIND_NAME)
+        return ps_fail(PS_EINVAL, "the name of a state, '%s', has %zu characters, not 1 to %d", name, strlen(name),
+                       KIND_NAME - 1);
+    if (n == PS_KIND_COUNT)
+        return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, and %d are the most", name, n, PS_KIND_COUNT);
+    snprintf(kind_names[n], KIND_NAME, "%s", name);
+    n_kinds = n + 1;                             /* after the name: other threads read it */
+    return n;
 }
 
 int tier_of(const ps_chunks *cs, int device)

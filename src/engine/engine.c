@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The engine: parameters that live in chunks, their gradients in backward, and updates (Adam, SGD) of the units of
- * chunks. Through ps_hooks the tape asks where to write a leaf's first gradient, and reports when no node will add to a
+ * The engine: parameters that live in chunks, their gradients in backward, and updates of the units of chunks.
+ * Through ps_hooks the tape asks where to write a leaf's first gradient, and reports when no node will add to a
  * gradient or read its parameter any more. Values equal those of the plain optimizer bit for bit: the same op updates
  * the same numbers, and a norm sums the squares of each tensor, then these sums in the order of the parameters. */
 #include "engine/engine.h"
@@ -197,61 +197,42 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 }
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
-enum { PER_CALL = PS_MAX_IN / 5 };
 
-/* The op of a rule, and its attributes. t: the update's number, from 1. Returns the op's number of tensors for each
- * parameter. */
-static int rule_of(const ps_update_group *g, int64_t t, double scale, int *op, ps_attrs_adam_ *adam, ps_attrs_sgd_ *sgd)
+/* An op may use no states that its parameters lack, so a script cannot change to settings that need others. */
+static int check_states(const ps_update_group *g, const param_rec *r)
 {
-    if (g->rule == PS_RULE_SGD) {
-        *op = PS_OP_sgd_;
-        *sgd = (ps_attrs_sgd_){ .lr = g->lr, .momentum = g->momentum, .weight_decay = g->weight_decay,
-                                .dampening = g->dampening, .nesterov = g->nesterov, .first = t == 1,
-                                .grad_scale = scale };
-        return 4;
-    }
-    *op = PS_OP_adam_;
-    *adam = (ps_attrs_adam_){ .adamw = g->rule == PS_RULE_ADAMW, .lr = g->lr, .beta1 = g->beta1, .beta2 = g->beta2,
-                              .eps = g->eps, .weight_decay = g->weight_decay, .grad_scale = scale };
-    adam->bias1 = 1 - __builtin_pow(g->beta1, (double)t);
-    adam->bias2 = 1 - __builtin_pow(g->beta2, (double)t);
-    return 5;
+    if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;
+    return ps_fail(PS_EINVAL, "the update of group %d (op %d) needs %d to %d states, and a parameter has %d", r->group,
+                   g->op, g->n_needed, g->n_states, r->n_states);
 }
 
-/* A group's rule must use the averages that its parameters have, so a script cannot change to a rule with others. */
-static int check_averages(const ps_update_group *g, const param_rec *r)
-{
-    bool fits = g->rule == PS_RULE_SGD ? !r->v && (r->m || g->momentum == 0) : r->m && r->v;
-    return fits ? 0 : ps_fail(PS_EINVAL, "the rule of group %d (%d, momentum %g) has averages that its parameters "
-                              "lack", r->group, g->rule, g->momentum);
-}
+static int per_call(const ps_update_group *g) { return PS_MAX_IN / (3 + g->n_states); }
 
 /* Updates parameters of one group that have had the same number of updates and have the same gradient scale. */
 static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
 {
-    ps_tensor *in[PS_MAX_IN], *moved[PER_CALL] = { NULL }, *all[PS_MAX_OUT] = { NULL };
+    ps_tensor *in[PS_MAX_IN], *moved[PS_MAX_IN] = { NULL }, *all[PS_MAX_OUT] = { NULL };
     const ps_update_group *g = &e->groups[list[0]->group];
     int64_t t = list[0]->t + 1;
-    ps_attrs_adam_ adam_attrs;
-    ps_attrs_sgd_ sgd_attrs;
-    int op, each = rule_of(g, t, e->step->how.scale * g->scale * list[0]->scale, &op, &adam_attrs, &sgd_attrs);
-    const void *attrs = op == PS_OP_sgd_ ? (const void *)&sgd_attrs : &adam_attrs;
-    for (int i = 0; i < n; i++) PS_TRY(check_averages(g, list[i]));
-    int rc = 0;
+    double attrs[PS_UPDATE_ATTRS];
+    int rc = 0, each = 3 + g->n_states;
+    memcpy(attrs, g->attrs, sizeof attrs);
+    PS_TRY(ps_update_attrs(g->op, attrs, t, e->step->how.scale * g->scale * list[0]->scale));
+    for (int i = 0; i < n; i++) PS_TRY(check_states(g, list[i]));
     for (int i = 0; rc == 0 && i < n; i++) {
         param_rec *r = list[i];
         ps_tensor *grad = r->param->grad_;
         if (host && r->in_slot) grad = r->host_slot;
         else if (host && r->host_place && grad->storage == r->place->storage) grad = r->host_place;
         else if (host) rc = ps_tensor_to_device(grad, e->host, &moved[i]), grad = moved[i];
-        ps_tensor *const own[4] = { r->param, r->master, r->m, r->v };
-        ps_tensor *const *use = host ? r->host : own;
-        ps_tensor *const five[5] = { use[0], use[1], grad, use[2] ? use[2] : use[1], use[3] };
-        memcpy(&in[each * i], five, sizeof *five * (size_t)each);
+        ps_tensor **to = &in[each * i], *master = host ? r->host[1] : r->master;
+        ps_tensor *const *states = host ? r->host + 2 : r->state;
+        to[0] = host ? r->host[0] : r->param, to[1] = master, to[2] = grad;
+        for (int k = 0; k < g->n_states; k++) to[3 + k] = k < r->n_states ? states[k] : master;
         r->param->storage->engine.taken = false;
     }
     if (e->zero) e->zero->table->alone(e->zero, true);
-    if (rc == 0) rc = engine_run(e->ctx, op, attrs, each * n, in, all);
+    if (rc == 0) rc = engine_run(e->ctx, g->op, attrs, each * n, in, all);
     if (e->zero) e->zero->table->alone(e->zero, false);
     if (all[0]) ps_tensor_release(all[0]);
     for (int i = 0; i < n; i++) {
@@ -287,7 +268,7 @@ static int gradients_end(ps_engine *e, int32_t unit)
 static int update_unit(ps_engine *e, int32_t unit)
 {
     unit_rec *u = &e->units[unit];
-    param_rec *list[PER_CALL];
+    param_rec *list[PS_MAX_IN];
     int n = 0;
     bool on_host = false;
     if (u->updated) return 0;
@@ -296,7 +277,7 @@ static int update_unit(ps_engine *e, int32_t unit)
         if (r->updated || !r->owned || !r->param->grad_) continue;
         bool host = updates_on_host(e, u, r);
         bool alike = n > 0 && r->group == list[0]->group && r->t == list[0]->t && r->scale == list[0]->scale;
-        if (n > 0 && (n == PER_CALL || !alike || host != on_host)) {
+        if (n > 0 && (!alike || host != on_host || n == per_call(&e->groups[r->group]))) {
             PS_TRY(run_update(e, list, n, on_host));
             n = 0;
         }
@@ -472,9 +453,10 @@ static void release_params(ps_engine *e)
         r->param->managed = NULL;
         r->param->storage->engine.watched = r->param->storage->engine.taken = false;
         drop_grad(r);
-        ps_tensor *all[] = { r->param, r->master, r->m, r->v, r->host[0], r->host[1], r->host[2], r->host[3], r->place,
-                             r->slot, r->host_slot, r->host_place, r->addend };
+        ps_tensor *all[] = { r->param, r->master, r->place, r->slot, r->host_slot, r->host_place, r->addend };
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) if (all[k]) ps_tensor_release(all[k]);
+        for (int k = 0; k < PS_MAX_STATES; k++) if (r->state[k]) ps_tensor_release(r->state[k]);
+        for (int k = 0; k < 2 + PS_MAX_STATES; k++) if (r->host[k]) ps_tensor_release(r->host[k]);
     }
     ps_free(e->params);
     ps_free(e->units);
@@ -507,10 +489,11 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
 {
     *r = (param_rec){ .engine = e, .group = p->group, .unit = p->tie == PS_TIE_USE ? -1 : p->unit, .vstage = p->vstage,
                       .number = p->number, .tie = p->tie, .tp = p->tie == PS_TIE_USE ? PS_TP_WHOLE : p->tp };
-    r->param = p->param, r->master = p->master, r->m = p->m, r->v = p->v, r->place = p->grad;
-    for (int k = 0; k < 4; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
-    ps_tensor *own[] = { r->param, r->master, r->m, r->v, r->place };
-    for (int k = 0; k < 5; k++) if (own[k]) ps_tensor_retain(own[k]);
+    r->param = p->param, r->master = p->master, r->place = p->grad, r->n_states = p->n_states;
+    for (int k = 0; k < 2 + r->n_states; k++) if ((r->host[k] = p->host[k])) ps_tensor_retain(p->host[k]);
+    for (int k = 0; k < r->n_states; k++) ps_tensor_retain(r->state[k] = p->state[k]);
+    ps_tensor *own[] = { r->param, r->master, r->place };
+    for (int k = 0; k < 3; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->master != NULL;
     if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE) {
         PS_TRY(slot_view(r->param, &r->slot));
@@ -527,7 +510,10 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
 {
     for (int i = 0; i < n; i++) {
         const ps_param *p = &params[i];
-        bool state = p->master && (p->m || !p->v), none = !p->master && !p->m && !p->v;
+        if (p->n_states < 0 || p->n_states > PS_MAX_STATES)
+            return ps_fail(PS_EINVAL, "parameter %d has %d states, not 0 to %d", i, p->n_states, PS_MAX_STATES);
+        bool state = p->master, none = !p->master && p->n_states == 0;
+        for (int k = 0; k < p->n_states; k++) state = state && p->state[k];
         bool use = p->tie == PS_TIE_USE, elsewhere = none && e->zero && e->zero->stage > 0;
         if (!p->param || !(use ? none : state || elsewhere))
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);

@@ -16,12 +16,13 @@ enum { PS_ENGINE_TRACES = 8 };
  * parameter's slot (ps_action_how.slot), and is freed by the update. */
 typedef struct param_rec {
     struct ps_engine *engine;
-    ps_tensor *param, *master, *m, *v;
-    ps_tensor *host[4];           /* param, master, m, v for the host; NULL if the compute device is the host */
+    ps_tensor *param, *master, *state[PS_MAX_STATES];
+    ps_tensor *host[2 + PS_MAX_STATES];   /* param, master, states for the host; NULL if the compute device is it */
     ps_tensor *place, *host_place;   /* its gradient in a gradient chunk, or NULL; the same bytes for the host */
     ps_tensor *slot, *host_slot;  /* param's bytes viewed as its gradient; NULL if the parameter is its own master */
     ps_tensor *addend;            /* PS_TP_PARTIAL: its part of partial_rec.sums, in its shape; else NULL */
     int32_t group, unit, vstage, number, tie, tp;   /* unit: -1 for a PS_TIE_USE */
+    int32_t n_states;
     struct param_rec *first_use;  /* PS_TIE_USE: the earlier use that has a unit; else NULL */
     ps_tensor *sum;               /* its gradient while the tensor holds the gradient of another use; else NULL */
     int64_t t;                    /* updates so far */
@@ -32,7 +33,7 @@ typedef struct param_rec {
     bool waits;                   /* several virtual stages use it: its gradient is whole when all backwards are over */
     bool summed;                  /* PS_TP_PARTIAL: its gradient is the sum over the ranks */
     bool had;                     /* it had a gradient in this step at the last comparison between ranks, or before */
-    bool owned;                   /* master, m and v lie on this rank */
+    bool owned;                   /* master and states lie on this rank */
 } param_rec;
 
 typedef struct unit_rec {

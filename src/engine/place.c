@@ -7,7 +7,7 @@ int ps_engine_chunk_new(ps_ctx *ctx, int kind, int group, int index, int dtype, 
 {
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
-    if (kind < 0 || kind >= PS_KIND_COUNT) return ps_fail(PS_EINVAL, "no such kind of chunk: %d", kind);
+    if (!ps_kind_name(kind)) return ps_fail(PS_EINVAL, "no such kind of chunk: %d", kind);
     return ps_chunk_new(e->chunks, kind, group, index, dtype, nbytes, chunk);
 }
 
@@ -58,6 +58,15 @@ int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int devi
     int rc = ps_tensor_over(ctx, s, &meta, device, out);
     if (rc < 0) ps_chunk_storage_undo(e->chunks, s);         /* the caller may try again */
     return rc;
+}
+
+int ps_engine_tensor_shaped(ps_ctx *ctx, int ndim, const int64_t *shape, int dtype, int device, int32_t chunk,
+                            int64_t offset, const char *name, ps_tensor **out)
+{
+    ps_tensor like = { .ndim = ndim, .numel_ = 1 };
+    if (ndim < 0 || ndim > PS_MAX_DIMS) return ps_fail(PS_EINVAL, "%d dimensions", ndim);
+    for (int i = 0; i < ndim; i++) like.shape_[i] = shape[i], like.numel_ *= shape[i];
+    return ps_engine_tensor_new(ctx, &like, dtype, device, chunk, offset, name, out);
 }
 
 int ps_engine_tensor_at(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)

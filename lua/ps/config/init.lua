@@ -10,6 +10,8 @@ local source = require "ps.config.source"
 local check = require "ps.config.check"
 local batch_sizes = require "ps.config.batch_sizes"
 local memory = require "ps.config.memory"
+local copied = require "ps.core.copied"
+local optimizers = require "ps.optimizers"
 
 local config = {}
 
@@ -120,16 +122,34 @@ local config = {}
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
 ---@field client? table settings of the section client, which override the configuration's
 
--- Keys of only one kind of optimizer.
-local OF_SGD = { momentum = 0, dampening = 0, nesterov = false }      -- with their defaults
-local OF_ADAM = { "betas", "eps", "adam_w_mode", "torch_adam" }
+local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- besides settings
 
-local function refuse_others(state, keys, kind, owner)
-  for _, key in ipairs(keys) do
+-- Refuses settings of other optimizers.
+local function refuse_others(state, made)
+  local own, owners = {}, {}
+  for _, key in ipairs(made.settings) do own[key] = true end
+  for _, name in ipairs(optimizers.names) do
+    for _, key in ipairs(optimizers.of(name).settings) do
+      if not own[key] then owners[key] = (owners[key] and owners[key] .. ", " or "") .. name end
+    end
+  end
+  if made.op ~= optimizers.of("Adam").op then for key in pairs(OF_ADAM) do owners[key] = "Adam, AdamW" end end
+  for key, owner in pairs(owners) do
     local path = "optimizer.params." .. key
     if state.given[path] then
-      state:fail("%s is given, but optimizer.type is \"%s\"; the key is for %s: remove it", state:shown(path), kind,
-        owner)
+      state:fail("%s is given, but optimizer.type is \"%s\"; the key is for %s: remove it", state:shown(path),
+        made.name, owner)
+    end
+  end
+end
+
+-- Fills in the settings that are not given with this optimizer's own defaults.
+local function fill_settings(state, made, params)
+  for _, key in ipairs(made.settings) do
+    if not state.given["optimizer.params." .. key] and (params[key] == nil or key == "betas" or key == "eps") then
+      local default = made.config and made.config[key]
+      if default == nil then default = made.defaults[key] end
+      params[key] = type(default) == "table" and copied(default) or default
     end
   end
 end
@@ -140,14 +160,12 @@ local function resolve_optimizer(state, cfg)
   local params = optimizer.params
   cfg.rate_given = state.given["optimizer.params.lr"] ~= nil
   cfg.optimizer_given = cfg.rate_given or state.given["optimizer.type"] ~= nil
-  if optimizer.type:lower() == "sgd" then
-    optimizer.type = "SGD"
-    refuse_others(state, OF_ADAM, "SGD", "Adam and AdamW")
-    for key, default in pairs(OF_SGD) do if params[key] == nil then params[key] = default end end
-    return
-  end
-  refuse_others(state, { "momentum", "dampening", "nesterov" }, optimizer.type, "SGD")
-  local is_w = optimizer.type:lower() == "adamw"
+  local made = optimizers.of(optimizers.find(optimizer.type))
+  refuse_others(state, made)
+  optimizer.type = made.name
+  fill_settings(state, made, params)
+  if made.op ~= optimizers.of("Adam").op then return end
+  local is_w = made.name == "AdamW"
   if is_w and params.adam_w_mode == false then
     state:fail("optimizer.type is \"AdamW\" and optimizer.params.adam_w_mode is false: they contradict each other")
   end

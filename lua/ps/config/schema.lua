@@ -16,6 +16,7 @@
 -- spec/config/acts_spec.lua checks that this file reads the key.
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
+local optimizers = require "ps.optimizers"
 local policies = require "ps.config.policies"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
@@ -49,7 +50,6 @@ local STATIC = "chunks use the memory that other tensors leave at each trace ind
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
-local OPTIMIZERS = { "Adam", "AdamW", "SGD" }
 local SCHEDULERS = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "warmup_cosine",
   "warmup_linear", "constant" }
 
@@ -62,6 +62,10 @@ local function one_of(names, why)
     local near = nearest.find(value, names)
     return (near and ('did you mean "%s"? '):format(near) or "") .. why .. table.concat(names, ", ")
   end
+end
+
+local function one_of_optimizers(value)
+  return not optimizers.find(value) and one_of(optimizers.names, "chunks hold the state of ")(value) or nil
 end
 
 local sections = {
@@ -134,7 +138,7 @@ local sections = {
   { "optimizer", "Absent: Adam with its defaults.", {
     { "type", T.string, "Adam", H, "Adam, AdamW or SGD (PyTorch's). Adam is plain Adam (decay added to the gradient) "
       .. "as in PyTorch and PatrickStar, unless adam_w_mode is true (DeepSpeed: true when absent)",
-      check = one_of(OPTIMIZERS, "chunks hold the state of "), acts = OPTIMIZER },
+      check = one_of_optimizers, acts = OPTIMIZER },
     { "legacy_fusion", T.boolean, false, I, "the update is always one pass" },
   } },
   { "optimizer.params", "DeepSpeed's defaults.", acts = GROUPS, {

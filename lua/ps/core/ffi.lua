@@ -210,6 +210,18 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
   return a, b, c, owned_from(3, n_out)
 end
 
+local list_ins = ffi.new("ps_tensor *[64]")     -- PS_MAX_IN
+
+--- Runs an op that writes into the tensors of a list.
+---@param op integer
+---@param list ps.Tensor[] at most PS_MAX_IN
+---@param attrs ffi.cdata*
+---@param nbytes integer of attrs
+function M.run(op, list, attrs, nbytes)
+  for i, t in ipairs(list) do list_ins[i - 1] = t end
+  return apply(op, #list, list_ins, attrs, nbytes, 1)
+end
+
 local ops, info = require "ps.ops_generated"(ffi, C, apply, caller)
 M.ops, M.op_info = ops, info
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The kinds of chunks (enum PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. An update reads chunks of
--- several kinds at once, so their tensors begin at different offsets. PS_KIND_SHIFT (src/ps.h) gives the reason.
+-- The kinds of chunks (PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. An update reads chunks of several
+-- kinds at once, so their tensors begin at different offsets. PS_KIND_SHIFT (src/ps.h) gives the reason.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 
@@ -8,18 +8,31 @@ local kinds = {}
 
 local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
 local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would waste memory
-local BYTES = require("ps.core.dtype").nbytes
+local BYTES = { bf16 = 2, fp16 = 2, fp32 = 4, uint8 = 1 }
 
 --- Names by number, and numbers by name.
 kinds.name, kinds.number = {}, {}
-for i = 0, C.PS_KIND_COUNT - 1 do
+for i = 0, C.PS_KIND_STATE - 1 do
   local name = ffi.string(C.ps_kind_name(i))
   kinds.name[i], kinds.number[name] = name, i
 end
 
--- Kinds that share another kind's offset: the two kinds never exist together.
-local OFFSET_OF = { momentum_buffer = "exp_avg" }
-local LAST = kinds.number.grad                    -- the largest offset
+-- The offset of a kind, as a multiple of PS_KIND_SHIFT. States that never exist together may share one.
+local PLACE = { param = 0, param_fp32 = 1, grad = 4 }
+local PLACE_OF_STATE = { 2, 3, 5, 6, 7, 8 }
+local ALIKE = 3                                   -- the size of chunks with fp32 states allows for this place
+local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
+
+--- Adds a kind of chunks for a state of optimizers, if it is new.
+---@param name string
+---@param place integer its number among the states of its optimizer, from 1
+function kinds.add_state(name, place)
+  if kinds.number[name] then return end
+  local number = C.ps_kind_state(name)
+  native.check(number)
+  kinds.name[number], kinds.number[name] = name, number
+  PLACE[name] = PLACE_OF_STATE[place]
+end
 
 --- The most bytes by which a chunk of `numel` fp32 elements, of any kind, is larger than its elements.
 ---@param numel integer
@@ -29,26 +42,27 @@ function kinds.most_extra(numel)
   return (math.ceil(LAST * C.PS_KIND_SHIFT / PAGE) + 1) * PAGE
 end
 
+local function start_at(place, numel, dtype)
+  return numel * BYTES[dtype] >= SHIFTED_FROM and place * C.PS_KIND_SHIFT or 0
+end
+
 --- Bytes before the first tensor of a chunk of a kind that holds `numel` elements of a type.
 ---@param kind string
 ---@param numel integer
----@param dtype "fp32"|"bf16"|"fp16"
+---@param dtype string
 ---@return integer
-function kinds.start(kind, numel, dtype)
-  return numel * BYTES[dtype] >= SHIFTED_FROM and kinds.number[OFFSET_OF[kind] or kind] * C.PS_KIND_SHIFT
-    or 0
-end
+function kinds.start(kind, numel, dtype) return start_at(PLACE[kind], numel, dtype) end
 
--- Chunks of the optimizer's state have one size, since each may reuse the memory of another.
-local SIZE_OF = { param_fp32 = "exp_avg_sq", exp_avg = "exp_avg_sq", momentum_buffer = "exp_avg_sq" }
-
---- Bytes of a chunk of a kind that holds `numel` elements of a type.
+--- Bytes of a chunk of a kind that holds `numel` elements of a type. Chunks of masters and of the first two fp32 states
+--- have one size, since each may reuse the memory of another.
 ---@param kind string
 ---@param numel integer
----@param dtype "fp32"|"bf16"|"fp16"
+---@param dtype string
 ---@return integer
 function kinds.bytes(kind, numel, dtype)
-  return math.ceil((numel * BYTES[dtype] + kinds.start(SIZE_OF[kind] or kind, numel, dtype)) / PAGE) * PAGE
+  local place = PLACE[kind]
+  if place ~= PLACE.grad and place ~= PLACE.param and dtype == "fp32" then place = math.max(place, ALIKE) end
+  return math.ceil((numel * BYTES[dtype] + start_at(place, numel, dtype)) / PAGE) * PAGE
 end
 
 return kinds

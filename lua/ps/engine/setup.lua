@@ -26,6 +26,7 @@ local place_options = require "ps.engine.layout.options"
 local own_loss = require "ps.engine.step.own_loss"
 local shortage = require "ps.engine.plan.shortage"
 local optim_groups = require "ps.optim.groups"
+local optimizers = require "ps.optimizers"
 local random_state = require "ps.dist.random_state"
 local ffi, C = native.ffi, native.C
 local error = caller.error
@@ -38,19 +39,26 @@ local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
   client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table" }
 
-local OF_GROUPS = { match = "function", lr = "number", betas = "table", eps = "number", weight_decay = "number",
-  momentum = "number", dampening = "number", nesterov = "boolean" }
+-- The keys of a group of parameters, and the types of their values.
+local function group_keys()
+  local keys = { match = "function", optimizer = "string" }
+  for _, name in ipairs(optimizers.names) do
+    for key, default in pairs(optimizers.of(name).defaults) do keys[key] = type(default) end
+  end
+  return keys
+end
 
 -- Checks groups of parameters. A parameter belongs to the first group whose match returns true; the last group may have
 -- no match, and gets the remaining parameters.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
+  local of_groups = group_keys()
   if type(groups) ~= "table" or #groups == 0 then refuse(" must be a list of tables, one for each group") end
   for i, group in ipairs(groups) do
     if type(group) ~= "table" then refuse("[%d] is a %s, not a table", i, type(group)) end
     for key, value in pairs(group) do
-      local kind = OF_GROUPS[key]
+      local kind = of_groups[key]
       if not kind then
         refuse("[%d] has an unknown key '%s'; a group may have match = function(name, parameter), lr, "
           .. "weight_decay, Adam's "
@@ -64,11 +72,16 @@ local function check_groups(groups)
   end
 end
 
--- Refuses settings of groups that the configuration's optimizer does not have.
-local function check_kind(list, kind)
-  local known = { match = true }
-  for _, key in ipairs(optim_groups.SETTINGS[kind]) do known[key] = true end
+-- Refuses settings of groups that their optimizer does not have.
+local function check_kind(list, default)
   for i, group in ipairs(list or {}) do
+    local kind = group.optimizer and optimizers.find(group.optimizer) or default
+    if group.optimizer and not optimizers.find(group.optimizer) then
+      error(("ps.initialize: param_groups[%d].optimizer is '%s'; there are %s"):format(i, group.optimizer,
+        table.concat(optimizers.names, ", ")))
+    end
+    local known = { match = true, optimizer = true }
+    for _, key in ipairs(optimizers.of(kind).settings) do known[key] = true end
     for key in pairs(group) do
       if not known[key] then error(("ps.initialize: param_groups[%d].%s is not a setting of %s"):format(
         i, key, kind)) end
@@ -295,7 +308,8 @@ local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
   local stage = engine.zero_stage
-  local state = 4 + 4 * #optim_groups.averages(engine.cfg.optimizer, engine.param_groups)
+  local state, list = 0, optim_groups.configured(engine.cfg.optimizer, engine.param_groups)
+  for _, states in ipairs(optim_groups.states(list)) do state = math.max(state, 4 + optimizers.states_most(states)) end
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 

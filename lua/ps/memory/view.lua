@@ -16,7 +16,7 @@ local LEAST_NAMES = 12         -- smallest number of columns for names
 
 ---@class ps.view.Chunk
 ---@field id integer
----@field kind string "param", "param_fp32", "exp_avg", "exp_avg_sq", "momentum_buffer" or "grad"
+---@field kind string "param", "param_fp32", "grad", or a state of the optimizer
 ---@field index integer number within its kind
 ---@field nbytes integer
 ---@field used_nbytes integer

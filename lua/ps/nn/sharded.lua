@@ -109,4 +109,13 @@ function sharded.read(source, name, tensor, parameter)
   end
 end
 
+--- Reads a tensor of a source that no rank cuts.
+---@param source table an open file, or tensors by name
+---@param name string
+---@param tensor ps.Tensor to write into
+function sharded.read_plain(source, name, tensor)
+  if source.read_into ~= nil then return source:read_into(name, tensor) end
+  return scope.no_grad(function() tensor:copy_(source[name]:to(tensor:device())) end)
+end
+
 return sharded

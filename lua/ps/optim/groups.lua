@@ -6,27 +6,35 @@ local caller = require "ps.core.caller"
 local check = require "ps.config.check"
 local copied = require "ps.core.copied"
 local types = require "ps.core.types"
+local optimizers = require "ps.optimizers"
 local is_tensor = require("ps.core.scope").is_tensor
 local foreign = require "ps.core.foreign"
 local error = caller.error
 
 local groups = {}
 
-local OF_ADAM = { "lr", "betas", "eps", "weight_decay" }
---- The settings of a group, by the optimizer's kind, with PyTorch's names.
-groups.SETTINGS = { Adam = OF_ADAM, AdamW = OF_ADAM,
-  SGD = { "lr", "momentum", "weight_decay", "dampening", "nesterov" } }
+--- The settings of a group, with PyTorch's names.
+---@param group table
+---@return string[]
+function groups.settings(group) return optimizers.of_group(group).settings end
+
+--- The settings of a group that are saved: those of its optimizer, and its fields that cannot be set.
+---@param group table
+---@return string[]
+function groups.saved_keys(group)
+  local made, keys = optimizers.of_group(group), {}
+  for _, key in ipairs(made.settings) do keys[#keys + 1] = key end
+  for key in pairs(made.fixed or {}) do keys[#keys + 1] = key end
+  return keys
+end
 
 --- The error in a group's settings; nil: none.
 ---@param group table
 ---@return string?
 function groups.problem(group)
-  local problem = check.out_of_range(group, types.OPTIMIZER)
-  if not problem and group.nesterov and (group.momentum == 0 or group.dampening ~= 0) then
-    return ("nesterov needs a momentum above 0 and a dampening of 0; here they are %g and %g"):format(group.momentum,
-      group.dampening)
-  end
-  return problem
+  local made = optimizers.of_group(group)
+  return check.out_of_range(group, types.OPTIMIZER) or made.ranges and check.out_of_range(group, made.ranges)
+    or made.problem and made.problem(group) or nil
 end
 
 --- Refuses values that cannot get a gradient. An optimizer needs float tensors that are not an op's output. A frozen
@@ -232,26 +240,27 @@ function groups.loaded(list) note_rates(list) end
 function groups.configured(optimizer, param_groups)
   local params, list = optimizer.params, {}
   for number, given in ipairs(param_groups or { {} }) do
-    local group = {}
-    for _, key in ipairs(groups.SETTINGS[optimizer.type]) do group[key] = params[key] end
-    if group.betas then group.betas, group.decoupled = copied(group.betas), optimizer.type == "AdamW" end
-    for key, value in pairs(given) do if key ~= "match" then group[key] = value end end
+    local kind = given.optimizer or optimizer.type
+    local made, group = optimizers.of(kind), { kind = kind }
+    for _, key in ipairs(made.settings) do
+      local value = made.defaults[key]
+      if (key == "lr" or kind == optimizer.type) and params[key] ~= nil then value = params[key] end
+      group[key] = type(value) == "table" and copied(value) or value
+    end
+    for key, value in pairs(made.fixed or {}) do group[key] = value end
+    for key, value in pairs(given) do if key ~= "match" and key ~= "optimizer" then group[key] = value end end
     list[number] = group
   end
   return list
 end
 
---- The tensors that an engine keeps for a parameter in addition to its fp32 value: their PyTorch names. SGD without
---- momentum has none.
----@param optimizer {type: string, params: table} block "optimizer" of the configuration
----@param param_groups? table[]
----@return string[]
-function groups.averages(optimizer, param_groups)
-  if optimizer.type ~= "SGD" then return { "exp_avg", "exp_avg_sq" } end
-  for _, group in ipairs(groups.configured(optimizer, param_groups)) do
-    if group.momentum ~= 0 then return { "momentum_buffer" } end
-  end
-  return {}
+--- By group, from 1: the states that an engine keeps for a parameter in addition to its fp32 value.
+---@param list table[] groups, from groups.configured
+---@return ps.optimizers.State[][]
+function groups.states(list)
+  local states = {}
+  for number, group in ipairs(list) do states[number] = optimizers.states_of(optimizers.of_group(group), list) end
+  return states
 end
 
 --- The number, from 1, of a parameter's group: the first whose match returns true, else the last.

@@ -22,6 +22,8 @@ local mesh = require "ps.dist.mesh"
 local norms = require "ps.nn.norms"
 local native = require "ps.core.ffi"
 local optimizer_state = require "ps.optim.state"
+local optimizers = require "ps.optimizers"
+local updates = require "ps.optimizers.update"
 local exact = require "ps.core.exact"
 
 local optim = { give_back = norms.give_back, squares = norms.squares, global_norm = norms.global_norm }
@@ -74,24 +76,43 @@ local function in_range(settings, call, ranges)
 end
 
 local OF_OPTIMIZER = { max_norm = "number", per_rank = "boolean" }
-local OF_GROUP = { params = "any", param_names = "table" }
+local OF_GROUP = { params = "any", param_names = "table", optimizer = "string", kind = "string" }
 
 -- Checks the settings of an optimizer or of a group; `also` has the keys that are not settings.
 local function checked_options(kind, options, call, also)
   local keys = {}
   for key, type_of in pairs(also) do keys[key] = type_of end
   for key, default in pairs(kind.defaults) do keys[key] = type(default) end
-  return in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
+  for key, value in pairs(also == OF_GROUP and kind.fixed or {}) do keys[key] = type(value) end
+  options = in_range(caller.options(options, call, keys), call, types.OPTIMIZER)
+  return kind.ranges and in_range(options, call, kind.ranges) or options
 end
 
--- kind: {name, defaults, width = number of tensors per parameter in a call, state = names, apply = fn(list, group, t,
--- scale)}
+local function defaults_of(made, lr)
+  local defaults = {}
+  for key, default in pairs(made.defaults) do defaults[key] = default end
+  for key, value in pairs(made.fixed or {}) do defaults[key] = value end
+  defaults.lr = lr or defaults.lr
+  return defaults
+end
+
+-- The optimizer of a group: its own, if it names one.
+local function kind_of_group(kind, given, what)
+  local name = type(given) == "table" and (given.optimizer or given.kind)
+  if not name then return kind end
+  local found = type(name) == "string" and optimizers.find(name)
+  if not found then
+    error(("%s: optimizer is '%s'; there are %s"):format(what, tostring(name), table.concat(optimizers.names, ", ")))
+  end
+  return optimizers.of(found)
+end
+
+-- kind: ps.optimizers.Description
 local function build(kind, params, options)
   options = checked_options(kind, options, kind.name, OF_OPTIMIZER)
   local self = setmetatable({ kind = kind, entries = {}, steps = 0, max_norm = options.max_norm,
     per_rank = options.per_rank }, Optimizer)
-  self.defaults = {}
-  for key, default in pairs(kind.defaults) do self.defaults[key] = default end
+  self.defaults = defaults_of(kind)
   for key, value in pairs(options) do
     if not OF_OPTIMIZER[key] then self.defaults[key] = value end
   end
@@ -108,9 +129,14 @@ local function build(kind, params, options)
   self.groups = {}
   local seen = {}
   for number, given in ipairs(is_groups and params or { { params = params } }) do
-    local group, what = {}, ("%s, group %d"):format(kind.name, number - 1)
-    for key, default in pairs(self.defaults) do group[key] = default end
-    for key, value in pairs(checked_options(kind, given, what, OF_GROUP)) do group[key] = value end
+    local what = ("%s, group %d"):format(kind.name, number - 1)
+    local made = kind_of_group(kind, given, what)
+    local group = { kind = made.name }
+    for key, default in pairs(made == kind and self.defaults or defaults_of(made, self.defaults.lr)) do
+      group[key] = default
+    end
+    for key, value in pairs(checked_options(made, given, what, OF_GROUP)) do group[key] = value end
+    group.kind, group.optimizer = made.name, nil
     local problem = groups.problem(group)
     if problem then error(("%s: %s"):format(what, problem)) end
     self.groups[number] = group
@@ -132,18 +158,25 @@ end
 -- The type of a parameter's state and master. A parameter of this type is its own master.
 local function state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
 
+-- The type of a state tensor of a parameter.
+local function dtype_of(state, param) return state.dtype == "fp32" and state_dtype(param) or state.dtype end
+
+-- The states that a parameter of this group needs.
+local function states_of(group) return optimizers.states_of(optimizers.of_group(group), { group }) end
+
 -- Makes a parameter's state, when it first has a gradient.
-local function prepare(kind, entry)
+local function prepare(entry)
   if entry.master == nil then
     local p = entry.param
     entry.master = p:dtype() == state_dtype(p) and p or p:to { dtype = "fp32" }
     if entry.master ~= p then entry.master:keep() end
   end
-  for _, name in ipairs(kind.state(entry.group)) do
-    if entry[name] == nil then
-      entry[name] = create.zeros(entry.param:shape(), { dtype = state_dtype(entry.param),
-        device = entry.param:device() })
-      entry[name]:keep()
+  local shape = entry.param:shape()
+  for _, state in ipairs(states_of(entry.group)) do
+    if entry[state.name] == nil then
+      entry[state.name] = create.zeros(state.shape and state.shape(shape) or shape, { dtype = dtype_of(state,
+        entry.param), device = entry.param:device() })
+      entry[state.name]:keep()
     end
   end
 end
@@ -160,21 +193,28 @@ local function with_gradient(self)
   return entries, grads
 end
 
+-- Appends the tensors of a parameter's update to the op's inputs. The master stands in for states that it lacks.
+local function fill(list, kind, entry, grad)
+  local n = #list
+  list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
+  local has = #states_of(entry.group)
+  for k, state in ipairs(kind.states) do list[n + 3 + k] = k <= has and entry[state.name] or entry.master end
+end
+
 -- Updates entries. done: called with each entry after its update, or nil.
-local function update(self, entries, grads, scale, done)
-  local kind = self.kind
-  for _, entry in ipairs(entries) do prepare(kind, entry) end      -- allocate all memory before the first update
-  local most = math.floor(60 / kind.width)
+local function update(entries, grads, scale, done)
+  for _, entry in ipairs(entries) do prepare(entry) end      -- allocate all memory before the first update
   local first = 1
   while first <= #entries do
     local group, t, list, last = entries[first].group, entries[first].t, {}, first
-    local factor = entries[first].scale
+    local factor, kind = entries[first].scale, optimizers.of_group(group)
+    local most = math.floor(native.C.PS_MAX_IN / (3 + #kind.states))
     while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t
       and entries[last].scale == factor do
-      kind.fill(list, entries[last], grads[last])
+      fill(list, kind, entries[last], grads[last])
       last = last + 1
     end
-    kind.apply(list, group, t + 1, scale * (factor or 1))
+    updates.run(list, group, t + 1, scale * (factor or 1))
     for i = first, last - 1 do
       entries[i].t = t + 1
       if done then done(entries[i]) end
@@ -203,7 +243,7 @@ end
 function optim.apply(optimizer, scale, done)
   scope.no_grad(function()
     local entries, grads = with_gradient(optimizer)
-    update(optimizer, entries, grads, scale, done)
+    update(entries, grads, scale, done)
     optim.give_back(grads)
   end)
   optimizer.steps = optimizer.steps + 1
@@ -284,7 +324,7 @@ function Optimizer:step(options)
       if max_norm and not info.skipped then scale = scale * math.min(1, max_norm / (info.grad_norm + 1e-6)) end
     end
     if not info.skipped then
-      update(self, entries, grads, scale)
+      update(entries, grads, scale)
       self.steps = self.steps + 1
     end
     optim.give_back(grads)
@@ -371,26 +411,33 @@ function Optimizer:state_dict(model)
   local values = { kind = self.kind.name, steps = self.steps, t = {}, groups = {} }
   for i, entry in ipairs(self.entries) do
     values.t[names[i]] = entry.t
-    for _, state in ipairs(self.kind.state(entry.group)) do
-      if entry[state] ~= nil then tensors[names[i] .. "." .. state] = entry[state] end
+    for _, state in ipairs(states_of(entry.group)) do
+      if entry[state.name] ~= nil then tensors[names[i] .. "." .. state.name] = entry[state.name] end
     end
     if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
   end
-  local settings = {}
-  for key in pairs(self.kind.defaults) do settings[#settings + 1] = key end
-  for number, group in ipairs(self.groups) do values.groups[number] = groups.to_text(group, settings) end
+  for number, group in ipairs(self.groups) do
+    values.groups[number] = groups.to_text(group, groups.saved_keys(group))
+    if group.kind ~= self.kind.name then values.groups[number].kind = group.kind end
+  end
   if model == nil then values.param_names = own_names(self) end
   return { tensors = tensors, values = values }
 end
 
--- The possible state tensors of a parameter, in addition to its master.
-local STATES = { "exp_avg", "exp_avg_sq", "momentum_buffer" }
-
-local function same_or_fail(name, tensor, param)
-  local fit = sharded.fit(tensor:shape(), param)
-  if tensor:dtype() ~= state_dtype(param) or not fit then
+local function same_or_fail(name, tensor, param, state)
+  local needed = state and state.shape and state.shape(param:shape())
+  local dtype = state and dtype_of(state, param) or state_dtype(param)
+  if needed then
+    if tensor:dtype() == dtype and nn_module.same_shape(tensor:shape(), needed) then
+      return tensor:to(param:device())
+    end
     error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), state_dtype(param), table.concat(sharded.shape(param), ", ")))
+      table.concat(tensor:shape(), ", "), dtype, table.concat(needed, ", ")))
+  end
+  local fit = sharded.fit(tensor:shape(), param)
+  if tensor:dtype() ~= dtype or not fit then
+    error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
+      table.concat(tensor:shape(), ", "), dtype, table.concat(sharded.shape(param), ", ")))
   end
   if fit == "own" or nn_module.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
   local own = create.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
@@ -401,12 +448,12 @@ end
 -- A view of the optimizer for optim/state.lua, which has PyTorch's form.
 local function for_torch(self)
   local view = { named = own_names(self) ~= nil, kind = self.kind.name, steps = self.steps, groups = self.groups,
-    group_of = {}, averages = {}, engine = { steps = self.steps, built = { list = {} } } }
+    group_of = {}, states = {}, engine = { steps = self.steps, built = { list = {} } } }
   function view.engine.set_steps(of, steps) of.steps = steps end
   local number_of, names = {}, names_for(self)
   for number, group in ipairs(self.groups) do
     number_of[group] = number - 1
-    if self.kind.state(group)[1] then view.averages = self.kind.state(group) end
+    view.states[number] = optimizers.states_of(optimizers.of_group(group), self.groups)
   end
   for i, entry in ipairs(self.entries) do
     view.group_of[i] = number_of[entry.group]
@@ -418,10 +465,10 @@ local function for_torch(self)
   function view.set_updates(_, i, t) self.entries[i].t = t end
   function view.slot(_, i)
     local entry, averages = self.entries[i], {}
-    prepare(self.kind, entry)
-    for k, name in ipairs(self.kind.state(entry.group)) do averages[k] = entry[name] end
-    return { name = view.engine.built.list[i].name, param = entry.param,
-      averages = #averages == #view.averages and averages or nil }
+    local states = states_of(entry.group)
+    prepare(entry)
+    for k, state in ipairs(states) do averages[k] = entry[state.name] end
+    return { name = view.engine.built.list[i].name, param = entry.param, states = states, averages = averages }
   end
   return view
 end
@@ -474,10 +521,11 @@ function Optimizer:load_state_dict(state, model)
     local t = values.t[names[i]]
     if not t then error("the saved optimizer has no state for parameter " .. names[i]) end
     local found = { t = t }
-    for _, name in ipairs(t > 0 and self.kind.state(entry.group) or {}) do
+    for _, of in ipairs(t > 0 and states_of(entry.group) or {}) do
+      local name = of.name
       local tensor = state.tensors[names[i] .. "." .. name]
       if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i])) end
-      found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param)
+      found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param, of)
     end
     local master = entry.param:dtype() ~= state_dtype(entry.param) and state.tensors[names[i] .. ".master"] or nil
     if master ~= nil then found.master = same_or_fail(names[i] .. ".master", master, entry.param) end
@@ -485,7 +533,8 @@ function Optimizer:load_state_dict(state, model)
   end
   for i, entry in ipairs(self.entries) do
     entry.master = nil
-    for _, name in ipairs(STATES) do entry[name] = nil end      -- tensors that the state lacks start from zero
+    -- Tensors that the state lacks start from zero.
+    for _, of in ipairs(optimizers.of_group(entry.group).states) do entry[of.name] = nil end
     for key, value in pairs(planned[i]) do
       if nn_module.is_tensor(value) then value:keep() end
       entry[key] = value
@@ -495,44 +544,6 @@ function Optimizer:load_state_dict(state, model)
   self.steps = values.steps
 end
 
-local function adam_apply(list, group, t, scale)
-  local b1, b2 = group.betas[1], group.betas[2]
-  native.ops.adam_(list, group.decoupled and 1 or 0, group.lr, b1, b2, group.eps, group.weight_decay, scale,
-    1 - b1 ^ t, 1 - b2 ^ t)
-end
-
-local function adam_fill(list, entry, grad)
-  local n = #list
-  list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
-  list[n + 4], list[n + 5] = entry.exp_avg, entry.exp_avg_sq
-end
-
-local function adam(name, weight_decay, decoupled)
-  local states = { "exp_avg", "exp_avg_sq" }
-  return {
-    name = name, width = 5, fill = adam_fill, apply = adam_apply,
-    defaults = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = weight_decay, decoupled = decoupled },
-    state = function() return states end,
-  }
-end
-local ADAM, ADAMW = adam("Adam", 0, false), adam("AdamW", 0.01, true)
-
-local NO_STATE, MOMENTUM = {}, { "momentum_buffer" }
-local SGD = {
-  name = "SGD", width = 4,
-  defaults = { lr = 1e-3, momentum = 0, weight_decay = 0, dampening = 0, nesterov = false },
-  state = function(group) return group.momentum ~= 0 and MOMENTUM or NO_STATE end,
-  fill = function(list, entry, grad)
-    local n = #list
-    list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
-    list[n + 4] = entry.group.momentum ~= 0 and entry.momentum_buffer or entry.master
-  end,
-  apply = function(list, group, t, scale)
-    native.ops.sgd_(list, group.lr, group.momentum, group.weight_decay, group.dampening, group.nesterov and 1 or 0,
-      t == 1 and 1 or 0, scale)
-  end,
-}
-
 --- Adam; weight_decay is added to the gradient. params: a module, a list of parameters, or of groups {params=, ...}.
 --- per_rank: allow step() in a group of several ranks, where it is otherwise refused. Each rank then updates from its
 --- own gradients, which the script may have summed.
@@ -540,21 +551,21 @@ local SGD = {
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
 ---  per_rank?: boolean}
 ---@return ps.Optimizer
-function optim.Adam(params, options) return build(ADAM, params, options) end
+function optim.Adam(params, options) return build(optimizers.of "Adam", params, options) end
 
 --- Adam with decoupled weight decay (default 0.01).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
 ---  per_rank?: boolean}
 ---@return ps.Optimizer
-function optim.AdamW(params, options) return build(ADAMW, params, options) end
+function optim.AdamW(params, options) return build(optimizers.of "AdamW", params, options) end
 
 --- Stochastic gradient descent with PyTorch's momentum.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, momentum?: number, dampening?: number, nesterov?: boolean, weight_decay?: number,
 ---  max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
-function optim.SGD(params, options) return build(SGD, params, options) end
+function optim.SGD(params, options) return build(optimizers.of "SGD", params, options) end
 
 optim.GradScaler = loss_scaler.pytorch
 

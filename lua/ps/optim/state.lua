@@ -4,23 +4,25 @@
 -- or in an open file (ps.load with lazy = true), which is never read as a whole. The whole state is checked before the
 -- first value is written.
 --
--- The optimizer of this file has: kind, steps, groups, group_of (from 0, by parameter), and
---   averages: a parameter's tensors in addition to its fp32 value, {"exp_avg", "exp_avg_sq"}, {"momentum_buffer"} or {}
---   count() parameters, in order of registration;  slot(i) {name, param, averages or nil, master or nil}, i from 1;
---     averages: a tensor for each of the optimizer's; nil if another rank has them
+-- The optimizer of this file has: kind, steps, groups (each with its optimizer's name, kind), group_of (from 0, by
+-- parameter), and
+--   states: by group, from 1: the states of its parameters in addition to their fp32 values (ps.optimizers.State)
+--   count() parameters, in order of registration
+--   slot(i) {name, param, states, averages or nil, master or nil}, i from 1; averages: a tensor for each of the states;
+--     nil if another rank has them
 --   order(i)    the place among the trained parameters of the whole model, group by group
 --   updates(i), set_updates(i, t)
 --   named: false if parameters have no names
 local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
 local optim_groups = require "ps.optim.groups"
+local optimizers = require "ps.optimizers"
+local copied = require "ps.core.copied"
 local torch_pt = require "ps.io.torch_pt"
+local rectangles = require "ps.core.rectangles"
 local error = require("ps.core.caller").error
 
 local state = {}
-
--- Settings that are saved. Each kind of optimizer has some of them.
-local SETTINGS = { "lr", "betas", "eps", "weight_decay", "decoupled", "momentum", "dampening", "nesterov" }
 
 -- -- sources (ps.nn.sharded) ------------------------------------------------------------------------------------------
 local function is_file(value) return type(value) == "table" and type(value.read_into) == "function" end
@@ -30,9 +32,16 @@ local function has(source, key)
   return scope.is_tensor(source[key])
 end
 
-local function check_tensor(source, key, slot)
+-- state: nil for a master, which has the parameter's shape.
+local function check_tensor(source, key, slot, state_of)
   if not has(source, key) then error("the saved optimizer has no " .. key .. " for parameter " .. slot.name, 0) end
   local shape = is_file(source) and source:shape(key) or source[key]:shape()
+  if state_of and state_of.shape then
+    local own = state_of.shape(slot.param:shape())
+    if rectangles.same(shape, own) then return end
+    error(("the saved optimizer's %s of parameter %s is [%s], but it needs [%s]"):format(key, slot.name,
+      table.concat(shape, ", "), table.concat(own, ", ")), 0)
+  end
   local fit = sharded.fit(shape, slot.param)
   if not fit or fit == "own" and source.whole == true then
     error(("the saved optimizer's %s of parameter %s is [%s], but the parameter is [%s]"):format(key, slot.name,
@@ -40,24 +49,48 @@ local function check_tensor(source, key, slot)
   end
 end
 
-local function check_averages(opt, source, prefix, slot)
-  for _, name in ipairs(opt.averages) do check_tensor(source, prefix .. name, slot) end
+local function check_averages(source, prefix, slot)
+  for _, of in ipairs(slot.states) do check_tensor(source, prefix .. of.name, slot, of) end
 end
 
 -- Sets a parameter's averages from a source, in which they are `prefix`exp_avg and so on. Without a source they become
 -- zeros, as if the parameter had never been updated.
-local function set_averages(opt, slot, source, prefix)
+local function set_averages(slot, source, prefix)
   for k, average in ipairs(slot.averages or {}) do
-    if source then sharded.read(source, prefix .. opt.averages[k], average, slot.param)
+    local of = slot.states[k]
+    if source and of.shape then sharded.read_plain(source, prefix .. of.name, average)
+    elseif source then sharded.read(source, prefix .. of.name, average, slot.param)
     else scope.no_grad(function() average:fill_(0) end) end
   end
 end
 
--- Refuses a saved group with momentum if this optimizer has no momentum buffers.
-local function check_momentum(momentum, number, opt)
-  if opt.kind ~= "SGD" or #opt.averages > 0 or not momentum or momentum == 0 then return end
-  error(("param_groups[%d] of the saved optimizer has momentum %g, but this one was made without; set momentum in the "
-    .. "configuration"):format(number - 1, momentum), 0)
+local function number_of(value)
+  if scope.is_tensor(value) then value = value:item() end
+  return tonumber(value)
+end
+
+-- Refuses a saved group whose settings need states that this optimizer was made without.
+local function check_needs(saved, number, opt)
+  local group, made = {}, optimizers.of_group(opt.groups[number])
+  if not made.needed then return end
+  for key, value in pairs(opt.groups[number]) do group[key] = value end
+  for _, key in ipairs(made.settings) do
+    if type(group[key]) == "number" then group[key] = number_of(saved[key]) or group[key] end
+  end
+  if made.needed(group) <= #opt.states[number] then return end
+  error(("param_groups[%d] of the saved optimizer: %s, but this one was made without the states that it needs; set it "
+    .. "in the configuration"):format(number - 1, made.lacking(group)), 0)
+end
+
+-- Refuses saved groups of other optimizers than the groups here. Files of earlier versions have one optimizer for all.
+local function check_kinds(saved, opt, kind)
+  for number, group in ipairs(opt.groups) do
+    local theirs = saved[number].kind or kind
+    if theirs ~= group.kind then
+      error(("the saved optimizer is %s, but this one is %s%s"):format(tostring(theirs), group.kind,
+        #opt.groups > 1 and (" (group %d)"):format(number - 1) or ""), 0)
+    end
+  end
 end
 
 local function check_groups(saved, opt)
@@ -77,10 +110,13 @@ function state.named(opt)
     local t, slot = opt:updates(i), opt:slot(i)
     if slot.averages then                           -- nil: another rank has this state
       values.t[slot.name] = t
-      for k, name in ipairs(t > 0 and opt.averages or {}) do tensors[slot.name .. "." .. name] = slot.averages[k] end
+      for k, of in ipairs(t > 0 and slot.states or {}) do tensors[slot.name .. "." .. of.name] = slot.averages[k] end
     end
   end
-  for number, group in ipairs(opt.groups) do values.groups[number] = optim_groups.to_text(group, SETTINGS) end
+  for number, group in ipairs(opt.groups) do
+    values.groups[number] = optim_groups.to_text(group, optim_groups.saved_keys(group))
+    if group.kind ~= opt.kind then values.groups[number].kind = group.kind end
+  end
   return { tensors = tensors, values = values }
 end
 
@@ -89,19 +125,20 @@ local function load_named(opt, source, values)
     error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), opt.kind), 0)
   end
   check_groups(values.groups, opt)
-  for number, group in ipairs(values.groups) do check_momentum(tonumber(group.momentum), number, opt) end
+  check_kinds(values.groups, opt, values.kind)
+  for number, group in ipairs(values.groups) do check_needs(group, number, opt) end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name]
     if not t and slot.averages then
       error("the saved optimizer has no state for parameter " .. slot.name, 0)
     end
-    if slot.averages and t > 0 then check_averages(opt, source, slot.name .. ".", slot) end
+    if slot.averages and t > 0 then check_averages(source, slot.name .. ".", slot) end
   end
   for i = 1, opt:count() do
     local slot = opt:slot(i)
     local t = values.t[slot.name] or 0
-    set_averages(opt, slot, slot.averages and t > 0 and source, slot.name .. ".")
+    set_averages(slot, slot.averages and t > 0 and source, slot.name .. ".")
     if slot.master ~= nil and has(source, slot.name .. ".master") then
       check_tensor(source, slot.name .. ".master", slot)
       sharded.read(source, slot.name .. ".master", slot.master, slot.param)
@@ -132,14 +169,11 @@ end
 
 -- A group in PyTorch's form. names: its parameters' names, which PyTorch writes for named parameters.
 local function torch_group(group, params, names)
-  local out = { lr = group.lr, weight_decay = group.weight_decay, maximize = false, params = params,
-    param_names = names }
-  if group.betas then
-    out.betas, out.eps = { group.betas[1], group.betas[2] }, group.eps
-    out.amsgrad, out.decoupled_weight_decay = false, group.decoupled
-  else
-    out.momentum, out.dampening, out.nesterov = group.momentum, group.dampening, group.nesterov
+  local out, made = { maximize = false, params = params, param_names = names }, optimizers.of_group(group)
+  for _, key in ipairs(made.settings) do
+    out[key] = type(group[key]) == "table" and copied(group[key]) or group[key]
   end
+  for key, value in pairs(made.torch.extra or {}) do out[key] = value end
   return out
 end
 
@@ -157,7 +191,7 @@ function state.torch(opt, named)
       local t, slot = at.i and opt:updates(at.i), at.i and opt:slot(at.i)
       if slot and slot.averages and t > 0 then
         all[n] = { step = t }
-        for j, name in ipairs(opt.averages) do all[n][name] = slot.averages[j] end
+        for j, of in ipairs(slot.states) do all[n][of.name] = slot.averages[j] end
       end
       params[k], names[k], n = n, at.name, n + 1
     end
@@ -178,10 +212,10 @@ local function entry_of(saved, number)
   if entry then return entry, entry.step end
 end
 
--- The number of updates of an entry. PyTorch's SGD does not count them. Then the existence of the buffer says whether
--- there was an update, and the op needs only this.
-local function whole_step(opt, source, step, name)
-  if step == nil and opt.kind == "SGD" then return has(source, "momentum_buffer") and 1 or 0 end
+-- The number of updates of an entry. Some optimizers of PyTorch do not count them. Then the existence of the first
+-- state says whether there was an update, and the op needs only this.
+local function whole_step(made, source, step, name)
+  if step == nil and made.torch.counts == false then return has(source, made.states[1].name) and 1 or 0 end
   if scope.is_tensor(step) then step = step:item() end
   step = tonumber(step)
   if not step or step < 0 or step % 1 ~= 0 then
@@ -190,31 +224,19 @@ local function whole_step(opt, source, step, name)
   return step
 end
 
-local function number_of(value)
-  if scope.is_tensor(value) then value = value:item() end
-  return tonumber(value)
-end
-
 -- Refuses a group whose settings belong to another algorithm than this optimizer's.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
   end
   for _, key in ipairs { "amsgrad", "maximize" } do
-    if from[key] then refuse("has %s = True, which %s does not support here", key, opt.kind) end
+    if from[key] then refuse("has %s = True, which %s does not support here", key, opt.groups[number].kind) end
   end
-  if opt.kind == "SGD" then
-    if from.momentum == nil or from.betas or from.alpha then refuse "is not SGD's" end
-    return check_momentum(number_of(from.momentum), number, opt)
-  end
-  for _, key in ipairs { "momentum", "alpha", "rho" } do
-    if from[key] ~= nil and not from.betas then refuse("has %s and no betas: it is not Adam's or AdamW's", key) end
-  end
-  local decoupled, decays = from.decoupled_weight_decay, number_of(from.weight_decay) ~= 0
-  if decoupled ~= nil and decays and decoupled ~= (opt.kind == "AdamW") then
-    refuse("is %s's (decoupled_weight_decay = %s), but this one is %s", decoupled and "AdamW" or "Adam",
-      decoupled and "True" or "False", opt.kind)
-  end
+  local plain = {}
+  for key, value in pairs(from) do plain[key] = scope.is_tensor(value) and value:item() or value end
+  local problem = optimizers.of_group(opt.groups[number]).torch.belongs(plain)
+  if problem then refuse("%s", problem) end
+  check_needs(from, number, opt)
 end
 
 -- The numbers in a saved group for `list`, its parameters here. If the group has param_names, its numbers are in the
@@ -246,30 +268,35 @@ local function load_torch(opt, saved)
   local plan, most = {}, 0
   for number, list in ipairs(members(opt)) do
     check_torch_group(groups[number], number, opt)
-    local params = numbers_of(groups[number], number, list, opt.named ~= false)
+    local params, made = numbers_of(groups[number], number, list, opt.named ~= false),
+      optimizers.of_group(opt.groups[number])
     for k, at in ipairs(list) do
       local source, step = entry_of(saved, params[k])
-      step = source and whole_step(opt, source, step, at.name) or 0
-      if opt.kind == "SGD" and step == 0 then source = nil end
+      step = source and whole_step(made, source, step, at.name) or 0
+      if made.torch.counts == false and step == 0 then source = nil end
       most = math.max(most, step)
       local slot = at.i and opt:slot(at.i)
       if slot and not slot.averages then source, step = nil, 0 end   -- another rank has this state
-      if slot and source then check_averages(opt, source, "", slot) end
+      if slot and source then check_averages(source, "", slot) end
       if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end
   end
   for _, at in ipairs(plan) do
-    set_averages(opt, at.slot, at.source, "")
+    set_averages(at.slot, at.source, "")
     opt:set_updates(at.i, at.step)
   end
   for number, group in ipairs(opt.groups) do
     local from = groups[number]
-    for _, key in ipairs(optim_groups.SETTINGS[opt.kind]) do
-      if type(group[key]) == "number" then group[key] = number_of(from[key]) or group[key] end
+    for _, key in ipairs(optim_groups.settings(group)) do
+      local value = from[key]
+      if type(group[key]) == "number" then group[key] = number_of(value) or group[key]
+      elseif type(value) == "table" then
+        local list = {}
+        for k in ipairs(group[key]) do list[k] = number_of(value[k]) end
+        group[key] = list
+      elseif type(value) == type(group[key]) then group[key] = value end
     end
     optim_groups.loaded { group }
-    if from.nesterov ~= nil and opt.kind == "SGD" then group.nesterov = from.nesterov end
-    if from.betas then group.betas = { number_of(from.betas[1]), number_of(from.betas[2]) } end
   end
   opt.steps = most
   opt.engine:set_steps(most)

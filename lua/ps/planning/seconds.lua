@@ -8,6 +8,7 @@
 -- the ranks along dp. The parts overlap as far as the plan allows: a step takes at least the longest part and at most
 -- their sum.
 local course = require "ps.planning.course"
+local optimizers = require "ps.optimizers"
 
 local seconds = {}
 
@@ -20,8 +21,7 @@ local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
 local UNKNOWN = { read = 1, write = 1 }          -- for a disk without speeds: 1 byte per second, so that the gap shows
 
--- Ops that update parameters, and those whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
-local UPDATES = { adam_ = true, sgd_ = true }
+-- Ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
 local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, for the rates of a table (rates.c)
 
@@ -36,7 +36,7 @@ local function of_ops(t, result, list, pieces)
     flops = flops + op.flops
     local by_flops, by_bytes = range(op.flops, speed, e.compute), range(op.bytes, place.bandwidth, e.memory)
     local own = { math.max(by_flops[1], by_bytes[1]), math.max(by_flops[2], by_bytes[2]) }
-    if UPDATES[op.name] then updates = updates + op.bytes
+    if optimizers.is_update(op.name) then updates = updates + op.bytes
     elseif pieces and ROWS[op.name] then rows = add(rows, own)
     else sum = add(sum, own) end
   end

@@ -2,6 +2,7 @@
 -- Reads a profile (docs/profiling.md) for pictures: the bytes of each tier and the place of each chunk over time, and
 -- the phases of the steps. Times are microseconds, as in the file.
 local json = require("cjson").new()
+local optimizers = require "ps.optimizers"
 
 json.decode_max_depth(100)
 
@@ -37,11 +38,16 @@ local read = {}
 ---@field on (string|false)[] from each of these times on, the fastest tier on which it has memory; false: none
 
 -- PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
-local KINDS = { "param", "param_fp32", "exp_avg_sq", "exp_avg", "momentum_buffer", "grad" }
+local function kinds_in_order()
+  local list, states = { "param", "param_fp32" }, optimizers.state_names()
+  for i = #states, 1, -1 do list[#list + 1] = states[i] end
+  list[#list + 1] = "grad"
+  return list
+end
 local BANDS = { forward = "forward", backward = "backward", input = "backward", weight = "backward", update = "adam" }
 
 local rank_of_kind = {}
-for i, kind in ipairs(KINDS) do rank_of_kind[kind] = i end
+for i, kind in ipairs(kinds_in_order()) do rank_of_kind[kind] = i end
 
 -- The file's JSON. An error says whether it is not JSON, is cut off, or was written by another program.
 local function decoded(path)
@@ -99,7 +105,7 @@ end
 
 -- Sorts chunks by kind, then by index. Chunks that no longer existed are the last of their kind.
 local function sort(chunks)
-  local function rank(chunk) return rank_of_kind[chunk.kind] or #KINDS + 1 end
+  local function rank(chunk) return rank_of_kind[chunk.kind] or math.huge end
   table.sort(chunks, function(a, b)
     local x, y = rank(a), rank(b)
     if x ~= y then return x < y end

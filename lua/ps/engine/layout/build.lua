@@ -10,6 +10,8 @@ local shard = require "ps.tensor.shard"
 local tensor_hooks = require "ps.tensor.hooks"
 local pack = require "ps.engine.layout.pack"
 local kinds = require "ps.core.kinds"
+local optimizers = require "ps.optimizers"
+require "ps.optimizers.update"                                  -- kinds of chunks for states
 local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.layout.embed"
 local array = require "ps.core.array"
@@ -19,9 +21,11 @@ local build = {}
 
 local id_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 local param_array = array "ps_param"
+local sizes = ffi.new("int64_t[8]")
 local address = nn_module.address
 local PAGE = 4096
-local BYTES = require("ps.core.dtype").nbytes
+local dtypes = require "ps.core.dtype"
+local BYTES, STATE = dtypes.nbytes, dtypes.of_state
 
 local function new_chunk(kind, group, index, dtype, nbytes)
   native.check(C.ps_engine_chunk_new(native.ctx, kinds.number[kind], group, index, native.dtype_code(dtype), nbytes,
@@ -35,6 +39,26 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
     tensor_out)
   return native.own(tensor_out[0])
+end
+
+-- Bytes from the begin of its chunk at which a parameter's state lies. index: the parameter's number in the layout.
+local function state_at(state, ids, offset, index)
+  if not state.shape then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
+  return kinds.start(state.name, ids.state_numel[state.name], state.dtype)
+    + ids.state_offset[state.name][index] * STATE[state.dtype]
+end
+
+-- Makes a state of a parameter.
+local function new_state(like, state, host, ids, offset, index, name)
+  local shape = state.shape and state.shape(like:shape()) or like:shape()
+  for i, size in ipairs(shape) do sizes[i - 1] = size end
+  native.retry(C.ps_engine_tensor_shaped, native.ctx, #shape, sizes, native.dtype_code(state.dtype), host,
+    ids[state.name], state_at(state, ids, offset, index), name, tensor_out)
+  return native.own(tensor_out[0])
+end
+
+local function adopt_state(tensor, state, ids, offset, index, name)
+  native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[state.name], state_at(state, ids, offset, index), name)
 end
 
 local function adopt(tensor, dtype, ids, kind, offset, name)
@@ -164,8 +188,33 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
--- Makes the chunks of one row of the layout, one of each kind, except those that other ranks own.
-local function chunks_for(row, group, where)
+local STATE_ALIGN = 256                 -- bytes; the unit of places of states that have a shape of their own
+
+-- Makes the chunks of states for a row. A state that has its parameter's shape lies at the parameter's offset; others
+-- follow each other. shapes: by number in the layout.
+local function state_chunks(row, group, ids, shapes)
+  ids.state_offset, ids.state_numel = {}, {}
+  for _, state in ipairs(group.states) do
+    local numel, each = row.numel, STATE[state.dtype]
+    if state.shape then
+      local offsets = {}
+      numel = 0
+      for _, at in ipairs(row.tensors) do
+        offsets[at.index] = numel
+        local nbytes = optimizers.state_numel(state, shapes[at.index]) * each
+        numel = numel + math.ceil(math.max(nbytes, 1) / STATE_ALIGN) * STATE_ALIGN / each
+      end
+      ids.state_offset[state.name], ids.state_numel[state.name] = offsets, numel
+    end
+    local nbytes = kinds.bytes(state.name, numel, state.dtype)
+    ids.state_nbytes = (ids.state_nbytes or 0) + numel * each
+    if ids.mine then ids[state.name] = new_chunk(state.name, row.group - 1, row.index, state.dtype, nbytes) end
+  end
+end
+
+-- Makes the chunks of one row of the layout, one of each kind, except those that other ranks own. shapes: of the
+-- parameters, by number in the layout.
+local function chunks_for(row, group, where, shapes)
   local shards, number, stays = where.shards, row.group - 1, group.stays
   if stays == nil then stays = shards and shards.stays end
   local ids = { numel = row.numel, mine = not (shards and shards:state()) or row.owner == shards.rank }
@@ -183,7 +232,7 @@ local function chunks_for(row, group, where)
   row.parts = { ids.param_part }
   if not group.trains then return ids end
   if group.dtype ~= "fp32" then one("param_fp32", "fp32", ids.mine) end
-  for _, kind in ipairs(where.averages) do one(kind, "fp32", ids.mine) end
+  state_chunks(row, group, ids, shapes)
   if where.grads then
     one("grad", grad_dtype, ids.mine or not shards:gradients())
     if shards then ids.grad_part = part("grad", grad_dtype, row.grad_stripe, false) end
@@ -243,10 +292,11 @@ local function finish_row(made, where)
 end
 
 -- Makes a unit from a row whose tensors train.
-local function add_unit(built, row, group, ids, averages)
+local function add_unit(built, row, group, ids)
   built.units = built.units + 1
-  built.unit_bytes[built.units] = ids.mine and row.numel * 4 * (#averages + (group.dtype == "fp32" and 0 or 1))
-    or 0
+  built.unit_states[built.units] = ids.mine and ids.state_nbytes or 0
+  built.unit_bytes[built.units] = ids.mine and built.unit_states[built.units]
+    + (group.dtype == "fp32" and 0 or 4 * row.numel) or 0
   built.unit_numel[built.units] = ids.mine and row.numel or 0
   built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
 end
@@ -262,7 +312,7 @@ end
 
 ---@class ps.engine.Built
 ---@field list table[] a row for each trained parameter: name, param, master, averages: a tensor for each of
----  options.averages, grad, unit, numel, number: its number in the model, vstage: its virtual stage here, uses:
+---  its states, grad, unit, numel, number: its number in the model, vstage: its virtual stage here, uses:
 ---  {vstage, grad} of this process's other virtual stages that use it, place: the parameter as the host sees it, if it
 ---  is on a device or sharded, and values: its fp32 values as the host sees them. If state is sharded, owner: its rank;
 ---  on other ranks the row has no master, averages, place and values
@@ -273,6 +323,7 @@ end
 ---@field tables ps.engine.Table[] embeddings whose tables have their own chunks
 ---@field units integer
 ---@field unit_bytes integer[] by unit, from 1: bytes of its master and averages on this process
+---@field unit_states integer[] by unit, from 1: bytes of its averages on this process
 ---@field unit_numel integer[] by unit, from 1: parameters that this process updates
 ---@field layout ps.layout.Layout
 ---@field numel integer elements of the parameters on this process, frozen ones included
@@ -281,7 +332,8 @@ end
 --- Moves the module's parameters into chunks.
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer, grads:
----  boolean, grad_dtype: string, averages: string[], state_bytes: integer, lookups?: boolean, shards?:
+---  boolean, grad_dtype: string, states_for: (fun(name: string, parameter: ps.Tensor): ps.optimizers.State[]),
+---  state_bytes: number, other_bytes: number, lookups?: boolean, shards?:
 ---  ps.engine.Sharding, stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?, agree?: fun(chunk_size:
 ---  integer): integer} lookups: tables of embeddings may move to the host; grads: gradients have their own chunks;
 ---  stages: the model is cut, and this process has these stages; stays: whether a sharded parameter stays on this rank
@@ -292,49 +344,55 @@ function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
   if #entries == 0 then error("the model has no parameter that trains", 0) end
   if options.stages then entries, elsewhere, untrained = own_parameters(entries, options.stages) end
-  local sizes, numel = {}, 0
+  local entry_sizes, shapes, numel = {}, {}, 0
   for i, entry in ipairs(entries) do
     check_parameter(entry, options.device)
     entry.dtype, entry.trains = target_dtype(entry, options.precision), entry.tensor:needs_grad()
-    sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name,
+    entry_sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name,
       vstage = entry.vstage, apart = options.lookups and embed.is_table(entry) or nil }
-    if options.stays and options.shards and options.shards:parameters() then
-      sizes[i].stays = options.stays(entry.tensor)
+    shapes[i] = entry.tensor:shape()
+    if entry.trains then
+      entry_sizes[i].states = options.states_for(entry.name, entry.tensor)
+      entry_sizes[i].bytes = options.other_bytes + optimizers.states_nbytes(entry_sizes[i].states, shapes[i])
+        / math.max(1, entry_sizes[i].numel)
     end
-    numel = numel + sizes[i].numel
+    if options.stays and options.shards and options.shards:parameters() then
+      entry_sizes[i].stays = options.stays(entry.tensor)
+    end
+    numel = numel + entry_sizes[i].numel
   end
   local plan
   if options.chunk_size then
-    plan = pack.pack(sizes, math.max(pack.SMALLEST, options.chunk_size))
+    plan = pack.pack(entry_sizes, math.max(pack.SMALLEST, options.chunk_size))
   else
-    plan = pack.search(sizes, { capacity = options.capacity, state_bytes = options.state_bytes,
+    plan = pack.search(entry_sizes, { capacity = options.capacity, state_bytes = options.state_bytes,
       ranks = options.shards and options.shards:state() and options.shards.size or 1 }).chosen.layout
     local agreed = options.agree and options.agree(plan.chunk_size) or plan.chunk_size
-    if agreed ~= plan.chunk_size then plan = pack.pack(sizes, agreed) end
+    if agreed ~= plan.chunk_size then plan = pack.pack(entry_sizes, agreed) end
   end
   share_out(plan, options)
   local sharded = options.shards and options.shards:state()
   local built = { list = {}, frozen = {}, elsewhere = elsewhere, untrained = untrained, tables = {}, units = 0,
-    unit_bytes = {}, unit_numel = {}, unit_rows = {}, layout = plan, numel = numel, state_bytes = 0 }
+    unit_bytes = {}, unit_states = {}, unit_numel = {}, unit_rows = {}, layout = plan, numel = numel, state_bytes = 0 }
   local rows = {}
   for _, row in ipairs(plan.chunks) do
     local group = plan.groups[row.group]
-    local ids = chunks_for(row, group, options)
-    if group.trains then add_unit(built, row, group, ids, options.averages) end
+    local ids = chunks_for(row, group, options, shapes)
+    if group.trains then add_unit(built, row, group, ids) end
     for _, at in ipairs(row.tensors) do
       local entry = entries[at.index]
       local param, master = place_param(entry, ids, at.offset, options)
       entry.tensor = nil
-      if sizes[at.index].apart then embed.add(built.tables, entry, param) end
+      if entry_sizes[at.index].apart then embed.add(built.tables, entry, param) end
       local made = { name = entry.name, param = param, master = group.trains and master or nil, index = at.index,
-        number = entry.number, vstage = group.vstage, numel = sizes[at.index].numel,
+        number = entry.number, vstage = group.vstage, numel = entry_sizes[at.index].numel,
         owner = sharded and row.owner or nil }
       finish_row(made, options)
       if group.trains then
         made.unit = built.units - 1
         made.averages = ids.mine and {} or nil
-        for k, kind in ipairs(ids.mine and options.averages or {}) do
-          made.averages[k] = new_tensor(param, "fp32", options.host, ids, kind, at.offset, entry.name)
+        for k, state in ipairs(ids.mine and group.states or {}) do
+          made.averages[k] = new_state(param, state, options.host, ids, at.offset, at.index, entry.name)
         end
         if options.grads then made.grad = new_grad(param, group, options, ids, at.offset, entry.name) end
         made.uses = other_uses(made, group, options)
@@ -378,20 +436,15 @@ function build.register(built, group_of, n_groups, where)
     local row = rows[i - 1]
     local apart = where.device ~= where.host
     local averages = entry.averages or {}
-    local names = { entry.param, entry.master, averages[1], averages[2] }
-    row.param = ptr(entry.param)
-    for k, field in ipairs { "param", "master", "m", "v" } do
-      local t = names[k]
-      if t == nil then                                -- another rank has it, or no rank has
-        row[field] = nil
-      elseif apart then
-        local own_device = rawequal(entry.master, entry.param) and k == 2 and entry.param or t
-        row[field] = ptr(k == 1 and entry.param or seen_from(own_device, where.device))
-        row.host[k - 1] = ptr(seen_from(t, where.host))
-      else
-        row[field] = ptr(t)
-      end
+    -- The tensor for the compute device; the host's view of it goes into row.host.
+    local function both(t, k)
+      if apart then row.host[k] = ptr(seen_from(t, where.host)) end
+      return ptr(apart and k > 0 and seen_from(t, where.device) or t)
     end
+    row.param = both(entry.param, 0)
+    if entry.master ~= nil then row.master = both(entry.master, 1) end      -- nil: another rank has it
+    for k, t in ipairs(averages) do row.state[k - 1] = both(t, k + 1) end
+    row.n_states = #averages
     if apart and entry.master ~= nil and rawequal(entry.master, entry.param) then
       row.master, row.host[1] = row.param, row.host[0]
     end
@@ -419,7 +472,8 @@ function build.register(built, group_of, n_groups, where)
 end
 
 -- Used by engine/layout/rechunk.lua.
-build.pieces = { adopt = adopt, adopt_param = adopt_param, new_grad = new_grad, chunks_for = chunks_for,
+build.pieces = { adopt = adopt, adopt_state = adopt_state, adopt_param = adopt_param, new_grad = new_grad,
+  chunks_for = chunks_for,
   number_stripes = number_stripes, finish_row = finish_row, add_unit = add_unit, state_bytes = state_bytes }
 
 return build

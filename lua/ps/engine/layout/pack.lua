@@ -2,15 +2,15 @@
 -- Assigns tensors to places in chunks, and chooses the size of chunks. Pure functions of lists of sizes: this file does
 -- not know the engine, a device or a model, and equal arguments give equal results.
 --
--- Packing. Tensors come in the order of use. They are grouped by dtype, by whether they train, by virtual stage, and by
--- whether they stay on the rank once they are gathered. Each group has its own chunks, and one layout serves all its
--- kinds (parameter, master, averages). A tensor goes into the newest chunk of its group if it fits there, else into a
--- new one. No tensor is put far from its neighbours, because a chunk that is fetched for one tensor should bring the
--- tensors that are used next. A tensor larger than a chunk gets its own chunk, and the open chunk takes further
--- tensors, so that the small tensors between large matrices share a chunk. Any chunk size therefore works. Offsets are
--- multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor, rounded up to 2048 elements (4096
--- bytes of bf16, the unit of direct I/O). With `uniform`, only the last chunk of a group is shortened like this, and a
--- tensor may also fill a gap in one of the `lookback` chunks before the newest.
+-- Packing. Tensors come in the order of use. They are grouped by dtype, by whether they train, by their optimizer's
+-- states, by virtual stage, and by whether they stay on the rank once they are gathered. Each group has its chunks,
+-- and one layout serves all its kinds (parameter, master, averages). A tensor goes into the newest chunk of its group
+-- if it fits there, else into a new one. No tensor is put far from its neighbours, because a chunk that is fetched for
+-- one tensor should bring the tensors that are used next. A tensor larger than a chunk gets its own chunk, and the
+-- open chunk takes further tensors, so that the small tensors between large matrices share a chunk. Any chunk size
+-- therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor,
+-- rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform`, only the last chunk of a
+-- group is shortened like this, and a tensor may also fill a gap in one of the `lookback` chunks before the newest.
 --
 -- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here the last
@@ -53,6 +53,8 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field dtype "bf16"|"fp16"|"fp32"
 ---@field trains boolean
 ---@field name? string
+---@field states? ps.optimizers.State[] of its optimizer; it shares chunks only with tensors that have the same ones
+---@field bytes? number bytes per element in all kinds of chunks, if it trains
 ---@field apart? boolean shares chunks only with other tensors that have it set
 ---@field vstage? integer its virtual stage, by number among those of this process; default 0
 ---@field stays? boolean whether it stays on this rank from its first gather to the end of the step; absent: as the
@@ -63,6 +65,8 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field trains boolean
 ---@field vstage integer
 ---@field stays? boolean that of its entries
+---@field states? ps.optimizers.State[] those of its entries
+---@field bytes number the most bytes per element of an entry; 0: not known
 ---@field chunks integer number of chunks
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
@@ -120,6 +124,12 @@ local function place(list, need, capacity, lookback)
   end
 end
 
+local function state_names(entry)
+  local names = {}
+  for k, state in ipairs(entry.trains and entry.states or {}) do names[k] = state.name end
+  return table.concat(names, " ")
+end
+
 local function pack(entries, chunk_size, uniform, lookback)
   local capacity = round_up(chunk_size, UNIT)
   local made = { chunk_size = capacity, groups = {}, chunks = {}, numel = 0, used = 0 }
@@ -134,11 +144,11 @@ local function pack(entries, chunk_size, uniform, lookback)
   for i, entry in ipairs(entries) do
     local vstage = entry.vstage or 0
     local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "") .. tostring(entry.stays)
-      .. vstage
+      .. vstage .. " " .. state_names(entry)
     if not groups[key] then
       groups[key] = #made.groups + 1
       made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, vstage = vstage, stays = entry.stays,
-        chunks = 0, numel = 0, used = 0 }
+        states = entry.states, bytes = 0, chunks = 0, numel = 0, used = 0 }
       open[groups[key]] = {}
     end
     local group, need = groups[key], math.max(ALIGN, round_up(entry.numel, ALIGN))
@@ -146,6 +156,7 @@ local function pack(entries, chunk_size, uniform, lookback)
       or place(open[group], need, capacity, lookback) or new_chunk(group)
     chunk.tensors[#chunk.tensors + 1] = { index = i, offset = chunk.fill }
     chunk.fill, chunk.used = chunk.fill + need, chunk.used + entry.numel
+    made.groups[group].bytes = math.max(made.groups[group].bytes, entry.bytes or 0)
   end
   for _, chunk in ipairs(made.chunks) do
     local group, list = made.groups[chunk.group], open[chunk.group]
@@ -189,11 +200,12 @@ function layout.pack(entries, chunk_size, options)
 end
 
 --- Bytes per element in all kinds together. An update needs all of them at once.
----@param group {dtype: string, trains: boolean} a group or an entry
+---@param group {dtype: string, trains: boolean, bytes?: number} a group or an entry
 ---@param trained? number bytes if it trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
 function layout.state_bytes(group, trained)
   if not group.trains then return ELEMENT[group.dtype] end
+  if group.bytes and group.bytes > 0 then return group.bytes end
   return trained or TRAINED[group.dtype]
 end
 

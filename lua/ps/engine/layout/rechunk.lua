@@ -6,6 +6,7 @@
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local pack = require "ps.engine.layout.pack"
+local optimizers = require "ps.optimizers"
 local kinds = require "ps.core.kinds"
 local split = require "ps.engine.layout.split"
 local share = require "ps.engine.layout.share"
@@ -23,12 +24,13 @@ local pieces = build.pieces
 
 -- Moves one parameter with its state into the chunks of a row. It has no gradient now, and its gradient gets a new
 -- place.
-local function move_param(made, group, ids, offset, where)
+local function move_param(made, group, ids, at, where)
+  local offset = at.offset
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
   pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
   if apart then pieces.adopt(made.master, "fp32", ids, "param_fp32", offset, made.name) end
   for k, average in ipairs(made.averages or {}) do
-    pieces.adopt(average, "fp32", ids, where.averages[k], offset, made.name)
+    pieces.adopt_state(average, group.states[k], ids, offset, at.index, made.name)
   end
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
@@ -49,7 +51,9 @@ end
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
+  local old_states, shapes = built.unit_states, {}
   for _, list in ipairs { built.list, built.frozen } do for _, made in ipairs(list) do rows[made.index] = made end end
+  for index, made in pairs(rows) do shapes[index] = made.param:shape() end
   local stays = {}
   for _, row in ipairs(plan.chunks) do stays[row] = true end
   for _, row in ipairs(shards and built.layout.chunks or {}) do
@@ -65,21 +69,23 @@ local function move(built, plan, options)
   scope.collect()
   if shards then pieces.number_stripes(fresh, shards, options.grads, share.stripes(fresh, owners)) end
   built.layout, built.units, built.unit_bytes, built.unit_numel, built.unit_rows = plan, 0, {}, {}, {}
+  built.unit_states = {}
   for _, row in ipairs(plan.chunks) do
     local group, unit = plan.groups[row.group], kept[row]
-    local ids = not unit and pieces.chunks_for(row, group, options) or nil
+    local ids = not unit and pieces.chunks_for(row, group, options, shapes) or nil
     if group.trains and ids then
-      pieces.add_unit(built, row, group, ids, options.averages)
+      pieces.add_unit(built, row, group, ids)
     elseif group.trains then
       built.units = built.units + 1
       built.unit_bytes[built.units], built.unit_numel[built.units] = old_bytes[unit], old_numel[unit]
+      built.unit_states[built.units] = old_states[unit]
       built.unit_rows[built.units] = old_rows[unit]
     end
     for _, at in ipairs(row.tensors) do
       local made = rows[at.index]
       if group.trains then made.unit = built.units - 1 end
       if ids then
-        move_param(made, group, ids, at.offset, options)
+        move_param(made, group, ids, at, options)
         pieces.finish_row(made, options)
       end
     end
@@ -92,8 +98,8 @@ end
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
-    local group = { dtype = row.param:dtype(), trains = true }
-    local bytes = row.averages and row.numel * pack.state_bytes(group, options.state_bytes) or 0
+    local bytes = row.averages and row.numel * options.other_bytes
+      + optimizers.states_nbytes(engine.optimizer.states[row.group + 1], row.param:shape()) or 0
     if bytes > most then most, name = bytes, row.name end
   end
   return most, name

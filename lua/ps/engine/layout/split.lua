@@ -33,7 +33,7 @@ function split.chunks(made, numel, size)
   local new = { chunk_size = size, groups = {}, chunks = {}, numel = 0, used = made.used }
   for i, group in ipairs(made.groups) do
     new.groups[i] = { dtype = group.dtype, trains = group.trains, vstage = group.vstage, stays = group.stays,
-      chunks = group.chunks, numel = 0, used = group.used }
+      states = group.states, bytes = group.bytes, chunks = group.chunks, numel = 0, used = group.used }
   end
   local function add(chunk)
     local group = new.groups[chunk.group]

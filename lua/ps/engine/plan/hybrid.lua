@@ -97,9 +97,15 @@ local function spread(engine, units, share)
 end
 
 -- How much faster this optimizer updates a parameter than Adam, whose rates are measured. Speed is proportional to
--- bytes per parameter: 2 for the gradient that is read, 2 for the parameter that is written, 8 each for the master and
--- the averages.
-local function speed(engine) return 28 / (12 + 8 * #engine.optimizer.averages) end
+-- bytes per parameter: 2 for the gradient that is read, 2 for the parameter that is written, 8 for the master, and
+-- twice the states.
+local function speed(engine)
+  local bytes, numel = 0, 0
+  for unit, states in ipairs(engine.built.unit_states) do
+    bytes, numel = bytes + states, numel + engine.built.unit_numel[unit]
+  end
+  return 28 / (12 + 2 * bytes / math.max(numel, 1))
+end
 
 local function apply(engine, on)
   for unit = 1, engine.built.units do native.check(C.ps_engine_set_on_device(native.ctx, unit - 1,
@@ -251,7 +257,7 @@ local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
 ---@return string[]
 function hybrid.lines(engine, split)
   local lines = { ("  %-4s    on the device for %d of %d chunks, on the host for the others"):format(
-    engine.optimizer.kind == "SGD" and "SGD" or "Adam", split.count, engine.built.units) }
+    engine.optimizer.kind == "AdamW" and "Adam" or engine.optimizer.kind, split.count, engine.built.units) }
   if not engine.adam_rates then return lines end
   local slowest = split.link >= math.max(split.host, split.device) and "copies"
     or split.host >= split.device and "the host" or "the device"

@@ -74,7 +74,7 @@ end
 local function group_lines(engine)
   local lines = {}
   for i, group in ipairs(engine.optimizer.groups) do
-    for _, key in ipairs(optim_groups.SETTINGS[engine.optimizer.kind]) do
+    for _, key in ipairs(optim_groups.settings(group)) do
       flatten(lines, ("parameter group %d: %s"):format(i, key), group[key])
     end
   end
@@ -137,11 +137,11 @@ replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimi
 ---@return string
 function replicas.settings(engine)
   local optimizer = engine.optimizer
-  local keys = optim_groups.SETTINGS[optimizer.kind]
   local parts = { engine.steps, optimizer.steps, tostring(random.state().step),
     ("%.17g"):format(optimizer.max_norm or 0) }
   if optimizer.scaler then parts[#parts + 1] = ("%.17g"):format(optimizer.scaler.scale) end
   for _, group in ipairs(optimizer.groups) do
+    local keys = optim_groups.settings(group)
     local text = optim_groups.to_text(group, keys)
     for _, key in ipairs(keys) do parts[#parts + 1] = tostring(text[key]) end
   end

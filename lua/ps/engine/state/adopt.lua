@@ -4,7 +4,7 @@
 -- Any other optimizer over the same parameters would update them a second time, so its step() is refused.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
-local optim_groups = require "ps.optim.groups"
+local optimizers = require "ps.optimizers"
 
 local adopt = {}
 
@@ -32,7 +32,7 @@ end
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
-  for _, name in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do
+  for _, name in ipairs(optimizers.of(optimizer.kind.name).settings) do
     local value = optimizer.defaults[name]
     if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, the groups have theirs
     if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
@@ -49,7 +49,7 @@ function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
     list[number] = { match = function(name) return by_name[name] == number end }
-    for _, key in ipairs(optim_groups.SETTINGS[optimizer.kind.name]) do list[number][key] = group[key] end
+    for _, key in ipairs(optimizers.of(optimizer.kind.name).settings) do list[number][key] = group[key] end
     for _, param in ipairs(group.params) do
       local address = nn_module.address(param)
       number_of[address], left[address] = number, true

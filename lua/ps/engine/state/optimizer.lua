@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The optimizer of an engine, which ps.initialize returns together with the model: Adam (Kingma and Ba 2015), AdamW
--- (Loshchilov and Hutter 2019) or SGD with PyTorch's momentum on chunks, with the configuration's clipping, loss scale
--- and accumulation. Groups, set_lr, step and zero_grad are those of ps.optim.
+-- The optimizer of an engine, which ps.initialize returns together with the model: one of ps.optimizers on chunks, with
+-- the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad are those of ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local exact = require "ps.core.exact"
@@ -10,14 +9,16 @@ local copied = require "ps.core.copied"
 local state = require "ps.optim.state"
 local step = require "ps.engine.step"
 local groups = require "ps.optim.groups"
+local optimizers = require "ps.optimizers"
+local updates = require "ps.optimizers.update"
 local text_of = require "ps.optim.text"
 local unused = require "ps.engine.step.unused"
 local error = caller.error
 local ffi, C = native.ffi, native.C
 
 ---@class ps.EngineOptimizer
----@field groups table[] each with its settings (optim_groups.SETTINGS), which may be changed between steps
----@field averages string[] the state that a parameter has in addition to its fp32 value (optim_groups.averages)
+---@field groups table[] each with its optimizer (kind) and settings, which may be changed between steps
+---@field states ps.optimizers.State[][] by group: the states of its parameters in addition to their fp32 values
 ---@field steps integer number of updates, without skipped ones
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
@@ -55,15 +56,8 @@ function Optimizer:settings_into(how, factors)
   if not self.c_groups then self.c_groups = group_array(n) end
   for i, group in ipairs(self.groups) do
     local values = self.c_groups[i - 1]
-    values.lr, values.weight_decay = group.lr, group.weight_decay
     values.scale = factors and factors[i] or 1
-    if self.kind == "SGD" then
-      values.rule, values.nesterov = C.PS_RULE_SGD, group.nesterov and 1 or 0
-      values.momentum, values.dampening = group.momentum, group.dampening
-    else
-      values.rule = group.decoupled and C.PS_RULE_ADAMW or C.PS_RULE_ADAM
-      values.beta1, values.beta2, values.eps = group.betas[1], group.betas[2], group.eps
-    end
+    updates.settings_into(values, group)
   end
   how.groups, how.n_groups = self.c_groups, n
 end
@@ -73,12 +67,13 @@ end
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
-  local parts, keys = {}, groups.SETTINGS[self.kind]
+  local parts = {}
   for i, group in ipairs(self.groups) do
-    if group.momentum and group.momentum ~= 0 and #self.averages == 0 then
-      error(("SGD, group %d: momentum is %g, but no group had momentum when the model was made, so there are no "
-        .. "buffers; "
-        .. "set momentum in the configuration or in param_groups"):format(i - 1, group.momentum))
+    local keys = groups.settings(group)
+    if optimizers.needed(group) > #self.states[i] then
+      error(("%s, group %d: %s, but no group needed states when the model was made, so there are no "
+        .. "buffers; set it in the configuration or in param_groups"):format(group.kind, i - 1,
+        optimizers.of_group(group).lacking(group)))
     end
     local text = groups.to_text(group, keys)
     for k, key in ipairs(keys) do parts[#parts + 1] = (k == 1 and ";" or " ") .. tostring(text[key]) end
@@ -193,12 +188,12 @@ function Optimizer:set_lr(lr)
 end
 
 -- The functions up to set_updates are for state.lua. Parameters are numbered in order of registration, from 1.
--- averages: a tensor for each of optimizer.averages; nil if another rank has them.
+-- averages: a tensor for each of the group's states; nil if another rank has them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
   local row = self.built.list[i]
-  return { name = row.name, param = row.param, averages = row.averages,
+  return { name = row.name, param = row.param, states = self.states[row.group + 1], averages = row.averages,
     master = row.master ~= nil and not rawequal(row.master, row.param) and row.master or nil }
 end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
@@ -240,9 +235,9 @@ function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 ---@return ps.EngineOptimizer
 function optimizer.new(engine, built, cfg)
   local self = setmetatable({ engine = engine, built = built, kind = cfg.optimizer.type, steps = 0, group_of = {},
-    ranges = {}, averages = groups.averages(cfg.optimizer, engine.param_groups),
-    groups = groups.configured(cfg.optimizer, engine.param_groups),
+    ranges = {}, groups = groups.configured(cfg.optimizer, engine.param_groups),
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
+  self.states = groups.states(self.groups)
   groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
   -- The order is that of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank holds a
   -- parameter.

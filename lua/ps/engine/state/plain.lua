@@ -83,15 +83,16 @@ function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
   local row = self.engine.built.list[i]
   local entry, param = row.entry, row.param
-  local averages = {}
-  for k, name in ipairs(self.averages) do
-    if entry[name] == nil then
-      local dtype = param:dtype() == "fp64" and "fp64" or "fp32"
-      entry[name] = create.zeros(param:shape(), { dtype = dtype, device = param:device() }):keep()
+  local averages, states, shape = {}, self.states[self.group_of[i] + 1], param:shape()
+  for k, state in ipairs(states) do
+    if entry[state.name] == nil then
+      local dtype = state.dtype == "fp32" and param:dtype() == "fp64" and "fp64" or state.dtype
+      entry[state.name] = create.zeros(state.shape and state.shape(shape) or shape, { dtype = dtype,
+        device = param:device() }):keep()
     end
-    averages[k] = entry[name]
+    averages[k] = entry[state.name]
   end
-  return { name = row.name, param = param, averages = averages,
+  return { name = row.name, param = param, states = states, averages = averages,
     master = not rawequal(entry.master, param) and entry.master or nil }
 end
 function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
@@ -186,8 +187,7 @@ function plain.initialize(engine, request)
   for number, group in ipairs(inner.groups) do numbers[group] = number - 1 end
   for i, row in ipairs(rows) do group_of[i] = numbers[row.entry.group] end
   local own = setmetatable({ engine = engine, inner = inner, groups = inner.groups, group_of = group_of,
-    kind = cfg.optimizer.type, averages = optim_groups.averages(cfg.optimizer, engine.param_groups), steps = 0,
-    n_updated = 0,
+    kind = cfg.optimizer.type, states = optim_groups.states(inner.groups), steps = 0, n_updated = 0,
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, PlainOptimizer.instance)
   optim_groups.begin_rates(own, cfg.rate_given and cfg.optimizer.params.lr or nil)
   return { plain = true, module = module, begin_step = begin_step, built = built, masters = masters.new(built),

@@ -1,0 +1,137 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The optimizers, by name. Each is a description in a file of this folder: its states, its update, its settings and its
+-- names elsewhere. The rest of the engine (layouts, plans, forecasts, ZeRO, pipelines, checkpoints, files of PyTorch)
+-- follows from it. CONTRIBUTING.md says how to add one. This file does not load the engine; update.lua calls it.
+local dtypes = require "ps.core.dtype"
+
+---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
+---@field name string PyTorch's, where PyTorch has it; also the kind of chunks that hold it
+---@field dtype "fp32"|"bf16"|"uint8" fp32 becomes fp64 for parameters of fp64
+---@field shape? fun(shape: integer[]): integer[] its shape for a parameter of this shape; absent: the parameter's
+---@field most? number with `shape`: the most bytes per element of the parameter
+
+---@class ps.optimizers.Description
+---@field name string
+---@field op string the row of ops.def that updates parameters
+---@field settings string[] of a group, with PyTorch's names and in its order
+---@field defaults table<string, any> of ps.optim: PyTorch's
+---@field fixed? table<string, any> fields of every group that cannot be set
+---@field config? table<string, any> defaults of the configuration that differ from `defaults`
+---@field ranges? table<string, ps.config.Type> of settings that types.OPTIMIZER does not have
+---@field states ps.optimizers.State[] in the order of the op's inputs
+---@field takes? integer state tensors that the op takes for each parameter; absent: one for each of the states
+---@field needed? fun(group: table): integer how many of the states an update with these settings needs; absent: all
+---@field lacking? fun(group: table): string says which setting needs states, for errors; with `needed`
+---@field problem? fun(group: table): string? an error in settings that are each in range
+---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
+---@field torch table PyTorch's class: extra (settings that its groups also have), belongs(group): why a saved group is
+---  another class's, or nil; counts: false: its states have no `step`
+---@field aliases? string[] its names in DeepSpeed's JSON and Hugging Face's Trainer
+
+local optimizers = {}
+
+optimizers.names = { "Adam", "AdamW", "SGD" }
+local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd" }
+local by_name, by_any = {}, {}
+
+for _, name in ipairs(optimizers.names) do
+  local made = require("ps.optimizers." .. FILES[name])[name]
+  by_name[name], by_any[name:lower()] = made, name
+  for _, alias in ipairs(made.aliases or {}) do by_any[alias:lower()] = name end
+end
+
+--- The description of an optimizer by its own name.
+---@param name string
+---@return ps.optimizers.Description
+function optimizers.of(name) return by_name[name] end
+
+--- An optimizer's name, found by any of its names in any case; nil: there is none.
+---@param name string
+---@return string?
+function optimizers.find(name) return by_any[name:lower()] end
+
+--- The description of a group's optimizer.
+---@param group {kind: string}
+---@return ps.optimizers.Description
+function optimizers.of_group(group) return by_name[group.kind] end
+
+--- Whether an op updates parameters.
+---@param op string
+---@return boolean
+function optimizers.is_update(op)
+  for _, made in pairs(by_name) do if made.op == op then return true end end
+  return false
+end
+
+--- The names of all states, in the order of optimizers.names.
+---@return string[]
+function optimizers.state_names()
+  local list, seen = {}, {}
+  for _, name in ipairs(optimizers.names) do
+    for _, state in ipairs(by_name[name].states) do
+      if not seen[state.name] then list[#list + 1] = state.name end
+      seen[state.name] = true
+    end
+  end
+  return list
+end
+
+--- The number of elements of a state of a parameter of this shape.
+---@param state ps.optimizers.State
+---@param shape integer[]
+---@return integer
+function optimizers.state_numel(state, shape)
+  local numel = 1
+  for _, size in ipairs(state.shape and state.shape(shape) or shape) do numel = numel * size end
+  return numel
+end
+
+--- Bytes of all states of a parameter of this shape.
+---@param states ps.optimizers.State[]
+---@param shape integer[]
+---@return integer
+function optimizers.states_nbytes(states, shape)
+  local sum = 0
+  for _, state in ipairs(states) do
+    sum = sum + optimizers.state_numel(state, shape) * dtypes.of_state[state.dtype]
+  end
+  return sum
+end
+
+--- The most bytes of states per element of a parameter, whatever its shape.
+---@param states ps.optimizers.State[]
+---@return number
+function optimizers.states_most(states)
+  local sum = 0
+  for _, state in ipairs(states) do sum = sum + (state.most or dtypes.of_state[state.dtype]) end
+  return sum
+end
+
+--- The states that parameters have if the groups of their optimizer have these settings: the most that any group needs.
+---@param made ps.optimizers.Description
+---@param groups table[]
+---@return ps.optimizers.State[]
+function optimizers.states_of(made, groups)
+  if not made.needed then return made.states end
+  local most, list = 0, {}
+  for _, group in ipairs(groups) do
+    if group.kind == made.name then most = math.max(most, made.needed(group)) end
+  end
+  for i = 1, most do list[i] = made.states[i] end
+  return list
+end
+
+--- The number of state tensors that the update takes for each parameter.
+---@param made ps.optimizers.Description
+---@return integer
+function optimizers.takes(made) return made.takes or #made.states end
+
+--- How many states an update with a group's settings needs.
+---@param group table
+---@return integer
+function optimizers.needed(group)
+  local made = by_name[group.kind]
+  return made.needed and made.needed(group) or optimizers.takes(made)
+end
+
+return optimizers

@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The attributes of an optimizer's update that change from one update to the next. */
+#include "base/error.h"
+#include "tensor/tensor.h"
+
+int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale)
+{
+    if (op == PS_OP_adam_) {
+        ps_attrs_adam_ *a = attrs;
+        a->grad_scale = grad_scale;
+        a->bias1 = 1 - __builtin_pow(a->beta1, (double)t);
+        a->bias2 = 1 - __builtin_pow(a->beta2, (double)t);
+    } else if (op == PS_OP_sgd_) {
+        ps_attrs_sgd_ *a = attrs;
+        a->grad_scale = grad_scale;
+        a->first = t == 1;
+    } else {
+        return ps_fail(PS_EINVAL, "op %d is not an optimizer's update", op);
+    }
+    return 0;
+}
