@@ -92,8 +92,9 @@ local function is_wrong(value, ctype)
     range[2])
 end
 
---- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil; an argument behind
+--- One Lua function per op: op(inputs..., attributes...) -> outputs.... Optional inputs may be nil; an argument after
 --- the last attribute is an error. Every call fills the op's own attribute struct and goes through ps_apply.
+--- The file is Lua for editors. lua/ps/core/ops.lua compiles each op's lines by themselves, when the op is first used.
 local function print_lua()
   local out = {
     "-- Printed by src/gen.lua from ops.def; do not edit. One function per op: inputs, then attributes.",
@@ -107,7 +108,7 @@ local function print_lua()
   for _, row in ipairs(parse_ops(a)) do
     local params, doc_params, fills = {}, {}, {}
     local variadic = row.ins[1] and row.ins[1].variadic
-    add("do -- %s", row.name)
+    add("do -- op %s of line %d", row.name, #out + 1)
     add("local attrs = ffi.new('ps_attrs_%s')", row.name)
     if variadic then
       params[1] = "list"

@@ -245,14 +245,12 @@ static int load_cdef(lua_State *L)
     return 1;
 }
 
-/* require "ps.ops_generated": gen/ops.lua of a build tree, or the copy that was installed. */
+/* require "ps.ops_generated": the path of gen/ops.lua of a build tree, or of the copy that was installed. */
 static int load_ops(lua_State *L)
 {
     const struct program *p = lua_touserdata(L, lua_upvalueindex(1));
     if (p->gen[0]) lua_pushfstring(L, "%s/ops.lua", p->gen);
     else lua_pushfstring(L, "%s/lua/ps/ops.lua", p->root);
-    if (luaL_loadfile(L, lua_tostring(L, -1))) return lua_error(L);
-    lua_call(L, 0, 1);
     return 1;
 }
 

@@ -23,7 +23,7 @@ local ps = {
   newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
 }
 for _, name in ipairs { "C", "ffi", "ctx", "check", "retry", "raise", "Error", "check_running", "give_room", "ops",
-                        "op_info", "own", "dtype_code", "device_index", "device_name" } do
+                        "own", "dtype_code", "device_index", "device_name" } do
   ps[name] = native[name]
 end
 for _, name in ipairs { "empty", "zeros", "ones", "full", "arange", "randn", "rand", "randint", "tensor", "cat",
@@ -183,7 +183,7 @@ for file, names in pairs { ["ps.tensor.composed"] = "eye linspace einsum one_hot
   for name in names:gmatch "%S+" do file_of[name] = file end
 end
 
-local lazy_names = { F = true, functional = true }
+local lazy_names = { F = true, functional = true, op_info = true }
 for name in pairs(lazy) do lazy_names[name] = true end
 for name in pairs(file_of) do lazy_names[name] = true end
 
@@ -215,6 +215,10 @@ setmetatable(ps, {
       local fn = exact.of(require(file_of[key])[key], "ps." .. key)
       rawset(self, key, fn)
       return fn
+    end
+    if key == "op_info" then
+      rawset(self, key, native.op_info)
+      return native.op_info
     end
     local module = lazy[key]
     if not module then return key == "checkpoint" and old_checkpoint or foreign.known("ps", key) end

@@ -222,8 +222,14 @@ function M.run(op, list, attrs, nbytes)
   return apply(op, #list, list_ins, attrs, nbytes, 1)
 end
 
-local ops, info = require "ps.ops_generated"(ffi, C, apply, caller)
-M.ops, M.op_info = ops, info
+local ops, info = require "ps.core.ops"(ffi, C, apply, caller)
+M.ops = ops
+-- M.op_info, what ops are by number: { name, ins, outs, n_out, flags, grad, doc }. Made when it is first read.
+setmetatable(M, { __index = function(self, key)
+  if key ~= "op_info" then return nil end
+  self.op_info = info()
+  return self.op_info
+end })
 
 -- -- types and devices by name --------------------------------------------------------------------------------------
 local code_of, name_of = {}, {}

@@ -53,6 +53,9 @@ function lists.pairs(t)
   if list then return list.each(it) end
   local each = type(t) == "cdata" and each_of(t)
   if each then return each(t) end
+  local meta = type(t) == "table" and getmetatable(t)
+  local all = type(meta) == "table" and rawget(meta, "__pairs")      -- as in Lua 5.2
+  if all then return all(t) end
   return raw_pairs(t)
 end
 

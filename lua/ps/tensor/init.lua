@@ -28,10 +28,15 @@ function M.later(load)
   load_more = function()
     load_more = function() end
     setmetatable(T, nil)
+    for name in pairs(arithmetic.plain) do T[name] = ops[name] end
     load()
   end
   setmetatable(T, { __index = function(_, key)
     if type(key) ~= "string" then return nil end
+    if arithmetic.plain[key] then
+      T[key] = ops[key]
+      return ops[key]
+    end
     load_more()
     return T[key]
   end })

@@ -124,24 +124,24 @@ function T:neg() return affine(self, -1, NOTHING) end
 local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
 local INT64_END = 2 ^ 63
 for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "logical_and", "logical_or" } do
-  local op = ops[name]
   ---@param a ps.Tensor
   ---@param b ps.Tensor|number
   ---@return ps.Tensor
   T[name] = function(a, b)
-    if type(b) ~= "number" or not is_tensor(a) then return op(a, b) end
+    if type(b) ~= "number" or not is_tensor(a) then return ops[name](a, b) end
     local range = int_range[a.dtype_]
     if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
     if not FLOAT[a.dtype_] and (b >= INT64_END or b < -INT64_END) then
       a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- a number beyond int64 is beyond every element
     end
-    return op(a, scalar_like(a, b))
+    return ops[name](a, scalar_like(a, b))
   end
 end
-for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "floor", "ceil", "round", "sin",
-                        "cos", "erf", "tanh", "sigmoid", "relu", "silu", "isfinite", "logical_not",
-                        "log1p", "expm1" } do
-  T[name] = ops[name]
+--- Methods that are ops of the same name. They are added to the other methods when a script first uses one.
+M.plain = {}
+for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "tanh",
+                        "sigmoid", "silu", "isfinite", "logical_not", "log1p", "expm1" } do
+  M.plain[name] = true
 end
 -- Integers are whole already and are copied.
 for _, name in ipairs { "floor", "ceil", "round" } do

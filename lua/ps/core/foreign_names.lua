@@ -1,0 +1,120 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, and what to write instead
+-- (foreign.lua). Loaded when a script first asks for a name that an object does not have.
+local PRECISION = "write bf16 = { enabled = true } or fp16 = { enabled = true } into the configuration of ps.initialize"
+local LOOP = "the loop is model:backward(loss); optimizer:step()"
+local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = optimizer, step = n }) on all ranks"
+local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
+local SIZES = "the configuration has the batch sizes; ps.engine() has steps, micro and micros"
+local ENGINE = "ps.initialize distributes a model over ranks"
+local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR, WarmupLR, "
+  .. "WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, warmup_linear and warmup_cosine; "
+  .. "optimizer:set_lr(lr) sets any other rate"
+local OPTIMIZERS = "there are ps.optim.Adam, AdamW and SGD"
+local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
+local LAYERS = "write a class with nn.class from the ops in ps.F"
+local FOURIER = "there is no Fourier transform: a short one is ps.matmul with matrices of cosines and sines"
+local COMPLEX = "there are no complex numbers: keep real and imaginary parts in two tensors; F.rope turns pairs"
+local RECURRENT = "recurrent layers are left out: write a cell of nn.Linear, F.sigmoid and F.tanh and call it once per "
+  .. "step, or use nn.TransformerEncoderLayer"
+local SOLVERS = "decompositions and solvers are left out: compute them outside and ps.load the result; there are "
+  .. "ps.norm and ps.matmul"
+local SPARSE = "all tensors are dense: keep indices and values, and use t:index_add, t:scatter_add or nn.Embedding"
+local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
+
+-- By the owner of the name, then by name: what to write instead.
+return {
+  ps = {
+    inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
+    is_grad_enabled = "write ps.grad_enabled()",
+    autocast = PRECISION, amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
+    distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
+    fft = FOURIER, stft = FOURIER, istft = FOURIER, complex = COMPLEX, polar = COMPLEX, view_as_complex = COMPLEX,
+    view_as_real = COMPLEX, complex64 = COMPLEX, linalg = SOLVERS, svd = SOLVERS, inverse = SOLVERS,
+    cholesky = SOLVERS, sparse = SPARSE, sparse_coo_tensor = SPARSE, jit = "LuaJIT compiles scripts as they are",
+    onnx = "write model:save_pretrained(folder)",
+    utils = "write ps.data.loader { ... }, ps.recompute(fn, ...)",
+    from_numpy = "write ps.tensor(list), or ps.load(path)", get_rng_state = "write ps.rng()",
+    set_rng_state = "write ps.manual_seed(seed), or fields of ps.rng()", seed = "write ps.manual_seed(seed)",
+    checkpointing = "write ps.recompute(fn, ...), or model:recompute_blocks()",
+    float32 = "types are strings: \"fp32\"", float = "types are strings: \"fp32\"",
+    float16 = "types are strings: \"fp16\"", half = "types are strings: \"fp16\"",
+    bfloat16 = "types are strings: \"bf16\"", float64 = "types are strings: \"fp64\"",
+    double = "types are strings: \"fp64\"", int32 = "types are strings: \"int32\"",
+    int64 = "types are strings: \"int64\"", long = "types are strings: \"int64\"",
+    uint8 = "types are strings: \"uint8\"", bool = "types are strings: \"bool\"",
+  },
+  F = {
+    scaled_dot_product_attention = "write ps.F.attention(q, k, v, { mask = mask }); docs/pytorch.md has what differs",
+    multi_head_attention_forward = "write nn.MultiheadAttention(width, heads)",
+    ctc_loss = LAYERS, grid_sample = LAYERS,
+  },
+  nn = {
+    RNN = RECURRENT, LSTM = RECURRENT, GRU = RECURRENT, RNNCell = RECURRENT, LSTMCell = RECURRENT,
+    GRUCell = RECURRENT, EmbeddingBag = "write nn.Embedding(rows, width)(index):sum(1)",
+    clip_grad_value_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+    utils = "write nn.clip_grad_norm_(model:parameters(), max_norm)", functional = "write ps.F",
+    parallel = ENGINE, DataParallel = ENGINE,
+    Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",
+  },
+  optim = {
+    lr_scheduler = SCHEDULES, RMSprop = OPTIMIZERS, Adagrad = OPTIMIZERS, Adadelta = OPTIMIZERS, LBFGS = OPTIMIZERS,
+    Adamax = OPTIMIZERS, NAdam = OPTIMIZERS, RAdam = OPTIMIZERS, FusedAdam = OPTIMIZERS, DeepSpeedCPUAdam = OPTIMIZERS,
+  },
+  sched = {
+    OneCycleLR = SCHEDULES, LinearLR = SCHEDULES, ConstantLR = SCHEDULES,
+    ReduceLROnPlateau = SCHEDULES, SequentialLR = SCHEDULES, get_scheduler = SCHEDULES,
+    get_linear_schedule_with_warmup = "write ps.sched.warmup_linear { optimizer =, max_lr =, warmup =, total = }",
+    get_cosine_schedule_with_warmup = "write ps.sched.warmup_cosine { optimizer =, max_lr =, warmup =, total = }",
+    get_constant_schedule_with_warmup = "write ps.sched.constant { optimizer =, max_lr =, warmup = }",
+  },
+  optimizer = {
+    add_param_group = GROUPS, backward = "write model:backward(loss)",
+    clip_master_grads = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+    clip_grad_norm = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+    get_lr = "write optimizer.lr, or optimizer.param_groups[1].lr",
+    get_last_lr = "write optimizer.lr, or schedule:get_last_lr()",
+    register_step_post_hook = "write the call after optimizer:step()",
+    register_step_pre_hook = "write the call before optimizer:step()",
+  },
+  scaler = {
+    step = "write optimizer:step { scaler = scaler }", unscale_ = "optimizer:step { scaler = scaler } does it",
+    get_scale = "write scaler.scale",
+  },
+  module = {
+    register_backward_hook = "write module:register_full_backward_hook(fn)",
+    register_buffer = "write module:buffer(name, tensor)",
+    register_parameter = "write module:param(name, tensor)", add_module = "write module[name] = other",
+    gradient_checkpointing_enable = "write model:recompute_blocks(), or activation_checkpointing in the configuration",
+    gradient_checkpointing_disable = "write model:recompute_blocks(false)",
+    get_parameter = "read the field: model.fc.weight", get_submodule = "read the field: model.layers[0].attn",
+    get_input_embeddings = "read the field: model.wte", get_output_embeddings = "read the field: model.lm_head",
+    set_submodule = "assign the field: model.fc = nn.Linear(4, 4)",
+    tie_weights = "assign one parameter to both fields when the module is made",
+  },
+  -- The model that ps.initialize returns.
+  model = {
+    step = "write optimizer:step()", set_lr = "write optimizer:set_lr(lr)",
+    get_lr = "write optimizer.lr, or schedule:get_last_lr()", save_checkpoint = SAVE, load_checkpoint = LOAD,
+    get_global_grad_norm = "write optimizer:step().grad_norm, with gradient_clipping in the configuration",
+    train_batch = "write for out in model:micro_batches(loader) do model:backward(out.loss) end; optimizer:step()",
+    eval_batch = "write ps.train.evaluate(model, batches), or a loop of model:micro_batches within ps.no_grad",
+    is_gradient_accumulation_boundary = "write model:at_boundary()", gradient_accumulation_steps = SIZES,
+    set_gradient_accumulation_boundary = SIZES, train_batch_size = SIZES, train_micro_batch_size_per_gpu = SIZES,
+    set_train_batch_size = SIZES, global_steps = SIZES, micro_steps = SIZES, global_samples = SIZES,
+    save_16bit_model = "write model:save_pretrained(folder), or ps.save(model:state_dict(), path)",
+    save_fp16_model = "write model:save_pretrained(folder), or ps.save(model:state_dict(), path)",
+    allreduce_gradients = LOOP, no_sync = LOOP .. "; ranks sum gradients once per step; set "
+      .. "gradient_accumulation_steps in the configuration",
+    loss_scale = "write optimizer.scaler.scale", cur_scale = "write optimizer.scaler.scale",
+    fp16_enabled = PRECISION, bfloat16_enabled = PRECISION, destroy = "write model:close()",
+    zero_optimization_stage = "the configuration has zero_optimization = { stage = n }",
+    lr_scheduler = "with a scheduler in the configuration optimizer:step() advances it; optimizer.lr is the rate",
+    clip_grad_norm_ = "write nn.clip_grad_norm_(model, max_norm), or gradient_clipping into the configuration",
+  },
+  loader = {
+    set_epoch = "write loader:seek { epoch = n, batch = 0 }; epochs follow one another by themselves",
+    sampler = "write loader:seek { epoch = n, batch = 0 }; epochs follow one another by themselves",
+    dataset = "the loader reads the data that its option texts, shards or file names",
+  },
+}

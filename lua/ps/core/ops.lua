@@ -1,0 +1,50 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The functions of ops, one per op, from a file that src/gen.lua prints. A program uses few of them, and compiling all
+-- takes longer than the rest of `require "ps"`. So the file is read, and each op's lines are compiled when the op is
+-- first used. A function has the file's name and lines, as if the file had been loaded as a whole.
+local path = require "ps.ops_generated"
+
+-- The names that the file's lines use, on one line: they precede the first line of the file.
+local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... "
+local BEGIN, END = "\ndo -- op ", "\nend end\n"
+
+--- Reads the file.
+---@param ffi table
+---@param C ffi.namespace*
+---@param apply function calls an op
+---@param caller ps.caller
+---@return table<string, function> ops by name
+---@return fun(): table<integer, table> info makes the table of what ops are, by number
+return function(ffi, C, apply, caller)
+  local file = assert(io.open(path, "rb"))
+  local text = file:read "*a"
+  file:close()
+
+  local starts, at = {}, text:find(BEGIN, 1, true)         -- by an op's name: the position of its lines
+  while at do
+    starts[text:match("^[%w_]+", at + #BEGIN)] = at + 1
+    at = text:find(BEGIN, at + #BEGIN, true)
+  end
+
+  local ops, meta = {}, {}
+  local ins = ffi.new "ps_tensor *[64]"
+  function meta.__index(_, name)
+    local start = starts[name]
+    if not start then return nil end
+    local line = tonumber(text:match("^[%w_]+ of line (%d+)", start + #BEGIN - 1))
+    local code = text:sub(start, text:find(END, start, true) + #END - 1)
+    assert(loadstring(NAMES .. ("\n"):rep(line - 1) .. code, "@" .. path))(ops, ffi, C, apply, caller.error,
+      caller.tensor, caller.number, caller.more, ins)
+    return rawget(ops, name)
+  end
+  function meta.__pairs()
+    for name in pairs(starts) do local _ = ops[name] end
+    return next, ops, nil
+  end
+
+  return setmetatable(ops, meta), function()
+    local lines = {}
+    for line in text:gmatch "\n(info%[[^\n]*)" do lines[#lines + 1] = line end
+    return assert(loadstring("local C, info = ... " .. table.concat(lines, "\n") .. " return info", "@" .. path))(C, {})
+  end
+end
