@@ -15,6 +15,9 @@ for name in ([[
     ps.empty ps.ones ps.zeros ps.rand ps.randn ps.einsum
     ps.scope ps.no_grad ps.enable_grad ps.recompute ps.offload_activations ps.scope_end ps.detect_anomaly
     ps.retry ps.C module:to module:new
+    sched.LambdaLR sched.StepLR sched.MultiStepLR sched.ExponentialLR sched.CosineAnnealingLR sched.WarmupLR
+    sched.WarmupDecayLR sched.WarmupCosineLR sched.OneCycle sched.LRRangeTest sched.warmup_cosine sched.warmup_linear
+    sched.constant
     ]]):gmatch "%S+" do MANY[name] = true end
 
 -- Leads to another function, which looks.

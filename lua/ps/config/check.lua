@@ -2,7 +2,6 @@
 -- Checks a raw configuration against the schema: unknown keys, wrong types, refused keys, "auto", defaults. The result
 -- has every section and every default. Relations between keys are checked afterwards (batch_sizes.lua, memory.lua,
 -- ...).
-local schema = require "ps.config.schema"
 local nearest = require "ps.core.nearest"
 local json = require "ps.config.json"
 local types = require "ps.core.types"
@@ -107,6 +106,20 @@ local function names_in(node)
   return names
 end
 
+-- The schema's root. The schema is large, and only reading a configuration needs it: after that, collections of Lua's
+-- garbage may free it.
+local SCHEMA = { "ps.config.schema", "ps.config.schema_deepspeed", "ps.config.schema_mesh" }
+local kept = setmetatable({}, { __mode = "v" })
+local function schema_root()
+  local root = kept.root
+  if not root then
+    root = require(SCHEMA[1]).root
+    kept.root = root
+    for _, name in ipairs(SCHEMA) do package.loaded[name] = nil end
+  end
+  return root
+end
+
 -- Calls visit(section's path, name) for every key of the schema, each once.
 local function each_name(node, visit)
   for _, name in ipairs(names_in(node)) do visit(node.path, name) end
@@ -117,7 +130,7 @@ end
 -- The sections that have the name, sorted; with `near`, the full paths of similar names.
 local function elsewhere(name, near)
   local found, seen = {}, {}
-  each_name(schema.root, function(path, other)
+  each_name(schema_root(), function(path, other)
     local hit = near and path .. (path ~= "" and "." or "") .. other or path
     local fits = other == name
     if near then fits = nearest.find(name, { other }) ~= nil end
@@ -160,7 +173,7 @@ end
 -- Checks that each name in `auto` is a key.
 local function check_auto(state)
   local known, names = {}, {}
-  each_name(schema.root, function(path, name)
+  each_name(schema_root(), function(path, name)
     known[(path ~= "" and path .. "." or "") .. name], known[name] = true, true
     names[#names + 1] = name
   end)
@@ -352,7 +365,7 @@ function check.written(cfg, given)
     end
     return out
   end
-  return section(schema.root, cfg)
+  return section(schema_root(), cfg)
 end
 
 --- Checks a raw table (which it changes) against the schema.
@@ -368,7 +381,7 @@ function check.run(raw, name, auto, asked, later)
     spelt = {}, ignored = {}, notes = {} }, State)
   if #raw > 0 then state:fail("a list was given; expected a table of settings") end
   check_auto(state)
-  move_aliases(state, raw, schema.root)
+  move_aliases(state, raw, schema_root())
   add_asked(state, raw, asked or {})
   local memory = raw.memory
   if memory ~= nil and memory ~= json.null and type(memory) ~= "table" then
@@ -378,7 +391,7 @@ function check.run(raw, name, auto, asked, later)
     end
     raw.memory = memory ~= "auto" and { kind = memory } or nil
   end
-  return take_section(state, schema.root, raw), state
+  return take_section(state, schema_root(), raw), state
 end
 
 return check

@@ -67,11 +67,14 @@ local function forget(id)
   end
 end
 
+-- Returns whether there were any.
 local function forget_reaped()
+  local any = false
   while true do
     local id = tonumber(C.ps_segment_reap(ctx))
-    if id < 0 then return end
+    if id < 0 then return any end
     forget(id)
+    any = true
   end
 end
 
@@ -94,6 +97,13 @@ function M.collect()
   collectgarbage()
   forget_reaped()
   collectgarbage()
+end
+
+--- Runs Lua's collector once, and again only if the arguments of a function became free. A second run frees more than
+--- the first only then, or if a script's finalizers drop tensors.
+function M.collect_tensors()
+  collectgarbage()
+  if forget_reaped() then collectgarbage() end
 end
 
 --- Like M.collect, but also frees what compiled code holds: LuaJIT's traces keep the closures and tables that they

@@ -18,7 +18,7 @@ local left_out = ffi.new("int64_t[1]")
 -- the garbage of earlier steps and adds the surviving tensors to the plan.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
-  scope.collect()
+  scope.collect_tensors()
   C.ps_engine_leftover(native.ctx, id, 1, left_out)
 end
 
