@@ -478,6 +478,54 @@ int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes);  /* all tenso
 int ps_stw_commit(ps_stw *w);                               /* fsync, rename over path, fsync the folder */
 void ps_stw_free(ps_stw *w);                                /* without commit: removes the temporary file */
 
+/* -- GGUF, the files of llama.cpp ---------------------------------------------------------------------------------- */
+typedef struct ps_gguf ps_gguf;
+typedef struct ps_gguf_entry {
+  int32_t type;                /* its number in files (ps_gguf_type_name) */
+  int32_t dtype, ndim;         /* dtype of the values that are read: fp32 for blocks; -1: a type that we lack */
+  int64_t shape[8];            /* from the outermost dimension on, in the order of ps_gguf_layout */
+  int64_t at, nbytes;          /* at: position of its bytes, for ps_gguf_read */
+  int32_t as_it_is;            /* 1: its bytes are the values, without blocks and in this order */
+} ps_gguf_entry;
+typedef struct ps_gguf_value { /* an entry of the metadata, or a value of an array */
+  int32_t type, of;            /* numbers in files, 0 to 12: uint8 int8 uint16 int16 uint32 int32 float32 bool string */
+                               /* array uint64 int64 float64; of: the type of an array's values, else the same */
+  int64_t n;                   /* values of an array, else 1 */
+  int64_t whole;               /* whole numbers (uint64 as its bits), truth values; the length of a string */
+  double number;               /* any number */
+  const char *text;            /* a string, without a final 0; lent until close */
+} ps_gguf_value;
+/* Maps the file and checks all of its header: versions 2 and 3. PS_EIO: the file cannot be read. PS_EFORMAT: it is not
+ * a GGUF file, or damaged. */
+int ps_gguf_open(const char *path, ps_gguf **out);
+void ps_gguf_close(ps_gguf *g);
+int ps_gguf_version(const ps_gguf *g);
+int ps_gguf_count(const ps_gguf *g);
+const char *ps_gguf_name(const ps_gguf *g, int i);
+int ps_gguf_find(const ps_gguf *g, const char *name);       /* index or -1 */
+int ps_gguf_get(const ps_gguf *g, int i, ps_gguf_entry *out);           /* PS_ERANGE: there is no tensor i */
+const char *ps_gguf_type_name(int type);                    /* "Q4_0"; NULL: there is no such type */
+/* The number of a type, with its block's elements and bytes (NULL: not wanted). PS_EINVAL: there is none. */
+int ps_gguf_type(const char *name, int32_t *block, int32_t *nbytes);
+int ps_gguf_meta_count(const ps_gguf *g);
+const char *ps_gguf_meta_key(const ps_gguf *g, int i);
+int ps_gguf_meta_find(const ps_gguf *g, const char *key);   /* index or -1 */
+/* Value k, from 0 on, of an array, or 0 for an entry that is not an array; -1: only types and n. PS_ERANGE: there is no
+ * such value. PS_EIO: the file was truncated. */
+int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out);
+/* How tensor i is read. heads: 0, or the number of heads whose rows (elements of a vector) llama.cpp keeps in pairs for
+ * its rotary embedding, and which are read half a head apart, as Hugging Face's files have them. transposed: the two
+ * dimensions of a matrix are swapped. PS_EFORMAT: the tensor has another shape. PS_ERANGE: there is no tensor i. */
+int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed);
+/* Elements first .. first + numel - 1, row-major, of the rectangle `shape` of tensor i that begins at `offset`, as
+ * values of the entry's dtype. PS_ERANGE: there is no tensor i, or the range is not all in it. PS_EUNSUP: a type that
+ * we lack. PS_EIO: the file was truncated. */
+int ps_gguf_copy(const ps_gguf *g, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
+                 int64_t numel);
+int ps_gguf_read(const void *g, int64_t at, void *dst, int64_t nbytes);     /* a ps_reader, as ps_st_read */
+int ps_gguf_lend(void *g, int64_t at, int64_t nbytes, ps_loan *out);        /* a ps_lender, as ps_st_lend */
+void ps_gguf_drop(const ps_gguf *g, int i);                 /* as ps_st_drop */
+
 /* A thread that writes a file while the script continues. One file at a time. PS_ESTATE: it is at work. PS_ENOMEM: no
  * thread can be started. */
 typedef struct ps_saver ps_saver;
@@ -569,6 +617,12 @@ void ps_tok_free(ps_tok *t);
  * them). */
 int ps_tok_read(ps_tok *t, const char *format, const char *path);
 int ps_tok_rest(const ps_tok *t, const char **text, int64_t *nbytes);
+/* A vocabulary without a file: its tokens, then either merges of two of them, in order, or a score for each token, by
+ * which SentencePiece's BPE merges (highest first; NaN: never made). PS_EFORMAT: a token that is not UTF-8, a token or
+ * an id that is there already, or a merge of what are not tokens. */
+int ps_tok_token(ps_tok *t, const char *token, int64_t nbytes, int64_t id);
+int ps_tok_merge(ps_tok *t, const char *left, int64_t n_left, const char *right, int64_t n_right);
+int ps_tok_scores(ps_tok *t, const float *scores, int64_t n);
 int ps_tok_set(ps_tok *t, const char *name, int64_t value);  /* a setting in the list of src/data/tokenizer.c */
 /* A regular expression of PCRE2: its matches, and the text between them, are words. Several expressions cut one after
  * the other. PS_EFORMAT: the pattern is wrong. PS_EUNSUP: too many patterns. */

@@ -99,7 +99,7 @@ local FLOORS = {
   { "inspect", "core", "dist", "nn", "engine/state", "engine" },
   { "pretrained", "core", "tensor", "dist", "io", "nn", "data", "checkpoints" },
   { "lora", "core", "tensor", "dist", "io", "nn", "checkpoints", "parallel/tensor", "pretrained" },
-  { "tokenizer", "core", "tensor", "chat", "pretrained" },
+  { "tokenizer", "core", "tensor", "chat", "io", "pretrained" },
   { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "checkpoints", "engine/step" },
   { "prompt", "core", "tensor", "dist", "io", "nn", "memory", "engine", "inspect", "pretrained" },
   { "launch", "core" },

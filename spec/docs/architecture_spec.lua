@@ -6,7 +6,7 @@ local lfs = require "lfs"
 
 local PAGES = { "ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "spec/README.md", "docs/bmtrain.md",
   "docs/checkpoints.md", "docs/config.md", "docs/cuda.md", "docs/dependencies.md", "docs/distributed.md",
-  "docs/inspecting.md", "docs/memory.md", "docs/models.md", "docs/monitoring.md", "docs/pipeline.md",
+  "docs/gguf.md", "docs/inspecting.md", "docs/memory.md", "docs/models.md", "docs/monitoring.md", "docs/pipeline.md",
   "docs/planning.md", "docs/pretrained.md", "docs/profiling.md", "docs/tensor_parallel.md", "docs/tensors.md",
   "docs/zero.md" }
 local FOLDERS = { src = true, lua = true, spec = true, tools = true, bench = true, docs = true, examples = true,

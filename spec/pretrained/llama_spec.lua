@@ -58,9 +58,12 @@ describe("rotary embedding", function()
   it("is refused or an error where it is of another kind, or lacks what the kind needs", function()
     local llama = require "models.llama"
     for _, case in ipairs {
-      { { rope_scaling = { rope_type = "longrope", factor = 2 } }, "llama: refused: rope_type = longrope: there are" },
-      { { rope_scaling = { type = "longrope", long_factor = { 1, 2 }, short_factor = { 1, 1 } } },
-        "llama: refused: rope_type = longrope: there are" },
+      { { rope_scaling = { rope_type = "proportional" } }, "llama: refused: rope_type = proportional: there are" },
+      { { rope_scaling = { rope_type = "longrope", factor = 2 } }, "rope_type = longrope need " },
+      { { rope_scaling = { type = "longrope", long_factor = { 1, 2 }, short_factor = { 1, 1 }, attention_factor = 1 } },
+        "llama: refused: long_factor = {...}: it differs from short_factor" },
+      { { rope_scaling = { type = "longrope", long_factor = { 1 }, short_factor = { 1 }, attention_factor = 1 } },
+        "short_factor has 1 numbers" },
       { { rope_scaling = { rope_type = "mrope", mrope_section = { 16, 24, 24 } } }, "refused: rope_type = mrope" },
       { { rope_scaling = { rope_type = "default", mrope_section = { 16, 24, 24 } } }, "mrope) is not supported" },
       { { rope_scaling = { type = "linear" } }, "rope_type = linear need factor" },

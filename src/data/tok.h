@@ -82,9 +82,13 @@ typedef struct tok_merges {
     uint32_t slots;
     bool ordered;               /* no merge makes a pair of a lower rank than its own possible */
     bool by_token;              /* two tokens merge where together they are one, whose id is the rank (tiktoken) */
+    int32_t *token_rank;        /* by_token: the rank of each token by its score, instead of its id; else NULL */
 } tok_merges;
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);
+/* Merges by scores: two tokens merge if together they are a token; the one of the highest score first, among equal ones
+ * the leftmost. A token whose score is NaN is not made. */
+int tok_merges_of_scores(tok_merges *m, const tok_vocab *v, const char *path, const float *scores, int32_t n);
 int tok_merges_ready(tok_merges *m, const tok_vocab *v);
 void tok_merges_free(tok_merges *m);
 

@@ -203,11 +203,17 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
     return 0;
 }
 
-static bool still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
+/* The token that the pair at `at` becomes, if it is still one of this rank; else -1. */
+static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
-    if (m->by_token) return b->sym[at].id >= 0 && right >= 0 && find(m, b->sym[at].id, b->sym[right].id).rank == rank;
-    return b->sym[at].id == m->left[rank] && right >= 0 && b->sym[right].id == m->right[rank];
+    if (right < 0) return -1;
+    if (m->by_token) {
+        if (b->sym[at].id < 0) return -1;
+        pair p = find(m, b->sym[at].id, b->sym[right].id);
+        return p.rank == rank ? p.id : -1;
+    }
+    return b->sym[at].id == m->left[rank] && b->sym[right].id == m->right[rank] ? m->id[rank] : -1;
 }
 
 /* Makes the pair at `at` one symbol. */
@@ -254,7 +260,7 @@ static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
             int32_t e = b->head[r], at = b->pool[e].at;
             b->head[r] = b->pool[e].next;
             b->pool[e].next = b->spare, b->spare = e;
-            if (!still_there(b, m, at, r)) continue;
+            if (still_there(b, m, at, r) < 0) continue;
             join(b, at, m->id[r]);
             PS_TRY(wait_in_list(b, m, b->prev[at]));
             PS_TRY(wait_in_list(b, m, at));
@@ -311,8 +317,9 @@ static int merge_by_heap(tok_bpe *b, const tok_merges *m, int32_t n)
     while (b->n_heap) {
         uint64_t top = take_from_heap(b);
         int32_t r = (int32_t)(top >> 32), at = (int32_t)(uint32_t)top;
-        if (!still_there(b, m, at, r)) continue;
-        join(b, at, m->by_token ? r : m->id[r]);
+        int32_t id = still_there(b, m, at, r);
+        if (id < 0) continue;
+        join(b, at, id);
         PS_TRY(wait_in_heap(b, m, b->prev[at]));
         PS_TRY(wait_in_heap(b, m, at));
     }

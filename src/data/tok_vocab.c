@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Vocabularies and merges: tables of tokens by text and by id, of merges by pair, and the files that fill them. */
+#define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
 #include "base/text.h"
@@ -122,6 +123,23 @@ void tok_vocab_free(tok_vocab *v)
 }
 
 /* -- merges ------------------------------------------------------------------------------------------------------ */
+static int push_merge(tok_merges *m, const char *path, int32_t left, int32_t right, int32_t id)
+{
+    if (m->count == m->room) {
+        int32_t room = m->room ? m->room * 2 : 4096;
+        if (room > TOK_ID_LIMIT) return ps_fail(PS_EFORMAT, "%s: more than %d merges", path, TOK_ID_LIMIT);
+        int32_t **lists[] = { &m->left, &m->right, &m->id };
+        for (int i = 0; i < 3; i++) {
+            int32_t *p = ps_realloc(*lists[i], (size_t)room * sizeof *p);
+            if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
+            *lists[i] = p;
+        }
+        m->room = room;
+    }
+    m->left[m->count] = left, m->right[m->count] = right, m->id[m->count++] = id;
+    return 0;
+}
+
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb)
 {
@@ -137,19 +155,7 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
         return ps_fail(PS_EFORMAT, "%s: merge %lld is of '%s' and '%s', and the vocabulary has no token '%s%s'", path,
                        (long long)line, tok_shown(a, na, left), tok_shown(b, nb, right), l < 0 || r >= 0 ? left : "",
                        l < 0 ? "" : right);
-    if (m->count == m->room) {
-        int32_t room = m->room ? m->room * 2 : 4096;
-        if (room > TOK_ID_LIMIT) return ps_fail(PS_EFORMAT, "%s: more than %d merges", path, TOK_ID_LIMIT);
-        int32_t **lists[] = { &m->left, &m->right, &m->id };
-        for (int i = 0; i < 3; i++) {
-            int32_t *p = ps_realloc(*lists[i], (size_t)room * sizeof *p);
-            if (!p) return ps_fail_nomem((size_t)room * sizeof *p);
-            *lists[i] = p;
-        }
-        m->room = room;
-    }
-    m->left[m->count] = l, m->right[m->count] = r, m->id[m->count++] = id;
-    return 0;
+    return push_merge(m, path, l, r, id);
 }
 
 /* Whether each token that a merge takes is made by merges of lower rank alone: then merging never leads back to a lower
@@ -167,6 +173,40 @@ static int find_order(tok_merges *m, const tok_vocab *v)
     return 0;
 }
 
+static int by_score(const void *a, const void *b, void *scores)
+{
+    float x = ((const float *)scores)[*(const int32_t *)a], y = ((const float *)scores)[*(const int32_t *)b];
+    return x > y ? -1 : x < y;
+}
+
+int tok_merges_of_scores(tok_merges *m, const tok_vocab *v, const char *path, const float *scores, int32_t n)
+{
+    int32_t *order = ps_alloc((size_t)(n + 1) * sizeof *order), used = 0;
+    m->token_rank = ps_alloc0((size_t)(v->count + 1) * sizeof *m->token_rank);
+    if (!order || !m->token_rank) {
+        ps_free(order);
+        return ps_fail_nomem((size_t)n * 8);
+    }
+    for (int32_t id = 0; id < n && id < v->count; id++) if (scores[id] == scores[id]) order[used++] = id;
+    qsort_r(order, (size_t)used, sizeof *order, by_score, (void *)scores);
+    int rc = 0;
+    for (int32_t i = 0, rank = -1; i < used && !rc; i++) {
+        int32_t id = order[i], len = v->entry[id].n;
+        if (!i || scores[id] != scores[order[i - 1]]) rank++;
+        m->token_rank[id] = rank;
+        for (int32_t at = 1; at < len && !rc; at++) {
+            const uint8_t *s = tok_name(v, id);
+            if ((s[at] & 0xc0) == 0x80) continue;
+            int32_t left = tok_vocab_find(v, s, (size_t)at);
+            int32_t right = left < 0 ? -1 : tok_vocab_find(v, s + at, (size_t)(len - at));
+            if (right >= 0) rc = push_merge(m, path, left, right, id);
+        }
+    }
+    m->by_token = true;
+    ps_free(order);
+    return rc;
+}
+
 int tok_merges_ready(tok_merges *m, const tok_vocab *v)
 {
     if (!m->by_token) PS_TRY(find_order(m, v));
@@ -180,7 +220,8 @@ int tok_merges_ready(tok_merges *m, const tok_vocab *v)
         uint32_t i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & (slots - 1);
         while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & (slots - 1);
         /* of a pair that is there twice the later rank counts */
-        m->slot[i] = (tok_pair){ key, m->by_token ? m->id[r] : r, m->id[r] };
+        m->slot[i] = (tok_pair){ key, m->token_rank ? m->token_rank[m->id[r]] : m->by_token ? m->id[r] : r,
+                                   m->id[r] };
     }
     return 0;
 }
@@ -191,6 +232,7 @@ void tok_merges_free(tok_merges *m)
     ps_free(m->right);
     ps_free(m->id);
     ps_free(m->slot);
+    ps_free(m->token_rank);
     *m = (tok_merges){ 0 };
 }
 

@@ -99,6 +99,41 @@ int ps_tok_read(ps_tok *t, const char *format, const char *path)
     return ps_fail(PS_EINVAL, "no format of a tokenizer's file is called \"%s\"", format);
 }
 
+static const char *path_of(const ps_tok *t) { return t->path ? t->path : "a tokenizer"; }
+
+int ps_tok_token(ps_tok *t, const char *token, int64_t nbytes, int64_t id)
+{
+    char shown[TOK_SHOWN];
+    PS_TRY(being_made(t));
+    PS_NEED(token);
+    if (nbytes < 0 || !tok_utf8_valid((const uint8_t *)token, (size_t)nbytes))
+        return ps_fail(PS_EFORMAT, "%s: token %lld, '%s', is not UTF-8", path_of(t), (long long)id,
+                       tok_shown((const uint8_t *)token, nbytes < 0 ? 0 : (size_t)nbytes, shown));
+    return tok_vocab_add(&t->vocab, path_of(t), (const uint8_t *)token, (size_t)nbytes, id);
+}
+
+int ps_tok_merge(ps_tok *t, const char *left, int64_t n_left, const char *right, int64_t n_right)
+{
+    PS_TRY(being_made(t));
+    PS_NEED(left);
+    PS_NEED(right);
+    if (n_left < 0 || n_left > UINT16_MAX || n_right < 0 || n_right > UINT16_MAX)
+        return ps_fail(PS_EFORMAT, "%s: merge %d is of tokens of more than 65,535 bytes", path_of(t), t->merges.count);
+    return tok_merges_add(&t->merges, &t->vocab, path_of(t), t->merges.count, (const uint8_t *)left, (size_t)n_left,
+                          (const uint8_t *)right, (size_t)n_right);
+}
+
+int ps_tok_scores(ps_tok *t, const float *scores, int64_t n)
+{
+    PS_TRY(being_made(t));
+    PS_NEED(scores);
+    if (t->merges.count)
+        return ps_fail(PS_ESTATE, "%s: a tokenizer has either merges or scores, and this one has merges", path_of(t));
+    if (n != t->vocab.count)
+        return ps_fail(PS_EFORMAT, "%s: %lld scores for %d tokens", path_of(t), (long long)n, t->vocab.count);
+    return tok_merges_of_scores(&t->merges, &t->vocab, path_of(t), scores, (int32_t)n);
+}
+
 int ps_tok_set(ps_tok *t, const char *name, int64_t value)
 {
     PS_TRY(being_made(t));

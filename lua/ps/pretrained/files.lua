@@ -9,6 +9,7 @@ local serialize = require "ps.io.serialize"
 local Pieced = require "ps.io.pieced"
 local ffi = require "ffi"
 local folder = require "ps.pretrained.folder"
+local gguf = require "ps.pretrained.gguf"
 local pieces = require "ps.io.pieces"
 local rectangles = require "ps.core.rectangles"
 local settings = require "ps.pretrained.settings"
@@ -17,6 +18,7 @@ local files_of = {}
 
 -- Opens a file of weights, whose tensors stay in it. Refuses formats that are known but not supported.
 local function open_file(path, mmap)
+  if gguf.is(path) then return gguf.open(path, mmap) end
   local ok, file = pcall(serialize.load, path, { lazy = true, mmap = mmap })
   if ok then return file end
   if type(file) == "table" and file.sub == "OLD_TORCH" then

@@ -13,6 +13,12 @@ local C = native.C
 
 local folder = {}
 
+-- ps/pretrained/gguf.lua, when a path is that of a GGUF file, which takes the place of a folder; else nil.
+local function gguf_of(path)
+  return type(path) == "string" and path:match "%.gguf$" and lfs.attributes(path, "mode") == "file"
+    and require "ps.pretrained.gguf" or nil
+end
+
 -- Files that belong to a model but have no weights.
 local COMPANIONS = { "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
   "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "encoder.json", "vocab.bpe", "tokenizer.model",
@@ -59,7 +65,8 @@ local function commit_of(repo, revision)
   return commit
 end
 
---- The folder of a model: the folder with that path, else the model that was downloaded under that name ("gpt2",
+--- The folder of a model: the folder with that path, or the GGUF file, which takes its place; else the model that was
+--- downloaded under that name ("gpt2",
 --- "google-bert/bert-base-uncased") to Hugging Face's cache (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
 ---@param name string
 ---@param revision? string a branch, tag or commit, default "main"
@@ -67,8 +74,10 @@ end
 function folder.find(name, revision)
   caller.typed(name, "string", "from_pretrained: the folder")
   if is(name, "directory") then return name end
+  if gguf_of(name) then return name end
   if is(name, "file") then
-    error(("from_pretrained: %s is a file; pass its folder, which needs a config.json"):format(name))
+    error(("from_pretrained: %s is a file; pass its folder, which needs a config.json, or a file NAME.gguf"):format(
+      name))
   end
   if not name:match("^[%w%-_.]+$") and not name:match("^[%w%-_.]+/[%w%-_.]+$") or name:match("^%.+/") then
     error(("no model file: there is no %s/config.json"):format(name))
@@ -89,10 +98,18 @@ end
 ---@return boolean
 function folder.is_adapter(path) return is(path .. "/adapter_config.json", "file") end
 
---- The config.json of a folder. Refuses a folder that holds an adapter, or whose weights have an unusual file name.
+--- Where the fields of `config` come from, for messages: a folder's config.json, or the GGUF file.
+---@param path string
+---@return string
+function folder.where(path) return gguf_of(path) and path or path .. "/config.json" end
+
+--- The config.json of a folder, or the same fields for a GGUF file. Refuses a folder that holds an adapter, or whose
+--- weights have an unusual file name.
 ---@param path string
 ---@return table
 function folder.config(path)
+  local gguf = gguf_of(path)
+  if gguf then return gguf.config(path) end
   local adapter = path .. "/adapter_config.json"
   if is(adapter, "file") then
     settings.refuse(path, "adapter_config.json", folder.read_json(adapter).peft_type or "present",
@@ -125,11 +142,13 @@ local function indexed(path, from)
   return paths
 end
 
---- The files with a folder's weights, in Hugging Face's order of preference: safetensors before PyTorch's, whole files
+--- The files with a folder's weights (a GGUF file is its own), in Hugging Face's order of preference: safetensors
+--- before PyTorch's, whole files
 --- before an index.
 ---@param path string the folder
 ---@return string[]
 function folder.files(path)
+  if gguf_of(path) then return { path } end
   for _, name in ipairs { "model.safetensors", "pytorch_model.bin" } do
     local whole, index = path .. "/" .. name, path .. "/" .. name .. ".index.json"
     if lfs.attributes(whole, "mode") then return { whole } end
@@ -247,6 +266,8 @@ end
 ---@param from string
 ---@param to string
 function folder.copy_companions(from, to)
+  local gguf = gguf_of(from)
+  if gguf then return gguf.write_companions(from, to) end
   for _, name in ipairs(COMPANIONS) do
     local source, target = from .. "/" .. name, to .. "/" .. name
     if is(source, "file") and not lfs.attributes(target, "mode") then

@@ -7,6 +7,7 @@ local dist = require "ps.dist"
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local folder = require "ps.pretrained.folder"
+local gguf = require "ps.pretrained.gguf"
 local hooks = require "ps.core.hooks"
 local serialize = require "ps.io.serialize"
 local settings = require "ps.pretrained.settings"
@@ -250,7 +251,9 @@ local function not_mapped(list, device)
     return ("weights can stay in files only for device cpu, but the model is for %s"):format(device)
   end
   for _, path in ipairs(list) do
-    if serialize.format(path) ~= "safetensors" then return path .. " is not a safetensors file" end
+    if not gguf.is(path) and serialize.format(path) ~= "safetensors" then
+      return path .. " is neither a safetensors nor a GGUF file"
+    end
   end
 end
 
@@ -290,7 +293,7 @@ function pretrained.from_config(source, options)
   local path, where, fields = nil, "the fields", source
   if type(source) ~= "table" then
     path = folder.find(source, given.revision)
-    where, fields = path .. "/config.json", folder.config(path)
+    where, fields = folder.where(path), folder.config(path)
   end
   local family = pretrained.find(fields.model_type, where)
   local config = family.settings:complete(family.settings:from_file(fields, {}))
@@ -309,8 +312,7 @@ end
 function pretrained.load(name, options, family)
   if options ~= nil then caller.typed(options, "table", "from_pretrained: the options") end
   local path = folder.find(name, options and options.revision)
-  local where = path .. "/config.json"
-  local fields = folder.config(path)
+  local where, fields = folder.where(path), folder.config(path)
   if not family then family = pretrained.find(fields.model_type, where) end
   local changes, rest = spread(family, caller.options(options, "from_pretrained", family.options_of_loading))
   local config = family.settings:from_file(fields, changes)

@@ -16,14 +16,32 @@ local KINDS = {
   llama3 = { factor = true, low_freq_factor = true, high_freq_factor = true, original_max_position_embeddings = false },
   yarn = { factor = true, original_max_position_embeddings = false, attention_factor = false, beta_fast = false,
     beta_slow = false, mscale = false, mscale_all_dim = false, truncate = false },
+  longrope = { short_factor = true, long_factor = true, attention_factor = true, factor = false,
+    original_max_position_embeddings = false },
 }
-local STRETCHED = { llama3 = true, yarn = true }
+local STRETCHED = { llama3 = true, yarn = true, longrope = true }
+local TYPES = { truncate = "boolean", short_factor = "table", long_factor = "table" }
 
 local function names_of(t)
   local names = {}
   for name in pairs(t) do names[#names + 1] = name end
   table.sort(names)
   return table.concat(names, ", ")
+end
+
+-- The two lists of longrope must be equal: then the frequencies do not depend on the length of a text.
+local function check_factors(who, p)
+  local same = #p.short_factor == #p.long_factor
+  for i, one in ipairs(p.short_factor) do
+    local fine = type(one) == "number" and one > 0
+    if not fine then
+      error(("%s: rope_parameters: short_factor[%d] is %s; it must be a number above 0"):format(who, i, tostring(one)))
+    end
+    same = same and one == p.long_factor[i]
+  end
+  if not same then
+    settings.refuse(who, "long_factor", p.long_factor, "it differs from short_factor, which is not supported")
+  end
 end
 
 --- The complete settings of rotary embedding in a configuration: rope_type, rope_theta, and those of the kind.
@@ -43,7 +61,7 @@ function rope.parameters(who, config)
     end
   end
   for key, value in pairs(given) do
-    if type(value) == "table" then
+    if type(value) == "table" and not (named == "longrope" and TYPES[key] == "table") then
       settings.refuse(who, key, value, "rotary embedding by kinds of layers is not supported")
     end
     if type(value) ~= "userdata" then p[key] = value end                -- null means absent
@@ -69,10 +87,11 @@ function rope.parameters(who, config)
     if value == nil and needed then
       error(("%s: rope_parameters of rope_type = %s need %s"):format(who, p.rope_type, key))
     end
-    if value ~= nil and type(value) ~= (key == "truncate" and "boolean" or "number") then
-      error(("%s: rope_parameters: %s is a %s; it must be a number"):format(who, key, type(value)))
+    if value ~= nil and type(value) ~= (TYPES[key] or "number") then
+      error(("%s: rope_parameters: %s is a %s; it must be a %s"):format(who, key, type(value), TYPES[key] or "number"))
     end
   end
+  if p.rope_type == "longrope" then check_factors(who, p) end
   if type(p.rope_theta) ~= "number" or p.rope_theta <= 0 then
     error(("%s: rope_theta = %s: it must be above 0"):format(who, tostring(p.rope_theta)))
   end
@@ -101,6 +120,17 @@ local function llama3(p, D)
     end
   end
   return all, 1
+end
+
+-- Divides each frequency by a number of its own.
+local function longrope(p, D)
+  local all = {}
+  if #p.short_factor ~= D / 2 then
+    error(("rope_parameters: short_factor has %d numbers, but a head of %d columns has %d pairs"):format(
+      #p.short_factor, D, D / 2))
+  end
+  for i = 0, D / 2 - 1 do all[i + 1] = fp32(1 / fp32(p.short_factor[i + 1] * fp32(p.rope_theta ^ fp32(2 * i / D)))) end
+  return all, p.attention_factor
 end
 
 -- x, or nil if it is 0, which means none.
@@ -138,6 +168,7 @@ end
 function rope.frequencies(p, D, most, length)
   if p.rope_type == "llama3" then return llama3(p, D) end
   if p.rope_type == "yarn" then return yarn(p, D) end
+  if p.rope_type == "longrope" then return longrope(p, D) end
   local theta, by = p.rope_theta, 1
   if p.rope_type == "linear" then by = p.factor end
   if p.rope_type == "dynamic" then

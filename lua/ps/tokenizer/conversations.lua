@@ -37,6 +37,8 @@ end
 -- The file of the folder's template, and the template: a text or a list of several; nil: there is none.
 local function found(self)
   local source = rawget(self, "source")
+  local own = rawget(self, "template")                     -- of a GGUF file
+  if own then return source, own end
   local home = lfs.attributes(source, "mode") == "directory" and source or source:match "^(.*)/[^/]*$" or "."
   local path = home .. "/chat_template.jinja"
   if lfs.attributes(path, "mode") == "file" then return path, read(path) end

@@ -7,11 +7,15 @@ local classes = require "ps.tokenizer.classes"
 local description = require "ps.tokenizer.description"
 local object = require "ps.tokenizer.object"
 local pattern = require "ps.tokenizer.pattern"
+local array = require "ps.core.array"
 local ffi = require "ffi"
+local gguf = require "ps.io.gguf"
+local gguf_tokenizer = require "ps.pretrained.gguf_tokenizer"
 local json = require "cjson"
 local lfs = require "lfs"
 local error = caller.error
 local C, check = native.C, native.check
+local floats = array "float"
 local is_null, listed, refuse = object.is_null, object.listed, object.refuse
 
 local read = {}
@@ -290,6 +294,34 @@ local function from_tiktoken(t, path, given)
   return finish(t, {}, {}, {})
 end
 
+-- -- GGUF -------------------------------------------------------------------------------------------------------------
+-- Fills a tokenizer's vocabulary and merges, or scores, from a GGUF file's metadata.
+local function fill(t, given)
+  for i, token in ipairs(given.tokens) do check(C.ps_tok_token(t.handle, token, #token, i - 1)) end
+  for i, merge in ipairs(given.merges or {}) do
+    local at = merge:find(" ", 2, true)
+    if not at then refuse(t.path, ("tokenizer.ggml.merges[%d]"):format(i - 1), merge, "two tokens expected") end
+    local left, right = merge:sub(1, at - 1), merge:sub(at + 1)
+    check(C.ps_tok_merge(t.handle, left, #left, right, #right))
+  end
+  if given.scores then check(C.ps_tok_scores(t.handle, floats(#given.scores, given.scores), #given.scores)) end
+end
+
+local function from_gguf(t, path)
+  local file = gguf.open(path)
+  local ok, given = pcall(gguf_tokenizer.of, file)
+  file:close()
+  if not ok then error(given, 0) end
+  t.path, t.model = path, given.kind == "bert" and "wordpiece" or "bpe"
+  t.handle, t.added, t.template = description.new_handle(t.model), {}, given.template
+  local filled, problem = pcall(fill, t, given)
+  if not filled then error(("%s: %s"):format(path, tostring(problem):gsub("^a tokenizer: ", "")), 0) end
+  local options = description.apply(t, given.description)
+  for _, one in ipairs(given.description.added_tokens) do t.added[one.id] = one end
+  name_tokens(t, given.config, {})
+  return finish(t, {}, { padding_side = given.kind == "llama" and "left" or nil }, options)
+end
+
 local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
 
 --- Reads the files of a folder, or one file: {handle, model, path, special, single, pair, type_ids, padding_side,
@@ -301,6 +333,7 @@ function read.open(path, options)
   options = caller.options(options, "tokenizer.from_pretrained", RANKS)
   local mode, t = lfs.attributes(path, "mode"), {}
   if not mode then error(("no tokenizer: there is no folder or file %s"):format(path)) end
+  if mode ~= "directory" and gguf.is_path(path) and not next(options) then return from_gguf(t, path) end
   if mode ~= "directory" and (next(options) or path:match("%.tiktoken$")) then
     return from_tiktoken(t, path, options)
   end

@@ -3,7 +3,9 @@
 -- settings that a script has changed (special tokens, sides, the limit).
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
+local companions = require "ps.pretrained.gguf_companions"
 local folder = require "ps.pretrained.folder"
+local gguf = require "ps.io.gguf"
 local json = require "cjson"
 local lfs = require "lfs"
 local error = caller.error
@@ -43,17 +45,19 @@ end
 function save.run(source, to, tokens, plain)
   caller.typed(to, "string", "tokenizer:save_pretrained: the folder")
   local from = lfs.attributes(source, "mode") == "directory" and source or source:match("^(.*)/[^/]*$") or "."
+  local is_gguf = gguf.is_path(source)
   if lfs.attributes(to, "mode") ~= "directory" then
     local made, why = lfs.mkdir(to)
     if not made then error(("tokenizer:save_pretrained: %s: %s"):format(to, why)) end
   end
+  if is_gguf then companions.write_tokenizer(source, to) end
   for name in lfs.dir(from) do
     local known = folder.is_companion(name) and not OTHERS[name] or name:match("%.tiktoken$")
-    if known and lfs.attributes(from .. "/" .. name, "mode") == "file" then
+    if known and not is_gguf and lfs.attributes(from .. "/" .. name, "mode") == "file" then
       write(to .. "/" .. name, read(from .. "/" .. name))
     end
   end
-  local name = source ~= from and source:match("[^/]*$")
+  local name = source ~= from and not is_gguf and source:match("[^/]*$")
   if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then     -- a file with a name of its own
     write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
   end

@@ -1,0 +1,357 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- GGUF, the files of llama.cpp: reads their metadata and tensors (src/io/gguf.c). A file in parts, as llama.cpp's
+-- gguf-split writes them (NAME-00001-of-00003.gguf), is opened by the path of any part. Tensors have the names of the
+-- file, unless `present` gives them others.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local caller = require "ps.core.caller"
+local exact = require "ps.core.exact"
+local ffi = require "ffi"
+local pieces = require "ps.io.pieces"
+local rectangles = require "ps.core.rectangles"
+local C, check = native.C, native.check
+local error = caller.error
+
+local gguf = {}
+
+local VALUES = { [0] = "uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", "string", "array",
+  "uint64", "int64", "float64" }
+local STRING, ARRAY, BOOL, UINT64, FLOAT32, FLOAT64 = 8, 9, 7, 10, 6, 12
+local EXACT = 2 ^ 53                                       -- whole numbers up to here are exact in Lua
+
+---@class ps.Gguf an open file, or all parts of a file that was split
+---@field path string of the first part
+---@field private mmap boolean tensors have their bytes in the file, if possible
+---@field private parts ffi.cdata*[] the open parts
+---@field private home table<string, {g: ffi.cdata*, i: integer}> by the name under which a tensor is read
+---@field private order string[] those names, in file order
+local File = {}
+File.__index = File
+
+local OPEN = { mmap = "boolean" }
+
+-- The paths of a file's parts, and the number of the given one, from 0 on; nil: the name is not one of a part.
+local function parts_of(path)
+  local stem, number, count = path:match("^(.*)%-(%d%d%d%d%d)%-of%-(%d%d%d%d%d)%.gguf$")
+  if not stem then return nil end
+  local paths = {}
+  for i = 1, tonumber(count) do paths[i] = ("%s-%05d-of-%s.gguf"):format(stem, i, count) end
+  return paths, tonumber(number) - 1
+end
+
+local function open_part(path)
+  local out = ffi.new("ps_gguf *[1]")
+  check(C.ps_gguf_open(path, out))
+  return ffi.gc(out[0], C.ps_gguf_close)
+end
+
+-- A value of the metadata for Lua. Whole numbers above 2^53 are cdata.
+local function value_of(out)
+  local of = out.of
+  if of == STRING then return ffi.string(out.text, out.whole) end
+  if of == BOOL then return out.whole ~= 0 end
+  if of == FLOAT32 or of == FLOAT64 then return out.number end
+  if math.abs(out.number) <= EXACT then return tonumber(out.whole) end
+  return of == UINT64 and ffi.cast("uint64_t", out.whole) or out.whole
+end
+
+-- Adds a part's tensors under their own names.
+local function add_part(self, g)
+  self.parts[#self.parts + 1] = g
+  for i = 0, C.ps_gguf_count(g) - 1 do
+    local name = ffi.string(C.ps_gguf_name(g, i))
+    if self.home[name] then error(("%s: tensor '%s' is in two of its parts"):format(self.path, name)) end
+    self.home[name] = { g = g, i = i, raw = name }
+    self.order[#self.order + 1] = name
+  end
+end
+
+-- Opens the other parts of a file that was split, and checks that they belong together.
+local function open_parts(self, paths)
+  local count, total = self:meta "split.count" or 1, self:meta "split.tensors.count"
+  if paths and count ~= #paths then
+    error(("%s: its name says %d parts, but split.count says %s"):format(self.path, #paths, tostring(count)))
+  end
+  if not paths and count ~= 1 then
+    error(("%s: it is a part of %s; give it its name back, NAME-00001-of-%05d.gguf, next to the others"):format(
+      self.path, tostring(count), tonumber(count) or 0))
+  end
+  for k = 2, #(paths or {}) do
+    local g = open_part(paths[k])
+    local at = C.ps_gguf_meta_find(g, "split.no")
+    local out = ffi.new("ps_gguf_value")
+    if at >= 0 then check(C.ps_gguf_meta_get(g, at, 0, out)) end
+    if at < 0 or tonumber(out.whole) ~= k - 1 then
+      error(("%s: its split.no is %s; it must be %d"):format(paths[k], at < 0 and "missing" or tostring(out.whole),
+        k - 1))
+    end
+    add_part(self, g)
+  end
+  if total and total ~= #self.order then
+    error(("%s: all parts together have %d tensors, but split.tensors.count says %s"):format(self.path, #self.order,
+      tostring(total)))
+  end
+end
+
+--- Opens a file and checks its whole header.
+---@param path string of the file, or of any part of a file that was split
+---@param options? {mmap?: boolean} mmap = true: see ps.load
+---@return ps.Gguf
+function gguf.open(path, options)
+  caller.typed(path, "string", "a GGUF file: the path")
+  options = caller.options(options, "gguf.open", OPEN)
+  local paths = parts_of(path)
+  local self = setmetatable({ path = paths and paths[1] or path, mmap = options.mmap or false, parts = {}, home = {},
+    order = {} }, File)
+  local ok, problem = pcall(function()
+    add_part(self, open_part(self.path))
+    open_parts(self, paths)
+  end)
+  if ok then return self end
+  self:close()
+  error(problem, 0)
+end
+
+--- Whether a path names a GGUF file.
+---@param path string
+---@return boolean
+function gguf.is_path(path) return path:match("%.gguf$") ~= nil end
+
+--- The paths of a file, or of all parts of a file that was split.
+---@param path string
+---@return string[]
+function gguf.paths(path) return (parts_of(path)) or { path } end
+
+local function opened(self)
+  if getmetatable(self) ~= File then error("call a file's methods with a colon: file:tensor(name)") end
+  if not self.parts[1] then error(self.path .. ": this file was closed") end
+  return self.parts[1]
+end
+
+-- -- metadata -------------------------------------------------------------------------------------------------------
+--- The keys of the metadata, in file order.
+---@return string[]
+function File:keys()
+  local keys, g = {}, opened(self)
+  for i = 0, C.ps_gguf_meta_count(g) - 1 do keys[i + 1] = ffi.string(C.ps_gguf_meta_key(g, i)) end
+  return keys
+end
+
+--- A value of the metadata: a number, string or boolean; a list for an array. nil: there is none.
+---@param key string
+---@return any value
+---@return string? type such as "uint32"; of an array, the type of its values
+---@return boolean? is_array
+function File:meta(key)
+  local g, out = opened(self), ffi.new("ps_gguf_value")
+  local i = C.ps_gguf_meta_find(g, key)
+  if i < 0 then return nil end
+  check(C.ps_gguf_meta_get(g, i, -1, out))
+  local kind = VALUES[out.of]
+  if out.type ~= ARRAY then
+    check(C.ps_gguf_meta_get(g, i, 0, out))
+    return value_of(out), kind, false
+  end
+  local list, n = {}, tonumber(out.n)
+  for k = 0, n - 1 do
+    check(C.ps_gguf_meta_get(g, i, k, out))
+    list[k + 1] = value_of(out)
+  end
+  return list, kind, true
+end
+
+--- The number of values of an array of the metadata; nil: there is no such entry.
+---@param key string
+---@return integer?
+function File:meta_length(key)
+  local g, out = opened(self), ffi.new("ps_gguf_value")
+  local i = C.ps_gguf_meta_find(g, key)
+  if i < 0 then return nil end
+  check(C.ps_gguf_meta_get(g, i, -1, out))
+  return tonumber(out.n)
+end
+
+--- A value of the metadata that must have a kind; an absent one is nil, or an error if it is needed.
+---@param key string
+---@param kind "number"|"whole"|"string"|"boolean"|"strings"|"numbers"
+---@param needed? boolean
+---@return any
+function File:get(key, kind, needed)
+  local value, of, is_array = self:meta(key)
+  if value == nil then
+    if needed then error(("%s: the metadata has no %s"):format(self.path, key)) end
+    return nil
+  end
+  local list = kind == "strings" or kind == "numbers"
+  local one = list and kind:sub(1, -2) or kind == "whole" and "number" or kind
+  local first = value
+  if is_array then first = value[1] end
+  local fine = is_array == list and (first == nil or type(first) == one)
+    and (kind ~= "whole" or value % 1 == 0 and value >= 0)
+  if not fine then
+    error(("%s: %s is %s%s%s; it must be %s"):format(self.path, key, is_array and "an array of " or "", of,
+      type(value) ~= "table" and (" (%s)"):format(tostring(value)) or "", kind))
+  end
+  return value
+end
+
+-- -- tensors ----------------------------------------------------------------------------------------------------------
+local function home_of(self, name)
+  opened(self)
+  local home = self.home[caller.typed(name, "string", "the name of a tensor in " .. self.path)]
+  if not home then error(("%s holds no tensor '%s'"):format(self.path, name)) end
+  return home
+end
+
+local function entry_of(self, name)
+  local home, entry = home_of(self, name), ffi.new("ps_gguf_entry")
+  check(C.ps_gguf_get(home.g, home.i, entry))
+  return entry, home
+end
+
+--- Gives a tensor another name, and says how it is read (ps_gguf_layout in src/ps.h).
+---@param raw string its name in the file
+---@param name string? nil: it is left out of names()
+---@param layout? {heads?: integer, transposed?: boolean}
+function File:present(raw, name, layout)
+  local home = home_of(self, raw)
+  layout = layout or {}
+  check(C.ps_gguf_layout(home.g, home.i, layout.heads or 0, layout.transposed and 1 or 0))
+  self.home[raw] = nil
+  for i, one in ipairs(self.order) do
+    if one == raw then
+      if name then self.order[i] = name else table.remove(self.order, i) end
+      break
+    end
+  end
+  if name then
+    if self.home[name] then error(("%s: two tensors are '%s'"):format(self.path, name)) end
+    self.home[name] = home
+  end
+end
+
+--- Names in file order.
+---@return string[]
+function File:names()
+  opened(self)
+  return { unpack(self.order) }
+end
+
+--- Whether the file has a tensor of this name.
+---@param name string
+---@return boolean
+function File:has(name)
+  opened(self)
+  return self.home[name] ~= nil
+end
+
+--- The name of a tensor in the file, whatever `present` called it.
+---@param name string
+---@return string
+function File:raw_name(name) return home_of(self, name).raw end
+
+--- The shape of a tensor, from the outermost dimension on.
+---@param name string
+---@return integer[]
+function File:shape(name)
+  local entry, shape = entry_of(self, name), {}
+  for d = 0, entry.ndim - 1 do shape[d + 1] = tonumber(entry.shape[d]) end
+  return shape
+end
+
+--- The type of a tensor in the file: "F32", "Q4_0", ...
+---@param name string
+---@return string
+function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, name)).type)) end
+
+--- The dtype of the values that are read, fp32 for blocks; for a type that is not supported, nil and its name.
+---@param name string
+---@return string? dtype
+---@return string? other
+function File:dtype(name)
+  local entry = entry_of(self, name)
+  if entry.dtype < 0 then return nil, ffi.string(C.ps_gguf_type_name(entry.type)) end
+  return ffi.string(C.ps_dtype_name(entry.dtype))
+end
+
+local function known_dtype(self, name)
+  local dtype, other = self:dtype(name)
+  if not dtype then error(("%s: tensor '%s' has type %s, which is not supported"):format(self.path, name, other)) end
+  return dtype
+end
+
+--- Fails if `name` is missing or has a type that this engine lacks.
+---@param name string
+function File:check(name) known_dtype(self, name) end
+
+--- The size of a tensor in the file, in bytes.
+---@param name string
+---@return integer
+function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
+
+-- Fills a contiguous tensor of the entry's dtype with bytes that are its values.
+local function fill(self, entry, home, tensor)
+  if self.mmap then
+    local rc = C.ps_tensor_borrow(tensor, C.ps_gguf_lend, home.g, entry.at, entry.nbytes)
+    if rc ~= C.PS_EUNSUP then return check(rc) end         -- EUNSUP: on another device, or a part of a tensor; read it
+  end
+  native.retry(C.ps_tensor_load, tensor, C.ps_gguf_read, home.g, entry.at, entry.nbytes)
+end
+
+--- A new tensor with the values of `name`. It outlives scopes.
+---@param name string
+---@param device? string
+---@return ps.Tensor
+function File:tensor(name, device)
+  local tensor = create.empty(self:shape(name), { dtype = known_dtype(self, name), device = device })
+  self:read_into(name, tensor)
+  return tensor:keep()
+end
+
+--- Reads the values of `name` into a tensor of the same shape, and converts the type if it differs.
+---@param name string
+---@param tensor ps.Tensor
+function File:read_into(name, tensor)
+  local entry, home = entry_of(self, name)
+  if not scope.is_tensor(tensor) then error("read_into takes a tensor after the name, not a " .. type(tensor)) end
+  local shape = self:shape(name)
+  if not rectangles.same(shape, tensor:shape()) then
+    error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
+      rectangles.text(shape), rectangles.text(tensor:shape())))
+  end
+  if entry.as_it_is ~= 0 and known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+    return fill(self, entry, home, tensor)
+  end
+  self:read_part(name, tensor, rectangles.zeros(shape))
+end
+
+--- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the blocks of the
+--- rectangle are read.
+---@param name string
+---@param tensor ps.Tensor
+---@param offset integer[] of the rectangle
+function File:read_part(name, tensor, offset)
+  local entry, home = entry_of(self, name)
+  local dtype, shape = known_dtype(self, name), tensor:shape()
+  if not rectangles.inside(self:shape(name), offset, shape) then
+    error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
+      rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
+  end
+  local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)
+  pieces.convert(tensor, dtype, function(buffer, first, n)
+    check(C.ps_gguf_copy(home.g, home.i, from, size, first, buffer, n))
+  end)
+  if entry.nbytes > 0 then C.ps_gguf_drop(home.g, home.i) end
+end
+
+--- Closes the file. Tensors read from it stay, and the map stays for tensors that have their bytes in it.
+function File:close()
+  if getmetatable(self) ~= File then opened(self) end
+  for _, g in ipairs(self.parts) do C.ps_gguf_close(ffi.gc(g, nil)) end
+  self.parts, self.home, self.order = {}, {}, {}
+end
+
+exact.all(File, "file:", true)
+
+return gguf

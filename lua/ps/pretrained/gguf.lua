@@ -1,0 +1,283 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models in GGUF files: a file takes the place of a Hugging Face folder. Its metadata becomes the fields of a
+-- config.json, and its tensors get Hugging Face's names, layouts and row orders (gguf_names.lua).
+local caller = require "ps.core.caller"
+local companions = require "ps.pretrained.gguf_companions"
+local ffi = require "ffi"
+local io_gguf = require "ps.io.gguf"
+local names = require "ps.pretrained.gguf_names"
+local settings = require "ps.pretrained.settings"
+local error = caller.error
+
+local gguf = {}
+
+--- The shortest decimal of an fp32 number of a file: 1e-05 instead of 9.9999997473788e-06.
+---@param value number
+---@return number
+function gguf.shortest(value)
+  for digits = 6, 9 do
+    local short = tonumber(("%." .. digits .. "g"):format(value))
+    if tonumber(ffi.cast("float", short)) == value then return short end
+  end
+  return value
+end
+
+--- Whether a path names a GGUF file that exists.
+---@param path string
+---@return boolean
+function gguf.is(path) return io_gguf.is_path(path) and require("lfs").attributes(path, "mode") == "file" end
+
+local function sorted(t)
+  local list = {}
+  for key in pairs(t) do list[#list + 1] = key end
+  table.sort(list)
+  return list
+end
+
+local function refuse(file, key, value, why) settings.refuse(file.path, key, value, why) end
+
+--- The architecture of an open file.
+---@param file ps.Gguf
+---@return ps.gguf.Architecture
+---@return string name
+function gguf.architecture(file)
+  local name = file:get("general.architecture", "string", true)
+  local arch = names.ARCHITECTURES[name]
+  if not arch then
+    refuse(file, "general.architecture", name, "there are " .. table.concat(sorted(names.ARCHITECTURES), ", "))
+  end
+  local kind = file:get("general.type", "string")
+  if kind and kind ~= "model" then refuse(file, "general.type", kind, "only models are read") end
+  return arch, name
+end
+
+-- Refuses keys of the architecture that nobody here follows: they may change the model's numbers.
+local function check_keys(file, arch, name)
+  for _, key in ipairs(file:keys()) do
+    local own = key:match("^" .. name .. "%.(.*)$")
+    if own and not arch.keys[own] and not arch.known[own] then
+      local value = file:meta(key)
+      refuse(file, key, value, "this setting is not supported")
+    end
+  end
+  for key, value in pairs { expert_count = 0, ["attention.causal"] = arch.class ~= "BertModel" } do
+    local given = file:meta(name .. "." .. key)
+    if given ~= nil and given ~= value then
+      refuse(file, name .. "." .. key, given, ("only %s is supported"):format(tostring(value)))
+    end
+  end
+end
+
+-- The standard settings of Llama 3's stretched frequencies, as `factors` (freq / stretched freq) of D / 2 pairs.
+local function llama3_factors(theta, D, p)
+  local list, old = {}, p.original_max_position_embeddings
+  for i = 0, D / 2 - 1 do
+    local wave = 2 * math.pi * theta ^ (2 * i / D)
+    if wave < old / p.high_freq_factor then list[i + 1] = 1
+    elseif wave > old / p.low_freq_factor then list[i + 1] = p.factor
+    else
+      local smooth = (old / wave - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
+      list[i + 1] = 1 / ((1 - smooth) / p.factor + smooth)
+    end
+  end
+  return list
+end
+
+local function nearly(a, b)
+  local same = #a == #b
+  for i = 1, #a do same = same and math.abs(a[i] - b[i]) <= 1e-5 * math.abs(b[i]) end
+  return same
+end
+
+-- rope_freqs.weight: factors that divide the frequencies. Those of Llama 3 are written as rope_type llama3, others as
+-- longrope, whose two lists are then equal.
+local function of_factors(file, fields, D)
+  local list = file:tensor("rope_freqs.weight"):to("fp32"):tolist()
+  if #list ~= D / 2 then
+    refuse(file, "rope_freqs.weight", #list, ("a head of %d columns has %d pairs"):format(D, D / 2))
+  end
+  local theta, most = fields.rope_theta or 10000, fields.max_position_embeddings
+  local largest = 1
+  for _, one in ipairs(list) do largest = math.max(largest, one) end
+  local p = { rope_type = "llama3", factor = largest, low_freq_factor = 1, high_freq_factor = 4,
+    original_max_position_embeddings = 8192 }
+  if largest > 1 and nearly(list, llama3_factors(theta, D, p)) then return p end
+  return { rope_type = "longrope", short_factor = list, long_factor = list, attention_factor = 1, factor = 1,
+    original_max_position_embeddings = most }
+end
+
+-- Rotary settings besides rope_theta; nil: there are none.
+local function rotary(file, name, fields, D)
+  local function at(key, kind) return file:get(name .. ".rope.scaling." .. key, kind) end
+  local kind, factor = at("type", "string"), at("factor", "number")
+  if file:has "rope_freqs.weight" then
+    if kind and kind ~= "none" then refuse(file, name .. ".rope.scaling.type", kind, "with rope_freqs.weight") end
+    return of_factors(file, fields, D)
+  end
+  if not kind or kind == "none" then return nil end
+  if kind ~= "linear" and kind ~= "yarn" then
+    refuse(file, name .. ".rope.scaling.type", kind, "there are linear, none and yarn")
+  end
+  factor = gguf.shortest(factor or 1)
+  if kind == "linear" then return { rope_type = "linear", factor = factor } end
+  local function short(key) return at(key, "number") and gguf.shortest(at(key, "number")) end
+  local extrapolation = short "yarn_ext_factor"
+  if extrapolation and extrapolation ~= 1 and extrapolation ~= -1 then
+    refuse(file, name .. ".rope.scaling.yarn_ext_factor", extrapolation, "only 1 is supported")
+  end
+  local attention = short "yarn_attn_factor"
+  if attention and attention ~= 1 then
+    refuse(file, name .. ".rope.scaling.yarn_attn_factor", attention, "only 1 is supported")
+  end
+  return { rope_type = "yarn", factor = factor, beta_fast = short "yarn_beta_fast", beta_slow = short "yarn_beta_slow",
+    original_max_position_embeddings = at("original_context_length", "whole") }
+end
+
+local IDS = { bos = "bos_token_id", padding = "pad_token_id" }
+-- Tokens that end a turn, by which llama.cpp ends a text, too, if the file does not name one.
+local TURNS = { ["<|eot_id|>"] = true, ["<|im_end|>"] = true, ["<|end|>"] = true, ["<end_of_turn>"] = true,
+  ["<|endoftext|>"] = true, ["<|eom_id|>"] = true, ["<EOT>"] = true, ["_<EOT>"] = true }
+local CONTROL = 3
+
+-- The ids that end a text: an id, or a list of several; nil: the file names none.
+local function ends_of(file, vocabulary)
+  local list, seen = {}, {}
+  local function add(id)
+    if id and id < vocabulary and not seen[id] then seen[id], list[#list + 1] = true, id end
+  end
+  for _, key in ipairs { "eos", "eot", "eom" } do add(file:get(("tokenizer.ggml.%s_token_id"):format(key), "whole")) end
+  if file:get("tokenizer.ggml.model", "string") == "gpt2" then
+    local tokens, types = file:get("tokenizer.ggml.tokens", "strings") or {},
+      file:get("tokenizer.ggml.token_type", "numbers") or {}
+    for i, kind in ipairs(types) do if kind == CONTROL and TURNS[tokens[i]] then add(i - 1) end end
+  end
+  return #list > 1 and list or list[1]
+end
+
+-- Settings of decoders that take more than one key.
+local function of_decoder(file, arch, name, fields)
+  local heads, width = fields.num_attention_heads, fields.hidden_size
+  local D = file:get(name .. ".attention.key_length", "whole")
+  local values, turned = file:get(name .. ".attention.value_length", "whole"),
+    file:get(name .. ".rope.dimension_count", "whole")
+  if D then fields.head_dim = D end
+  D = D or width / heads
+  if values and values ~= D then
+    refuse(file, name .. ".attention.value_length", values, ("keys have %g columns"):format(D))
+  end
+  if turned and turned ~= D then
+    refuse(file, name .. ".rope.dimension_count", turned,
+      ("a head has %g columns, and rotary embedding of a part of a head is not supported"):format(D))
+  end
+  fields.rope_scaling = rotary(file, name, fields, D)
+  local window = file:get(name .. ".attention.sliding_window", "whole")
+  if window and window > 0 then
+    if arch.model_type ~= "llama" then
+      refuse(file, name .. ".attention.sliding_window", window, "this is supported only for llama")
+    end
+    fields.model_type, fields.sliding_window, fields.architectures = "mistral", window, { "MistralForCausalLM" }
+  end
+  local bias = file:has "blk.0.attn_q.bias"
+  if arch.model_type ~= "qwen2" and fields.model_type ~= "mistral" then fields.attention_bias = bias end
+  if arch.model_type == "llama" and fields.model_type == "llama" then
+    fields.mlp_bias = file:has "blk.0.ffn_up.bias"
+  end
+end
+
+--- The fields of a config.json for an open file.
+---@param file ps.Gguf
+---@return table
+function gguf.fields(file)
+  local arch, name = gguf.architecture(file)
+  check_keys(file, arch, name)
+  local fields = { model_type = arch.model_type, architectures = { arch.class } }
+  for _, key in ipairs(sorted(arch.keys)) do
+    local setting = arch.keys[key]
+    local value = file:get(name .. "." .. key, "number", not arch.optional[key])
+    if value then fields[setting] = value % 1 == 0 and value or gguf.shortest(value) end
+  end
+  local table_name = "token_embd.weight"
+  if not file:has(table_name) then error(("%s: it has no tensor '%s'"):format(file.path, table_name)) end
+  fields.vocab_size = file:shape(table_name)[1]
+  for key, setting in pairs(IDS) do
+    local id = file:get(("tokenizer.ggml.%s_token_id"):format(key), "whole")
+    if id and id < fields.vocab_size then fields[setting] = id end
+  end
+  fields.eos_token_id = ends_of(file, fields.vocab_size)
+  if arch.class ~= "BertModel" then fields.tie_word_embeddings = not file:has "output.weight" end
+  if arch.model_type == "gpt2" then
+    fields.activation_function = "gelu_new"
+  elseif arch.model_type == "bert" then
+    local kind = file:get("tokenizer.ggml.model", "string")
+    if kind and kind ~= "bert" then
+      refuse(file, "tokenizer.ggml.model", kind, "architecture bert is supported only with the tokenizer bert")
+    end
+    fields.hidden_act = "gelu"
+    if file:has "token_types.weight" then fields.type_vocab_size = file:shape("token_types.weight")[1] end
+    if fields.pad_token_id == nil then fields.pad_token_id = 0 end
+  else
+    of_decoder(file, arch, name, fields)
+  end
+  return fields
+end
+
+-- Gives the tensors Hugging Face's names. Unknown ones are refused, since the model would be another one without them.
+local function present(file, arch, fields)
+  for _, raw in ipairs(file:names()) do
+    local own, rows = names.to_hf(arch, raw)
+    local layout
+    if rows == "swapped" then layout = { transposed = true }
+    elseif rows == "heads" then layout = { heads = fields.num_attention_heads }
+    elseif rows == "groups" then layout = { heads = fields.num_key_value_heads or fields.num_attention_heads } end
+    if not own and raw ~= "rope_freqs.weight" then
+      refuse(file, "tensor", raw, "the architecture has no such tensor here")
+    end
+    file:present(raw, own, layout)
+  end
+end
+
+--- The fields of a config.json for a file.
+---@param path string
+---@return table
+function gguf.config(path)
+  local file = io_gguf.open(path)
+  local ok, fields = pcall(gguf.fields, file)
+  file:close()
+  if not ok then error(fields, 0) end
+  return fields
+end
+
+--- Opens a file whose tensors have the names, layouts and row orders of a Hugging Face folder.
+---@param path string
+---@param mmap? boolean as ps.load's
+---@return ps.Gguf
+function gguf.open(path, mmap)
+  local file = io_gguf.open(path, { mmap = mmap or false })
+  local ok, problem = pcall(function() present(file, (gguf.architecture(file)), gguf.fields(file)) end)
+  if ok then return file end
+  file:close()
+  return error(problem, 0)
+end
+
+--- Writes a file's tokenizer and generation settings to a folder in Hugging Face's forms, unless it has them.
+---@param from string
+---@param to string
+function gguf.write_companions(from, to) companions.write(from, to, gguf.config(from)) end
+
+-- The dtype of most elements, where they are not blocks.
+local PLAIN = { F32 = "float32", F16 = "float16", BF16 = "bfloat16", F64 = "float64" }
+
+--- The dtype of a file's weights as config.json has it: that of most elements, float32 for blocks.
+---@param file ps.Gguf
+---@return string
+function gguf.dtype(file)
+  local sizes, best, most = {}, "float32", 0
+  for _, name in ipairs(file:names()) do
+    local dtype = PLAIN[file:type(name)] or "float32"
+    sizes[dtype] = (sizes[dtype] or 0) + file:nbytes(name)
+    if sizes[dtype] > most then best, most = dtype, sizes[dtype] end
+  end
+  return best
+end
+
+return gguf

@@ -1,0 +1,230 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models and tokenizers in GGUF files (ps/pretrained/gguf*.lua): a file whose tensors this spec writes byte by byte
+-- loads with the numbers of the model that it was written from. spec/oracle/gguf_oracle.py has files of llama.cpp.
+local ps = require "ps"
+local lib = require "spec.gguf_lib"
+local check = require "spec.check_lib"
+
+local folder = os.tmpname()
+os.remove(folder)
+assert(require("lfs").mkdir(folder))
+teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
+
+-- The rows of each head in pairs, as llama.cpp has them.
+local function paired(t, heads)
+  local shape = t:shape()
+  local width = shape[1] / heads
+  local whole = t:reshape(heads, 2, width / 2, -1):permute(0, 2, 1, 3)
+  return whole:contiguous():reshape(unpack(shape))
+end
+
+local LLAMA = { ["model.embed_tokens.weight"] = "token_embd.weight", ["model.norm.weight"] = "output_norm.weight",
+  ["lm_head.weight"] = "output.weight", input_layernorm = "attn_norm", post_attention_layernorm = "ffn_norm",
+  ["self_attn.q_proj"] = "attn_q", ["self_attn.k_proj"] = "attn_k", ["self_attn.v_proj"] = "attn_v",
+  ["self_attn.o_proj"] = "attn_output", ["mlp.gate_proj"] = "ffn_gate", ["mlp.up_proj"] = "ffn_up",
+  ["mlp.down_proj"] = "ffn_down", ["self_attn.q_norm"] = "attn_q_norm", ["self_attn.k_norm"] = "attn_k_norm" }
+local GPT2 = { ["transformer.wte.weight"] = "token_embd.weight", ["transformer.wpe.weight"] = "position_embd.weight",
+  ["transformer.ln_f.weight"] = "output_norm.weight", ["transformer.ln_f.bias"] = "output_norm.bias",
+  ln_1 = "attn_norm", ln_2 = "ffn_norm", ["attn.c_attn"] = "attn_qkv", ["attn.c_proj"] = "attn_output",
+  ["mlp.c_fc"] = "ffn_up", ["mlp.c_proj"] = "ffn_down" }
+
+-- A model's tensors for lib.file.
+local function tensors_of(model, names, change)
+  local list = {}
+  for name, t in pairs(model:state_dict()) do
+    local layer, middle, kind = name:match "%.(%d+)%.(.*)%.(%l+)$"
+    local own = layer and ("blk.%s.%s.%s"):format(layer, names[middle], kind) or names[name]
+    local value = (change and change(own, t) or t):contiguous()
+    list[#list + 1] = { own, 0, value:shape(), lib.floats(value:reshape(-1):tolist()) }
+  end
+  table.sort(list, function(a, b) return a[1] < b[1] end)
+  return list
+end
+
+local function write(name, bytes) return lib.write(folder .. "/" .. name, bytes) end
+
+local SIZES = { { "context_length", "uint32", 64 }, { "embedding_length", "uint32", 32 },
+  { "block_count", "uint32", 2 }, { "feed_forward_length", "uint32", 48 }, { "attention.head_count", "uint32", 4 },
+  { "attention.head_count_kv", "uint32", 2 }, { "attention.layer_norm_rms_epsilon", "float32", 1e-5 },
+  { "rope.freq_base", "float32", 5000 } }
+local CONFIG = { vocab_size = 40, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2,
+  num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 64, rms_norm_eps = 1e-5,
+  rope_theta = 5000 }
+
+local function meta_of(arch, sizes, more)
+  local meta = { { "general.architecture", "string", arch } }
+  for _, one in ipairs(sizes) do meta[#meta + 1] = { arch .. "." .. one[1], one[2], one[3] } end
+  for _, one in ipairs(more or {}) do meta[#meta + 1] = one end
+  return meta
+end
+
+local function logits(model, ids)
+  return ps.no_grad(function() return model({ input_ids = ids }).logits end)
+end
+
+local function same_logits(a, b)
+  local ids = (ps.rand { 2, 9 } * 39):to("int32")
+  assert.equal(0, (logits(a, ids) - logits(b, ids)):abs():max():item())
+end
+
+local function permuted(own, t)
+  local kind = own:match "attn_([qk])%.weight$" or own:match "attn_([qk])%.bias$"
+  return kind and paired(t, kind == "q" and 4 or 2)
+end
+
+local function llama(more)
+  local config = {}
+  for key, value in pairs(CONFIG) do config[key] = value end
+  for key, value in pairs(more or {}) do config[key] = value end
+  return require("models.llama").new(config):eval()
+end
+
+describe("ps.from_pretrained of a GGUF file", function()
+  it("gives the numbers of a Llama, whose rows it puts back in order", function()
+    local model = llama()
+    local path = write("llama.gguf", lib.file(meta_of("llama", SIZES), tensors_of(model, LLAMA, permuted)))
+    local got = ps.from_pretrained(path)
+    assert.equal("LlamaForCausalLM", got.class_name)
+    assert.equal(false, got.config.tie_word_embeddings)
+    assert.equal(1e-5, got.config.rms_norm_eps)
+    same_logits(model, got)
+    same_logits(model, ps.from_pretrained(path, { mmap = "auto" }))
+    got:save_pretrained(folder .. "/saved")
+    same_logits(model, ps.from_pretrained(folder .. "/saved", { quiet = true }))
+  end)
+
+  it("follows biases, tied tables and factors of rotary frequencies", function()
+    local factors = {}
+    for i = 1, 4 do factors[i] = 1 + i / 8 end
+    local model = llama { attention_bias = true, tie_word_embeddings = true, rope_scaling = { rope_type = "longrope",
+      short_factor = factors, long_factor = factors, attention_factor = 1 } }
+    for name, p in pairs(model:state_dict()) do
+      if name:match "bias$" then ps.no_grad(function() p:copy_(ps.randn(p:shape())) end) end
+    end
+    local list = tensors_of(model, LLAMA, permuted)
+    list[#list + 1] = { "rope_freqs.weight", 0, { 4 }, lib.floats(factors) }
+    local got = ps.from_pretrained(write("llama.gguf", lib.file(meta_of("llama", SIZES), list)))
+    assert.equal("longrope", got.config.rope_scaling.rope_type)
+    assert.equal(true, got.config.attention_bias)
+    same_logits(model, got)
+  end)
+
+  it("knows the factors of Llama 3.1", function()
+    local scaling = { rope_type = "llama3", factor = 8, low_freq_factor = 1, high_freq_factor = 4,
+      original_max_position_embeddings = 8192 }
+    local model = llama { rope_scaling = scaling, rope_theta = 500000, head_dim = 16 }
+    local rope = require "ps.pretrained.rope"
+    local factors = {}
+    local stretched = rope.frequencies({ rope_type = "llama3", rope_theta = 500000, factor = 8, low_freq_factor = 1,
+      high_freq_factor = 4, original_max_position_embeddings = 8192 }, 16, 64, 0)
+    local plain = rope.frequencies({ rope_type = "default", rope_theta = 500000 }, 16, 64, 0)
+    for i, f in ipairs(plain) do factors[i] = f / stretched[i] end
+    local list = tensors_of(model, LLAMA, permuted)
+    list[#list + 1] = { "rope_freqs.weight", 0, { 8 }, lib.floats(factors) }
+    local sizes = { { "attention.key_length", "uint32", 16 }, { "attention.value_length", "uint32", 16 } }
+    for _, one in ipairs(SIZES) do
+      sizes[#sizes + 1] = one[1] == "rope.freq_base" and { one[1], one[2], 500000 } or one
+    end
+    local got = ps.from_pretrained(write("llama.gguf", lib.file(meta_of("llama", sizes), list)))
+    assert.equal("llama3", got.config.rope_scaling.rope_type)
+    same_logits(model, got)
+  end)
+
+  it("gives the numbers of GPT-2 and of Qwen 3, whose rows are as they are", function()
+    local model = require("models.gpt2").new({ vocab_size = 40, n_positions = 64, n_embd = 32, n_layer = 2,
+      n_head = 4 }):eval()
+    local meta = { { "context_length", "uint32", 64 }, { "embedding_length", "uint32", 32 },
+      { "block_count", "uint32", 2 }, { "feed_forward_length", "uint32", 128 }, { "attention.head_count", "uint32", 4 },
+      { "attention.layer_norm_epsilon", "float32", 1e-5 } }
+    local list = tensors_of(model, GPT2, function(own, t)
+      return own:match "^blk.*weight$" and t:dim() == 2 and t:t() or t
+    end)
+    same_logits(model, ps.from_pretrained(write("gpt2.gguf", lib.file(meta_of("gpt2", meta), list))))
+    local qwen = require("models.qwen3").new({ vocab_size = 40, hidden_size = 32, intermediate_size = 48,
+      num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2, head_dim = 8,
+      max_position_embeddings = 64, rms_norm_eps = 1e-5, rope_theta = 5000 }):eval()
+    local sizes = { { "attention.key_length", "uint32", 8 }, { "attention.value_length", "uint32", 8 } }
+    for _, one in ipairs(SIZES) do sizes[#sizes + 1] = one end
+    same_logits(qwen, ps.from_pretrained(write("qwen3.gguf", lib.file(meta_of("qwen3", sizes),
+      tensors_of(qwen, LLAMA)))))
+  end)
+
+  it("refuses by name what would change the numbers", function()
+    local list = tensors_of(llama(), LLAMA, permuted)
+    local function refused(text, meta, tensors)
+      check.fails(function() ps.from_pretrained(write("x.gguf", lib.file(meta, tensors or list))) end, text)
+    end
+    refused("general.architecture = mamba", meta_of("mamba", {}))
+    refused("llama.logit_scale = 2", meta_of("llama", SIZES, { { "llama.logit_scale", "float32", 2 } }))
+    refused("llama.expert_count = 8", meta_of("llama", SIZES, { { "llama.expert_count", "uint32", 8 } }))
+    refused("rope.dimension_count = 4", meta_of("llama", SIZES, { { "llama.rope.dimension_count", "uint32", 4 } }))
+    refused("rope.scaling.type = longrope", meta_of("llama", SIZES, { { "llama.rope.scaling.type", "string",
+      "longrope" } }))
+    refused("the metadata has no llama.attention.head_count", meta_of("llama", {}))
+    refused("tensor = extra.weight", meta_of("llama", SIZES), { { "extra.weight", 0, { 1 }, lib.floats { 1 } },
+      unpack(list) })
+    refused("no tensor 'token_embd.weight'", meta_of("llama", SIZES), { unpack(list, 1, #list - 2) })
+    refused("1 missing", meta_of("llama", SIZES), { unpack(list, 2) })
+  end)
+end)
+
+describe("a tokenizer in a GGUF file", function()
+  local function of(meta)
+    return ps.tokenizer.from_pretrained(write("t.gguf", lib.file({ { "general.architecture", "string", "llama" },
+      unpack(meta) }, {})))
+  end
+
+  it("merges bytes by its merges, cut by the rule of its name", function()
+    local tok = of { { "tokenizer.ggml.model", "string", "gpt2" }, { "tokenizer.ggml.pre", "string", "smollm" },
+      { "tokenizer.ggml.tokens", "string", { "a", "b", "1", "ab", "11", "\196\160", "\196\160ab", "<s>", "<u>" } },
+      { "tokenizer.ggml.token_type", "int32", { 1, 1, 1, 1, 1, 1, 1, 3, 4 } },
+      { "tokenizer.ggml.merges", "string", { "a b", "1 1", "\196\160 ab" } },
+      { "tokenizer.ggml.bos_token_id", "uint32", 7 }, { "tokenizer.ggml.add_bos_token", "bool", true },
+      { "tokenizer.chat_template", "string", "{{ messages[0].content }}!" } }
+    assert.same({ 7, 3, 6, 2, 2, 8, 7 }, tok:encode "ab ab11<u><s>")
+    assert.same({ 3 }, tok:encode("ab", { add_special_tokens = false }))
+    assert.same({ 8, 0 }, tok:encode("<u>a", { add_special_tokens = false, split_special_tokens = true }))
+    assert.equal("ab ab11", tok:decode { 3, 6, 2, 2 })
+    assert.equal("<s>", tok.bos_token)
+    assert.equal("x!", tok:apply_chat_template({ { role = "user", content = "x" } }, { tokenize = false }))
+  end)
+
+  it("merges pieces by their scores, the leftmost of equal ones first", function()
+    local tokens = { "<unk>", "<s>", "\226\150\129", "a", "b", "aa", "ab", "\226\150\129a", "<0x63>" }
+    local tok = of { { "tokenizer.ggml.model", "string", "llama" }, { "tokenizer.ggml.tokens", "string", tokens },
+      { "tokenizer.ggml.scores", "float32", { 0, 0, -9, -9, -9, -1, -1, -2, 0 } },
+      { "tokenizer.ggml.token_type", "int32", { 2, 3, 1, 1, 1, 1, 1, 1, 6 } },
+      { "tokenizer.ggml.bos_token_id", "uint32", 1 } }
+    assert.same({ 1, 2, 5, 6 }, tok:encode "aaab")
+    assert.same({ 1, 7, 8 }, tok:encode "ac")
+    assert.equal("ac aab", tok:decode { 7, 8, 2, 5, 4 })
+  end)
+
+  it("finds words of BERT, whose parts it spells with ##", function()
+    local blank = "\226\150\129"
+    local tok = of { { "tokenizer.ggml.model", "string", "bert" },
+      { "tokenizer.ggml.tokens", "string", { "[PAD]", "[UNK]", "[CLS]", "[SEP]", blank .. "play", "ing",
+        blank .. "." } },
+      { "tokenizer.ggml.token_type", "int32", { 3, 3, 3, 3, 1, 1, 1 } },
+      { "tokenizer.ggml.unknown_token_id", "uint32", 1 }, { "tokenizer.ggml.cls_token_id", "uint32", 2 },
+      { "tokenizer.ggml.seperator_token_id", "uint32", 3 }, { "tokenizer.ggml.padding_token_id", "uint32", 0 } }
+    assert.same({ 2, 4, 5, 6, 1, 3 }, tok:encode "Playing. x")
+    assert.equal("[PAD]", tok.pad_token)
+  end)
+
+  it("is refused by name if its kind or rule is not supported", function()
+    check.fails(function() of { { "tokenizer.ggml.model", "string", "rwkv" } } end, "tokenizer.ggml.model = rwkv")
+    check.fails(function()
+      of { { "tokenizer.ggml.model", "string", "gpt2" }, { "tokenizer.ggml.tokens", "string", { "a" } },
+        { "tokenizer.ggml.pre", "string", "mystery" } }
+    end, "tokenizer.ggml.pre = mystery")
+    check.fails(function()
+      of { { "tokenizer.ggml.model", "string", "gpt2" }, { "tokenizer.ggml.tokens", "string", { "a", "a" } },
+        { "tokenizer.ggml.pre", "string", "gpt-2" }, { "tokenizer.ggml.merges", "string", {} } }
+    end, "twice")
+    check.fails(function()
+      of { { "tokenizer.ggml.model", "string", "llama" }, { "tokenizer.ggml.tokens", "string", { "a" } },
+        { "tokenizer.ggml.scores", "float32", {} } }
+    end, "0 numbers for 1 tokens")
+  end)
+end)
